@@ -20,9 +20,9 @@ ROOM_TESTS_simulator = tests/sim
 FAST = $(addprefix tests/unit/,core tokenization kvcache policies predictor estimator) tests/sim
 # Where Python is told to write no bytecode, each process of each server under test would compile everything again.
 PYTEST = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
-CODE = farsight_rooms.py core tokenization kvcache policies predictor estimator engine actors simulator services benchmarks tools tests
+CODE = farsight_rooms.py core tokenization kvcache policies predictor estimator engine actors simulator services benchmarks tools tests examples
 
-.PHONY: help setup setup-dev serve test test-fast test-long test-package coverage check check-types check-rest format clean
+.PHONY: help setup setup-dev serve test test-fast test-long test-package test-attack coverage check check-types check-rest format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ test-long: setup-dev ## Run every test: all seeds of random tests, all reproduct
 
 test-package: setup-dev ## Build the wheel, and the container where an engine runs, and start them
 	$(VENV)/bin/python -m pytest -q -m package tests/e2e/test_package.py $(ARGS)
+
+test-attack: setup-dev ## Attack a server with hostile clients and peers, at full volume: within 10 minutes
+	ATTACK_VOLUME=1 FUZZ_VOLUME=20 PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -q -m "attack and not gpu" tests $(ARGS)
 
 # The tests that start no server and no Ray, each at the volume of `make test`: within 25 minutes on four free cores.
 coverage: setup-dev ## Measure the branches that the pure tests take, and write docs/coverage.md

@@ -106,12 +106,12 @@ class Worker:
         self.ready = ready
         self._detokenizer = detokenizer
         self._eos = frozenset(eos_token_ids)
+        self._last_tokens: frozenset[int] | None = None  # of the step that computes, once the next one is ready
         self._pending: Plan | None = None
         self._prepared: Prepared = {}
         self._copier = copier
         self._held_back = HeldBack() if executor.returns_together else None
         self._prefix_cache = prefix_cache
-        self._last_tokens: frozenset[int] | None = None  # of the step that computes, once the next one is ready
         self.speculation = speculation
         executor.make_sequence = self._prepared_sequence
         if prefix_cache:
@@ -162,8 +162,6 @@ class Worker:
         sequence.text = self._start_text(request)
         if self._prefix_cache:
             self._take_hashes(sequence)
-        if self.speculation is not None:
-            sequence.drafter = self.speculation.open(request)
         return sequence
 
     def _prepared_sequence(self, request: Request) -> Sequence:
@@ -254,6 +252,8 @@ class Worker:
             return None
         token_ids = [token for token in tokens if token is not None]
         if len(token_ids) < len(tokens) or not last_tokens.isdisjoint(token_ids):
+            return None
+        if self.speculation is not None and not self.speculation.rests(len(batch.items)):
             return None
         following = self.executor.begin_after(batch)
         if following is not None:

@@ -280,10 +280,10 @@ class LeaseExecutor(PlanExecutor):
         return draft.may_start
 
     def _cached_blocks(self, held: SequenceState, wanted: int, draft: BatchDraft) -> list[int] | None:
-        """Cached blocks that a start may take over; None if the next one is being computed in this very step.
+        """Cached blocks that a start may take over; None if the next one is being computed, in this step or another.
 
         At least one of the ``wanted`` tokens is left to compute, so that a start always yields a token. The sequence
-        that computes the missing block is in the batch and makes progress, so the wait always ends.
+        that computes the missing block is in a step and makes progress, so the wait always ends.
         """
         limit = (wanted - 1) // self.blocks.block_size
         if self._block_hashes is None or limit == 0:
@@ -295,15 +295,26 @@ class LeaseExecutor(PlanExecutor):
         return cached
 
     def _arising(self, draft: BatchDraft, block_hashes: BlockHashes) -> set[int]:
-        """Hashes of the blocks that the step chosen so far works on, as far as all their tokens are known."""
-        size = self.blocks.block_size
+        """Hashes of the blocks that this step as chosen so far and those under way work on, of known tokens alone."""
+        if not draft.num_seen:
+            for item in self._items_under_way():
+                self._note_arising(item, self._held[item.request_id], draft, block_hashes)
         for item, held in zip(draft.items[draft.num_seen :], draft.chosen[draft.num_seen :], strict=True):
-            first, known = item.start // size, held.num_tokens // size
-            end = min(known, self.blocks.blocks_for(item.start + item.num_tokens))
-            if first < end:
-                draft.arising.update(block_hashes(item.request_id, end)[first:end])
+            self._note_arising(item, held, draft, block_hashes)
         draft.num_seen = len(draft.items)
         return draft.arising
+
+    def _note_arising(self, item: StepItem, held: SequenceState, draft: BatchDraft, block_hashes: BlockHashes) -> None:
+        size = self.blocks.block_size
+        first, known = item.start // size, held.num_tokens // size
+        end = min(known, self.blocks.blocks_for(item.start + item.num_tokens))
+        if first < end:
+            draft.arising.update(block_hashes(item.request_id, end)[first:end])
+
+    def _items_under_way(self) -> Iterable[StepItem]:
+        """Items of the steps that have begun and not been committed, of sequences that are still in them."""
+        for batch in {id(batch): batch for batch in self._busy.values()}.values():
+            yield from (item for item in batch.items if self.counts(batch, item.request_id))
 
     def _begin_at(self, held: SequenceState, cached_len: int) -> None:
         """Starts a sequence whose first ``cached_len`` known tokens are cached, by others or by its own earlier

@@ -23,6 +23,11 @@ FILE_NAME = "forecaster.npz"
 FORMAT = 1
 """Format version of the file; files of another version are refused."""
 
+MAX_UNPACKED = 1 << 30
+"""Most bytes of arrays."""
+
+MAX_ARRAYS = 1000
+
 _METADATA = "metadata.json"
 
 
@@ -78,6 +83,7 @@ def from_bytes(data: bytes, name: str = "artefact") -> TrainedModel:
         ArtefactError: The data is cut off, changed, of another format, or no artefact at all.
     """
     try:
+        _check_size(data)
         with np.load(io.BytesIO(data), allow_pickle=False) as archive:
             metadata = json.loads(archive[_METADATA])
             arrays = {each: archive[each] for each in archive.files if each != _METADATA}
@@ -91,6 +97,15 @@ def from_bytes(data: bytes, name: str = "artefact") -> TrainedModel:
         raise ArtefactError(f"{name}: damaged, its checksum does not match; train it again or copy it again")
     del metadata["format"]
     return TrainedModel(metadata, arrays)
+
+
+def _check_size(data: bytes) -> None:
+    """A zip may say that it holds a thousand times what it has."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        entries = archive.infolist()
+    size = sum(entry.file_size for entry in entries)
+    if size > MAX_UNPACKED or len(entries) > MAX_ARRAYS:
+        raise ValueError(f"{len(entries)} arrays of {size} bytes; at most {MAX_ARRAYS} and {MAX_UNPACKED} are read")
 
 
 def load(path: Path) -> TrainedModel:

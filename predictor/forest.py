@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,15 @@ from numpy.typing import NDArray
 from core.errors import InvalidValueError
 from predictor.features import Floats
 from predictor.quantiles import LengthDistributions, linear_quantiles
+
+MAX_TREES = 10_000
+MAX_DEPTH = 10_000
+MAX_POOL = 1 << 20
+"""Most outputs that one forecast may rest on."""
+
+
+def _within(values: NDArray[Any], least: int, end: int) -> bool:
+    return bool(values.min(initial=least) >= least and values.max(initial=least) < end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +57,30 @@ class Forest:
     leaf_begin: NDArray[np.int64]
     samples: NDArray[np.int32]
     num_features: int
+
+    def check(self) -> None:
+        """
+        Raises:
+            ValueError: Arrays that do not fit together, or that would make a forecast cost much more than a real one.
+        """
+        num_nodes, num_leaves = len(self.feature), len(self.leaf_mean)
+        counts = np.diff(self.leaf_begin)
+        fits = (
+            (1 <= len(self.roots) <= MAX_TREES and 0 <= self.depth <= MAX_DEPTH)
+            and self.children.shape == (num_nodes, 2)
+            and len(self.threshold) == len(self.leaf) == num_nodes
+            and len(self.leaf_rank) == num_leaves == len(counts)
+            and _within(self.roots, 0, num_nodes)
+            and _within(self.children, 0, num_nodes)
+            and _within(self.feature, 0, self.num_features)
+            and _within(self.leaf, -1, num_leaves)
+            and (self.leaf_begin[0] == 0 and self.leaf_begin[-1] == len(self.samples) and counts.min() >= 1)
+            and bool(np.isfinite(self.leaf_mean).all() and np.isfinite(self.leaf_rank).all())
+        )
+        if not fits:
+            raise ValueError("a forest whose arrays fit together")
+        if len(self.roots) * int(counts.max()) > MAX_POOL:
+            raise ValueError(f"a forest whose forecasts rest on {MAX_POOL} outputs at most")
 
     def apply(self, features: Floats) -> NDArray[np.int32]:
         """The leaf that each row falls into in each tree.

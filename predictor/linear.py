@@ -42,6 +42,16 @@ class BinnedLinear:
     begin: NDArray[np.int64]
     samples: NDArray[np.int32]
 
+    def check(self) -> None:
+        """
+        Raises:
+            ValueError: Arrays that do not fit together.
+        """
+        bounds = np.concatenate([[0], self.begin, [len(self.samples)]])
+        fits = len(self.begin) == len(self.edges) + 2 and bool((np.diff(bounds) >= 0).all())
+        if not fits or not np.isfinite(self.weights).all():
+            raise ValueError("a linear model whose arrays fit together")
+
     def distribution(self, features: Floats, levels: Sequence[float]) -> LengthDistributions:
         """The distribution of each row's bin; ``rank`` is the score. O(rows · features).
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from predictor.artefact import ArtefactError, TrainedModel
 from predictor.features import Floats
 from predictor.forest import Forest
 from predictor.linear import BinnedLinear
@@ -40,8 +41,23 @@ def unpack(arrays: Mapping[str, NDArray[Any]], kind: str, name: str) -> Model:
 
     Raises:
         KeyError: an array is not there, or there is no such kind.
+        ValueError: its arrays do not fit together.
     """
     model = _MODELS[kind]
     found = {each.name: arrays[f"{name}.{each.name}"] for each in fields(model)}
     values: dict[str, Any] = {field: array if array.ndim else int(array) for field, array in found.items()}
-    return model(**values)
+    made = model(**values)
+    made.check()
+    return made
+
+
+def check_artefact(artefact: TrainedModel) -> None:
+    """
+    Raises:
+        ArtefactError: A model of the artefact is not there, or its arrays do not fit together.
+    """
+    try:
+        for name in (FULL, LENGTH) if artefact.metadata.get("encoder") is not None else (FULL,):
+            unpack(artefact.arrays, str(artefact.metadata["model"]), name)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ArtefactError(f"the artefact lacks {error}; train it again") from error

@@ -62,6 +62,9 @@ def serve(
     weights: Annotated[
         str | None, typer.Option(help="Bits of the weights: full, int8 or int4; default: what the preset says.")
     ] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="Type of keys and values: auto (the model's) or int8; default: auto.")
+    ] = None,
     kv_memory: Annotated[str | None, typer.Option(help="KV pool, as 512MiB or 2GiB; default: auto.")] = None,
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest sequence, in tokens; default: the model's context.")
@@ -129,6 +132,7 @@ def serve(
         "engine": {
             "device": device,
             "weights": weights,
+            "kv_dtype": kv_dtype,
             "kv_memory": kv_memory,
             "max_model_len": max_model_len,
             "num_threads": threads,
@@ -188,12 +192,19 @@ def _print_status(actors: list[dict[str, Any]], learned: list[dict[str, Any]]) -
     for row in actors:
         age = row["last_step_age_s"]
         shown = "-" if age is None else f"{age:.1f} s ago"
-        cells = [row["name"], row["kind"], row["pid"], row["node"], row["state"], row["queue"], shown]
+        state = "degraded" if row["degraded"] and row["state"] == "ready" else row["state"]
+        cells = [row["name"], row["kind"], row["pid"], row["node"], state, row["queue"], shown]
         table.add_row(*map(str, cells))
     console = Console()
     if not console.is_terminal:
         console.width = 200  # A pipe has no width; 200 columns avoid cut cells.
     console.print(table)
+    degraded = [row for row in actors if row["degraded"]]
+    if degraded:
+        table = Table("degraded", "reason")
+        for row in degraded:
+            table.add_row(row["name"], row["degraded"])
+        console.print(table)
     replaced = [row for row in actors if row["last_end"]]
     if replaced:
         table = Table("replaced", "times", "last reason")
@@ -252,6 +263,28 @@ def drain(
     from services.commands.scaling import drain_replica
 
     _say_change(host, port, token, api_key, lambda url, key: drain_replica(url, key, replica, cancel=cancel))
+
+
+@app.command()
+def upgrade(
+    model: Annotated[str, typer.Option(help="Directory of the new weights; the tokenizer must be the running one.")],
+    surge: Annotated[
+        bool, typer.Option("--surge/--no-surge", help="Run one more replica meanwhile, so that no request waits.")
+    ] = True,
+    drain_s: Annotated[
+        float, typer.Option(help="Seconds that the last requests on the old weights may take; the rest ends.")
+    ] = 600.0,
+    port: Annotated[int, typer.Option(help="Port of the running server.")] = 8000,
+    host: Annotated[str, typer.Option(help=HOST_HELP)] = "127.0.0.1",
+    token: TokenOption = None,
+    api_key: AdminKeyOption = None,
+) -> None:
+    """Replace the weights of a running server; every stream ends on the weights that it began with."""
+    from services.commands.scaling import upgrade_service
+
+    _say_change(
+        host, port, token, api_key, lambda url, key: upgrade_service(url, key, model, surge=surge, drain_s=drain_s)
+    )
 
 
 def _say_change(

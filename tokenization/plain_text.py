@@ -18,6 +18,9 @@ from typing import Any
 
 from tokenizers import AddedToken, Encoding, Tokenizer
 
+from core.errors import InvalidValueError
+from tokenization.bounds import is_panic
+
 Span = tuple[int, int]
 """Begin and end of a part of a text, in characters."""
 
@@ -68,6 +71,9 @@ class PlainTextEncoder:
         Args:
             client: The parts of the text that are the client's, in order and apart.
             add_special_tokens: Whether the tokenizer puts tokens such as ``<s>`` around the text.
+
+        Raises:
+            InvalidValueError: The tokenizer's own regular expressions try too much on this text.
         """
         encoding = _encode(self._tokenizer, text, add_special_tokens)
         ids = encoding.ids
@@ -121,10 +127,19 @@ class PlainTextEncoder:
 
 
 def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> Encoding:
-    """As ``Tokenizer.encode``, which holds the interpreter's lock meanwhile; ``encode_batch`` does not."""
-    if len(text) < _LONG_CHARS:
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+    """As ``Tokenizer.encode``, which holds the interpreter's lock meanwhile; ``encode_batch`` does not.
+
+    Raises:
+        InvalidValueError: The tokenizer's own regular expressions try too much on this text.
+    """
+    try:
+        if len(text) < _LONG_CHARS:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise InvalidValueError("prompt", text, f"a text that the model's tokenizer can encode ({error})") from None
 
 
 class _Twin:

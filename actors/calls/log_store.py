@@ -1,4 +1,4 @@
-"""What the LogStore answers."""
+"""What the LogStore and the StreamStore answer."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from core.messages.log import (
     RequestTraces,
     TraceQuery,
 )
+from core.messages.resumable import StreamChanges, StreamFound, StreamName, StreamState, StreamVerdicts
 
 
 class LogStoreCalls(Protocol):
@@ -72,3 +73,19 @@ class LogStoreCalls(Protocol):
     @message()
     async def artefacts(self) -> ArtefactList:
         """All versions that are kept, without their data."""
+
+
+class StreamStoreCalls(Protocol):
+    """The StreamStore."""
+
+    @message()
+    async def change(self, changes: StreamChanges) -> StreamVerdicts:
+        """Writes down what an ingress replica tells of the streams that it runs."""
+
+    @message()
+    async def find(self, name: StreamName) -> StreamFound:
+        """Whether a stream is known, and whose it is."""
+
+    @message()
+    async def take(self, name: StreamName) -> StreamState | None:
+        """The whole stream, for the ingress replica that runs it from now on; nothing if it is not known."""

@@ -97,7 +97,7 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
         self._returned: list[tuple[Request, TokenDelta]] = []
         self._answered_at: float | None = None
         self._router = context.peers.router()
-        self._traces = LogOutbox(context.peers.log_store().append_traces, RequestTraces)
+        self._traces = LogOutbox(context.peers.log_store().append_traces, RequestTraces, context.degraded)
         self._queues = EngineMetrics(context.registry, config.model.name, self._replica)
         self._metrics = BackendMetrics(context.registry, config.model.name, self._replica)
         self._metrics.set_state(self._machine.breaker.state)

@@ -44,6 +44,9 @@ _PROBE_TEXT = PromptSource("a")
 PROBE_S = 10.0
 """A server that takes longer than so many seconds to answer a health check counts as failed."""
 
+MAX_PAGE_BYTES = 1 << 20
+"""Most of a list of models, or of a page of health, that is read."""
+
 MAX_REFUSAL_BYTES = 16_384
 
 
@@ -190,14 +193,21 @@ class OpenAIServer:
         limit_s = min(PROBE_S, self._config.first_token_timeout_s)
         due_at = asyncio.get_running_loop().time() + limit_s
         message = f"no answer to GET {path} within {limit_s:g} s"
-        async with _Reply(self._session.get(self._config.base_url + path), due_at, message, may_lack) as reply:
-            body: bytes = await _in_time(reply.read(), due_at, message)
+        asked = self._session.get(self._config.base_url + path, allow_redirects=False)  # as in _post
+        async with _Reply(asked, due_at, message, may_lack) as reply:
+            body = b""
+            while len(body) <= MAX_PAGE_BYTES and not reply.content.at_eof():
+                body += await _in_time(reply.content.readany(), due_at, message)
+            if len(body) > MAX_PAGE_BYTES:
+                raise failed("broken", f"an answer to GET {path} of more than {MAX_PAGE_BYTES} bytes")
             return body
 
     def _post(self, call: ServerCall) -> Any:
         assert self._session is not None
         url = self._config.base_url + call.path
-        return self._session.post(url, data=json.dumps(call.body), headers={"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json"}
+        # Where a server sends us is no address that an operator has named: it might be one of the inner network.
+        return self._session.post(url, data=json.dumps(call.body), headers=headers, allow_redirects=False)
 
 
 class _Reply:

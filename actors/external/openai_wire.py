@@ -18,6 +18,9 @@ MAX_SEED = 2**63 - 1
 MAX_MESSAGE = 300
 """Characters of a server's error text that are passed on."""
 
+MAX_EVENT_BYTES = 1 << 20
+"""Longest event of a stream."""
+
 DONE = b"[DONE]"
 
 COMPLETIONS = "/v1/completions"
@@ -164,8 +167,14 @@ class EventReader:
         self._rest = b""
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The data of each event that is complete now; comments and other fields are left out."""
+        """The data of each event that is complete now; comments and other fields are left out.
+
+        Raises:
+            BackendFailed: An event has no end.
+        """
         *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > MAX_EVENT_BYTES:
+            raise failed("broken", f"an event of more than {MAX_EVENT_BYTES} bytes")
         for line in lines:
             if line.startswith(b"data:"):
                 yield line[5:].strip()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from core.degraded import FORECASTS_FAIL, FORECASTS_SHED, SHED_SHOWN_S, Degraded
 from core.errors import FarsightError
 from core.forecast import Forecast, ForecastQuestion
 from predictor.shedding import Effort, EffortBudget
@@ -37,10 +38,13 @@ class ForecastServer:
     Args:
         predictor: The version that serves; ``swap`` replaces it between batches.
         cpu_share: Share of one core that full forecasts may take; beyond it forecasts use fewer features.
+        degraded: Is told so, and when the model fails.
     """
 
-    def __init__(self, predictor: TextPredictor, cpu_share: float) -> None:
+    def __init__(self, predictor: TextPredictor, cpu_share: float, degraded: Degraded) -> None:
         self.predictor = predictor
+        self._degraded = degraded
+        self._cpu_share = cpu_share
         self._budget = EffortBudget(cpu_share)
         self._asked: asyncio.Queue[tuple[ForecastQuestion, asyncio.Future[ForecastAnswer]]] = asyncio.Queue()
         self._num_open = 0
@@ -84,14 +88,24 @@ class ForecastServer:
                 work = loop.run_in_executor(self._thread, _answer, self.predictor, questions, effort)
                 answers, seconds = await work
             except Exception as error:  # whatever the model raises: the next batch may succeed
+                self._degraded.note(FORECASTS_FAIL, f"the predictor failed, requests go without a forecast: {error!r}")
                 for _, future in batch:
                     if not future.done():
                         future.set_exception(FarsightError(f"no forecast: {error!r}"))
                 continue
+            self._degraded.clear(FORECASTS_FAIL)
+            self._note_effort(effort)
             self._budget.spend(effort, seconds, len(questions))
             for (_, future), answer in zip(batch, answers, strict=True):
                 if not future.done():  # else its caller was cancelled
                     future.set_result(answer)
+
+    def _note_effort(self, effort: Effort) -> None:
+        if effort is Effort.FULL:
+            return
+        used = "the last outputs alone" if effort is Effort.HISTORY else "the input's length"
+        reason = f"forecasts rest on {used}: more would exceed predictor.cpu_share = {self._cpu_share:g}"
+        self._degraded.note(FORECASTS_SHED, reason, time.monotonic(), SHED_SHOWN_S)
 
 
 def _give_way() -> None:

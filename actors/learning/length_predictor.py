@@ -14,6 +14,7 @@ from actors.calls.learning import LengthPredictorCalls
 from actors.learning.text_forecasts import TextForecasts
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.peer import PeerLost
+from core.degraded import LOG_READ
 from core.errors import FarsightError
 from core.forecast import Forecast
 from core.messages.forecasts import ForecastQuestions, Forecasts
@@ -87,9 +88,11 @@ class LengthPredictor(Component, LengthPredictorCalls):
             try:
                 await self._catch_up()
                 self._failing = False
+                self.context.degraded.clear(LOG_READ)
             except PeerLost:
                 pass  # the log store will be back; until then last_step_age_s shows the fault
-            except Exception:  # one page that cannot be read is no reason to stop reading
+            except Exception as error:  # one page that cannot be read is no reason to stop reading
+                self.context.degraded.note(LOG_READ, f"forecasts do not follow the log: {error}")
                 if not self._failing:  # logged once, not every second
                     logger.exception("%s cannot read the log", self.name)
                 self._failing = True
@@ -117,7 +120,9 @@ class LengthPredictor(Component, LengthPredictorCalls):
         return page
 
     def _learn(self, records: Sequence[FinishedRequest]) -> None:
-        self._predictor.learn([each.output_len for each in records if each.finish_reason in _COMPLETE])
+        since = self.context.site.model_since  # outputs of earlier weights tell nothing about these
+        known = (each for each in records if each.received_at >= since and each.finish_reason in _COMPLETE)
+        self._predictor.learn([each.output_len for each in known])
         self._show()
 
     def _start_over(self) -> None:

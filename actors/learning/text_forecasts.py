@@ -56,8 +56,8 @@ class TextForecasts:
         self._history = history
         self._feature_set = feature_set(artefact)
         self._shelf = ModelRegistry(log_store, artefact, context.registry)
-        self._server = ForecastServer(predictor, self._settings.cpu_share)
-        self._outbox = LogOutbox(log_store.append_forecasts, ForecastRecords)
+        self._server = ForecastServer(predictor, self._settings.cpu_share, context.degraded)
+        self._outbox = LogOutbox(log_store.append_forecasts, ForecastRecords, context.degraded)
         self._version = _version(context.registry)
         self._counter = _counter(context.registry)
         self._version.set(predictor.version)

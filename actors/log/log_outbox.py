@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Generic, TypeVar
 
 from actors.runtime.peer import PeerLost
+from core.degraded import RECORDS_LOST, RECORDS_WAIT, Degraded
 from core.errors import FarsightError, MessageError
 
 SEND_S = 0.2
@@ -20,6 +22,9 @@ PAGE = 1000
 
 MAX_UNLOGGED = 20_000
 """Most records that wait; beyond it the oldest are lost."""
+
+LOST_SHOWN_S = 60.0
+"""How long the status says that records were lost."""
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +38,17 @@ class LogOutbox(Generic[Record, Message]):
     Args:
         send: The method of the log store, such as ``peers.log_store().append``.
         message: Makes a message from records.
+        degraded: Is told while records wait because of a fault, and when some are lost.
     """
 
     def __init__(
-        self, send: Callable[[Message], Awaitable[None]], message: Callable[[tuple[Record, ...]], Message]
+        self,
+        send: Callable[[Message], Awaitable[None]],
+        message: Callable[[tuple[Record, ...]], Message],
+        degraded: Degraded,
     ) -> None:
+        self._degraded = degraded
+        self._num_lost = 0
         self._send = send
         self._message = message
         self._records: deque[Record] = deque(maxlen=MAX_UNLOGGED)
@@ -50,6 +61,10 @@ class LogOutbox(Generic[Record, Message]):
         return iter(self._records)
 
     def add(self, record: Record) -> None:
+        if len(self._records) == MAX_UNLOGGED:
+            self._num_lost += 1
+            reason = f"{self._num_lost} log records were lost: {MAX_UNLOGGED} wait already"
+            self._degraded.note(RECORDS_LOST, reason, time.monotonic(), LOST_SHOWN_S)
         self._records.append(record)
 
     async def run(self) -> None:
@@ -65,15 +80,21 @@ class LogOutbox(Generic[Record, Message]):
                 try:
                     await self._send(self._message(records))
                 except PeerLost:
-                    break  # the log store will be back
+                    self._note_waiting("the log store is not there")
+                    break  # it will be back
                 except MessageError:
                     raise
                 except FarsightError as error:
+                    self._note_waiting(str(error))
                     if not told:
                         logger.warning("%d log records wait and will be sent again: %s", len(self._records), error)
                     told = True
                     break
                 told = False
+                self._degraded.clear(RECORDS_WAIT)
                 for record in records:
                     if self._records and self._records[0] is record:  # else the full queue dropped it meanwhile
                         self._records.popleft()
+
+    def _note_waiting(self, reason: str) -> None:
+        self._degraded.note(RECORDS_WAIT, f"{len(self._records)} log records wait and will be sent again: {reason}")

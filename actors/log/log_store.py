@@ -20,6 +20,7 @@ from actors.log.log_backend import LogBackend, Record, Retention, check_integers
 from actors.log.log_sqlite import SqliteLog
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.names import RUN_DIR_VARIABLE
+from core.degraded import LOG_READ, LOG_WRITE
 from core.errors import ConfigError, FarsightError, MessageError
 from core.messages.log import (
     Artefact,
@@ -194,10 +195,13 @@ class LogStore(Component, LogStoreCalls):
 
     @contextlib.contextmanager
     def _telling(self, verb: str, backend: LogBackend) -> Iterator[None]:
+        cause = LOG_WRITE if verb == "write" else LOG_READ
         try:
             yield
         except backend.errors as error:
+            self.context.degraded.note(cause, f"cannot {verb} the log: {error}")
             raise FarsightError(f"{self.name} cannot {verb}: {error}") from error
+        self.context.degraded.clear(cause)
 
     async def _append(self, records: Sequence[Record], message: str) -> None:
         for i, record in enumerate(records):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from prometheus_client import CollectorRegistry
@@ -15,6 +15,7 @@ from actors.calls.message import declared
 from actors.runtime.names import ROUTER
 from actors.runtime.peer import PeerBook, Site
 from core.config.load import FarsightConfig
+from core.degraded import Degraded
 from core.errors import MessageError
 from core.messages.pulse import Work
 from policies.compose import is_batch_mode
@@ -29,6 +30,7 @@ class ComponentContext:
         restarts: How often the supervisor has started it again.
         peers: Finds the other components, in this process or elsewhere.
         registry: Where its metrics go; served by its process under /metrics.
+        degraded: Why it works less well than it should; its status and its metrics show it.
         count_refused: Called with (component, method, field) for every message that is refused.
     """
 
@@ -38,6 +40,7 @@ class ComponentContext:
     peers: PeerBook
     registry: CollectorRegistry
     count_refused: Callable[[str, str, str], None] = lambda component, method, field: None
+    degraded: Degraded = field(default_factory=Degraded)
 
     @property
     def config(self) -> FarsightConfig:
@@ -140,6 +143,7 @@ _CLASSES = {
     "length-predictor": "actors.learning.length_predictor:LengthPredictor",
     "serving-time-estimator": "actors.learning.serving_time_estimator:ServingTimeEstimator",
     "log-store": "actors.log.log_store:LogStore",
+    "stream-store": "actors.log.stream_store:StreamStore",
     "supervisor": "actors.supervision.supervisor:Supervisor",
 }
 

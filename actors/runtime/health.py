@@ -17,7 +17,7 @@ HEALTHY_STATES = frozenset({"ready", "draining"})
 SHUTDOWN_S = 1.0
 """How long ``stop`` waits for answers that are being sent."""
 
-_FIELDS = ("name", "kind", "state", "queue", "last_step_age_s", "restarts", "pid")
+_FIELDS = ("name", "kind", "state", "queue", "last_step_age_s", "restarts", "pid", "degraded")
 
 
 class HealthServer:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import socket
+import time
 from typing import Any
 
 import ray
@@ -14,7 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from actors.pulse.process_clock import own_life
 from actors.runtime.component import Component, ComponentContext, component_class
 from actors.runtime.health import HealthServer
-from actors.runtime.metrics import RefusedMessages
+from actors.runtime.metrics import RefusedMessages, show_degraded
 from actors.runtime.peer import PeerLost, Site
 from actors.runtime.remote import listen
 from actors.runtime.watching import Lives, own_node, period_s
@@ -43,6 +44,9 @@ class ComponentHost:
         self._registry = CollectorRegistry()
         self._refused = RefusedMessages(self._registry)
         self._peers = site.peers(self._components, host)
+        show_degraded(
+            self._registry, lambda: [(each.name, each.context.degraded) for each in self._components.values()]
+        )
         self._health = HealthServer(self._registry, self._rows)
         self._port = 0
         self._lock = asyncio.Lock()
@@ -174,4 +178,5 @@ class ComponentHost:
             url=component.url,
             breaker=component.breaker,
             last_end=self._last_end,
+            degraded=component.context.degraded.reason(time.monotonic()),
         )

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
+from core.degraded import Degraded
 from core.messages.kv import KVTraffic, KVUsage
 from policies.external.circuit_breaker import BreakerState
 from policies.external.events import FAILURE_KINDS
@@ -57,6 +60,31 @@ def _family(
     if name not in known:
         known[name] = kind(name, text, labels, registry=registry, **options)
     return cast(_Family, known[name])
+
+
+class _DegradedMetrics:
+    """One series for each cause that a component of this process ever had: 1 while it holds."""
+
+    def __init__(self, found: Callable[[], Iterable[tuple[str, Degraded]]]) -> None:
+        self._found = found
+
+    def collect(self) -> Iterator[Metric]:
+        text = "1 while a component works less well than it should, by cause; /status has the reason."
+        family = GaugeMetricFamily("farsight:degraded", text, labels=("component", "cause"))
+        now = time.monotonic()
+        for component, degraded in self._found():
+            for cause, holds in degraded.causes(now):
+                family.add_metric((component, cause), float(holds))
+        yield family
+
+
+def show_degraded(registry: CollectorRegistry, found: Callable[[], Iterable[tuple[str, Degraded]]]) -> None:
+    """Shows ``farsight:degraded`` among a process's metrics.
+
+    Args:
+        found: The components of the process as they are now, by name.
+    """
+    registry.register(cast(Any, _DegradedMetrics(found)))
 
 
 class EngineMetrics:

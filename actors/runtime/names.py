@@ -12,6 +12,7 @@ RUN_DIR_VARIABLE = "FARSIGHT_RUN_DIR"
 
 ROUTER = "router"
 LOG_STORE = "log-store"
+STREAM_STORE = "stream-store"
 SUPERVISOR = "supervisor"
 CONTROL = "control"
 """The one actor that hosts every component of ``placement = "fused"``, or "packed", that is not listed in
@@ -65,6 +66,10 @@ def kv_offload_manager_name(replica: str) -> str:
 
 def length_predictor_name(index: int) -> str:
     return f"length-predictor-{index}"
+
+
+def is_length_predictor(host: str) -> bool:
+    return host.startswith("length-predictor-")
 
 
 def serving_time_estimator_name(index: int) -> str:
@@ -124,7 +129,7 @@ def wanted_components(counts: ComponentCounts, num_ranks: int = 1) -> list[str]:
     Args:
         num_ranks: Ranks of each replica (``DecoderConfig.num_ranks``).
     """
-    components = [ROUTER, LOG_STORE]
+    components = [ROUTER, LOG_STORE, STREAM_STORE]
     components += map(length_predictor_name, range(counts.length_predictors))
     components += map(serving_time_estimator_name, range(counts.serving_time_estimators))
     for replica in own_replicas(counts):

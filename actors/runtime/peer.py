@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from actors.calls.failures import register
 from actors.calls.learning import LengthPredictorCalls, ServingTimeEstimatorCalls
-from actors.calls.log_store import LogStoreCalls
+from actors.calls.log_store import LogStoreCalls, StreamStoreCalls
 from actors.calls.message import Meter, Peer, stub
 from actors.calls.scheduling import KVOffloadCalls, RouterCalls, SchedulerCalls
 from actors.calls.supervisor import SupervisorCalls
@@ -20,6 +20,7 @@ from actors.runtime.names import (
     LOG_STORE,
     NAMESPACE,
     ROUTER,
+    STREAM_STORE,
     SUPERVISOR,
     host_of,
     kv_offload_manager_name,
@@ -146,6 +147,10 @@ class PeerBook:
         log_store: LogStoreCalls = stub(LogStoreCalls, self.peer(LOG_STORE))
         return log_store
 
+    def stream_store(self) -> StreamStoreCalls:
+        stream_store: StreamStoreCalls = stub(StreamStoreCalls, self.peer(STREAM_STORE))
+        return stream_store
+
     def supervisor(self) -> SupervisorCalls:
         supervisor: SupervisorCalls = stub(SupervisorCalls, self.peer(SUPERVISOR))
         return supervisor
@@ -183,6 +188,8 @@ class Site:
         placement: ``fused`` or ``split``.
         namespace: Of Ray, where the actors have their names.
         detached: Whether the actors outlive the job that started them.
+        model_version: Number of the weights in ``model_dir`` since the service started; requests run on one alone.
+        model_since: When the first request on these weights may have come in, in seconds since the epoch.
     """
 
     config: FarsightConfig
@@ -190,6 +197,8 @@ class Site:
     placement: str
     namespace: str = NAMESPACE
     detached: bool = True
+    model_version: int = 0
+    model_since: float = 0.0
 
     def peers(self, local: Mapping[str, Answering] | None = None, host: str = "") -> PeerBook:
         """The other components as the process named ``host`` sees them, which has those in ``local`` itself."""

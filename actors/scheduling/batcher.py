@@ -57,7 +57,7 @@ class Batcher(FleetShell):
         super().__init__(context, self._batches, self._tell_and_note)
         self._due_changed = asyncio.Event()
         self._life = uuid.uuid4().hex[:12]
-        self._log = LogOutbox(context.peers.log_store().append_batches, FinishedBatches)
+        self._log = LogOutbox(context.peers.log_store().append_batches, FinishedBatches, context.degraded)
         self._metrics = BatchMetrics(context.registry, context.config.model.name)
         self._counted_splits = 0
 

@@ -106,7 +106,7 @@ class Scheduler(Component, SchedulerCalls):
         self._reported_at: float | None = None
         self._metrics = EngineMetrics(context.registry, config.model.name, self._replica)
         self._counted_preemptions = 0
-        self._traces = LogOutbox(context.peers.log_store().append_traces, RequestTraces)
+        self._traces = LogOutbox(context.peers.log_store().append_traces, RequestTraces, context.degraded)
 
     async def start(self) -> None:
         for work in (self._lease, self._push_plans, self._tell_router, self._tell_events, self._feed, self._traces.run):

@@ -18,6 +18,11 @@ _POSITIVE = (
     *("start_patience_s", "first_token_deadline_s"),
 )
 
+_AT_LEAST_1 = (
+    *("max_body_bytes", "max_queued_requests", "max_queued_tokens"),
+    *("max_stream_bytes_per_tenant", "max_stream_bytes"),
+)
+
 
 def is_loopback(host: str) -> bool:
     """Whether only processes of this machine reach the address."""
@@ -61,6 +66,9 @@ class ServerConfig:
             wherever it has been by then. On our own engine, or without such tables, it fails after ``max_wait_s`` and
             this together; never where ``max_wait_s`` is 0.
         drain_s: Seconds that open requests have to end after TERM; the rest ends with an error.
+        max_stream_bytes_per_tenant: Bytes of the logs of resumable streams that are kept for one tenant; where no keys
+            are in use, for all clients.
+        max_stream_bytes: The same for all tenants together.
     """
 
     host: str = "127.0.0.1"
@@ -82,6 +90,8 @@ class ServerConfig:
     start_patience_s: float = 600.0
     first_token_deadline_s: float = 120.0
     drain_s: float = 30.0
+    max_stream_bytes_per_tenant: int = 64 * 1024 * 1024
+    max_stream_bytes: int = 256 * 1024 * 1024
 
     def __post_init__(self) -> None:
         require(1 <= self.port <= 65535, "server.port", self.port, "a port from 1 to 65535")
@@ -89,7 +99,7 @@ class ServerConfig:
         require(sharing in PREFIX_SHARING, "server.prefix_sharing", sharing, f"one of {', '.join(PREFIX_SHARING)}")
         require(self.proxy in PROXIES, "server.proxy", self.proxy, f"one of {', '.join(PROXIES)}")
         require(self.ingress_replicas >= 0, "server.ingress_replicas", self.ingress_replicas, "an integer >= 0")
-        for name in ("max_body_bytes", "max_queued_requests", "max_queued_tokens"):
+        for name in _AT_LEAST_1:
             value = getattr(self, name)
             require(value >= 1, f"server.{name}", value, "an integer >= 1")
         for name in ("max_connections_per_address", "max_queued_requests_per_key", "max_queued_tokens_per_key"):

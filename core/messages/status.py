@@ -17,6 +17,7 @@ class ComponentStatus:
             (taken out), dead or lost (silent).
         restarts: How often the supervisor has started it again.
         http_port: Port of its process's /healthz and /metrics, on the loopback interface; 0 if there are none.
+        degraded: Why it works less well than it should; empty if it does not.
         last_end: Why the Supervisor last replaced its process; empty if it never did.
         url: Address of a replica that is another server; else empty.
         breaker: State of that server's circuit breaker: ``closed``, or why requests do not go there.
@@ -34,6 +35,7 @@ class ComponentStatus:
     url: str = ""
     breaker: str = ""
     last_end: str = ""
+    degraded: str = ""
 
 
 @dataclass(frozen=True, slots=True)

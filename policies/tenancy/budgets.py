@@ -125,6 +125,11 @@ class LocalBudget:
             return Excess("tokens", limits.tokens_per_minute, wait_s)
         return None
 
+    def hold(self, now: float) -> None:
+        """A request that was counted goes on without its client: in flight once more, until ``done``."""
+        self.in_flight += 1
+        self.is_due, self.used_at = True, now
+
     def done(self, now: float) -> None:
         """A request of the tenant has ended."""
         self.in_flight -= 1

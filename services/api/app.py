@@ -40,6 +40,8 @@ from services.api.pages.routes import docs_routes
 from services.api.readiness import DrainGate, Readiness
 from services.api.requests import Generation, check_model, generation_of
 from services.api.schemas import ChatCompletionRequest, CompletionRequest
+from services.api.streams.keeper import StreamKeeper
+from services.api.streams.routes import ResumableStreams, stream_routes, wants_resumable
 from services.api.text.prompts import PromptEncoder
 
 DEFAULT_MAX_BODY_BYTES = 4 * 1024 * 1024
@@ -66,6 +68,7 @@ def build_app(
     door: Door | None = None,
     workers: BodyWorkers | None = None,
     readiness: Readiness | None = None,
+    keeper: StreamKeeper | None = None,
 ) -> FastAPI:
     """The application over one backend.
 
@@ -78,6 +81,7 @@ def build_app(
         door: Asks for keys and counts for tenants; without one every request comes in.
         workers: Read large bodies; without them a thread of this process does.
         readiness: What is known of the Supervisor and of a drain; without it there is neither.
+        keeper: Runs resumable streams; without one, streams are not resumable.
     """
     app = FastAPI(
         title="Farsight",
@@ -93,7 +97,10 @@ def build_app(
         app.include_router(usage_routes(door, _ERRORS))
         shares_across_keys = shares_across_keys or not door.is_open  # a caller's tenant is in the salt already
     app.include_router(_model_routes(backend))
-    app.include_router(_generation_routes(backend, encoder, workers, shares_across_keys))
+    streams = None if keeper is None else ResumableStreams(keeper, backend, encoder.texts, door)
+    app.include_router(_generation_routes(backend, encoder, workers, streams, shares_across_keys))
+    if streams is not None:
+        app.include_router(stream_routes(streams, _ERRORS | _EVENTS))
     app.include_router(explain_routes(backend, administration.token if administration else ""))
     app.include_router(_operator_routes(backend, readiness))
     app.include_router(admin_routes(backend, administration or Administration()))
@@ -123,10 +130,16 @@ def _model_routes(backend: GenerationBackend) -> APIRouter:
 
 
 def _generation_routes(
-    backend: GenerationBackend, encoder: PromptEncoder, workers: BodyWorkers | None, shares_across_keys: bool
+    backend: GenerationBackend,
+    encoder: PromptEncoder,
+    workers: BodyWorkers | None,
+    streams: ResumableStreams | None,
+    shares_across_keys: bool,
 ) -> APIRouter:
     async def respond(generation: Generation, request: Request) -> Completion | ChatCompletion | Response:
         named = _named(generation, request, shares_across_keys=shares_across_keys)
+        if streams is not None and wants_resumable(request.headers, named):
+            return streams.begin(named, request.headers)
         if named.stream:
             return EventStream(chunks(backend, named, ChunkWriter(named, encoder.texts)))
         return await _answer(request, backend, named, encoder)

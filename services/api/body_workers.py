@@ -1,8 +1,7 @@
 """Processes that read large bodies, so that the event loop and the interpreter of the streams never do.
 
 A large body goes to one of a few child processes as it came. The child parses it, checks its fields and tokenises its
-prompts (``read_body``), and sends back the ``Generation`` or the error. Frames on the socket between them are a length
-in 4 bytes and msgpack. No other process has an end of the socket; a child ends with its parent.
+prompts (``read_body``), and sends back the ``Generation`` or the error. A child ends with its parent.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import functools
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -29,6 +27,7 @@ from core.codec import decode, encode
 from core.errors import CapacityError
 from core.request import Request
 from services.api.backend import ModelInfo
+from services.api.child_process import LENGTH, framed, start_child
 from services.api.errors import SERVER_ERROR, ApiError, as_api_error
 from services.api.middleware import parse_object
 from services.api.requests import Generation, make_generation
@@ -48,8 +47,6 @@ RETRY_AFTER_S = 2.0
 
 _NICE = 5
 """Streams go first where processors are few."""
-
-_LENGTH = struct.Struct(">I")
 
 
 def read_body(data: bytes, *, chat: bool, model: ModelInfo, encoder: PromptEncoder) -> Generation:
@@ -75,7 +72,7 @@ class BodyWorkers:
     """
 
     def __init__(self, model_dir: str | Path) -> None:
-        self._command = [sys.executable, "-m", "services.api.body_workers", str(model_dir)]
+        self._model_dir = str(model_dir)
         self._free: list[_Worker] = []
         self._turn = asyncio.Semaphore(NUM_PROCESSES)
         self._num_bytes = 0
@@ -110,7 +107,7 @@ class BodyWorkers:
             task.exception()  # its caller may have left
 
     async def _read(self, data: bytes, chat: bool, model: ModelInfo) -> Generation:
-        worker = self._free.pop() if self._free else await _Worker.start(self._command)
+        worker = self._free.pop() if self._free else await _Worker.start(self._model_dir)
         try:
             async with asyncio.timeout(READ_S):
                 reply = await worker.ask(msgpack.packb([chat, encode(model), data]))
@@ -146,31 +143,23 @@ class _Worker:
         self._reader, self._writer = streams
 
     @classmethod
-    async def start(cls, command: list[str]) -> _Worker:
-        process, connection = await asyncio.to_thread(_start, command)
+    async def start(cls, model_dir: str) -> _Worker:
+        process, connection = await asyncio.to_thread(start_child, "services.api.body_workers", model_dir)
+        connection.setblocking(False)
         return cls(process, await asyncio.open_connection(sock=connection))
 
     async def ask(self, message: bytes) -> bytes:
         """Raises OSError or EOFError if the process has ended."""
-        self._writer.write(_LENGTH.pack(len(message)))
+        self._writer.write(LENGTH.pack(len(message)))
         self._writer.write(message)
         await self._writer.drain()
-        (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+        (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
         return await self._reader.readexactly(length)
 
     def end(self) -> None:
         self._writer.close()
         self._process.kill()
         threading.Thread(target=self._process.wait, daemon=True).start()  # its memory takes a moment to be freed
-
-
-def _start(command: list[str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    ours, theirs = socket.socketpair()
-    ours.setblocking(False)
-    with theirs:
-        number = theirs.fileno()
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        return subprocess.Popen([*command, str(number)], pass_fds=(number,), env=environment), ours
 
 
 def _reply(read: Callable[[], Generation]) -> bytes:
@@ -211,11 +200,11 @@ def main() -> None:
         os.nice(_NICE)
     encoder = PromptEncoder(sys.argv[1])
     with socket.socket(fileno=int(sys.argv[2])) as connection, connection.makefile("rwb") as stream:
-        while head := stream.read(_LENGTH.size):
-            chat, model, data = msgpack.unpackb(stream.read(_LENGTH.unpack(head)[0]))
+        while head := stream.read(LENGTH.size):
+            chat, model, data = msgpack.unpackb(stream.read(LENGTH.unpack(head)[0]))
             info = decode(model, ModelInfo)
             reply = _reply(lambda: read_body(data, chat=chat, model=info, encoder=encoder))  # noqa: B023
-            stream.write(_LENGTH.pack(len(reply)) + reply)
+            stream.write(framed(reply))
             stream.flush()
 
 

@@ -14,6 +14,7 @@ RETRY_AFTER_S = 1
 """A client that tries again after so many seconds may reach another server behind the same address."""
 
 _GENERATION_PATHS = "/v1/"
+_STREAM_PATHS = "/v1/streams/"
 
 
 class Readiness:
@@ -63,17 +64,21 @@ def draining() -> ApiError:
 
 
 class DrainGate:
-    """Refuses generations while the service drains, and counts those that are open."""
+    """Refuses generations while the service drains, and counts those that are open.
+
+    A resumed stream is a generation that has begun: it is counted, and not refused.
+    """
 
     def __init__(self, app: ASGIApp, readiness: Readiness) -> None:
         self._app = app
         self._readiness = readiness
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith(_GENERATION_PATHS):
+        begins = scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith(_GENERATION_PATHS)
+        if not begins and not (scope["type"] == "http" and scope["path"].startswith(_STREAM_PATHS)):
             await self._app(scope, receive, send)
             return
-        if self._readiness.is_draining:
+        if begins and self._readiness.is_draining:
             await draining().response()(scope, receive, send)
             return
         self._readiness.num_open += 1

@@ -23,9 +23,6 @@ DEFAULT_MAX_TOKENS = 16
 _THREAD_FROM_CHARS = 16_384
 """Characters; a text of this length or more is tokenised in a thread, so that it does not delay other streams."""
 
-_MESSAGE_SIZE = 32
-"""Characters whose tokenisation takes as long as the chat template takes for one field of a message."""
-
 
 @dataclass(frozen=True, slots=True)
 class Generation:
@@ -110,21 +107,26 @@ class _Limit:
 async def generation_of(
     body: CompletionRequest | ChatCompletionRequest, model: ModelInfo, encoder: PromptEncoder
 ) -> Generation:
-    """What a checked body asks for; a long text is tokenised in a thread.
+    """What a checked body asks for; a chat is rendered, and a long text is tokenised, in a thread.
 
     Raises:
         ApiError, InvalidValueError: A prompt, messages or a parameter that this model cannot take.
+        CapacityError: Too many chats wait for the template.
     """
+    if isinstance(body, ChatCompletionRequest):
+        check_model(body.model, model)
+        text = await encoder.render_chat_soon(_messages(body))
+        if len(text) < _THREAD_FROM_CHARS:
+            return _of_chat(body, text, model, encoder)
+        return await asyncio.to_thread(_of_chat, body, text, model, encoder)
     if _size(body) < _THREAD_FROM_CHARS:
         return make_generation(body, model, encoder)
     return await asyncio.to_thread(make_generation, body, model, encoder)
 
 
-def _size(body: CompletionRequest | ChatCompletionRequest) -> int:
+def _size(body: CompletionRequest) -> int:
     """Length of the prompts, in characters or tokens."""
-    if isinstance(body, CompletionRequest):
-        return sum(len(prompt) for _, prompt in body.prompts)
-    return sum(_MESSAGE_SIZE + len(message.content) for message in body.messages)
+    return sum(len(prompt) for _, prompt in body.prompts)
 
 
 def make_generation(
@@ -134,7 +136,7 @@ def make_generation(
     check_model(body.model, model)
     if isinstance(body, CompletionRequest):
         return _of_completion(body, model, encoder)
-    return _of_chat(body, model, encoder)
+    return _of_chat(body, encoder.render_chat(_messages(body)), model, encoder)
 
 
 def _of_completion(body: CompletionRequest, model: ModelInfo, encoder: PromptEncoder) -> Generation:
@@ -179,9 +181,11 @@ def _of_completion(body: CompletionRequest, model: ModelInfo, encoder: PromptEnc
     )
 
 
-def _of_chat(body: ChatCompletionRequest, model: ModelInfo, encoder: PromptEncoder) -> Generation:
-    messages = [message.model_dump(exclude_none=True) for message in body.messages]
-    text = encoder.render_chat(messages)
+def _messages(body: ChatCompletionRequest) -> list[dict[str, str]]:
+    return [message.model_dump(exclude_none=True) for message in body.messages]
+
+
+def _of_chat(body: ChatCompletionRequest, text: str, model: ModelInfo, encoder: PromptEncoder) -> Generation:
     _check_text_len("messages", text, model, encoder)
     prompt_ids = encoder.encode_rendered(text)
     _check_encoded("messages", prompt_ids, model)
@@ -194,7 +198,7 @@ def _of_chat(body: ChatCompletionRequest, model: ModelInfo, encoder: PromptEncod
     logprobs, num_tries = body.num_top_logprobs, body.n or 1
     return Generation(
         prompts=(_scored(_request(body, prompt_ids, limit, room, model), logprobs, False),),
-        texts=(of_chat(messages),),
+        texts=(of_chat(_messages(body)),),
         model=body.model,
         chat=True,
         num_tries=num_tries,

@@ -20,9 +20,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from actors.log.log_outbox import LogOutbox
 from actors.runtime.health import HealthServer
-from actors.runtime.metrics import RequestMetrics
+from actors.runtime.metrics import RequestMetrics, show_degraded
 from actors.runtime.names import is_backend
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, Site, again_and_again, wait_for
+from core.degraded import Degraded
 from core.errors import InvalidValueError
 from core.forecast import Forecast, ForecastQuestion
 from core.messages.drains import DrainReplica
@@ -32,6 +33,7 @@ from core.messages.placement import PlacementView
 from core.messages.requests import Keys, Refusal, Submit
 from core.messages.status import ComponentCounts, ComponentStatus, Scale, StatusReply
 from core.messages.tokens import TokenDelta, TokenPoll
+from core.messages.weights import ServedWeights, Upgrade
 from core.request import Request
 from kvcache.block_manager import hash_blocks, salted_root
 from services.api.backend import ModelInfo
@@ -40,7 +42,8 @@ from services.ingress.explanations import Explanations
 from services.ingress.ledger import FirstCheck, RequestLedger, TooMuch
 from services.ingress.overview import Overview
 from services.ingress.predictor_client import PredictorClient
-from services.ingress.streams import ClientStream, TokenInbox
+from services.ingress.streams import ClientStream, TokenInbox, fail_stream
+from services.ingress.versions import VersionedStreams
 
 ANNOUNCE_S = 0.5
 """How often the Router hears what is open here, and says what is lost."""
@@ -60,7 +63,7 @@ OWN_ENGINE_S = 1.0
 logger = logging.getLogger(__name__)
 
 
-class EngineClient:
+class EngineClient(VersionedStreams):
     """A ``GenerationBackend`` over the Router and the model workers.
 
     Args:
@@ -96,14 +99,15 @@ class EngineClient:
         self._streams: dict[str, ClientStream] = {}
         self._slow: set[str] = set()
         self._outgoing_due = asyncio.Event()
+        self._degraded = Degraded()
         log_store = self._peers.log_store()
-        self._log = LogOutbox(log_store.append, FinishedRequests)
-        self._traces = LogOutbox(log_store.append_traces, RequestTraces)
+        self._log = LogOutbox(log_store.append, FinishedRequests, self._degraded)
+        self._traces = LogOutbox(log_store.append_traces, RequestTraces, self._degraded)
         self._explanations = Explanations(self._peers)
         self._made: list[ForecastMade] = []
         self._forecaster: PredictorClient | None = None
         if site.config.predictor.artefact:
-            self._forecaster = PredictorClient(self._peers, site.config, self._foresee)
+            self._forecaster = PredictorClient(self._peers, site.config, self._degraded, self._foresee)
         self._predictor_wait_s = site.config.predictor.wait_s
         self._pumps: dict[str, asyncio.Task[None]] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -111,6 +115,7 @@ class EngineClient:
         self._overview = Overview(site, self._peers)
         self.registry = CollectorRegistry()
         self._metrics = RequestMetrics(self.registry, model.name)
+        show_degraded(self.registry, lambda: [(f"ingress-{self._ingress_id}", self._degraded)])
         self._health = HealthServer(self.registry, lambda: [self._row()])
         self._port = 0
 
@@ -133,9 +138,10 @@ class EngineClient:
             CapacityError: too much is in flight already.
             InvalidValueError: no worker can ever run it.
         """
-        self._admit(request, key)
+        predicted_s = self._admit(request, key)
         try:
             stream = self._open(self._named(request, text))
+            stream.predicted_wait_s = predicted_s
         except BaseException:
             self._first_check.leave(request, key)
             raise
@@ -159,12 +165,14 @@ class EngineClient:
             request,
             request_id=f"{self._ingress_id}-{next(self._ids)}",
             ingress_id=self._ingress_id,
+            model_version=self.model_version,
             prefix_hashes=self._prefix_hashes(request),
             source=text.source if self._sends_text and text is not None else None,
         )
 
     def _open(self, request: Request) -> ClientStream:
-        stream = ClientStream(request)
+        # A request that goes on comes with its output so far, which its client has.
+        stream = ClientStream(request, list(request.output_ids), num_tokens=len(request.output_ids))
         self._streams[request.request_id] = stream
         self._watch_deadline(stream)
         return stream
@@ -189,7 +197,7 @@ class EngineClient:
             return
         self._ledger.close(request_id, time.monotonic())
         where = f"it was on {replica}" if replica else "no replica takes requests"
-        self._fail(stream, stream.attempts, f"no token within {waited_s:.0f} s; {where}")
+        fail_stream(stream, stream.attempts, f"no token within {waited_s:.0f} s; {where}")
         self._outgoing_due.set()
 
     def _prefix_hashes(self, request: Request) -> tuple[int, ...]:
@@ -226,9 +234,9 @@ class EngineClient:
         if self._made:
             self._outgoing_due.set()
 
-    def _admit(self, request: Request, key: str) -> None:
+    def _admit(self, request: Request, key: str) -> float:
         try:
-            self._first_check.admit(request, key)
+            return self._first_check.admit(request, key)
         except TooMuch as error:
             self._metrics.rejected(error.bound)
             raise
@@ -366,25 +374,9 @@ class EngineClient:
         for given_up in self._ledger.take_given_up():
             stream = self._streams.get(given_up.request_id)
             if stream is not None:  # else its client has left
-                self._fail(stream, given_up.attempts, given_up.reason)
+                fail_stream(stream, given_up.attempts, given_up.reason)
         if self._ledger.has_outgoing:
             self._outgoing_due.set()
-
-    def end_streams(self, reason: str) -> None:
-        """Ends every open request with an error, for a service that stops."""
-        for stream in list(self._streams.values()):
-            if self._ledger.replica_of(stream.request.request_id) is not None:  # else its end is on its way
-                self._ledger.close(stream.request.request_id, time.monotonic())
-                self._fail(stream, stream.attempts, reason)
-        self._outgoing_due.set()
-
-    @staticmethod
-    def _fail(stream: ClientStream, attempts: int, reason: str) -> None:
-        """Ends it, behind what has come."""
-        if stream.trouble:
-            reason = f"{reason}; {stream.trouble}"
-        stream.reason = "error"
-        stream.deltas.put(TokenDelta(stream.request.request_id, attempts, 0, (), "", "error", reason))
 
     def _measure(self, stream: ClientStream, delta: TokenDelta, now: float) -> None:
         count = delta.num_tokens
@@ -394,6 +386,7 @@ class EngineClient:
             if stream.deadline is not None:
                 stream.deadline.cancel()
             stream.ttft_s = now - stream.began
+            self._first_check.waited(stream.predicted_wait_s, stream.ttft_s)
             self._metrics.first_token(stream.ttft_s, count)
             stream.trace.note("first_token", {"ttft_s": stream.ttft_s})
         else:
@@ -417,6 +410,7 @@ class EngineClient:
             last_step_age_s=None,
             restarts=0,
             http_port=self._port,
+            degraded=self._degraded.reason(time.monotonic()),
         )
 
     @property
@@ -466,6 +460,14 @@ class EngineClient:
             InvalidValueError: there is no such replica, or no other one would be left.
         """
         return await self._peers.supervisor().drain_replica(DrainReplica(replica, cancel))
+
+    async def upgrade(self, model_dir: str, *, surge: bool, drain_s: float) -> ServedWeights:
+        """Replaces the weights of all replicas; answers when all run the new ones.
+
+        Raises:
+            InvalidValueError: the model cannot take the place of the running one.
+        """
+        return await self._peers.supervisor().upgrade(Upgrade(model_dir, surge, drain_s))
 
     async def scale(self, kind: str, count: int) -> ComponentCounts:
         """How many of what there are from now on; answers when they are there, or gone.

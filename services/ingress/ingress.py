@@ -24,6 +24,7 @@ from services.api.backend import ModelInfo
 from services.api.body_workers import BodyWorkers
 from services.api.middleware import LoopPace
 from services.api.readiness import Readiness
+from services.api.streams.keeper import StreamKeeper
 from services.api.text.prompts import PromptEncoder
 from services.ingress.attendance import SUPERVISED_S, Attendance
 from services.ingress.engine_client import EngineClient
@@ -67,13 +68,16 @@ class Ingress:
         pace_http(pace, connection_limits(server, behind_haproxy=PROXY_DIRECTORY_VARIABLE in os.environ))
         client = await open_client(self._site)
         readiness = Readiness(SUPERVISED_S)
-        attendance = Attendance(self._site.peers(), readiness, client.end_streams)
+        attendance = Attendance(self._site.peers(), readiness, client)
+        await attendance.join()
         self._attending = asyncio.create_task(again_and_again(attendance.run, LOOK_AGAIN_S))
         await self._tell_liveness(client, readiness)
         leave_full_collections_to_us()
         collect = functools.partial(collect_when_quiet, lambda: client.num_open + len(pace) <= QUIET_REQUESTS)
         self._collecting = asyncio.create_task(again_and_again(collect, LOOK_AGAIN_S))
         door = self._make_door(client)
+        keeper = StreamKeeper(self._site.peers().stream_store())
+        self._keeping = asyncio.create_task(again_and_again(keeper.run, LOOK_AGAIN_S))
         shares = server.prefix_sharing == "all" or (server.prefix_sharing == "auto" and door.is_open)
         return build_app(
             client,
@@ -84,6 +88,7 @@ class Ingress:
             door=door,
             workers=BodyWorkers(self._site.model_dir),
             readiness=readiness,
+            keeper=keeper,
         )
 
     def _make_door(self, client: EngineClient) -> Door:

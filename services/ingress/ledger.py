@@ -260,6 +260,16 @@ RETRY_AFTER_S = 1.0
 """Where nothing is known of what requests take."""
 
 
+_LEAST_PREDICTED_S = 0.2
+"""A shorter wait says little: the prompt and the first step take as long."""
+
+_FADING = 0.02
+"""Share of the past that a new wait replaces."""
+
+_MOST_CORRECTION = 4.0
+"""A wait beyond that has another cause, such as the death of a worker."""
+
+
 class TooMuch(CapacityError):
     """A request that is refused at the first check.
 
@@ -276,8 +286,11 @@ class TooMuch(CapacityError):
 
 
 class FirstCheck:
-    """Counts by key what is in flight; a key is the name of the tenant of an API key, "" where no
-    keys are in use."""
+    """Counts by key what is in flight, and compares the waits that it predicts with those that follow.
+
+    A key is the name of the tenant of an API key, "" where no keys are in use. The prediction knows the cost of steps
+    alone: what passes between them, and what other processes take of the machine, shows in the waits.
+    """
 
     def __init__(self, limits: ServerConfig) -> None:
         self._limits = limits
@@ -287,6 +300,7 @@ class FirstCheck:
         self._others_tokens: Counter[str] = Counter()
         self._own_total = self._others_total = (0, 0)  # requests and tokens, over all keys
         self._outlook: LoadSnapshot | None = None
+        self._predicted_s = self._waited_s = 0.0  # sums in which older waits fade
 
     def load(self) -> IngressLoad:
         """What this replica has in flight."""
@@ -300,8 +314,11 @@ class FirstCheck:
         self._others_total = self._others_requests.total(), self._others_tokens.total()
         self._outlook = reply.outlook
 
-    def admit(self, request: Request, key: str = "") -> None:
+    def admit(self, request: Request, key: str = "") -> float:
         """Counts the request.
+
+        Returns:
+            Its predicted queue delay by the cost of steps, in seconds, for ``waited``; 0 if none can be predicted.
 
         Raises:
             TooMuch: A bound is reached; nothing has changed.
@@ -314,8 +331,26 @@ class FirstCheck:
             tokens = self._own_tokens[key] + self._others_tokens[key]
             most = limits.max_queued_requests_per_key, limits.max_queued_tokens_per_key
             self._check(num, tokens, request, " of your tenant", *most)
-        self._check_delay()
+        delay_s = self._check_delay()
         self._count(key, request, 1)
+        return delay_s
+
+    def waited(self, predicted_s: float, waited_s: float) -> None:
+        """A request had its first token after so long.
+
+        Args:
+            predicted_s: What ``admit`` returned.
+        """
+        if predicted_s >= _LEAST_PREDICTED_S:
+            self._predicted_s += predicted_s - self._predicted_s * _FADING
+            self._waited_s += waited_s - self._waited_s * _FADING
+
+    @property
+    def correction(self) -> float:
+        """Waits over their predictions, of late."""
+        if not self._predicted_s:
+            return 1.0
+        return min(_MOST_CORRECTION, max(1 / _MOST_CORRECTION, self._waited_s / self._predicted_s))
 
     def leave(self, request: Request, key: str = "") -> None:
         """It is in flight no more."""
@@ -346,19 +381,21 @@ class FirstCheck:
             share = (tokens + request.prompt_len - most_tokens) / max(1, tokens)
             raise TooMuch("max_num_queued_tokens", message, self._ended_after_s(math.ceil(share * num)))
 
-    def _check_delay(self) -> None:
+    def _check_delay(self) -> float:
         most_s, outlook = self._limits.max_wait_s, self._outlook
         if not most_s or outlook is None:
-            return
-        delay_s = queue_delay_s(outlook, outlook.num_replicas)
-        if delay_s is not None and delay_s > most_s:
+            return 0.0
+        predicted_s = queue_delay_s(outlook, outlook.num_replicas) or 0.0
+        delay_s = self.correction * predicted_s
+        if delay_s > most_s:
             message = f"predicted queue delay: {delay_s:.0f} s, limit {most_s:g} s"
             raise TooMuch("max_wait", message, max(RETRY_AFTER_S, delay_s - most_s))
+        return predicted_s
 
     def _ended_after_s(self, num_requests: int) -> float:
         """Until so many have ended, if no others come."""
         found = None if self._outlook is None else ended_after_s(self._outlook, num_requests)
-        return RETRY_AFTER_S if found is None else max(RETRY_AFTER_S, found)
+        return RETRY_AFTER_S if found is None else max(RETRY_AFTER_S, self.correction * found)
 
 
 def _changed(seen: LoadSnapshot, request: Request, num: int) -> LoadSnapshot:

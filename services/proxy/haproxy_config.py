@@ -1,31 +1,36 @@
-"""Edits the configuration that Ray writes for HAProxy before HAProxy reads it.
-
-It runs as a program at each start of HAProxy, so it imports only the standard library.
-"""
+"""The configuration of our HAProxy, and the proxies' own errors in the shape of the OpenAI API."""
 
 from __future__ import annotations
 
 import json
 import re
-import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from services.proxy.timed_http import ConnectionLimits
 
 CHECK_PATH = "/-/healthz"
-"""The health check that Ray configures for HAProxy's servers."""
+"""What HAProxy asks the ingress replicas for, at their liveness ports."""
 
 HEALTH_PATH = "/health"
 READY_PATH = "/health/ready"
 LIVENESS_FOLDER = "liveness"
 """Subdirectory of HAProxy's files: a file for each ingress replica, named by its id, that holds its liveness port."""
 
-_HEALTH_BACKEND = "farsight-health"
 TLS_FILE = "tls.pem"
 """File of HAProxy's directory with certificate chain and private key."""
 
+SOCKET_FILE = "admin.sock"
 CLIENT_HEADER = "X-Farsight-Client"
-_FRONTEND = "frontend http_frontend"
-_SERVER = re.compile(r"^    server (\S+) \S+ check\b(?! backup)")
+
+INGRESS_BACKEND = "ingress"
+_HEALTH_BACKEND = "health"
+
+_CONNECT_S = 30
+"""Time limit of a connection to an ingress replica; in a burst it waits in the replica's accept queue."""
 
 _MESSAGES = {
     400: "The request is not valid HTTP.",
@@ -43,87 +48,146 @@ HONEST_STATUS = {404: 503, 500: 503}
 
 RETRY_AFTER_S = 1
 
-LIMITS_FILE = "limits.json"
-"""In HAProxy's directory: the connections' limits (``services.proxy.timed_http.ConnectionLimits``)."""
-
-_STARTING = "The service has not started yet or has stopped."
+_REPLACED = (400, 404, 408, 429, 500, 502, 503, 504)
+"""Statuses whose plain text becomes JSON."""
 
 
-def edited(
-    text: str,
-    metrics_port: int,
-    stats_port: int,
-    liveness: Mapping[str, int],
-    *,
-    host: str = "",
-    tls_file: str = "",
-    limits: Mapping[str, float] | None = None,
-) -> str:
-    """The edited configuration.
+@dataclass(frozen=True, slots=True)
+class IngressServer:
+    """An ingress replica as HAProxy sees it.
 
-    - The frontend listens on ``host``, and with ``tls_file`` speaks TLS. Ray configures it with the loopback address,
-      where the servers behind it listen.
-    - Servers learn a client's address from a header that clients cannot set.
-    - The two pages of statistics move from all interfaces to the loopback interface.
-    - ``splice-request`` is removed: with it, HAProxy misses the disconnect of a client whose body came after its head.
-    - Health checks and ``/health`` go to the replica's liveness port, if it has one.
-    - HAProxy's own errors and Ray's plain texts get the shape of the OpenAI API, and an honest status.
-    - Connections get their limits.
-
-    Args:
-        liveness: Liveness port by replica id. Other servers keep Ray's health check.
-        host: Address of the frontend; empty leaves Ray's.
-        tls_file: Certificate chain and private key in PEM; empty for plain HTTP.
-        limits: As ``ConnectionLimits`` has them; without them Ray's timeouts stay.
+    Attributes:
+        name: Its id.
+        port: Where it serves, on the loopback interface or at ``host``.
+        liveness_port: Where its life is told; 0 if it has not said.
     """
-    lines: list[str] = []
-    health: list[str] = []
-    for line in text.splitlines():
-        found = _SERVER.match(line)
-        port = liveness.get(re.split(r"[^A-Za-z0-9]", found[1])[-1]) if found else None
-        if found and port is not None:
-            line += f" port {port}"
-            health.append(f"    server {found[1]} 127.0.0.1:{port} check")
-        lines += _edited_line(line, metrics_port, stats_port)
-    lines = _with_frontend(lines, host, tls_file)
-    if health:
-        lines = [*_with_health_rule(lines), *_health_backend(health)]
-    if limits:
-        lines = _limited(lines, limits)
+
+    name: str
+    host: str
+    port: int
+    liveness_port: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendSettings:
+    """What stays the same as long as the service runs.
+
+    Attributes:
+        descriptor: The listening socket, which HAProxy inherits.
+        directory: HAProxy's files; with ``TLS_FILE`` in it the frontend speaks TLS.
+        max_connections: Open at once; further ones wait.
+        limits: Limits of clients' connections.
+        check_interval: Between two health checks of an ingress replica, as HAProxy writes times.
+    """
+
+    descriptor: int
+    directory: Path
+    max_connections: int
+    limits: ConnectionLimits
+    check_interval: str = "1s"
+
+
+def config_text(servers: Sequence[IngressServer], settings: FrontendSettings) -> str:
+    """The whole configuration.
+
+    - HAProxy's own errors, and plain texts of Ray's, get the shape of the OpenAI API and an honest status.
+    - A slow accept is no death: in a burst connections wait, and only health checks find a replica dead. They, and
+      the paths of health, go to its liveness port. A connection that is refused is tried at another replica.
+    - Where a replica dies before it answers, a POST gets 502, and other requests are tried elsewhere.
+    - Replicas learn a client's address from a header that clients cannot set.
+    - There is no ``splice-request``: with it HAProxy misses the disconnect of a client whose body came after its head.
+    """
+    lines = [
+        *_global(settings),
+        *_defaults(settings.limits),
+        *_frontend(settings, [server for server in servers if server.liveness_port]),
+        *_ingress(servers, settings.check_interval),
+        *_health(servers),
+    ]
     return "\n".join(lines) + "\n"
 
 
-def _edited_line(line: str, metrics_port: int, stats_port: int) -> list[str]:
-    stripped = line.strip()
-    indent = line[: len(line) - len(line.lstrip())]
-    if stripped == "option splice-request" or stripped.startswith("errorfile "):
+def _global(settings: FrontendSettings) -> list[str]:
+    return [
+        "global",
+        f"    stats socket {settings.directory / SOCKET_FILE} mode 600 level admin",
+        f"    maxconn {settings.max_connections}",
+        "    nbthread 4",
+    ]
+
+
+def _defaults(limits: ConnectionLimits) -> list[str]:
+    """HAProxy knows one timeout for a body that stands still and a client that reads nothing: the longer of the two.
+
+    The ingress replica ends the first sooner where it is shorter, the system the second. How long an answer may take
+    has no bound.
+    """
+    return [
+        "defaults",
+        "    mode http",
+        *(f"    http-error status {status} {_json(status)}{_retry(status)}" for status in _MESSAGES),
+        f"    timeout connect {_CONNECT_S}s",
+        f"    timeout http-request {_ms(limits.head_s)}",
+        f"    timeout client {_ms(max(limits.body_s, limits.write_s))}",
+        f"    timeout http-keep-alive {_ms(limits.idle_s)}",
+        "    timeout server 0",
+        "    option abortonclose",
+        "    option splice-response",
+        "    option redispatch 1",
+        "    retry-on conn-failure empty-response",
+        "    option http-no-delay",
+        "    option idle-close-on-response",
+        "    balance leastconn",
+    ]
+
+
+def _frontend(settings: FrontendSettings, told: Sequence[IngressServer]) -> list[str]:
+    tls_file = settings.directory / TLS_FILE
+    tls = f" ssl crt {tls_file} ssl-min-ver TLSv1.2 alpn http/1.1" if tls_file.exists() else ""
+    plain = "{ res.hdr(content-type) -m beg text/plain }"
+    asked = f"{{ path {HEALTH_PATH} {READY_PATH} }}"
+    health = [f"    use_backend {_HEALTH_BACKEND} if {asked} {{ nbsrv({_HEALTH_BACKEND}) gt 0 }}"]
+    return [
+        "frontend clients",
+        f"    bind fd@{settings.descriptor}{tls}",
+        *(_address_rules(settings.limits.per_address) if settings.limits.per_address else []),
+        f"    http-request set-header {CLIENT_HEADER} %[src]",
+        "    http-request disable-l7-retry if METH_POST",
+        *(_replaced(status, plain) for status in _REPLACED),
+        *(health if told else []),
+        f"    default_backend {INGRESS_BACKEND}",
+    ]
+
+
+def _ingress(servers: Sequence[IngressServer], interval: str) -> list[str]:
+    lines = [
+        f"backend {INGRESS_BACKEND}",
+        "    http-reuse always",
+        f"    option httpchk GET {CHECK_PATH}",
+        "    http-check expect status 200",
+        f"    default-server inter {interval} fastinter 250ms downinter 250ms fall 3 rise 1",
+    ]
+    for server in servers:
+        checked = f" port {server.liveness_port} addr 127.0.0.1" if server.liveness_port else ""
+        lines.append(f"    server {_safe(server.name)} {server.host}:{server.port} check{checked}")
+    return lines
+
+
+def _health(servers: Sequence[IngressServer]) -> list[str]:
+    told = [server for server in servers if server.liveness_port]
+    if not told:
         return []
-    if stripped == f"bind :{metrics_port}":
-        return [f"{indent}bind 127.0.0.1:{metrics_port}"]
-    if stripped == f"bind *:{stats_port}":
-        return [f"{indent}bind 127.0.0.1:{stats_port}"]
-    if stripped.startswith("http-request return status 404 content-type text/plain"):
-        return [f"{indent}http-request return status 503 {_json(503, _STARTING)} hdr Retry-After {RETRY_AFTER_S}"]
-    if stripped == "defaults":
-        return [line, *(f"    http-error status {status} {_json(status)}{_retry(status)}" for status in _MESSAGES)]
-    if stripped == _FRONTEND:
-        plain = "{ res.hdr(content-type) -m beg text/plain }"
-        return [
-            line,
-            *(_replaced(status, plain) for status in sorted({*_MESSAGES, *HONEST_STATUS})),
-        ]
-    return [line]
+    return [
+        f"backend {_HEALTH_BACKEND}",
+        f"    option httpchk GET {CHECK_PATH}",
+        "    http-check expect status 200",
+        "    default-server inter 1s fastinter 250ms downinter 250ms fall 2 rise 1",
+        *(f"    server {_safe(server.name)} 127.0.0.1:{server.liveness_port} check" for server in told),
+    ]
 
 
-def _with_frontend(lines: list[str], host: str, tls_file: str) -> list[str]:
-    """Its address, TLS, and the header with the client's address; what a client sent under that name is dropped."""
-    bind = next(number for number in range(lines.index(_FRONTEND), len(lines)) if lines[number].strip()[:5] == "bind ")
-    address = lines[bind].split()[1]
-    if host:
-        address = f"{'*' if host in ('0.0.0.0', '::') else host}:{address.rpartition(':')[2]}"
-    tls = f" ssl crt {tls_file} ssl-min-ver TLSv1.2 alpn http/1.1" if tls_file else ""
-    header = f"    http-request set-header {CLIENT_HEADER} %[src]"
-    return [*lines[:bind], f"    bind {address}{tls}", header, *lines[bind + 1 :]]
+def _safe(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", name)
 
 
 def _replaced(status: int, condition: str) -> str:
@@ -133,34 +197,6 @@ def _replaced(status: int, condition: str) -> str:
 
 def _retry(status: int) -> str:
     return f" hdr Retry-After {RETRY_AFTER_S}" if status == 503 else ""
-
-
-def _limited(lines: list[str], limits: Mapping[str, float]) -> list[str]:
-    """Timeouts and connections of clients.
-
-    HAProxy knows one timeout for a body that stands still and a client that reads nothing: the longer of the two. The
-    ingress replica ends the first sooner where it is shorter, the system the second.
-    """
-    timeouts = {
-        "http-request": limits["head_s"],
-        "client": max(limits["body_s"], limits["write_s"]),
-        "http-keep-alive": limits["idle_s"],
-    }
-    found = []
-    inside = False
-    for line in lines:
-        stripped = line.strip()
-        inside = stripped == _FRONTEND if not line.startswith(" ") else inside
-        if any(stripped.startswith(f"timeout {name} ") for name in timeouts):
-            continue
-        if inside and stripped.startswith("bind "):
-            line += f" tcp-ut {_ms(limits['write_s'])}"
-        found.append(line)
-        if stripped == "defaults":
-            found += [f"    timeout {name} {_ms(seconds)}" for name, seconds in timeouts.items()]
-        if inside and stripped == _FRONTEND and limits["per_address"]:
-            found += _address_rules(int(limits["per_address"]))
-    return found
 
 
 def _address_rules(most: int) -> list[str]:
@@ -186,25 +222,8 @@ def error_json(status: int, message: str = "") -> str:
     return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}})
 
 
-def _json(status: int, message: str = "") -> str:
-    return f"content-type application/json string '{error_json(status, message)}'"
-
-
-def _with_health_rule(lines: list[str]) -> list[str]:
-    """Puts the rule for the paths of health before all others, since HAProxy takes the first that matches.
-
-    The rule applies only while at least one replica's liveness port is up.
-    """
-    first = next(number for number, line in enumerate(lines) if line.strip().startswith("use_backend "))
-    asked = f"{{ path {HEALTH_PATH} {READY_PATH} }}"
-    rule = f"    use_backend {_HEALTH_BACKEND} if {asked} {{ nbsrv({_HEALTH_BACKEND}) gt 0 }}"
-    return [*lines[:first], rule, *lines[first:]]
-
-
-def _health_backend(servers: list[str]) -> list[str]:
-    check = [f"    option httpchk GET {CHECK_PATH}", "    http-check expect status 200"]
-    default = "    default-server inter 1s fastinter 250ms downinter 250ms fall 2 rise 1"
-    return [f"backend {_HEALTH_BACKEND}", *check, default, *servers]
+def _json(status: int) -> str:
+    return f"content-type application/json string '{error_json(status)}'"
 
 
 def read_liveness(directory: Path) -> dict[str, int]:
@@ -212,33 +231,3 @@ def read_liveness(directory: Path) -> dict[str, int]:
     folder = directory / LIVENESS_FOLDER
     files = folder.iterdir() if folder.is_dir() else ()
     return {file.name: int(file.read_text()) for file in files if not file.name.startswith(".")}
-
-
-def read_limits(directory: Path) -> dict[str, float] | None:
-    """What the service's settings are; None where it has written none."""
-    file = directory / LIMITS_FILE
-    return json.loads(file.read_text()) if file.exists() else None
-
-
-def main() -> None:
-    """``haproxy_config.py FILE METRICS_PORT STATS_PORT DIRECTORY [HOST]``: edits the file in place.
-
-    The directory is the one that replicas publish in; Ray puts the file into a folder of it for each node. A file
-    ``TLS_FILE`` in it turns TLS on.
-    """
-    file, directory = Path(sys.argv[1]), Path(sys.argv[4])
-    tls_file = directory / TLS_FILE
-    text = edited(
-        file.read_text("utf-8"),
-        int(sys.argv[2]),
-        int(sys.argv[3]),
-        read_liveness(directory),
-        host=sys.argv[5] if len(sys.argv) > 5 else "",
-        tls_file=str(tls_file) if tls_file.exists() else "",
-        limits=read_limits(directory),
-    )
-    file.write_text(text, "utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -23,6 +23,7 @@ from services.api.answers.replies import GPU_SECONDS_DIGITS
 _EXPOSED = [
     *(f"x-ratelimit-{what}-{unit}" for what in ("limit", "remaining", "reset") for unit in ("requests", "tokens")),
     "retry-after",
+    "x-farsight-stream",
 ]
 _PREFLIGHT_AGE_S = 600
 
@@ -76,7 +77,7 @@ def install_door(app: FastAPI, door: Door) -> None:
             CORSMiddleware,
             allow_origins=list(door.settings.origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-api-key"],
+            allow_headers=["authorization", "content-type", "x-api-key", "x-farsight-resumable", "last-event-id"],
             expose_headers=_EXPOSED,
             max_age=_PREFLIGHT_AGE_S,
         )

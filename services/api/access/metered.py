@@ -11,6 +11,7 @@ from core.messages.log import RequestTrace
 from core.messages.placement import PlacementView
 from core.messages.status import ComponentCounts, StatusReply
 from core.messages.tokens import TokenDelta
+from core.messages.weights import ServedWeights
 from core.request import Request
 from services.api.access.caller import CURRENT
 from services.api.access.door import Door
@@ -48,7 +49,7 @@ class MeteredBackend:
         if caller is not None:
             request, key = self._owned(request, caller), caller.tenant.name
         deltas = self._backend.stream(request, text, key)
-        async with aclosing(self._counted(deltas, request.prompt_len, caller)) as counted:
+        async with aclosing(self._counted(deltas, 0 if request.output_ids else request.prompt_len, caller)) as counted:
             async for delta in counted:
                 yield delta
 
@@ -67,7 +68,8 @@ class MeteredBackend:
     async def _counted(
         self, deltas: AsyncGenerator[TokenDelta, None], prompt: int, caller: Caller | None
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Counts the prompt unless the backend refuses it, and each token when it comes."""
+        """Counts the prompt unless the backend refuses it, and each token when it comes; the prompt of a request that
+        goes on has been counted."""
         if caller is None:
             async with aclosing(deltas):
                 async for delta in deltas:
@@ -114,6 +116,9 @@ class MeteredBackend:
 
     async def drain(self, replica: str, *, cancel: bool) -> ComponentCounts:
         return await self._backend.drain(replica, cancel=cancel)
+
+    async def upgrade(self, model_dir: str, *, surge: bool, drain_s: float) -> ServedWeights:
+        return await self._backend.upgrade(model_dir, surge=surge, drain_s=drain_s)
 
     async def scale(self, kind: str, count: int) -> ComponentCounts:
         return await self._backend.scale(kind, count)

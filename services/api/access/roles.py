@@ -37,12 +37,14 @@ ROLES: Mapping[str, Access] = {
     "/v1/usage": Everyone.ANY_KEY,
     "/v1/completions": Role.SERVE,
     "/v1/chat/completions": Role.SERVE,
+    "/v1/streams/{stream_id}": Role.SERVE,
     "/v1/requests/{response_id}": Everyone.ANY_KEY,
     "/status": Role.OBSERVE,
     "/metrics": Role.OBSERVE,
     "/placement": Role.OBSERVE,
     "/admin/scale": Role.ADMIN,
     "/admin/drain": Role.ADMIN,
+    "/admin/upgrade": Role.ADMIN,
 }
 """By the path template of the route. A new route of the application needs a line here."""
 

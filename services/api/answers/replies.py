@@ -134,7 +134,8 @@ class Health(BaseModel):
 
 class ActorStatus(BaseModel):
     """``url`` and ``breaker`` describe replicas that are external servers and are empty for other components.
-    ``last_end`` is the reason for the last replacement of the process."""
+    ``last_end`` is the reason for the last replacement of the process. ``degraded`` says why a component that is ready
+    works less well than it should."""
 
     name: str
     kind: str
@@ -148,6 +149,7 @@ class ActorStatus(BaseModel):
     url: str = ""
     breaker: str = ""
     last_end: str = ""
+    degraded: str = ""
 
 
 class KVStatus(BaseModel):

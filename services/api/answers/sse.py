@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
 from json.encoder import encode_basestring
 from typing import Any
@@ -62,12 +62,13 @@ async def chunks(
 
 
 class EventStream(Response):
-    """Sends events as they arrive. The status line waits for the first event; a disconnect ends the source."""
+    """Sends events as they arrive. The status line waits for the first event, and is 204 if there is none; a
+    disconnect ends the source."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(headers=_HEADERS)
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(headers={**_HEADERS, **(headers or {})})
         del self.headers["content-length"]
         self._events = events
 
@@ -77,7 +78,11 @@ class EventStream(Response):
 
     async def _send_events(self, send: Send) -> None:
         async with aclosing(self._events) as events:
-            first = await anext(events)
+            first = await anext(events, None)
+            if first is None:
+                await send({"type": "http.response.start", "status": 204, "headers": []})
+                await _send_body(send, b"", more=False)
+                return
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await _send_body(send, first, more=True)
             async for chunk in events:
@@ -102,9 +107,10 @@ class ChunkWriter:
         generation: Chunks of a chat carry a ``delta``, those of a completion a ``text``. With ``include_usage`` they
             have a ``usage`` field: null in all chunks but the last.
         texts: Names the tokens of log probabilities.
+        created: Unix seconds; None for now.
     """
 
-    def __init__(self, generation: Generation, texts: TokenTexts) -> None:
+    def __init__(self, generation: Generation, texts: TokenTexts, created: int | None = None) -> None:
         chat = self._chat = generation.chat
         self._include_usage = generation.include_usage
         self._generation = generation
@@ -121,7 +127,7 @@ class ChunkWriter:
         self._head: dict[str, Any] = {
             "id": generation.response_id,
             "object": "chat.completion.chunk" if chat else "text_completion",
-            "created": int(time.time()),
+            "created": int(time.time()) if created is None else created,
             "model": generation.model,
         }
 

@@ -52,7 +52,7 @@ class ClientText(str):
 
     def __add__(self, other: str) -> str:
         if type(other) is str:
-            return _placed(str.__add__(self, other), self.spans)
+            return placed(str.__add__(self, other), self.spans)
         return joined((self, other)) if isinstance(other, str) else NotImplemented
 
     def __radd__(self, other: str) -> str:
@@ -81,7 +81,7 @@ class ClientText(str):
 def client_value(value: Any) -> Any:
     """A JSON value from a client: all its strings become ``ClientText``."""
     if isinstance(value, str):
-        return _placed(value, ((0, len(value)),))
+        return placed(value, ((0, len(value)),))
     if isinstance(value, list | tuple):
         return [client_value(each) for each in value]
     if isinstance(value, dict):
@@ -104,7 +104,7 @@ def joined(parts: Iterable[str]) -> str:
             spans += [(at + begin, at + end) for begin, end in part.spans]
         at += len(part)
     text = "".join(known)
-    return _placed(text, tuple(spans)) if spans else text
+    return placed(text, tuple(spans)) if spans else text
 
 
 class ClientTextEnvironment(ImmutableSandboxedEnvironment):
@@ -207,7 +207,7 @@ def _compared(result: Any, function: Callable[..., Any], args: tuple[Any, ...], 
 
 def _aligned(text: str, filled: Any) -> str:
     if not isinstance(filled, str) or len(filled) != len(text):
-        return _placed(text, ((0, len(text)),))
+        return placed(text, ((0, len(text)),))
     spans: list[Span] = []
     for index, (char, other) in enumerate(zip(text, filled, strict=True)):
         if other == _FILL:
@@ -216,8 +216,8 @@ def _aligned(text: str, filled: Any) -> str:
             else:
                 spans.append((index, index + 1))
         elif other != char:
-            return _placed(text, ((0, len(text)),))
-    return _placed(text, tuple(spans)) if spans else str.__str__(text)
+            return placed(text, ((0, len(text)),))
+    return placed(text, tuple(spans)) if spans else str.__str__(text)
 
 
 def _all_client(result: Any) -> Any:
@@ -226,10 +226,11 @@ def _all_client(result: Any) -> Any:
     return client_value(result)
 
 
-def _placed(text: str, spans: tuple[Span, ...]) -> ClientText:
-    placed = str.__new__(ClientText, text)
-    placed.spans = spans
-    return placed
+def placed(text: str, spans: tuple[Span, ...]) -> ClientText:
+    """A text of which a client wrote these places."""
+    found = str.__new__(ClientText, text)
+    found.spans = spans
+    return found
 
 
 def _filled(value: Any) -> Any:

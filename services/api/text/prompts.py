@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import logging
+import asyncio
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import Template, TemplateError
-
-from core.errors import ConfigError, InvalidValueError
+from core.errors import CapacityError, ConfigError, InvalidValueError
 from core.request import PromptSource
 from services.api.errors import ApiError
-from services.api.text.client_text import client_value, compile_template, spans_of
+from services.api.text.client_text import placed, spans_of
 from services.api.text.echo import Echo
+from services.api.text.template_process import TemplateProcess, TemplateRefused, TemplateStopped
 from services.api.text.token_texts import TokenTexts
 from tokenization.capacity import text_capacity
 from tokenization.model_files import load_model_texts
 from tokenization.plain_text import EncodedText
 
-logger = logging.getLogger(__name__)
+MAX_WAITING_CHATS = 1024
+"""Conversations that wait for the template; beyond it further ones get 429."""
+
+_SAMPLE = ({"role": "user", "content": "hello"},)
+"""What every template is tried with."""
 
 
 class PromptEncoder:
@@ -34,7 +38,7 @@ class PromptEncoder:
         texts: What single tokens stand for.
 
     Raises:
-        ConfigError: No usable tokenizer, or a template with wrong syntax.
+        ConfigError: No usable tokenizer, a template with wrong syntax, or one that takes too much time or memory.
     """
 
     def __init__(self, model_dir: str | Path) -> None:
@@ -47,10 +51,11 @@ class PromptEncoder:
         self._encoder = files.encoder
         self.texts = TokenTexts(files.tokenizer)
         self._capacity = text_capacity(files.tokenizer)
-        self._special_tokens = files.special_tokens
         source = files.template
-        self._template = None if source is None else _compile(folder, source)
+        self._template = None if source is None else _compile(folder, source, files.special_tokens)
         self._knows_developer = source is not None and "developer" in source
+        self._renderer = ThreadPoolExecutor(1, "chat-template")
+        self._num_waiting = 0
 
     def encode_prompt(self, text: str, parse_special: bool = False) -> EncodedText:
         """Token ids of a completion's prompt, with the special tokens that the tokenizer adds by itself.
@@ -104,31 +109,44 @@ class PromptEncoder:
         if self._template is None:
             message = "messages: the served model has no chat template; use /v1/completions with a prompt instead"
             raise ApiError(message, param="messages", code="no_chat_template")
-        chat = [self._chat_message(message) for message in messages]
         try:
-            return self._template.render(
-                messages=chat, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
-            )
-        except TemplateError as error:
-            reason = error.message or type(error).__name__
-        except Exception as error:  # the template is a program of the model's author
-            logger.warning("the chat template failed", exc_info=error)
-            reason = f"{type(error).__name__}: {error}"
-        message = f"messages: the model's chat template refused them: {reason}"
-        raise ApiError(message, param="messages", code="chat_template_error")
+            text, spans = self._template.render([self._chat_message(message) for message in messages])
+        except TemplateRefused as error:
+            message = f"messages: the model's chat template refused them: {error}"
+            raise ApiError(message, param="messages", code="chat_template_error") from error
+        return placed(text, spans) if spans else text
 
-    def _chat_message(self, message: Mapping[str, str]) -> dict[str, str]:
-        """The role is one of a few words; all else is the client's own."""
-        values = {name: client_value(value) for name, value in message.items() if name != "role"}
+    async def render_chat_soon(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """``render_chat`` in a thread of its own: one that has to be stopped holds up other chats alone.
+
+        Raises:
+            CapacityError: Too many wait.
+        """
+        if self._num_waiting >= MAX_WAITING_CHATS:
+            raise CapacityError(f"chats that wait for the template: {self._num_waiting}", retry_after_s=1.0)
+        self._num_waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._renderer, self.render_chat, messages)
+        finally:
+            self._num_waiting -= 1
+
+    def _chat_message(self, message: Mapping[str, str]) -> Mapping[str, str]:
         role = message["role"]
-        return {"role": "system" if role == "developer" and not self._knows_developer else role, **values}
+        return {**message, "role": "system"} if role == "developer" and not self._knows_developer else message
 
 
-def _compile(folder: Path, source: str) -> Template:
+def _compile(folder: Path, source: str, special_tokens: Mapping[str, str]) -> TemplateProcess:
     try:
-        return compile_template(source)
-    except TemplateError as error:
+        template = TemplateProcess(source, special_tokens)
+    except TemplateRefused as error:
         raise ConfigError("model", str(folder), f"a chat template of valid Jinja ({error})") from error
+    try:
+        template.render(_SAMPLE)
+    except TemplateStopped as error:
+        raise ConfigError("model", str(folder), f"a chat template that renders one message ({error})") from error
+    except TemplateRefused:
+        pass  # it may want another conversation
+    return template
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,6 +232,19 @@ def test_a_dead_component_turns_red_and_then_green_again(page: Page, live: LiveS
     expect(card.locator("[data-field=restarts]")).to_have_text("1")
 
 
+def test_a_degraded_component_turns_yellow_and_says_why(page: Page, live: LiveServer) -> None:
+    card = page.get_by_test_id("card-log-store")
+    expect(card.locator(".degraded")).to_be_hidden()
+    live.backend.components = with_state("log-store", "ready", degraded="cannot write the log: <b>full</b>")
+    expect(card).to_have_attribute("data-state", "degraded")
+    expect(card).to_have_attribute("data-level", "warn")
+    expect(card.locator(".degraded")).to_have_text("cannot write the log: <b>full</b>")
+    expect(page.get_by_test_id("overall")).to_have_text(f"1 of {len(PIECES)} degraded: log-store")
+    live.backend.components = PIECES
+    expect(card).to_have_attribute("data-state", "ready")
+    expect(card.locator(".degraded")).to_be_hidden()
+
+
 def test_a_death_that_no_poll_has_seen_turns_red_for_a_while(page: Page, live: LiveServer) -> None:
     card = page.get_by_test_id("card-router")
     now = stop_clock(page)

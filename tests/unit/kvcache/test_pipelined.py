@@ -9,6 +9,7 @@ import pytest
 from core.messages.plans import Plan
 from core.request import Residency, SequenceStatus
 from kvcache import BatchLimits, BlockManager, PipelinedExecutor, StepBatch
+from kvcache.block_manager import hash_blocks
 from tests.unit.kvcache.plans import plan, slot
 
 
@@ -123,3 +124,17 @@ def test_grants_that_are_used_up_by_some_do_not_let_them_run_beside_the_others()
     worker.commit(begin(worker))
     assert names(begin(worker)) == ["b"]
     assert worker.next_batch() is None
+
+
+def test_a_prefix_that_another_step_computes_is_waited_for() -> None:
+    worker = make(2)
+    worker.share_prefixes(lambda name, count: hash_blocks([1] * 16, 4)[:count])
+    worker.apply_plan(plan(1, slot("a", prompt=10)))
+    under_way = begin(worker)
+    worker.apply_plan(plan(2, slot("a", prompt=10), slot("b", prompt=10)))
+    assert worker.next_batch() is None, "b would compute the blocks of a once more"
+    worker.commit(under_way)
+    assert {(item.request_id, item.start, item.num_tokens) for item in begin(worker).items} == {
+        ("a", 10, 1),
+        ("b", 8, 2),
+    }

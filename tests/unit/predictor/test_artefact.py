@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from predictor.artefact import FILE_NAME, ArtefactError, TrainedModel, from_bytes, load
+from predictor.artefact import FILE_NAME, MAX_ARRAYS, MAX_UNPACKED, ArtefactError, TrainedModel, from_bytes, load
 
 ARTEFACT = TrainedModel(
     {"version": 3, "model": "forest", "share": 0.5}, {"a": np.arange(6).reshape(2, 3), "b": np.ones(4, np.float32)}
@@ -81,3 +81,19 @@ def test_objects_are_not_unpickled() -> None:
 def test_nothing_there(tmp_path: Path) -> None:
     with pytest.raises(ArtefactError, match=r"forecaster.npz: cannot be read .*farsight train"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("size", [MAX_UNPACKED + 1, 1 << 40])
+def test_a_file_that_unpacks_to_more_than_fits_is_not_unpacked(size: int) -> None:
+    """The directory of a zip says how much it holds; what lies about that is cut off by the reader of zips."""
+    data = bytearray(DATA)
+    at = data.rindex(b"PK\x01\x02")
+    data[at + 24 : at + 28] = min(size, 0xFFFFFFFE).to_bytes(4, "little")
+    with pytest.raises(ArtefactError, match="bytes; at most"):
+        from_bytes(bytes(data))
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for number in range(MAX_ARRAYS + 1):
+            archive.writestr(f"{number}.npy", b"")
+    with pytest.raises(ArtefactError, match="arrays of 0 bytes"):
+        from_bytes(buffer.getvalue())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 
 from core.errors import InvalidValueError
 from core.forecast import QUANTILES
-from predictor.forest import Forest
+from predictor.forest import MAX_POOL, Forest
+from predictor.models import FULL, pack, unpack
 from predictor.trainer import ForestOptions, export, fit, grow
 
 ROWS, FEATURES = 400, 5
@@ -113,3 +115,35 @@ def test_bad_options(options: dict[str, Any]) -> None:
 def test_one_example_is_no_forest() -> None:
     with pytest.raises(InvalidValueError, match="at least 2"):
         grow(np.zeros((1, 2), np.float32), np.array([3]), ForestOptions())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("depth", 10**9),
+        ("roots", np.array([10**6], np.int32)),
+        ("roots", np.zeros(100_000, np.int32)),
+        ("children", np.full((3, 2), -1, np.int32)),
+        ("feature", np.full(1000, 30_000, np.int16)),
+        ("leaf", np.full(1000, 10**6, np.int32)),
+        ("leaf_begin", np.array([0, 1 << 40], np.int64)),
+        ("leaf_mean", np.array([np.nan])),
+        ("threshold", np.zeros(1, np.float32)),
+    ],
+)
+def test_a_forest_that_lies_about_itself_is_refused(field: str, value: Any) -> None:
+    """Its descents would leave the arrays, or never end; its pools would not fit the memory."""
+    features, lens, _ = data()
+    arrays = pack(grow(features, lens, ForestOptions(5, 3)), FULL)
+    unpack(arrays, "forest", FULL)
+    with pytest.raises(ValueError, match="fit together"):
+        unpack(arrays | {f"{FULL}.{field}": np.asarray(value)}, "forest", FULL)
+
+
+def test_a_forest_whose_every_forecast_costs_much_is_refused() -> None:
+    features, lens, _ = data()
+    forest = grow(features, lens, ForestOptions(5, 3))
+    begin = np.arange(len(forest.leaf_begin)) * MAX_POOL
+    samples = np.broadcast_to(np.int32(7), (int(begin[-1]),))
+    with pytest.raises(ValueError, match="outputs at most"):
+        dataclasses.replace(forest, leaf_begin=begin, samples=samples).check()

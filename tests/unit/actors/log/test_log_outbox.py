@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -11,6 +12,7 @@ import pytest
 from actors.log import log_outbox
 from actors.log.log_outbox import LogOutbox
 from actors.runtime.peer import PeerLost
+from core.degraded import Degraded
 from core.errors import FarsightError, MessageError
 from core.messages.log import FinishedRequest, FinishedRequests
 from tests.unit.actors.components import LONG_S, finished, until
@@ -25,6 +27,7 @@ class Log:
     """A log store in memory that can fail on demand."""
 
     def __init__(self) -> None:
+        self.degraded = Degraded()
         self.failure: Exception | None = None
         self.num_calls = 0
         self.records: list[FinishedRequest] = []
@@ -38,7 +41,7 @@ class Log:
 
 @asynccontextmanager
 async def sending(log: Log) -> AsyncIterator[tuple[LogOutbox[FinishedRequest, FinishedRequests], asyncio.Task[None]]]:
-    outbox = LogOutbox(log.append, FinishedRequests)
+    outbox = LogOutbox(log.append, FinishedRequests, log.degraded)
     task = asyncio.create_task(outbox.run())
     try:
         yield outbox, task
@@ -56,9 +59,11 @@ async def test_what_cannot_be_written_goes_later(failure: Exception, caplog: pyt
         await until(lambda: log.num_calls >= 3)
         outbox.add(finished("b"))
         assert not task.done() and len(outbox) == 2
+        assert "log records wait" in log.degraded.reason(0.0)
         log.failure = None
         await until(lambda: len(outbox) == 0)
     assert [each.request_id for each in log.records] == ["a", "b"]
+    assert log.degraded.reason(0.0) == ""
     told = [record.getMessage() for record in caplog.records]
     assert told == (
         [] if isinstance(failure, PeerLost) else [f"1 log records wait and will be sent again: {failure}"]
@@ -72,3 +77,12 @@ async def test_a_record_that_is_refused_is_a_defect_of_ours() -> None:
         outbox.add(finished("a"))
         with pytest.raises(MessageError):
             await asyncio.wait_for(task, LONG_S)
+
+
+async def test_records_that_are_lost_are_counted_and_said() -> None:
+    log = Log()
+    outbox = LogOutbox(log.append, FinishedRequests, log.degraded)
+    for number in range(log_outbox.MAX_UNLOGGED + 2):
+        outbox.add(finished(str(number)))
+    assert "2 log records were lost" in log.degraded.reason(time.monotonic())
+    assert log.degraded.reason(time.monotonic() + log_outbox.LOST_SHOWN_S) == ""

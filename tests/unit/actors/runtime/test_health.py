@@ -41,7 +41,7 @@ async def client(process: _Process) -> AsyncGenerator[httpx.AsyncClient, None]:
 async def test_healthz_shows_every_component(client: httpx.AsyncClient) -> None:
     reply = await client.get("/healthz")
     assert reply.status_code == 200
-    router = {"name": "router", "kind": "Router", "state": "ready", "queue": 2, "restarts": 1, "pid": 7}
+    router = {"name": "router", "kind": "Router", "state": "ready", "queue": 2, "restarts": 1, "pid": 7, "degraded": ""}
     log_store = {**router, "name": "log-store", "kind": "LogStore"}
     assert reply.json() == {"pieces": [{**router, "last_step_age_s": None}, {**log_store, "last_step_age_s": 0.5}]}
 

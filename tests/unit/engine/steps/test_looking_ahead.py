@@ -33,8 +33,10 @@ STOPPED = SamplingParams(30, temperature=1.0, seed=3, stop=("a",))
 LOGGED = SamplingParams(20, logprobs=2, ignore_eos=True)
 
 
-def make_engine(model_dir: Path, backend: str) -> Engine:
-    options = EngineConfig(kv_memory="1MiB", block_size=BLOCK, num_threads=1, max_num_seqs=8, backend=backend)
+def make_engine(model_dir: Path, backend: str = "native", speculation: str = "off") -> Engine:
+    options = EngineConfig(
+        kv_memory="1MiB", block_size=BLOCK, num_threads=1, max_num_seqs=8, backend=backend, speculation=speculation
+    )
     return Engine(model_dir, dtype="float32", engine=options)
 
 
@@ -76,8 +78,12 @@ class Answers:
         del self._coming[:count]
 
 
-@pytest.mark.parametrize("backend", ["native", "torch"])
-def test_the_tokens_are_the_same(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "speculation", "least"), [("native", "off", 50), ("native", "ngram", 5), ("torch", "off", 50)]
+)
+def test_the_tokens_are_the_same(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, backend: str, speculation: str, least: int
+) -> None:
     coming = [*SAMPLING, *SAMPLING[:3], ADJUSTED, STOPPED, LOGGED, *SAMPLING]
     plain = Answers(make_engine(tiny_model_dir, backend), coming).run()
     early = []
@@ -89,8 +95,8 @@ def test_the_tokens_are_the_same(tiny_model_dir: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(step_loop, "LEAST_TO_LOOK_AHEAD", 1)
     monkeypatch.setattr(Worker, "go_on", go_on)
-    assert Answers(make_engine(tiny_model_dir, backend), coming).run() == plain
-    assert sum(batch is not None for batch in early) > 50
+    assert Answers(make_engine(tiny_model_dir, backend, speculation), coming).run() == plain
+    assert sum(batch is not None for batch in early) > least
     assert {end for _, _, end in plain.values()} == {"length", "stop"}
 
 
@@ -98,7 +104,7 @@ def test_a_step_that_fails_after_another_went_ahead_of_its_booking(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_loop, "LEAST_TO_LOOK_AHEAD", 1)
-    engine = make_engine(tiny_model_dir, "native")
+    engine = make_engine(tiny_model_dir)
     compute, steps = ModelRunner.execute, []
 
     def execute(self: ModelRunner, batch: StepBatch, sequences: dict[str, Sequence]) -> list[int | None]:
@@ -126,7 +132,7 @@ def test_a_silent_ingress_is_looked_at_between_any_two_steps(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_loop, "LEAST_TO_LOOK_AHEAD", 1)
-    engine = make_engine(tiny_model_dir, "native")
+    engine = make_engine(tiny_model_dir)
     taken: list[Step] = []
 
     def take(step: Step) -> None:

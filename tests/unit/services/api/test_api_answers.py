@@ -377,7 +377,8 @@ async def test_status(client: httpx.AsyncClient) -> None:
     row = {"name": "worker-0", "kind": "ModelWorker", "pid": 7, "node": "here", "state": "ready", "queue": 2}
     assert (await client.get("/status")).json() == {
         "actors": [
-            {**row, "last_step_age_s": 0.5, "restarts": 1, "http_port": 4321, "url": "", "breaker": "", "last_end": ""}
+            {**row, "last_step_age_s": 0.5, "restarts": 1, "http_port": 4321}
+            | {"url": "", "breaker": "", "last_end": "", "degraded": ""}
         ],
         "kv": {
             "num_blocks": 8,

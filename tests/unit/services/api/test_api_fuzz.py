@@ -27,7 +27,7 @@ from tests.unit.services.api.engine_backend import EngineBackend, write_checkpoi
 
 TOKEN = "secret"
 VOLUME = int(os.environ.get("FUZZ_VOLUME", "1"))
-"""``make test-long`` takes 4: 2,000 requests in all."""
+"""``make test-long`` takes 4: 2,000 requests in all; ``make test-attack`` takes 20."""
 
 CASES = {"/v1/completions": 125 * VOLUME, "/v1/chat/completions": 112 * VOLUME, "/admin/scale": 13 * VOLUME}
 """Good ones and as many bad ones, by address."""
@@ -109,6 +109,7 @@ def test_every_address_that_takes_a_post_is_fuzzed(house: House) -> None:
     assert 2 * sum(CASES.values()) == 500 * VOLUME
 
 
+@pytest.mark.attack
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=lambda mode: mode.value)
 @pytest.mark.parametrize("path", CASES)

@@ -6,9 +6,10 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from services.api.app import build_app
-from services.api.readiness import Readiness
+from services.api.readiness import DrainGate, Readiness
 from services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.api_support import ScriptedBackend
 
@@ -81,6 +82,22 @@ async def test_other_requests_are_answered_while_it_drains(http: httpx.AsyncClie
     readiness.is_draining = True
     for path in ("/v1/models", "/status", "/metrics"):
         assert (await http.get(path)).status_code == 200
+
+
+async def test_a_resumed_stream_is_counted_and_not_refused() -> None:
+    """It has begun before the drain, so the drain waits for it."""
+    readiness = Readiness()
+    readiness.is_draining = True
+    seen = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append((scope["path"], readiness.num_open))
+
+    gate = DrainGate(app, readiness)
+    for path in ("/v1/streams/" + "0" * 32, "/v1/models"):
+        await gate({"type": "http", "method": "GET", "path": path}, None, None)  # type: ignore[arg-type]
+    assert [num for _, num in seen] == [1, 0]
+    assert readiness.num_open == 0
 
 
 async def test_open_requests_are_counted_until_they_end_or_fail(

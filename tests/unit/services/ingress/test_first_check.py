@@ -102,6 +102,43 @@ def test_what_would_wait_too_long_is_refused_also_by_what_was_admitted_since() -
     off.admit(request())
 
 
+def admitted(check: FirstCheck) -> int:
+    """Until one is refused."""
+    check.heard(reply(outlook(0)))
+    number = 0
+    while True:
+        try:
+            check.admit(request())
+        except TooMuch:
+            return number
+        number += 1
+
+
+def test_predictions_follow_the_waits_that_come() -> None:
+    """A machine that is twice as slow as its steps say admits half as many behind those that run, and recovers."""
+    limits = dataclasses.replace(OFF, max_wait_s=3.0)
+    fresh = admitted(FirstCheck(limits))
+    check = FirstCheck(limits)
+    for _ in range(300):
+        check.waited(1.0, 2.0)
+    assert check.correction == pytest.approx(2.0)
+    assert admitted(check) - PLACES * REPLICAS == pytest.approx((fresh - PLACES * REPLICAS) / 2, abs=1)
+    for _ in range(300):
+        check.waited(1.0, 1.0)
+    assert check.correction == pytest.approx(1.0, abs=0.01)
+
+
+def test_waits_that_say_nothing_change_nothing() -> None:
+    check = FirstCheck(OFF)
+    check.waited(0.0, 100.0)
+    assert check.correction == 1.0
+    check.waited(1.0, 1e9)
+    assert check.correction == 4.0
+    fast = FirstCheck(OFF)
+    fast.waited(1.0, 0.0)
+    assert fast.correction == 0.25
+
+
 @pytest.mark.parametrize("num", [40, 100, 1000])
 def test_after_retry_after_it_is_admitted_if_no_others_came(num: int) -> None:
     """Requests end as the cost of their steps says."""

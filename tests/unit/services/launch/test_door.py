@@ -14,6 +14,7 @@ from services.api.access.key_file import KeyFile, changed_key_file
 from services.api.access.keys import Role, make_key
 from services.launch.door import absolute_paths, check_door, write_tls_file
 from services.launch.proxy import http_options
+from services.proxy.haproxy import RAY_PORT_VARIABLE
 from services.proxy.haproxy_config import TLS_FILE
 from tests.unit.services.certificates import make_certificate
 
@@ -93,10 +94,11 @@ def test_haproxy_gets_both_in_a_file_of_this_user_alone(tmp_path: Path, monkeypa
     assert "PRIVATE KEY" in written.read_text()
 
 
-def test_rays_servers_stay_on_the_loopback_interface_behind_haproxy() -> None:
+def test_rays_servers_stay_on_the_loopback_interface_behind_haproxy(monkeypatch: pytest.MonkeyPatch) -> None:
     server = ServerConfig(host="0.0.0.0", port=8443)
     access = AccessConfig(tls_cert="/chain.pem", tls_key="/key.pem")
-    assert http_options(server, access, "haproxy") == {"host": "127.0.0.1", "port": 8443}
+    monkeypatch.setenv(RAY_PORT_VARIABLE, "30001")
+    assert http_options(server, access, "haproxy") == {"host": "127.0.0.1", "port": 30001}
     tls = {"ssl_certfile": "/chain.pem", "ssl_keyfile": "/key.pem"}
     assert http_options(server, access, "serve") == {"host": "0.0.0.0", "port": 8443, **tls}
     assert http_options(server, AccessConfig(), "serve") == {"host": "0.0.0.0", "port": 8443}

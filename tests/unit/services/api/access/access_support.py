@@ -17,9 +17,11 @@ from services.api.access.key_file import KeyFile, changed_key_file
 from services.api.access.keys import Role, Tenant, make_key
 from services.api.admin import Administration
 from services.api.app import build_app
+from services.api.streams.keeper import StreamKeeper
 from services.api.text.prompts import PromptEncoder
 from tests.free_ports import free_port
 from tests.unit.services.api.api_support import MODEL, ScriptedBackend
+from tests.unit.services.api.streams.stream_support import ShelfStore
 
 LONG_S = 120.0
 ADMIN_TOKEN = "t" * 64
@@ -79,7 +81,15 @@ def guarded_server(folder: Path, encoder: PromptEncoder, **settings: object) -> 
     clock, registry, backend = Clock(), CollectorRegistry(), ScriptedBackend()
     made = DoorSettings(key_file=path, admin_token=ADMIN_TOKEN, **settings)  # type: ignore[arg-type]
     door = Door(made, registry, now=clock)
-    app = build_app(backend, encoder, 100_000, Administration(ADMIN_TOKEN), shares_across_keys=False, door=door)
+    app = build_app(
+        backend,
+        encoder,
+        100_000,
+        Administration(ADMIN_TOKEN),
+        shares_across_keys=False,
+        door=door,
+        keeper=StreamKeeper(ShelfStore()),
+    )
     config = uvicorn.Config(app, port=free_port(), log_level="error", lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)

@@ -24,6 +24,7 @@ from services.api.access.keys import Role, Tenant
 from services.api.access.roles import ROLES, Everyone, RouteRoles
 from services.api.app import build_app
 from services.api.middleware import LARGE_BODY_BYTES
+from services.api.streams.keeper import StreamKeeper
 from services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.access.access_support import (
     ADMIN_TOKEN,
@@ -34,9 +35,10 @@ from tests.unit.services.api.access.access_support import (
     guarded_server,
 )
 from tests.unit.services.api.api_support import MODEL, ScriptedBackend, delta
+from tests.unit.services.api.streams.stream_support import ShelfStore
 
-POSTS = {"/v1/completions", "/v1/chat/completions", "/admin/scale", "/admin/drain"}
-EXAMPLES = {"{model_id:path}": MODEL, "{response_id}": "cmpl-" + "0" * 32}
+POSTS = {"/v1/completions", "/v1/chat/completions", "/admin/scale", "/admin/drain", "/admin/upgrade"}
+EXAMPLES = {"{model_id:path}": MODEL, "{response_id}": "cmpl-" + "0" * 32, "{stream_id}": "0" * 32}
 
 
 def example(path: str) -> str:
@@ -56,7 +58,7 @@ def check_error(reply: httpx.Response, status: int, code: str) -> dict[str, Any]
 
 def test_every_route_has_a_declared_role(guarded: GuardedServer, encoder: PromptEncoder) -> None:
     """A new route without a line in ``ROLES`` fails here; until it has one, it asks for ``admin``."""
-    app = build_app(ScriptedBackend(), encoder, door=guarded.door)
+    app = build_app(ScriptedBackend(), encoder, door=guarded.door, keeper=StreamKeeper(ShelfStore()))
     paths = set(route_paths(app))
     assert paths == set(ROLES), "declare the role of each route in services/api/access/roles.py, and of no other"
     assert RouteRoles(["/new"]).of({"type": "http", "path": "/new"}) is Role.ADMIN

@@ -1,0 +1,50 @@
+"""Keeps the logs of resumable streams outside of the HTTP side, so that they outlive every process of it."""
+
+from __future__ import annotations
+
+import functools
+import time
+
+from prometheus_client import CollectorRegistry, Gauge
+
+from actors.calls.log_store import StreamStoreCalls
+from actors.log.stream_shelf import StreamShelf
+from actors.runtime.component import Component, ComponentContext
+from core.messages.resumable import StreamChanges, StreamFound, StreamName, StreamState, StreamVerdicts
+
+
+class StreamStore(Component, StreamStoreCalls):
+    """Holds everything in memory: the ingress replicas that run the streams tell a new store what they have."""
+
+    kind = "StreamStore"
+
+    def __init__(self, context: ComponentContext) -> None:
+        super().__init__(context)
+        server = context.config.server
+        self._shelf = StreamShelf(server.max_stream_bytes_per_tenant, server.max_stream_bytes, time.monotonic())
+        self._num_streams, self._num_bytes = _gauges(context.registry)
+
+    @property
+    def queue(self) -> int:
+        """0: streams that are kept for their clients are no work that waits."""
+        return 0
+
+    async def change(self, changes: StreamChanges) -> StreamVerdicts:
+        verdicts = self._shelf.change(changes, time.monotonic())
+        self._num_streams.set(len(self._shelf))
+        self._num_bytes.set(self._shelf.num_bytes)
+        return verdicts
+
+    async def find(self, name: StreamName) -> StreamFound:
+        return self._shelf.find(name.stream_id, time.monotonic())
+
+    async def take(self, name: StreamName) -> StreamState | None:
+        return self._shelf.take(name.stream_id, time.monotonic())
+
+
+@functools.cache
+def _gauges(registry: CollectorRegistry) -> tuple[Gauge, Gauge]:
+    """One pair for each registry: a store may be stopped and another one started in the same process."""
+    streams = Gauge("farsight:resumable_streams", "Resumable streams that the store keeps.", registry=registry)
+    num_bytes = Gauge("farsight:resumable_stream_bytes", "Bytes that their logs take.", registry=registry)
+    return streams, num_bytes

@@ -1,0 +1,268 @@
+"""Runs the resumable streams of one ingress replica, and writes their logs to the store before clients see them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import Callable
+from typing import Protocol
+
+from core.errors import FarsightError
+from core.messages.resumable import StreamChanges, StreamFound, StreamName, StreamState, StreamVerdicts
+from services.api.access.presented import owner_of, owns
+from services.api.backend import GenerationBackend
+from services.api.errors import SERVER_ERROR, ApiError
+from services.api.requests import Generation
+from services.api.streams.live import LiveStream, generation_in, record_of, superseded
+
+RESUME_S = 60.0
+"""How long a stream waits for a client after the last one has gone; then its requests end and its log is dropped."""
+
+KEEP_S = 1.0
+"""How often the store hears of streams without news; a new store then learns of them."""
+
+RETRY_S = 0.05
+"""Pause before the store is looked for again."""
+
+logger = logging.getLogger(__name__)
+
+
+class Store(Protocol):
+    """The StreamStore; every method raises FarsightError while it cannot be reached."""
+
+    async def change(self, changes: StreamChanges) -> StreamVerdicts: ...
+
+    async def find(self, name: StreamName) -> StreamFound: ...
+
+    async def take(self, name: StreamName) -> StreamState | None: ...
+
+
+Hold = Callable[[], Callable[[], None]]
+"""Counts a request in flight whose client is gone; what it returns ends the count."""
+
+
+def _nothing() -> None:
+    """Ends a count that there is not."""
+
+
+def hold_nothing() -> Callable[[], None]:
+    """For a service that counts nothing."""
+    return _nothing
+
+
+class _Unattended:
+    """What ends once a client reads the stream again, or it is let go."""
+
+    def __init__(self, expiry: asyncio.TimerHandle, release: Callable[[], None]) -> None:
+        self._expiry = expiry
+        self._release = release
+
+    def end(self) -> None:
+        self._expiry.cancel()
+        self.has_run()
+
+    def has_run(self) -> None:
+        """The stream has come to its end: nothing is in flight for it."""
+        self._release()
+        self._release = _nothing
+
+
+class StreamKeeper:
+    """The streams that this ingress replica runs.
+
+    Args:
+        store: Outlives this process.
+        resume_s: As ``RESUME_S``.
+    """
+
+    def __init__(self, store: Store, resume_s: float = RESUME_S) -> None:
+        self._store = store
+        self._resume_s = resume_s
+        self._streams: dict[str, LiveStream] = {}
+        self._holds: dict[str, Hold] = {}
+        self._unattended: dict[str, _Unattended] = {}
+        self._dropped: dict[str, LiveStream] = {}
+        self._due = asyncio.Event()
+        self._taking = asyncio.Lock()
+        self._kept_at = 0.0
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def start(
+        self, backend: GenerationBackend, generation: Generation, identity: str, tenant: str, hold: Hold = hold_nothing
+    ) -> LiveStream:
+        """Begins to run a new stream.
+
+        Args:
+            identity: Identity of the key that may read it; empty where none was sent: who knows the id may read it.
+            tenant: Its bound of bytes applies.
+        """
+        stream_id = secrets.token_hex(16)
+        live = LiveStream(StreamState(stream_id, 1, tenant, owner_of(identity), record_of(generation)))
+        self._run(live, backend, generation, hold)
+        return live
+
+    async def resume(
+        self, stream_id: str, identity: str, backend: GenerationBackend, hold: Hold = hold_nothing
+    ) -> LiveStream:
+        """The stream, which is run here from now on.
+
+        Raises:
+            ApiError: 404: no stream of this key has that id; 503: the store cannot be asked now.
+        """
+        async with self._taking:
+            live = self._streams.get(stream_id)
+            if live is not None and not owns(identity, live.state.owner):
+                raise _unknown(stream_id)
+            try:
+                found = await self._store.find(StreamName(stream_id))
+                if live is not None and found.epoch <= live.state.epoch and live.failure is None:
+                    return live
+                taken = await self._take(stream_id, identity, found)
+            except FarsightError as error:
+                if live is None:
+                    raise _unavailable() from error
+                return live
+            if live is not None:
+                self._lose(live)
+            self._run(taken, backend, generation_in(taken.state.record), hold)
+            return taken
+
+    async def _take(self, stream_id: str, identity: str, found: StreamFound) -> LiveStream:
+        if not found.epoch:
+            raise _unavailable() if found.filling else _unknown(stream_id)
+        if not owns(identity, found.owner):
+            raise _unknown(stream_id)
+        state = await self._store.take(StreamName(stream_id))
+        if state is None:
+            raise _unknown(stream_id)
+        return await LiveStream.taken(state)
+
+    def _run(self, live: LiveStream, backend: GenerationBackend, generation: Generation, hold: Hold) -> None:
+        stream_id = live.state.stream_id
+        self._streams[stream_id] = live
+        self._holds[stream_id] = hold
+        live.changed = lambda: self._changed(live)
+        if not live.ended:
+            live.runner = asyncio.create_task(live.run(backend, generation))
+            live.runner.add_done_callback(lambda _: self._changed(live))
+        self._wait_for_client(live)
+        self._due.set()
+
+    def _changed(self, live: LiveStream) -> None:
+        """It has news for the store, its reader has come or gone, or it has come to its end."""
+        self._due.set()
+        stream_id = live.state.stream_id
+        if self._streams.get(stream_id) is not live:
+            return
+        unattended = self._unattended.get(stream_id)
+        if unattended is None:
+            if not live.num_readers:
+                self._left(live)
+        elif live.num_readers:
+            del self._unattended[stream_id]
+            unattended.end()
+        elif not live.runs:
+            unattended.has_run()
+
+    def _left(self, live: LiveStream) -> None:
+        """Its client has gone. One that has seen nothing does not know the id and cannot come back."""
+        if live.is_buffered and live.is_shown and live.failure is None:
+            self._wait_for_client(live)
+        else:
+            self._let_go(live)
+
+    def _wait_for_client(self, live: LiveStream) -> None:
+        expiry = asyncio.get_running_loop().call_later(self._resume_s, self._let_go, live)
+        release = self._holds[live.state.stream_id]() if live.runs else _nothing
+        self._unattended[live.state.stream_id] = _Unattended(expiry, release)
+
+    def _let_go(self, live: LiveStream) -> None:
+        """No client may ask for it here any more. A refused one that has begun stays in the store for a later try."""
+        self._lose(live)
+        if live.is_buffered and (live.failure is None or not live.entries):
+            self._dropped[live.state.stream_id] = live
+            self._due.set()
+
+    def _lose(self, live: LiveStream) -> None:
+        """It is not run here any more."""
+        stream_id = live.state.stream_id
+        if self._streams.get(stream_id) is not live:
+            return
+        del self._streams[stream_id], self._holds[stream_id]
+        unattended = self._unattended.pop(stream_id, None)
+        if unattended is not None:
+            unattended.end()
+        if live.runner is not None:
+            live.runner.cancel()
+
+    async def run(self) -> None:
+        """Tells the store what has come, one message at a time; never returns."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(KEEP_S):
+                    await self._due.wait()
+            self._due.clear()
+            try:
+                await self._tell()
+            except FarsightError:
+                self._due.set()
+                await asyncio.sleep(RETRY_S)
+
+    async def _tell(self) -> None:
+        streams = [live for live in self._streams.values() if live.is_buffered]
+        fresh = [live for live in streams if not live.is_known or live.num_stored < len(live.entries)]
+        counts = [len(live.entries) for live in fresh]
+        dropped, self._dropped = self._dropped, {}
+        changes = StreamChanges(
+            tuple(live.whole() for live in fresh if not live.is_known),
+            tuple(live.unstored() for live in fresh if live.is_known),
+            tuple(live.epoch for live in self._due_to_keep(streams)),
+            tuple(live.epoch for live in dropped.values()),
+        )
+        if changes == StreamChanges():
+            return
+        verdicts = await self._store.change(changes)
+        untold = {*verdicts.unknown, *verdicts.taken, *verdicts.full}
+        for live, count in zip(fresh, counts, strict=True):
+            if live.state.stream_id not in untold:
+                live.stored(count)
+        self._heed(verdicts)
+
+    def _due_to_keep(self, streams: list[LiveStream]) -> list[LiveStream]:
+        """Once each ``KEEP_S``, the streams without news."""
+        now = asyncio.get_running_loop().time()
+        if now - self._kept_at < KEEP_S:
+            return []
+        self._kept_at = now
+        return [live for live in streams if live.is_known and live.num_stored == len(live.entries)]
+
+    def _heed(self, verdicts: StreamVerdicts) -> None:
+        for stream_id in verdicts.unknown:
+            if stream_id in self._streams:
+                self._streams[stream_id].is_known = False
+                self._due.set()
+        for stream_id in verdicts.taken:
+            if stream_id in self._streams:
+                live = self._streams[stream_id]
+                self._lose(live)
+                live.fail(superseded())
+        for stream_id in verdicts.full:
+            if stream_id in self._streams:
+                logger.warning("a resumable stream goes on without its log: there is no room for more")
+                self._streams[stream_id].unbuffered()
+
+
+def _unknown(stream_id: str) -> ApiError:
+    message = (
+        f"There is no stream {stream_id} of this key; a stream is kept for {RESUME_S:.0f} s after its client has gone."
+    )
+    return ApiError(message, status=404, code="stream_not_found")
+
+
+def _unavailable() -> ApiError:
+    message = "The streams cannot be looked up now. The request may be sent again."
+    return ApiError(message, status=503, kind=SERVER_ERROR, code="unavailable", headers={"Retry-After": "1"})

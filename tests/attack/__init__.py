@@ -1,0 +1,1 @@
+"""Hostile clients and peers of a whole server."""

@@ -1,0 +1,341 @@
+"""Resumable streams: whichever replica runs them, and whatever dies, a client reads each event once and in order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncGenerator, AsyncIterator
+
+import pytest
+
+from core.errors import CapacityError
+from core.messages.tokens import TokenDelta
+from core.request import Request
+from services.api.errors import ApiError
+from services.api.streams.live import EventWriter, events_seen
+from services.api.text.prompts import PromptEncoder, PromptText
+from tests.unit.services.api.streams.stream_support import (
+    HttpSide,
+    PacedBackend,
+    Reader,
+    events_of,
+    http_side,
+    until,
+)
+
+
+@pytest.fixture
+async def side(encoder: PromptEncoder) -> AsyncIterator[HttpSide]:
+    async with http_side(encoder) as found:
+        yield found
+
+
+def texts(reader: Reader) -> str:
+    chunks = [json.loads(data) for data in reader.data if data != "[DONE]"]
+    return "".join(choice.get("text", "") for chunk in chunks for choice in chunk["choices"])
+
+
+def assert_whole(*readers: Reader, num_tokens: int = 8) -> None:
+    """Together the readers have every event once, in order, to the end."""
+    events = [each for reader in readers for each in reader.events]
+    numbers = [int(event_id.partition("-")[2]) for event_id, _ in events]
+    assert numbers == list(range(1, len(events) + 1))
+    assert events[-1][1] == "[DONE]"
+    assert "".join(map(texts, readers)) == "".join(f"{number} " for number in range(num_tokens))
+
+
+async def test_every_event_has_an_id_with_128_random_bits(side: HttpSide) -> None:
+    replica = side.replica()
+    side.backend.allow(16)
+    lives = [await replica.start() for _ in range(2)]
+    for live in lives:
+        reader = await replica.read(live).finish()
+        assert_whole(reader)
+        ids = [event_id for event_id, _ in reader.events]
+        assert ids == [f"{live.state.stream_id}-{number + 1}" for number in range(len(ids))]
+        assert re.fullmatch("[0-9a-f]{32}", live.state.stream_id)
+    assert lives[0].state.stream_id != lives[1].state.stream_id
+
+
+async def test_a_client_that_comes_back_to_the_same_replica_costs_no_second_run(side: HttpSide) -> None:
+    replica = side.replica()
+    live = await replica.start()
+    side.backend.allow(3)
+    first = replica.read(live)
+    await until(lambda: first.last_number == 3)
+    await first.leave()
+    side.backend.allow(5)
+    again = await replica.resume(live.state.stream_id)
+    second = await replica.read(again, first.last_number).finish()
+    assert_whole(first, second)
+    assert side.backend.num_opened == 1
+
+
+async def test_another_replica_goes_on_where_a_dead_one_ended(side: HttpSide) -> None:
+    one = side.replica()
+    live = await one.start()
+    side.backend.allow(3)
+    first = one.read(live)
+    await until(lambda: first.last_number == 3)
+    await one.die()
+    await first.leave()
+    other = side.replica()
+    side.backend.allow(5)
+    taken = await other.resume(live.state.stream_id)
+    second = await other.read(taken, first.last_number).finish()
+    assert_whole(first, second)
+    assert side.backend.continued == [(), (0, 1, 2)]
+    third = await other.read(await other.resume(live.state.stream_id), 1).finish()
+    assert [*first.events[:1], *third.events] == [*first.events, *second.events]
+
+
+async def test_events_that_a_client_has_not_seen_come_again_with_the_same_ids(side: HttpSide) -> None:
+    """Chats too, whose first and last deltas are several events, with usage."""
+    one = side.replica()
+    side.backend.allow(8)
+    live = await one.start(chat=True, max_tokens=8, stream_options={"include_usage": True})
+    whole = await one.read(live).finish()
+    await one.die()
+    other = side.replica()
+    taken = await other.resume(live.state.stream_id)
+    for after in range(len(whole.events)):
+        again = await other.read(taken, after).finish()
+        assert again.events == whole.events[after:]
+    nothing = await other.read(taken, len(whole.events)).finish()
+    assert (nothing.events, nothing.error) == ([], None)
+    usage = json.loads(whole.data[-2])["usage"]
+    assert usage["completion_tokens"] == 8
+    assert side.backend.num_opened == 1
+
+
+async def test_all_choices_go_on(side: HttpSide) -> None:
+    one = side.replica()
+    live = await one.start(n=3, max_tokens=4, prompt=["a", "b"])
+    side.backend.allow(10)
+    first = one.read(live)
+    await until(lambda: len(first.events) == 10)
+    await one.die()
+    await first.leave()
+    other = side.replica()
+    side.backend.allow(100)
+    second = await other.read(await other.resume(live.state.stream_id), first.last_number).finish()
+    choices: dict[int, str] = {}
+    for data in [*first.data, *second.data][:-1]:
+        for choice in json.loads(data)["choices"]:
+            choices[choice["index"]] = choices.get(choice["index"], "") + choice["text"]
+    assert choices == dict.fromkeys(range(6), "0 1 2 3 ")
+
+
+async def test_clients_see_nothing_that_the_store_does_not_have(side: HttpSide) -> None:
+    replica = side.replica()
+    live = await replica.start()
+    side.backend.allow(2)
+    reader = replica.read(live)
+    await until(lambda: reader.last_number == 2)
+    side.store.away = True
+    side.backend.allow(6)
+    await until(lambda: live.ended)
+    await asyncio.sleep(0.1)
+    assert reader.last_number == 2
+    side.store.away = False
+    assert_whole(await reader.finish())
+
+
+async def test_a_new_store_learns_of_every_stream_that_is_run(side: HttpSide) -> None:
+    one = side.replica()
+    live = await one.start()
+    side.backend.allow(3)
+    first = one.read(live)
+    await until(lambda: first.last_number == 3)
+    side.store.die()
+    other = side.replica()
+    with pytest.raises(ApiError, match="cannot be looked up now") as caught:
+        await other.resume("0" * 32)
+    assert (caught.value.status, caught.value.headers) == (503, {"Retry-After": "1"})
+    side.backend.allow(1)
+    await until(lambda: first.last_number == 4)
+    await one.die()
+    await first.leave()
+    side.backend.allow(4)
+    second = await other.read(await other.resume(live.state.stream_id), 4).finish()
+    assert_whole(first, second)
+
+
+async def test_a_replica_whose_stream_was_taken_ends_its_run(side: HttpSide) -> None:
+    one, other = side.replica(), side.replica()
+    live = await one.start()
+    side.backend.allow(2)
+    first = one.read(live)
+    await until(lambda: first.last_number == 2)
+    second = other.read(await other.resume(live.state.stream_id), 2)
+    side.backend.allow(2)
+    await first.finish()
+    assert json.loads(first.data[-1])["error"]["code"] == "stream_superseded"
+    assert len(one.keeper) == 0
+    side.backend.allow(100)
+    await second.finish()
+    first.events.pop()
+    assert_whole(first, second)
+    assert side.backend.num_closed == 2
+
+
+async def test_the_last_of_two_readers_gets_the_stream(side: HttpSide) -> None:
+    replica = side.replica()
+    live = await replica.start()
+    side.backend.allow(2)
+    first = replica.read(live)
+    await until(lambda: first.last_number == 2)
+    second = replica.read(await replica.resume(live.state.stream_id))
+    await first.finish()
+    assert json.loads(first.data[-1])["error"]["code"] == "stream_superseded"
+    assert first.events[-1][0] == ""
+    side.backend.allow(6)
+    assert_whole(await second.finish())
+
+
+async def test_a_wrong_last_event_id_is_refused_and_disturbs_no_reader(side: HttpSide) -> None:
+    replica = side.replica()
+    live = await replica.start()
+    side.backend.allow(2)
+    first = replica.read(live)
+    await until(lambda: first.last_number == 2)
+    wrong = await replica.read(live, 3).finish()
+    assert isinstance(wrong.error, ApiError)
+    assert (wrong.error.status, wrong.error.param) == (400, "Last-Event-ID")
+    side.backend.allow(6)
+    assert_whole(await first.finish())
+
+
+@pytest.mark.parametrize(
+    "value", ["7", "x", "f" * 32, f"{'f' * 32}-1", f"{'0' * 32}-0", f"{'0' * 32}--1", f"{'0' * 32}-1 ", "-1", "é"]
+)
+def test_a_last_event_id_names_an_event_of_the_stream(value: str) -> None:
+    assert events_seen("0" * 32, "") == 0
+    assert events_seen("0" * 32, f"{'0' * 32}-12") == 12
+    with pytest.raises(ApiError, match="Last-Event-ID: got"):
+        events_seen("0" * 32, value)
+
+
+async def test_another_key_finds_nothing(side: HttpSide) -> None:
+    one, other = side.replica(), side.replica()
+    live = await one.start()
+    reader = one.read(live)
+    side.backend.allow(1)
+    await until(lambda: reader.last_number == 1)
+    for replica in (one, other):
+        for key, stream_id in (("another", live.state.stream_id), ("", live.state.stream_id), ("the key", "0" * 32)):
+            with pytest.raises(ApiError, match="There is no stream") as caught:
+                await replica.resume(stream_id, key)
+            assert caught.value.status == 404
+    side.backend.allow(7)
+    assert_whole(await reader.finish())
+
+
+async def test_a_stream_ends_when_no_client_comes_back(side: HttpSide) -> None:
+    replica = side.replica(resume_s=0.05)
+    live = await replica.start()
+    reader = replica.read(live)
+    side.backend.allow(1)
+    await until(lambda: reader.last_number == 1)
+    await asyncio.sleep(0.1)
+    assert len(replica.keeper) == 1
+    await reader.leave()
+    await until(lambda: side.backend.num_closed == 1)
+    await until(lambda: len(side.store.shelf) == 0)
+    assert len(replica.keeper) == 0
+    with pytest.raises(ApiError, match="There is no stream"):
+        await replica.resume(live.state.stream_id)
+
+
+async def test_a_client_that_leaves_before_the_first_event_ends_the_run(side: HttpSide) -> None:
+    """It does not know the id, so it cannot come back."""
+    replica = side.replica()
+    live = await replica.start()
+    reader = replica.read(live)
+    await until(lambda: side.backend.num_opened == 1 and live.num_readers)
+    await reader.leave()
+    await until(lambda: side.backend.num_closed == 1 and len(side.store.shelf) == 0)
+
+
+async def test_a_refused_request_leaves_nothing(side: HttpSide) -> None:
+    replica = side.replica()
+    side.backend.failure = CapacityError("full", 2.0)
+    reader = await replica.read(await replica.start()).finish()
+    assert isinstance(reader.error, CapacityError)
+    await until(lambda: len(side.store.shelf) == 0 and len(replica.keeper) == 0)
+
+
+async def test_a_stream_that_was_refused_when_it_was_taken_waits_for_another_try(side: HttpSide) -> None:
+    one = side.replica()
+    live = await one.start()
+    side.backend.allow(3)
+    first = one.read(live)
+    await until(lambda: first.last_number == 3)
+    await one.die()
+    await first.leave()
+    side.backend.failure = CapacityError("full", 2.0)
+    other = side.replica()
+    refused = await other.read(await other.resume(live.state.stream_id), 3).finish()
+    assert isinstance(refused.error, CapacityError)
+    side.backend.failure = None
+    side.backend.allow(5)
+    second = await other.read(await other.resume(live.state.stream_id), 3).finish()
+    assert_whole(first, second)
+
+
+async def test_a_failure_is_the_last_event_and_can_be_read_again(side: HttpSide) -> None:
+    replica = side.replica()
+
+    class Failing(PacedBackend):
+        async def stream(
+            self, request: Request, text: PromptText | None = None, key: str = ""
+        ) -> AsyncGenerator[TokenDelta, None]:
+            async for delta in super().stream(request, text, key):
+                yield delta
+                raise ApiError("The generation failed: a reason.", status=503, code="generation_failed")
+
+    replica.backend = Failing(8)
+    failed = await replica.start()
+    first = await replica.read(failed).finish()
+    assert json.loads(first.data[-2])["error"]["code"] == "generation_failed"
+    assert first.data[-1] == "[DONE]"
+    assert all(event_id for event_id, _ in first.events)
+    again = await replica.read(await replica.resume(failed.state.stream_id), 1).finish()
+    assert again.events == first.events[1:]
+
+
+async def test_a_tenants_bytes_are_bounded(encoder: PromptEncoder) -> None:
+    """A stream that outgrows the bound goes on without its log; a further one is refused until there is room."""
+    async with http_side(encoder, tenant_bytes=1500) as side:
+        replica = side.replica()
+        live = await replica.start(max_tokens=40)
+        reader = replica.read(live)
+        side.backend.allow(1)
+        await until(lambda: reader.events)
+        side.backend.allow(100)
+        assert_whole(await reader.finish(), num_tokens=40)
+        assert not live.is_buffered
+        assert side.store.shelf.num_bytes <= 1500
+        assert len(replica.keeper) == 0
+        with pytest.raises(ApiError, match="There is no stream"):
+            await replica.resume(live.state.stream_id)
+        large = {"n": 8, "stop": [character * 250 for character in "abcd"]}
+        refused = await replica.read(await replica.start(**large)).finish()
+        assert isinstance(refused.error, CapacityError)
+
+
+async def test_a_client_that_reads_slowly_delays_no_other_and_misses_nothing(side: HttpSide) -> None:
+    """Its output waits in the log, which is bounded, and not in a queue of its own."""
+    replica = side.replica()
+    slow, quick = await replica.start(), await replica.start()
+    writer = EventWriter(slow.state.stream_id, slow.state.record, side.encoder.texts)
+    side.backend.allow(1)
+    unread = slow.read(0, writer)
+    events = events_of(await anext(unread))
+    side.backend.allow(100)
+    assert_whole(await replica.read(quick).finish())
+    await until(lambda: slow.num_stored == len(slow.entries) and slow.ended)
+    async for data in unread:
+        events += events_of(data)
+    assert_whole(Reader(events))
