@@ -62,7 +62,7 @@ def test_a_new_scheduler_begins_with_equal_counters() -> None:
     assert counters["a"] - counters["b"] == pytest.approx(1.0)
 
 
-def test_a_new_worker_counts_from_zero_and_gives_nobody_credit() -> None:
+def test_a_new_worker_counts_from_zero_and_gives_no_credit() -> None:
     """All requests leave and come back, so the counters may be level."""
     h = Harness(max_num_seqs=1)
     h.arrive(of("a", 0), of("b", 0))
