@@ -1,4 +1,4 @@
-"""Tenants' turns in batch mode: no tenant waits behind all of another's requests, and no worker waits without reason."""
+"""Tenants' turns in batch mode: no tenant waits behind all of another's requests, no worker without reason."""
 
 from __future__ import annotations
 
