@@ -177,3 +177,14 @@ def test_data_is_found_in_the_folder_given_or_set(tmp_path: Path, monkeypatch: p
 def test_a_missing_trace_says_where_to_get_it(tmp_path: Path, name: str, where: str) -> None:
     with pytest.raises(MissingTraceError, match=f"get it from https://github.com/{where}"):
         find_data(name, tmp_path)
+
+
+def test_an_own_trace_may_name_tenants(tmp_path: Path) -> None:
+    line = '{"arrived_at": 0, "prompt_len": 3, "output_len": 2, "tenant": "acme", "weight": 2}'
+    path = tmp_path / "own.jsonl"
+    path.write_text(line)
+    (arrival,) = read_trace(path)
+    assert (arrival.tenant, arrival.weight) == ("acme", 2.0)
+    path.write_text(line.replace('"weight": 2', '"weight": 0'))
+    with pytest.raises(TraceError, match="weight is not above 0"):
+        read_trace(path)

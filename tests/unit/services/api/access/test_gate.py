@@ -281,6 +281,13 @@ def test_a_tenant_is_in_the_salt_and_in_the_owner(guarded: GuardedServer, http: 
     assert first == second
     assert len({first, other, salted, other_salted}) == 4
     assert backend.priorities == [5, 5, 2, 5, 2]  # acme goes no further up than 5
+    keyed = [
+        http.post("/v1/completions", json=BODY | {"prompt_cache_key": "s"}, headers=guarded.bearer(name))
+        for name in ("acme-1", "serve")
+    ]
+    assert [answer.status_code for answer in keyed] == [200, 200]
+    assert len({*backend.salts}) == 6, "a key divides a tenant and joins none"
+    del backend.origins[5:]
     traces = []
     for number, origin in enumerate(backend.origins):
         assert origin is not None
@@ -299,6 +306,7 @@ def test_usage_is_told_to_its_tenant(guarded: GuardedServer, http: httpx.Client)
     headers = {"x-api-key": key}
     used = http.post("/v1/completions", json=BODY, headers=headers).json()["usage"]
     (row,) = http.get("/v1/usage", headers=headers).json()["data"]
+    assert row["gpu_seconds"] == used["gpu_seconds"]
     assert (row["tenant"], row["requests"], row["in_flight"]) == ("counted", 1, 0)
     assert (row["prompt_tokens"], row["output_tokens"]) == (used["prompt_tokens"], used["completion_tokens"])
     every_row = http.get("/v1/usage", headers=guarded.bearer("observe")).json()["data"]
