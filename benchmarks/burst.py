@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.servers import RunningServer, ServerCommand, free_port
+from benchmarks.common.servers import RunningServer, ServerCommand, farsight_command
 from services.bench.report import provenance, write_json
 from services.launch.launch import EMBEDDED_NAME
 
@@ -273,12 +273,8 @@ def judge_runs(runs: list[dict[str, Any]], args: argparse.Namespace) -> list[str
 
 def _command(folder: Path, args: argparse.Namespace) -> ServerCommand:
     (folder / "profile.json").write_text(json.dumps(PROFILE))
-    settings = f"[server]\nmax_queued_requests = {args.max_queued}\nmax_queued_tokens = 10000000\nmax_wait_s = 0\n"
-    (folder / "farsight.toml").write_text(settings)
-    port = free_port()
-    words = [sys.executable, "-m", "services.cli", "serve", "--port", str(port), "--kv-memory", "64MiB"]
-    words += ["--device", f"emulated:{folder / 'profile.json'}", "--config", str(folder / "farsight.toml")]
-    return ServerCommand([*words, *args.serve_options], port, EMBEDDED_NAME)
+    options = ["--kv-memory", "64MiB", "--device", f"emulated:{folder / 'profile.json'}", *args.serve_options]
+    return farsight_command(None, options)
 
 
 def _parse() -> argparse.Namespace:
@@ -289,7 +285,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--kind", choices=("both", "blocking", "streaming"), default="both")
     parser.add_argument("--max-tokens", type=int, default=8)
     parser.add_argument("--words", type=int, default=20, help="words of each prompt")
-    parser.add_argument("--max-queued", type=int, default=10_000, help="server.max_queued_requests")
     parser.add_argument("--max-ratio", type=float, default=1.2, help="of CPU per request, burst to few")
     parser.add_argument("--max-health", type=float, default=1.0, help="seconds")
     parser.add_argument("--max-status", type=float, default=10.0, help="seconds")

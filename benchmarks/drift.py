@@ -98,8 +98,7 @@ def measure(data: Path, sizes: Sizes, seed: int) -> Measured:
         train(first[:NUM_TRAINED_ON], None, RECIPES["words"]).save(folder / "predictor")
         log = folder / "log.sqlite"
         (folder / "config.toml").write_text(
-            f'[engine]\nbenchmark_mode = true\n[log]\npath = "{log}"\n'
-            f"[predictor]\nlearn_every_s = {sizes.learn_every_s}\n"
+            f'[log]\npath = "{log}"\n[predictor]\nlearn_every_s = {sizes.learn_every_s}\n'
         )
         options = ["--config", str(folder / "config.toml"), "--predictor", str(folder / "predictor")]
         server = RunningServer(farsight_command(EMBEDDED_TOKENIZER, options), folder / "server.log")

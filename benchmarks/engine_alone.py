@@ -129,6 +129,7 @@ def main() -> None:
         "num_threads": args.threads,
         "backend": args.backend,
         "weights": args.weights,
+        "speculation": args.speculation,
     }
     engine = Engine(args.model, dtype=args.dtype, engine=EngineConfig(**options))
     bench = EngineBench(
@@ -171,6 +172,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--kv-memory", default="auto")
     parser.add_argument("--backend", default="auto", choices=BACKENDS)
     parser.add_argument("--weights", default="auto", choices=WEIGHTS)
+    parser.add_argument("--speculation", default=EngineConfig().speculation, help="off: no step verifies guesses")
     parser.add_argument("--max-num-seqs", type=int, default=EngineConfig().max_num_seqs)
     parser.add_argument("--profile", action="store_true", help="also profile a run at the last concurrency")
     parser.add_argument("--json", type=Path, help="write every number here")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.burst import PROFILE, Connection, judge
-from benchmarks.common.servers import RunningServer, ServerCommand, free_port
+from benchmarks.common.servers import RunningServer, ServerCommand, farsight_command
 from services.bench.report import provenance, write_json
 from services.launch.launch import EMBEDDED_NAME
 
@@ -169,10 +169,8 @@ def main() -> int:
 
 def _command(folder: Path, args: argparse.Namespace) -> ServerCommand:
     (folder / "profile.json").write_text(json.dumps(PROFILE))
-    port = free_port()
-    words = [sys.executable, "-m", "services.cli", "serve", "--port", str(port), "--kv-memory", "64MiB"]
-    words += ["--device", f"emulated:{folder / 'profile.json'}"]
-    return ServerCommand([*words, *args.serve_options], port, EMBEDDED_NAME)
+    options = ["--kv-memory", "64MiB", "--device", f"emulated:{folder / 'profile.json'}", *args.serve_options]
+    return farsight_command(None, options)
 
 
 def _parse() -> argparse.Namespace:

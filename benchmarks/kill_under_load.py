@@ -162,7 +162,7 @@ async def _show(args: argparse.Namespace, victims: Victims) -> int:
 def _config(args: argparse.Namespace) -> FarsightConfig:
     tables: dict[str, dict[str, Any]] = {
         "model": {"replicas": 2, "dtype": "float32"},
-        "engine": {"max_num_seqs": args.streams},
+        "engine": {"max_num_seqs": args.streams, "benchmark_mode": True},
         "scheduler": {"placement": "least-work"},
         "actors": {"placement": "split"},
         "server": {"port": args.port, "ingress_replicas": 1, "proxy": "serve"},

@@ -91,9 +91,7 @@ def rows_of(preset: str, num_requests: int, directory: Path) -> list[FidelityRow
     config = directory / "config.toml"
     config.write_text(_toml(preset, log))
     model_dir = Path(services.__file__).parent / "embedded_model"
-    command = dataclasses.replace(
-        farsight_command(model_dir, ["--config", str(config), "--benchmark-mode"]), model_name="emulated"
-    )
+    command = dataclasses.replace(farsight_command(model_dir, ["--config", str(config)]), model_name="emulated")
     server = RunningServer(command, directory / "server.log")
     try:
         server.wait_until_ready(READY_S)

@@ -1,8 +1,8 @@
 """Where the time of the engine's steps goes: ``python -m benchmarks.step_timing --model DIR --threads 1 3``.
 
 As a program it prints what the host takes between two compiled calls of a full batch that decodes, and its share of the
-step. The worker's own loop runs the steps. What a live worker does on other threads (text, reports, plans) does not
-count where it is done between two steps here.
+step; no tokens are guessed. The worker's own loop runs the steps. What a live worker does on other threads (text,
+reports, plans) does not count where it is done between two steps here.
 """
 
 from __future__ import annotations
@@ -165,7 +165,9 @@ class HostTimes:
 
 
 def _measure(model: Path, batch: int, num_threads: int, num_tokens: int, weights: str) -> dict[str, float]:
-    options = EngineConfig(kv_memory="2GiB", max_num_seqs=batch, num_threads=num_threads, weights=weights)
+    options = EngineConfig(
+        kv_memory="2GiB", max_num_seqs=batch, num_threads=num_threads, weights=weights, speculation="off"
+    )
     engine = Engine(model, dtype="bfloat16", engine=options)
     times = HostTimes(engine, batch)
     times.run(num_tokens)

@@ -1,4 +1,6 @@
-"""What weights in 8 and 4 bits cost in quality: ``python -m benchmarks.weights_quality --text-model build/text``.
+"""What weights in 8 and 4 bits, and keys and values in 8, cost in quality.
+
+``python -m benchmarks.weights_quality --text-model build/text``, and the same with ``--kv-dtype int8``.
 
 Two models: the embedded one (exact match of its tasks on held-out inputs, and the perplexity of the right answers), and
 a byte-pair model of Python's standard library, which is trained here if its directory is empty (files that it has not
@@ -19,7 +21,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from benchmarks.common.text_model import TEXT_STEPS, held_out_text, train_text_model
-from core.config.engine import WEIGHTS, EngineConfig
+from core.config.engine import KV_DTYPES, WEIGHTS, EngineConfig
 from core.request import Request, SamplingParams
 from engine.build import BITS
 from engine.checkpoint.model_config import load_model_config
@@ -48,7 +50,7 @@ def main() -> None:
         rows = _windows(args.text_model)
         full = logits_of(args.text_model, "float32", "full", rows)
         for result in results:
-            found = logits_of(args.text_model, args.dtype, result["weights"], rows)
+            found = logits_of(args.text_model, args.dtype, result["weights"], rows, args.kv_dtype)
             result |= compared(rows, found, full)
     columns = list(results[0])
     print(markdown_table(columns, [[row[column] for column in columns] for row in results]))
@@ -58,14 +60,15 @@ def main() -> None:
 def _embedded(weights: str, args: argparse.Namespace) -> dict[str, str]:
     examples = [example for task in TASKS for example in held_out_examples(task, args.n, EVALUATION_SEED)]
     prompts, answers = prompts_and_answers(examples)
-    right = exact_matches(args.dtype, weights, prompts, answers)
+    right = exact_matches(args.dtype, weights, prompts, answers, args.kv_dtype)
     known = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-    found = logits_of(EMBEDDED, args.dtype, weights, known)
+    found = logits_of(EMBEDDED, args.dtype, weights, known, args.kv_dtype)
     losses = [
         _losses(row, logits)[len(prompt) - 1 :] for prompt, row, logits in zip(prompts, known, found, strict=True)
     ]
     return {
         "weights": weights,
+        "keys and values": args.kv_dtype,
         "exact match": f"{right} of {len(examples)}",
         "perplexity of answers": f"{math.exp(torch.cat(losses).mean().item()):.5f}",
     }
@@ -84,19 +87,26 @@ def compared(rows: list[list[int]], found: list[Tensor], full: list[Tensor]) -> 
     }
 
 
-def exact_matches(dtype: str, weights: str, prompts: list[list[int]], answers: list[list[int]]) -> int:
+def exact_matches(
+    dtype: str, weights: str, prompts: list[list[int]], answers: list[list[int]], kv_dtype: str = "auto"
+) -> int:
     """Greedy answers of the embedded model that equal the right ones, EOS included."""
-    engine = Engine(EMBEDDED, dtype=dtype, engine=EngineConfig(weights=weights))
+    engine = Engine(EMBEDDED, dtype=dtype, engine=EngineConfig(weights=weights, kv_dtype=kv_dtype))
     outputs = engine.generate(prompts, SamplingParams(LONGEST_ANSWER))
     return sum(list(output.token_ids) == answer for output, answer in zip(outputs, answers, strict=True))
 
 
-def logits_of(model: Path, dtype: str, weights: str, rows: list[list[int]]) -> list[Tensor]:
+def logits_of(model: Path, dtype: str, weights: str, rows: list[list[int]], kv_dtype: str = "auto") -> list[Tensor]:
     """Logits behind every token of each row but its last, each row computed in one step."""
     config = load_model_config(model)
     num_blocks = max(-(-len(row) // BLOCK_SIZE) for row in rows)
     runner = ModelRunner.from_dir(
-        model, dtype=parse_dtype(dtype, config), num_blocks=num_blocks, block_size=BLOCK_SIZE, bits=BITS[weights]
+        model,
+        dtype=parse_dtype(dtype, config),
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        bits=BITS[weights],
+        kv_dtype=kv_dtype,
     )
     found = []
     for row in rows:
@@ -134,6 +144,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", nargs="+", choices=WEIGHTS[1:], default=WEIGHTS[1:])
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto")
     parser.add_argument("--n", type=int, default=200, help="held-out inputs of each task")
     parser.add_argument("--text-model", type=Path, help="directory of the text model; trained if it has none")
     parser.add_argument("--steps", type=int, default=TEXT_STEPS, help="training steps of the text model")

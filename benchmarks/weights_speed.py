@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from core.config.engine import WEIGHTS
+from core.config.engine import KV_DTYPES, WEIGHTS
 from core.request import Request, SamplingParams
 from engine.build import BITS
 from engine.sequence import Sequence
@@ -31,9 +31,10 @@ class Steps:
 
     Args:
         most: Sequences of a step at most.
+        kv_dtype: As ``engine.kv_dtype``.
     """
 
-    def __init__(self, model: Path, weights: str, num_threads: int, most: int) -> None:
+    def __init__(self, model: Path, weights: str, num_threads: int, most: int, kv_dtype: str = "auto") -> None:
         self._runner = ModelRunner.from_dir(
             model,
             dtype=torch.bfloat16,
@@ -41,9 +42,10 @@ class Steps:
             block_size=BLOCK_SIZE,
             bits=BITS[weights],
             num_threads=num_threads,
+            kv_dtype=kv_dtype,
         )
         for cache in (*self._runner.pool.keys, *self._runner.pool.values):
-            cache.zero_()
+            cache.view(torch.uint8).zero_()
         tokens = tuple(3 + i % 100 for i in range(PROMPT))
         request = Request("", 0, "", tokens, SamplingParams(1))
         self._sequences = {str(i): Sequence.of(request) for i in range(most)}
@@ -73,7 +75,9 @@ class Steps:
 def main() -> None:
     """Prints milliseconds, and how many times as fast as the first kind each of the others is."""
     args = _parse()
-    models = {weights: Steps(args.model, weights, args.threads, max(args.rows)) for weights in args.weights}
+    models = {
+        weights: Steps(args.model, weights, args.threads, max(args.rows), args.kv_dtype) for weights in args.weights
+    }
     least: dict[tuple[str, str], float] = {}
     for _ in range(args.rounds):
         for name in [*(f"decode {rows}" for rows in args.rows), f"prefill {PROMPT}"]:
@@ -103,6 +107,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--weights", nargs="+", choices=WEIGHTS[1:], default=WEIGHTS[1:])
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 32])
     parser.add_argument("--threads", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=30)

@@ -230,6 +230,7 @@ class Request:
         prefix_hashes: Chained hashes of the prompt's full blocks (``kvcache.block_manager``), made by the ingress;
             empty where placement does not look at prefixes, and for a request that can share none.
         cache_salt: Only requests of the same salt share cached prefixes.
+        model_version: Version of the weights that it runs on, all its attempts alike.
         source: None where no replica asks for it (``[[replica]] prompt``), or the client sent token ids.
         tenant: Who is charged for its steps; empty where no API keys are in use. The door sets it, no client can.
         weight: Share of the tenant relative to the others'; > 0.
@@ -251,6 +252,7 @@ class Request:
     source: PromptSource | None = None
     tenant: str = ""
     weight: float = 1.0
+    model_version: int = 0
 
     def __post_init__(self) -> None:
         _require(len(self.prompt_ids) > 0, "prompt", self.prompt_ids, "at least one token")

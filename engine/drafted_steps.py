@@ -6,15 +6,20 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from core.request import Request
 from engine.sequence import Sequence
 from kvcache import PlanExecutor, StepBatch
-from policies.speculation.base import Drafter, Speculation
+from policies.speculation.base import Speculation
 
-MOST_PAUSE = 15
+MOST_PAUSE = 31
 """While no guess is worth its price, one step in so many and one is looked at."""
 
-PLAIN_SHARE = 4
+FULL_LOOKS = 4
+"""After so many steps in which no guess was worth its price, a sample of the sequences is looked at ..."""
+
+SAMPLE = 4
+"""... of this size, until it shows a guess that is worth it."""
+
+PLAIN_SHARE = 16
 """One in so many of the steps that are not looked at is measured."""
 
 
@@ -50,11 +55,6 @@ class DraftedSteps:
         self._num_empty = 0  # steps in a row in which nothing was guessed, of those that were looked at
         self._pause = 0  # steps that are not looked at
 
-    def open(self, request: Request) -> Drafter | None:
-        """What guesses for a request; None where nothing is guessed."""
-        sampling = request.sampling
-        return None if sampling.logprobs is not None or sampling.prompt_logprobs else self._policy.open()
-
     def rests(self, num_seqs: int) -> bool:
         """Whether the next step of so many sequences gets no guesses, whatever the tokens before it are.
 
@@ -67,19 +67,19 @@ class DraftedSteps:
 
     def with_drafts(self, batch: StepBatch, sequences: Mapping[str, Sequence], executor: PlanExecutor) -> StepBatch:
         """The step with guesses behind the single tokens that it computes, as many as limits and blocks allow."""
-        if self._pause:
-            self._pause -= 1
-            return batch
         items = batch.items
-        price = self._policy.price(len(items))
-        if price == math.inf:
+        if self.rests(len(items)):
             return batch
+        price = self._policy.price(len(items))
         drafted = None
         left = -1
-        for i, item in enumerate(items):
+        for i in self._places(len(items)):
+            item = items[i]
             sequence = sequences[item.request_id]
-            if item.num_tokens > 1 or sequence.drafter is None:
+            if item.num_tokens > 1 or sequence.sampling.logprobs is not None or sequence.sampling.prompt_logprobs:
                 continue
+            if sequence.drafter is None:
+                sequence.drafter = self._policy.open()
             drafts = sequence.drafter.draft(sequence.token_ids, price)
             if not drafts:
                 continue
@@ -96,6 +96,13 @@ class DraftedSteps:
             return batch
         self._num_empty = 0
         return StepBatch(tuple(drafted), batch.padding)
+
+    def _places(self, num: int) -> range:
+        """The items of a step to look at: all, or others each time where a sample is enough."""
+        if self._num_empty < FULL_LOOKS:
+            return range(num)
+        first = self._num_empty * SAMPLE % num
+        return range(first, min(first + SAMPLE, num))
 
     def observe(self, batch: StepBatch, further: Mapping[str, int], duration_s: float) -> None:
         """Books a step that ran, and how many tokens beyond the first it has yielded for which request."""

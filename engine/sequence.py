@@ -81,7 +81,7 @@ class Sequence(SequenceState):
         block_hashes: Hashes of its first full blocks, as many as were needed so far (``kvcache.block_manager``).
         sampling: As in the request; looked up at every token, as is the next.
         stop_token_ids: Stop tokens of the request.
-        drafter: Guesses its next tokens; None if nothing is guessed for it.
+        drafter: Guesses its next tokens; None while nothing has been guessed for it.
     """
 
     request: Request

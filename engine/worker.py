@@ -162,8 +162,6 @@ class Worker:
         sequence.text = self._start_text(request)
         if self._prefix_cache:
             self._take_hashes(sequence)
-        if self.speculation is not None:
-            sequence.drafter = self.speculation.open(request)
         return sequence
 
     def _prepared_sequence(self, request: Request) -> Sequence:

@@ -62,6 +62,9 @@ def serve(
     weights: Annotated[
         str | None, typer.Option(help="Bits of the weights: full, int8 or int4; default: what the preset says.")
     ] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="Type of keys and values: auto (the model's) or int8; default: auto.")
+    ] = None,
     kv_memory: Annotated[str | None, typer.Option(help="KV pool, as 512MiB or 2GiB; default: auto.")] = None,
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest sequence, in tokens; default: the model's context.")
@@ -110,7 +113,10 @@ def serve(
     tls_key: Annotated[Path | None, typer.Option(help="Private key of --tls-cert in PEM.")] = None,
     benchmark_mode: Annotated[
         bool | None,
-        typer.Option("--benchmark-mode", help="Let requests set their exact output length (benchmark_len)."),
+        typer.Option(
+            "--benchmark-mode",
+            help="To measure: requests may set exact output lengths, and no queue is too long.",
+        ),
     ] = None,
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API until Ctrl-C, or until TERM and the end of open requests."""
@@ -126,6 +132,7 @@ def serve(
         "engine": {
             "device": device,
             "weights": weights,
+            "kv_dtype": kv_dtype,
             "kv_memory": kv_memory,
             "max_model_len": max_model_len,
             "num_threads": threads,
@@ -256,6 +263,28 @@ def drain(
     from services.commands.scaling import drain_replica
 
     _say_change(host, port, token, api_key, lambda url, key: drain_replica(url, key, replica, cancel=cancel))
+
+
+@app.command()
+def upgrade(
+    model: Annotated[str, typer.Option(help="Directory of the new weights; the tokenizer must be the running one.")],
+    surge: Annotated[
+        bool, typer.Option("--surge/--no-surge", help="Run one more replica meanwhile, so that no request waits.")
+    ] = True,
+    drain_s: Annotated[
+        float, typer.Option(help="Seconds that the last requests on the old weights may take; the rest ends.")
+    ] = 600.0,
+    port: Annotated[int, typer.Option(help="Port of the running server.")] = 8000,
+    host: Annotated[str, typer.Option(help=HOST_HELP)] = "127.0.0.1",
+    token: TokenOption = None,
+    api_key: AdminKeyOption = None,
+) -> None:
+    """Replace the weights of a running server; every stream ends on the weights that it began with."""
+    from services.commands.scaling import upgrade_service
+
+    _say_change(
+        host, port, token, api_key, lambda url, key: upgrade_service(url, key, model, surge=surge, drain_s=drain_s)
+    )
 
 
 def _say_change(

@@ -7,15 +7,20 @@ environment; a deployment of the same file finds them. ``farsight down`` ends th
 from __future__ import annotations
 
 import dataclasses
+import logging
+import os
 from typing import Any
 
 from actors.runtime.peer import Site
 from core.config.load import FarsightConfig, load_config
 from core.errors import ConfigError, FarsightError
 from policies.compose import check_scheduler
+from services.launch.door import check_door
 from services.launch.launch import default_ingress_replicas, find_model, find_site, ingress_app, start_components
 
 ANSWER_TIMEOUT_S = 10.0
+
+logger = logging.getLogger(__name__)
 
 _ELSEWHERE = {
     "host": "http_options.host of the same file instead",
@@ -38,12 +43,22 @@ def app(args: dict[str, Any]) -> Any:
     """
     config = config_from_tables(args)
     check_scheduler(config.scheduler)  # Refuse a wrong preset name before anything starts.
+    for note in check_door(config, os.environ, proxy_host()):
+        logger.warning(note)
     site = find_site(config, find_model(config))
     running = running_site(site.namespace)
     if running is not None:
         check_unchanged(running, site)
     start_components(site)
     return ingress_app(site, config.server.ingress_replicas or default_ingress_replicas())
+
+
+def proxy_host() -> str:
+    """The address that the proxies of this Ray cluster listen on: ``http_options.host`` of its first deployment."""
+    from ray.serve.context import _get_global_client
+
+    client: Any = _get_global_client()
+    return str(client.http_config.host)
 
 
 def config_from_tables(tables: dict[str, Any]) -> FarsightConfig:

@@ -8,6 +8,7 @@ from actors.calls.message import message
 from core.messages.drains import DrainProgress, DrainReplica, DrainService, IngressOrders, IngressReport
 from core.messages.status import ComponentCounts, Scale, StartState
 from core.messages.tenants import TenantBudgets, TenantReport, TenantUsages
+from core.messages.weights import ServedWeights, Upgrade
 
 
 class SupervisorCalls(Protocol):
@@ -32,6 +33,10 @@ class SupervisorCalls(Protocol):
     @message(long=True)
     async def drain_replica(self, order: DrainReplica) -> ComponentCounts:
         """Answers when the replica is out, or back. Raises MessageError: there is none, or none would be left."""
+
+    @message(long=True)
+    async def upgrade(self, order: Upgrade) -> ServedWeights:
+        """Answers when every replica runs the new weights. Raises FarsightError: none does, or one is under way."""
 
     @message()
     async def attend(self, report: IngressReport) -> IngressOrders:

@@ -120,7 +120,9 @@ class LengthPredictor(Component, LengthPredictorCalls):
         return page
 
     def _learn(self, records: Sequence[FinishedRequest]) -> None:
-        self._predictor.learn([each.output_len for each in records if each.finish_reason in _COMPLETE])
+        since = self.context.site.model_since  # outputs of earlier weights tell nothing about these
+        known = (each for each in records if each.received_at >= since and each.finish_reason in _COMPLETE)
+        self._predictor.learn([each.output_len for each in known])
         self._show()
 
     def _start_over(self) -> None:

@@ -68,6 +68,10 @@ def length_predictor_name(index: int) -> str:
     return f"length-predictor-{index}"
 
 
+def is_length_predictor(host: str) -> bool:
+    return host.startswith("length-predictor-")
+
+
 def serving_time_estimator_name(index: int) -> str:
     return f"serving-time-estimator-{index}"
 

@@ -188,6 +188,8 @@ class Site:
         placement: ``fused`` or ``split``.
         namespace: Of Ray, where the actors have their names.
         detached: Whether the actors outlive the job that started them.
+        model_version: Number of the weights in ``model_dir`` since the service started; requests run on one alone.
+        model_since: When the first request on these weights may have come in, in seconds since the epoch.
     """
 
     config: FarsightConfig
@@ -195,6 +197,8 @@ class Site:
     placement: str
     namespace: str = NAMESPACE
     detached: bool = True
+    model_version: int = 0
+    model_since: float = 0.0
 
     def peers(self, local: Mapping[str, Answering] | None = None, host: str = "") -> PeerBook:
         """The other components as the process named ``host`` sees them, which has those in ``local`` itself."""

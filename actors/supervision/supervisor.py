@@ -24,7 +24,7 @@ from ray.exceptions import ActorUnavailableError, ActorUnschedulableError, RayAc
 from actors.calls.supervisor import SupervisorCalls
 from actors.runtime.cluster_store import ClusterStore
 from actors.runtime.component import Component, ComponentContext
-from actors.runtime.hosts import find_host, list_hosts, recreate_host
+from actors.runtime.hosts import CREATE_TIMEOUT_S, find_host, list_hosts, recreate_host
 from actors.runtime.metrics import ComponentRestarts
 from actors.runtime.names import SCALABLE, SUPERVISOR, by_host, host_of, initial_counts, own_replicas, wanted_components
 from actors.runtime.nodes import Homes
@@ -33,13 +33,15 @@ from actors.runtime.rank_groups import remove_rank_group
 from actors.runtime.watching import watched
 from actors.supervision.autoscaling import Autoscaler
 from actors.supervision.counts import scaled, takes_requests, without_drains
-from actors.supervision.service_drain import ServiceDrain
+from actors.supervision.ingress_reports import IngressReports
+from actors.supervision.upgrade import RollingUpgrade, check_room
 from core.codec import decode, encode
 from core.errors import FarsightError, MessageError
 from core.messages.drains import DrainProgress, DrainReplica, DrainService, IngressOrders, IngressReport
 from core.messages.fleet import ReplicaName
 from core.messages.status import ComponentCounts, Scale, StartState
 from core.messages.tenants import TenantBudgets, TenantReport, TenantUsages
+from core.messages.weights import ServedWeights, Upgrade
 from policies.tenancy.budgets import SharedBudgets
 
 HEALTHY_AFTER_S = 10.0
@@ -78,7 +80,10 @@ class Supervisor(Component, SupervisorCalls):
         self._scaling = asyncio.Lock()
         self._acted_at = time.monotonic()
         self._tenants = SharedBudgets(uuid.uuid4().hex)
-        self._service_drain = ServiceDrain()
+        self._ingresses = IngressReports()
+        self._upgrade = RollingUpgrade(
+            self._store, self._site.model_dir, self._ingresses, lambda: self._counts, self._change, self._renew
+        )
 
     async def start(self) -> None:
         await self._take_over(await asyncio.to_thread(list_hosts, self._site.namespace))
@@ -88,6 +93,8 @@ class Supervisor(Component, SupervisorCalls):
         self._keepers[self._own] = self._watched(self._start_own())
         for replica in self._counts.draining:
             self.spawn(self._finish_drain(replica))
+        if self._upgrade.is_under_way:
+            self.spawn(self._finish_upgrade())
         scaler = Autoscaler(self.context.config, self.context.peers, lambda: self._counts, self._scale)
         for task in scaler.tasks():
             self.spawn(task)
@@ -132,11 +139,21 @@ class Supervisor(Component, SupervisorCalls):
             await self._finish_drain(order.replica)
         return self._counts
 
+    async def upgrade(self, order: Upgrade) -> ServedWeights:
+        if self._upgrade.is_under_way:
+            raise FarsightError("an upgrade is under way")
+        if self._site.placement == "packed":
+            raise MessageError("model", order.model_dir, "no upgrade: emulated devices share processes (packed)")
+        # It goes on without the caller, which may end meanwhile.
+        return await asyncio.shield(asyncio.create_task(self._begin_upgrade(order)))
+
     async def attend(self, report: IngressReport) -> IngressOrders:
-        return self._service_drain.report(report, time.monotonic())
+        drain_s = self._ingresses.report(report, time.monotonic())
+        state = self._upgrade.state
+        return IngressOrders(drain_s, state.current, state.oldest)
 
     async def drain_service(self, order: DrainService) -> DrainProgress:
-        return self._service_drain.order(order, time.monotonic())
+        return self._ingresses.order(order, time.monotonic())
 
     async def count_tenants(self, report: TenantReport) -> TenantBudgets:
         return self._tenants.report(report, time.monotonic())
@@ -150,8 +167,9 @@ class Supervisor(Component, SupervisorCalls):
             before = self._counts
             if known not in (None, getattr(before, SCALABLE[kind])):
                 return
+            counts = scaled(before, kind, count)
             try:
-                await self._change(scaled(before, kind, count))
+                await self._change(counts)
             except FarsightError:  # the added components cannot start
                 await self._change(before)
                 raise
@@ -195,6 +213,7 @@ class Supervisor(Component, SupervisorCalls):
             self._counts = decode(data, ComponentCounts)
         await self._store.put(_COUNTS, encode(self._counts))
         await self._homes.load()
+        await self._upgrade.load()
 
     def _components(self, counts: ComponentCounts) -> list[str]:
         return wanted_components(counts, self.context.config.model.num_ranks)
@@ -261,7 +280,8 @@ class Supervisor(Component, SupervisorCalls):
 
     async def _create(self, host: str, restarts: int, why: str) -> Any:
         await self._store.put(_restarts_key(host), b"%d" % restarts)
-        return await recreate_host(host, self._site, restarts, await self._homes.of(host), why)
+        site = self._upgrade.site_of(host, self._site)
+        return await recreate_host(host, site, restarts, await self._homes.of(host), why)
 
     async def _live(self, host: str, handle: Any, restarts: int) -> tuple[int, str]:
         """Adds the host's components and waits until its life ends; returns the restart count, and why it ended."""
@@ -302,6 +322,12 @@ class Supervisor(Component, SupervisorCalls):
         cause = error if isinstance(error, FarsightError) else FarsightError(f"{host} died while it started: {error}")
         future.set_exception(cause)
 
+    def _renew(self, host: str) -> None:
+        """Ends a host, which its keeper then starts again."""
+        handle = find_host(host, self._site.namespace)
+        if handle is not None:
+            ray.kill(handle)
+
     async def _begin_drain(self, replica: str) -> None:
         """From now on a later Supervisor finishes it as well."""
         async with self._scaling:
@@ -325,6 +351,33 @@ class Supervisor(Component, SupervisorCalls):
             if goes_on():
                 counts = without_drains(self._counts, replica)
                 await self._change(dataclasses.replace(counts, drained=(*counts.drained, replica)))
+
+    async def _begin_upgrade(self, order: Upgrade) -> ServedWeights:
+        async with self._scaling:
+            if order.surge:
+                await asyncio.to_thread(check_room, self.context.config)
+            await self._upgrade.begin(order)
+            await self._run_upgrade()
+            return self._upgrade.served()
+
+    async def _finish_upgrade(self) -> None:
+        """What an earlier Supervisor began."""
+        async with self._scaling:
+            try:
+                await self._run_upgrade()
+            except FarsightError:
+                logger.exception("the upgrade that an earlier Supervisor began has failed")
+
+    async def _run_upgrade(self) -> None:
+        """Raises FarsightError once all replicas run the old weights again."""
+        while True:
+            try:
+                return await self._upgrade.run()
+            except FarsightError:
+                if not self._upgrade.is_under_way:
+                    raise
+                logger.exception("a step of an upgrade has failed and is tried again")
+                await asyncio.sleep(MAX_BACKOFF_S)
 
     async def _take_back(self, replica: str) -> None:
         async with self._scaling:
@@ -370,7 +423,14 @@ class Supervisor(Component, SupervisorCalls):
             keeper.cancel()
         if handle is not None:
             ray.kill(handle)
+            await self._until_gone(host)
         await self._store.remove(_restarts_key(host))
+
+    async def _until_gone(self, host: str) -> None:
+        """Waits until its name is free: who finds the dead actor by it would take it for one that cannot start."""
+        deadline = time.monotonic() + CREATE_TIMEOUT_S
+        while find_host(host, self._site.namespace) is not None and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_AGAIN_S)
 
 
 def _restarts_key(host: str) -> str:

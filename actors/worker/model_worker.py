@@ -6,6 +6,7 @@ Nothing here may import torch at the top: Ray imports this module in every proce
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import gc
 import logging
@@ -102,6 +103,7 @@ class ModelWorker(Component, WorkerCalls):
         loop = asyncio.get_running_loop()
         ranks = self._open_ranks(loop) if config.model.num_ranks > 1 else None
         worker = await asyncio.to_thread(_build, Path(self.context.site.model_dir), config, self._incarnation, ranks)
+        worker.ready = dataclasses.replace(worker.ready, model_version=self.context.site.model_version)
         self._steps = StepLoop(
             worker,
             on_step=lambda step: loop.call_soon_threadsafe(self._after_step, step),

@@ -22,6 +22,7 @@ import psutil
 
 from benchmarks.common.tagged import wait_until_gone
 from services.bench.processes import ProcessTree
+from services.launch.launch import EMBEDDED_NAME
 
 TAG = "FARSIGHT_BENCH_RUN"
 """Environment variable that marks every process of the server, whichever process adopts it."""
@@ -138,15 +139,20 @@ def _ending_with_us() -> list[str]:
     return [found, "--pdeathsig", "TERM", *begin] if found else []
 
 
-def farsight_command(model_dir: Path, options: Sequence[str]) -> ServerCommand:
-    """``farsight serve`` of this checkout.
+def farsight_command(model_dir: Path | None, options: Sequence[str]) -> ServerCommand:
+    """``farsight serve`` of this checkout, in benchmark mode: its bounds on what waits are off.
 
     Args:
+        model_dir: None for the embedded model.
         options: More arguments.
     """
     port = free_port()
-    words = [sys.executable, "-m", "services.cli", "serve", "--model", str(model_dir), "--port", str(port), *options]
-    return ServerCommand(words, port, model_dir.resolve().name.removesuffix(".gguf"))
+    words = [sys.executable, "-m", "services.cli", "serve", "--benchmark-mode", "--port", str(port)]
+    if model_dir is None:
+        return ServerCommand([*words, *options], port, EMBEDDED_NAME)
+    return ServerCommand(
+        [*words, "--model", str(model_dir), *options], port, model_dir.resolve().name.removesuffix(".gguf")
+    )
 
 
 def free_port() -> int:

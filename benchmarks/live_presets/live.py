@@ -126,7 +126,6 @@ def _config(
     tables: dict[str, dict[str, Any]] = {
         "engine": engine,
         "model": {"replicas": hardware.num_replicas},
-        "server": {"max_queued_requests": len(arrivals), "max_queued_tokens": 2**40, "max_wait_s": 0.0},
         "predictor": {"artefact": "given" if predicted else "", "wait_s": LATEST_S if predicted else 0.0},
     }
     return load_config(None, {name: tables.get(name, {}) | settings.get(name, {}) for name in {*tables, *settings}})

@@ -10,6 +10,7 @@ from core.units import parse_memory
 
 BACKENDS = ("auto", "native", "torch", "xformers")
 WEIGHTS = ("auto", "full", "int8", "int4")
+KV_DTYPES = ("auto", "int8")
 EXECUTIONS = ("ragged", "static")
 EMULATED = "emulated:"
 
@@ -39,7 +40,8 @@ class EngineConfig:
             an emulated device can go beyond.
         num_threads: Compute threads of a worker; 0 shares all cores that it may use but one, which serves HTTP and
             scheduling, among the replicas, and gives none more than a NUMA node has.
-        benchmark_mode: Requests may say, with ``benchmark_len``, where their outputs end. Only to measure scheduling.
+        benchmark_mode: Requests may say, with ``benchmark_len``, where their outputs end, and no request is refused for
+            those that wait already (``[server]``). Only to measure.
         backend: The code that computes a step: ``native`` is one compiled call on the CPU, ``xformers`` torch
             operations with xformers' attention on a GPU, ``torch`` the reference on either; ``auto`` takes one of the
             former where it is available and supports the model.
@@ -49,6 +51,9 @@ class EngineConfig:
             vocabulary head always to 8). On the CPU a step multiplies them as they are, with activations in 8 bits: a
             half or a third of bfloat16's memory, and faster. On a GPU they are unpacked each time, which is slower.
             ``full`` leaves what the checkpoint has, also where that is quantised; ``auto`` is what the preset says.
+        kv_dtype: ``int8`` keeps keys and values in 8 bits, with a scale for each token and head: 0.53 of bfloat16's
+            memory with heads of 64, so nearly twice the sequences fit. Only the compiled step on the CPU computes so.
+            ``auto`` is the model's type.
         speculation: What guesses tokens ahead, which a step verifies where that is worth its price: ``ngram`` guesses
             that an output repeats its prompt or itself, ``off`` nothing. Outputs are the same. ``auto`` is ``ngram``
             where the compiled step computes, whose results do not depend on the size of a step, and ``off`` elsewhere.
@@ -68,6 +73,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     compile: bool = False
     weights: str = "auto"
+    kv_dtype: str = "auto"
     speculation: str = "auto"
 
     def __post_init__(self) -> None:
@@ -81,9 +87,12 @@ class EngineConfig:
             require(value >= 0, f"engine.{name}", value, "an integer >= 0")
         require(self.backend in BACKENDS, "engine.backend", self.backend, f"one of {', '.join(BACKENDS)}")
         require(self.weights in WEIGHTS, "engine.weights", self.weights, f"one of {', '.join(WEIGHTS)}")
+        require(self.kv_dtype in KV_DTYPES, "engine.kv_dtype", self.kv_dtype, f"one of {', '.join(KV_DTYPES)}")
         share = self.gpu_memory_utilization
         require(0 < share <= 1, "engine.gpu_memory_utilization", share, "a number > 0 and <= 1")
         self._check_device()
+        if self.kv_dtype == "int8":
+            self._check_int8_kv()
 
     def _check_device(self) -> None:
         known = self.device in ("cpu", "cuda") or bool(self.profile)
@@ -94,6 +103,13 @@ class EngineConfig:
             require(self.device == "cuda", "engine.device", self.device, "cuda, where xformers computes")
             size = self.kv_block_size
             require(size % 64 == 0, "engine.block_size", size, "a multiple of 64, as xformers' kernels take it")
+
+    def _check_int8_kv(self) -> None:
+        if self.device != "cpu":
+            expected = "auto (the profile says what KV takes)" if self.profile else "auto (int8 is for the CPU)"
+            raise ConfigError("engine.kv_dtype", self.kv_dtype, expected)
+        computes = self.backend in ("auto", "native")
+        require(computes, "engine.kv_dtype", self.kv_dtype, "auto (torch operations keep KV in the model's type)")
 
     @property
     def profile(self) -> str:

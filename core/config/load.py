@@ -48,6 +48,8 @@ class FarsightConfig:
     def __post_init__(self) -> None:
         count = self.model.replicas
         require(count >= 1 or bool(self.replica), "model.replicas", count, "an integer >= 1, or a [[replica]] table")
+        if self.engine.benchmark_mode:
+            object.__setattr__(self, "server", self.server.unbounded())
 
 
 def load_config(path: Path | None, overrides: dict[str, dict[str, Any]]) -> FarsightConfig:

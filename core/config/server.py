@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from core.config.checks import require
 
@@ -34,6 +37,8 @@ def is_loopback(host: str) -> bool:
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """The HTTP side.
+
+    In ``engine.benchmark_mode`` the bounds on what waits (``UNBOUNDED``) are off unless they are set.
 
     Attributes:
         ingress_replicas: HTTP processes; 0 picks by the machine's size.
@@ -103,3 +108,13 @@ class ServerConfig:
         require(0 <= self.drain_s < math.inf, "server.drain_s", self.drain_s, "a number of seconds >= 0")
         for name in _POSITIVE:
             require(getattr(self, name) > 0, f"server.{name}", getattr(self, name), "a number > 0")
+
+    def unbounded(self) -> ServerConfig:
+        """The same, but with those bounds off on what waits that have their defaults."""
+        standard = ServerConfig()
+        lifted = {name: value for name, value in UNBOUNDED.items() if getattr(self, name) == getattr(standard, name)}
+        return dataclasses.replace(self, **lifted)
+
+
+UNBOUNDED: Mapping[str, Any] = {"max_queued_requests": 1_000_000, "max_queued_tokens": 2**40, "max_wait_s": 0.0}
+"""The bounds on what waits, when they are off: a measurement waits for its answers instead of being refused."""

@@ -12,11 +12,15 @@ class IngressReport:
     Attributes:
         num_open: Requests to generate that have come in and are not answered to their end.
         is_draining: Whether the ingress replica refuses new ones.
+        model_version: Version of the weights that new requests run on.
+        oldest_version: The lowest version of an open request, or ``model_version``.
     """
 
     ingress_id: str
     num_open: int
     is_draining: bool
+    model_version: int = 0
+    oldest_version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +29,13 @@ class IngressOrders:
 
     Attributes:
         drain_s: Seconds after which open requests end with an error; None as long as the service does not drain.
+        model_version: Version of the weights for new requests.
+        oldest_version: Open requests of lower versions are ended with an error.
     """
 
     drain_s: float | None = None
+    model_version: int = 0
+    oldest_version: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,6 +175,7 @@ class WorkerReady:
         pool_limited: Whether the pool sets ``max_model_len``.
         num_host_blocks: KV blocks in the host pool; 0 if there is none.
         external: The replica is another server, which takes no requests that only our own engine can answer.
+        model_version: As of ``Request``; means nothing for another server.
     """
 
     worker_incarnation: str
@@ -185,6 +186,7 @@ class WorkerReady:
     vocab_size: int
     num_host_blocks: int = 0
     external: bool = False
+    model_version: int = 0
 
 
 @dataclass(frozen=True, slots=True)

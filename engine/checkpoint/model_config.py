@@ -34,6 +34,9 @@ POSITION_OFFSET = 2
 MAX_LAYERS = 4096
 """Most layers of a model; the deepest ones have some hundred."""
 
+KV_SCALE_BYTES = 4
+"""Bytes of the scale of a token and head in a KV pool of 8 bits."""
+
 _LAYER_NORM_EPS = 1e-5  # torch's own default: OPT has no field for it
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -106,8 +109,9 @@ class DecoderConfig:
         return self.num_hidden_layers * layer + embeddings + norm * self.final_norm
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of keys and values that one token takes over all layers."""
-        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * dtype.itemsize
+        """Bytes of keys and values that one token takes over all layers, in a pool of that type."""
+        head_bytes = self.head_dim * dtype.itemsize + (KV_SCALE_BYTES if dtype.itemsize == 1 else 0)
+        return 2 * self.num_hidden_layers * self.num_key_value_heads * head_bytes
 
 
 def load_model_config(model_dir: Path) -> DecoderConfig:

@@ -13,7 +13,7 @@ from engine.checkpoint.model_config import DecoderConfig, resolve_max_model_len
 from engine.checkpoint.weights import parse_dtype
 from engine.devices.device import Device, num_host_pool_blocks, num_pool_blocks
 from engine.kv.copiers import KVCopier
-from engine.kv.kv_pool import KVPool
+from engine.kv.kv_pool import KVPool, pool_dtype
 from engine.native.model import NativeBackend
 from engine.steps.model_runner import ModelRunner
 
@@ -44,7 +44,8 @@ def load_device(
     num_threads = compute_threads(engine.num_threads, num_replicas)
     torch.set_num_threads(num_threads)
     dtype = parse_dtype(dtype_name, config)
-    token_bytes = config.kv_bytes_per_token(dtype)
+    kv_dtype = pool_dtype(engine.kv_dtype, dtype)
+    token_bytes = config.kv_bytes_per_token(kv_dtype)
     context_len = resolve_max_model_len(config, engine.max_model_len)
     auto_bytes = int(AUTO_SHARE / num_replicas * available_bytes())
     num_blocks = num_pool_blocks(engine, token_bytes, context_len, auto_bytes)
@@ -58,10 +59,11 @@ def load_device(
         backend=engine.backend,
         bits=bits,
         num_threads=num_threads,
+        kv_dtype=engine.kv_dtype,
     )
     copier = None
     if num_host_blocks:
-        pool = KVPool(config, num_blocks=num_host_blocks, block_size=engine.kv_block_size, dtype=dtype)
+        pool = KVPool(config, num_blocks=num_host_blocks, block_size=engine.kv_block_size, dtype=kv_dtype)
         copier = KVCopier(runner.pool, pool)
     exact = isinstance(runner.backend, NativeBackend)
     return Device(runner, context_len, token_bytes, num_blocks, num_host_blocks, copier, exact)

@@ -7,7 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.checkpoint.model_config import DecoderConfig
+from engine.checkpoint.model_config import KV_SCALE_BYTES, DecoderConfig
+
+
+def pool_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:
+    """Type of a pool by ``engine.kv_dtype``, for a model of type ``dtype``."""
+    return torch.int8 if kv_dtype == "int8" else dtype
 
 
 class KVPool:
@@ -15,8 +20,12 @@ class KVPool:
 
     The memory is not touched here, so the operating system commits it as blocks come into use.
 
+    In a pool of int8, each token and head has a scale of float32 besides. Where its bytes lie within the block is the
+    compiled step's affair, as all of the layout there (``kv_int8.h``).
+
     Attributes:
-        keys: One tensor a layer, ``[num_blocks * block_size, kv_heads, head_dim]``.
+        keys: One tensor a layer, ``[num_blocks * block_size, kv_heads, head_dim]``; in int8 the last dimension has 4
+            bytes more.
         values: The same.
     """
 
@@ -34,7 +43,8 @@ class KVPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
-        shape = (2, config.num_hidden_layers, num_blocks * block_size, config.num_key_value_heads, config.head_dim)
+        width = config.head_dim + (KV_SCALE_BYTES if dtype == torch.int8 else 0)
+        shape = (2, config.num_hidden_layers, num_blocks * block_size, config.num_key_value_heads, width)
         data = torch.empty(shape, dtype=dtype, device=device)
         self.keys: tuple[Tensor, ...] = data[0].unbind(0)
         self.values: tuple[Tensor, ...] = data[1].unbind(0)

@@ -33,32 +33,38 @@ class DenseLinear final : public Linear {
 
   void pack(const float* row, uint32_t* to) const override { farsight::pack<T>(row, k, to); }
 
-  void multiply(int p, const uint32_t* packed, int rows, float* out, bool add) const override {
+  void multiply(int p, const uint32_t* packed, int rows, float* out, bool add, int next) const override {
     const int tiles = (rows + kMaxRows - 1) / kMaxRows;  // of nearly equal height
     for (int t = 0; t < tiles; ++t) {
       const int begin = rows * t / tiles, end = rows * (t + 1) / tiles;
       const uint32_t* a = packed + size_t(begin) * stride;
       float* to = out + size_t(begin) * n;
+      const Ahead ahead(bytes(p), next < 0 ? nullptr : bytes(next), t, tiles);
       switch (end - begin) {
-        case 1: finish_tile<1>(p, a, to, add); break;
-        case 2: finish_tile<2>(p, a, to, add); break;
-        case 3: finish_tile<3>(p, a, to, add); break;
-        case 4: finish_tile<4>(p, a, to, add); break;
-        case 5: finish_tile<5>(p, a, to, add); break;
-        default: finish_tile<6>(p, a, to, add);
+        case 1: finish_tile<1>(p, a, to, add, ahead); break;
+        case 2: finish_tile<2>(p, a, to, add, ahead); break;
+        case 3: finish_tile<3>(p, a, to, add, ahead); break;
+        case 4: finish_tile<4>(p, a, to, add, ahead); break;
+        case 5: finish_tile<5>(p, a, to, add, ahead); break;
+        default: finish_tile<6>(p, a, to, add, ahead);
       }
     }
   }
 
  private:
+  const uint8_t* bytes(int p) const {
+    return reinterpret_cast<const uint8_t*>(weight_.data() + size_t(p) * stride * kPanel);
+  }
+
   // Sums of a tile of R rows over one panel.
   template <int R>
-  void sum_tile(int p, const uint32_t* a, f32v (&sums)[R][4]) const {
+  void sum_tile(int p, const uint32_t* a, const Ahead& ahead, f32v (&sums)[R][4]) const {
     const uint32_t* weight = weight_.data() + size_t(p) * stride * kPanel;
     for (int r = 0; r < R; ++r)
       for (int j = 0; j < 4; ++j) sums[r][j] = f32v{};
     for (int lane = 0; lane < stride; ++lane) {
       const uint32_t* w = weight + size_t(lane) * kPanel;
+      ahead.step(w);
       const f32v w0 = load<f32v>(w), w1 = load<f32v>(w + 16), w2 = load<f32v>(w + 32), w3 = load<f32v>(w + 48);
 #pragma GCC unroll 6
       for (int r = 0; r < R; ++r) {
@@ -72,9 +78,9 @@ class DenseLinear final : public Linear {
   }
 
   template <int R>
-  void finish_tile(int p, const uint32_t* a, float* out, bool add) const {
+  void finish_tile(int p, const uint32_t* a, float* out, bool add, const Ahead& ahead) const {
     f32v sums[R][4];
-    sum_tile<R>(p, a, sums);
+    sum_tile<R>(p, a, ahead, sums);
     finish_panel<R>(*this, p, bias_, sums, out, add);
   }
 

@@ -9,6 +9,7 @@ extern "C" {
 struct FsConfig {
   int32_t bf16, num_layers, hidden, intermediate, vocab, heads, kv_heads, head_dim, block_size;
   int32_t rotary_dim, layer_norm, activation, num_threads;
+  int32_t kv_int8;  // keys and values in 8 bits (kv_int8.h); 0: in the model's type
   float norm_eps;
   const float* cos;  // [positions, rotary_dim / 2], or none
   const float* sin;

@@ -20,6 +20,27 @@ constexpr int kPanel = 64;               // outputs that are computed together: 
 constexpr int kMaxRows = 6;              // rows of a tile: 6 x 4 sums and 4 weights fill the 32 registers of AVX-512
 constexpr int kChunkBytes = 128 * 1024;  // of packed input that stays in the second-level cache
 
+// Brings the next panel into the second-level cache while the tiles of a panel compute. For each 256 bytes of the panel
+// that it reads, a tile reads two lines ahead: the first tile the first two, the second tile the others. A single tile
+// waits for memory all the time and reads nothing ahead.
+class Ahead {
+ public:
+  // For tile `t` of `tiles` of the panel at `here`; the next panel is at `next`, or there is none.
+  Ahead(const uint8_t* here, const uint8_t* next, int t, int tiles) {
+    if (next && tiles > 1 && t < 2) distance_ = uintptr_t(next) - uintptr_t(here) + 128 * t;
+  }
+
+  // To be called when the tile reads the 256 bytes at `from`.
+  void step(const void* from) const {
+    const uintptr_t line = uintptr_t(from) + distance_;
+    read_ahead(reinterpret_cast<const void*>(line));
+    read_ahead(reinterpret_cast<const void*>(line + 64));
+  }
+
+ private:
+  uintptr_t distance_ = 0;
+};
+
 class Linear {
  public:
   virtual ~Linear() = default;
@@ -34,8 +55,9 @@ class Linear {
   // Rounds one input row [k] and lays it out in `stride` words.
   virtual void pack(const float* row, uint32_t* to) const = 0;
 
-  // The outputs of panel p for `rows` packed rows, into out[row * n + column]; adds to what is there if asked to.
-  virtual void multiply(int p, const uint32_t* packed, int rows, float* out, bool add) const = 0;
+  // The outputs of panel p for `rows` packed rows, into out[row * n + column]; adds to what is there if asked to. Reads
+  // ahead the weights of panel `next`; -1: of none.
+  virtual void multiply(int p, const uint32_t* packed, int rows, float* out, bool add, int next) const = 0;
 
  protected:
   Linear(int n, int k, int stride) : n(n), k(k), stride(stride), panels((n + kPanel - 1) / kPanel) {}
@@ -78,7 +100,10 @@ inline void apply(Team& team, const Linear& linear, const uint32_t* packed, int 
   team.share(chunks * panels, [&](int task) {
     const int chunk = task / panels, panel = first + task % panels;
     const int begin = int(int64_t(rows) * chunk / chunks), end = int(int64_t(rows) * (chunk + 1) / chunks);
-    linear.multiply(panel, packed + size_t(begin) * linear.stride, end - begin, out + size_t(begin) * linear.n, add);
+    // Three threads keep the memory busy by themselves, and none of them knows which panel it will claim.
+    const int next = team.size() == 1 && panel + 1 < last ? panel + 1 : -1;
+    linear.multiply(panel, packed + size_t(begin) * linear.stride, end - begin, out + size_t(begin) * linear.n, add,
+                    next);
   });
 }
 

@@ -64,7 +64,7 @@ inline Layer make_layer(const FsConfig& config, const FsLayer& from) {
   layer.up = make_linear(config, from.up);
   layer.down = make_linear(config, from.down);
   layer.window = from.window;
-  layer.cache = {static_cast<uint32_t*>(from.keys), static_cast<uint32_t*>(from.values)};
+  layer.cache = {static_cast<uint8_t*>(from.keys), static_cast<uint8_t*>(from.values)};
   return layer;
 }
 

@@ -91,6 +91,7 @@ class _Config(Structure):
             (name, c_int32)
             for name in ("head_dim", "block_size", "rotary_dim", "layer_norm", "activation", "num_threads")
         ),
+        ("kv_int8", c_int32),
         ("norm_eps", c_float),
         *((name, c_void_p) for name in ("cos", "sin", "embedding", "positions")),
     )
@@ -166,7 +167,8 @@ def matrix_problem(weights: ModelWeights) -> str | None:
 class NativeModel:
     """A model packed for the compiled step. Only one thread at a time may use it.
 
-    The pool's blocks keep their size, but not their inner layout (``attention.h``): the pool belongs to this model.
+    The pool's blocks keep their size, but not their inner layout (``kv_plain.h``, ``kv_int8.h``): the pool belongs to
+    this model.
 
     Args:
         weights: The matrices are copied; the caller may drop them.
@@ -252,7 +254,7 @@ class NativeModel:
             tables = rotary_tables(config.rotary, max_len, torch.float32)
             cos, sin = (self._floats(table[:, :half]) for table in tables)
         return _Config(
-            int(pool.dtype == torch.bfloat16),
+            int(weights.embedding.dtype == torch.bfloat16),
             config.num_hidden_layers,
             config.hidden_size,
             config.intermediate_size,
@@ -265,6 +267,7 @@ class NativeModel:
             int(config.norm == "layer"),
             _ACTIVATIONS.index(config.activation),
             num_threads,
+            int(pool.dtype == torch.int8),
             config.norm_eps,
             cos,
             sin,

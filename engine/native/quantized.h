@@ -11,14 +11,13 @@
 #include <limits>
 #include <memory>
 #include <new>
+#include <vector>
 
 #include "interface.h"
 #include "lanes.h"
 #include "linear.h"
+#include "rounding.h"
 
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
@@ -28,7 +27,11 @@ namespace farsight {
 constexpr int kGroupAlignment = 8;  // a group's inputs are filled up to that with zeros: two quads of 4-bit values
 constexpr size_t kHugePage = 2 << 20;
 
-enum ScaleType { kFloat, kBf16, kHalf };  // how scales are kept: in 16 bits where that changes none of them
+constexpr int kSuper = 256;           // inputs of a super-block
+
+// How scales are kept, in as little memory as changes none of them: 16 bits, or codes of 8 bits times a half-precision
+// factor of their super-block, as GGUF's K types have them.
+enum ScaleType { kFloat, kBf16, kHalf, kCoded };
 
 // Memory on huge pages, where the system has them: a row reads all weights once, and pages would cost as much.
 class Bytes {
@@ -85,23 +88,61 @@ inline bool exact_bf16(float x) {
   return (bits & 0xffff) == 0;
 }
 
-// 16 scales.
-inline f32v load_scales(ScaleType type, const uint8_t* from) {
-  if (type == kFloat) return load<f32v>(from);
-  uint16_t raw[kWidth];
-  std::memcpy(raw, from, sizeof raw);
+// 16 scales of 16 bits.
+inline f32v load_narrow(ScaleType type, const uint8_t* from) {
 #ifdef __AVX512F__
   const __m256i packed = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
   if (type == kHalf) return (f32v)_mm512_cvtph_ps(packed);
   return (f32v)_mm512_slli_epi32(_mm512_cvtepu16_epi32(packed), 16);
 #else
+  uint16_t raw[kWidth];
+  std::memcpy(raw, from, sizeof raw);
   f32v v;
   for (int i = 0; i < kWidth; ++i) v[i] = type == kHalf ? half_to_float(raw[i]) : from_bf16(raw[i]);
   return v;
 #endif
 }
 
-// Packed weights: panels of kPanel outputs; a panel is a row of blocks, one for each group, so that it is read in one go:
+// 16 scales; `factors` are those of their super-block, if they are coded.
+inline f32v load_scales(ScaleType type, const uint8_t* from, const uint8_t* factors) {
+  if (type == kFloat) return load<f32v>(from);
+  if (type != kCoded) return load_narrow(type, from);
+  i32v codes;
+#ifdef __AVX512F__
+  codes = (i32v)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+  for (int i = 0; i < kWidth; ++i) codes[i] = int8_t(from[i]);
+#endif
+  return __builtin_convertvector(codes, f32v) * load_narrow(kHalf, factors);
+}
+
+// Codes and a half-precision factor whose products are `count` scales; false if there are none.
+inline bool find_codes(const float* scales, int count, int8_t* codes, uint16_t* factor) {
+  float furthest = 0.0f;
+  for (int i = 0; i < count; ++i) {
+    if (!std::isfinite(scales[i])) return false;
+    if (std::fabs(scales[i]) > std::fabs(furthest)) furthest = scales[i];
+  }
+  std::fill_n(codes, count, int8_t(0));
+  *factor = 0;
+  if (furthest == 0.0f) return true;
+  for (int code_of_furthest = -128; code_of_furthest < 0; ++code_of_furthest) {
+    const float each = furthest / float(code_of_furthest);
+    if (!exact_half(each, factor)) continue;
+    bool fits = true;
+    for (int i = 0; fits && i < count; ++i) {
+      const float code = std::nearbyint(scales[i] / each);
+      fits = code >= -128.0f && code <= 127.0f && code * each == scales[i];
+      if (fits) codes[i] = int8_t(code);
+    }
+    if (fits) return true;
+  }
+  return false;
+}
+
+// Packed weights: panels of kPanel outputs. A panel begins with the factors of its coded scales, if they are coded: for
+// each super-block half-precision factors [64], those of the minima [64] if there are any. Then comes a row of blocks, one
+// for each group, so that a panel is read in one go:
 //   scales [64], minima [64] if there are any, values [quads of k][64][4] bytes, or [pairs of quads][64][4] bytes whose
 //   lower halves are the first quad.
 struct QuantizedWeights {
@@ -110,18 +151,35 @@ struct QuantizedWeights {
   int center = 0;
   ScaleType scale_type = kFloat;
   bool minima = false;
-  size_t scale_bytes = 0, block_bytes = 0;
+  int super_groups = 1;  // groups of a super-block
+  size_t scale_bytes = 0, block_bytes = 0, factor_bytes = 0;  // those of a super-block's factors of one kind
   Bytes bytes;
 
   explicit QuantizedWeights(const FsQuantized& from);
 
-  size_t panel_bytes() const { return block_bytes * groups; }
+  size_t super_bytes() const { return factor_bytes * (minima ? 2 : 1); }
+  size_t factors_bytes() const { return super_bytes() * (groups / super_groups); }
+  size_t panel_bytes() const { return factors_bytes() + block_bytes * groups; }
+  void pack_scales(const float* scales, int row, bool of_minima);
   size_t header_bytes() const { return scale_bytes * (minima ? 2 : 1); }
   const uint8_t* panel(int p) const { return bytes.data() + p * panel_bytes(); }
   // A row of activations: values [groups][padded], scales [groups], their sums [groups].
   size_t values_bytes() const { return size_t(groups) * padded; }
   size_t row_bytes() const { return values_bytes() + size_t(groups) * 8; }
 };
+
+// Whether all scales and minima are codes times factors.
+inline bool has_codes(const FsQuantized& from) {
+  const int count = kSuper / from.group;
+  if (kSuper % from.group || count < 2 || from.k % kSuper) return false;
+  const size_t supers = size_t(from.n) * (from.k / kSuper);
+  std::vector<int8_t> codes(count);
+  uint16_t factor;
+  for (const float* table : {from.scales, from.minima})
+    for (size_t i = 0; table && i < supers; ++i)
+      if (!find_codes(table + i * count, count, codes.data(), &factor)) return false;
+  return true;
+}
 
 inline ScaleType smallest_type(const FsQuantized& from) {
   const size_t count = size_t(from.n) * (from.k / from.group);
@@ -133,7 +191,7 @@ inline ScaleType smallest_type(const FsQuantized& from) {
       half = half && exact_half(table[i], &unused);
     }
   }
-  return bf16 ? kBf16 : half ? kHalf : kFloat;
+  return bf16 ? kBf16 : half ? kHalf : has_codes(from) ? kCoded : kFloat;
 }
 
 inline void put_scale(ScaleType type, uint8_t* table, int column, float x) {
@@ -166,76 +224,37 @@ inline QuantizedWeights::QuantizedWeights(const FsQuantized& from)
   minima = from.minima != nullptr;
   center = bits == 8 ? 128 : minima ? 0 : 8;
   scale_type = smallest_type(from);
-  scale_bytes = kPanel * (scale_type == kFloat ? 4 : 2);
+  scale_bytes = kPanel * (scale_type == kFloat ? 4 : scale_type == kCoded ? 1 : 2);
+  if (scale_type == kCoded) {
+    super_groups = kSuper / group;
+    factor_bytes = kPanel * 2;
+  }
   block_bytes = header_bytes() + size_t(padded) * kPanel * bits / 8;
   bytes.resize(panels * panel_bytes());
   for (int row = 0; row < n; ++row) {
-    for (int g = 0; g < groups; ++g) {
-      uint8_t* block = bytes.data() + row / kPanel * panel_bytes() + g * block_bytes;
-      const size_t at = size_t(row) * groups + g;
-      put_scale(scale_type, block, row % kPanel, from.scales[at]);
-      if (minima) put_scale(scale_type, block + scale_bytes, row % kPanel, from.minima[at]);
-      pack_values(*this, from, row, g, block + header_bytes());
-    }
+    uint8_t* blocks = bytes.data() + row / kPanel * panel_bytes() + factors_bytes();
+    pack_scales(from.scales + size_t(row) * groups, row, false);
+    if (minima) pack_scales(from.minima + size_t(row) * groups, row, true);
+    for (int g = 0; g < groups; ++g) pack_values(*this, from, row, g, blocks + g * block_bytes + header_bytes());
   }
 }
 
-// Neither has an order that matters.
-inline float largest_lane(f32v v) {
-#ifdef __AVX512F__
-  return _mm512_reduce_max_ps((__m512)v);
-#else
-  return largest(v);
-#endif
-}
-
-inline int32_t sum_lanes(i32v v) {
-#ifdef __AVX512F__
-  return _mm512_reduce_add_epi32((__m512i)v);
-#else
-  int32_t sum = 0;
-  for (int i = 0; i < kWidth; ++i) sum += v[i];
-  return sum;
-#endif
-}
-
-// Rounds a group of activations: scale = largest / 127, values x * (127 / largest) to nearest, ties to even. Groups
-// below 1e-30 become 0. A value that is not finite makes the scale NaN: outputs must tell.
-inline void quantize_group(const float* x, int count, int8_t* values, float* scale, int32_t* sum) {
-  f32v top = {};
-  i32v lacks = {};
-  for (int i = 0; i < count; i += kWidth) {
-    const f32v v = load_first(x + i, count - i);
-    const f32v size = v < 0.0f ? -v : v;
-    lacks |= v != v;
-    top = max(top, size);
-  }
-  const float highest = largest_lane(top);
-  const bool lost = sum_lanes(lacks) != 0 || !(highest <= std::numeric_limits<float>::max());
-  *scale = lost ? std::numeric_limits<float>::quiet_NaN() : highest < 1e-30f ? 0.0f : highest / 127.0f;
-  const float factor = lost || highest < 1e-30f ? 0.0f : 127.0f / highest;
-  if (lost) {
-    std::memset(values, 0, count);
-    *sum = 0;
+// Puts the scales or minima [groups] of a row into its panel.
+inline void QuantizedWeights::pack_scales(const float* scales, int row, bool of_minima) {
+  uint8_t* panel = bytes.data() + row / kPanel * panel_bytes();
+  uint8_t* tables = panel + factors_bytes() + (of_minima ? scale_bytes : 0);
+  const int column = row % kPanel;
+  if (scale_type != kCoded) {
+    for (int g = 0; g < groups; ++g) put_scale(scale_type, tables + g * block_bytes, column, scales[g]);
     return;
   }
-  const f32v magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, which the low bits hold
-  const i32v magic_bits = (i32v)magic;
-  i32v total = {};
-  for (int i = 0; i < count; i += kWidth) {
-    const i32v whole = (i32v)(load_first(x + i, count - i) * factor + magic) - magic_bits;
-    total += whole;
-#ifdef __AVX512F__
-    const __m128i bytes = _mm512_cvtepi32_epi8((__m512i)whole);
-    alignas(16) int8_t narrow[kWidth];
-    _mm_store_si128(reinterpret_cast<__m128i*>(narrow), bytes);
-#else
-    int8_t narrow[kWidth];
-    for (int j = 0; j < kWidth; ++j) narrow[j] = int8_t(whole[j]);
-#endif
-    std::memcpy(values + i, narrow, std::min(kWidth, count - i));
+  std::vector<int8_t> codes(super_groups);
+  for (int g = 0; g < groups; g += super_groups) {
+    uint16_t factor;
+    find_codes(scales + g, super_groups, codes.data(), &factor);
+    std::memcpy(panel + g / super_groups * super_bytes() + (of_minima ? factor_bytes : 0) + 2 * column, &factor, 2);
+    for (int i = 0; i < super_groups; ++i) tables[(g + i) * block_bytes + column] = uint8_t(codes[i]);
   }
-  *sum = sum_lanes(total);
 }
 
 // Rounds a row of k activations to q's layout.
@@ -245,7 +264,7 @@ inline void quantize_row(const QuantizedWeights& q, const float* x, uint8_t* row
   auto* sums = reinterpret_cast<int32_t*>(scales + q.groups);
   for (int g = 0; g < q.groups; ++g) {
     int8_t* to = values + size_t(g) * q.padded;
-    quantize_group(x + size_t(g) * q.group, q.group, to, scales + g, sums + g);
+    sums[g] = round_group<127>(x + size_t(g) * q.group, q.group, to, scales + g);
     std::memset(to + q.group, 0, q.padded - q.group);
   }
 }

@@ -48,9 +48,11 @@ inline int32_t quad(const uint8_t* from) {
 
 // Adds up the products of a group for R rows and a panel; `values` is the block's, `x` the group's of the first row.
 template <int Bits, int R>
-inline void group_sums(const uint8_t* values, int padded, const uint8_t* x, size_t stride, i32v (&sums)[R][4]) {
+inline void group_sums(const uint8_t* values, int padded, const uint8_t* x, size_t stride, const Ahead& ahead,
+                       i32v (&sums)[R][4]) {
   if (Bits == 8) {
     for (int k = 0; k < padded; k += 4, values += 4 * kPanel) {
+      ahead.step(values);
       u32v w[4];
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) w[j] = load<u32v>(values + 64 * j);
@@ -63,6 +65,7 @@ inline void group_sums(const uint8_t* values, int padded, const uint8_t* x, size
     }
   } else {
     for (int k = 0; k < padded; k += 8, values += 4 * kPanel) {
+      ahead.step(values);
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) {
         const u32v both = load<u32v>(values + 64 * j);
@@ -79,9 +82,10 @@ inline void group_sums(const uint8_t* values, int padded, const uint8_t* x, size
 
 // R rows, `stride` bytes apart, times panel p of q.
 template <int Bits, bool Minima, int R>
-inline void quantized_sums(const QuantizedWeights& q, int p, const uint8_t* rows, size_t stride, f32v (&out)[R][4]) {
+inline void quantized_sums(const QuantizedWeights& q, int p, const uint8_t* rows, size_t stride, const Ahead& ahead,
+                           f32v (&out)[R][4]) {
   const size_t to_scales = q.values_bytes(), to_sums = to_scales + size_t(q.groups) * 4, vector = q.scale_bytes / 4;
-  const uint8_t* block = q.panel(p);
+  const uint8_t* block = q.panel(p) + q.factors_bytes();
   for (int r = 0; r < R; ++r)
     for (int j = 0; j < 4; ++j) out[r][j] = f32v{};
   for (int g = 0; g < q.groups; ++g, block += q.block_bytes) {
@@ -94,11 +98,13 @@ inline void quantized_sums(const QuantizedWeights& q, int p, const uint8_t* rows
       shift[r] = -(scale[r] * float(sum));
       for (int j = 0; j < 4; ++j) sums[r][j] = i32v{} - q.center * sum;
     }
-    group_sums<Bits, R>(block + q.header_bytes(), q.padded, rows + size_t(g) * q.padded, stride, sums);
+    group_sums<Bits, R>(block + q.header_bytes(), q.padded, rows + size_t(g) * q.padded, stride, ahead, sums);
+    const uint8_t* factors = q.panel(p) + g / q.super_groups * q.super_bytes();
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
-      const f32v scales = load_scales(q.scale_type, block + j * vector);
-      const f32v minima = Minima ? load_scales(q.scale_type, block + q.scale_bytes + j * vector) : f32v{};
+      const uint8_t *of_scales = block + j * vector, *of_minima = of_scales + q.scale_bytes, *own = factors + 32 * j;
+      const f32v scales = load_scales(q.scale_type, of_scales, own);
+      const f32v minima = Minima ? load_scales(q.scale_type, of_minima, own + q.factor_bytes) : f32v{};
 #pragma GCC unroll 6
       for (int r = 0; r < R; ++r) {
         out[r][j] = fma(__builtin_convertvector(sums[r][j], f32v) * scale[r], scales, out[r][j]);
@@ -131,20 +137,21 @@ class QuantizedLinear final : public Linear {
       if (part.rounds) quantize_row(part.weights, row, reinterpret_cast<uint8_t*>(to) + part.at);
   }
 
-  void multiply(int p, const uint32_t* packed, int rows, float* out, bool add) const override {
-    const Part* part = &parts_.back();
-    while (part->first_panel > p) --part;
+  void multiply(int p, const uint32_t* packed, int rows, float* out, bool add, int next) const override {
+    const Part* part = part_of(p);
+    const uint8_t *here = part->panel(p), *following = next < 0 ? nullptr : part_of(next)->panel(next);
     const int tiles = (rows + kMaxRows - 1) / kMaxRows;  // of nearly equal height
     for (int t = 0; t < tiles; ++t) {
       const int begin = rows * t / tiles, end = rows * (t + 1) / tiles;
       const uint8_t* x = reinterpret_cast<const uint8_t*>(packed + size_t(begin) * stride) + part->at;
       float* to = out + size_t(begin) * n;
+      const Ahead ahead(here, following, t, tiles);
       if (part->weights.bits == 8)
-        part->weights.minima ? tile<8, true>(end - begin, *part, p, x, to, add)
-                             : tile<8, false>(end - begin, *part, p, x, to, add);
+        part->weights.minima ? tile<8, true>(end - begin, *part, p, x, to, add, ahead)
+                             : tile<8, false>(end - begin, *part, p, x, to, add, ahead);
       else
-        part->weights.minima ? tile<4, true>(end - begin, *part, p, x, to, add)
-                             : tile<4, false>(end - begin, *part, p, x, to, add);
+        part->weights.minima ? tile<4, true>(end - begin, *part, p, x, to, add, ahead)
+                             : tile<4, false>(end - begin, *part, p, x, to, add, ahead);
     }
   }
 
@@ -154,7 +161,14 @@ class QuantizedLinear final : public Linear {
     int first_panel;
     size_t at;    // bytes of a packed row before its roundings
     bool rounds;  // whether these roundings are its own, not an earlier part's
+    const uint8_t* panel(int p) const { return weights.panel(p - first_panel); }
   };
+
+  const Part* part_of(int p) const {
+    const Part* part = &parts_.back();
+    while (part->first_panel > p) --part;
+    return part;
+  }
 
   // The first part with groups of the same size.
   static int first_alike(const FsQuantized* parts, int i) {
@@ -180,21 +194,21 @@ class QuantizedLinear final : public Linear {
   }
 
   template <int Bits, bool Minima>
-  void tile(int rows, const Part& part, int p, const uint8_t* x, float* out, bool add) const {
+  void tile(int rows, const Part& part, int p, const uint8_t* x, float* out, bool add, const Ahead& ahead) const {
     switch (rows) {
-      case 1: return finish_tile<Bits, Minima, 1>(part, p, x, out, add);
-      case 2: return finish_tile<Bits, Minima, 2>(part, p, x, out, add);
-      case 3: return finish_tile<Bits, Minima, 3>(part, p, x, out, add);
-      case 4: return finish_tile<Bits, Minima, 4>(part, p, x, out, add);
-      case 5: return finish_tile<Bits, Minima, 5>(part, p, x, out, add);
-      default: return finish_tile<Bits, Minima, 6>(part, p, x, out, add);
+      case 1: return finish_tile<Bits, Minima, 1>(part, p, x, out, add, ahead);
+      case 2: return finish_tile<Bits, Minima, 2>(part, p, x, out, add, ahead);
+      case 3: return finish_tile<Bits, Minima, 3>(part, p, x, out, add, ahead);
+      case 4: return finish_tile<Bits, Minima, 4>(part, p, x, out, add, ahead);
+      case 5: return finish_tile<Bits, Minima, 5>(part, p, x, out, add, ahead);
+      default: return finish_tile<Bits, Minima, 6>(part, p, x, out, add, ahead);
     }
   }
 
   template <int Bits, bool Minima, int R>
-  void finish_tile(const Part& part, int p, const uint8_t* x, float* out, bool add) const {
+  void finish_tile(const Part& part, int p, const uint8_t* x, float* out, bool add, const Ahead& ahead) const {
     f32v sums[R][4];
-    quantized_sums<Bits, Minima, R>(part.weights, p - part.first_panel, x, size_t(stride) * 4, sums);
+    quantized_sums<Bits, Minima, R>(part.weights, p - part.first_panel, x, size_t(stride) * 4, ahead, sums);
     finish_panel<R>(*this, p, bias_, sums, out, add);
   }
 

@@ -10,6 +10,8 @@
 
 #include "attention.h"
 #include "interface.h"
+#include "kv_int8.h"
+#include "kv_plain.h"
 #include "model.h"
 #include "rows.h"
 
@@ -67,47 +69,48 @@ void turn(const FsConfig& c, float* first, int heads, const float* norm, int64_t
 }
 
 // Takes queries from a row of the qkv product to m.queries.
-template <class T>
+template <class Kv>
 void take_queries(Model& m, const Layer& layer, float* qkv, int64_t position, int query_row) {
   const FsConfig& c = m.config;
-  const int size = c.heads * c.head_dim;
+  const int words = Kv::query_words(c.head_dim);
   turn(c, qkv, c.heads, layer.q_norm, position);
-  pack<T>(qkv, size, m.queries.data() + size_t(query_row) * (size / T::kPerLane));
+  uint32_t* to = m.queries.data() + size_t(query_row) * c.heads * words;
+  for (int head = 0; head < c.heads; ++head) Kv::pack_query(qkv + head * c.head_dim, c.head_dim, to + head * words);
 }
 
 // Takes keys and values from a row of the qkv product into the pool.
-template <class T>
+template <class Kv>
 void take_kv(Model& m, const Layer& layer, float* qkv, int64_t position, int64_t slot) {
   const FsConfig& c = m.config;
   float* keys = qkv + c.heads * c.head_dim;
   turn(c, keys, c.kv_heads, layer.k_norm, position);
-  store_kv<T>(m.shape, layer.cache, slot, keys, keys + c.kv_heads * c.head_dim);
+  Kv::store(m.shape, layer.cache, slot, keys, keys + c.kv_heads * c.head_dim);
 }
 
 // Queries, keys and values of every row.
-template <class T>
+template <class Kv>
 void project(Model& m, const Layer& layer, const FsStep& s) {
   const Linear& linear = *layer.qkv;
   apply(m.team, linear, m.packed.data(), s.num_rows, m.wide.data(), false);
   m.team.share_ranges(s.num_rows, [&](int begin, int end) {
     for (int row = begin; row < end; ++row) {
       float* qkv = m.wide.data() + size_t(row) * linear.n;
-      take_queries<T>(m, layer, qkv, s.positions[row], row);
-      take_kv<T>(m, layer, qkv, s.positions[row], s.slot_ids[row]);
+      take_queries<Kv>(m, layer, qkv, s.positions[row], row);
+      take_kv<Kv>(m, layer, qkv, s.positions[row], s.slot_ids[row]);
     }
   });
 }
 
 // Keys and values of every row, queries only of the sampled rows: query row r is that of sample r. A panel that holds
 // both queries and keys is computed for both.
-template <class T>
+template <class Kv>
 void project_sampled(Model& m, const Layer& layer, const FsStep& s) {
   const Linear& linear = *layer.qkv;
   const int size = m.config.heads * m.config.head_dim;
   apply(m.team, linear, m.packed.data(), s.num_rows, m.wide.data(), false, size / kPanel, linear.panels);
   m.team.share_ranges(s.num_rows, [&](int begin, int end) {
     for (int row = begin; row < end; ++row)
-      take_kv<T>(m, layer, m.wide.data() + size_t(row) * linear.n, s.positions[row], s.slot_ids[row]);
+      take_kv<Kv>(m, layer, m.wide.data() + size_t(row) * linear.n, s.positions[row], s.slot_ids[row]);
   });
   ensure(m.picked, size_t(s.num_samples) * linear.stride);
   for (int r = 0; r < s.num_samples; ++r)
@@ -116,25 +119,23 @@ void project_sampled(Model& m, const Layer& layer, const FsStep& s) {
   apply(m.team, linear, m.picked.data(), s.num_samples, m.wide.data(), false, 0, (size + kPanel - 1) / kPanel);
   m.team.share_ranges(s.num_samples, [&](int begin, int end) {
     for (int r = begin; r < end; ++r)
-      take_queries<T>(m, layer, m.wide.data() + size_t(r) * linear.n, s.positions[s.sample_rows[r]], r);
+      take_queries<Kv>(m, layer, m.wide.data() + size_t(r) * linear.n, s.positions[s.sample_rows[r]], r);
   });
 }
 
 // Attends every item and packs the results as inputs of layer.out. One task is one item and some of its KV heads, all
 // of them where there are many items; the task that completes an item packs its rows.
-template <class T>
+template <class Kv>
 void attend_items(Model& m, const Layer& layer, const std::vector<Item>& items) {
-  const int kv_heads = m.shape.kv_heads, group = m.shape.group(), size = m.config.heads * m.config.head_dim;
+  const int kv_heads = m.shape.kv_heads, size = m.config.heads * m.config.head_dim;
   const int wanted = kTasksPerThread * m.team.size();  // so that no thread waits long for another
   const int parts = std::clamp(wanted / std::max(1, int(items.size())), 1, kv_heads);
   for (size_t i = 0; i < items.size(); ++i) m.parts_left[i].store(parts, std::memory_order_relaxed);
   m.team.share(int(items.size()) * parts, [&](int task) {
     const Item& item = items[task / parts];
-    const int part = task % parts, queries = item.num_queries * group;
-    for (int head = kv_heads * part / parts; head < kv_heads * (part + 1) / parts; ++head)
-      for (int first = 0; first < queries; first += kMaxQueries)
-        attend_tile<T>(m.shape, layer.cache, item, head, first, std::min(kMaxQueries, queries - first), layer.window,
-                       m.queries.data(), m.attended.data());
+    const int part = task % parts;
+    attend_heads<Kv>(m.shape, layer.cache, item, kv_heads * part / parts, kv_heads * (part + 1) / parts, layer.window,
+                     m.queries.data(), m.attended.data());
     if (m.parts_left[task / parts].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
     for (int row = item.out_row; row < item.out_row + item.num_queries; ++row)
       layer.out->pack(m.attended.data() + size_t(row) * size, m.packed.data() + size_t(row) * layer.out->stride);
@@ -190,7 +191,7 @@ std::vector<Item> sampled_items(const FsStep& s, const std::vector<Item>& sequen
   return sampled;
 }
 
-void make_room(Model& m, const FsStep& s, size_t query_lanes) {
+void make_room(Model& m, const FsStep& s, size_t query_words) {
   const size_t rows = s.num_rows;
   size_t widest = 0, longest = m.lm_head->stride;
   for (const Layer& layer : m.layers) {
@@ -202,7 +203,7 @@ void make_room(Model& m, const FsStep& s, size_t query_lanes) {
   ensure(m.sampled, size_t(s.num_samples) * m.config.hidden);
   ensure(m.wide, rows * widest);
   ensure(m.packed, rows * longest);
-  ensure(m.queries, rows * query_lanes);
+  ensure(m.queries, rows * query_words);
   ensure(m.attended, rows * m.config.heads * m.config.head_dim);
   if (m.num_parts_left < rows) {
     m.parts_left.reset(new std::atomic<int>[rows]);
@@ -210,10 +211,10 @@ void make_room(Model& m, const FsStep& s, size_t query_lanes) {
   }
 }
 
-template <class T>
+template <class T, class Kv>
 void run(Model& m, const FsStep& s) {
   const FsConfig& c = m.config;
-  make_room(m, s, size_t(c.heads) * c.head_dim / T::kPerLane);
+  make_room(m, s, size_t(c.heads) * Kv::query_words(c.head_dim));
   embed<T>(m, s);
   Work work = work_of(s);
   float* x = m.hidden.data();
@@ -222,10 +223,10 @@ void run(Model& m, const FsStep& s) {
     norm_rows(m, layer.input_norm, *layer.qkv, x, rows);
     const bool narrows = &layer == &m.layers.back() && s.num_samples < s.num_rows;
     if (narrows)
-      project_sampled<T>(m, layer, s);
+      project_sampled<Kv>(m, layer, s);
     else
-      project<T>(m, layer, s);
-    for (const Item& sequence : work.sequences) end_values<T>(m.shape, layer.cache, sequence);
+      project<Kv>(m, layer, s);
+    for (const Item& sequence : work.sequences) Kv::end_values(m.shape, layer.cache, sequence);
     if (narrows) {  // only sampled rows go on
       work.items = sampled_items(s, work.sequences);
       rows = s.num_samples;
@@ -233,7 +234,7 @@ void run(Model& m, const FsStep& s) {
         std::copy_n(x + s.sample_rows[r] * c.hidden, c.hidden, m.sampled.data() + size_t(r) * c.hidden);
       x = m.sampled.data();
     }
-    attend_items<T>(m, layer, work.items);
+    attend_items<Kv>(m, layer, work.items);
     apply(m.team, *layer.out, m.packed.data(), rows, x, true);
     norm_rows(m, layer.post_norm, *layer.up, x, rows);
     apply(m.team, *layer.up, m.packed.data(), rows, m.wide.data(), false);
@@ -291,9 +292,9 @@ int32_t fs_step(void* handle, const FsStep* step) {
   return guarded([&] {
     Model& m = *static_cast<Model*>(handle);
     if (m.config.bf16)
-      run<Bf16>(m, *step);
+      m.config.kv_int8 ? run<Bf16, Int8Kv>(m, *step) : run<Bf16, PlainKv<Bf16>>(m, *step);
     else
-      run<F32>(m, *step);
+      m.config.kv_int8 ? run<F32, Int8Kv>(m, *step) : run<F32, PlainKv<F32>>(m, *step);
   });
 }
 

@@ -106,6 +106,8 @@ def check_parallel(mesh: Mesh, config: DecoderConfig, engine: EngineConfig) -> N
         raise ConfigError("engine.device", engine.device, "a real device where a replica has several ranks")
     if engine.backend == "native":
         raise ConfigError("engine.backend", engine.backend, "auto, torch or xformers where a replica has several ranks")
+    if engine.kv_dtype == "int8":
+        raise ConfigError("engine.kv_dtype", engine.kv_dtype, "auto where a replica has several ranks")
 
 
 def _layers_of(stage: int, num_layers: int, num_stages: int) -> range:

@@ -166,13 +166,15 @@ def make_backend(
         num_threads: Threads of the compiled step; torch operations use those of ``torch.set_num_threads``.
 
     Raises:
-        ConfigError: ``native`` or ``xformers`` was asked for and is not available.
+        ConfigError: ``native`` or ``xformers`` was asked for and is not available, or only torch operations are
+            available and the pool is in int8.
     """
     if name == "xformers":
         raise ConfigError("engine.backend", name, "auto, native or torch (xformers computes on a GPU)")
     if name == "torch":
+        _refuse_int8(pool, "the backend is torch")
         return TorchBackend(config, weights, pool, max_len)
-    problem = native_problem(config, pool.dtype, pool.block_size) or matrix_problem(weights)
+    problem = native_problem(config, weights.embedding.dtype, pool.block_size) or matrix_problem(weights)
     if problem is None:
         try:
             return NativeBackend(config, weights, pool, max_len, num_threads)
@@ -180,8 +182,15 @@ def make_backend(
             problem = str(error)
     if name == "native":
         raise ConfigError("engine.backend", name, f"auto or torch ({problem})")
+    _refuse_int8(pool, problem)
     logger.warning("steps are computed by torch operations, several times slower than compiled: %s", problem)
     return TorchBackend(config, weights, pool, max_len)
+
+
+def _refuse_int8(pool: KVPool, why: str) -> None:
+    """Raises ConfigError if torch operations, which are to compute, cannot read the pool."""
+    if pool.dtype == torch.int8:
+        raise ConfigError("engine.kv_dtype", "int8", f"auto, or what the compiled step can run ({why})")
 
 
 def gpu_attention(name: str, config: DecoderConfig, pool: KVPool, sizes: StepSizes) -> AttentionBackend:

@@ -15,7 +15,7 @@ from engine.attention.decode_inputs import DecodeInputs
 from engine.attention.layout import find_sample_rows, order_items
 from engine.checkpoint.model_config import DecoderConfig, load_model_config, resolve_max_model_len
 from engine.checkpoint.weights import load_weights
-from engine.kv.kv_pool import KVPool
+from engine.kv.kv_pool import KVPool, pool_dtype
 from engine.models.quantize import quantize_weights
 from engine.sampling.drafts import sampled_rows, tokens_that_stand
 from engine.sampling.logged_tokens import ItemLogprobs, LoggedTokens
@@ -61,7 +61,7 @@ class ModelRunner:
     """A model with its KV pool. It changes the pool only, never the sequences that it gets.
 
     Args:
-        pool: In the dtype of the weights.
+        pool: In the dtype of the weights, or in int8 where the backend computes so.
         backend: Computes the steps over the pool.
         max_model_len: Tokens a sequence may reach.
         careful: Runs steps that the device has no memory for in parts; None where they fail.
@@ -100,6 +100,7 @@ class ModelRunner:
         backend: str = "auto",
         bits: int = 0,
         num_threads: int = 1,
+        kv_dtype: str = "auto",
     ) -> ModelRunner:
         """A runner of the checkpoint in ``model_dir`` with a pool of ``num_blocks`` blocks.
 
@@ -109,6 +110,7 @@ class ModelRunner:
             backend: As in ``make_backend``.
             bits: Round the matrices to 8 or 4 bits; 0 leaves them as the checkpoint has them.
             num_threads: As in ``make_backend``.
+            kv_dtype: As ``engine.kv_dtype``.
 
         Raises:
             InvalidValueError: The checkpoint cannot be used; names the reason.
@@ -117,7 +119,7 @@ class ModelRunner:
         weights = load_weights(model_dir, config, dtype)
         if bits:
             weights = quantize_weights(weights, bits)
-        pool = KVPool(config, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
+        pool = KVPool(config, num_blocks=num_blocks, block_size=block_size, dtype=pool_dtype(kv_dtype, dtype))
         max_model_len = min(resolve_max_model_len(config, context_len), pool.num_slots)
         steps = make_backend(backend, config, weights, pool, max_model_len, num_threads)
         return cls(config, pool, steps, max_model_len)

@@ -100,6 +100,15 @@ class FleetReplica:
         return ReplicaView(self.name, self.takes, load.num_requests, load.work_tokens, capacity_tokens=capacity)
 
     def fits(self, request: Request) -> bool:
+        """Whether its worker holds the request when it is as long as it may get, and runs the weights that it needs."""
+        return self.runs(request) and self.holds(request)
+
+    def runs(self, request: Request) -> bool:
+        """Whether it runs the request's weights; another server's are its own affair."""
+        ready = self.ready
+        return ready is not None and (ready.external or ready.model_version == request.model_version)
+
+    def holds(self, request: Request) -> bool:
         """Whether its worker holds the request when it is as long as it may get."""
         if self.ready is None or (self.ready.external and request.sampling.own_engine_field):
             return False
@@ -129,6 +138,7 @@ class RequestTable:
         self._gone: set[str] = set()  # replicas given up: what an ingress replica still has there is lost
         self._open: tuple[ReplicaLoad, ...] | None = None  # replicas that take requests; None if that has changed
         self._open_max_len = 0  # tokens that a sequence may reach on each of them
+        self._open_version: int | None = None  # of the weights of each of them; None if they differ
         self.mean_output_len: float | None = None
 
     # -- Replicas
@@ -139,6 +149,8 @@ class RequestTable:
             takers = [each for each in self._replicas.values() if each.takes]
             self._open = tuple(each.load for each in takers)
             self._open_max_len = min((each.ready.max_model_len for each in takers if each.ready), default=0)
+            versions = {each.ready.model_version for each in takers if each.ready}
+            self._open_version = versions.pop() if len(versions) == 1 else None
         return self._open
 
     def replicas(self) -> Iterable[FleetReplica]:
@@ -249,13 +261,17 @@ class RequestTable:
     def fitting(self, request: Request) -> tuple[ReplicaLoad, ...]:
         """Those of ``loads()`` that hold the request at its longest; usually all, and then ``loads()`` itself."""
         loads = self.loads()
-        if request.max_total_len <= self._open_max_len and not request.sampling.own_engine_field:
+        fits_all = request.max_total_len <= self._open_max_len and request.model_version == self._open_version
+        if fits_all and not request.sampling.own_engine_field:
             return loads
         return tuple(load for load in loads if self._replicas[load.name].fits(request))
 
     def never_fits(self, request: Request) -> bool:
-        """Whether replicas take requests, and no known one could ever hold this one."""
-        return bool(self.loads()) and not any(replica.fits(request) for replica in self._replicas.values())
+        """Whether replicas take requests, and no known one could ever hold this one.
+
+        One whose weights no known replica runs waits: a Router that has just started may not know the replica yet.
+        """
+        return bool(self.loads()) and not any(replica.holds(request) for replica in self._replicas.values())
 
     def refuse(self, request: Request) -> RefuseRequest:
         """Says why a request never fits; it is not queued any more. Its owner is not told."""

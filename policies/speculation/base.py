@@ -31,7 +31,7 @@ class Speculation(ABC):
 
     @abstractmethod
     def open(self) -> Drafter:
-        """What guesses for a new request. Called from any thread."""
+        """What guesses for a request from now on."""
 
     @abstractmethod
     def price(self, num_seqs: int) -> float:

@@ -8,7 +8,6 @@ where the copy meets the same token again.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,11 +15,14 @@ from typing import NamedTuple
 from policies.speculation.base import SPECULATIONS, Drafter, Speculation, SpeculationContext
 from policies.speculation.price import StepPrice
 
+NUM_CHARACTERS = 0x110000
+"""Unicode's."""
+
 MAX_DRAFTS = 16
 """Most tokens guessed for a sequence in a step."""
 
 LONGEST_MATCH = 4
-"""An earlier occurrence of so many last tokens is searched first, then the place where a copy resumes, then fewer."""
+"""An earlier occurrence of so many last tokens is searched first, then of fewer."""
 
 RESUME_WITHIN = 8
 """A copy that broke off resumes at most so many tokens away in its source ..."""
@@ -43,7 +45,7 @@ _RESUMED = 7
 _EDITED = 8
 _FIRST_SHARES = (0.3, 0.45, 0.6, 0.7, 0.8, 0.85, 0.9, 0.5, 0.6)
 _CONFIRMED = 3
-"""The first right token after a resumption or an edit counts as a match of this length; one as long may resume."""
+"""The first right token after a resumption or an edit counts as a match of this length."""
 
 _SHARED_WEIGHT = 4.0
 """Guesses that what is known from all requests counts for in the estimate of one."""
@@ -109,6 +111,7 @@ class NgramDrafter(Drafter):
 
     __slots__ = (
         "_broke_at",
+        "_broke_length",
         "_copy",
         "_edits",
         "_guessed_at",
@@ -129,6 +132,7 @@ class NgramDrafter(Drafter):
         self._guessed_at = 0  # index of the token that the copy guesses
         self._resume = -1  # where a copy broke off in its source; below 0 there is none
         self._broke_at = 0  # and in the output
+        self._broke_length = 0  # of its match
         self._latest = -1  # the same, kept when the copy has resumed or is too long ago to resume
         self._edits: dict[int, Edit] = {}  # by the token of the source that did not come
         self._next = 0  # tokens from which on it guesses again
@@ -141,9 +145,11 @@ class NgramDrafter(Drafter):
         num = len(token_ids)
         if num < self._next:
             return ()
-        self._text += "".join(map(_character, token_ids[len(self._text) :]))
+        self._text += _characters(token_ids[len(self._text) :])
         if self._copy is not None:
             self._judge(self._copy, token_ids)
+        if self._resume >= 0 and (self._copy is None or self._copy.length < self._broke_length):
+            self._copy = self._resumed(token_ids) or self._copy
         if self._copy is None:
             self._copy = self._find(token_ids)
         self._guessed_at = num
@@ -187,20 +193,16 @@ class NgramDrafter(Drafter):
         return came
 
     def _break_off(self, copy: CopyState, at: int) -> None:
-        """The copy may resume, unless it never was one."""
+        """The copy may resume, unless a longer one is still expected to, or it never was one."""
         self._copy = None
-        if copy.length >= _CONFIRMED:
+        if copy.length >= (2 if self._resume < 0 else self._broke_length):
             self._latest = self._resume = copy.source
-            self._broke_at = at
+            self._broke_at, self._broke_length = at, copy.length
 
     def _find(self, token_ids: Sequence[int]) -> CopyState | None:
-        """Where the last tokens occurred before, or where an earlier copy resumes."""
+        """Where the last tokens occurred before."""
         text, num = self._text, len(token_ids)
         for length in range(min(LONGEST_MATCH, num - 1), 0, -1):
-            if length == LONGEST_MATCH - 1 and self._resume >= 0:
-                copy = self._resumed(token_ids)
-                if copy is not None:
-                    return copy
             tail = text[num - length :]
             found = -1
             if self._latest >= 0:  # an output that copies rarely jumps back
@@ -212,26 +214,31 @@ class NgramDrafter(Drafter):
         return None
 
     def _resumed(self, token_ids: Sequence[int]) -> CopyState | None:
-        """The copy that broke off, behind the edit that the last token has ended; the edit is remembered."""
-        num, resume, broke_at = len(token_ids), self._resume, self._broke_at
+        """The copy that broke off, behind the edit that the last tokens have ended; the edit is remembered."""
+        text, num, resume, broke_at = self._text, len(token_ids), self._resume, self._broke_at
         if num - broke_at > RESUME_FOR:
             self._resume = -1
             return None
-        found = self._text.find(self._text[-1], resume, min(resume + RESUME_WITHIN, broke_at))
-        if found < 0:
-            return None
+        for start in range(broke_at, num):
+            length = num - start
+            found = text.find(text[start:], resume, min(resume + RESUME_WITHIN + length, broke_at))
+            if found == resume or (found > resume and length > 1):
+                self._remember(token_ids[resume], Edit(tuple(token_ids[broke_at:start]), found - resume))
+                return CopyState(found + length, _CONFIRMED, _RESUMED)
+        return None
+
+    def _remember(self, token: int, edit: Edit) -> None:
         if len(self._edits) >= MAX_EDITS:
             self._edits.clear()
-        self._edits[token_ids[resume]] = Edit(tuple(token_ids[broke_at : num - 1]), found - resume)
+        self._edits[token] = edit
         self._resume = -1
-        return CopyState(found + 1, _CONFIRMED, _RESUMED)
 
     def _worthwhile(self, copy: CopyState, token_ids: Sequence[int], price: float) -> Sequence[int]:
         """The guesses that are right with a probability above the price."""
         probability = self._share(copy.kind)
         if probability <= price:
             return ()
-        ahead = dataclasses.replace(copy)
+        ahead = CopyState(copy.source, copy.length, copy.kind, copy.insert, copy.edited_at)
         drafts: list[int] = []
         while probability > price and len(drafts) < MAX_DRAFTS:
             if ahead.source >= len(token_ids):
@@ -247,9 +254,12 @@ class NgramDrafter(Drafter):
         return (self._right[kind] + shared) / (self._tried[kind] + _SHARED_WEIGHT)
 
 
-def _character(token_id: int) -> str:
-    """A character that stands for a token; beyond Unicode's last, two tokens share one, and their guess is wrong."""
-    return chr(token_id % 0x110000)
+def _characters(token_ids: Sequence[int]) -> str:
+    """A character for each token. Beyond Unicode's last two tokens share one, and a guess may be wrong."""
+    try:
+        return "".join(map(chr, token_ids))
+    except ValueError:
+        return "".join(chr(token_id % NUM_CHARACTERS) for token_id in token_ids)
 
 
 class NgramSpeculation(Speculation):

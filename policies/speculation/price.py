@@ -21,7 +21,8 @@ FULL_ERROR = 0.1
 """An error of this share of the step moves an estimate as far as any larger one: a step may have been held up."""
 
 FORGET = 0.999
-"""What a step without guesses leaves of the measured price, so that one too high for any guess is measured again."""
+"""What a step without guesses leaves of a measured price above the first, so that one too high for any guess falls
+until it is measured again."""
 
 PLAIN_EVERY = 32
 """After so many steps with guesses one goes without, so that there is something to compare with."""
@@ -31,75 +32,74 @@ _COARSE = 8
 
 
 @dataclass(slots=True)
-class _Line:
-    """Duration of a step: ``step_s + row_s * guesses for each sequence``, each by descent of Huber's loss.
+class _Steps:
+    """Steps without guesses of one size.
 
-    Steps without guesses tell ``step_s``, the others ``row_s``: were both learned from both, steps with ever the same
-    number of guesses could not tell them apart.
+    Attributes:
+        step_s: Seconds of one.
+        num: How many were measured.
+        since: Steps with guesses since the latest.
     """
 
     step_s: float
-    row_s: float
-    num_plain: int = 0
-    num_drafted: int = 0
-    since_plain: int = PLAIN_EVERY
-
-    def add(self, x: float, duration_s: float) -> None:
-        """Adds a step with ``x`` guesses for each of its sequences."""
-        error_s = duration_s - self.step_s - self.row_s * x
-        if x:
-            self.num_drafted += 1
-            self.since_plain += 1
-            self.row_s += _move(error_s / max(1.0, x), self.step_s, self.num_drafted) * min(1.0, x)
-            self.row_s = max(0.0, self.row_s)
-        else:
-            self.num_plain += 1
-            self.since_plain = 0
-            moved_s = self.step_s + _move(error_s, self.step_s, self.num_plain)
-            self.row_s *= FORGET * moved_s / self.step_s
-            self.step_s = moved_s
-
-    @property
-    def ratio(self) -> float:
-        return math.inf if self.since_plain >= PLAIN_EVERY else max(LEAST_PRICE, self.row_s / self.step_s)
-
-
-def _move(error_s: float, step_s: float, num: int) -> float:
-    share = max(-1.0, min(1.0, error_s / (FULL_ERROR * step_s)))
-    return max(RATE, FIRST_RATE / num) * step_s * share
+    num: int = 0
+    since: int = 0
 
 
 class StepPrice:
-    """Steps of each number of sequences have a line of their own: a row costs much where few rows share the weights.
+    """Steps without guesses give the seconds of a step of each size, the others the seconds of a further row.
 
-    ``add`` and ``ratio`` are O(1); there are as many lines as sizes of steps, from 16 on one for each eight.
+    Were both learned from both, steps with ever the same number of guesses could not tell them apart. The seconds of a
+    row hold for all sizes of steps; its price does not, since many sequences share what a step costs in any case.
+
+    ``add`` and ``ratio`` are O(1); there are as many entries as sizes of steps, from 16 on one for each eight.
     """
 
     def __init__(self) -> None:
-        self._lines: dict[int, _Line] = {}
-        self._price = FIRST_PRICE
+        self._steps: dict[int, _Steps] = {}
+        self._row_s = -1.0  # below 0 while nothing is known
+        self._num_drafted = 0
 
     def add(self, num_seqs: int, num_drafts: int, duration_s: float) -> None:
         """Books a step; ``num_drafts`` are the guesses of all its sequences together."""
         if duration_s <= 0:
             return
-        x = num_drafts / num_seqs
-        key = _key(num_seqs)
-        line = self._lines.get(key)
-        if line is None:
-            step_s = duration_s / (1 + self._price * x)
-            line = self._lines[key] = _Line(step_s, self._price * step_s)
-        line.add(x, duration_s)
-        if x:
-            self._price = line.row_s / line.step_s
+        steps = self._steps.get(_key(num_seqs))
+        if num_drafts:
+            if steps is not None:
+                steps.since += 1
+                self._add_rows(num_drafts, duration_s - steps.step_s, steps.step_s / num_seqs)
+            return
+        if steps is None:
+            steps = self._steps[_key(num_seqs)] = _Steps(duration_s)
+        steps.num, steps.since = steps.num + 1, 0
+        steps.step_s += _move(duration_s - steps.step_s, steps.step_s, steps.num)
+        if self._row_s * num_seqs > FIRST_PRICE * steps.step_s:
+            self._row_s *= FORGET
+
+    def _add_rows(self, num_drafts: int, rows_s: float, token_s: float) -> None:
+        """Guesses took so many seconds where a token of a sequence takes ``token_s``."""
+        if self._row_s < 0:
+            self._row_s = FIRST_PRICE * token_s
+        self._num_drafted += 1
+        row_s = self._row_s + _move(rows_s / num_drafts - self._row_s, token_s, self._num_drafted)
+        self._row_s = max(0.0, row_s)
 
     def ratio(self, num_seqs: int) -> float:
         """Seconds of a guessed row, as a share of the step's seconds for each of its sequences.
 
         Infinity where a step without guesses has to be measured.
         """
-        line = self._lines.get(_key(num_seqs))
-        return math.inf if line is None else line.ratio
+        steps = self._steps.get(_key(num_seqs))
+        if steps is None or steps.since >= PLAIN_EVERY:
+            return math.inf
+        return FIRST_PRICE if self._row_s < 0 else max(LEAST_PRICE, self._row_s * num_seqs / steps.step_s)
+
+
+def _move(error_s: float, scale_s: float, num: int) -> float:
+    """How far the ``num``-th measurement moves an estimate that is off by ``error_s``."""
+    share = max(-1.0, min(1.0, error_s / (FULL_ERROR * scale_s)))
+    return max(RATE, FIRST_RATE / num) * scale_s * share
 
 
 def _key(num_seqs: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter
 from pydantic import BaseModel, Field
@@ -24,6 +24,10 @@ from services.api.schemas import StrictModel
 INGRESS = "ingress"
 MAX_COUNT = 1000
 MAX_NAME = 100
+MAX_PATH = 4096
+MAX_DRAIN_S = 86_400.0
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,21 @@ class DrainRequest(StrictModel):
 
     replica: str = Field(max_length=MAX_NAME)
     cancel: bool = False
+
+
+class UpgradeRequest(StrictModel):
+    """``POST /admin/upgrade``; ``model`` is a directory on the machine of the service."""
+
+    model: str = Field(min_length=1, max_length=MAX_PATH)
+    surge: bool = True
+    drain_s: float = Field(default=600.0, ge=0.0, le=MAX_DRAIN_S)
+
+
+class UpgradeReply(BaseModel):
+    """The weights that all replicas run."""
+
+    version: int
+    model: str
 
 
 class DrainReply(BaseModel):
@@ -97,11 +116,17 @@ def admin_routes(backend: GenerationBackend, administration: Administration) -> 
         counts = await _changed(backend.drain(body.replica, cancel=body.cancel), "not_drained")
         return DrainReply(replica=body.replica, drained=body.replica in counts.drained)
 
+    @router.post("/upgrade", responses=_ERRORS)
+    async def upgrade(body: UpgradeRequest) -> UpgradeReply:
+        change = backend.upgrade(body.model, surge=body.surge, drain_s=body.drain_s)
+        weights = await _changed(change, "not_upgraded")
+        return UpgradeReply(version=weights.version, model=weights.model_dir)
+
     return router
 
 
-async def _changed(change: Coroutine[Any, Any, ComponentCounts], code: str) -> ComponentCounts:
-    """The counts after a change.
+async def _changed(change: Coroutine[Any, Any, R], code: str) -> R:
+    """What a change returns.
 
     Args:
         code: Code of the error, if the change fails.

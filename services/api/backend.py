@@ -10,6 +10,7 @@ from core.messages.log import RequestTrace
 from core.messages.placement import PlacementView
 from core.messages.status import ComponentCounts, StatusReply
 from core.messages.tokens import TokenDelta
+from core.messages.weights import ServedWeights
 from core.request import Request
 from services.api.text.prompts import PromptText
 
@@ -93,6 +94,15 @@ class GenerationBackend(Protocol):
         Raises:
             InvalidValueError: There is no such replica, or no other one would be left.
             FarsightError: The change failed.
+        """
+        ...
+
+    async def upgrade(self, model_dir: str, *, surge: bool, drain_s: float) -> ServedWeights:
+        """Replaces the weights of all replicas.
+
+        Raises:
+            InvalidValueError: The model cannot take the place of the running one.
+            FarsightError: The change failed; all replicas run the old weights.
         """
         ...
 

@@ -1,8 +1,9 @@
-"""The clients of ``farsight scale`` and ``farsight drain``: ask the running server, then wait for slow changes."""
+"""The clients of commands that change a running server: they ask it, then wait for slow changes."""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 from actors.runtime.names import SCALABLE
 from core.errors import InvalidValueError
@@ -49,6 +50,19 @@ def drain_replica(url: str, token: str, replica: str, *, cancel: bool) -> str:
     reply = ask(url, "/admin/drain", SCALE_TIMEOUT_S, token, {"replica": replica, "cancel": cancel})
     state = "drained" if reply["drained"] else "takes requests"
     return f"replica {replica}: {state} after {time.monotonic() - began:.1f} s"
+
+
+def upgrade_service(url: str, token: str, model: str, *, surge: bool, drain_s: float) -> str:
+    """Replaces the weights of a running service, and returns one line about it.
+
+    Raises:
+        FarsightError: An argument is wrong, the server refuses, or no server answers.
+    """
+    began = time.monotonic()
+    directory = str(Path(model).expanduser().absolute())
+    body = {"model": directory, "surge": surge, "drain_s": drain_s}
+    reply = ask(url, "/admin/upgrade", SCALE_TIMEOUT_S + drain_s, token, body)
+    return f"all replicas run {reply['model']} (version {reply['version']}) after {time.monotonic() - began:.1f} s"
 
 
 def _wait_ingress(url: str, token: str, count: int) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable
+from typing import Protocol
 
-from actors.runtime.peer import PeerBook, PeerLost
+from actors.runtime.peer import LOOK_AGAIN_S, PeerBook, PeerLost
 from core.messages.drains import IngressReport
 from services.api.readiness import Readiness
 
@@ -19,6 +19,20 @@ SUPERVISED_S = 5.0
 STOPPED = "the server is stopping, and the time for requests to end is over"
 
 
+class Streams(Protocol):
+    """The open requests of an ingress replica."""
+
+    @property
+    def model_version(self) -> int: ...
+
+    @property
+    def oldest_version(self) -> int: ...
+
+    async def use_weights(self, version: int, oldest: int) -> None: ...
+
+    def end_streams(self, reason: str) -> None: ...
+
+
 class Attendance:
     """Reports to the Supervisor until it is cancelled.
 
@@ -26,34 +40,47 @@ class Attendance:
     was told whatever is still open. Neither needs the Supervisor to go on.
 
     Args:
-        end_streams: Ends all open requests with an error that holds the given reason.
+        streams: The open requests, and the weights for new ones.
     """
 
-    def __init__(self, peers: PeerBook, readiness: Readiness, end_streams: Callable[[str], None]) -> None:
+    def __init__(self, peers: PeerBook, readiness: Readiness, streams: Streams) -> None:
         self._supervisor = peers.supervisor()
         self._readiness = readiness
-        self._end_streams = end_streams
+        self._streams = streams
         self._ingress_id = uuid.uuid4().hex
         self._ends_at = 0.0
         self._end: asyncio.TimerHandle | None = None
+
+    async def join(self) -> None:
+        """Returns once a Supervisor has answered: before that the weights for new requests are not known."""
+        while not await self.attend():  # noqa: ASYNC110, it asks another process
+            await asyncio.sleep(LOOK_AGAIN_S)
 
     async def run(self) -> None:
         while True:
             await self.attend()
             await asyncio.sleep(ATTEND_S)
 
-    async def attend(self) -> None:
-        """One report."""
+    async def attend(self) -> bool:
+        """One report; whether the Supervisor has answered."""
         readiness = self._readiness
-        report = IngressReport(self._ingress_id, readiness.num_open, readiness.is_draining)
+        report = IngressReport(
+            self._ingress_id,
+            readiness.num_open,
+            readiness.is_draining,
+            self._streams.model_version,
+            self._streams.oldest_version,
+        )
         try:
             async with asyncio.timeout(SUPERVISED_S):
                 orders = await self._supervisor.attend(report)
+                readiness.attended()
+                await self._streams.use_weights(orders.model_version, orders.oldest_version)
         except (PeerLost, TimeoutError):
-            return
-        readiness.attended()
+            return False
         if orders.drain_s is not None:
             self._drain(orders.drain_s)
+        return True
 
     def _drain(self, drain_s: float) -> None:
         """A later order may end the drain sooner, never later."""
@@ -64,4 +91,4 @@ class Attendance:
             return
         if self._end is not None:
             self._end.cancel()
-        self._ends_at, self._end = ends_at, loop.call_at(ends_at, self._end_streams, STOPPED)
+        self._ends_at, self._end = ends_at, loop.call_at(ends_at, self._streams.end_streams, STOPPED)

@@ -33,6 +33,7 @@ from core.messages.placement import PlacementView
 from core.messages.requests import Keys, Refusal, Submit
 from core.messages.status import ComponentCounts, ComponentStatus, Scale, StatusReply
 from core.messages.tokens import TokenDelta, TokenPoll
+from core.messages.weights import ServedWeights, Upgrade
 from core.request import Request
 from kvcache.block_manager import hash_blocks, salted_root
 from services.api.backend import ModelInfo
@@ -41,7 +42,8 @@ from services.ingress.explanations import Explanations
 from services.ingress.ledger import FirstCheck, RequestLedger, TooMuch
 from services.ingress.overview import Overview
 from services.ingress.predictor_client import PredictorClient
-from services.ingress.streams import ClientStream, TokenInbox
+from services.ingress.streams import ClientStream, TokenInbox, fail_stream
+from services.ingress.versions import VersionedStreams
 
 ANNOUNCE_S = 0.5
 """How often the Router hears what is open here, and says what is lost."""
@@ -61,7 +63,7 @@ OWN_ENGINE_S = 1.0
 logger = logging.getLogger(__name__)
 
 
-class EngineClient:
+class EngineClient(VersionedStreams):
     """A ``GenerationBackend`` over the Router and the model workers.
 
     Args:
@@ -163,6 +165,7 @@ class EngineClient:
             request,
             request_id=f"{self._ingress_id}-{next(self._ids)}",
             ingress_id=self._ingress_id,
+            model_version=self.model_version,
             prefix_hashes=self._prefix_hashes(request),
             source=text.source if self._sends_text and text is not None else None,
         )
@@ -194,7 +197,7 @@ class EngineClient:
             return
         self._ledger.close(request_id, time.monotonic())
         where = f"it was on {replica}" if replica else "no replica takes requests"
-        self._fail(stream, stream.attempts, f"no token within {waited_s:.0f} s; {where}")
+        fail_stream(stream, stream.attempts, f"no token within {waited_s:.0f} s; {where}")
         self._outgoing_due.set()
 
     def _prefix_hashes(self, request: Request) -> tuple[int, ...]:
@@ -371,25 +374,9 @@ class EngineClient:
         for given_up in self._ledger.take_given_up():
             stream = self._streams.get(given_up.request_id)
             if stream is not None:  # else its client has left
-                self._fail(stream, given_up.attempts, given_up.reason)
+                fail_stream(stream, given_up.attempts, given_up.reason)
         if self._ledger.has_outgoing:
             self._outgoing_due.set()
-
-    def end_streams(self, reason: str) -> None:
-        """Ends every open request with an error, for a service that stops."""
-        for stream in list(self._streams.values()):
-            if self._ledger.replica_of(stream.request.request_id) is not None:  # else its end is on its way
-                self._ledger.close(stream.request.request_id, time.monotonic())
-                self._fail(stream, stream.attempts, reason)
-        self._outgoing_due.set()
-
-    @staticmethod
-    def _fail(stream: ClientStream, attempts: int, reason: str) -> None:
-        """Ends it, behind what has come."""
-        if stream.trouble:
-            reason = f"{reason}; {stream.trouble}"
-        stream.reason = "error"
-        stream.deltas.put(TokenDelta(stream.request.request_id, attempts, 0, (), "", "error", reason))
 
     def _measure(self, stream: ClientStream, delta: TokenDelta, now: float) -> None:
         count = delta.num_tokens
@@ -473,6 +460,14 @@ class EngineClient:
             InvalidValueError: there is no such replica, or no other one would be left.
         """
         return await self._peers.supervisor().drain_replica(DrainReplica(replica, cancel))
+
+    async def upgrade(self, model_dir: str, *, surge: bool, drain_s: float) -> ServedWeights:
+        """Replaces the weights of all replicas; answers when all run the new ones.
+
+        Raises:
+            InvalidValueError: the model cannot take the place of the running one.
+        """
+        return await self._peers.supervisor().upgrade(Upgrade(model_dir, surge, drain_s))
 
     async def scale(self, kind: str, count: int) -> ComponentCounts:
         """How many of what there are from now on; answers when they are there, or gone.

@@ -189,3 +189,11 @@ class ClientStream(OpenStream):
             ttft_s=self.ttft_s,
             jct_s=now - self.began,
         )
+
+
+def fail_stream(stream: ClientStream, attempts: int, reason: str) -> None:
+    """Ends it, behind what has come."""
+    if stream.trouble:
+        reason = f"{reason}; {stream.trouble}"
+    stream.reason = "error"
+    stream.deltas.put(TokenDelta(stream.request.request_id, attempts, 0, (), "", "error", reason))

@@ -24,17 +24,27 @@ _MAKE_A_KEY = (
     "`farsight serve --key-file keys.json`; `--insecure` serves every client that reaches the address"
 )
 
+_MAKE_A_KEY_THERE = (
+    f"127.0.0.1, or keys: access.key_file on every node, or {API_KEY_VARIABLE} in the cluster's environment; "
+    "access.insecure = true serves every client that reaches the address"
+)
 
-def check_door(config: FarsightConfig, environment: Mapping[str, str]) -> list[str]:
+
+def check_door(config: FarsightConfig, environment: Mapping[str, str], deployed_at: str = "") -> list[str]:
     """Checks keys, key file and TLS files; returns what the operator should know.
+
+    Args:
+        deployed_at: The address that the Ray cluster's proxies listen on, under ``serve deploy``.
 
     Raises:
         ConfigError: A setting leaves the server open to other machines, or a file cannot be used.
     """
-    access, host = config.access, config.server.host
+    access, host = config.access, deployed_at or config.server.host
     api_key = environment.get(API_KEY_VARIABLE, "")
     uses_keys = bool(access.key_file or api_key)
     if not is_loopback(host) and not uses_keys and not access.insecure:
+        if deployed_at:
+            raise ConfigError("http_options.host", host, _MAKE_A_KEY_THERE)
         raise ConfigError("server.host", host, _MAKE_A_KEY)
     if api_key and (len(api_key) < MIN_KEY_LEN or not api_key.isascii() or not api_key.isprintable() or " " in api_key):
         found = f"{len(api_key)} characters"

@@ -102,6 +102,13 @@ class TraceRow:
             raise self.error(f"{name} is not a whole number of at least 1: {number:g}")
         return int(number)
 
+    def weight(self) -> float:
+        """The column ``weight``: a finite number above 0."""
+        number = self._number("weight")
+        if number <= 0:
+            raise self.error(f"weight is not above 0: {number:g}")
+        return number
+
     def integer(self, name: str) -> int:
         """A whole number of any sign."""
         number = self._number(name)
@@ -158,7 +165,8 @@ def read_trace(path: Path, format_name: str | None = None, max_new_tokens: int |
 
     Args:
         format_name: ``azure``, ``mooncake``, or ``own`` (JSON lines of arrived_at, prompt_len, output_len and, if
-            wanted, max_new_tokens, prefix, app, priority, deadline_s); ``None`` finds out by the first line.
+            wanted, max_new_tokens, prefix, app, priority, deadline_s, tenant, weight); ``None`` finds out by the first
+            line.
         max_new_tokens: The clients' limit if the file has none; ``None`` takes the file's longest output. Longer
         outputs end there.
 
@@ -255,6 +263,8 @@ def _own(row: TraceRow, app: str) -> SimRequest:
         app=row.text("app") if "app" in given else app,
         priority=row.integer("priority") if "priority" in given else 0,
         deadline_s=row.seconds("deadline_s") if given.get("deadline_s") is not None else None,
+        tenant=row.text("tenant") if "tenant" in given else "",
+        weight=row.weight() if "weight" in given else 1.0,
     )
 
 

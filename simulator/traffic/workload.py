@@ -20,6 +20,7 @@ class SimRequest:
         prefix: Names of the prompt's shareable blocks, from the first token on.
         app: The kind of request, for tables.
         forecast: The predictor's forecast.
+        tenant, weight: As in ``Request``.
     """
 
     request_id: str
@@ -32,6 +33,8 @@ class SimRequest:
     priority: int = 0
     deadline_s: float | None = None
     forecast: Forecast | None = None
+    tenant: str = ""
+    weight: float = 1.0
 
 
 Workload = Sequence[SimRequest]
@@ -54,6 +57,8 @@ def as_request(arrival: SimRequest, prefix_hashes: tuple[int, ...] = ()) -> Requ
         deadline_s=arrival.deadline_s,
         forecast=arrival.forecast,
         prefix_hashes=prefix_hashes,
+        tenant=arrival.tenant,
+        weight=arrival.weight,
     )
 
 

@@ -44,6 +44,7 @@ ROLES: Mapping[str, Access] = {
     "/placement": Role.OBSERVE,
     "/admin/scale": Role.ADMIN,
     "/admin/drain": Role.ADMIN,
+    "/admin/upgrade": Role.ADMIN,
 }
 """By the path template of the route. A new route of the application needs a line here."""
 

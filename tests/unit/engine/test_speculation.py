@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from actors.worker import step_loop
+from actors.worker.step_loop import Step, StepLoop
 from core.config.engine import EngineConfig
 from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError
@@ -46,12 +48,14 @@ class Oracle(Speculation):
 
     Attributes:
         answers: Prompt and output of each request.
+        not_before: Tokens that a request must have.
     """
 
     answers: Iterable[Sequence[int]]
     spoil: float
     rng: random.Random = field(default_factory=lambda: random.Random(7))
     guesses: int = 0
+    not_before: int = 0
 
     def open(self) -> Drafter:
         return OracleDrafter(self)
@@ -70,6 +74,8 @@ class OracleDrafter(Drafter):
     def draft(self, token_ids: Sequence[int], price: float) -> Sequence[int]:
         rng = self.oracle.rng
         known = list(token_ids)
+        if len(known) < self.oracle.not_before:
+            return ()
         for answer in self.oracle.answers:
             if list(answer[: len(known)]) == known:
                 guess = [*answer[len(known) : len(known) + rng.randint(0, 6)], *(5, 6, 7)[: rng.randint(0, 3)]]
@@ -176,6 +182,26 @@ def test_a_perfect_guess_saves_its_step(make_engine: Callable[..., Engine], plai
         num_steps += 1
     assert tokens == MAX_TOKENS
     assert num_steps == MAX_TOKENS - engine.worker.speculation.counts.accepted < MAX_TOKENS / 2
+
+
+def test_steps_that_are_got_ready_leave_room_for_guesses(
+    make_engine: Callable[..., Engine], plain: dict[str, list[Completion]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop of a server begins a step before the one before it is booked, but not where one may be guessed for."""
+    monkeypatch.setattr(step_loop, "LEAST_TO_LOOK_AHEAD", 1)
+    engine = make_engine()
+    engine.worker.speculation = DraftedSteps(Oracle(list(known_answers(plain)), 0.2, not_before=28))
+    order = [engine.submit(prompt, SAMPLINGS["drawn"]) for prompt in prompts()]
+    got: dict[str, list[int]] = {request_id: [] for request_id in order}
+
+    def keep(step: Step) -> None:
+        for output in engine.worker.render(step.emissions) + step.failures:
+            assert output.delta.start == len(got[output.delta.request_id])
+            got[output.delta.request_id] += output.delta.token_ids
+
+    StepLoop(engine.worker, keep, on_abort=lambda outputs: None).run()
+    assert [tuple(got[request_id]) for request_id in order] == [each.token_ids for each in plain["drawn"]]
+    assert engine.worker.speculation.counts.accepted > 4
 
 
 @pytest.mark.parametrize(

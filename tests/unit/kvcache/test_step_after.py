@@ -156,3 +156,16 @@ def test_there_may_be_no_block_for_the_step_ahead() -> None:
     assert worker.begin_after(batch) is None
     worker.commit(batch)
     assert worker.next_batch() is None and worker.short_blocks == 2
+
+
+def test_who_waits_for_a_block_of_this_step_may_join_the_next() -> None:
+    worker = make(20)
+    worker.share_prefixes(lambda name, count: hash_blocks([1] * 20, BLOCK)[:count])
+    worker.apply_plan(plan(1, slot("0", prompt=3, out=9)))
+    worker.commit(worker.next_batch() or StepBatch(()))
+    worker.apply_plan(plan(2, slot("0", prompt=3, out=9), slot("1", prompt=10)))
+    batch = worker.next_batch()
+    assert chosen(batch) == [("0", 3, 1, True, 1)], "it completes the first block"
+    assert batch is not None and worker.step_after(batch) is None
+    worker.commit(batch)
+    assert [each[:3] for each in chosen(worker.next_batch())] == [("0", 4, 1), ("1", 4, 6)]

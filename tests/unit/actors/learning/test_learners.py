@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -100,6 +101,19 @@ async def test_it_learns_what_is_written_and_only_outputs_that_came_to_their_own
         assert (after.mean, after.version, after.source) == (20, 2, "history")
         assert gauge(component) == 20
     await store.stop()
+
+
+async def test_outputs_of_requests_that_came_before_the_weights_are_not_learned() -> None:
+    """``finished`` gives every request the same time of receipt."""
+    came_at = finished("0").received_at
+    log = Log()
+    log.output_lens = [7, 8, 9]
+    for since, num_samples in ((came_at, 3), (came_at + 0.1, 0)):
+        context = component_context("length-predictor-0", {LOG_STORE: log})
+        context = dataclasses.replace(context, site=dataclasses.replace(context.site, model_since=since))
+        component = LengthPredictor(context)
+        await component._catch_up()
+        assert (await forecast(component)).num_samples == num_samples
 
 
 async def test_of_a_long_log_only_the_end_is_read() -> None:

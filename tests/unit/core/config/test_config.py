@@ -10,6 +10,7 @@ import pytest
 
 from core.config.load import FarsightConfig, load_config
 from core.config.log import LogConfig
+from core.config.server import ServerConfig
 from core.errors import CapacityError, ConfigError
 
 
@@ -163,3 +164,10 @@ def test_a_wrong_replica_is_named(tmp_path: Path, text: str, field: str, hint: s
         load_config(write(tmp_path, text), {})
     assert caught.value.field == field
     assert hint in str(caught.value)
+
+
+def test_a_measurement_is_not_refused_for_what_waits() -> None:
+    """Bounds that are set stay as they are."""
+    measured = load_config(None, {"engine": {"benchmark_mode": True}, "server": {"max_queued_requests": 7}}).server
+    assert (measured.max_wait_s, measured.max_queued_tokens, measured.max_queued_requests) == (0.0, 2**40, 7)
+    assert load_config(None, {}).server == ServerConfig()

@@ -11,15 +11,15 @@ CENTERS = {8: 0, 4: 8}
 """What stands for 0 where there are no minima."""
 
 
-def round_rows(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """Activations float32 ``[m, k]`` as integers ``[m, k / group, group]`` and scales ``[m, k / group]``."""
+def round_rows(x: np.ndarray, group: int, most: int = 127) -> tuple[np.ndarray, np.ndarray]:
+    """Floats ``[m, k]`` as integers up to ``most``, ``[m, k / group, group]``, and scales ``[m, k / group]``."""
     groups = x.reshape(len(x), -1, group)
     largest = np.abs(groups).max(-1)
     lost, nothing = ~np.isfinite(largest), largest < F32(1e-30)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        factor = np.where(lost | nothing, F32(0), F32(127) / largest)
+        factor = np.where(lost | nothing, F32(0), F32(most) / largest)
         integers = np.rint(np.where(lost[..., None], F32(0), groups * factor[..., None])).astype(np.int64)
-        scales = np.where(lost, F32(np.nan), np.where(nothing, F32(0), largest / F32(127)))
+        scales = np.where(lost, F32(np.nan), np.where(nothing, F32(0), largest / F32(most)))
     return integers, scales
 
 

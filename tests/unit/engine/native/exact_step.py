@@ -14,7 +14,7 @@ from engine.checkpoint.quantized import QuantizedLinear
 from engine.checkpoint.weights import LayerWeights, Linear, Matrix, ModelWeights, Norm
 from engine.models.rotary import rotary_tables
 from tests.unit.engine.native.exact_fma import F32, fma
-from tests.unit.engine.native.exact_quantized import exact_product
+from tests.unit.engine.native.exact_quantized import exact_product, round_rows
 
 WIDTH = 16
 CHUNK = 128
@@ -75,9 +75,14 @@ def layer_norm(x: np.ndarray, norm: Norm, eps: float) -> np.ndarray:
 
 
 class ExactStep:
-    """A model whose rows are computed one way; ``dtype`` is that of the weights."""
+    """A model whose rows are computed one way; ``dtype`` is that of the weights.
 
-    def __init__(self, config: DecoderConfig, weights: ModelWeights, max_len: int) -> None:
+    Args:
+        int8_kv: Keys and values are kept in 8 bits (ADR 46).
+    """
+
+    def __init__(self, config: DecoderConfig, weights: ModelWeights, max_len: int, *, int8_kv: bool = False) -> None:
+        self._mixed = self._mix_integers if int8_kv else self._mix
         self._config = config
         self._weights = weights
         self._dtype = weights.embedding.dtype
@@ -130,9 +135,9 @@ class ExactStep:
         if layer.q_norm is not None and layer.k_norm is not None:
             query = rms_norm(query, _floats(layer.q_norm), config.norm_eps)
             key = rms_norm(key, _floats(layer.k_norm), config.norm_eps)
-        query, key, value = self._narrow(self._turn(query)), self._narrow(self._turn(key)), self._narrow(value)
+        query, key = self._turn(query), self._turn(key)
         key, value = (np.repeat(each, heads // kv_heads, 1) for each in (key, value))
-        return self._mix(query, key, value, window).reshape(len(normed), -1)
+        return self._mixed(query, key, value, window).reshape(len(normed), -1)
 
     def _turn(self, x: np.ndarray) -> np.ndarray:
         if self._tables is None:
@@ -144,6 +149,7 @@ class ExactStep:
 
     def _mix(self, query: np.ndarray, key: np.ndarray, value: np.ndarray, window: int | None) -> np.ndarray:
         """Causal attention; all ``[tokens, heads, head_dim]``."""
+        query, key, value = self._narrow(query), self._narrow(key), self._narrow(value)
         num_tokens, heads, head_dim = query.shape
         end = np.arange(1, num_tokens + 1)[:, None, None]
         begin = np.maximum(0, end - (window or num_tokens))
@@ -166,6 +172,37 @@ class ExactStep:
             result = self._chain(weights, values.transpose(1, 2, 0)[None], result * correction[..., None])
         return result * (F32(1) / total)[..., None]
 
+    def _mix_integers(self, query: np.ndarray, key: np.ndarray, value: np.ndarray, window: int | None) -> np.ndarray:
+        """The same with keys and values in 8 bits."""
+        num_tokens, heads, head_dim = query.shape
+        end = np.arange(1, num_tokens + 1)[:, None, None]
+        begin = np.maximum(0, end - (window or num_tokens))
+        (query, of_query), (key, of_key), (value, of_value) = (
+            round_heads(query, 32767),
+            round_heads(key, 127),
+            round_heads(value, 127),
+        )
+        highest, total = np.full((num_tokens, heads), -1e30, F32), np.zeros((num_tokens, heads), F32)
+        result = np.zeros((num_tokens, heads, head_dim), F32)
+        for first in range(0, num_tokens, CHUNK):
+            chunk = slice(first, first + CHUNK)
+            token = first + np.arange(len(key[chunk]))
+            seen = (token >= begin) & (token < end)
+            products = np.einsum("qhd,khd->qhk", query, key[chunk]).astype(F32)
+            scores = products * of_query[..., None] * of_key[chunk].T[None] * (F32(1) / np.sqrt(F32(head_dim)))
+            scores = np.where(seen, scores, F32(-1e30))
+            top = np.maximum(highest, scores.max(-1))
+            correction = exp(highest - top)
+            weights = np.where(seen, exp(scores - top[..., None]), F32(0))
+            lanes = np.zeros((num_tokens, heads, WIDTH), F32)
+            for vector in by_vector(weights):
+                lanes = lanes + vector
+            highest, total = top, total * correction + sum_lanes(lanes)
+            rounded, of_weights = round_heads(weights * of_value[chunk].T[None], 32767)
+            sums = np.einsum("qhk,khd->qhd", rounded, value[chunk])
+            result = fma(sums.astype(F32), of_weights[..., None], result * correction[..., None])
+        return result * (F32(1) / total)[..., None]
+
     def _chain(self, a: np.ndarray, b: np.ndarray, start: np.ndarray | None = None) -> np.ndarray:
         """``start`` + the sum of ``a * b`` over the last dimension, one ``fma`` after the other.
 
@@ -182,6 +219,12 @@ class ExactStep:
 
     def _narrow(self, x: np.ndarray) -> np.ndarray:
         return torch.from_numpy(x).to(self._dtype).float().numpy()
+
+
+def round_heads(x: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Floats ``[tokens, heads, n]`` as integers of the same shape and scales ``[tokens, heads]``."""
+    integers, scales = round_rows(x.reshape(-1, x.shape[-1]), x.shape[-1], most)
+    return integers.reshape(x.shape), scales.reshape(x.shape[:-1])
 
 
 def _floats(tensor: torch.Tensor) -> np.ndarray:

@@ -17,6 +17,6 @@ void probe(const FsQuantized* parts, int count, const float* bias, const float* 
           add);
 }
 
-// How the scales are kept: 0 float32, 1 bfloat16, 2 half.
+// How the scales are kept: 0 float32, 1 bfloat16, 2 half, 3 codes.
 int probe_scales(const FsQuantized* weights) { return smallest_type(*weights); }
 }

@@ -49,6 +49,7 @@ class Components:
         spare: Blocks beyond those that are needed: the context's length, so the table of angles, is another too.
         num_threads: Threads that compute the step.
         bits: What the weights are rounded to; 0 leaves them.
+        kv_dtype: As ``engine.kv_dtype``.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Components:
         spare: int = 0,
         num_threads: int = 1,
         bits: int = 0,
+        kv_dtype: str = "auto",
     ) -> None:
         self._rng = random.Random(seed)
         self._sequences = {str(i): _sequence(str(i), ids) for i, ids in enumerate(tokens)}
@@ -73,9 +75,10 @@ class Components:
             backend="native",
             num_threads=num_threads,
             bits=bits,
+            kv_dtype=kv_dtype,
         )
         for cache in (*self.runner.pool.keys, *self.runner.pool.values):
-            cache.fill_(float("nan"))
+            cache.view(torch.uint8).fill_(255)  # NaN, also as scales of integers
         free = list(range(num_blocks))
         self._rng.shuffle(free)
         self.tables = {
@@ -126,21 +129,28 @@ class Components:
         return self
 
     def kv(self, name: str) -> list[Tensor]:
-        """Keys and values of all layers by position, ``[tokens, kv_heads, head_dim]``; the layout is in attention.h."""
+        """Keys and values of all layers by position, ``[tokens, kv_heads, head_dim]``; in 8 bits the integers, then the
+        scales ``[tokens, kv_heads]``. The layouts are in kv_plain.h and kv_int8.h.
+        """
         pool, num_tokens = self.runner.pool, len(self._sequences[name].token_ids)
-        per_lane = 4 // pool.dtype.itemsize
-        found = []
+        head_dim = self.runner.config.head_dim
+        per_lane = 1 if pool.dtype == torch.float32 else 2
+        found, scales = [], []
         for is_key, cache in [(True, each) for each in pool.keys] + [(False, each) for each in pool.values]:
-            _, kv_heads, head_dim = cache.shape
+            kv_heads = cache.shape[1]
             blocks = cache.reshape(pool.num_blocks, kv_heads, -1)[self.tables[name]]
+            if pool.dtype == torch.int8:
+                of_blocks = blocks[..., BLOCK_SIZE * head_dim :].contiguous().view(torch.float32)
+                scales.append(of_blocks.transpose(1, 2).reshape(-1, kv_heads)[:num_tokens])
+                blocks = blocks[..., : BLOCK_SIZE * head_dim]
             if is_key:
-                parts = blocks.view(len(blocks), kv_heads, head_dim // per_lane, BLOCK_SIZE, per_lane)
+                parts = blocks.reshape(len(blocks), kv_heads, head_dim // per_lane, BLOCK_SIZE, per_lane)
                 parts = parts.permute(0, 3, 1, 2, 4)
             else:
-                parts = blocks.view(len(blocks), kv_heads, BLOCK_SIZE // per_lane, head_dim, per_lane)
+                parts = blocks.reshape(len(blocks), kv_heads, BLOCK_SIZE // per_lane, head_dim, per_lane)
                 parts = parts.permute(0, 2, 4, 1, 3)
             found.append(parts.reshape(-1, kv_heads, head_dim)[:num_tokens])
-        return found
+        return [*found, *scales]
 
 
 def _sequence(name: str, token_ids: list[int]) -> Sequence:

@@ -71,6 +71,12 @@ def random_weights(
     values = integers.to(torch.int8) if bits == 8 else pack_nibbles(integers)
 
     def floats(*shape: int) -> Tensor:
+        if scales == "codes":
+            factors = (torch.randn(n, k // 256, 1, generator=rng) * 0.001).half().float()
+            codes = torch.randint(
+                *((-128, 128) if group == 16 else (0, 64)), (n, k // 256, 256 // group), generator=rng
+            )
+            return (factors * codes).view(n, -1)
         found = torch.randn(shape, generator=rng) * 0.02
         return found.to(getattr(torch, scales)).float()
 
@@ -110,6 +116,26 @@ def test_every_bit_is_that_of_the_contract(probe: Probe, name: str) -> None:
         assert np.array_equal(probe(x, weights), exact)
         start = random_rows(m, n)
         assert np.array_equal(probe(x, weights, start=start), start + exact)
+
+
+CODED: dict[str, dict[str, Any]] = {
+    "Q4_K": {"bits": 4, "group": 32, "minima": True, "scales": "codes"},
+    "Q5_K": {"bits": 8, "group": 32, "minima": True, "scales": "codes"},
+    "Q6_K": {"bits": 8, "group": 16, "scales": "codes"},
+}
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_scales_that_are_codes_times_a_factor_stay_codes(probe: Probe, name: str) -> None:
+    """As in GGUF files: the outputs are those of the same scales in float32, in less memory."""
+    for n, m in ((1, 1), (67, 7), (128, 13)):
+        weights = random_weights(n, 512, **CODED[name])
+        assert probe.scale_type(weights) == 3  # type: ignore[attr-defined]
+        x = random_rows(m, 512)
+        exact = exact_product(x, weights, fused=probe.fused)  # type: ignore[attr-defined]
+        assert np.array_equal(probe(x, weights), exact)
+    weights.scales[0, 0] *= 1.001
+    assert probe.scale_type(weights) == 0  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("bits", [8, 4])

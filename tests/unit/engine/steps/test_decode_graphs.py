@@ -9,7 +9,7 @@ import gc
 import logging
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,7 @@ from engine.sequence import Sequence
 from engine.steps.backends import GraphBackend, TorchBackend
 from engine.steps.decode_graphs import DecodeGraphs, DecodeSize, StaticInputs
 from engine.steps.model_runner import ModelRunner
-from kvcache import StepItem
+from kvcache import StepBatch, StepItem
 from tests.unit.engine.driver import Driver
 
 BLOCK = 4
@@ -117,6 +117,36 @@ def test_replayed_steps_give_what_computed_ones_give(shape: str, runners: MakeRu
         found, expected = (driver.step(**dict.fromkeys(chosen, 1)) for driver in drivers)
         assert found == expected
     assert 0 < num_decoding == recorder.num_replayed
+
+
+def test_steps_that_were_got_ready_are_replayed_alike(runners: MakeRunners, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some with more rows than were recorded; tokens come late, or with ``go_on``."""
+    recorder = Recorder()
+    drivers = [Driver(runner) for runner in runners("gqa", recorder)]
+    compute = drivers[0].runner.execute
+    rng = random.Random(2)
+    names = [f"s{i}" for i in range(8)]
+
+    def get_ready(batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[int | None]:
+        if all(item.num_tokens == 1 and item.samples for item in batch.items):
+            last = [sequences[item.request_id].token_ids.pop() for item in batch.items]
+            assert drivers[0].runner.look_ahead(batch, sequences)
+            if rng.random() < 0.5:
+                drivers[0].runner.go_on(batch, last)
+            for item, token in zip(batch.items, last, strict=True):
+                sequences[item.request_id].token_ids.append(token)
+        return compute(batch, sequences)
+
+    monkeypatch.setattr(drivers[0].runner, "execute", get_ready)
+    for driver in drivers:
+        for i, name in enumerate(names):
+            driver.add(name, [5 + i + j for j in range(3 + i)], temperature=float(i % 2), seed=3)
+            driver.step(**{name: 3 + i})
+    for _ in range(30):
+        chosen = rng.sample(names, rng.randint(1, 8))
+        found, expected = (driver.step(**dict.fromkeys(chosen, 1)) for driver in drivers)
+        assert found == expected
+    assert recorder.num_replayed > 10
 
 
 def test_log_probabilities_come_with_replayed_steps(runners: MakeRunners) -> None:

@@ -256,6 +256,18 @@ def test_a_replica_whose_drain_ends_gets_what_waited() -> None:
     assert placements(handle(scheduler, ReplicaUp("a", ready()))) == {"a": ["r"]}
 
 
+def test_a_request_runs_on_its_own_weights_alone_and_waits_for_them() -> None:
+    scheduler = router(replicas="")
+    handle(scheduler, ReplicaUp("a", ready()))
+    handle(scheduler, ReplicaUp("b", replace(ready("w2"), model_version=1)))
+    first, second = request("r0"), replace(request("r1"), model_version=1)
+    assert arrive(scheduler, first, second) == {"a": ["r0"], "b": ["r1"]}
+    handle(scheduler, ReplicaAway("a"))
+    assert arrive(scheduler, request("r2")) == {}, "it is not refused, and does not go to other weights"
+    handle(scheduler, ReplicaGone("b"))
+    assert placements(handle(scheduler, ReplicaUp("a", ready()))) == {"a": ["r2"]}
+
+
 def test_a_replica_gone_takes_its_entries_with_it() -> None:
     scheduler = router(RoundRobin())
     arrive(scheduler, request("r0"), request("r1"))

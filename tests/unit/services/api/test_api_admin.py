@@ -1,4 +1,4 @@
-"""``POST /admin/scale`` and ``POST /admin/drain``: who may, and what comes back."""
+"""``POST /admin/scale``, ``/admin/drain`` and ``/admin/upgrade``: who may, and what comes back."""
 
 from __future__ import annotations
 
@@ -157,3 +157,38 @@ async def test_a_replica_that_must_stay_is_named(http: httpx.AsyncClient, backen
     backend.scale_error = ThroughRay("replica", "0", "one of several")
     reply = await drain(http, {"replica": "0"})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "replica")
+
+
+async def upgrade(http: httpx.AsyncClient, body: object, authorization: str = f"Bearer {TOKEN}") -> httpx.Response:
+    return await http.post("/admin/upgrade", json=body, headers={"Authorization": authorization})
+
+
+async def test_new_weights_are_named(http: httpx.AsyncClient, backend: ScriptedBackend) -> None:
+    assert (await upgrade(http, {"model": "/m", "surge": False})).json() == {"version": 1, "model": "/m"}
+    assert backend.scaled == [("/m", 0)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": ""},
+        {"model": "/" * 4097},
+        {"model": ["/m"]},
+        {"model": "/m\x00", "drain_s": -1},
+        {"drain_s": 1e30},
+        {"drain_s": "600"},
+        {"surge": 1},
+        {"weights": "/m"},
+    ],
+)
+async def test_a_wrong_order_to_upgrade_does_nothing(
+    http: httpx.AsyncClient, backend: ScriptedBackend, change: dict[str, object]
+) -> None:
+    reply = await upgrade(http, {"model": "/m"} | change)
+    assert (reply.status_code, set(reply.json()["error"])) == (400, {"message", "type", "param", "code"})
+    assert not backend.scaled
+
+
+async def test_without_the_token_no_weights_change(http: httpx.AsyncClient, backend: ScriptedBackend) -> None:
+    assert (await upgrade(http, {"model": "/m"}, "Bearer wrong")).status_code == 401
+    assert not backend.scaled

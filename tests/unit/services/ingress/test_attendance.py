@@ -35,10 +35,24 @@ class Clock:
         return self.now
 
 
-def replica() -> tuple[Overseer, Readiness, Clock, list[str], Attendance]:
-    overseer, clock, ended = Overseer(), Clock(), list[str]()
+class OpenStreams:
+    """Notes what is done to open requests."""
+
+    def __init__(self) -> None:
+        self.ended: list[str] = []
+        self.model_version, self.oldest_version, self.oldest_served = 0, 0, 0
+
+    async def use_weights(self, version: int, oldest: int) -> None:
+        self.model_version, self.oldest_served = version, oldest
+
+    def end_streams(self, reason: str) -> None:
+        self.ended.append(reason)
+
+
+def replica() -> tuple[Overseer, Readiness, Clock, OpenStreams, Attendance]:
+    overseer, clock, streams = Overseer(), Clock(), OpenStreams()
     readiness = Readiness(SUPERVISED_S, clock)
-    return overseer, readiness, clock, ended, Attendance(cast(PeerBook, overseer), readiness, ended.append)
+    return overseer, readiness, clock, streams, Attendance(cast(PeerBook, overseer), readiness, streams)
 
 
 async def test_who_hears_no_supervisor_is_not_supervised() -> None:
@@ -53,17 +67,27 @@ async def test_who_hears_no_supervisor_is_not_supervised() -> None:
 
 
 async def test_an_order_is_kept_without_the_supervisor_and_ends_what_is_left() -> None:
-    overseer, readiness, _, ended, attendance = replica()
+    overseer, readiness, _, streams, attendance = replica()
     readiness.num_open = 2
     overseer.orders = IngressOrders(1000.0)
     await attendance.attend()
     overseer.orders = IngressOrders()  # of a new Supervisor that knows nothing of it yet
     await attendance.attend()
-    assert readiness.is_draining and not ended
+    assert readiness.is_draining and not streams.ended
     assert [report.is_draining for report in overseer.reports] == [False, True]
     overseer.orders = IngressOrders(0.0)
     await attendance.attend()
     overseer.orders = IngressOrders(500.0)
     await attendance.attend()
     await asyncio.sleep(0.01)
-    assert ended == [STOPPED]
+    assert streams.ended == [STOPPED]
+
+
+async def test_new_requests_follow_the_weights_that_the_supervisor_names() -> None:
+    overseer, _, _, streams, attendance = replica()
+    overseer.orders = IngressOrders(model_version=2, oldest_version=1)
+    await attendance.join()
+    assert (streams.model_version, streams.oldest_served) == (2, 1)
+    streams.oldest_version = 1
+    await attendance.attend()
+    assert [(each.model_version, each.oldest_version) for each in overseer.reports] == [(0, 0), (2, 1)]

@@ -225,3 +225,23 @@ async def test_a_death_takes_the_requests_of_its_own_clients_alone(tmp_path: Pat
         await theirs.end()
         await ours.end()
         await until(lambda: found.router.queue == num_held() == 0)
+
+
+async def test_an_upgrade_ends_open_requests_on_replaced_weights_alone(tmp_path: Path) -> None:
+    """Those that take too long; new requests wait for a replica with their weights, and go nowhere else."""
+    async with system(tmp_path / "system") as found, found.ingress() as client:
+        endless = unnamed_request(tuple(range(1, 9)), SamplingParams(ENDLESS, ignore_eos=True))
+        async with aclosing(client.stream(endless)) as old, aclosing(client.stream(endless)) as new:
+            await anext(old)
+            await client.use_weights(1, 0)
+            assert (client.model_version, client.oldest_version) == (1, 0)
+            waiting = asyncio.ensure_future(anext(new))
+            await until(lambda: found.router.queue == 2)
+            assert sum(len(each.requests) for each in found.router._machine._table.replicas()) == 1
+            await client.use_weights(1, 1)
+            ends = [delta async for delta in old][-1]
+            assert ends.finish_reason == "error" and "its weights were replaced" in (ends.error or "")
+            assert client.oldest_version == 1 and not waiting.done()
+            client.end_streams("the server is stopping")
+            assert "the server is stopping" in ((await waiting).error or "")
+        await until(lambda: found.router.queue == 0)

@@ -118,3 +118,11 @@ def test_a_wrong_setting_is_named(setting: dict[str, object]) -> None:
     (name,) = setting
     with pytest.raises(ConfigError, match=rf"access\.{name}"):
         load_config(None, {"access": setting})
+
+
+def test_a_deployment_to_other_machines_needs_a_key() -> None:
+    """Under ``serve deploy`` the address is the cluster's, whatever ``server.host`` says."""
+    with pytest.raises(ConfigError, match=r"http_options.host: got '0.0.0.0', expected 127.0.0.1, or keys"):
+        check_door(configured("127.0.0.1"), {}, "0.0.0.0")
+    assert len(check_door(configured("127.0.0.1"), {"FARSIGHT_API_KEY": GOOD_KEY}, "0.0.0.0")) == 1
+    assert check_door(configured("127.0.0.1"), {}, "127.0.0.1") == []

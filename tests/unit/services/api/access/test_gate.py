@@ -37,7 +37,7 @@ from tests.unit.services.api.access.access_support import (
 from tests.unit.services.api.api_support import MODEL, ScriptedBackend, delta
 from tests.unit.services.api.streams.stream_support import ShelfStore
 
-POSTS = {"/v1/completions", "/v1/chat/completions", "/admin/scale", "/admin/drain"}
+POSTS = {"/v1/completions", "/v1/chat/completions", "/admin/scale", "/admin/drain", "/admin/upgrade"}
 EXAMPLES = {"{model_id:path}": MODEL, "{response_id}": "cmpl-" + "0" * 32, "{stream_id}": "0" * 32}
 
 

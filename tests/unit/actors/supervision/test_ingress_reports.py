@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from actors.supervision.service_drain import FORGET_S, ServiceDrain
-from core.messages.drains import DrainProgress, DrainService, IngressOrders, IngressReport
+from actors.supervision.ingress_reports import FORGET_S, IngressReports
+from core.messages.drains import DrainProgress, DrainService, IngressReport
 
 ORDER = DrainService(30.0, 2)
 
@@ -13,14 +13,14 @@ def report(ingress_id: str, num_open: int = 0, *, is_draining: bool = True) -> I
 
 
 def test_without_an_order_ingress_replicas_go_on() -> None:
-    assert ServiceDrain().report(report("a", 3, is_draining=False), 0.0) == IngressOrders(None)
+    assert IngressReports().report(report("a", 3, is_draining=False), 0.0) is None
 
 
 def test_a_drain_is_over_when_every_ingress_replica_drains_and_has_nothing_open() -> None:
-    drain = ServiceDrain()
+    drain = IngressReports()
     drain.report(report("a", 1, is_draining=False), 0.0)
     assert drain.order(ORDER, 0.0) == DrainProgress(1, False)
-    assert drain.report(report("a", 1), 1.0) == IngressOrders(29.0)
+    assert drain.report(report("a", 1), 1.0) == 29.0
     drain.report(report("a"), 1.0)
     assert not drain.order(ORDER, 1.0).is_over, "the second ingress replica has not been heard"
     drain.report(report("b", is_draining=False), 1.0)
@@ -30,7 +30,7 @@ def test_a_drain_is_over_when_every_ingress_replica_drains_and_has_nothing_open(
 
 
 def test_an_ingress_replica_that_is_silent_is_forgotten_and_its_successor_counts() -> None:
-    drain = ServiceDrain()
+    drain = IngressReports()
     drain.report(report("a", 5), 0.0)
     drain.report(report("b"), FORGET_S + 1)
     assert drain.order(ORDER, FORGET_S + 1) == DrainProgress(0, False)
@@ -39,6 +39,6 @@ def test_an_ingress_replica_that_is_silent_is_forgotten_and_its_successor_counts
 
 
 def test_a_time_that_is_over_is_not_negative() -> None:
-    drain = ServiceDrain()
+    drain = IngressReports()
     drain.order(DrainService(1.0, 1), 0.0)
-    assert drain.report(report("a"), 5.0) == IngressOrders(0.0)
+    assert drain.report(report("a"), 5.0) == 0.0

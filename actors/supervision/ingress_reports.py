@@ -1,14 +1,14 @@
-"""Whether the whole service drains, and what its ingress replicas still have open: a state machine without a clock."""
+"""What the ingress replicas have open, and whether the whole service drains: a state machine without a clock."""
 
 from __future__ import annotations
 
-from core.messages.drains import DrainProgress, DrainService, IngressOrders, IngressReport
+from core.messages.drains import DrainProgress, DrainService, IngressReport
 
 FORGET_S = 3.0
 """An ingress replica that has not reported for so many seconds has ended, and its requests with it."""
 
 
-class ServiceDrain:
+class IngressReports:
     """Passes the launcher's order on to the ingress replicas, and their reports back.
 
     It keeps nothing that must survive: the launcher repeats its order, and an ingress replica that drains goes on to.
@@ -30,11 +30,19 @@ class ServiceDrain:
         all_done = all(report.is_draining and not report.num_open for report in reports)
         return DrainProgress(sum(report.num_open for report in reports), all_done and len(reports) >= order.num_ingress)
 
-    def report(self, report: IngressReport, now: float) -> IngressOrders:
-        """An ingress replica's report."""
+    def report(self, report: IngressReport, now: float) -> float | None:
+        """Takes a report; returns the seconds that are left of a drain, None without one."""
         self._reports[report.ingress_id] = now, report
         self._forget(now)
-        return IngressOrders(None if self._until is None else max(0.0, self._until - now))
+        return None if self._until is None else max(0.0, self._until - now)
+
+    def model_version(self) -> int | None:
+        """The lowest version that new requests get; None without an ingress replica."""
+        return min((report.model_version for _, report in self._reports.values()), default=None)
+
+    def oldest_version(self) -> int | None:
+        """The lowest version of an open request; None without an ingress replica."""
+        return min((report.oldest_version for _, report in self._reports.values()), default=None)
 
     def _forget(self, now: float) -> None:
         for ingress_id in [each for each, (heard_at, _) in self._reports.items() if now - heard_at > FORGET_S]:

@@ -1,0 +1,248 @@
+"""Replaces the weights of all replicas while they serve; no stream is continued on other weights."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import filecmp
+import json
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Protocol
+
+import ray
+
+from actors.runtime.cluster_store import ClusterStore
+from actors.runtime.names import is_length_predictor, length_predictor_name, own_replicas, rank_of
+from actors.runtime.peer import Site
+from actors.runtime.rank_groups import gpus_per_rank
+from actors.supervision.counts import without_drains
+from core.codec import decode, encode
+from core.config.load import FarsightConfig
+from core.errors import FarsightError, MessageError
+from core.messages.status import ComponentCounts
+from core.messages.weights import ServedWeights, Upgrade, WeightsState
+
+LOOK_S = 0.1
+HEARD_S = 10.0
+"""Seconds in which every ingress replica that lives has heard of a change."""
+
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+"""Files that ingress replicas read once: an upgrade may not change them."""
+
+_STATE = "weights"
+_MAX_CONFIG_BYTES = 1 << 20
+
+
+class Ingresses(Protocol):
+    """What the ingress replicas have reported."""
+
+    def model_version(self) -> int | None:
+        """The lowest version that new requests get; None without an ingress replica."""
+
+    def oldest_version(self) -> int | None:
+        """The lowest version of an open request; None without an ingress replica."""
+
+
+class RollingUpgrade:
+    """The weights of each replica, and the change from one version to the next.
+
+    Each step is stored before it is taken, so a later Supervisor goes on where this one ended. The order of the steps:
+    one more replica starts on the new weights; half of the others follow, one after the other, while their requests
+    move to the rest; then new requests go to the new weights; then the rest follows, the last one when every
+    request on the old weights has ended.
+
+    Args:
+        model_dir: What the service started with.
+        counts: The desired numbers now.
+        change: Makes them so; raises FarsightError if a component cannot start.
+        renew: Ends a host, which then starts again with what ``site_of`` says.
+    """
+
+    def __init__(
+        self,
+        store: ClusterStore,
+        model_dir: str,
+        ingresses: Ingresses,
+        counts: Callable[[], ComponentCounts],
+        change: Callable[[ComponentCounts], Awaitable[None]],
+        renew: Callable[[str], None],
+    ) -> None:
+        self._store = store
+        self._ingresses = ingresses
+        self._counts = counts
+        self._change = change
+        self._renew = renew
+        self.state = WeightsState(((0, model_dir),))
+
+    async def load(self) -> None:
+        """Goes on from what an earlier Supervisor has stored."""
+        data = await self._store.get(_STATE)
+        if data is not None:
+            self.state = decode(data, WeightsState)
+
+    @property
+    def is_under_way(self) -> bool:
+        return bool(self.state.version_of)
+
+    def served(self) -> ServedWeights:
+        state = self.state
+        return ServedWeights(state.current, state.dir_of(state.current))
+
+    def site_of(self, host: str, site: Site) -> Site:
+        """What a host is started with: one that computes gets the weights of its replica."""
+        if is_length_predictor(host):
+            return dataclasses.replace(site, model_since=self.state.since)
+        rank = rank_of(host)
+        if rank is None:
+            return site
+        version = self.state.of(rank[0])
+        return dataclasses.replace(site, model_dir=self.state.dir_of(version), model_version=version)
+
+    async def begin(self, order: Upgrade) -> None:
+        """Stores that an upgrade is under way; nothing else has changed.
+
+        Raises:
+            MessageError: The new model cannot take the place of the running one.
+        """
+        counts = self._counts()
+        replicas = own_replicas(counts)
+        if not replicas:
+            raise MessageError("model", order.model_dir, "no upgrade: no replica of our own engine runs")
+        await asyncio.to_thread(check_model, Path(self.state.dir_of(self.state.current)), order.model_dir)
+        surge = str(counts.replicas) if order.surge else ""
+        await self._save(self.state.begun(order.model_dir, replicas, surge, order.drain_s))
+
+    async def run(self) -> None:
+        """Takes all steps that are left.
+
+        Raises:
+            FarsightError: A replica cannot start on the new weights; all run on the old ones again.
+        """
+        if self.state.target != self.state.current:
+            try:
+                await self._before_switch()
+            except FarsightError:
+                await self._go_back()
+                raise
+            await self._save(dataclasses.replace(self.state, current=self.state.target))
+        await self._until_heard(self._ingresses.model_version)
+        if not self.state.since_of_current:
+            await self._save(dataclasses.replace(self.state, since=time.time()))
+            self._renew_predictors()
+            await self._save(dataclasses.replace(self.state, since_of_current=True))
+        await self._after_switch()
+
+    async def _before_switch(self) -> None:
+        state, counts = self.state, self._counts()
+        if state.surge and counts.replicas <= int(state.surge):
+            await self._change(dataclasses.replace(counts, replicas=int(state.surge) + 1))
+        replicas = self._rolled()
+        for replica in replicas[: len(replicas) // 2]:
+            await self._restart(replica, state.target)
+
+    async def _after_switch(self) -> None:
+        target = self.state.target
+        old = [replica for replica in self._rolled() if self._is_left(replica)]
+        for replica in old[:-1]:
+            await self._restart(replica, target)
+        for replica in old[-1:]:
+            await self._end_old_requests()
+            await self._restart(replica, target)
+        if self.state.surge and self._counts().replicas > int(self.state.surge):
+            await self._change(dataclasses.replace(self._counts(), replicas=int(self.state.surge)))
+        await self._save(self.state.ended())
+
+    async def _end_old_requests(self) -> None:
+        """Waits until the last request on old weights has ended; those that take too long end with an error."""
+        if not await self._until(self._ingresses.oldest_version, self.state.drain_s):
+            await self._save(dataclasses.replace(self.state, oldest=self.state.target))
+            await self._until_heard(self._ingresses.oldest_version)
+
+    async def _go_back(self) -> None:
+        """Every replica runs the old weights again, and the additional one ends."""
+        state = self.state
+        for replica in self._rolled():
+            if state.of(replica) == state.target:
+                await self._restart(replica, state.current)
+        if state.surge and self._counts().replicas > int(state.surge):
+            await self._change(dataclasses.replace(self._counts(), replicas=int(state.surge)))
+        await self._save(self.state.ended())
+
+    def _renew_predictors(self) -> None:
+        """They forget the lengths of outputs by other weights."""
+        for index in range(self._counts().length_predictors):
+            self._renew(length_predictor_name(index))
+
+    def _rolled(self) -> list[str]:
+        """The replicas that served when the upgrade began."""
+        return [replica for replica, _ in self.state.version_of if replica != self.state.surge]
+
+    def _is_left(self, replica: str) -> bool:
+        return self.state.of(replica) != self.state.target or replica in self._counts().drained
+
+    async def _restart(self, replica: str, version: int) -> None:
+        """Ends the processes of a replica, whose requests move, and starts them on other weights."""
+        counts = without_drains(self._counts(), replica)
+        await self._change(dataclasses.replace(counts, drained=(*counts.drained, replica)))
+        await self._save(self.state.with_replica(replica, version))
+        await self._change(counts)
+
+    async def _until_heard(self, version: Callable[[], int | None]) -> None:
+        await self._until(version, HEARD_S)
+
+    async def _until(self, version: Callable[[], int | None], seconds: float) -> bool:
+        """Whether all ingress replicas have come to the target version in time."""
+        deadline = time.monotonic() + seconds
+        while (seen := version()) is None or seen < self.state.target:
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(LOOK_S)
+        return True
+
+    async def _save(self, state: WeightsState) -> None:
+        self.state = state
+        await self._store.put(_STATE, encode(state))
+
+
+def check_room(config: FarsightConfig) -> None:
+    """Raises MessageError if one more replica would wait for a GPU for ever."""
+    needed = config.model.num_ranks * gpus_per_rank(config)
+    if not needed:
+        return
+    free = ray.available_resources().get("GPU", 0)  # type: ignore[no-untyped-call]
+    if free < needed:
+        raise MessageError("surge", True, f"{needed:g} free GPUs for one more replica, not {free:g}; `--no-surge`")
+
+
+def check_model(running: Path, wanted: str) -> None:
+    """Raises MessageError unless the wanted model is a directory with the text side of the running one."""
+    path = Path(wanted)
+    if not path.is_absolute() or not path.is_dir() or not running.is_dir():
+        expected = "the absolute path of a model directory on the machine of the service, which runs one as well"
+        raise MessageError("model", wanted, expected)
+    for name in TEXT_FILES:
+        if not _same(running / name, path / name):
+            expected = f"a model with the tokenizer of the running one ({name} differs); for another one start again"
+            raise MessageError("model", wanted, expected)
+    if _vocab_size(path) != _vocab_size(running):
+        raise MessageError("model", wanted, "a model with the vocab_size of the running one (config.json)")
+
+
+def _same(one: Path, other: Path) -> bool:
+    if not one.is_file() or not other.is_file():
+        return not one.exists() and not other.exists()
+    return filecmp.cmp(one, other, shallow=False)
+
+
+def _vocab_size(directory: Path) -> object:
+    """What config.json says; None where it says nothing that can be read."""
+    file = directory / "config.json"
+    try:
+        if not file.is_file() or file.stat().st_size > _MAX_CONFIG_BYTES:
+            return None
+        config = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return config.get("vocab_size") if isinstance(config, dict) else None

@@ -1,0 +1,97 @@
+"""Which weights the replicas of a service run, while they are replaced."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Upgrade:
+    """Ingress replica -> Supervisor: replaces the weights of all replicas.
+
+    Attributes:
+        model_dir: Directory of the new model; its tokenizer files are those of the running one.
+        surge: Whether one more replica runs meanwhile, so that new requests never wait.
+        drain_s: Seconds that the last requests on the old weights may take; the rest ends with an error.
+    """
+
+    model_dir: str
+    surge: bool = True
+    drain_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServedWeights:
+    """From the Supervisor.
+
+    Attributes:
+        version: Number of the weights that new requests run on; 0 are those that the service started with.
+        model_dir: Where they are.
+    """
+
+    version: int
+    model_dir: str
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsState:
+    """What a Supervisor leaves to its successor.
+
+    Attributes:
+        dirs: Model directory of each version in use.
+        num_versions: Versions so far; numbers of upgrades that failed are not used again.
+        version_of: The version of each replica that does not run ``current``.
+        current: Version of new requests.
+        oldest: Requests of lower versions are ended.
+        target: Version that all replicas are to run; ``current`` if no upgrade is under way.
+        surge: The additional replica while an upgrade is under way; empty for none.
+        drain_s: As of ``Upgrade``.
+        since: When every request on other weights had come in, in seconds since the epoch; 0 if there was none.
+        since_of_current: Whether ``since`` is known for the current version.
+    """
+
+    dirs: tuple[tuple[int, str], ...]
+    version_of: tuple[tuple[str, int], ...] = ()
+    current: int = 0
+    oldest: int = 0
+    target: int = 0
+    surge: str = ""
+    drain_s: float = 0.0
+    since: float = 0.0
+    since_of_current: bool = True
+    num_versions: int = 1
+
+    def of(self, replica: str) -> int:
+        """The version that a replica runs."""
+        return dict(self.version_of).get(replica, self.current)
+
+    def dir_of(self, version: int) -> str:
+        return dict(self.dirs)[version]
+
+    def with_replica(self, replica: str, version: int) -> WeightsState:
+        """That replica runs that version from its next start on."""
+        return dataclasses.replace(self, version_of=tuple((dict(self.version_of) | {replica: version}).items()))
+
+    def begun(self, model_dir: str, replicas: Iterable[str], surge: str, drain_s: float) -> WeightsState:
+        """An upgrade of these replicas is under way."""
+        target = self.num_versions
+        version_of = dict.fromkeys(replicas, self.current) | ({surge: target} if surge else {})
+        return dataclasses.replace(
+            self,
+            dirs=(*self.dirs, (target, model_dir)),
+            num_versions=target + 1,
+            version_of=tuple(version_of.items()),
+            target=target,
+            surge=surge,
+            drain_s=drain_s,
+            since_of_current=False,
+        )
+
+    def ended(self) -> WeightsState:
+        """All replicas run the current version, and there is no other."""
+        dirs = ((self.current, self.dir_of(self.current)),)
+        return dataclasses.replace(
+            self, dirs=dirs, version_of=(), oldest=self.current, target=self.current, surge="", since_of_current=True
+        )

@@ -1,0 +1,200 @@
+"""The steps of an upgrade: their order, what is left after a failure, and that a successor finishes them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from actors.runtime.cluster_store import ClusterStore
+from actors.runtime.names import own_replicas
+from actors.runtime.peer import Site
+from actors.supervision import upgrade as module
+from actors.supervision.upgrade import RollingUpgrade, check_model
+from core.config.load import FarsightConfig
+from core.errors import FarsightError, MessageError
+from core.messages.status import ComponentCounts
+from core.messages.weights import Upgrade, WeightsState
+from services.launch.launch import EMBEDDED_MODEL
+
+SITE = Site(FarsightConfig(), "", "fused")
+
+
+class Crash(Exception):
+    """The process of the Supervisor has ended."""
+
+
+class Fleet:
+    """What outlives a Supervisor: the store, the counts and the processes.
+
+    Attributes:
+        running: Replicas and the version of the weights that their processes were started with.
+        steps: Each change, as the versions that ran after it.
+    """
+
+    def __init__(self, replicas: int) -> None:
+        self.values: dict[str, bytes] = {}
+        self.counts = ComponentCounts(replicas, 1, 1, 0)
+        self.running = {str(index): 0 for index in range(replicas)}
+        self.steps: list[dict[str, int]] = []
+        self.renewed: list[str] = []
+        self.crash_in: int | None = None
+        self.broken_versions: set[int] = set()
+        self.hears = True
+        self.upgrade = self._supervisor()
+
+    def _supervisor(self) -> RollingUpgrade:
+        store = cast(ClusterStore, self)
+        return RollingUpgrade(
+            store, str(EMBEDDED_MODEL), self, lambda: self.counts, self.change, lambda host: self.renewed.append(host)
+        )
+
+    async def restarted(self) -> RollingUpgrade:
+        """A Supervisor that starts after a crash, and knows nothing but what is stored."""
+        self.upgrade = self._supervisor()
+        await self.upgrade.load()
+        return self.upgrade
+
+    async def get(self, key: str) -> bytes | None:
+        return self.values.get(key)
+
+    async def put(self, key: str, value: bytes) -> None:
+        self._maybe_crash()
+        self.values[key] = value
+
+    def model_version(self) -> int | None:
+        return self.upgrade.state.current
+
+    def oldest_version(self) -> int | None:
+        return self.upgrade.state.current if self.hears else self.upgrade.state.oldest
+
+    async def change(self, counts: ComponentCounts) -> None:
+        self._maybe_crash()
+        self.counts = counts
+        for replica in set(self.running) - set(own_replicas(counts)):
+            del self.running[replica]
+        for replica in own_replicas(counts):
+            version = self.upgrade.site_of(f"worker-{replica}", SITE).model_version
+            if self.running.setdefault(replica, version) in self.broken_versions:
+                del self.running[replica]
+                raise FarsightError(f"worker-{replica} cannot start")
+        self.steps.append(dict(self.running))
+
+    def _maybe_crash(self) -> None:
+        if self.crash_in is not None:
+            self.crash_in -= 1
+            if self.crash_in < 0:
+                self.crash_in = None
+                raise Crash
+
+
+async def run(fleet: Fleet, **order: Any) -> None:
+    await fleet.upgrade.begin(Upgrade(str(EMBEDDED_MODEL), **order))
+    await fleet.upgrade.run()
+
+
+async def test_half_of_the_replicas_follow_before_new_requests_do_and_the_rest_after() -> None:
+    fleet = Fleet(3)
+    await run(fleet)
+    assert fleet.steps == [
+        {"0": 0, "1": 0, "2": 0, "3": 1},
+        {"1": 0, "2": 0, "3": 1},
+        {"0": 1, "1": 0, "2": 0, "3": 1},
+        {"0": 1, "2": 0, "3": 1},
+        {"0": 1, "1": 1, "2": 0, "3": 1},
+        {"0": 1, "1": 1, "3": 1},
+        {"0": 1, "1": 1, "2": 1, "3": 1},
+        {"0": 1, "1": 1, "2": 1},
+    ]
+    assert fleet.renewed == ["length-predictor-0"]
+    state = fleet.upgrade.state
+    assert (state.current, state.oldest, state.version_of, len(state.dirs)) == (1, 1, (), 1)
+    assert fleet.upgrade.site_of("length-predictor-0", SITE).model_since == state.since > 0
+    assert fleet.upgrade.site_of("rank-0.1", SITE).model_version == 1
+    assert fleet.upgrade.site_of("control", SITE) is SITE
+
+
+@pytest.mark.parametrize("surge", [True, False])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+async def test_a_successor_finishes_what_a_crash_left(replicas: int, surge: bool) -> None:
+    """Whenever the Supervisor ends, and however often."""
+    num_crashes = 0
+    for crash_in in range(40):
+        fleet = Fleet(replicas)
+        await fleet.upgrade.begin(Upgrade(str(EMBEDDED_MODEL), surge))
+        fleet.crash_in = crash_in
+        try:
+            await fleet.upgrade.run()
+        except Crash:
+            num_crashes += 1
+            upgrade = await fleet.restarted()
+            await fleet.change(fleet.counts)  # it starts what is wanted and does not run
+            assert upgrade.is_under_way
+            await upgrade.run()
+        assert fleet.running == {str(index): 1 for index in range(replicas)}
+        assert fleet.counts == ComponentCounts(replicas, 1, 1, 0)
+        assert not fleet.upgrade.is_under_way
+    assert 3 <= num_crashes < 40
+
+
+@pytest.mark.parametrize("surge", [True, False])
+async def test_weights_that_do_not_start_leave_the_old_ones(surge: bool) -> None:
+    fleet = Fleet(2)
+    fleet.broken_versions = {1}
+    with pytest.raises(FarsightError, match="cannot start"):
+        await run(fleet, surge=surge)
+    assert fleet.running == {"0": 0, "1": 0}
+    assert (fleet.upgrade.state.current, fleet.upgrade.is_under_way) == (0, False)
+    fleet.broken_versions = set()
+    await run(fleet, surge=surge)
+    assert fleet.running == {"0": 2, "1": 2}, "the number of the failed version is not used again"
+
+
+async def test_requests_that_take_too_long_on_old_weights_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HEARD_S", 0.0)
+    fleet = Fleet(1)
+    fleet.hears = False
+    saved = []
+    put = fleet.put
+
+    async def watched(key: str, value: bytes) -> None:
+        await put(key, value)
+        saved.append(fleet.upgrade.state)
+
+    fleet.put = watched  # type: ignore[method-assign]
+    await run(fleet, drain_s=0.0)
+    ended = [state for state in saved if state.oldest == 1]
+    assert ended[0].of("0") == 0, "they are ended before their replica is"
+    assert fleet.running == {"0": 1}
+
+
+def test_the_state_is_what_a_successor_needs() -> None:
+    state = WeightsState(((0, "/a"),)).begun("/b", ["0", "1"], "2", 600.0)
+    assert [state.of(replica) for replica in ("0", "2", "9")] == [0, 1, 0]
+    assert dataclasses.replace(state, current=1).of("0") == 0, "a replica that has not followed runs the old weights"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        ("relative", "absolute path"),
+        ("/nowhere/at/all", "absolute path"),
+        ("/dev/null", "absolute path"),
+        ("/proc", "tokenizer.json differs"),
+    ],
+)
+def test_a_path_that_is_no_such_model_is_refused(wanted: str, words: str) -> None:
+    with pytest.raises(MessageError, match=words):
+        check_model(EMBEDDED_MODEL, wanted)
+
+
+@pytest.mark.parametrize("config", ["{", "[]", '{"vocab_size": 7}', "[" * 100_000])
+def test_another_vocabulary_is_refused(tmp_path: Path, config: str) -> None:
+    for name in module.TEXT_FILES:
+        if (EMBEDDED_MODEL / name).exists():
+            (tmp_path / name).write_bytes((EMBEDDED_MODEL / name).read_bytes())
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(MessageError, match="vocab_size"):
+        check_model(EMBEDDED_MODEL, str(tmp_path))
