@@ -163,7 +163,7 @@ async def test_a_request_that_was_admitted_wrongly_ends_with_an_error(tmp_path: 
         server=ServerConfig(max_wait_s=0.1, first_token_deadline_s=0.1),
     )
     async with asyncio.timeout(LONG_S), local_system(config) as found, found.ingress() as client:
-        client._first_check._check_delay = lambda: None  # type: ignore[method-assign]
+        client._first_check._check_delay = lambda: 0.0  # type: ignore[method-assign]
         first = client.stream(_endless(0))
         await anext(first)
         [last] = [delta async for delta in client.stream(_endless(1))]
