@@ -68,7 +68,7 @@ check-rest: setup-dev
 	$(VENV)/bin/ruff check $(CODE)
 	$(VENV)/bin/ruff format --check $(CODE)
 	$(VENV)/bin/lint-imports --no-cache
-	$(VENV)/bin/mkdocs build --strict --quiet
+	$(VENV)/bin/mkdocs build --strict
 	$(VENV)/bin/python -m tools.prose_check
 
 format: setup-dev ## Format and fix what can be fixed

@@ -1,4 +1,4 @@
-"""Tenants' turns in batch mode: nobody waits behind all of another tenant's requests, and no worker without reason."""
+"""Tenants' turns in batch mode: no request waits behind all of another tenant's, and no worker without reason."""
 
 from __future__ import annotations
 
