@@ -47,7 +47,7 @@ test-package: setup-dev ## Build the wheel, and the container where an engine ru
 	$(VENV)/bin/python -m pytest -q -m package tests/e2e/test_package.py $(ARGS)
 
 test-attack: setup-dev ## Attack a server with hostile clients and peers, at full volume: within 10 minutes
-	ATTACK_VOLUME=1 FUZZ_VOLUME=20 PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -q -m "attack and not gpu" tests $(ARGS)
+	ATTACK_VOLUME=1 FUZZ_VOLUME=20 $(PYTEST) -m "attack and not gpu" tests/attack tests/unit/services/api/test_api_fuzz.py $(ARGS)
 
 # The tests that start no server and no Ray, each at the volume of `make test`: within 25 minutes on four free cores.
 coverage: setup-dev ## Measure the branches that the pure tests take, and write docs/coverage.md

@@ -110,11 +110,8 @@ async def test_bodies_without_end(victim: Victim, volume: float, kind: str) -> N
                 writer.write(head + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n{}")
             else:
                 writer.write(head + b"Transfer-Encoding: chunked\r\n\r\n5\r\n[1,2,\r\n")
-            while kind == "endless chunks" and not writer.is_closing() and not reader.at_eof():
-                writer.write(b"10000\r\n" + b"[" * 65536 + b"\r\n")
-                await writer.drain()
-                if reader._buffer:  # type: ignore[attr-defined]
-                    break
+            if kind == "endless chunks":  # what a proxy takes of it before it stops reading
+                writer.write((b"10000\r\n" + b"[" * 65536 + b"\r\n") * 100)
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             victim.count(await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), LONG_S))
         writer.close()

@@ -29,7 +29,13 @@ TOKEN = "secret"
 VOLUME = int(os.environ.get("FUZZ_VOLUME", "1"))
 """``make test-long`` takes 4: 2,000 requests in all; ``make test-attack`` takes 20."""
 
-CASES = {"/v1/completions": 125 * VOLUME, "/v1/chat/completions": 112 * VOLUME, "/admin/scale": 13 * VOLUME}
+CASES = {
+    "/admin/drain": 3 * VOLUME,
+    "/v1/completions": 125 * VOLUME,
+    "/v1/chat/completions": 112 * VOLUME,
+    "/admin/scale": 7 * VOLUME,
+    "/admin/upgrade": 3 * VOLUME,
+}
 """Good ones and as many bad ones, by address."""
 
 
