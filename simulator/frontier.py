@@ -219,7 +219,7 @@ class MeanBound:
             step = scale * max(goal - value, 0.01 * goal) / norm
             prices = np.maximum(prices + step * excess, 0.0)
             late_price = max(0.0, late_price + step * too_late)
-        return best / self._num
+        return max(best / self._num, float(self._load.alone_s.mean()))  # no request is faster than alone
 
     def _first_prices(self) -> FloatArray:
         """Prices that are right where a request may be worked on by the whole resource at once: the smallest first.

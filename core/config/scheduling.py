@@ -25,7 +25,8 @@ class SchedulerConfig:
             request starves while short ones keep coming; a higher value raises the mean completion time.
         tail: How much of the mean completion time the order ``boosted`` gives for the slowest requests; above 0. At 0.1
             short requests go first almost always, and the longest wait for all of them; at 10 the order is almost
-            that of arrival. With 1 the slowest percent takes about a sixth longer than in order of arrival.
+            that of arrival. In simulated overloads 1 made the slowest percent take 2 to 21 % longer than in order of
+            arrival, for means that were 4 to 53 % lower.
         max_gap_ms: Longest gap between two tokens of a stream that the prompts of other requests may make, in
             milliseconds: so many prompt tokens go into a step as its measured cost allows. Streams that take more than
             half of it by themselves leave prompts as much time as they take. 0 for no bound but
@@ -49,7 +50,7 @@ class SchedulerConfig:
     execution: str = "ragged"
     gamma: float = 0.1
     tail: float = 1.0
-    max_gap_ms: float = 200.0
+    max_gap_ms: float = 0.0
     watermark: float = 0.95
     standby_slots: int = 16
     quantum_s: float = 0.02

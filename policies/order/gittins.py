@@ -89,7 +89,7 @@ class DecodePrice:
         return self.step.step_s(0, self.max_num_seqs, self.capacity)
 
     def seconds(self, context: FloatArray, tokens: FloatArray) -> FloatArray:
-        """Of ``tokens`` more tokens from ``context`` on, elementwise.
+        """The time of ``tokens`` more tokens from ``context`` on, elementwise.
 
         A sum over y in [context, context + tokens), which of y itself is tokens (context - 1/2 + tokens / 2). The
         maximum is flat up to y = M/B and linear from there.
@@ -149,7 +149,7 @@ class Gittins(Order):
     ``ranked`` O(k log k) and a few numpy operations over all jobs.
 
     Args:
-        price: Of tokens; base_s is shared by all that run.
+        price: The price of tokens; base_s is shared by all that run.
         theta: Hysteresis, >= 1.
         gamma: Ageing, >= 0.
 

@@ -18,7 +18,7 @@ NUM_REMEMBERED = 4096
 """Ended requests that a Scheduler still knows when asked: the last tokens may be on their way to the ingress."""
 
 LOOK_UPS = 64
-"""Requests looked up at one report at most: about half a millisecond. Of more that a change concerns, the oldest come
+"""Requests looked up at one report at most: about half a millisecond. Where a change concerns more, the oldest come
 first."""
 
 _Boundary = tuple[int, int]
@@ -90,7 +90,7 @@ class WorkerMirror:
         return self.keys()
 
     def keys(self) -> tuple[Key, ...]:
-        """Of all that is here."""
+        """The keys of all that is here."""
         return tuple((each.request_id, each.request.attempt) for each in self.requests.values())
 
     def knows(self, key: Key) -> bool:

@@ -136,7 +136,7 @@ class Selector:
         return self._starts_allowed
 
     def _keeps(self, job: Job) -> bool:
-        """Of admitted jobs that may be moved out, those stay that fit with one token more each."""
+        """Those admitted jobs that may be moved out stay that fit with one token more each."""
         used = self._used + job.prompt_len + job.output_len + 1
         if used > self.capacity and self._used:
             return False

@@ -86,9 +86,9 @@ class ServiceCounters:
 class FairShares:
     """Puts the jobs that an order ranks into the order of their tenants' turns.
 
-    Of one tenant's jobs, and where only one tenant has any, the order alone decides. Work-conserving: each walk yields
-    every job that the order would. Deadlines order the jobs of one tenant, not those of two; priorities are classes of
-    all tenants, within the range that each may use.
+    The order alone decides among one tenant's jobs, and where only one tenant has any. It is work-conserving: each walk
+    yields every job that the order would. Deadlines order the jobs of one tenant, not those of two; priorities are
+    classes of all tenants, within the range that each may use.
 
     ``add``, ``remove`` and ``charge`` cost O(1), and O(tenants) at a tenant's first and last job. The first k jobs of
     a walk cost O(tenants + k log tenants) beyond the order's own work, if the order ``RanksSome`` and one tenant
@@ -156,7 +156,7 @@ class FairShares:
         """The wanted jobs, best first, lazily.
 
         Args:
-            order: Ranks all jobs that are here. Of those that are wanted, it has the smaller priorities first.
+            order: Ranks all jobs that are here. It has the smaller priorities first among those that are wanted.
             running: Jobs that run whatever is decided: they count for their tenants as if they had run on.
         """
         if not self.is_shared:

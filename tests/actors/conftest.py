@@ -31,7 +31,7 @@ from tests.unit.engine.small_models import save_model
 ROOT = Path(__file__).resolve().parents[2]
 NUM_REPLICAS = 2
 TIMEOUT_S = 600.0
-"""Of a test here: it may begin with starting Ray and a service, beside whatever else the machine does."""
+"""The limit of a test here: it may begin with starting Ray and a service, beside whatever else the machine does."""
 
 WATCHED = ActorsConfig(silence_s=4.0, step_stall_s=4.0)
 """A stopped process is replaced after 4 s, one that is only slow after 40 s."""

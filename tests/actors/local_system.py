@@ -45,7 +45,7 @@ NUM_BEFORE_RELEASE = 150
 """The worker goes on for as many as a client may leave unread, which is not yet the end."""
 
 NUM_TOKENS = 600
-"""Of a stream that is to be under way while something dies."""
+"""The length of a stream that is to be under way while something dies."""
 
 MAX_LEN = 2048
 BLOCK_SIZE = 4
@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 
 def sampling(index: int, num_tokens: int = NUM_TOKENS, **fields: Any) -> SamplingParams:
-    """Of the prompt with that index: every other one is not greedy."""
+    """How the prompt with that index is sampled: every other one is not greedy."""
     drawn = {"temperature": 0.8, "seed": index} if index % 2 else {}
     return SamplingParams(num_tokens, ignore_eos=True, **{**drawn, **fields})
 

@@ -123,7 +123,9 @@ def bounds(cell: CombinedCell, arrivals: list[SimRequest], base: TailSample) -> 
     loads = [workload(arrivals, replica, weights) for weights in shares()]
     tails = [tail_bound(load, 0.99) for load in loads]
     tightest = loads[int(np.argmax(tails))]
-    return MeanBound(tightest, base.ended_at).solve(base.mean_s), max(tails)
+    balanced = loads[int(np.argmax([float(load.work_s.sum()) for load in loads]))]
+    mean_s = max(MeanBound(load, base.ended_at).solve(base.mean_s) for load in (tightest, balanced))
+    return mean_s, max(tails)
 
 
 def _mean_s(sample: TailSample) -> float:
