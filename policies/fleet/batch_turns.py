@@ -13,7 +13,7 @@ from policies.tenancy.fair_shares import FairShares
 WINDOW = 32
 """Requests that the batcher has at once while several tenants wait, and requests that it is given after one that it has
 not yet put into a pulled batch, as far as they make whole batches. Enough to choose from, and few enough that no
-tenant's next request waits behind all of another's."""
+request waits behind all of another tenant's."""
 
 
 class _Run(NamedTuple):
