@@ -35,6 +35,7 @@ from tests.actors.local_system import (
 SPLIT_KINDS = {
     "Router": 1,
     "LogStore": 1,
+    "StreamStore": 1,
     "Supervisor": 1,
     "LengthPredictor": 1,
     "ServingTimeEstimator": 1,
@@ -184,7 +185,7 @@ async def test_every_component_is_in_the_status(system: System, client: EngineCl
     assert {kind: kinds.count(kind) for kind in kinds} == SPLIT_KINDS
     assert {row.state for row in found} == {"ready"}
     processes = {row.pid for row in found if row.kind != "Ingress"}
-    assert len(processes) == (4 if system.site.placement == "fused" else 11)
+    assert len(processes) == (4 if system.site.placement == "fused" else 12)
 
 
 async def _introduced(client: EngineClient) -> bool:

@@ -38,6 +38,7 @@ KINDS = [
     "KVOffloadManager",
     "LengthPredictor",
     "LogStore",
+    "StreamStore",
     "ModelWorker",
     "Router",
     "Scheduler",
