@@ -30,6 +30,7 @@ ROW = {
     "url",
     "breaker",
     "last_end",
+    "degraded",
 }
 NUM_STREAMS = 300
 IN_FLIGHT = 50
