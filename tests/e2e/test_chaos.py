@@ -208,13 +208,13 @@ def test_the_examples_read_on(server: Server, name: str) -> None:
     expected, _ = run_example(name, *arguments).communicate(timeout=LONG_S)
     assert expected
     chaos = Chaos(server)
-    example = run_example(name, *arguments)
-    assert example.stdout is not None
-    began = example.stdout.read(1)
-    for kind in HTTP_SIDE:
-        chaos.strike(kind)
-    rest = example.stdout.read()  # `communicate` would leave out what lies in the buffer behind the first character
-    assert (example.wait(LONG_S), began + rest) == (0, expected)
+    with run_example(name, *arguments) as example:
+        assert example.stdout is not None
+        began = example.stdout.read(1)
+        for kind in HTTP_SIDE:
+            chaos.strike(kind)
+        rest = example.stdout.read()  # `communicate` would leave out what lies in the buffer behind the first character
+    assert (example.returncode, began + rest) == (0, expected)
 
 
 ANSWER = {
