@@ -54,6 +54,8 @@ class LocalSite:
     config: FarsightConfig
     model_dir: str
     placement: str = "fused"
+    model_version: int = 0
+    model_since: float = 0.0
     components: ChainMap[str, Answering] = field(default_factory=ChainMap)
 
     def peers(self, local: dict[str, Answering] | None = None, host: str = "") -> PeerBook:
