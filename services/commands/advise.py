@@ -25,6 +25,7 @@ from services.commands.simulate import (
     TensorParallelOption,
     hardware,
     one_line_errors,
+    preset_names,
     progress_bar,
     wide_console,
 )
@@ -39,8 +40,6 @@ ABLATIONS = (
     *("fastserve-defer", "fastserve-reactive", "fastserve-recompute", "conservative", "aggressive"),
 )
 """Presets that exist to be compared with; ``--presets`` takes them as well."""
-DRAWN_RATE = 8.0
-"""Requests per second of a drawn workload."""
 
 
 def advise(
@@ -88,7 +87,7 @@ def advise(
         from simulator.results import to_json
         from simulator.summary import Sla
 
-        names = _presets(presets)
+        names = _default_presets() if presets is None else preset_names("--presets", presets)
         if plot is not None:
             _check_picture(plot)
         latency, tokens = hardware(gpu, model, tensor_parallel, profile)
@@ -118,20 +117,10 @@ def advise(
             typer.echo(f"written: {plot}", err=True)
 
 
-def _presets(given: str | None) -> list[str]:
-    from policies.presets import PRESETS, find_preset
+def _default_presets() -> list[str]:
+    from policies.presets import PRESETS
 
-    if given is None:
-        return [name for name in PRESETS if name not in ABLATIONS]
-    names = [name.strip() for name in given.split(",")]
-    if len(set(names)) != len(names) or not all(names):
-        raise ConfigError("--presets", given, "names as fcfs,farsight, each once")
-    for name in names:
-        try:
-            find_preset(name)
-        except ConfigError as error:
-            raise ConfigError("--presets", name, error.expected) from error
-    return names
+    return [name for name in PRESETS if name not in ABLATIONS]
 
 
 def _check_picture(plot: Path) -> None:
@@ -144,7 +133,7 @@ def _check_picture(plot: Path) -> None:
 
 def _arrivals(experiment: Experiment, num_requests: int) -> Workload:
     """The traffic of a log, of a trace, or of a workload by name."""
-    from simulator.experiment import TRACES, make_arrivals
+    from simulator.experiment import DEFAULT_RATE, TRACES, make_arrivals
     from simulator.traffic.workloads import WORKLOADS
 
     name = experiment.workload
@@ -154,7 +143,7 @@ def _arrivals(experiment: Experiment, num_requests: int) -> Workload:
         return read_traffic(name).arrivals()
     drawn = name in WORKLOADS and name not in TRACES
     if drawn and experiment.rate is None:
-        experiment = dataclasses.replace(experiment, rate=DRAWN_RATE)
+        experiment = dataclasses.replace(experiment, rate=DEFAULT_RATE)
     wanted = num_requests if drawn or name in TRACES else None
     return make_arrivals(dataclasses.replace(experiment, num_requests=wanted))
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from core.errors import ConfigError
 from services.commands.simulate import (
     GpuOption,
     JsonOption,
@@ -20,6 +19,7 @@ from services.commands.simulate import (
     TensorParallelOption,
     hardware,
     one_line_errors,
+    preset_names,
     progress_bar,
     wide_console,
 )
@@ -52,7 +52,7 @@ def replay(
 ) -> None:
     """Run the requests of a log under other presets in virtual time and compare with the logged run."""
     with one_line_errors():
-        presets = _presets(preset)
+        presets = preset_names("--preset", ",".join(preset))
         from services.commands.logged_traffic import read_traffic
 
         traffic = read_traffic(log)
@@ -71,20 +71,6 @@ def replay(
         _say_what_is_missing(traffic, rows)
         if profile is None and gpu is None and model is None:
             typer.echo("step times are those of a 7B model on an A100; --profile FILE takes the server's own", err=True)
-
-
-def _presets(given: Sequence[str]) -> list[str]:
-    from policies.presets import find_preset
-
-    names = [name.strip() for each in given for name in each.split(",")]
-    if len(set(names)) != len(names) or not all(names):
-        raise ConfigError("--preset", ",".join(given), "names as fcfs,fastserve, each once")
-    for name in names:
-        try:
-            find_preset(name)
-        except ConfigError as error:
-            raise ConfigError("--preset", name, error.expected) from error
-    return names
 
 
 def _experiment(log: str, preset: str, replicas: int, max_num_seqs: int, machine: tuple[Any, int]) -> Experiment:

@@ -133,18 +133,9 @@ def compare(
     """Run presets side by side on the same workloads: means over seeds and ratios with 95 % confidence intervals."""
     given = dict(locals())
     with one_line_errors():
-        names = [name.strip() for name in presets.split(",")]
-        if len(set(names)) != len(names) or not all(names):
-            raise ConfigError("--presets", presets, "names as fcfs,fastserve, each once")
+        names = preset_names("--presets", presets)
         if seeds < 1:
             raise ConfigError("--seeds", seeds, "an integer >= 1")
-        from policies.presets import find_preset
-
-        for name in names:
-            try:
-                find_preset(name)
-            except ConfigError as error:
-                raise ConfigError("--presets", name, error.expected) from error
         experiment = _experiment(given, names[0], seed)
         _compare(experiment, names, range(seed, seed + seeds), as_json)
 
@@ -165,6 +156,25 @@ def one_line_errors() -> Iterator[None]:
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+def preset_names(flag: str, given: str) -> list[str]:
+    """The presets in a flag such as ``fcfs,fastserve``.
+
+    Raises:
+        ConfigError: One does not exist, or stands there twice; names the flag.
+    """
+    from policies.presets import find_preset
+
+    names = [name.strip() for name in given.split(",")]
+    if len(set(names)) != len(names) or not all(names):
+        raise ConfigError(flag, given, "names as fcfs,fastserve, each once")
+    for name in names:
+        try:
+            find_preset(name)
+        except ConfigError as error:
+            raise ConfigError(flag, name, error.expected) from error
+    return names
 
 
 def _make_directory(flag: str, path: Path | None) -> None:

@@ -133,7 +133,7 @@ def most_of_an_end(preset: str, num_waiting: int) -> int:
 def test_the_next_batch_is_found_without_looking_at_all_who_wait(preset: str) -> None:
     few, many = most_of_an_end(preset, FEW), most_of_an_end(preset, MANY)
     if PRESETS[preset].order == "wma-hrrn":
-        # Of each of the 32 requests that end, the tenant is charged: 160 bytecodes.
+        # The tenant of each of the 32 requests that end is charged: 160 bytecodes.
         assert many <= 60 * (MANY // 10) + 160 * 32, "response ratios of batches, not of requests"
     else:
         assert many <= 1.2 * few + 10_000

@@ -54,7 +54,7 @@ def test_json_keys_are_a_contract(trace: Path) -> None:
     ("words", "error"),
     [
         (("no-such-trace",), "--trace"),
-        (("zipf", "--presets", "fcfs,fcfs"), "--presets: got 'fcfs,fcfs', expected names as fcfs,farsight, each once"),
+        (("zipf", "--presets", "fcfs,fcfs"), "--presets: got 'fcfs,fcfs', expected names as fcfs,fastserve, each once"),
         (("zipf", "--presets", "nothing"), "--presets: got 'nothing'"),
         (("zipf", "--good", "0"), "--good: got 0.0, expected a share above 0, at most 1"),
         (("zipf", "--plot", "advice.pdf"), "--plot: got 'advice.pdf', expected a file that ends in .png or .svg"),
