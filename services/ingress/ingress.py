@@ -64,9 +64,10 @@ class Ingress:
     async def __serve_build_asgi_app__(self) -> Any:
         pace = LoopPace()
         server = self._site.config.server
-        # Ray Serve starts its server in this process once the application is built.
-        pace_http(pace, connection_limits(server, behind_haproxy=PROXY_DIRECTORY_VARIABLE in os.environ))
         client = await open_client(self._site)
+        limits = connection_limits(server, behind_haproxy=PROXY_DIRECTORY_VARIABLE in os.environ)
+        # Ray Serve starts its server in this process once the application is built.
+        pace_http(pace, limits, lambda: client.first_check.refusal(len(pace)) is not None)
         readiness = Readiness(SUPERVISED_S)
         attendance = Attendance(self._site.peers(), readiness, client)
         await attendance.join()
@@ -89,6 +90,7 @@ class Ingress:
             workers=BodyWorkers(self._site.model_dir),
             readiness=readiness,
             keeper=keeper,
+            shed=client.first_check.shed,
         )
 
     def _make_door(self, client: EngineClient) -> Door:

@@ -8,11 +8,12 @@ import logging
 import os
 import socket
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, cast
 
 from uvicorn.config import HTTP_PROTOCOLS
 
-from services.api.middleware import LoopPace
+from services.api.middleware import REFUSAL_WEIGHT, LoopPace
 from services.proxy.timed_http import ConnectionLimits, TimedHttp
 
 ACCEPTED_PER_TURN = 64
@@ -53,7 +54,7 @@ class PacedHttp(TimedHttp):
             self._held.append(data)
             self._unset_keepalive_if_required()  # the connection is not idle
             self._wait(None)  # and what it waits for is us
-            self._pace.submit(self._begin)
+            self._pace.submit(self._begin, REFUSAL_WEIGHT if self._server.refuses() else 1)
             if self._held:
                 self._rests = True
                 self.transport.pause_reading()
@@ -84,10 +85,14 @@ class PacedServer:
 
     uvloop takes one connection from a listening socket in each turn of the event loop. In a burst a turn takes some
     10 ms: the socket's queue would fill, the kernel drop what comes then, and health checks wait behind all the rest.
+
+    Args:
+        refuses: Whether a request that comes now is likely to be refused before it is read, which takes little.
     """
 
-    def __init__(self, pace: LoopPace, limits: ConnectionLimits) -> None:
+    def __init__(self, pace: LoopPace, limits: ConnectionLimits, refuses: Callable[[], bool] = lambda: False) -> None:
         self.limits = limits
+        self.refuses = refuses
         self.counts: Counter[str] = Counter()
         self._pace = pace
         self._listener: tuple[int, int] | None = None  # port and file descriptor
@@ -137,10 +142,10 @@ class PacedServer:
             logger.warning("a connection was lost while it was accepted", exc_info=greeting.exception())
 
 
-def pace_http(pace: LoopPace, limits: ConnectionLimits) -> None:
+def pace_http(pace: LoopPace, limits: ConnectionLimits, refuses: Callable[[], bool]) -> None:
     """What every uvicorn server uses that this process starts from now on, as Ray Serve does in an ingress replica."""
     # uvicorn takes a name to import, or what the name stands for.
-    cast(dict[str, Any], HTTP_PROTOCOLS)["auto"] = PacedServer(pace, limits)
+    cast(dict[str, Any], HTTP_PROTOCOLS)["auto"] = PacedServer(pace, limits, refuses)
 
 
 def _duplicate(descriptor: int) -> socket.socket:
