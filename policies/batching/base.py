@@ -162,6 +162,11 @@ class Batcher(ABC):
     def pull(self, now: float) -> FormedBatch | None:
         """The next batch for an idle worker, from the most urgent ones; None if none is ready."""
 
+    def may_join(self, batch: FormedBatch, job: Job) -> bool:
+        """Whether a job that is not here may still join a pulled batch that has not begun, by the rule that formed it
+        and without making it longer."""
+        return False
+
     @abstractmethod
     def restore(self, batch: FormedBatch) -> None:
         """Requeues the rest of a pulled batch that ran out of memory and is now small enough, without a split."""

@@ -79,6 +79,9 @@ class FcfsBatches(Batcher):
         del self._waiting[: self.size]
         return batch
 
+    def may_join(self, batch: FormedBatch, job: Job) -> bool:
+        return len(batch) < self.size
+
     def restore(self, batch: FormedBatch) -> None:
         self._halves.restore(batch)
 

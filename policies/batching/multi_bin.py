@@ -142,6 +142,11 @@ class MultiBinBatcher(Batcher):
         self._seal_due(now)
         return self._sealed.pull(now)
 
+    def may_join(self, batch: FormedBatch, job: Job) -> bool:
+        """A bin that was pulled before it was full; the longest of its jobs says which bin it was."""
+        is_of_bin = self.bin_of(predicted_len(job)) == self.bin_of(batch.predicted_len)
+        return len(batch) < self.batch_size and is_of_bin
+
     def restore(self, batch: FormedBatch) -> None:
         self._sealed.restore(batch)
 

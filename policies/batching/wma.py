@@ -118,6 +118,15 @@ class WmaBatcher(Batcher):
             self._queue.take(batch, now)
         return batch
 
+    def may_join(self, batch: FormedBatch, job: Job) -> bool:
+        prompt_len, output_len = job.known_len, predicted_len(job)
+        if prompt_len > batch.prompt_len or output_len > batch.predicted_len:
+            return False
+        waste = _reads(batch.prompt_len, batch.predicted_len) - _reads(prompt_len, output_len)
+        size = len(batch) + 1
+        fits = size * (batch.prompt_len + batch.predicted_len) <= self.memory_tokens
+        return fits and waste < self.wma_threshold and (self.max_batch_size is None or size <= self.max_batch_size)
+
     def restore(self, batch: FormedBatch) -> None:
         self._queue.restore(batch)
 

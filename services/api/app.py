@@ -2,13 +2,12 @@
 
 import asyncio
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
-from core.errors import CapacityError, FarsightError
+from core.errors import FarsightError
 from core.messages.placement import PlacementView
 from services.api.access.door import Door
 from services.api.access.install import install_door, usage_routes
@@ -41,7 +40,7 @@ from services.api.pages.routes import docs_routes
 from services.api.readiness import DrainGate, Readiness
 from services.api.requests import Generation, check_model, generation_of
 from services.api.schemas import ChatCompletionRequest, CompletionRequest
-from services.api.shedding import Shed
+from services.api.shedding import Reason, Shed
 from services.api.streams.keeper import StreamKeeper
 from services.api.streams.routes import ResumableStreams, stream_routes, wants_resumable
 from services.api.text.prompts import PromptEncoder
@@ -71,7 +70,7 @@ def build_app(
     workers: BodyWorkers | None = None,
     readiness: Readiness | None = None,
     keeper: StreamKeeper | None = None,
-    shed: Callable[[], CapacityError | None] | None = None,
+    shed: Reason | None = None,
 ) -> FastAPI:
     """The application over one backend.
 
@@ -85,7 +84,7 @@ def build_app(
         workers: Read large bodies; without them a thread of this process does.
         readiness: What is known of the Supervisor and of a drain; without it there is neither.
         keeper: Runs resumable streams; without one, streams are not resumable.
-        shed: Why a request for tokens is refused now, whatever it holds, counting it; None if it is not.
+        shed: Asked of each request for tokens before its body is read; without it none is refused so early.
     """
     app = FastAPI(
         title="Farsight",

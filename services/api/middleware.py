@@ -21,9 +21,6 @@ PER_TURN = 4
 """A request uses about 2 ms of the loop, spread over about six turns, until it is sent to the Router. With four new
 requests per turn, a turn takes about 10 ms, however many requests wait."""
 
-REFUSAL_WEIGHT = 0.25
-"""A request that is refused before it is read uses about 0.4 ms."""
-
 _DROP_FACTOR = 4
 _DROP_S = 5.0
 """How much of a refused body is still read: a multiple of the size limit, and a number of seconds."""
@@ -151,22 +148,22 @@ class LoopPace:
 
     def __init__(self, per_turn: int = PER_TURN) -> None:
         self._per_turn = per_turn
-        self._left: float = per_turn
-        self._waiting: deque[tuple[Callable[[], None], float]] = deque()
+        self._left = per_turn
+        self._waiting: deque[tuple[Callable[[], None], int]] = deque()
         self._due = False
 
     def __len__(self) -> int:
         """The number of waiting jobs."""
         return len(self._waiting)
 
-    def submit(self, job: Callable[[], None], weight: float = 1) -> None:
+    def submit(self, job: Callable[[], None], weight: int = 1) -> None:
         """Runs the job on the running event loop: now if there is room, else in the first turn with room."""
         if self._left > 0 and not self._waiting:
             self._run(job, weight)
         else:
             self._waiting.append((job, weight))
 
-    async def turn(self, weight: float = 1) -> None:
+    async def turn(self, weight: int = 1) -> None:
         """Returns when there is room; a caller that is cancelled while it waits uses no room."""
         if self._left > 0 and not self._waiting:
             self._run(_nothing, weight)
@@ -182,7 +179,7 @@ class LoopPace:
         self._waiting.append((admit, weight))
         await admitted
 
-    def _run(self, job: Callable[[], None], weight: float) -> None:
+    def _run(self, job: Callable[[], None], weight: int) -> None:
         self._left -= weight
         if not self._due:
             self._due = True

@@ -115,9 +115,9 @@ class FirstCheck:
             return error
         return None
 
-    def shed(self) -> TooMuch | None:
+    def shed(self, num_ahead: int = 0) -> TooMuch | None:
         """As ``refusal``, for a request that is refused if there is a reason."""
-        error = self.refusal()
+        error = self.refusal(num_ahead)
         if error is not None:
             self._rejected(error.bound)
         return error
