@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -162,10 +162,14 @@ class Batcher(ABC):
     def pull(self, now: float) -> FormedBatch | None:
         """The next batch for an idle worker, from the most urgent ones; None if none is ready."""
 
-    def may_join(self, batch: FormedBatch, job: Job) -> bool:
-        """Whether a job that is not here may still join a pulled batch that has not begun, by the rule that formed it
-        and without making it longer."""
-        return False
+    def company(self, batch: FormedBatch, jobs: Iterable[Job]) -> list[Job]:
+        """Which of these jobs, which are not here, join a pulled batch that has not begun: by the rule that formed it,
+        and such that it takes no longer.
+
+        Args:
+            jobs: The first ones go first among equals.
+        """
+        return []
 
     @abstractmethod
     def restore(self, batch: FormedBatch) -> None:
