@@ -29,6 +29,13 @@ _MOST_CORRECTION = 4.0
 """A wait beyond that has another cause, such as the death of a worker."""
 
 
+_CAUTION = 2.0
+"""Mean errors that are added to a prediction before it is compared with the limit ..."""
+
+_MOST_CAUTION = 0.5
+"""... as a share of it at most."""
+
+
 class TooMuch(CapacityError):
     """A request that is refused at the first check.
 
@@ -79,7 +86,7 @@ class FirstCheck:
         self._outlook: LoadSnapshot | None = None
         self._unplaced: set[Admitted] = set()
         self._unheard: set[Admitted] = set()  # which the Router may not have known when it last spoke of its load
-        self._predicted_s = self._waited_s = 0.0  # sums in which older waits fade
+        self._predicted_s = self._waited_s = self._error_s = 0.0  # sums in which older waits fade
 
     def announcing(self) -> IngressLoad:
         """What this replica has in flight; the answer to the announcement that is made now goes to ``heard``."""
@@ -158,8 +165,10 @@ class FirstCheck:
         """A request had its first token so long after it was admitted."""
         predicted_s = admitted.predicted_s
         if predicted_s >= _LEAST_PREDICTED_S:
+            error_s = abs(waited_s - self.correction * predicted_s)
             self._predicted_s += predicted_s - self._predicted_s * _FADING
             self._waited_s += waited_s - self._waited_s * _FADING
+            self._error_s += error_s - self._error_s * _FADING
 
     @property
     def correction(self) -> float:
@@ -167,6 +176,11 @@ class FirstCheck:
         if not self._predicted_s:
             return 1.0
         return min(_MOST_CORRECTION, max(1 / _MOST_CORRECTION, self._waited_s / self._predicted_s))
+
+    @property
+    def caution(self) -> float:
+        """Mean error of the corrected predictions of late, as a share of the waits."""
+        return min(_MOST_CAUTION, self._error_s / self._waited_s) if self._waited_s else 0.0
 
     def leave(self, admitted: Admitted) -> None:
         """It is in flight no more."""
@@ -212,7 +226,7 @@ class FirstCheck:
         if num_ahead:
             outlook = _longer(outlook, num_ahead)
         predicted_s = queue_delay_s(outlook, outlook.num_replicas) or 0.0
-        delay_s = self.correction * predicted_s
+        delay_s = self.correction * (1 + _CAUTION * self.caution) * predicted_s
         if delay_s > most_s:
             message = f"predicted queue delay: {delay_s:.0f} s, limit {most_s:g} s"
             raise TooMuch("max_wait", message, max(RETRY_AFTER_S, delay_s - most_s))

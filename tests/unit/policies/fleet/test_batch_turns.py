@@ -100,7 +100,7 @@ def test_company_is_what_the_rule_of_the_batch_takes() -> None:
     others = [make_job(f"short{number}", 50, 20.0 + number) for number in range(6)] + [make_job("alike", 50, 100.0)]
     found = batcher.company(batch, longer + others)
     assert [job.request_id for job in found] == ["alike", *(f"short{number}" for number in range(5, -1, -1))]
-    assert len(batcher.company(batch, longer + others * 2)) == SETTINGS.batch_size - 1  # type: ignore[operator]
+    assert len(batcher.company(batch, longer + others * 2)) == SETTINGS.batch_size - 1
     strict = build_batcher("magnus", replace(SETTINGS, wma_threshold=50 * 20 + 1))
     strict.add(make_job("first", 50, 100.0), 0.0)
     first = strict.pull(0.0)

@@ -169,6 +169,25 @@ def test_predictions_follow_the_waits_that_come() -> None:
     assert check.correction == pytest.approx(1.0, abs=0.01)
 
 
+def test_a_prediction_that_errs_admits_less() -> None:
+    """Waits of 0.8 and 1.2 times the prediction: right in the mean, and a fifth off."""
+    limits = dataclasses.replace(OFF, max_wait_s=3.0)
+    check = FirstCheck(limits)
+    for number in range(400):
+        check.waited(predicted(1.0), 0.8 + 0.4 * (number % 2))
+    assert check.correction == pytest.approx(1.0, abs=0.01)
+    assert check.caution == pytest.approx(0.2, abs=0.01)
+    fresh = admitted(FirstCheck(limits))
+    assert admitted(check) - PLACES * REPLICAS == pytest.approx((fresh - PLACES * REPLICAS) / 1.4, abs=1)
+    for _ in range(400):
+        check.waited(predicted(1.0), 1.0)
+    assert check.caution == pytest.approx(0.0, abs=0.01)
+    wild = FirstCheck(limits)
+    for number in range(400):
+        wild.waited(predicted(1.0), 9.0 * (number % 2))
+    assert wild.caution == 0.5
+
+
 def test_waits_that_say_nothing_change_nothing() -> None:
     check = FirstCheck(OFF)
     check.waited(predicted(0.0), 100.0)
