@@ -385,11 +385,12 @@ class EngineClient(VersionedStreams):
             if stream.deadline is not None:
                 stream.deadline.cancel()
             stream.ttft_s = now - stream.began
-            self.first_check.waited(stream.admitted, stream.ttft_s)
+            self.first_check.waited(stream.admitted, stream.ttft_s, count)
             self._metrics.first_token(stream.ttft_s, count)
             stream.trace.note("first_token", {"ttft_s": stream.ttft_s})
         else:
             self._metrics.tokens(now - stream.token_at, count)
+            self.first_check.progressed(stream.admitted, count, now - stream.token_at)
         stream.token_at = now
         stream.num_tokens += count
 

@@ -58,11 +58,22 @@ class Admitted:
     Attributes:
         key: Whose it is, as ``FirstCheck`` counts.
         predicted_s: Its queue delay by the cost of steps, in seconds; 0 if none could be predicted.
+        num_tokens: Output tokens so far.
+        output_len: Output tokens that it will have; None if it may end at any token. A forecast is no such number: with
+            forecasts that err by half, those that run end less as predicted than evenly.
     """
 
     request: Request
     key: str
     predicted_s: float
+    num_tokens: int = 0
+    output_len: float | None = None
+
+    def __post_init__(self) -> None:
+        sampling = self.request.sampling
+        self.num_tokens = len(self.request.output_ids)
+        if sampling.ignore_eos and not sampling.stop and not sampling.stop_token_ids:
+            self.output_len = sampling.max_new_tokens
 
 
 class FirstCheck:
@@ -86,7 +97,9 @@ class FirstCheck:
         self._outlook: LoadSnapshot | None = None
         self._unplaced: set[Admitted] = set()
         self._unheard: set[Admitted] = set()  # which the Router may not have known when it last spoke of its load
+        self._running: set[Admitted] = set()
         self._predicted_s = self._waited_s = self._error_s = 0.0  # sums in which older waits fade
+        self._tokens = self._tokens_s = 0.0  # the same of the tokens of those that run, and of the time between them
 
     def announcing(self) -> IngressLoad:
         """What this replica has in flight; the answer to the announcement that is made now goes to ``heard``."""
@@ -161,14 +174,22 @@ class FirstCheck:
         """The Router has it, and counts it in its load from now on."""
         self._unplaced.discard(admitted)
 
-    def waited(self, admitted: Admitted, waited_s: float) -> None:
-        """A request had its first token so long after it was admitted."""
+    def waited(self, admitted: Admitted, waited_s: float, num_tokens: int = 1) -> None:
+        """A request had its first tokens so long after it was admitted."""
+        self._running.add(admitted)
+        admitted.num_tokens += num_tokens
         predicted_s = admitted.predicted_s
         if predicted_s >= _LEAST_PREDICTED_S:
             error_s = abs(waited_s - self.correction * predicted_s)
             self._predicted_s += predicted_s - self._predicted_s * _FADING
             self._waited_s += waited_s - self._waited_s * _FADING
             self._error_s += error_s - self._error_s * _FADING
+
+    def progressed(self, admitted: Admitted, num_tokens: int, seconds: float) -> None:
+        """A request that runs had so many more tokens, so long after those before."""
+        admitted.num_tokens += num_tokens
+        self._tokens += num_tokens - self._tokens * _FADING
+        self._tokens_s += seconds - self._tokens_s * _FADING
 
     @property
     def correction(self) -> float:
@@ -187,6 +208,7 @@ class FirstCheck:
         key = admitted.key
         self._unplaced.discard(admitted)
         self._unheard.discard(admitted)
+        self._running.discard(admitted)
         self._count(key, admitted.request, -1)
         if not self._own_requests[key]:
             del self._own_requests[key], self._own_tokens[key]
@@ -229,13 +251,44 @@ class FirstCheck:
         delay_s = self.correction * (1 + _CAUTION * self.caution) * predicted_s
         if delay_s > most_s:
             message = f"predicted queue delay: {delay_s:.0f} s, limit {most_s:g} s"
-            raise TooMuch("max_wait", message, max(RETRY_AFTER_S, delay_s - most_s))
+            raise TooMuch("max_wait", message, self._shorter_after_s(outlook, delay_s / predicted_s))
         return predicted_s
 
+    def _shorter_after_s(self, outlook: LoadSnapshot, safety: float) -> float:
+        """Until so many have ended that the predicted delay, times ``safety``, is no longer than the limit."""
+        lowest, highest = 0, outlook.demand.num_requests
+        while highest - lowest > 1:
+            middle = (lowest + highest) // 2
+            fewer = _longer(outlook, -middle)
+            if safety * (queue_delay_s(fewer, fewer.num_replicas) or 0.0) > self._limits.max_wait_s:
+                lowest = middle
+            else:
+                highest = middle
+        return self._ended_after_s(highest)
+
     def _ended_after_s(self, num_requests: int) -> float:
-        """Until so many have ended, if no others come."""
-        found = None if self._outlook is None else ended_after_s(self._outlook, num_requests)
-        return RETRY_AFTER_S if found is None else max(RETRY_AFTER_S, self.correction * found)
+        """Until so many have ended, if no others come: as those that run come to their ends, where these are known, and
+        beyond these as evenly as they do in the mean."""
+        outlook = self._outlook
+        if outlook is None:
+            return RETRY_AFTER_S
+        # Those that came in elsewhere end as ours do.
+        own, others = self._own_total[0], self._others_total[0]
+        num_own = math.ceil(num_requests * own / (own + others)) if others else num_requests
+        left = self._left()
+        if 0 < num_own <= len(left) and self._tokens:
+            return sorted(left)[num_own - 1] * self._tokens_s / self._tokens
+        found = ended_after_s(outlook, num_requests)
+        return RETRY_AFTER_S if found is None else self.correction * found
+
+    def _left(self) -> list[float]:
+        """Tokens still to come of each own request that runs; none unless it is known of all."""
+        left = []
+        for admitted in self._running:
+            if admitted.output_len is None:
+                return []
+            left.append(max(1.0, admitted.output_len - admitted.num_tokens))
+        return left
 
 
 def _changed(seen: LoadSnapshot, request: Request, num: int) -> LoadSnapshot:
@@ -258,7 +311,8 @@ def _changed(seen: LoadSnapshot, request: Request, num: int) -> LoadSnapshot:
 
 
 def _longer(seen: LoadSnapshot, num: int) -> LoadSnapshot:
-    """The load with so many requests more, each as the others are in the mean; unchanged where there are none."""
+    """The load with so many requests more, or less if that is negative, each as the others are in the mean; unchanged
+    where there are none."""
     demand = seen.demand
     if not demand.num_requests:
         return seen
@@ -266,7 +320,7 @@ def _longer(seen: LoadSnapshot, num: int) -> LoadSnapshot:
     longer = dataclasses.replace(
         demand,
         num_requests=demand.num_requests + num,
-        num_waiting=demand.num_waiting + num,
+        num_waiting=max(0, demand.num_waiting + num),
         known_tokens=demand.known_tokens * share,
         cached_tokens=demand.cached_tokens * share,
         output_tokens=demand.output_tokens * share,

@@ -91,7 +91,7 @@ def test_what_would_wait_too_long_is_refused_also_by_what_was_admitted_since() -
         try:
             check.placed(check.admit(request()))
         except TooMuch as error:
-            assert (error.bound, error.retry_after_s) == ("max_wait", RETRY_AFTER_S)
+            assert (error.bound, error.retry_after_s) == ("max_wait", 0.125), "when the next one ends"
             break
         admitted += 1
     delays = [queue_delay_s(outlook(num), REPLICAS) or 0.0 for num in (admitted - 1, admitted)]
@@ -213,6 +213,34 @@ def test_after_retry_after_it_is_admitted_if_no_others_came(num: int) -> None:
                 check.admit(request())
             else:
                 refused(check, request())
+
+
+def running(check: FirstCheck, output_len: int, num_tokens: int, *, ignore_eos: bool = True) -> Admitted:
+    each = Request("", 0, "", (1,), SamplingParams(output_len, ignore_eos=ignore_eos))
+    admitted = check.admit(each)
+    check.waited(admitted, 0.1)
+    check.progressed(admitted, num_tokens - 1, 0.02 * (num_tokens - 1))
+    return admitted
+
+
+def test_a_bound_on_requests_opens_when_those_that_run_come_to_their_ends() -> None:
+    """Three of known lengths, 20 ms a token: the next has 10 tokens left, the second 40."""
+    check = FirstCheck(dataclasses.replace(OFF, max_queued_requests=3))
+    check.heard(reply(outlook(3)))
+    first = running(check, 50, 40)
+    for output_len, num_tokens in ((60, 20), (90, 5)):
+        running(check, output_len, num_tokens)
+    assert refused(check, request()).retry_after_s == pytest.approx(10 * 0.02)
+    check.progressed(first, 10, 0.2)
+    assert refused(check, request()).retry_after_s == pytest.approx(0.02), "it ends with the next token"
+    check.leave(first)
+    unknown = running(check, 100, 10, ignore_eos=False)
+    mean_s = ended_after_s(outlook(3), 1)
+    assert refused(check, request()).retry_after_s == pytest.approx(mean_s), "one may end at any token"
+    unknown.output_len = 15
+    assert refused(check, request()).retry_after_s == pytest.approx(5 * 0.02)
+    check.heard(reply(outlook(6), _=(3, 30)))
+    assert refused(check, request()).retry_after_s == pytest.approx(40 * 0.02), "half of the four that end are ours"
 
 
 def test_where_nothing_is_measured_nothing_is_predicted() -> None:
