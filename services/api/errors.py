@@ -23,7 +23,7 @@ INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 _MAX_DETAILS = 5
 
-PREDICTED = "X-Retry-After-S"
+PREDICTED = "X-Farsight-Retry-After-S"
 """``Retry-After`` holds whole seconds; this header the prediction itself. Client libraries do not read it, so that
 not all refused clients come back at the instant at which there is room for one of them."""
 

@@ -6,7 +6,7 @@ judged by a second run that is the same up to it, and in which nobody comes afte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -129,7 +129,7 @@ def admitted_at(arrivals: Sequence[SimRequest], num_replicas: int, index: int) -
     return float(found.value.args[0])
 
 
-def errors(predictor: predictors.Predictor, num_replicas: int) -> np.ndarray:
+def errors(predictor: Callable[[Sequence[SimRequest]], list[SimRequest]], num_replicas: int) -> np.ndarray:
     """Relative errors of 24 refusals at about three times the capacity."""
     drawn = build_workload("sharegpt-like", np.random.default_rng(1), 400 * num_replicas, 12.0 * num_replicas, None)
     arrivals = list(predictor(drawn))
