@@ -103,7 +103,7 @@ class LastResort:
 
 
 async def drop_body(receive: Receive, max_body_bytes: int) -> None:
-    """Reads what is left of a body that nobody wants, within bounds of size and time, so that the client reads our
+    """Reads what is left of a body that is not used, within bounds of size and time, so that the client reads our
     answer."""
     left = _DROP_FACTOR * max_body_bytes
     more = True

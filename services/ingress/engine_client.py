@@ -39,7 +39,7 @@ from kvcache.block_manager import hash_blocks, salted_root
 from services.api.backend import ModelInfo
 from services.api.text.prompts import PromptText
 from services.ingress.explanations import Explanations
-from services.ingress.first_check import Admitted, FirstCheck
+from services.ingress.first_check import CountedRequest, FirstCheck
 from services.ingress.ledger import RequestLedger
 from services.ingress.overview import Overview
 from services.ingress.predictor_client import PredictorClient
@@ -174,7 +174,7 @@ class EngineClient(VersionedStreams):
             source=text.source if self._sends_text and text is not None else None,
         )
 
-    def _open(self, request: Request, admitted: Admitted) -> ClientStream:
+    def _open(self, request: Request, admitted: CountedRequest) -> ClientStream:
         # A request that goes on comes with its output so far, which its client has.
         stream = ClientStream(request, list(request.output_ids), num_tokens=len(request.output_ids), admitted=admitted)
         self._streams[request.request_id] = stream

@@ -52,7 +52,7 @@ class TooMuch(CapacityError):
 
 
 @dataclass(eq=False, slots=True)
-class Admitted:
+class CountedRequest:
     """A request that was admitted and is in flight.
 
     Attributes:
@@ -95,9 +95,9 @@ class FirstCheck:
         self._others_tokens: Counter[str] = Counter()
         self._own_total = self._others_total = (0, 0)  # requests and tokens, over all keys
         self._outlook: LoadSnapshot | None = None
-        self._unplaced: set[Admitted] = set()
-        self._unheard: set[Admitted] = set()  # which the Router may not have known when it last spoke of its load
-        self._running: set[Admitted] = set()
+        self._unplaced: set[CountedRequest] = set()
+        self._unheard: set[CountedRequest] = set()  # which the Router may not have known when it last spoke of its load
+        self._running: set[CountedRequest] = set()
         self._predicted_s = self._waited_s = self._error_s = 0.0  # sums in which older waits fade
         self._tokens = self._tokens_s = 0.0  # the same of the tokens of those that run, and of the time between them
 
@@ -142,14 +142,14 @@ class FirstCheck:
             self._rejected(error.bound)
         return error
 
-    def admit(self, request: Request, key: str = "") -> Admitted:
+    def admit(self, request: Request, key: str = "") -> CountedRequest:
         """Counts the request.
 
         Raises:
             TooMuch: A bound is reached; nothing has changed.
         """
         try:
-            admitted = Admitted(request, key, self._check_all(request, key))
+            admitted = CountedRequest(request, key, self._check_all(request, key))
         except TooMuch as error:
             self._rejected(error.bound)
             raise
@@ -170,11 +170,11 @@ class FirstCheck:
             self._check(num, tokens, prompt_len, " of your tenant", *most)
         return self._check_delay()
 
-    def placed(self, admitted: Admitted) -> None:
+    def placed(self, admitted: CountedRequest) -> None:
         """The Router has it, and counts it in its load from now on."""
         self._unplaced.discard(admitted)
 
-    def waited(self, admitted: Admitted, waited_s: float, num_tokens: int = 1) -> None:
+    def waited(self, admitted: CountedRequest, waited_s: float, num_tokens: int = 1) -> None:
         """A request had its first tokens so long after it was admitted."""
         self._running.add(admitted)
         admitted.num_tokens += num_tokens
@@ -185,7 +185,7 @@ class FirstCheck:
             self._waited_s += waited_s - self._waited_s * _FADING
             self._error_s += error_s - self._error_s * _FADING
 
-    def progressed(self, admitted: Admitted, num_tokens: int, seconds: float) -> None:
+    def progressed(self, admitted: CountedRequest, num_tokens: int, seconds: float) -> None:
         """A request that runs had so many more tokens, so long after those before."""
         admitted.num_tokens += num_tokens
         self._tokens += num_tokens - self._tokens * _FADING
@@ -203,7 +203,7 @@ class FirstCheck:
         """Mean error of the corrected predictions of late, as a share of the waits."""
         return min(_MOST_CAUTION, self._error_s / self._waited_s) if self._waited_s else 0.0
 
-    def leave(self, admitted: Admitted) -> None:
+    def leave(self, admitted: CountedRequest) -> None:
         """It is in flight no more."""
         key = admitted.key
         self._unplaced.discard(admitted)

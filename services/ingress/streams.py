@@ -11,7 +11,7 @@ from core.decisions import Decision, Facts, on_clock, pack_decisions
 from core.messages.log import FinishedRequest, RequestTrace
 from core.messages.tokens import TokenBatches, TokenDelta, joined
 from core.request import Request
-from services.ingress.first_check import Admitted
+from services.ingress.first_check import CountedRequest
 from services.ingress.ledger import OpenStream
 
 SOURCE = "ingress"
@@ -158,7 +158,7 @@ class ClientStream(OpenStream):
         admitted: As ``FirstCheck.admit`` returned it.
     """
 
-    admitted: Admitted = field(kw_only=True)
+    admitted: CountedRequest = field(kw_only=True)
     deltas: Mailbox = field(default_factory=Mailbox)
     received_at: float = field(default_factory=time.time)
     began: float = field(default_factory=time.monotonic)

@@ -1,7 +1,7 @@
 """``Retry-After`` under a limit of waiting: the state at a refusal is rolled forward without further arrivals.
 
 The ingress replica's own check decides, in front of the Router's table and replicas of the simulator. A refusal is
-judged by a second run that is the same up to it, and in which nobody comes afterwards.
+judged by a second run that is the same up to it, and in which no request comes afterwards.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from policies.placement.base import LeastWork
 from policies.replica.events import RefuseRequest, RequestsArrived
 from policies.replica.scheduler import SchedulerLimits
 from policies.settings import PolicySettings
-from services.ingress.first_check import Admitted, FirstCheck, TooMuch
+from services.ingress.first_check import CountedRequest, FirstCheck, TooMuch
 from simulator import predictors
 from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import A100_7B
@@ -42,7 +42,7 @@ class Guarded(GlobalScheduler):
     """A Router behind the check of one ingress replica, which hears its load every half second.
 
     Args:
-        last: After this arrival nobody comes: the run ends at the instant at which one would be admitted.
+        last: After this arrival none comes: the run ends at the instant at which one would be admitted.
 
     Attributes:
         refusals: Index of each refused arrival, its instant, and the seconds after which it was told to come back.
@@ -56,7 +56,7 @@ class Guarded(GlobalScheduler):
         self._last = last
         self._num_arrived = 0
         self._heard_at = -ANNOUNCE_S
-        self._open: dict[str, Admitted] = {}
+        self._open: dict[str, CountedRequest] = {}
         self._seen: dict[str, float] = {}
         self.running: Fleet | None = None
 
@@ -123,7 +123,7 @@ def run(arrivals: Sequence[SimRequest], num_replicas: int, last: int | None = No
 
 
 def admitted_at(arrivals: Sequence[SimRequest], num_replicas: int, index: int) -> float:
-    """When a request would be admitted if nobody came after this arrival."""
+    """When a request would be admitted if none came after this arrival."""
     with pytest.raises(_Admitted) as found:
         run(arrivals[: index + 1], num_replicas, index)
     return float(found.value.args[0])

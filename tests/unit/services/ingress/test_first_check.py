@@ -12,7 +12,7 @@ from core.load_snapshot import Demand, LoadSnapshot
 from core.messages.requests import AnnounceReply, IngressLoad, total_load
 from core.request import Request, SamplingParams
 from policies.fleet.queue_delay import ended_after_s, queue_delay_s
-from services.ingress.first_check import RETRY_AFTER_S, Admitted, FirstCheck, TooMuch
+from services.ingress.first_check import RETRY_AFTER_S, CountedRequest, FirstCheck, TooMuch
 
 COST = StepCost(0.010, 0.0, 0.0, 0.0)
 PLACES, REPLICAS, OUTPUT_LEN = 4, 2, 100
@@ -139,8 +139,8 @@ def test_a_refusal_before_the_request_is_read_is_the_one_that_it_would_get() -> 
     assert full is not None and full.bound == "max_num_queued_reqs"
 
 
-def predicted(delay_s: float) -> Admitted:
-    return Admitted(request(), "", delay_s)
+def predicted(delay_s: float) -> CountedRequest:
+    return CountedRequest(request(), "", delay_s)
 
 
 def admitted(check: FirstCheck) -> int:
@@ -215,7 +215,7 @@ def test_after_retry_after_it_is_admitted_if_no_others_came(num: int) -> None:
                 refused(check, request())
 
 
-def running(check: FirstCheck, output_len: int, num_tokens: int, *, ignore_eos: bool = True) -> Admitted:
+def running(check: FirstCheck, output_len: int, num_tokens: int, *, ignore_eos: bool = True) -> CountedRequest:
     each = Request("", 0, "", (1,), SamplingParams(output_len, ignore_eos=ignore_eos))
     admitted = check.admit(each)
     check.waited(admitted, 0.1)
