@@ -118,13 +118,19 @@ _SHARES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
 
 
 class Clients:
-    """Sends completions whose lengths are drawn: mostly short, some long."""
+    """Sends completions whose lengths are drawn: mostly short, some long.
 
-    def __init__(self, port: int, seed: int) -> None:
+    Args:
+        key: API key; empty where none is needed.
+    """
+
+    def __init__(self, port: int, seed: int, key: str = "") -> None:
         self._url = f"http://127.0.0.1:{port}/v1/completions"
         self._draw = random.Random(seed)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=600)
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=600),
+            headers={"Authorization": f"Bearer {key}"} if key else None,
         )
 
     async def close(self) -> None:
@@ -176,19 +182,24 @@ class Clients:
     async def load(self, rate: float, seconds: float, root: psutil.Process) -> Run:
         """An open loop: arrivals wait for no answer."""
         run = Run(rate)
-        tasks: set[asyncio.Task[None]] = set()
         watching = [asyncio.create_task(_watch_memory(run, root)), asyncio.create_task(_watch_lag(run))]
-        due, end = time.perf_counter(), time.perf_counter() + seconds
-        while due < end:
-            due += self._draw.expovariate(rate)
-            await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            task = asyncio.create_task(self.one(run))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+        tasks = await self.arrivals(run, seconds)
         for each in watching:
             each.cancel()
         await asyncio.gather(*tasks)
         return run
+
+    async def arrivals(self, run: Run, seconds: float) -> list[asyncio.Task[None]]:
+        """Requests at the rate of the run for so long; returns those that have not ended."""
+        tasks: set[asyncio.Task[None]] = set()
+        due, end = time.perf_counter(), time.perf_counter() + seconds
+        while due < end:
+            due += self._draw.expovariate(run.rate)
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            task = asyncio.create_task(self.one(run))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+        return list(tasks)
 
 
 async def _watch_lag(run: Run) -> None:
