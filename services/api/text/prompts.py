@@ -57,6 +57,11 @@ class PromptEncoder:
         self._renderer = ThreadPoolExecutor(1, "chat-template")
         self._num_waiting = 0
 
+    @property
+    def chats(self) -> bool:
+        """Whether there is a chat template."""
+        return self._template is not None
+
     def encode_prompt(self, text: str, parse_special: bool = False) -> EncodedText:
         """Token ids of a completion's prompt, with the special tokens that the tokenizer adds by itself.
 
