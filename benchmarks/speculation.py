@@ -1,6 +1,6 @@
 """What speculation brings on the tasks of the embedded model: ``python -m benchmarks.speculation``.
 
-Engines in one process, one with and two without, answer the same prompts by turns; the order changes with each turn. The
+Engines in one process, one with and two without, answer the same prompts by turns; the order changes each time. The
 ratio is the median over pairs of neighbouring turns, since another process may slow down either. The ratio of the two
 engines without shows what such a ratio is worth on this machine now. Greedy; ends with status 1 if an answer differs.
 """
