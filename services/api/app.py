@@ -40,6 +40,7 @@ from services.api.pages.routes import docs_routes
 from services.api.readiness import DrainGate, Readiness
 from services.api.requests import Generation, check_model, generation_of
 from services.api.schemas import ChatCompletionRequest, CompletionRequest
+from services.api.shedding import Reason, Shed
 from services.api.streams.keeper import StreamKeeper
 from services.api.streams.routes import ResumableStreams, stream_routes, wants_resumable
 from services.api.text.prompts import PromptEncoder
@@ -69,6 +70,7 @@ def build_app(
     workers: BodyWorkers | None = None,
     readiness: Readiness | None = None,
     keeper: StreamKeeper | None = None,
+    shed: Reason | None = None,
 ) -> FastAPI:
     """The application over one backend.
 
@@ -82,6 +84,7 @@ def build_app(
         workers: Read large bodies; without them a thread of this process does.
         readiness: What is known of the Supervisor and of a drain; without it there is neither.
         keeper: Runs resumable streams; without one, streams are not resumable.
+        shed: Asked of each request for tokens before its body is read; without it none is refused so early.
     """
     app = FastAPI(
         title="Farsight",
@@ -108,6 +111,8 @@ def build_app(
     app.include_router(docs_routes(app))
     app.add_middleware(DrainGate, readiness=readiness)
     app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes)
+    if shed is not None:
+        app.add_middleware(Shed, reason=shed, readiness=readiness, max_body_bytes=max_body_bytes)
     if door is not None:
         install_door(app, door)
     app.add_middleware(LastResort)

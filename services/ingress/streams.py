@@ -11,6 +11,7 @@ from core.decisions import Decision, Facts, on_clock, pack_decisions
 from core.messages.log import FinishedRequest, RequestTrace
 from core.messages.tokens import TokenBatches, TokenDelta, joined
 from core.request import Request
+from services.ingress.first_check import CountedRequest
 from services.ingress.ledger import OpenStream
 
 SOURCE = "ingress"
@@ -154,9 +155,10 @@ class ClientStream(OpenStream):
         answered_by, attempts: Replica whose tokens came last, and the number of attempts by then.
         trouble: What the last external server that gave it back has said.
         predicted: Set once its forecast has come.
-        predicted_wait_s: As ``FirstCheck.admit`` returned it.
+        admitted: As ``FirstCheck.admit`` returned it.
     """
 
+    admitted: CountedRequest = field(kw_only=True)
     deltas: Mailbox = field(default_factory=Mailbox)
     received_at: float = field(default_factory=time.time)
     began: float = field(default_factory=time.monotonic)
@@ -169,7 +171,6 @@ class ClientStream(OpenStream):
     trouble: str = ""
     deadline: asyncio.TimerHandle | None = None
     predicted: asyncio.Event = field(default_factory=asyncio.Event)
-    predicted_wait_s: float = 0.0
     trace: StreamTrace = field(init=False)
 
     def __post_init__(self) -> None:
