@@ -23,6 +23,9 @@ MAX_LOGPROBS = 5
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
 
+MAX_CHOICES = 1024
+"""Texts of which an output must be one."""
+
 MAX_SEQUENCES = 256
 """Most outputs that one request may run, over all its prompts."""
 
@@ -68,6 +71,15 @@ EXPECTED: dict[str, str] = {
     "stream_options": "an object and stream to be true",
     "stream_options.include_usage": "true or false",
     "user": "a string",
+    "response_format": "an object with type 'text', 'json_object' or 'json_schema'",
+    "response_format.type": "'text', 'json_object' or 'json_schema'",
+    "response_format.json_schema": "an object with 'schema'",
+    "response_format.json_schema.schema": "a JSON Schema, as an object",
+    "structured_outputs": "an object with one of json, json_object, regex, choice and grammar",
+    "guided_json": "a JSON Schema, as an object or as its text",
+    "guided_regex": "a non-empty regular expression, as a string",
+    "guided_choice": f"a list of 1 to {MAX_CHOICES} strings",
+    "guided_grammar": "a non-empty grammar in Lark or GBNF, as a string",
     "kind": "the name of a kind of component, as a string",
     "count": "an integer from 1 to 1000",
 }
@@ -119,7 +131,6 @@ CHAT_NEUTRAL: dict[str, NeutralOnly] = {
     "parallel_tool_calls": NeutralOnly((True, False), "tools are not supported"),
     "prediction": NeutralOnly((), "predicted outputs are not supported"),
     "reasoning_effort": NeutralOnly(("none",), "reasoning effort is not supported"),
-    "response_format": NeutralOnly(({"type": "text"},), "structured output is not supported, ask for it in a message"),
     "store": NeutralOnly((False,), "answers are not stored"),
     "tool_choice": _NO_TOOL_CHOICE,
     "tools": _NO_TOOLS,

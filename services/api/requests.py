@@ -17,6 +17,7 @@ from services.api.errors import ApiError
 from services.api.fields import shown
 from services.api.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
 from services.api.text.echo import Echo
+from services.api.text.grammars import grammar_of
 from services.api.text.prompts import PromptEncoder, PromptText, of_chat, of_completion
 
 DEFAULT_MAX_TOKENS = 16
@@ -107,7 +108,8 @@ class _Limit:
 async def generation_of(
     body: CompletionRequest | ChatCompletionRequest, model: ModelInfo, encoder: PromptEncoder
 ) -> Generation:
-    """What a checked body asks for; a chat is rendered, and a long text is tokenised, in a thread.
+    """What a checked body asks for; a chat is rendered, a long text tokenised and a grammar tried in a
+    thread.
 
     Raises:
         ApiError, InvalidValueError: A prompt, messages or a parameter that this model cannot take.
@@ -116,10 +118,10 @@ async def generation_of(
     if isinstance(body, ChatCompletionRequest):
         check_model(body.model, model)
         text = await encoder.render_chat_soon(_messages(body))
-        if len(text) < _THREAD_FROM_CHARS:
+        if len(text) < _THREAD_FROM_CHARS and body.constraint is None:
             return _of_chat(body, text, model, encoder)
         return await asyncio.to_thread(_of_chat, body, text, model, encoder)
-    if _size(body) < _THREAD_FROM_CHARS:
+    if _size(body) < _THREAD_FROM_CHARS and body.constraint is None:
         return make_generation(body, model, encoder)
     return await asyncio.to_thread(make_generation, body, model, encoder)
 
@@ -309,9 +311,20 @@ def _sampling(body: SamplingFields, max_new_tokens: int, model: ModelInfo) -> Sa
         logit_bias=body.logit_bias,
         min_tokens=body.min_tokens or 0,
         benchmark_len=body.benchmark_len,
+        grammar=_grammar(body, model),
     )
     sampling.check_vocabulary(model.vocab_size)
     return sampling
+
+
+def _grammar(body: SamplingFields, model: ModelInfo) -> str:
+    constraint = body.constraint
+    if constraint is None:
+        return ""
+    if model.emulated:
+        expected = "null: an emulated device makes its tokens up, so they follow nothing"
+        raise InvalidValueError(constraint.field, constraint.kind, expected)
+    return grammar_of(constraint)
 
 
 def _given(value: float | None, default: float) -> float:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import takewhile
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, PlainValidator, model_validator
 
 from services.api.fields import (
     CHAT_NEUTRAL,
@@ -16,6 +13,7 @@ from services.api.fields import (
     CONTENT,
     EXPECTED,
     MAX_BIASES,
+    MAX_CHOICES,
     MAX_LOGPROBS,
     MAX_N,
     MAX_PRIORITY,
@@ -29,8 +27,9 @@ from services.api.fields import (
     PROMPT,
     NeutralOnly,
     refused,
-    shown,
 )
+from services.api.strict import StrictModel
+from services.api.structured import Constraint, ResponseFormat, StructuredOutputs, constraint_of
 
 
 def _is_ids(value: Any) -> bool:
@@ -131,51 +130,6 @@ LogitBias = Annotated[
 Content = Annotated[str, PlainValidator(_check_content, json_schema_input_type=str | list[dict[str, str]])]
 
 
-def strip_neutral(data: Any, known: Iterable[str], neutral: Mapping[str, NeutralOnly]) -> Any:
-    """Drops unsupported fields that hold a neutral value.
-
-    Raises:
-        PydanticCustomError: An unsupported field holds another value, or a field is unknown.
-    """
-    if not isinstance(data, dict):
-        return data
-    fields = set(known)
-    kept = {}
-    for name, value in data.items():
-        if name in fields:
-            kept[name] = value
-        elif name not in neutral:
-            raise _unknown_field(name, fields)
-        elif not neutral[name].accepts(value):
-            raise refused(f".{name}", value, neutral[name].expected)
-    return kept
-
-
-def _unknown_field(name: str, fields: set[str]) -> PydanticCustomError:
-    name = shown(name)
-    close = difflib.get_close_matches(name, sorted(fields))
-    # Prefer the match with the same beginning: max_completion_tokens means max_tokens rather than min_tokens.
-    nearest = max(close, key=lambda each: _common_start(each, name), default=None)
-    hint = f"did you mean {nearest!r}?" if nearest else f"the fields are {', '.join(sorted(fields))}"
-    return PydanticCustomError("unknown_field", "unknown field; {hint}", {"suffix": f".{name}", "hint": hint})
-
-
-def _common_start(one: str, other: str) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
-
-
-class StrictModel(BaseModel):
-    """Base class of all objects in a request."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    neutral: ClassVar[Mapping[str, NeutralOnly]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _strip_neutral(cls, data: Any) -> Any:
-        return strip_neutral(data, cls.model_fields, cls.neutral)
-
-
 class StreamOptions(StrictModel):
     include_usage: bool | None = None
 
@@ -228,6 +182,14 @@ class SamplingFields(StrictModel):
     priority: int | None = Field(
         None, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Extension; lower goes first; 0 if not given."
     )
+    response_format: ResponseFormat | None = Field(None, description="JSON, of a schema where one is given.")
+    structured_outputs: StructuredOutputs | None = Field(None, description="Extension; what the output must follow.")
+    guided_json: str | dict[str, Any] | bool | None = Field(None, description="Extension; a JSON Schema.")
+    guided_regex: str | None = Field(None, min_length=1, description="Extension; a regular expression.")
+    guided_choice: list[str] | None = Field(
+        None, min_length=1, max_length=MAX_CHOICES, description="Extension; the output is one of these texts."
+    )
+    guided_grammar: str | None = Field(None, min_length=1, description="Extension; a grammar in Lark or GBNF.")
     benchmark_len: int | None = Field(
         None, ge=1, description="Extension; the output ends here as if by EOS. With --benchmark-mode only."
     )
@@ -237,6 +199,19 @@ class SamplingFields(StrictModel):
         if self.stream_options is not None and not self.stream:
             raise refused(".stream_options", self.stream_options.model_dump(), "null where stream is not true")
         return self
+
+    @model_validator(mode="after")
+    def _check_constraint(self) -> SamplingFields:
+        constraint = self.constraint
+        if constraint is not None and self.ignore_eos:
+            raise refused(".ignore_eos", True, f"false beside {constraint.field}: EOS ends an output that is complete")
+        return self
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What the output must follow; None for nothing."""
+        guided = self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar
+        return constraint_of(self.response_format, self.structured_outputs, guided)
 
     @property
     def include_usage(self) -> bool:

@@ -176,7 +176,7 @@ CHAT_CASES = [
     ({"tools": [{"type": "function"}]}, 400, "tools", ["not supported"]),
     ({"tool_choice": "required"}, 400, "tool_choice", ["not supported"]),
     ({"functions": [{}]}, 400, "functions", ["not supported"]),
-    ({"response_format": {"type": "json_object"}}, 400, "response_format", ['{"type": "text"}']),
+    ({"response_format": {"type": "xml"}}, 400, "response_format.type", ["json_schema"]),
     ({"modalities": ["audio"]}, 400, "modalities", ["only text"]),
     ({"audio": {}}, 400, "audio", ["only text"]),
     ({"top_logprobs": 2}, 400, "top_logprobs", ["got 2", "logprobs is not true"]),
