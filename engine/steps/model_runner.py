@@ -33,7 +33,7 @@ from engine.sequence import Sequence
 from engine.step_fault import StepFault
 from engine.steps.backends import ReadyBackend, StepBackend, make_backend
 from engine.steps.careful_steps import CarefulSteps, fault_of
-from kvcache import StepBatch
+from kvcache import StepBatch, StepItem
 
 _PADS = "\0pads"
 """Request id of the padding; no real request id contains a NUL."""
@@ -191,7 +191,7 @@ class ModelRunner:
         order = order_items(batch)
         prompts = find_prompt_rows(batch, order, sequences)
         sampled = [i for i in order if batch.items[i].samples]
-        masks = begin_masks([batch.items[i] for i in sampled], sequences, self.config.vocab_size)
+        masks = self._begin_masks([batch.items[i] for i in sampled], sequences)
         if prompts:
             step, prompt_logits = self._run_with_prompts(batch, order, sequences, prompts)
         else:
@@ -208,7 +208,7 @@ class ModelRunner:
         """Like ``execute`` of a step whose items all sample."""
         known = ready.token_ids
         ready.inputs.complete(None if known is None else [known[i] for i in ready.order])
-        masks = begin_masks([ready.batch.items[i] for i in ready.order], sequences, self.config.vocab_size)
+        masks = self._begin_masks([ready.batch.items[i] for i in ready.order], sequences)
         step = ready.run(ready.inputs)
         found = LoggedTokens([None] * len(ready.order), {})
         if ready.plain and step.best is not None and NO_TOKEN not in step.best:
@@ -217,6 +217,9 @@ class ModelRunner:
         else:
             self._sample(step, ready.order, ready.batch, sequences, found, masks)
         return found if found.tells_more else list(found)
+
+    def _begin_masks(self, items: list[StepItem], sequences: Mapping[str, Sequence]) -> TokenMasks | None:
+        return begin_masks(items, sequences, self.config.vocab_size, on_cpu=self.pool.device.type == "cpu")
 
     def _with_padding(
         self, batch: StepBatch, sequences: Mapping[str, Sequence]

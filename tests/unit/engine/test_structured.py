@@ -9,11 +9,13 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import torch
 
 from core.config.engine import EngineConfig
 from core.messages.tokens import TokenDelta
 from core.request import Fault, Request, SamplingParams
 from engine.engine import Engine
+from engine.sampling.token_masks import caps_on
 from policies.replica.events import RequestsArrived
 from tests.unit.engine.sampling.test_hostile_rows import BLOCK_SIZES
 from tokenization.grammars import sources
@@ -126,3 +128,10 @@ def test_a_grammar_that_leaves_no_token_fails_its_request_alone(engine: Engine) 
     assert (broken.finish_reason, broken.fault) == ("error", Fault.REQUEST)
     assert "grammar" in str(broken.error)
     assert engine.generate(["hello"], sampled(1))[0].finish_reason in ("stop", "length")
+
+
+def test_a_device_unpacks_the_bits_of_masks() -> None:
+    bits = torch.tensor([[0b00000101, 0b10000000], [0, 255]], dtype=torch.uint8)
+    allowed = [torch.nonzero(row > 0)[:, 0].tolist() for row in caps_on(bits)]
+    assert allowed == [[0, 2, 15], list(range(8, 16))]
+    assert torch.isinf(caps_on(bits)).all()

@@ -133,6 +133,8 @@ def test_looking_ahead_changes_nothing() -> None:
     masks = matcher.allowed_after([*good, *bad])
     assert len(masks) == len(good) + 1, "no mask follows a token that is forbidden"
     assert matcher.num_allowed([*good, *bad]) == len(good)
+    whole = [*ids_of("no"), EOS]
+    assert len(matcher.allowed_after([*whole, EOS, EOS])) >= len(whole)
     assert matcher.allowed() == before == masks[0]
 
 
