@@ -75,7 +75,7 @@ class Suite:
 
     Args:
         outputs: For each accepted schema.
-        max_tokens: Of an output, which is cut there.
+        max_tokens: Most tokens of an output, which is cut there.
     """
 
     def __init__(self, outputs: int, max_tokens: int) -> None:
@@ -84,6 +84,8 @@ class Suite:
         self._engine = Engine(EMBEDDED_MODEL, engine=EngineConfig(kv_memory="64MiB", max_num_seqs=64))
         tokenizer = load_tokenizer(EMBEDDED_MODEL)
         eos = tokenizer.token_to_id("</s>")
+        if eos is None:
+            raise RuntimeError("the embedded model has no token that ends an output")
         self._compiler = GrammarCompiler(tokenizer, tokenizer.get_vocab_size(), (eos,))
         self._tokenizer, self._eos = tokenizer, eos
 

@@ -12,6 +12,9 @@ from services.api.fields import (
     COMPLETION_NEUTRAL,
     CONTENT,
     EXPECTED,
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
     MAX_BIASES,
     MAX_CHOICES,
     MAX_LOGPROBS,
@@ -26,6 +29,7 @@ from services.api.fields import (
     MESSAGE_NEUTRAL,
     PROMPT,
     NeutralOnly,
+    is_empty,
     refused,
 )
 from services.api.strict import StrictModel
@@ -37,7 +41,7 @@ def _is_ids(value: Any) -> bool:
 
 
 def _check_prompt(value: Any) -> str | list[str] | list[int] | list[list[int]]:
-    if isinstance(value, str) and value:
+    if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
         raise refused("", value, PROMPT)
@@ -57,8 +61,8 @@ def _check_prompt_item(first: Any, index: int, item: Any) -> None:
         if type(item) is not int:
             raise refused(f"[{index}]", item, "a token id, an integer, like the first item")
     elif isinstance(first, str):
-        if not isinstance(item, str) or not item:
-            raise refused(f"[{index}]", item, "a non-empty string")
+        if not isinstance(item, str):
+            raise refused(f"[{index}]", item, "a string")
     elif not _is_ids(item) or not item:
         raise refused(f"[{index}]", item, "a non-empty list of token ids" if isinstance(first, list) else PROMPT)
 
@@ -107,8 +111,9 @@ def _part_text(index: int, part: Any) -> str:
         raise refused(f"[{index}].type", part.get("type"), "'text' (images, audio and files are not supported)")
     if not isinstance(part.get("text"), str):
         raise refused(f"[{index}].text", part.get("text"), "a string")
-    for name in part.keys() - {"type", "text"}:
-        raise refused(f"[{index}].{name}", part[name], "only the fields 'type' and 'text'")
+    for name in part.keys() - {"type", "text", "cache_control"}:
+        if not is_empty(part[name]):
+            raise refused(f"[{index}].{name}", part[name], "only the fields 'type' and 'text'")
     return str(part["text"])
 
 
@@ -130,18 +135,22 @@ LogitBias = Annotated[
 Content = Annotated[str, PlainValidator(_check_content, json_schema_input_type=str | list[dict[str, str]])]
 
 
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
+
+
 class StreamOptions(StrictModel):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(None, description="Extension; every chunk says the usage so far.")
 
 
 class SamplingFields(StrictModel):
     """The fields that both endpoints share."""
 
-    model: str
+    model: str | None = Field(None, description="A name that is served here; the first of them if not given.")
     temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; 1 if not given.")
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, description="Extension; 0 and -1 keep all tokens.")
-    seed: int | None = Field(None, ge=0, lt=2**64, description="Drawn at random if not given.")
+    seed: int | None = Field(None, ge=-1, lt=2**64, description="Drawn at random if not given, or -1.")
     stop: Stop = Field(
         (),
         description=f"A string of up to {MAX_STOP_CHARS} characters, or up to {MAX_STOP_STRINGS}, that end the output.",
@@ -182,6 +191,22 @@ class SamplingFields(StrictModel):
     priority: int | None = Field(
         None, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Extension; lower goes first; 0 if not given."
     )
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=MAX_TOP_LOGPROBS, description="Extension; log probabilities of the prompt's tokens."
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, description="Extension; keep so many last tokens of a prompt; -1 keeps what the context takes."
+    )
+    allowed_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(
+        None, min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS, description="Extension; the only tokens of the output."
+    )
+    bad_words: list[BadWord] | None = Field(
+        None, max_length=MAX_BAD_WORDS, description="Extension; texts that the output must not hold."
+    )
+    return_token_ids: bool | None = Field(None, description="Extension; also the token ids of prompt and output.")
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="Extension; log probabilities name tokens 'token_id:5'."
+    )
     response_format: ResponseFormat | None = Field(None, description="JSON, of a schema where one is given.")
     structured_outputs: StructuredOutputs | None = Field(None, description="Extension; what the output must follow.")
     guided_json: str | dict[str, Any] | bool | None = Field(None, description="Extension; a JSON Schema.")
@@ -201,6 +226,12 @@ class SamplingFields(StrictModel):
         return self
 
     @model_validator(mode="after")
+    def _check_prompt_logprobs(self) -> SamplingFields:
+        if self.prompt_logprobs is not None and self.stream:
+            raise refused(".prompt_logprobs", self.prompt_logprobs, "null where stream is true")
+        return self
+
+    @model_validator(mode="after")
     def _check_constraint(self) -> SamplingFields:
         constraint = self.constraint
         if constraint is not None and self.ignore_eos:
@@ -214,8 +245,24 @@ class SamplingFields(StrictModel):
         return constraint_of(self.response_format, self.structured_outputs, guided)
 
     @property
+    def max_new_tokens(self) -> int | None:
+        """The limit of output tokens that the client has set."""
+        return self.max_tokens
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream says the usage so far."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @model_validator(mode="after")
+    def _check_truncation(self) -> SamplingFields:
+        if self.truncate_prompt_tokens == 0:
+            raise refused(".truncate_prompt_tokens", 0, EXPECTED["truncate_prompt_tokens"])
+        return self
 
 
 class CompletionRequest(SamplingFields):
@@ -230,6 +277,9 @@ class CompletionRequest(SamplingFields):
     )
     echo: bool | None = Field(None, description="Put the prompt before the output.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    add_special_tokens: bool | None = Field(
+        None, description="Extension; false leaves out the special tokens that the tokenizer puts around a text."
+    )
     parse_special: bool | None = Field(
         None, description="Extension; parse control tokens in the prompt's text instead of treating them as plain text."
     )
@@ -288,16 +338,21 @@ class ChatCompletionRequest(SamplingFields):
     neutral: ClassVar[Mapping[str, NeutralOnly]] = CHAT_NEUTRAL
 
     messages: list[ChatMessage] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1, description="The older name of max_completion_tokens.")
+    max_tokens: int | None = Field(None, ge=1, description="The older name of max_completion_tokens, which goes first.")
     max_completion_tokens: int | None = Field(None, ge=1, description="Default: the rest of the context.")
+    add_generation_prompt: bool | None = Field(
+        None, description="Extension; false ends the conversation before the assistant's turn."
+    )
+    continue_final_message: bool | None = Field(
+        None, description="Extension; the output goes on with the last message instead of a new one."
+    )
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="Requires logprobs.")
 
     @model_validator(mode="after")
-    def _check_limits(self) -> ChatCompletionRequest:
-        older, newer = self.max_tokens, self.max_completion_tokens
-        if older is not None and newer is not None and older != newer:
-            raise refused(".max_tokens", older, f"{newer} as in max_completion_tokens, or just one of the two")
+    def _check_continuation(self) -> ChatCompletionRequest:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise refused(".add_generation_prompt", True, "false where continue_final_message is true")
         return self
 
     @model_validator(mode="after")
@@ -305,6 +360,10 @@ class ChatCompletionRequest(SamplingFields):
         if self.top_logprobs and not self.logprobs:
             raise refused(".top_logprobs", self.top_logprobs, "0 or null where logprobs is not true")
         return self
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def num_top_logprobs(self) -> int | None:

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
-from services.api.fields import NeutralOnly, refused, shown
+from services.api.fields import NeutralOnly, is_empty, refused, shown
 
 
 def strip_neutral(data: Any, known: Iterable[str], neutral: Mapping[str, NeutralOnly]) -> Any:
-    """Drops unsupported fields that hold a neutral value.
+    """Drops unsupported fields that hold a neutral value, and unknown ones that say nothing.
 
     Raises:
         PydanticCustomError: An unsupported field holds another value, or a field is unknown.
@@ -27,6 +27,8 @@ def strip_neutral(data: Any, known: Iterable[str], neutral: Mapping[str, Neutral
         if name in fields:
             kept[name] = value
         elif name not in neutral:
+            if is_empty(value):
+                continue
             raise _unknown_field(name, fields)
         elif not neutral[name].accepts(value):
             raise refused(f".{name}", value, neutral[name].expected)
