@@ -29,9 +29,8 @@ from core.forecast import Forecast, ForecastQuestion
 from core.messages.drains import DrainReplica
 from core.messages.forecasts import ForecastMade, ForecastsMade
 from core.messages.log import FinishedRequests, RequestTrace, RequestTraces
-from core.messages.placement import PlacementView
 from core.messages.requests import Keys, Refusal, Submit
-from core.messages.status import ComponentCounts, ComponentStatus, Scale, StatusReply
+from core.messages.status import ComponentCounts, ComponentStatus, Scale
 from core.messages.tokens import TokenDelta, TokenPoll
 from core.messages.weights import ServedWeights, Upgrade
 from core.request import Request
@@ -40,6 +39,7 @@ from services.api.backend import ModelInfo
 from services.api.text.prompts import PromptText
 from services.ingress.explanations import Explanations
 from services.ingress.ledger import FirstCheck, RequestLedger, TooMuch
+from services.ingress.observed import ObservedService
 from services.ingress.overview import Overview
 from services.ingress.predictor_client import PredictorClient
 from services.ingress.streams import ClientStream, TokenInbox, fail_stream
@@ -63,7 +63,7 @@ OWN_ENGINE_S = 1.0
 logger = logging.getLogger(__name__)
 
 
-class EngineClient(VersionedStreams):
+class EngineClient(ObservedService, VersionedStreams):
     """A ``GenerationBackend`` over the Router and the model workers.
 
     Args:
@@ -115,6 +115,7 @@ class EngineClient(VersionedStreams):
         self._overview = Overview(site, self._peers)
         self.registry = CollectorRegistry()
         self._metrics = RequestMetrics(self.registry, model.name)
+        self.tally = self._metrics.tally
         show_degraded(self.registry, lambda: [(f"ingress-{self._ingress_id}", self._degraded)])
         self._health = HealthServer(self.registry, lambda: [self._row()])
         self._port = 0
@@ -428,22 +429,10 @@ class EngineClient(VersionedStreams):
         heard_at = self._heard_at
         return heard_at is not None and time.monotonic() - heard_at < UNHEALTHY_AFTER_S
 
-    async def status(self) -> StatusReply:
-        """One row for every logical component."""
-        return await self._overview.status()
-
     async def metrics(self) -> str:
         """Of every process."""
         own = generate_latest(self.registry).decode()
         return await self._overview.metrics(f"ingress-{self._ingress_id}", own)
-
-    async def placement(self) -> PlacementView:
-        """What the Router says of its placements.
-
-        Raises:
-            FarsightError: it does not answer.
-        """
-        return await self._overview.placement()
 
     async def explain(self, response_id: str) -> tuple[RequestTrace, ...]:
         """What is known of the decisions behind an answer, by all components.
