@@ -86,11 +86,13 @@ class ReplicaView:
         base = np.array([each.known_len for each in admitted], np.int64)
         remaining = np.array([self._remaining_len(each) for each in admitted], np.int64)
         steps, tokens = peak_profile(base, remaining)
-        ahead = list(zip(steps.tolist()[::-1], tokens.tolist()[::-1], strict=True))
-        stride = -(-len(ahead) // (MAX_POINTS - 2))
-        highest = max(ahead, key=lambda point: point[1])
-        kept = sorted({*ahead[::stride], ahead[-1], highest})
-        return MemoryPoint(0, int(base.sum())), *(MemoryPoint(*point) for point in kept)
+        highest: dict[int, int] = {}  # by steps: jobs that complete at once are one point
+        for ahead, used in zip(steps.tolist(), tokens.tolist(), strict=True):
+            highest[ahead] = max(used, highest.get(ahead, 0))
+        peak = max(highest, key=highest.__getitem__)
+        rising = sorted(highest)
+        kept = sorted({*rising[:: -(-len(rising) // (MAX_POINTS - 3))], rising[-1], peak})
+        return MemoryPoint(0, int(base.sum())), *(MemoryPoint(ahead, highest[ahead]) for ahead in kept)
 
     def _remaining_len(self, each: ScheduledRequest) -> int:
         """Predicted tokens to come: by its forecast, else by the mean of those that ended, else its limit."""

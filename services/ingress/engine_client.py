@@ -112,6 +112,7 @@ class EngineClient(ObservedService, VersionedStreams):
         self._pumps: dict[str, asyncio.Task[None]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._heard_at: float | None = None
+        self._token_at: float | None = None
         self._overview = Overview(site, self._peers)
         self.registry = CollectorRegistry()
         self._metrics = RequestMetrics(self.registry, model.name)
@@ -396,7 +397,7 @@ class EngineClient(ObservedService, VersionedStreams):
             stream.trace.note("first_token", {"ttft_s": stream.ttft_s})
         else:
             self._metrics.tokens(now - stream.token_at, count)
-        stream.token_at = now
+        stream.token_at = self._token_at = now
         stream.num_tokens += count
 
     def _note_read(self, stream: ClientStream) -> None:
@@ -412,7 +413,7 @@ class EngineClient(ObservedService, VersionedStreams):
             node=socket.gethostname(),
             state="ready" if self.hears else "waiting",
             queue=len(self._streams),
-            last_step_age_s=None,
+            last_step_age_s=None if self._token_at is None else time.monotonic() - self._token_at,
             restarts=0,
             http_port=self._port,
             degraded=self._degraded.reason(time.monotonic()),

@@ -62,7 +62,7 @@ function showValues(spec, lines) {
   });
   while (values.children.length > shown.length) values.lastElementChild.remove();
   shown.forEach(([label, text], at) => {
-    if (!values.children[at]) values.append(make("span", `key key-${at % COLOURS.length + 1}`, make("i"), make("span"), make("b")));
+    if (!values.children[at]) values.append(make("span", `tag tag-${at % COLOURS.length + 1}`, make("i"), make("span"), make("b")));
     const [, name, number] = values.children[at].children;
     setText(name, label);
     setText(number, text);

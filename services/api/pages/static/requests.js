@@ -12,6 +12,7 @@ const COLUMNS = [
   {name: "drops", label: "Preempted", number: true, about: "How often its KV was dropped.", of: (row) => row.num_preemptions},
   {name: "replica", label: "Replica", about: "The replica that it is on.", of: (row) => row.replica},
 ];
+const MAX_ENDED = 15;
 let sortBy = COLUMNS[3], descending = true, rows = [], chosen = null, explained = null;
 
 function drawHeads() {
@@ -99,7 +100,7 @@ function drawRows() {
 
 function drawEnded(view) {
   const ended = view.replicas.flatMap((replica) => replica.ended.map((each) => ({...each, replica: replica.replica})));
-  replaceRows(byId("ended"), ended.slice(0, 50).map((each) => tableRow(each.response_id, [
+  replaceRows(byId("ended"), ended.slice(0, MAX_ENDED).map((each) => tableRow(each.response_id, [
     make("td", "", idButton(each.response_id)), make("td", "", each.reason), make("td", "number", whole(each.output_len)),
     make("td", "number", each.predicted_len === null ? "–" : whole(each.predicted_len)), make("td", "number", seconds(each.took_s)), make("td", "", each.replica)])));
 }

@@ -54,3 +54,17 @@ repeat(async () => {
   }
   if (replicas.length) byId("replicas").replaceChildren(...replicas.map((replica) => panels.get(replica.replica).node));
 }, 1000, inBanner("The schedulers"));
+
+const history15 = new History("second");
+const span = () => RANGES.second.span_s;
+const mebibytes = (bytes) => `${(bytes / 2 ** 20).toFixed(bytes < 1e7 ? 1 : 0)} MiB`;
+const queues = new Chart(byId("queues"), {lines: [{label: "running"}, {label: "waiting"}], show: amount, top: 4, sync: "scheduler", span});
+const moved = new Chart(byId("moved"), {lines: [{label: "moved"}], show: mebibytes, top: 2 ** 20, sync: "scheduler", span});
+
+repeat(async () => {
+  await history15.update();
+  const {at, columns} = history15;
+  if (!at.length) return;
+  queues.set([at, columns.running, columns.waiting]);
+  moved.set([at, columns.moved_bytes]);
+}, 1000, inBanner("The history"));
