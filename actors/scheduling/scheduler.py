@@ -45,7 +45,7 @@ from policies.replica.events import (
     WorkerLost,
     WorkerReported,
 )
-from policies.replica.live_view import ReplicaView
+from policies.replica.live_view import SchedulerWatch
 
 SAY_AGAIN_S = 1.0
 """The Router hears of the replica at least this often, so that a new one knows it soon."""
@@ -91,7 +91,7 @@ class Scheduler(Component, SchedulerCalls):
             self._recorder = EventRecorder(self.name, MachineConfig(config.scheduler, config.engine.max_num_seqs))
         self._hear = recorded(self._machine.handle, self._recorder)
         self._replica = context.index
-        self._view = ReplicaView(self._replica, self._machine)
+        self._view = SchedulerWatch(self._replica, self._machine)
         self._worker = context.peers.worker(self._replica, self._scheduling)
         self._ready: WorkerReady | None = None
         self._plan: Plan | None = None

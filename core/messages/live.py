@@ -17,7 +17,7 @@ class LiveRequest:
     """One request on a replica.
 
     Attributes:
-        response_id: Of the answer that it belongs to, ``choice`` its index there; empty if it cannot be explained.
+        response_id: The answer that it belongs to, ``choice`` its index there; empty if it cannot be explained.
         state: waiting, prefill, decode, paused or offloaded.
         age_s: Seconds since it reached the replica's scheduler.
         predicted_len, most_len: Forecast of the whole output, its mean and 90th percentile in tokens; None without one.

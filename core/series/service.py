@@ -1,6 +1,6 @@
 """The history of a service: the last 15 minutes by the second, the last 24 hours by the minute.
 
-A pure component: whoever owns it says what time it is. Ingress replicas report counts since their start, so that a
+A pure component: its owner says what time it is. Ingress replicas report counts since their start, so that a
 report that comes twice, or late, counts once.
 """
 

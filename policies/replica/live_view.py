@@ -24,7 +24,7 @@ FORGETTING = 0.02
 _Q90 = QUANTILES.index(0.9)
 
 
-class ReplicaView:
+class SchedulerWatch:
     """Watches one scheduler.
 
     ``of`` costs O(admitted log admitted + rows), and one walk over the waiting requests if rows are asked for.

@@ -122,19 +122,32 @@ async function send() {
   setBusy(null);
 }
 
+let explained = null;  // of the last answer, for the choice of one of its runs
+
 async function explain(id) {
   try {
-    drawExplanation(byId("explanation"), await getJson(`v1/requests/${encodeURIComponent(id)}`));
-    setText(byId("explain-note"), id);
+    explained = await getJson(`v1/requests/${encodeURIComponent(id)}`);
+    explainRun(0);
   } catch (error) {
     setText(byId("explain-note"), reasonOf(error));
   }
 }
 
+function explainRun(index) {
+  const choices = explained?.choices.filter((choice) => choice.index === index) ?? [];
+  if (!choices.length) return;
+  drawExplanation(byId("explanation"), {...explained, choices});
+  setText(byId("explain-note"), explained.choices.length > 1 ? `${explained.id}, run ${index + 1}` : explained.id);
+}
+
 function runRow(index) {
   const wait = make("span", "wait"), flow = make("span", "stream");
   const text = make("span", "", "waits");
-  return {node: make("div", "run", make("span", "", `${index + 1}`), make("div", "bar", wait, flow), text), wait, flow, text, first: null, end: null};
+  const button = make("button", "", `${index + 1}`);
+  button.type = "button";
+  button.title = "Explains this run";
+  button.addEventListener("click", () => explainRun(index));
+  return {node: make("div", "run", button, make("div", "bar", wait, flow), text), wait, flow, text, first: null, end: null};
 }
 
 function drawRuns(runs, now_ms) {

@@ -36,7 +36,7 @@ function drawQueue(panel, replica) {
 }
 
 function drawCurve(panel, replica) {
-  const points = replica.curve;
+  const points = replica.curve.length ? replica.curve : [{steps: 0, tokens: 0}, {steps: 100, tokens: 0}];
   const steps = points.map((point) => point.steps);
   panel.chart.set([steps, points.map((point) => point.tokens), points.map(() => replica.capacity_tokens)]);
 }

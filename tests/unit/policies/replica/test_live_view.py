@@ -11,14 +11,14 @@ from core.messages.plans import FinishedSequence
 from core.request import Origin, SequenceStatus
 from policies.presets import PRESETS
 from policies.replica.events import AccountClosed, ForecastsArrived, RequestEnded, WorkerLost
-from policies.replica.live_view import MAX_ENDED, MAX_POINTS, ReplicaView
+from policies.replica.live_view import MAX_ENDED, MAX_POINTS, SchedulerWatch
 from tests.unit.policies.replica.scheduler_harness import Harness, request, running
 
 CONTINUOUS = [name for name, preset in PRESETS.items() if preset.mode == "continuous"]
 
 
-def view_of(h: Harness) -> ReplicaView:
-    return ReplicaView("0", h.scheduler)
+def view_of(h: Harness) -> SchedulerWatch:
+    return SchedulerWatch("0", h.scheduler)
 
 
 def forecast(mean: float) -> Forecast:
