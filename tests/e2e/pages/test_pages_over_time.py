@@ -98,7 +98,7 @@ def page(browser: Browser, filled: LiveServer) -> Iterator[Page]:
 
 
 def _is_error(said: ConsoleMessage) -> bool:
-    """Chromium itself notes answers 503 and 404: a test has the history fail, and the scripted backend explains nothing."""
+    """Chromium itself notes answers 503 and 404: the history is made to fail, and nothing is explained here."""
     return said.type == "error" and not re.search("status of (404|503)", said.text)
 
 
