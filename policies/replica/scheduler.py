@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from core.costs import StepCost
+from core.decisions import Facts
 from core.messages.forecasts import ForecastMade
 from core.messages.plans import FinishedSequence, SlotProgress, StepReport, TenantService, WorkerState
 from core.messages.requests import Key
@@ -21,7 +22,7 @@ from policies.budget.step_budget import NO_BUDGET, StepBudget
 from policies.interfaces import ReplicaPolicies, ScheduledRequest
 from policies.outlook.promises import Outlook, PromiseMaker, Standing
 from policies.outlook.rollout import MAX_LISTED
-from policies.replica.decision_trace import Account, DecisionTrace
+from policies.replica.decision_trace import Account, DecisionTrace, promise_facts
 from policies.replica.events import (
     BatchBroken,
     CacheTold,
@@ -151,6 +152,15 @@ class ReplicaScheduler:
         for made in promises:
             self._trace.promised(made, now)
         return promises
+
+    def progress(self, request_id: str, now: float) -> Facts:
+        """State, tokens so far and predicted end of a request that is here, as named numbers."""
+        scheduled = self._mirror.requests[request_id]
+        state = "running" if request_id in self._mirror.admitted else "waiting"
+        facts: dict[str, float | str] = {"state": state, "output_tokens": scheduled.output_len}
+        for made in self.outlook([request_id], now):
+            facts.update(promise_facts(made))
+        return facts
 
     def outlook(self, request_ids: Iterable[str], now: float) -> list[Promise]:
         """When requests that are here will end, as of now; changes nothing."""

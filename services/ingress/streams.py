@@ -11,6 +11,7 @@ from core.decisions import Decision, Facts, on_clock, pack_decisions
 from core.messages.log import FinishedRequest, RequestTrace
 from core.messages.tokens import TokenBatches, TokenDelta, joined
 from core.request import Request
+from services.api.promised import AnswerPromise
 from services.ingress.ledger import OpenStream
 
 SOURCE = "ingress"
@@ -154,6 +155,7 @@ class ClientStream(OpenStream):
         answered_by, attempts: Replica whose tokens came last, and the number of attempts by then.
         trouble: What the last external server that gave it back has said.
         predicted: Set once its forecast has come.
+        answer: Told of its promise; None where no client is told.
         predicted_wait_s: As ``FirstCheck.admit`` returned it.
     """
 
@@ -169,6 +171,7 @@ class ClientStream(OpenStream):
     trouble: str = ""
     deadline: asyncio.TimerHandle | None = None
     predicted: asyncio.Event = field(default_factory=asyncio.Event)
+    answer: AnswerPromise | None = None
     predicted_wait_s: float = 0.0
     trace: StreamTrace = field(init=False)
 
