@@ -9,6 +9,7 @@ from simulator.reproduce.multi_bin import MULTI_BIN
 from simulator.reproduce.past_future import PAST_FUTURE
 from simulator.reproduce.placements import PLACEMENTS
 from simulator.reproduce.preble import PREBLE_RESULTS
+from simulator.reproduce.promise import PROMISE
 from simulator.reproduce.rows import Reproduction
 from simulator.reproduce.tail.cells import TAIL
 
@@ -21,6 +22,7 @@ _ALL: tuple[Reproduction, ...] = (
     *PLACEMENTS,
     *COMBINED,
     *TAIL,
+    *PROMISE,
 )
 
 REPRODUCTIONS: dict[str, Reproduction] = {each.name: each for each in _ALL}
