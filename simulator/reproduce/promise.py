@@ -8,7 +8,6 @@ lengths from what ends; tasks come with the quantiles of 50 earlier outputs of t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -53,11 +52,9 @@ class PromiseCell(CombinedCell):
     """Requests whose law of lengths is known.
 
     Attributes:
-        law_of: The law from which the output of a request was drawn, by its ``app``.
-        has_forecasts: Whether requests come with forecasts from earlier outputs of their task.
+        has_forecasts: Whether these are tasks, which come with forecasts from earlier outputs of their task.
     """
 
-    law_of: Callable[[str], LengthLaw] = lambda _: SHAREGPT_LIKE.output
     has_forecasts: bool = False
 
     def _requests(self, seed: int, index: int) -> list[SimRequest]:
@@ -73,8 +70,12 @@ class PromiseCell(CombinedCell):
             return arrivals
         rng = np.random.default_rng(SEED + 1)
         num = NUM_EARLIER if laws == "given" else 100_000
-        forecasts = {app: _forecast(self.law_of(app).sample(rng, num)) for app in {each.app for each in arrivals}}
+        forecasts = {app: _forecast(self._law_of(app).sample(rng, num)) for app in {each.app for each in arrivals}}
         return [dataclasses.replace(each, forecast=forecasts[each.app]) for each in arrivals]
+
+    def _law_of(self, app: str) -> LengthLaw:
+        """The law from which the outputs of these requests are drawn."""
+        return TASKS[int(app)][1] if self.has_forecasts else SHAREGPT_LIKE.output
 
 
 def _task_request(rng: np.random.Generator, number: int) -> SimRequest:
@@ -137,14 +138,10 @@ def _error(outcome: PromiseOutcome) -> str:
     return f"median error {outcome.error_s:.2f} s"
 
 
-def _task_law(app: str) -> LengthLaw:
-    return TASKS[int(app)][1]
-
-
 CELLS = (
     PromiseCell("conversations", "sharegpt-like", 0.9, 121_000, NUM_REQUESTS, sigma=None),
     PromiseCell("conversations, little memory", "sharegpt-like", 0.9, 30_000, NUM_REQUESTS, sigma=None),
-    PromiseCell("tasks", "", 0.9, 30_000, NUM_REQUESTS, sigma=None, law_of=_task_law, has_forecasts=True),
+    PromiseCell("tasks", "", 0.9, 30_000, NUM_REQUESTS, sigma=None, has_forecasts=True),
 )
 
 PROMISE = (
