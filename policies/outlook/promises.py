@@ -10,7 +10,7 @@ from core.costs import StepCost, attention_pairs
 from policies.interfaces import Job
 from policies.outlook.calibration import OnlineCalibration, Raw
 from policies.outlook.laws import RemainingLaws
-from policies.outlook.rollout import ReplicaState, RollOut, Traffic
+from policies.outlook.rollout import QueueState, RecentTraffic, RollOut
 
 NUM_ARRIVALS = 128
 """Arrivals from which the rate is taken."""
@@ -27,7 +27,7 @@ class Standing:
     """The jobs of a replica as its scheduler has them.
 
     Attributes:
-        running, waiting, num_waiting: As in ``ReplicaState``.
+        running, waiting, num_waiting: As in ``QueueState``.
     """
 
     running: Sequence[Job]
@@ -99,7 +99,7 @@ class PromiseMaker:
     def _outlooks(
         self, jobs: Sequence[Job], standing: Standing, cost: StepCost, now: float, *, keeps: bool
     ) -> list[Outlook]:
-        state = ReplicaState(
+        state = QueueState(
             standing.running, standing.waiting, standing.num_waiting, self._max_num_seqs, cost, self._traffic(cost)
         )
         roll_out = RollOut(state, self.laws)
@@ -114,12 +114,12 @@ class PromiseMaker:
                 self.calibration.begin(job.request_id, raw, now)
         return found
 
-    def _traffic(self, cost: StepCost) -> Traffic:
+    def _traffic(self, cost: StepCost) -> RecentTraffic:
         arrivals = self._arrivals
         span_s = arrivals[-1] - arrivals[0] if len(arrivals) > 1 else 0.0
         rate = (len(arrivals) - 1) / span_s if span_s > 0 else 0.0
         prefill_s = cost.prefill_token_s * self._prompts.mean + cost.prefill_pair_s * self._pairs.mean
-        return Traffic(rate, self._beside.mean, self._outputs.mean or UNKNOWN_OUTPUT_LEN, prefill_s)
+        return RecentTraffic(rate, self._beside.mean, self._outputs.mean or UNKNOWN_OUTPUT_LEN, prefill_s)
 
 
 class _RunningMean:

@@ -39,7 +39,7 @@ _LEVELS: FloatArray = np.array(
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class RecentTraffic:
     """What came and ran lately.
 
     Attributes:
@@ -56,7 +56,7 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaState:
+class QueueState:
     """What a roll-out starts from.
 
     Attributes:
@@ -73,17 +73,17 @@ class ReplicaState:
     num_waiting: int
     max_num_seqs: int
     cost: StepCost
-    traffic: Traffic
+    traffic: RecentTraffic
 
     @property
     def is_coarse(self) -> bool:
         return self.num_waiting > len(self.waiting) or len(self.running) > MAX_LISTED
 
 
-class Pace:
+class StepPace:
     """Seconds of a step while a job runs: the number of those beside it goes from the present to the usual one."""
 
-    def __init__(self, state: ReplicaState) -> None:
+    def __init__(self, state: QueueState) -> None:
         cost, traffic = state.cost, state.traffic
         num = len(state.running)
         contexts = sum(job.prompt_len + job.output_len for job in state.running)
@@ -117,9 +117,9 @@ class Pace:
 class RollOut:
     """One state rolled forward; answers for each job in it. About half a millisecond where 100 run and 100 wait."""
 
-    def __init__(self, state: ReplicaState, laws: RemainingLaws) -> None:
+    def __init__(self, state: QueueState, laws: RemainingLaws) -> None:
         self._state, self._laws = state, laws
-        self._pace = Pace(state)
+        self._pace = StepPace(state)
         self._place_of = {job.request_id: place for place, job in enumerate(state.waiting)}
         self._starts: FloatArray | None = None
 

@@ -34,11 +34,9 @@ from core.messages.requests import Keys, Refusal, Submit
 from core.messages.status import ComponentCounts, ComponentStatus, Scale, StatusReply
 from core.messages.tokens import TokenDelta, TokenPoll
 from core.messages.weights import ServedWeights, Upgrade
-from core.promise import Promise
 from core.request import Request
 from kvcache.block_manager import hash_blocks, salted_root
 from services.api.backend import ModelInfo
-from services.api.promised import ANSWER
 from services.api.text.prompts import PromptText
 from services.ingress.explanations import Explanations
 from services.ingress.ledger import FirstCheck, RequestLedger, TooMuch
@@ -178,9 +176,7 @@ class EngineClient(VersionedStreams):
 
     def _open(self, request: Request) -> ClientStream:
         # A request that goes on comes with its output so far, which its client has.
-        stream = ClientStream(
-            request, list(request.output_ids), num_tokens=len(request.output_ids), answer=ANSWER.get()
-        )
+        stream = ClientStream(request, list(request.output_ids), num_tokens=len(request.output_ids))
         self._streams[request.request_id] = stream
         self._watch_deadline(stream)
         return stream
@@ -297,15 +293,11 @@ class EngineClient(VersionedStreams):
 
     async def _submit(self, requests: tuple[Request, ...]) -> None:
         reply = await self._router.submit(Submit(requests))
-        self._tell_ends(reply.promises)
+        for promise in reply.promises:
+            if promise.request_id in self._streams:
+                self._streams[promise.request_id].note_end(promise)
         self._end_refused(self._ledger.submitted(reply))
         self._follow({placed.replica for placed in reply.placed if placed.replica})
-
-    def _tell_ends(self, promises: Iterable[Promise]) -> None:
-        for promise in promises:
-            stream = self._streams.get(promise.request_id)
-            if stream is not None and stream.answer is not None:
-                stream.answer.add(_since_receipt(promise, time.monotonic() - stream.began))
 
     async def _pump_announcements(self) -> None:
         while True:
@@ -503,8 +495,3 @@ class EngineClient(VersionedStreams):
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._health.stop()
         self._peers.close()
-
-
-def _since_receipt(promise: Promise, passed_s: float) -> Promise:
-    """The promise with the time that passed before a replica made it."""
-    return dataclasses.replace(promise, p50_s=promise.p50_s + passed_s, p90_s=promise.p90_s + passed_s)

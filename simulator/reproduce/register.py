@@ -9,9 +9,9 @@ from simulator.reproduce.multi_bin import MULTI_BIN
 from simulator.reproduce.past_future import PAST_FUTURE
 from simulator.reproduce.placements import PLACEMENTS
 from simulator.reproduce.preble import PREBLE_RESULTS
-from simulator.reproduce.promise import PROMISE
 from simulator.reproduce.rows import Reproduction
 from simulator.reproduce.tail.cells import TAIL
+from simulator.reproduce.tail.promise import PROMISE
 
 _ALL: tuple[Reproduction, ...] = (
     *MAGNUS,

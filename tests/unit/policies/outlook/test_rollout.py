@@ -11,10 +11,10 @@ from core.costs import A100_7B, StepCost
 from core.forecast import QUANTILES, Forecast
 from policies.interfaces import Job
 from policies.outlook.laws import RemainingLaws, drawn
-from policies.outlook.rollout import MAX_LISTED, MAX_TURNS, Pace, ReplicaState, RollOut, Traffic, starts
+from policies.outlook.rollout import MAX_LISTED, MAX_TURNS, QueueState, RecentTraffic, RollOut, StepPace, starts
 
 FLAT = StepCost(base_s=0.01, prefill_token_s=0.0, decode_seq_s=0.0, context_token_s=0.0)
-IDLE = Traffic(rate=0.0, running=1.0, output_len=100.0, prefill_s=0.0)
+IDLE = RecentTraffic(rate=0.0, running=1.0, output_len=100.0, prefill_s=0.0)
 
 
 def certain(length: int) -> Forecast:
@@ -27,8 +27,8 @@ def job(name: str, length: int, *, output_len: int = 0, runs: bool = False) -> J
     return made
 
 
-def state(running: list[Job], waiting: list[Job], num_waiting: int | None = None) -> ReplicaState:
-    return ReplicaState(running, waiting, len(waiting) if num_waiting is None else num_waiting, 8, FLAT, IDLE)
+def state(running: list[Job], waiting: list[Job], num_waiting: int | None = None) -> QueueState:
+    return QueueState(running, waiting, len(waiting) if num_waiting is None else num_waiting, 8, FLAT, IDLE)
 
 
 def test_seats_are_taken_in_the_order_of_the_queue() -> None:
@@ -86,11 +86,11 @@ def test_equal_states_give_equal_answers() -> None:
 
 def test_newcomers_prompts_slow_steps_down_and_a_queue_bounds_how_many_come() -> None:
     running = [job(f"r{i}", 100, output_len=1, runs=True) for i in range(4)]
-    busy = Traffic(rate=10.0, running=4.0, output_len=100.0, prefill_s=0.05)
-    alone = ReplicaState(running, (), 0, 8, A100_7B, IDLE)
-    beside = ReplicaState(running, (), 0, 8, A100_7B, busy)
-    queued = ReplicaState(running, (), 5, 8, A100_7B, busy)
-    seconds = [float(Pace(each).decode_s(np.array([100.0]))[0]) for each in (alone, queued, beside)]
+    busy = RecentTraffic(rate=10.0, running=4.0, output_len=100.0, prefill_s=0.05)
+    alone = QueueState(running, (), 0, 8, A100_7B, IDLE)
+    beside = QueueState(running, (), 0, 8, A100_7B, busy)
+    queued = QueueState(running, (), 5, 8, A100_7B, busy)
+    seconds = [float(StepPace(each).decode_s(np.array([100.0]))[0]) for each in (alone, queued, beside)]
     assert seconds[0] < seconds[1] < seconds[2]
     assert seconds[2] == pytest.approx(seconds[0] * 2, rel=0.1), "half of the time goes to prompts"
 
