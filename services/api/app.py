@@ -5,6 +5,7 @@ import functools
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
+from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from core.errors import FarsightError
@@ -37,6 +38,7 @@ from services.api.pages.dashboard import page_routes
 from services.api.pages.explain import explain_routes
 from services.api.pages.live import live_routes
 from services.api.pages.routes import docs_routes
+from services.api.promised import ANSWER, HEADERS, AnswerPromise
 from services.api.readiness import DrainGate, Readiness
 from services.api.requests import Generation, check_model, generation_of
 from services.api.schemas import ChatCompletionRequest, CompletionRequest
@@ -55,7 +57,11 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     "5XX": {"model": ErrorReply, "description": "The server failed; the request may be sent again."},
 }
 _EVENTS: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {}}, "description": "The answer, or its chunks where stream is true."}
+    200: {
+        "content": {"text/event-stream": {}},
+        "description": "The answer, or its chunks where stream is true.",
+        "headers": {name: {"description": about, "schema": {"type": "string"}} for name, about in HEADERS.items()},
+    }
 }
 
 
@@ -144,13 +150,19 @@ def _generation_routes(
     streams: ResumableStreams | None,
     shares_across_keys: bool,
 ) -> APIRouter:
-    async def respond(generation: Generation, request: Request) -> Completion | ChatCompletion | Response:
+    async def respond(
+        generation: Generation, request: Request, headers: MutableHeaders
+    ) -> Completion | ChatCompletion | Response:
         named = _named(generation, request, shares_across_keys=shares_across_keys)
+        promise = AnswerPromise(len(named.requests))
+        ANSWER.set(promise)
         if streams is not None and wants_resumable(request.headers, named):
             return streams.begin(named, request.headers)
         if named.stream:
             return EventStream(chunks(backend, named, ChunkWriter(named, encoder.texts)))
-        return await _answer(request, backend, named, encoder)
+        answer = await _answer(request, backend, named, encoder)
+        headers.update(promise.headers())
+        return answer
 
     class LargeBodies(JsonRoute):
         """Has a large body read elsewhere, and answers as for any other."""
@@ -161,20 +173,25 @@ def _generation_routes(
                 generation = await while_connected(request.receive, _read_large(body, chat, backend, encoder, workers))
             except ClientGone:
                 return Response(status_code=_CLIENT_CLOSED_REQUEST)
-            reply = await respond(generation, request)
-            return reply if isinstance(reply, Response) else JSONResponse(reply.model_dump(mode="json"))
+            headers = MutableHeaders()
+            reply = await respond(generation, request, headers)
+            if isinstance(reply, Response):
+                return reply
+            return JSONResponse(reply.model_dump(mode="json"), headers=dict(headers))
 
     router = APIRouter(prefix="/v1", tags=["generation"], responses=_ERRORS | _EVENTS, route_class=LargeBodies)
 
     @router.post("/completions", response_model=Completion)
-    async def create_completion(body: CompletionRequest, request: Request) -> Completion | ChatCompletion | Response:
-        return await respond(await generation_of(body, backend.model, encoder), request)
+    async def create_completion(
+        body: CompletionRequest, request: Request, response: Response
+    ) -> Completion | ChatCompletion | Response:
+        return await respond(await generation_of(body, backend.model, encoder), request, response.headers)
 
     @router.post("/chat/completions", response_model=ChatCompletion)
     async def create_chat_completion(
-        body: ChatCompletionRequest, request: Request
+        body: ChatCompletionRequest, request: Request, response: Response
     ) -> Completion | ChatCompletion | Response:
-        return await respond(await generation_of(body, backend.model, encoder), request)
+        return await respond(await generation_of(body, backend.model, encoder), request, response.headers)
 
     return router
 

@@ -290,6 +290,9 @@ class EngineClient(ObservedService, VersionedStreams):
         reply = await self._router.submit(Submit(requests))
         for stream in filter(None, (self._streams.get(request.request_id) for request in requests)):
             self.first_check.placed(stream.admitted)
+        for promise in reply.promises:
+            if promise.request_id in self._streams:
+                self._streams[promise.request_id].note_end(promise)
         self._end_refused(self._ledger.submitted(reply))
         self._follow({placed.replica for placed in reply.placed if placed.replica})
 
