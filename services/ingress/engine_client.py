@@ -29,9 +29,8 @@ from core.forecast import Forecast, ForecastQuestion
 from core.messages.drains import DrainReplica
 from core.messages.forecasts import ForecastMade, ForecastsMade
 from core.messages.log import FinishedRequests, RequestTrace, RequestTraces
-from core.messages.placement import PlacementView
 from core.messages.requests import Keys, Refusal, Submit
-from core.messages.status import ComponentCounts, ComponentStatus, Scale, StatusReply
+from core.messages.status import ComponentCounts, ComponentStatus, Scale
 from core.messages.tokens import TokenDelta, TokenPoll
 from core.messages.weights import ServedWeights, Upgrade
 from core.request import Request
@@ -41,6 +40,7 @@ from services.api.text.prompts import PromptText
 from services.ingress.explanations import Explanations
 from services.ingress.first_check import CountedRequest, FirstCheck
 from services.ingress.ledger import RequestLedger
+from services.ingress.observed import ObservedService
 from services.ingress.overview import Overview
 from services.ingress.predictor_client import PredictorClient
 from services.ingress.streams import ClientStream, TokenInbox, fail_stream
@@ -64,7 +64,7 @@ OWN_ENGINE_S = 1.0
 logger = logging.getLogger(__name__)
 
 
-class EngineClient(VersionedStreams):
+class EngineClient(ObservedService, VersionedStreams):
     """A ``GenerationBackend`` over the Router and the model workers.
 
     Args:
@@ -112,10 +112,12 @@ class EngineClient(VersionedStreams):
         self._pumps: dict[str, asyncio.Task[None]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._heard_at: float | None = None
+        self._token_at: float | None = None
         self._overview = Overview(site, self._peers)
         self.registry = CollectorRegistry()
         self._metrics = RequestMetrics(self.registry, model.name)
         self.first_check = FirstCheck(self._limits, self._metrics.rejected)
+        self.tally = self._metrics.tally
         show_degraded(self.registry, lambda: [(f"ingress-{self._ingress_id}", self._degraded)])
         self._health = HealthServer(self.registry, lambda: [self._row()])
         self._port = 0
@@ -288,6 +290,9 @@ class EngineClient(VersionedStreams):
         reply = await self._router.submit(Submit(requests))
         for stream in filter(None, (self._streams.get(request.request_id) for request in requests)):
             self.first_check.placed(stream.admitted)
+        for promise in reply.promises:
+            if promise.request_id in self._streams:
+                self._streams[promise.request_id].note_end(promise)
         self._end_refused(self._ledger.submitted(reply))
         self._follow({placed.replica for placed in reply.placed if placed.replica})
 
@@ -391,7 +396,7 @@ class EngineClient(VersionedStreams):
         else:
             self._metrics.tokens(now - stream.token_at, count)
             self.first_check.progressed(stream.admitted, count, now - stream.token_at)
-        stream.token_at = now
+        stream.token_at = self._token_at = now
         stream.num_tokens += count
 
     def _note_read(self, stream: ClientStream) -> None:
@@ -407,7 +412,7 @@ class EngineClient(VersionedStreams):
             node=socket.gethostname(),
             state="ready" if self.hears else "waiting",
             queue=len(self._streams),
-            last_step_age_s=None,
+            last_step_age_s=None if self._token_at is None else time.monotonic() - self._token_at,
             restarts=0,
             http_port=self._port,
             degraded=self._degraded.reason(time.monotonic()),
@@ -424,22 +429,10 @@ class EngineClient(VersionedStreams):
         heard_at = self._heard_at
         return heard_at is not None and time.monotonic() - heard_at < UNHEALTHY_AFTER_S
 
-    async def status(self) -> StatusReply:
-        """One row for every logical component."""
-        return await self._overview.status()
-
     async def metrics(self) -> str:
         """Of every process."""
         own = generate_latest(self.registry).decode()
         return await self._overview.metrics(f"ingress-{self._ingress_id}", own)
-
-    async def placement(self) -> PlacementView:
-        """What the Router says of its placements.
-
-        Raises:
-            FarsightError: it does not answer.
-        """
-        return await self._overview.placement()
 
     async def explain(self, response_id: str) -> tuple[RequestTrace, ...]:
         """What is known of the decisions behind an answer, by all components.

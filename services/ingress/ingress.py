@@ -32,6 +32,7 @@ from services.ingress.engine_client import EngineClient
 from services.ingress.liveness import Liveness, publish
 from services.ingress.paced_http import pace_http
 from services.ingress.tenants import TenantExchange
+from services.ingress.traffic import TrafficReports
 from services.proxy.haproxy import PROXY_DIRECTORY_VARIABLE
 from services.proxy.timed_http import ConnectionLimits
 from services.run_file import ADMIN_TOKEN_VARIABLE
@@ -74,6 +75,8 @@ class Ingress:
         leave_full_collections_to_us()
         collect = functools.partial(collect_when_quiet, lambda: client.num_open + len(pace) <= QUIET_REQUESTS)
         self._collecting = asyncio.create_task(again_and_again(collect, LOOK_AGAIN_S))
+        reports = TrafficReports(self._site.peers(), client.tally)
+        self._reporting = asyncio.create_task(again_and_again(reports.run, LOOK_AGAIN_S))
         door = self._make_door(client)
         limits = connection_limits(server, behind_haproxy=PROXY_DIRECTORY_VARIABLE in os.environ)
 
