@@ -35,8 +35,8 @@ class Beside:
 
     Attributes:
         num_done, num_left: Its requests that ended, and those that were cut off.
-        ttft_p99_s, jct_p99_s: Of these, in seconds.
-        tokens_per_s: Of both tenants.
+        ttft_p99_s, jct_p99_s: 99th percentiles of those that ended, in seconds.
+        tokens_per_s: Both tenants' output.
     """
 
     num_done: int
