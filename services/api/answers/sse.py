@@ -22,10 +22,13 @@ from services.api.answers.replies import UsageFields, completion_logprobs, first
 from services.api.backend import GenerationBackend
 from services.api.errors import as_api_error
 from services.api.generate import ClientGone, first_cached_len, run_requests, while_connected
+from services.api.promised import ANSWER
 from services.api.requests import Generation
 from services.api.text.token_texts import TokenTexts
 
 DONE = b"data: [DONE]\n\n"
+EARLY_S = 5.0
+"""Without a first event for so long, the status line goes ahead with the promise of the end, if there is one."""
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -62,8 +65,11 @@ async def chunks(
 
 
 class EventStream(Response):
-    """Sends events as they arrive. The status line waits for the first event, and is 204 if there is none; a
-    disconnect ends the source."""
+    """Sends events as they arrive; a disconnect ends the source.
+
+    The status line waits for the first event, and is 204 if there is none. It carries the promise of the end; a client
+    that waits longer than ``EARLY_S`` gets it first, and a later failure becomes an event.
+    """
 
     media_type = "text/event-stream"
 
@@ -71,6 +77,8 @@ class EventStream(Response):
         super().__init__(headers={**_HEADERS, **(headers or {})})
         del self.headers["content-length"]
         self._events = events
+        self._promise = ANSWER.get()
+        self._begun: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(ClientGone):
@@ -78,18 +86,43 @@ class EventStream(Response):
 
     async def _send_events(self, send: Send) -> None:
         async with aclosing(self._events) as events:
-            first = await anext(events, None)
+            first = await self._first(events, send)
             if first is None:
                 await send({"type": "http.response.start", "status": 204, "headers": []})
                 await _send_body(send, b"", more=False)
                 return
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            if self._begun is None:
+                await self._begin(send)
             await _send_body(send, first, more=True)
             async for chunk in events:
                 await _send_body(send, chunk, more=True)
                 # A fast source and a server that never blocks would starve the disconnect watch.
                 await asyncio.sleep(0)
             await _send_body(send, b"", more=False)
+
+    async def _first(self, events: AsyncGenerator[bytes, None], send: Send) -> bytes | None:
+        """The first event; the status line may go before it."""
+        timer = asyncio.get_running_loop().call_later(EARLY_S, self._begin_early, send)
+        try:
+            first = await anext(events, None)
+            return b"" if first is None and self._begun is not None else first
+        except Exception as error:
+            if self._begun is None:
+                raise
+            return event(as_api_error(error).body()) + DONE
+        finally:
+            timer.cancel()
+            if self._begun is not None:
+                await self._begun
+
+    def _begin_early(self, send: Send) -> None:
+        if self._promise is not None and self._promise.headers():
+            self._begun = asyncio.create_task(self._begin(send))
+
+    async def _begin(self, send: Send) -> None:
+        if self._promise is not None:
+            self.headers.update(self._promise.headers())
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
 
 
 async def _send_body(send: Send, body: bytes, *, more: bool) -> None:

@@ -66,6 +66,11 @@ class PromptEncoder:
         self._renderer = ThreadPoolExecutor(1, "chat-template")
         self._num_waiting = 0
 
+    @property
+    def chats(self) -> bool:
+        """Whether there is a chat template."""
+        return self._template is not None
+
     def encode_prompt(self, text: str, parse_special: bool = False, add_special_tokens: bool = True) -> EncodedText:
         """Token ids of a completion's prompt.
 
