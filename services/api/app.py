@@ -21,9 +21,9 @@ from services.api.answers.replies import (
     Completion,
     ErrorReply,
     Health,
-    Load,
     ModelCard,
     ModelList,
+    ServerLoad,
     Status,
     Version,
     chat_completion,
@@ -241,8 +241,8 @@ def _operator_routes(backend: GenerationBackend, readiness: Readiness) -> APIRou
         return Version(version=_VERSION)
 
     @router.get("/load")
-    async def load() -> Load:
-        return Load(server_load=readiness.num_open)
+    async def load() -> ServerLoad:
+        return ServerLoad(server_load=readiness.num_open)
 
     @router.get("/status")
     async def status() -> Status:

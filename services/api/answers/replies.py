@@ -163,7 +163,7 @@ class Version(BaseModel):
     version: str
 
 
-class Load(BaseModel):
+class ServerLoad(BaseModel):
     """``server_load``: answers that this ingress replica is generating."""
 
     server_load: int

@@ -25,7 +25,7 @@ def home_routes(paths: Collection[str]) -> APIRouter:
     """The route.
 
     Args:
-        paths: Of the application's routes.
+        paths: Those of the application's routes.
     """
     router = APIRouter(include_in_schema=False)
     links = [
