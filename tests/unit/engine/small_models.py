@@ -125,11 +125,11 @@ def save_model(
 @torch.no_grad()
 def _randomize(model: PreTrainedModel) -> None:
     for name, parameter in model.named_parameters():
-        if "norm" in name and name.endswith("weight"):
+        if ("norm" in name or ".ln_" in name) and name.endswith("weight"):
             parameter.normal_(1.0, 0.2)  # ones would hide a norm that forgets its weight
-        elif "layers" in name or name.endswith("bias"):
+        elif "layers" in name or ".h." in name or name.endswith("bias"):
             parameter.normal_(0, 0.15)
-        elif "embed_positions" in name:
+        elif "embed_positions" in name or name.endswith("wpe.weight"):
             parameter.normal_(0, 0.5)
     model.get_output_embeddings().weight.normal_(0, 0.5)
 
