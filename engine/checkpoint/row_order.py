@@ -20,7 +20,7 @@ def qkv_order(config: DecoderConfig) -> Tensor:
         groups = stored.view(kv_heads, heads // kv_heads + 2, head_dim)
         query, key, value = groups[:, :-2].reshape(-1), groups[:, -2].reshape(-1), groups[:, -1].reshape(-1)
     else:
-        query, key, value = stored.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim])
+        query, key, value = torch.split(stored, [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim])
     if config.names.interleaved:
         query, key = query[turned_order(config, heads)], key[turned_order(config, kv_heads)]
     return torch.cat([query, key, value])

@@ -50,7 +50,7 @@ def frequencies(config: RotaryConfig, max_len: int) -> Tensor:
     if isinstance(scaling, FactorScaling):
         return plain / torch.tensor(scaling.factors, dtype=torch.float32)
     if isinstance(scaling, YarnScaling):
-        return _yarn(plain, config, scaling)
+        return _yarn(config.theta**exponents, config, scaling)
     return plain if scaling is None else _llama3(plain, scaling)
 
 
@@ -60,8 +60,12 @@ def _stretched_base(config: RotaryConfig, scaling: DynamicScaling, max_len: int)
     return float(config.theta * stretch ** (dim / (dim - 2)))
 
 
-def _yarn(plain: Tensor, config: RotaryConfig, scaling: YarnScaling) -> Tensor:
-    """Mixes the plain frequencies and the slowed ones, by a ramp over their numbers."""
+def _yarn(lengths: Tensor, config: RotaryConfig, scaling: YarnScaling) -> Tensor:
+    """Mixes the plain frequencies and the slowed ones, by a ramp over their numbers.
+
+    Args:
+        lengths: Positions a radian, of the plain frequencies.
+    """
     dim = config.rotary_dim
 
     def number(turns: float) -> float:
@@ -75,7 +79,7 @@ def _yarn(plain: Tensor, config: RotaryConfig, scaling: YarnScaling) -> Tensor:
     if low == high:
         high += 0.001
     kept = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    return plain / scaling.factor * (1 - kept) + plain * kept
+    return 1.0 / (scaling.factor * lengths) * (1 - kept) + 1.0 / lengths * kept
 
 
 def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:

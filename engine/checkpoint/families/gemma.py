@@ -67,7 +67,7 @@ _COHERE = {name: value for name, value in COMMON.items() if name != "rms_norm_ep
     "attention_bias": False,
     "eos_token_id": 255001,
 }
-_COHERE2 = _COHERE | {"sliding_window": 4096, "sliding_window_pattern": 4}
+_COHERE2 = _COHERE | {"sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 10000.0}
 _CAUSAL = {"use_bidirectional_attention": False}
 _SANDWICH = TensorNames(post_norm="pre_feedforward_layernorm")
 

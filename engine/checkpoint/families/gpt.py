@@ -372,7 +372,11 @@ GPT_LIKE: Mapping[str, Architecture] = {
         _FALCON,
         Evidence("Falcon 7B, 40B and 180B, Falcon 2 (not those with ALiBi)"),
         fixed={"alibi": False},
-        spelled={"hidden_act": "activation", "norm_eps": "layer_norm_epsilon"},
+        spelled={
+            "hidden_act": "activation",
+            "norm_eps": "layer_norm_epsilon",
+            "num_key_value_heads": "num_kv_heads",
+        },
         derived=_falcon,
         norm="layer",
         activations=PLAIN_GELU,

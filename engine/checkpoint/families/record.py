@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 from engine.checkpoint.config_fields import Fields
 from engine.checkpoint.rotary_config import RotaryConfig
@@ -203,7 +203,7 @@ class Architecture:
 
 def of_config(value: T | Callable[[Fields], T], config: Fields) -> T:
     """A value of a record that may depend on the configuration."""
-    return cast(T, value(config) if callable(value) else value)
+    return value(config) if callable(value) else value
 
 
 def same_window(config: Fields, num_layers: int) -> Windows:

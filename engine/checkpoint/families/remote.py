@@ -155,6 +155,7 @@ REMOTE: Mapping[str, Architecture] = {
             "num_hidden_layers": "num_layers",
             "intermediate_size": "ffn_hidden_size",
             "head_dim": "kv_channels",
+            "num_key_value_heads": "multi_query_group_num",
             "max_position_embeddings": "seq_length",
             "norm_eps": "layernorm_epsilon",
         },

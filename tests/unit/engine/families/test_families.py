@@ -80,6 +80,7 @@ def test_tokens_are_those_of_the_reference(
         max_num_seqs=5,
         kv_memory=str(POOL_BLOCKS * BLOCK_SIZE * load_model_config(model_dir).kv_bytes_per_token(torch.float32)),
         max_model_len=100,
+        speculation="off",  # so that both backends run the same steps
     )
     engine = Engine(model_dir, dtype="float32", engine=config)
     given = prompts()

@@ -1,14 +1,13 @@
 """References of families that transformers runs only by programs that come with a checkpoint.
 
-Each is written from the model's published description, layer by layer, without a KV cache: queries and keys are turned in
-pairs where the description says pairs, and tensors are read by the names and in the order of the published checkpoints.
+Each is written from the model's published description, layer by layer, without a KV cache: queries and keys are turned
+in pairs where the description says pairs, and tensors are read by the names and in the order of published checkpoints.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
