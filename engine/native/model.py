@@ -17,6 +17,7 @@ from core.errors import IntegrityError
 from engine.attention.decode_inputs import DecodeInputs
 from engine.attention.layout import check_row_tokens, fill_rows, find_sample_rows
 from engine.attention.scores import Scores
+from engine.checkpoint.architectures import ARCHITECTURES
 from engine.checkpoint.model_config import DecoderConfig
 from engine.checkpoint.quantized import JoinedLinear, QuantizedLinear
 from engine.checkpoint.rotary_config import RotaryConfig
@@ -144,6 +145,8 @@ class _Step(Structure):
 
 def native_problem(config: DecoderConfig, dtype: torch.dtype, block_size: int) -> str | None:
     """Why the compiled step cannot run this model; None if it can."""
+    if not ARCHITECTURES[config.architecture].compiled:
+        return f"{config.architecture} has blocks that are not compiled"
     if dtype not in _DTYPES:
         return f"dtype {dtype}: float32 and bfloat16 are compiled"
     if config.head_dim % _VECTOR or config.head_dim > _MAX_HEAD_DIM:

@@ -183,6 +183,7 @@ class Architecture:
         rope_kinds: The ``rope_type`` values that are computed; none: positions are not turned.
         partial_rotary: Whether a part of each head can stay unrotated.
         rotaries: The rotary embedding by layer, where layers differ.
+        compiled: Whether the compiled step has all of its blocks; otherwise torch operations compute it.
     """
 
     defaults: Mapping[str, Any]
@@ -199,6 +200,7 @@ class Architecture:
     rope_kinds: tuple[str, ...] = ROPE_KINDS
     partial_rotary: bool = False
     rotaries: Rotaries | None = None
+    compiled: bool = True
 
 
 def of_config(value: T | Callable[[Fields], T], config: Fields) -> T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -148,7 +149,7 @@ def test_sliding_windows(architecture, fields, expected, tmp_path):
     assert load(tmp_path, architecture, num_hidden_layers=3, **fields).sliding_windows == expected
 
 
-REFUSED = {
+REFUSED: dict[str, list[tuple[str, Any]]] = {
     "LlamaForCausalLM": [
         ("quantization_config.quant_method", "bitsandbytes"),
         ("hidden_act", "gelu"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ def test_tables_are_those_of_transformers(kind, dtype, tmp_path):
 def test_tables_that_grow_with_the_context_that_is_served(length, tmp_path):
     """transformers computes the same for one sequence of that length."""
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 5e3}
-    fields = {"hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 512}
+    fields: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 512}
     (tmp_path / "config.json").write_text(
         json.dumps({"architectures": ["LlamaForCausalLM"], "rope_scaling": rope, **fields})
     )
@@ -80,7 +81,7 @@ def test_tables_that_grow_with_the_context_that_is_served(length, tmp_path):
 @pytest.mark.parametrize("length", [500, 501])
 def test_long_factors_are_those_of_a_context_beyond_the_original_one(length, tmp_path):
     rope = {"rope_type": "longrope", **LONG, "rope_theta": 1e4, "partial_rotary_factor": 0.75}
-    fields = {"hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 4096}
+    fields: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 4096}
     fields["original_max_position_embeddings"] = 500
     (tmp_path / "config.json").write_text(
         json.dumps({"architectures": ["Phi3ForCausalLM"], "rope_scaling": rope, **fields})
