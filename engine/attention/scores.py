@@ -13,13 +13,13 @@ from engine.checkpoint.model_config import DecoderConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class ScoreShape:
     """The attributes are those of ``Blocks``.
 
     Attributes:
         scale: Factor of the products; None: one over the root of the head's size.
         cap: Scaled products ``s`` become ``cap * tanh(s / cap)``.
-        slopes: Of ALiBi, by query head; empty without.
+        slopes: ALiBi's, by query head; empty without.
     """
 
     scale: float | None = None
@@ -27,14 +27,14 @@ class Scores:
     slopes: tuple[float, ...] = ()
 
     @classmethod
-    def of_model(cls, config: DecoderConfig) -> Scores:
+    def of_model(cls, config: DecoderConfig) -> ScoreShape:
         """The scores of a model."""
         blocks = config.blocks
         slopes = alibi_slopes(config.num_attention_heads) if blocks.alibi else ()
         return cls(blocks.attention_scale, blocks.attention_cap, slopes)
 
 
-PLAIN_SCORES = Scores()
+PLAIN_SCORES = ScoreShape()
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:
@@ -53,7 +53,7 @@ def attend(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    scores: Scores,
+    scores: ScoreShape,
     *,
     causal: bool = False,
     grouped: bool = False,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.attention import DecodePart, PrefillPart, StaticDecode, StepLayout
-from engine.attention.scores import PLAIN_SCORES, Scores, attend
+from engine.attention.scores import PLAIN_SCORES, ScoreShape, attend
 from engine.checkpoint.model_config import DecoderConfig
 from engine.kv.kv_pool import KVPool
 
@@ -32,7 +32,7 @@ class TorchAttention:
 
     reads_whole_blocks = True
 
-    def __init__(self, windows: Sequence[int | None], scores: Scores = PLAIN_SCORES) -> None:
+    def __init__(self, windows: Sequence[int | None], scores: ScoreShape = PLAIN_SCORES) -> None:
         self._windows = tuple(windows)
         self._scores = scores
         self._distinct = tuple(set(windows))
@@ -41,7 +41,7 @@ class TorchAttention:
     @classmethod
     def of_model(cls, config: DecoderConfig) -> TorchAttention:
         """Attention as the layers of a model have it."""
-        return cls(config.sliding_windows, Scores.of_model(config))
+        return cls(config.sliding_windows, ScoreShape.of_model(config))
 
     def begin_step(self, layout: StepLayout, pool: KVPool) -> TorchStepAttention:
         """See ``AttentionBackend.begin_step``."""
@@ -82,7 +82,7 @@ class TorchStepAttention:
         parts: list[_Decode | _WholePrompt | _Chunk],
         windows: tuple[int | None, ...],
         buffers: tuple[Tensor, Tensor],
-        scores: Scores,
+        scores: ScoreShape,
     ) -> None:
         self._scores = scores
         self._pool = pool
@@ -101,7 +101,7 @@ class TorchStepAttention:
 class TorchStaticAttention:
     """Steps that only decode: every row is padded to the width of the table."""
 
-    def __init__(self, pool: KVPool, decode: StaticDecode, windows: tuple[int | None, ...], scores: Scores) -> None:
+    def __init__(self, pool: KVPool, decode: StaticDecode, windows: tuple[int | None, ...], scores: ScoreShape) -> None:
         self._scores = scores
         self._pool = pool
         self._decode = decode
@@ -133,7 +133,7 @@ class TorchStaticAttention:
 class _LayerCache:
     """One layer of the pool, read block by block."""
 
-    def __init__(self, pool: KVPool, layer: int, buffers: tuple[Tensor, Tensor], scores: Scores) -> None:
+    def __init__(self, pool: KVPool, layer: int, buffers: tuple[Tensor, Tensor], scores: ScoreShape) -> None:
         self.scores = scores
         self._caches = pool.keys[layer], pool.values[layer]
         self._buffers = buffers

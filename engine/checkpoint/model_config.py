@@ -45,7 +45,7 @@ class DecoderConfig:
     Attributes:
         max_position_embeddings: Context length, in tokens.
         norm: Root mean square with a weight, or LayerNorm.
-        activation: Of the MLP; ``gelu_tanh`` is GELU's approximation by tanh.
+        activation: The MLP's; ``gelu_tanh`` is GELU's approximation by tanh.
         rotary: None if nothing is turned.
         sliding_windows: By layer. With a window ``w`` position ``q`` attends to ``q - w < k <= q``.
         checkpoint_dtype: The dtype of the stored weights.

@@ -64,7 +64,7 @@ class LayerWeights:
         k_norm: The same for the keys.
         post_norm: Before the MLP; that before attention where both read one.
         up: ``[2 * intermediate, hidden]``, gate, then up, where the MLP is gated; else ``[intermediate, hidden]``.
-        after_attention, after_mlp: Of what they add to the residual stream; None without.
+        after_attention, after_mlp: For what they add to the residual stream; None without.
     """
 
     input_norm: Norm | None

@@ -16,7 +16,7 @@ from torch import Tensor
 from core.errors import IntegrityError
 from engine.attention.decode_inputs import DecodeInputs
 from engine.attention.layout import check_row_tokens, fill_rows, find_sample_rows
-from engine.attention.scores import Scores
+from engine.attention.scores import ScoreShape
 from engine.checkpoint.architectures import ARCHITECTURES
 from engine.checkpoint.model_config import DecoderConfig
 from engine.checkpoint.quantized import JoinedLinear, QuantizedLinear
@@ -254,7 +254,7 @@ class NativeModel:
             raise IntegrityError(f"positions {positions.min()}..{positions.max()} of {self._max_len}")
 
     def _config(self, config: DecoderConfig, weights: ModelWeights, pool: KVPool, num_threads: int) -> _Config:
-        blocks, scores, dtype = config.blocks, Scores.of_model(config), weights.embedding.dtype
+        blocks, scores, dtype = config.blocks, ScoreShape.of_model(config), weights.embedding.dtype
         return _Config(
             int(dtype == torch.bfloat16),
             config.num_hidden_layers,

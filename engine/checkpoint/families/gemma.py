@@ -186,7 +186,7 @@ GEMMA_LIKE: Mapping[str, Architecture] = {
     ),
     "CohereForCausalLM": Architecture(
         _COHERE,
-        Evidence("Command R, Aya 23 (not Command R+, whose heads have norms)"),
+        Evidence("Command R, Aya 23 (not Command R+)"),
         fixed={"use_qk_norm": False},
         spelled={"norm_eps": "layer_norm_eps"},
         norm="layer",

@@ -370,7 +370,7 @@ GPT_LIKE: Mapping[str, Architecture] = {
     ),
     "FalconForCausalLM": Architecture(
         _FALCON,
-        Evidence("Falcon 7B, 40B and 180B, Falcon 2 (not those with ALiBi)"),
+        Evidence("Falcon 7B, 40B, 180B, Falcon 2 (without ALiBi)"),
         fixed={"alibi": False},
         spelled={
             "hidden_act": "activation",
@@ -397,7 +397,7 @@ GPT_LIKE: Mapping[str, Architecture] = {
     ),
     "StableLmForCausalLM": Architecture(
         _STABLELM,
-        Evidence("StableLM 2 1.6B and 3B (not 12B, whose heads have norms)"),
+        Evidence("StableLM 3B, StableLM 2 1.6B (not 12B)"),
         fixed={"qk_layernorm": False},
         spelled={"norm_eps": "layer_norm_eps"},
         norm="layer",

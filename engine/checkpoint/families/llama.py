@@ -164,7 +164,7 @@ def _qkv_bias(config: Fields) -> Biases:
 LLAMA_LIKE: Mapping[str, Architecture] = {
     "LlamaForCausalLM": Architecture(
         _LLAMA,
-        Evidence("Llama 2 and 3, Vicuna, SmolLM2, Yi, and what is built like them"),
+        Evidence("Llama 2 and 3, Vicuna, SmolLM2, Yi, and others"),
         biases=_optional_biases,
         fixed={"layer_types": None},
     ),

@@ -10,7 +10,7 @@ from engine.checkpoint.config_fields import Fields
 from engine.checkpoint.families.llama import COMMON
 from engine.checkpoint.families.record import Architecture, Biases, Blocks, Evidence, TensorNames
 
-_REFERENCE = "written from the description"
+_REFERENCE = "a description"
 _INTERNLM2 = COMMON | {
     "vocab_size": 103168,
     "intermediate_size": 11008,

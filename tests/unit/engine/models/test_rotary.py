@@ -70,7 +70,8 @@ def test_tables_that_grow_with_the_context_that_is_served(length, tmp_path):
     (tmp_path / "config.json").write_text(
         json.dumps({"architectures": ["LlamaForCausalLM"], "rope_scaling": rope, **fields})
     )
-    reference_config = transformers.LlamaConfig(rope_scaling=dict(rope), **fields)
+    config_class: Any = transformers.LlamaConfig
+    reference_config = config_class(rope_scaling=dict(rope), **fields)
     expected = LlamaRotaryEmbedding(reference_config)(torch.empty(0), torch.arange(length)[None])
     rotary = load_model_config(tmp_path).rotary
     assert rotary is not None
@@ -86,7 +87,8 @@ def test_long_factors_are_those_of_a_context_beyond_the_original_one(length, tmp
     (tmp_path / "config.json").write_text(
         json.dumps({"architectures": ["Phi3ForCausalLM"], "rope_scaling": rope, **fields})
     )
-    reference_config = transformers.Phi3Config(rope_scaling=dict(rope), **fields)
+    config_class: Any = transformers.Phi3Config
+    reference_config = config_class(rope_scaling=dict(rope), **fields)
     expected = Phi3RotaryEmbedding(reference_config)(torch.empty(0), torch.arange(length)[None])
     rotary = load_model_config(tmp_path).rotary
     assert rotary is not None
