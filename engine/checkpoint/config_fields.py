@@ -31,16 +31,29 @@ class Fields:
         raw: The object as read.
         defaults: Values of missing fields.
         prefix: Prefix of the names in errors.
+        spelled: Our names of fields that the object names differently.
     """
 
-    def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str = "") -> None:
+    def __init__(
+        self,
+        raw: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        prefix: str = "",
+        spelled: Mapping[str, str] | None = None,
+    ) -> None:
         self._values = {**defaults, **raw}
         self._defaults = defaults
         self._prefix = prefix
+        self._spelled = spelled or {}
 
     def __getitem__(self, name: str) -> Any:
         """The value; None for a field that is not there and has no default."""
-        return self._values.get(name)
+        return self._values.get(self._spelled.get(name, name))
+
+    def having(self, values: Mapping[str, Any]) -> Fields:
+        """The same object with some values, by our names, replaced."""
+        replaced = {self._spelled.get(name, name): value for name, value in values.items()}
+        return Fields({**self._values, **replaced}, self._defaults, self._prefix, self._spelled)
 
     def given(self) -> list[str]:
         """Names of the fields that are neither missing nor null."""
@@ -96,11 +109,11 @@ class Fields:
 
     def path(self, name: str) -> str:
         """The field's name in errors."""
-        return self._prefix + name
+        return self._prefix + self._spelled.get(name, name)
 
     def _or_default(self, name: str) -> Any:
         value = self[name]
-        return self._defaults.get(name) if value is None else value
+        return self._defaults.get(self._spelled.get(name, name)) if value is None else value
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any] | None:
