@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import collections
+import itertools
 import json
 import multiprocessing
 import random
@@ -24,6 +25,7 @@ from typing import Any
 
 import aiohttp
 import psutil
+import uvloop
 
 from benchmarks.common.servers import RunningServer, ServerCommand, free_port
 from services.bench.report import provenance, write_json
@@ -45,6 +47,9 @@ MEAN_TOKENS, MAX_TOKENS = 40, 200
 MEMORY_S = 1.0
 """Seconds between two looks at the memory."""
 
+LAG_S = 0.01
+"""Seconds between two looks at the clients' event loop."""
+
 MAX_WAIT_S = 2.0
 MOST_WAIT_S = 2.5
 MOST_STRETCH = 1.5
@@ -61,6 +66,7 @@ class Run:
         rests: Seconds from the first token to the end.
         refusals: Seconds to the answer 429.
         memory: Bytes of all processes of the server, once a second.
+        lags: Seconds by which the clients' own event loop was late, which every other figure holds as well.
     """
 
     rate: float
@@ -70,6 +76,7 @@ class Run:
     retry_after: list[float] = field(default_factory=list)
     statuses: collections.Counter[str] = field(default_factory=collections.Counter)
     memory: list[int] = field(default_factory=list)
+    lags: list[float] = field(default_factory=list)
 
     def summary(self) -> dict[str, Any]:
         return {
@@ -80,6 +87,9 @@ class Run:
             "refusal_s": _percentiles(self.refusals),
             "retry_after_s": _percentiles(self.retry_after),
             "memory_growth": self.memory_growth,
+            "client_lag_s": _percentiles(self.lags),
+            "wait_p99_s_by_tenth": _by_tenth(self.waits),
+            "refusal_p99_s_by_tenth": _by_tenth(self.refusals),
         }
 
     @property
@@ -96,6 +106,12 @@ def _mean(values: Sequence[float]) -> float:
 def _percentiles(values: Sequence[float]) -> dict[str, float]:
     ordered = sorted(values)
     return {name: ordered[int(share * (len(ordered) - 1))] if ordered else 0.0 for name, share in _SHARES.items()}
+
+
+def _by_tenth(values: Sequence[float]) -> list[float]:
+    """The 99th percentiles of ten parts of equal number, in order of the answers: shows how a run begins."""
+    edges = [len(values) * tenth // 10 for tenth in range(11)]
+    return [_percentiles(values[first:end])["p99"] for first, end in itertools.pairwise(edges)]
 
 
 _SHARES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
@@ -161,7 +177,7 @@ class Clients:
         """An open loop: arrivals wait for no answer."""
         run = Run(rate)
         tasks: set[asyncio.Task[None]] = set()
-        watching = asyncio.create_task(_watch_memory(run, root))
+        watching = [asyncio.create_task(_watch_memory(run, root)), asyncio.create_task(_watch_lag(run))]
         due, end = time.perf_counter(), time.perf_counter() + seconds
         while due < end:
             due += self._draw.expovariate(rate)
@@ -169,9 +185,17 @@ class Clients:
             task = asyncio.create_task(self.one(run))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
-        watching.cancel()
+        for each in watching:
+            each.cancel()
         await asyncio.gather(*tasks)
         return run
+
+
+async def _watch_lag(run: Run) -> None:
+    while True:
+        due = time.perf_counter() + LAG_S
+        await asyncio.sleep(LAG_S)
+        run.lags.append(time.perf_counter() - due)
 
 
 async def _watch_memory(run: Run, root: psutil.Process) -> None:
@@ -230,7 +254,8 @@ def _show(name: str, run: Run) -> None:
     print(
         f"{name}: {run.rate:.1f} requests/s, {dict(run.statuses)}; first token after {wait['p50']:.2f} s, p99 "
         f"{wait['p99']:.2f} s, max {wait['max']:.2f} s; the rest {_mean(run.rests):.2f} s in the mean; refused within "
-        f"{1e3 * refusal['p50']:.0f} ms, p99 {1e3 * refusal['p99']:.0f} ms; memory x {run.memory_growth:.3f}",
+        f"{1e3 * refusal['p50']:.0f} ms, p99 {1e3 * refusal['p99']:.0f} ms; memory x "
+        f"{run.memory_growth:.3f}; clients late by {1e3 * _percentiles(run.lags)['p99']:.0f} ms (p99)",
         flush=True,
     )
 
@@ -250,7 +275,7 @@ def main() -> int:
         server.wait_until_ready(args.ready_timeout)
         for each in spinning:
             each.start()
-        light, heavy = asyncio.run(measure(server.command.port, psutil.Process(server.pid), args))
+        light, heavy = uvloop.run(measure(server.command.port, psutil.Process(server.pid), args))
     finally:
         for each in spinning:
             each.kill()

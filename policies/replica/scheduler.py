@@ -118,6 +118,21 @@ class ReplicaScheduler:
         return len(self._mirror.hosted)
 
     @property
+    def admitted(self) -> list[ScheduledRequest]:
+        """Requests with a place, in order of admission."""
+        return list(self._mirror.admitted.values())
+
+    def waiting(self, now: float) -> Iterator[ScheduledRequest]:
+        """Requests that wait for a place, best first. Needs a worker."""
+        return (self._mirror.requests[job.request_id] for job in self.selector.waiting(now))
+
+    @property
+    def capacity_tokens(self) -> int:
+        """KV tokens that the worker's pool holds; 0 without a worker."""
+        worker = self._mirror.worker
+        return 0 if worker is None else worker.num_blocks * worker.block_size
+
+    @property
     def num_preemptions(self) -> int:
         """Ordered so far, of all requests."""
         return self.selector.num_preemptions
@@ -385,7 +400,8 @@ class ReplicaScheduler:
         self.order.learn(scheduled, censored=censored)
         self.admission.learn(finished.output_len, censored=censored)
         self._promises.ended(scheduled, now, censored=censored)
-        yield RequestEnded(finished, scheduled.arrived_at, now)
+        forecast = scheduled.forecast
+        yield RequestEnded(finished, scheduled.arrived_at, now, None if forecast is None else forecast.mean)
 
     # -- Decide: whose turn it is
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from starlette.datastructures import MutableHeaders
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from core.errors import FarsightError
 from core.messages.placement import PlacementView
@@ -34,14 +34,15 @@ from services.api.body_workers import BodyWorkers, read_body
 from services.api.errors import SERVER_ERROR, ApiError, install_error_handlers, unhealthy
 from services.api.generate import ClientGone, collect, while_connected
 from services.api.middleware import BodyLimit, JsonRoute, LastResort
-from services.api.pages.dashboard import operator_page
+from services.api.pages.dashboard import page_routes
 from services.api.pages.explain import explain_routes
-from services.api.pages.page import html_page
+from services.api.pages.live import live_routes
 from services.api.pages.routes import docs_routes
 from services.api.promised import ANSWER, HEADERS, AnswerPromise
 from services.api.readiness import DrainGate, Readiness
 from services.api.requests import Generation, check_model, generation_of
 from services.api.schemas import ChatCompletionRequest, CompletionRequest
+from services.api.shedding import Reason, Shed
 from services.api.streams.keeper import StreamKeeper
 from services.api.streams.routes import ResumableStreams, stream_routes, wants_resumable
 from services.api.text.prompts import PromptEncoder
@@ -75,6 +76,7 @@ def build_app(
     workers: BodyWorkers | None = None,
     readiness: Readiness | None = None,
     keeper: StreamKeeper | None = None,
+    shed: Reason | None = None,
 ) -> FastAPI:
     """The application over one backend.
 
@@ -88,6 +90,7 @@ def build_app(
         workers: Read large bodies; without them a thread of this process does.
         readiness: What is known of the Supervisor and of a drain; without it there is neither.
         keeper: Runs resumable streams; without one, streams are not resumable.
+        shed: Asked of each request for tokens before its body is read; without it none is refused so early.
     """
     app = FastAPI(
         title="Farsight",
@@ -98,6 +101,7 @@ def build_app(
         redoc_url=None,
     )
     readiness = readiness or Readiness()
+    live = live_routes(backend)
     if door is not None:
         backend = MeteredBackend(backend, door, shares_prefixes=shares_across_keys)
         app.include_router(usage_routes(door, _ERRORS))
@@ -109,11 +113,15 @@ def build_app(
         app.include_router(stream_routes(streams, _ERRORS | _EVENTS))
     app.include_router(explain_routes(backend, administration.token if administration else ""))
     app.include_router(_operator_routes(backend, readiness))
+    app.include_router(live)
+    app.include_router(page_routes())
     app.include_router(admin_routes(backend, administration or Administration()))
     install_error_handlers(app)
     app.include_router(docs_routes(app))
     app.add_middleware(DrainGate, readiness=readiness)
     app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes)
+    if shed is not None:
+        app.add_middleware(Shed, reason=shed, readiness=readiness, max_body_bytes=max_body_bytes)
     if door is not None:
         install_door(app, door)
     app.add_middleware(LastResort)
@@ -212,20 +220,12 @@ def _operator_routes(backend: GenerationBackend, readiness: Readiness) -> APIRou
     async def metrics() -> Response:
         return PlainTextResponse(await backend.metrics(), media_type=METRICS_TYPE)
 
-    @router.get("/dashboard", response_class=HTMLResponse)
-    async def dashboard() -> Response:
-        return html_page(operator_page("dashboard"))
-
     @router.get("/placement")
     async def placement() -> PlacementView:
         try:
             return await backend.placement()
         except FarsightError as error:
             raise ApiError(str(error), status=503, kind=SERVER_ERROR, code="unavailable") from error
-
-    @router.get("/dashboard/placement", response_class=HTMLResponse)
-    async def placement_dashboard() -> Response:
-        return html_page(operator_page("placement"))
 
     return router
 

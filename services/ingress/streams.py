@@ -13,6 +13,7 @@ from core.messages.tokens import TokenBatches, TokenDelta, joined
 from core.promise import Promise
 from core.request import Request
 from services.api.promised import ANSWER, AnswerPromise
+from services.ingress.first_check import CountedRequest
 from services.ingress.ledger import OpenStream
 
 SOURCE = "ingress"
@@ -157,9 +158,10 @@ class ClientStream(OpenStream):
         trouble: What the last external server that gave it back has said.
         predicted: Set once its forecast has come.
         answer: Told of its promise; None where no client is told.
-        predicted_wait_s: As ``FirstCheck.admit`` returned it.
+        admitted: As ``FirstCheck.admit`` returned it.
     """
 
+    admitted: CountedRequest = field(kw_only=True)
     deltas: Mailbox = field(default_factory=Mailbox)
     received_at: float = field(default_factory=time.time)
     began: float = field(default_factory=time.monotonic)
@@ -173,7 +175,6 @@ class ClientStream(OpenStream):
     deadline: asyncio.TimerHandle | None = None
     predicted: asyncio.Event = field(default_factory=asyncio.Event)
     answer: AnswerPromise | None = field(default_factory=ANSWER.get)
-    predicted_wait_s: float = 0.0
     trace: StreamTrace = field(init=False)
 
     def __post_init__(self) -> None:

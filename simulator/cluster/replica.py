@@ -156,6 +156,16 @@ class Replica:
         run = self._run
         return self.used_tokens + (0 if run is None else run.work.decode_seqs * run.steps_over(now))
 
+    def tokens_at(self, now: float) -> dict[str, int]:
+        """Output tokens of each request that has any, including those of the current run up to ``now``."""
+        counts = {request_id: record.num_tokens for request_id, record in self._records.items() if record.num_tokens}
+        run = self._run
+        if run is not None and (num_steps := run.steps_over(now)):
+            for item in run.batch.items:
+                if item.samples:
+                    counts[item.request_id] = counts.get(item.request_id, 0) + num_steps
+        return counts
+
     def submit(self, requests: list[tuple[Request, Record]], now: float) -> None:
         """Adds arriving requests."""
         for request, record in requests:

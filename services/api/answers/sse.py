@@ -147,7 +147,10 @@ class ChunkWriter:
         chat = self._chat = generation.chat
         self._include_usage = generation.include_usage
         self._generation = generation
-        self._texts = texts
+        self._texts = texts = texts.named(by_id=generation.names_ids)
+        self._is_plain = not (generation.continuous_usage or generation.shows_token_ids)
+        self._so_far = (0, 0, 0.0)  # output tokens, cached tokens, GPU-seconds
+        self._unnamed = set(range(len(generation.requests)))  # choices whose prompt's tokens are not shown yet
         # Echoed prompt by choice, until it is written; in a stream every request is a choice.
         self._echoes = dict(enumerate(echo.text for echo in generation.echoes for _ in range(generation.n)))
         self._logprobs: list[CompletionLogprobs] = []
@@ -173,20 +176,40 @@ class ChunkWriter:
 
     def output(self, index: int, delta: TokenDelta) -> bytes:
         """The chunks of one delta: text, the end of a choice, both or none; a chat choice ends with an own chunk."""
-        if delta.text and delta.finish_reason is None and delta.logprobs is None and not self._echoes:
+        is_usual = bool(delta.text) and delta.finish_reason is None and delta.logprobs is None
+        if is_usual and self._is_plain and not self._echoes:
             head, tail = self._plain.get(index) or self._around_text(index)
             return head + encode_basestring(delta.text).encode() + tail
+        if self._generation.continuous_usage:
+            self._count(index, delta)
         text, reason = delta.text, delta.finish_reason
         if self._chat:
             return self._chat_output(index, delta)
         logprobs = None
-        if delta.logprobs is not None:
+        if delta.logprobs is not None and self._generation.shows_logprobs:
             logprobs = self._completion_logprobs(index, delta.logprobs)
         if self._echoes:
             text = self._echoes.pop(index, "") + text
-        if not text and reason is None and logprobs is None:
+        named = self._token_ids(index, delta)
+        if not text and reason is None and logprobs is None and not named:
             return b""
-        return self._event([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}])
+        return self._event([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason, **named}])
+
+    def _count(self, index: int, delta: TokenDelta) -> None:
+        num_tokens, num_cached, gpu_s = self._so_far
+        if index % self._generation.num_tries == 0:
+            num_cached += first_cached_len(delta)
+        self._so_far = num_tokens + delta.num_tokens, num_cached, gpu_s + delta.gpu_s
+
+    def _token_ids(self, index: int, delta: TokenDelta) -> dict[str, list[int]]:
+        """Fields of a choice: its new tokens and, in its first chunk, those of its prompt."""
+        if not self._generation.shows_token_ids or not delta.num_tokens:
+            return {}
+        found = {"token_ids": list(delta.token_ids)}
+        if index in self._unnamed:
+            self._unnamed.discard(index)
+            found["prompt_token_ids"] = list(self._generation.prompts[index // self._generation.n].prompt_ids)
+        return found
 
     def _around_text(self, index: int) -> tuple[bytes, bytes]:
         """The fast path: most chunks differ only in their text, so the JSON around it is encoded once."""
@@ -198,9 +221,11 @@ class ChunkWriter:
 
     def _chat_output(self, index: int, delta: TokenDelta) -> bytes:
         content = b""
-        if delta.text or delta.logprobs is not None:
-            logprobs = None if delta.logprobs is None else chat_logprobs(self._texts, delta.logprobs.output)
-            content = self._chat_event(index, {"content": delta.text}, logprobs, None)
+        named = self._token_ids(index, delta)
+        shown = delta.logprobs if self._generation.shows_logprobs else None
+        if delta.text or shown is not None or named:
+            logprobs = None if shown is None else chat_logprobs(self._texts, shown.output)
+            content = self._chat_event(index, {"content": delta.text}, logprobs, None, named)
         if delta.finish_reason is None:
             return content
         return content + self._chat_event(index, {}, None, delta.finish_reason)
@@ -214,12 +239,22 @@ class ChunkWriter:
     def usage(self, usage: UsageFields) -> bytes:
         return event({**self._head, "choices": [], "usage": usage.model_dump()}) if self._include_usage else b""
 
-    def _chat_event(self, index: int, delta: dict[str, str], logprobs: Any, finish_reason: str | None) -> bytes:
-        return self._event([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}])
+    def _chat_event(
+        self,
+        index: int,
+        delta: dict[str, str],
+        logprobs: Any,
+        finish_reason: str | None,
+        named: Mapping[str, list[int]] | None = None,
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        return self._event([{**choice, **(named or {})}])
 
     def _event(self, choices: list[dict[str, Any]]) -> bytes:
         chunk = {**self._head, "choices": choices}
-        if self._include_usage:
+        if self._generation.continuous_usage:
+            chunk["usage"] = usage(self._generation, *self._so_far).model_dump()
+        elif self._include_usage:
             chunk["usage"] = None
         return event(chunk)
 

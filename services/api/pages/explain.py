@@ -22,7 +22,7 @@ from services.api.backend import GenerationBackend
 from services.api.errors import SERVER_ERROR, ApiError
 from services.api.pages.sentences import sentence
 
-_RESPONSE_ID = re.compile(r"(chatcmpl|cmpl)-[0-9a-f]{32}")
+RESPONSE_ID = re.compile(r"(chatcmpl|cmpl)-[0-9a-f]{32}")
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     404: {"model": ErrorReply, "description": "No request that was sent with this key has that id."},
@@ -110,20 +110,21 @@ def explain_routes(backend: GenerationBackend, admin_token: str) -> APIRouter:
     async def explain(response_id: str, request: Request) -> Explanation:
         key = sent_key(request.headers)
         traces: Sequence[RequestTrace] = ()
-        if _RESPONSE_ID.fullmatch(response_id):
+        if RESPONSE_ID.fullmatch(response_id):
             try:
                 traces = await backend.explain(response_id)
             except FarsightError as error:
                 raise ApiError(str(error), status=503, kind=SERVER_ERROR, code="unavailable") from error
         is_operator = bool(admin_token) and hmac.compare_digest(key.encode(), admin_token.encode())
         if not traces or not (is_operator or all(owns(key, trace.owner) for trace in traces)):
-            raise _unknown(response_id)
+            raise unknown_request(response_id)
         return explanation(response_id, traces)
 
     return router
 
 
-def _unknown(response_id: str) -> ApiError:
+def unknown_request(response_id: str) -> ApiError:
+    """404: the caller may not know of the request, or there is none."""
     message = (
         f"id: got {response_id!r}, expected the 'id' of an answer to a request that was sent with the same key "
         "and that the log still holds"
