@@ -95,7 +95,7 @@ def window(arrivals: Workload, jct_s: Sequence[float], index: int) -> list[SimRe
     Args:
         arrivals: In order of arrival.
         jct_s: How long each took.
-        index: Of the request.
+        index: Place of the request in ``arrivals``.
     """
     began_at = arrivals[index].arrived_at
     for _ in range(ROUNDS):
@@ -124,7 +124,7 @@ def what_if(
         experiment: As the requests were served.
         arrivals: Logged requests in order of arrival.
         jct_s: Logged seconds of each.
-        index: Of the request.
+        index: Place of the request in ``arrivals``.
     """
     requests = window(arrivals, jct_s, index)
     own = arrivals[index]
