@@ -23,6 +23,7 @@ class LiveRequest:
         predicted_len, most_len: Forecast of the whole output, its mean and 90th percentile in tokens; None without one.
         kv_tokens: Tokens whose KV it holds on the device.
         level: Its queue of the MLFQ, from 1; 0 under another order.
+        eta_p50, eta_p90: Seconds by which it has ended with probability 0.5 and 0.9; None while unknown.
         rank_s: Its rank under an order that ranks by time, in seconds, lower first; None under another one.
     """
 
@@ -42,6 +43,8 @@ class LiveRequest:
     rank_s: float | None
     waits_for: str
     num_preemptions: int
+    eta_p50: float | None = None
+    eta_p90: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
