@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Awaitable, Iterator
+from dataclasses import replace
 
 from actors.calls.scheduling import SchedulerCalls
 from actors.log.log_outbox import LogOutbox
@@ -17,6 +18,7 @@ from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, current_counts, wait_for
 from actors.runtime.request_traces import request_trace
 from actors.scheduling.event_recorder import EventRecorder, recorded
 from core.costs import profile_cost
+from core.decisions import Decision, pack_decisions
 from core.messages.cache import CacheReply, KVCacheEvent, StartedRequest
 from core.messages.fleet import ReplicaNews, ReplicaState
 from core.messages.forecasts import ForecastsMade
@@ -125,7 +127,14 @@ class Scheduler(Component, SchedulerCalls):
             self._recorder.close()
 
     async def submit(self, submit: Submit) -> Refusals:
-        return Refusals(tuple(self._handle(RequestsArrived(submit.requests, submit.placements))))
+        refusals = tuple(self._handle(RequestsArrived(submit.requests, submit.placements)))
+        if self._in_batches:
+            return Refusals(refusals)
+        await asyncio.sleep(0)  # the plan goes first
+        with self._scheduling():
+            ids = [request.request_id for request in submit.requests]
+            promises = self._machine.promise(ids, time.monotonic())
+        return Refusals(refusals, tuple(promises))
 
     async def foresee(self, forecasts: ForecastsMade) -> None:
         self._handle(ForecastsArrived(forecasts.made))
@@ -149,8 +158,14 @@ class Scheduler(Component, SchedulerCalls):
 
     async def explain(self, query: TraceQuery) -> RequestTraces:
         known = [each for each in self._traces if each.trace_id.startswith(f"{query.response_id}/")]
-        known += [self._trace(account_closed(each), ended=False) for each in self._machine.accounts(query.response_id)]
+        known += [self._so_far(account_closed(each)) for each in self._machine.accounts(query.response_id)]
         return RequestTraces(tuple(known))
+
+    def _so_far(self, account: AccountClosed) -> RequestTrace:
+        """The trace of a request that is here, with its state as of now."""
+        now = time.monotonic()
+        state = Decision("outlook", now, self._machine.progress(account.request_id, now))
+        return self._trace(replace(account, decisions=account.decisions + pack_decisions([state])), ended=False)
 
     @property
     def state(self) -> str:

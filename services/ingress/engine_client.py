@@ -38,7 +38,8 @@ from kvcache.block_manager import hash_blocks, salted_root
 from services.api.backend import ModelInfo
 from services.api.text.prompts import PromptText
 from services.ingress.explanations import Explanations
-from services.ingress.ledger import FirstCheck, RequestLedger, TooMuch
+from services.ingress.first_check import CountedRequest, FirstCheck
+from services.ingress.ledger import RequestLedger
 from services.ingress.observed import ObservedService
 from services.ingress.overview import Overview
 from services.ingress.predictor_client import PredictorClient
@@ -91,7 +92,6 @@ class EngineClient(ObservedService, VersionedStreams):
         self._own_deadline_s = self._limits.max_wait_s + self._limits.first_token_deadline_s
         if not self._limits.max_wait_s:
             self._own_deadline_s = math.inf
-        self._first_check = FirstCheck(self._limits)
         self._keep = keep
         self._ingress_id = uuid.uuid4().hex[:12]
         self._ledger = RequestLedger(self._ingress_id)
@@ -116,6 +116,7 @@ class EngineClient(ObservedService, VersionedStreams):
         self._overview = Overview(site, self._peers)
         self.registry = CollectorRegistry()
         self._metrics = RequestMetrics(self.registry, model.name)
+        self.first_check = FirstCheck(self._limits, self._metrics.rejected)
         self.tally = self._metrics.tally
         show_degraded(self.registry, lambda: [(f"ingress-{self._ingress_id}", self._degraded)])
         self._health = HealthServer(self.registry, lambda: [self._row()])
@@ -143,12 +144,11 @@ class EngineClient(ObservedService, VersionedStreams):
         if self.is_replaced(request):
             yield TokenDelta("", 0, len(request.output_ids), (), "", "error", REPLACED)
             return
-        predicted_s = self._admit(request, key)
+        admitted = self.first_check.admit(request, key)
         try:
-            stream = self._open(self._named(request, text))
-            stream.predicted_wait_s = predicted_s
+            stream = self._open(self._named(request, text), admitted)
         except BaseException:
-            self._first_check.leave(request, key)
+            self.first_check.leave(admitted)
             raise
         try:
             if text is not None and self._forecaster is not None:
@@ -162,7 +162,7 @@ class EngineClient(ObservedService, VersionedStreams):
                 reason = delta.finish_reason
                 yield delta
         finally:
-            self._first_check.leave(request, key)
+            self.first_check.leave(admitted)
             self._close(stream)
 
     def _named(self, request: Request, text: PromptText | None) -> Request:
@@ -176,9 +176,9 @@ class EngineClient(ObservedService, VersionedStreams):
             source=text.source if self._sends_text and text is not None else None,
         )
 
-    def _open(self, request: Request) -> ClientStream:
+    def _open(self, request: Request, admitted: CountedRequest) -> ClientStream:
         # A request that goes on comes with its output so far, which its client has.
-        stream = ClientStream(request, list(request.output_ids), num_tokens=len(request.output_ids))
+        stream = ClientStream(request, list(request.output_ids), num_tokens=len(request.output_ids), admitted=admitted)
         self._streams[request.request_id] = stream
         self._watch_deadline(stream)
         return stream
@@ -240,13 +240,6 @@ class EngineClient(ObservedService, VersionedStreams):
         if self._made:
             self._outgoing_due.set()
 
-    def _admit(self, request: Request, key: str) -> float:
-        try:
-            return self._first_check.admit(request, key)
-        except TooMuch as error:
-            self._metrics.rejected(error.bound)
-            raise
-
     def _close(self, stream: ClientStream) -> None:
         """The client has all it will get."""
         if stream.deadline is not None:
@@ -295,15 +288,20 @@ class EngineClient(ObservedService, VersionedStreams):
 
     async def _submit(self, requests: tuple[Request, ...]) -> None:
         reply = await self._router.submit(Submit(requests))
+        for stream in filter(None, (self._streams.get(request.request_id) for request in requests)):
+            self.first_check.placed(stream.admitted)
+        for promise in reply.promises:
+            if promise.request_id in self._streams:
+                self._streams[promise.request_id].note_end(promise)
         self._end_refused(self._ledger.submitted(reply))
         self._follow({placed.replica for placed in reply.placed if placed.replica})
 
     async def _pump_announcements(self) -> None:
         while True:
             try:
-                reply = await self._router.announce(self._ledger.announce(self._first_check.load()))
+                reply = await self._router.announce(self._ledger.announce(self.first_check.announcing()))
                 self._heard_at = time.monotonic()
-                self._first_check.heard(reply)
+                self.first_check.heard(reply)
                 self._end_refused(self._ledger.announced(reply))
                 self._follow(reply.replicas)
                 self._unfollow(set(reply.replicas))
@@ -392,11 +390,12 @@ class EngineClient(ObservedService, VersionedStreams):
             if stream.deadline is not None:
                 stream.deadline.cancel()
             stream.ttft_s = now - stream.began
-            self._first_check.waited(stream.predicted_wait_s, stream.ttft_s)
+            self.first_check.waited(stream.admitted, stream.ttft_s, count)
             self._metrics.first_token(stream.ttft_s, count)
             stream.trace.note("first_token", {"ttft_s": stream.ttft_s})
         else:
             self._metrics.tokens(now - stream.token_at, count)
+            self.first_check.progressed(stream.admitted, count, now - stream.token_at)
         stream.token_at = self._token_at = now
         stream.num_tokens += count
 

@@ -101,6 +101,6 @@ def test_what_the_server_refuses_is_told_in_its_words(server: Server) -> None:
 def test_a_server_that_is_not_there_and_an_address_that_is_none_are_named() -> None:
     result = CliRunner().invoke(app, ["explain", "x", "--url", "http://127.0.0.1:9"])
     assert result.exit_code == 1
-    assert "no Farsight server answers at http://127.0.0.1:9: Connection refused" in result.output
+    assert "no server answers at http://127.0.0.1:9: Connection refused" in result.output
     result = CliRunner().invoke(app, ["explain", "x", "--url", "localhost:8000"])
     assert "--url: got 'localhost:8000', expected an address as http://127.0.0.1:8000" in result.output
