@@ -92,7 +92,7 @@ function drawExplanation(host, explanation) {
 
 // The predicted end of a request that runs, where the server says one.
 function eta(choice) {
-  const {eta_p50: median, eta_p90: late} = choice.summary;
+  const {eta_p50: median, eta_p90: late} = choice;
   if (typeof median !== "number" || choice.status !== "running") return [];
   return [make("p", "note", `Predicted to end in ${seconds(median)}${typeof late === "number" ? `, with 90 % probability within ${seconds(late)}` : ""}.`)];
 }
