@@ -74,7 +74,7 @@ class ReplicaLive:
     Attributes:
         num_running: Requests with a place; those without wait.
         used_tokens: KV tokens of the requests with a place.
-        capacity_tokens: KV tokens that the pool holds; 0 without a worker.
+        capacity_tokens: KV tokens that its requests may hold, what they share counted for each; 0 without a worker.
         curve: The predicted memory, at most ``policies.replica.live_view.MAX_POINTS`` points, steps rising.
         requests: Those with a place first, then those that wait, best first.
         ended: The last ones, newest first.

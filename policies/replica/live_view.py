@@ -99,10 +99,18 @@ class SchedulerWatch:
         return MemoryPoint(0, int(base.sum())), *(MemoryPoint(ahead, highest[ahead]) for ahead in kept)
 
     def _remaining_len(self, each: ScheduledRequest) -> int:
-        """Predicted tokens to come: by its forecast, else by the mean of those that ended, else its limit."""
+        """Predicted tokens to come, at least 1 and within its limit.
+
+        By its forecast: to the mean, or beyond that to the next quantile. Else the mean length of those that ended,
+        whatever it has generated: without a forecast lengths are taken to be memoryless.
+        """
         most = each.max_new_tokens - each.output_len
-        whole = self._mean_len if each.forecast is None else each.forecast.mean
-        return max(1, most if whole is None else min(most, round(whole) - each.output_len))
+        if each.forecast is None:
+            ahead = most if self._mean_len is None else self._mean_len
+        else:
+            known = (each.forecast.mean, *each.forecast.quantiles)
+            ahead = next((length - each.output_len for length in known if length > each.output_len), most)
+        return max(1, min(most, round(ahead)))
 
     def _rows(self, now: float, max_rows: int) -> Iterator[LiveRequest]:
         if not max_rows:
