@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import importlib.metadata
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -11,7 +12,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from core.errors import FarsightError
 from core.messages.placement import PlacementView
 from services.api.access.door import Door
-from services.api.access.install import install_door, usage_routes
+from services.api.access.install import install_door, route_paths, routes_of, usage_routes
 from services.api.access.metered import MeteredBackend
 from services.api.access.presented import owner_of, salt_of, sent_key
 from services.api.admin import Administration, admin_routes
@@ -22,7 +23,9 @@ from services.api.answers.replies import (
     Health,
     ModelCard,
     ModelList,
+    ServerLoad,
     Status,
+    Version,
     chat_completion,
     completion,
     model_card,
@@ -33,9 +36,11 @@ from services.api.backend import GenerationBackend
 from services.api.body_workers import BodyWorkers, read_body
 from services.api.errors import SERVER_ERROR, ApiError, install_error_handlers, unhealthy
 from services.api.generate import ClientGone, collect, while_connected
+from services.api.methods import Methods, Slashes
 from services.api.middleware import BodyLimit, JsonRoute, LastResort
 from services.api.pages.dashboard import page_routes
 from services.api.pages.explain import explain_routes
+from services.api.pages.home import home_routes
 from services.api.pages.live import live_routes
 from services.api.pages.routes import docs_routes
 from services.api.promised import ANSWER, HEADERS, AnswerPromise
@@ -46,9 +51,11 @@ from services.api.shedding import Reason, Shed
 from services.api.streams.keeper import StreamKeeper
 from services.api.streams.routes import ResumableStreams, stream_routes, wants_resumable
 from services.api.text.prompts import PromptEncoder
+from services.api.tokens import token_routes
 
 DEFAULT_MAX_BODY_BYTES = 4 * 1024 * 1024
 API_VERSION = "1"
+_VERSION = importlib.metadata.version("farsight")
 METRICS_TYPE = "text/plain; version=0.0.4"
 _CLIENT_CLOSED_REQUEST = 499
 
@@ -108,6 +115,7 @@ def build_app(
         shares_across_keys = shares_across_keys or not door.is_open  # a caller's tenant is in the salt already
     app.include_router(_model_routes(backend))
     streams = None if keeper is None else ResumableStreams(keeper, backend, encoder.texts, door)
+    app.include_router(token_routes(backend, encoder, _ERRORS))
     app.include_router(_generation_routes(backend, encoder, workers, streams, shares_across_keys))
     if streams is not None:
         app.include_router(stream_routes(streams, _ERRORS | _EVENTS))
@@ -118,14 +126,25 @@ def build_app(
     app.include_router(admin_routes(backend, administration or Administration()))
     install_error_handlers(app)
     app.include_router(docs_routes(app))
+    app.include_router(home_routes(route_paths(app)))
+    app.add_middleware(Methods, methods=_methods(app))
     app.add_middleware(DrainGate, readiness=readiness)
     app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes)
     if shed is not None:
         app.add_middleware(Shed, reason=shed, readiness=readiness, max_body_bytes=max_body_bytes)
     if door is not None:
         install_door(app, door)
+    app.add_middleware(Slashes)
     app.add_middleware(LastResort)
     return app
+
+
+def _methods(app: FastAPI) -> dict[str, set[str]]:
+    """The methods of each path."""
+    found: dict[str, set[str]] = {}
+    for route in routes_of(app):
+        found.setdefault(route.path, set()).update(route.methods or ())
+    return found
 
 
 def _model_routes(backend: GenerationBackend) -> APIRouter:
@@ -211,6 +230,19 @@ def _operator_routes(backend: GenerationBackend, readiness: Readiness) -> APIRou
         if problem is not None:
             raise problem
         return Health()
+
+    @router.get("/ping")
+    @router.post("/ping")
+    async def ping() -> Health:
+        return await health()
+
+    @router.get("/version")
+    async def version() -> Version:
+        return Version(version=_VERSION)
+
+    @router.get("/load")
+    async def load() -> ServerLoad:
+        return ServerLoad(server_load=readiness.num_open)
 
     @router.get("/status")
     async def status() -> Status:

@@ -102,9 +102,13 @@ class LastResort:
             await as_api_error(error).response()(scope, receive, send)
 
 
-async def drop_body(receive: Receive, max_body_bytes: int) -> None:
+async def drop_body(receive: Receive, max_body_bytes: int) -> bool:
     """Reads what is left of a body that is not used, within bounds of size and time, so that the client reads our
-    answer."""
+    answer.
+
+    Returns:
+        Whether that was all of it; otherwise the connection has no further use.
+    """
     left = _DROP_FACTOR * max_body_bytes
     more = True
     with suppress(TimeoutError):
@@ -113,6 +117,7 @@ async def drop_body(receive: Receive, max_body_bytes: int) -> None:
                 message = await receive()
                 left -= len(message.get("body", b""))
                 more = message.get("more_body", False)
+    return not more
 
 
 def _content_length(scope: Scope) -> int:

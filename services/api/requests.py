@@ -15,7 +15,7 @@ from core.request import Origin, Request, SamplingParams, check_token_ids
 from services.api.backend import ModelInfo
 from services.api.errors import ApiError
 from services.api.fields import shown
-from services.api.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
+from services.api.schemas import ChatCompletionRequest, ChatTurn, CompletionRequest, SamplingFields
 from services.api.text.echo import Echo
 from services.api.text.grammars import grammar_of
 from services.api.text.prompts import ChatEnd, PromptEncoder, PromptText, of_chat, of_completion
@@ -127,7 +127,7 @@ async def generation_of(
     """
     if isinstance(body, ChatCompletionRequest):
         check_model(body.model, model)
-        text = await encoder.render_chat_soon(_messages(body), _chat_end(body))
+        text = await encoder.render_chat_soon(*prompt_of_chat(body))
         if len(text) < _THREAD_FROM_CHARS and body.constraint is None:
             return _of_chat(body, text, model, encoder)
         return await asyncio.to_thread(_of_chat, body, text, model, encoder)
@@ -148,7 +148,7 @@ def make_generation(
     check_model(body.model, model)
     if isinstance(body, CompletionRequest):
         return _of_completion(body, model, encoder)
-    return _of_chat(body, encoder.render_chat(_messages(body), _chat_end(body)), model, encoder)
+    return _of_chat(body, encoder.render_chat(*prompt_of_chat(body)), model, encoder)
 
 
 def _of_completion(body: CompletionRequest, model: ModelInfo, encoder: PromptEncoder) -> Generation:
@@ -211,14 +211,15 @@ def _truncated(prompt_ids: tuple[int, ...], body: SamplingFields, model: ModelIn
     return prompt_ids[-(model.max_model_len - (body.max_new_tokens or 1) if most < 0 else most) :]
 
 
-def _chat_end(body: ChatCompletionRequest) -> ChatEnd:
+def prompt_of_chat(body: ChatTurn) -> tuple[list[dict[str, str]], ChatEnd]:
+    """The messages and where they end, as the encoder renders them."""
     if body.continue_final_message:
-        return ChatEnd.IN_FINAL_MESSAGE
-    return ChatEnd.AFTER_MESSAGES if body.add_generation_prompt is False else ChatEnd.NEW_TURN
+        return _messages(body), ChatEnd.IN_FINAL_MESSAGE
+    return _messages(body), ChatEnd.AFTER_MESSAGES if body.add_generation_prompt is False else ChatEnd.NEW_TURN
 
 
-def _messages(body: ChatCompletionRequest) -> list[dict[str, str]]:
-    return [message.model_dump(exclude_none=True) for message in body.messages]
+def _messages(body: ChatTurn) -> list[dict[str, str]]:
+    return [message.model_dump(exclude_none=True) for message in body.messages or ()]
 
 
 def _of_chat(body: ChatCompletionRequest, text: str, model: ModelInfo, encoder: PromptEncoder) -> Generation:

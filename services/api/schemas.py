@@ -332,7 +332,25 @@ class ChatMessage(StrictModel):
     name: str | None = None
 
 
-class ChatCompletionRequest(SamplingFields):
+class ChatTurn(StrictModel):
+    """Messages, and where they end."""
+
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    add_generation_prompt: bool | None = Field(
+        None, description="Extension; false ends the conversation before the assistant's turn."
+    )
+    continue_final_message: bool | None = Field(
+        None, description="Extension; the output goes on with the last message instead of a new one."
+    )
+
+    @model_validator(mode="after")
+    def _check_continuation(self) -> ChatTurn:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise refused(".add_generation_prompt", True, "false where continue_final_message is true")
+        return self
+
+
+class ChatCompletionRequest(SamplingFields, ChatTurn):
     """``POST /v1/chat/completions``"""
 
     neutral: ClassVar[Mapping[str, NeutralOnly]] = CHAT_NEUTRAL
@@ -340,20 +358,8 @@ class ChatCompletionRequest(SamplingFields):
     messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1, description="The older name of max_completion_tokens, which goes first.")
     max_completion_tokens: int | None = Field(None, ge=1, description="Default: the rest of the context.")
-    add_generation_prompt: bool | None = Field(
-        None, description="Extension; false ends the conversation before the assistant's turn."
-    )
-    continue_final_message: bool | None = Field(
-        None, description="Extension; the output goes on with the last message instead of a new one."
-    )
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="Requires logprobs.")
-
-    @model_validator(mode="after")
-    def _check_continuation(self) -> ChatCompletionRequest:
-        if self.continue_final_message and self.add_generation_prompt:
-            raise refused(".add_generation_prompt", True, "false where continue_final_message is true")
-        return self
 
     @model_validator(mode="after")
     def _check_top_logprobs(self) -> ChatCompletionRequest:

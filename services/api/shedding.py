@@ -43,8 +43,10 @@ class Refused:
         if not _begins_generation(scope):
             await self._app(scope, receive, send)
             return
-        await drop_body(receive, self._max_body_bytes)
-        await as_api_error(self._error).response()(scope, receive, send)
+        error = as_api_error(self._error)
+        if not await drop_body(receive, self._max_body_bytes):
+            error.headers["Connection"] = "close"
+        await error.response()(scope, receive, send)
 
 
 class Shed:

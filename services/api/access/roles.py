@@ -27,6 +27,8 @@ Access = Role | Everyone
 ROLES: Mapping[str, Access] = {
     "/health": Everyone.PUBLIC,
     "/health/ready": Everyone.PUBLIC,
+    "/": Everyone.PUBLIC,
+    "/ping": Everyone.PUBLIC,
     "/docs": Everyone.PUBLIC,
     "/openapi.json": Everyone.PUBLIC,
     # The pages themselves hold no data; what they show, they ask for with a key.
@@ -39,10 +41,14 @@ ROLES: Mapping[str, Access] = {
     "/v1/models": Everyone.ANY_KEY,
     "/v1/models/{model_id:path}": Everyone.ANY_KEY,
     "/v1/usage": Everyone.ANY_KEY,
+    "/version": Everyone.ANY_KEY,
+    "/tokenize": Role.SERVE,
+    "/detokenize": Role.SERVE,
     "/v1/completions": Role.SERVE,
     "/v1/chat/completions": Role.SERVE,
     "/v1/streams/{stream_id}": Role.SERVE,
     "/v1/requests/{response_id}": Everyone.ANY_KEY,
+    "/load": Role.OBSERVE,
     "/status": Role.OBSERVE,
     "/metrics": Role.OBSERVE,
     "/placement": Role.OBSERVE,

@@ -159,6 +159,16 @@ class Health(BaseModel):
     status: Literal["ok"] = "ok"
 
 
+class Version(BaseModel):
+    version: str
+
+
+class ServerLoad(BaseModel):
+    """``server_load``: answers that this ingress replica is generating."""
+
+    server_load: int
+
+
 class ActorStatus(BaseModel):
     """``url`` and ``breaker`` describe replicas that are external servers and are empty for other components.
     ``last_end`` is the reason for the last replacement of the process. ``degraded`` says why a component that is ready

@@ -14,7 +14,7 @@ class TokenTexts:
     """Texts of single tokens of one tokenizer.
 
     Attributes:
-        decoder: Of texts of several tokens.
+        decoder: Decodes several tokens together.
         data: The bytes of a token: UTF-8, or a part of it.
     """
 

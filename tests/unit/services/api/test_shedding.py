@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+
 import httpx
 import pytest
 
@@ -51,8 +53,24 @@ async def test_a_full_service_refuses_whatever_the_body_holds(
     reply = await client.post(path, content=body)
     assert (reply.status_code, reply.headers["retry-after"]) == (429, "7")
     assert reply.json()["error"]["code"] == "rate_limit_exceeded"
+    assert reply.headers["x-farsight-retry-after-s"] == "7.000"
     overload.full = False
     assert (await client.post(path, content=body)).status_code in (400, 413, 415)
+
+
+async def test_a_body_beyond_all_bounds_is_not_read_to_its_end(client: httpx.AsyncClient) -> None:
+    sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal sent
+        while True:
+            sent += MAX_BODY_BYTES
+            yield b" " * MAX_BODY_BYTES
+
+    reply = await client.post(PATHS[0], content=endless())
+    assert (reply.status_code, reply.headers["connection"]) == (429, "close")
+    assert sent <= 5 * MAX_BODY_BYTES
+    assert "connection" not in (await client.post(PATHS[0], content=b"{}")).headers
 
 
 async def test_a_service_that_is_not_full_answers(client: httpx.AsyncClient, overload: Overload) -> None:
