@@ -86,9 +86,9 @@ inline i32v lane_numbers() {
 }
 
 // Scales, caps and slopes the scores of a chunk, where a model has more than a scale. Query r is at token end[r] - 1, whose
-// own score gets no slope: what all scores of a query have in common does not matter. Out of line: most models go past it.
+// own score gets no slope: what all scores of a query have in common does not matter.
 template <int N>
-__attribute__((noinline)) void shape_scores(const Shape& shape, Tile<N>& tile, int first, int count, const int (&end)[N], float scale) {
+inline void shape_scores(const Shape& shape, Tile<N>& tile, int first, int count, const int (&end)[N], float scale) {
   for (int r = 0; r < N; ++r)
     for (int t = 0; t < count; t += kWidth) {
       f32v s = load<f32v>(tile.scores[r] + t) * scale;
