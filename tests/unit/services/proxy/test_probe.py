@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from services.proxy.probe import IDLE_PROBES, STOPPED_PROBES, Silence
 
 
@@ -19,7 +21,8 @@ def test_a_process_that_runs_no_instruction_is_stuck_later() -> None:
 
 def test_a_busy_process_is_never_stuck_however_long_it_is_silent() -> None:
     silence = Silence()
-    assert not any(silence.is_stuck(7, False, lambda _, used=each: (False, 0.01 * used)) for each in range(1000))
+    used = itertools.count()
+    assert not any(silence.is_stuck(7, False, lambda _: (False, 0.01 * next(used))) for _ in range(1000))
 
 
 def test_an_answer_or_another_process_begins_the_count_again() -> None:
