@@ -122,11 +122,10 @@ class RollingUpgrade:
         replicas = own_replicas(counts)
         if not replicas:
             raise MessageError("model", order.model_dir, "no upgrade: no replica of our own engine runs")
-        running = state.dir_of(state.current)
         if order.model_dir or not order.settings:
-            await asyncio.to_thread(check_model, Path(running), order.model_dir)
+            await asyncio.to_thread(check_model, Path(state.dir_of(state.current)), order.model_dir)
         surge = str(counts.replicas) if order.surge else ""
-        await self._save(state.begun(order.model_dir or running, settings, replicas, surge, order.drain_s))
+        await self._save(state.begun(order.model_dir, settings, replicas, surge, order.drain_s))
         return True
 
     async def run(self) -> None:

@@ -52,7 +52,7 @@ class WeightsState:
         drain_s: As of ``Upgrade``.
         since: When every request on other weights had come in, in seconds since the epoch; 0 if there was none.
         since_of_current: Whether ``since`` is known for the current version.
-        settings: Of each version in use: what its workers' settings differ in from those of the start, as JSON.
+        settings: For each version in use, what its workers' settings differ in from those of the start, as JSON.
     """
 
     dirs: tuple[tuple[int, str], ...]
@@ -82,19 +82,19 @@ class WeightsState:
         return dataclasses.replace(self, version_of=tuple((dict(self.version_of) | {replica: version}).items()))
 
     def begun(self, model_dir: str, settings: str, replicas: Iterable[str], surge: str, drain_s: float) -> WeightsState:
-        """An upgrade of these replicas is under way. Other settings of the same weights teach no other lengths."""
+        """An upgrade of these replicas is under way; without a model directory, of their settings alone."""
         target = self.num_versions
         version_of = dict.fromkeys(replicas, self.current) | ({surge: target} if surge else {})
         return dataclasses.replace(
             self,
-            dirs=(*self.dirs, (target, model_dir)),
+            dirs=(*self.dirs, (target, model_dir or self.dir_of(self.current))),
             settings=(*self.settings, (target, settings)),
             num_versions=target + 1,
             version_of=tuple(version_of.items()),
             target=target,
             surge=surge,
             drain_s=drain_s,
-            since_of_current=self.since_of_current and model_dir == self.dir_of(self.current),
+            since_of_current=not model_dir,
         )
 
     def ended(self) -> WeightsState:

@@ -13,7 +13,7 @@ import psutil
 PROBE_S = 0.5
 """Between two probes."""
 
-ANSWER_S = 1.0
+ANSWER_S = 0.5
 """How long a probe waits for its answer."""
 
 STOPPED_PROBES = 2
