@@ -454,13 +454,13 @@ class EngineClient(ObservedService, VersionedStreams):
         """
         return await self._peers.supervisor().drain_replica(DrainReplica(replica, cancel))
 
-    async def upgrade(self, model_dir: str, *, surge: bool, drain_s: float) -> ServedWeights:
-        """Replaces the weights of all replicas; answers when all run the new ones.
+    async def upgrade(self, order: Upgrade) -> ServedWeights:
+        """Replaces the weights of all replicas, or the settings of their workers; answers when all run so.
 
         Raises:
-            InvalidValueError: the model cannot take the place of the running one.
+            InvalidValueError: the model cannot take the place of the running one, or a setting cannot roll.
         """
-        return await self._peers.supervisor().upgrade(Upgrade(model_dir, surge, drain_s))
+        return await self._peers.supervisor().upgrade(order)
 
     async def scale(self, kind: str, count: int) -> ComponentCounts:
         """How many of what there are from now on; answers when they are there, or gone.
