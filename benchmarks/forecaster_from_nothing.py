@@ -7,14 +7,16 @@ forecast before its length is known. Beside it: the plain history, and an artefa
 from __future__ import annotations
 
 import argparse
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from core.config.scheduling import BatchConfig
 from core.forecast import Example, Forecast
 from predictor.applications.reading import raw_features
 from predictor.applications.start import GROWTH, MAX_EXAMPLES, untrained
@@ -26,10 +28,18 @@ from predictor.retraining import Sample, retrain, retraining, score
 from predictor.text_predictor import TextPredictor
 from predictor.training import RECIPES, train
 from services.commands.forecast_data import EMBEDDED_TOKENIZER, TokenCounter, read_examples
+from simulator.cluster.records import Record
+from simulator.experiment import Experiment
+from simulator.run import run as simulate
+from simulator.traffic.arrivals import Poisson
+from simulator.traffic.workload import SimRequest
+from simulator.traffic.workloads import retime
 
 MAX_NEW_TOKENS = 1024
 CHECKPOINTS = (100, 300, 1000, 2000, 3000)
 NUM_TRAINED_ON = 2000
+SERVED_FROM = 1000
+MAX_NUM_SEQS = 64
 
 
 def read(data: Path, seed: int) -> list[Example]:
@@ -83,6 +93,54 @@ def by_artefact(examples: Sequence[Example], trained_on: Sequence[Example], kind
     return predictor.forecast([each.question for each in examples])
 
 
+def served(preset: str, examples: Sequence[Example], forecasts: Sequence[Forecast | None], load: float) -> list[Record]:
+    """The simulator's records of these requests.
+
+    Args:
+        load: Arrivals are Poisson at this multiple of what ``fcfs`` gets through; inf: all come at once.
+    """
+    drawn = [
+        SimRequest(
+            str(i),
+            0.0,
+            max(each.question.prompt_len, 1),
+            max(each.output_len, 1),
+            each.question.max_new_tokens,
+            forecast=forecast,
+        )
+        for i, (each, forecast) in enumerate(zip(examples, forecasts, strict=True))
+    ]
+    if load < math.inf:
+        rate = load * throughput(served("fcfs", examples, [None] * len(examples), math.inf))
+        drawn = retime(drawn, Poisson(rate).sample(np.random.default_rng(len(drawn)), len(drawn)).tolist())
+    experiment = Experiment(preset=preset, max_num_seqs=MAX_NUM_SEQS, batch=BatchConfig(num_bins=4, max_wait_s=1.0))
+    return simulate(experiment, drawn).recorder.done
+
+
+def throughput(records: Sequence[Record]) -> float:
+    """Requests per second until the last has ended."""
+    return len(records) / max(each.finished_at for each in records)
+
+
+def show_served(seed: int, examples: Sequence[Example], made: Mapping[str, Sequence[Forecast]]) -> None:
+    """What the presets make of the forecasts of the requests after the first thousand."""
+    later = examples[SERVED_FROM:]
+    none: list[Forecast | None] = [None] * len(later)
+    laws: dict[str, Sequence[Forecast | None]] = {name: made[name][SERVED_FROM:] for name in made}
+    for preset in ("magnus", "multi-bin"):
+        rates = {name: throughput(served(preset, later, forecasts, math.inf)) for name, forecasts in laws.items()}
+        rates["no forecast"] = throughput(served(preset, later, none, math.inf))
+        shown = {name: f"{rate:.2f} ({rate / rates['trained']:.3f})" for name, rate in rates.items()}
+        print(f"{seed:4} {preset}: requests/s", shown)
+    for load in (0.9, 1.1):
+        waits = {
+            name: np.mean([each.jct_s for each in served("farsight", later, forecasts, load)])
+            for name, forecasts in (laws | {"no forecast": none}).items()
+        }
+        base = waits["no forecast"]
+        print(f"{seed:4} farsight at {load}: mean JCT", {k: f"{v:.2f} s ({v / base:.3f})" for k, v in waits.items()})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=Path(os.environ.get("FARSIGHT_DATA", "data")))
@@ -103,6 +161,7 @@ def main() -> None:
                 covers = found.coverage["0.9"]
                 cells = f"{found.rmse:7.1f} {found.tau:6.3f} {found.pinball:8.2f} {covers:10.2f}"
                 print(f"{seed:4} {f'{begin}-{end}':>12} {name:12} {cells}")
+        show_served(seed, examples, made)
 
 
 if __name__ == "__main__":
