@@ -53,7 +53,7 @@ def is_untrained(artefact: TrainedModel) -> bool:
 def learns_from_all(artefact: TrainedModel) -> bool:
     """Whether every ended request is an example; else only those that it predicted badly, as Magnus does.
 
-    Of the forecaster by application they are: its train set is its memory of each application's lengths. An output that
+    All are for the forecaster by application: its train set is its memory of each application's lengths. An output that
     its limit ended is one of them, since the limit is a feature.
     """
     return str(artefact.metadata["model"]) == APPLICATIONS

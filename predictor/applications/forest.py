@@ -17,7 +17,7 @@ SHRINK = 2.0
 """So many examples of the level above weigh as much as an application's own: openings stand above instructions."""
 
 NUM_STATISTICS = 4
-"""Of a key: number of examples, mean logarithm of the output length, the same over the input length, and the mean
+"""Statistics of a key: number of examples, mean logarithm of the output length, the same over the input length, and the mean
 square of the former."""
 
 NUM_DERIVED = 6
