@@ -32,6 +32,7 @@ from engine.attention.attention import AttentionBackend
 from engine.attention.step_sizes import StepSizes
 from engine.attention.torch_attention import TorchAttention
 from engine.checkpoint.model_config import DecoderConfig
+from engine.checkpoint.names import num_parameters
 from engine.kv.copiers import HostBlocks, StreamCopier
 from engine.kv.kv_pool import KVPool
 from engine.sequence import Sequence
@@ -173,7 +174,7 @@ class EngineBench:
         self._sizes = sizes
         self._clock = Clock(device, sizes.repeats)
         weights = random_weights(config, dtype, device)
-        self.weight_bytes = config.num_parameters * dtype.itemsize
+        self.weight_bytes = num_parameters(config) * dtype.itemsize
         self.token_bytes = config.kv_bytes_per_token(dtype)
         per_sequence = -(-max(sizes.context + 64, sizes.prompt) // BLOCK)
         num_blocks = max(sizes.batch_sizes) * per_sequence + sizes.blocks
@@ -218,7 +219,7 @@ class EngineBench:
         step_s = self._clock.wall_s(lambda: self.runner.execute(batch, sequences))
         config, tokens = self.config, num_prompts * length
         embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
-        matrices = 2 * (config.num_parameters - embeddings) * tokens
+        matrices = 2 * (num_parameters(config) - embeddings) * tokens
         head = 2 * config.vocab_size * config.hidden_size * num_prompts
         # Causal: half of the pairs; scores, then values.
         pairs = num_prompts * length * (length + 1) / 2
@@ -309,7 +310,7 @@ def run(device: str, shape: str, *, compiled: bool = False, tell: Callable[[Reco
     record: Record = {
         "device": torch.cuda.get_device_name() if device == "cuda" else device,
         "shape": shape,
-        "parameters": config.num_parameters,
+        "parameters": num_parameters(config),
         "limits": asdict(limits),
         **{name: [] for name in SECTIONS},
     }

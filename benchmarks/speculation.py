@@ -1,8 +1,8 @@
 """What speculation brings on the tasks of the embedded model: ``python -m benchmarks.speculation``.
 
-Two engines in one process, with and without, answer the same prompts by turns; the order changes with each turn. The
-ratio is the median over pairs of neighbouring turns, since another process may slow down either. Greedy; ends with
-status 1 if an answer differs.
+Engines in one process, one with and two without, answer the same prompts by turns; the order changes each time. The
+ratio is the median over pairs of neighbouring turns, since another process may slow down either. The ratio of the two
+engines without shows what such a ratio is worth on this machine now. Greedy; ends with status 1 if an answer differs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from tools.embedded_model.evaluate import EVALUATION_SEED, LONGEST_ANSWER
 from tools.embedded_model.tasks import TASKS, held_out_examples
 
 MODEL = Path(__file__).parents[1] / "services" / "embedded_model"
-HEADER = ("task", "in flight", "tok/s with", "tok/s without", "ratio", "tokens a step", "accepted of guessed")
+HEADER = ("task", "in flight", "tok/s with", "tok/s without", "ratio", "noise", "tokens a step", "accepted of guessed")
+WITH, WITHOUT, AGAIN = "with", "without", "without again"
+ENGINES = {WITH: "ngram", WITHOUT: "off", AGAIN: "off"}
+"""The engines by name, each with its ``[engine] speculation``."""
 
 
 @dataclass
@@ -62,30 +65,33 @@ def run(engine: Engine, prompts: list[list[int]], concurrency: int) -> Turn:
     return turn
 
 
-def compare(engines: dict[bool, Engine], prompts: list[list[int]], concurrency: int, repeats: int) -> dict[str, float]:
-    """Both engines by turns over the prompts; ``engines`` by whether they speculate.
+def compare(engines: dict[str, Engine], prompts: list[list[int]], concurrency: int, repeats: int) -> dict[str, float]:
+    """The engines of ``ENGINES`` by turns over the prompts.
 
     Returns:
-        The best rates, the median ratio of neighbouring turns (by wall clock and by CPU time), and what was guessed.
+        The best rates, the median ratio of neighbouring turns (by wall clock and by CPU time) with that of the two
+        engines without speculation, and what was guessed.
     """
     for engine in engines.values():
         run(engine, prompts[: len(prompts) // 4], concurrency)
-    speculation = engines[True].worker.speculation
+    speculation = engines[WITH].worker.speculation
     assert speculation is not None
     before = speculation.counts
-    turns: dict[bool, list[Turn]] = {True: [], False: []}
+    turns: dict[str, list[Turn]] = {name: [] for name in ENGINES}
     for number in range(repeats):
-        for speculates in (True, False) if number % 2 else (False, True):
-            turns[speculates].append(run(engines[speculates], prompts, concurrency))
-    pairs = list(zip(turns[True], turns[False], strict=True))
+        for name in reversed(ENGINES) if number % 2 else ENGINES:
+            turns[name].append(run(engines[name], prompts, concurrency))
+    pairs = list(zip(turns[WITH], turns[WITHOUT], strict=True))
+    alike = list(zip(turns[AGAIN], turns[WITHOUT], strict=True))
     guessed = speculation.counts.since(before)
     return {
-        "tokens_per_s": max(turn.num_tokens / turn.wall_s for turn in turns[True]),
-        "tokens_per_s_without": max(turn.num_tokens / turn.wall_s for turn in turns[False]),
+        "tokens_per_s": max(turn.num_tokens / turn.wall_s for turn in turns[WITH]),
+        "tokens_per_s_without": max(turn.num_tokens / turn.wall_s for turn in turns[WITHOUT]),
         "ratio": statistics.median(without.wall_s / own.wall_s for own, without in pairs),
         "cpu_ratio": statistics.median(without.cpu_s / own.cpu_s for own, without in pairs),
-        "tokens_per_step": turns[True][-1].num_tokens / turns[True][-1].num_steps,
-        "tokens_per_step_without": turns[False][-1].num_tokens / turns[False][-1].num_steps,
+        "noise_cpu_ratio": statistics.median(without.cpu_s / again.cpu_s for again, without in alike),
+        "tokens_per_step": turns[WITH][-1].num_tokens / turns[WITH][-1].num_steps,
+        "tokens_per_step_without": turns[WITHOUT][-1].num_tokens / turns[WITHOUT][-1].num_steps,
         "guessed": guessed.tokens,
         "accepted": guessed.accepted,
         "num_different": sum(a != b for own, other in pairs for a, b in zip(own.answers, other.answers, strict=True)),
@@ -96,12 +102,8 @@ def main() -> None:
     """Prints the table."""
     args = _parse()
     engines = {
-        speculates: Engine(
-            MODEL,
-            dtype=args.dtype,
-            engine=EngineConfig(num_threads=args.threads, speculation="ngram" if speculates else "off"),
-        )
-        for speculates in (True, False)
+        name: Engine(MODEL, dtype=args.dtype, engine=EngineConfig(num_threads=args.threads, speculation=speculation))
+        for name, speculation in ENGINES.items()
     }
     record = {}
     rows = []
@@ -128,6 +130,7 @@ def _row(task: str, concurrency: int, found: dict[str, float]) -> tuple[str, ...
         f"{found['tokens_per_s']:,.0f}",
         f"{found['tokens_per_s_without']:,.0f}",
         f"{found['ratio']:.2f} (CPU {found['cpu_ratio']:.2f})",
+        f"{found['noise_cpu_ratio']:.2f}",
         f"{found['tokens_per_step']:.1f} / {found['tokens_per_step_without']:.1f}",
         f"{found['accepted']:.0f} / {found['guessed']:.0f}",
     )

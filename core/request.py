@@ -88,6 +88,9 @@ class SamplingParams:
             None for none at all.
         prompt_logprobs: The same for the prompt's tokens, the first aside. Needs ``logprobs``, and that all of the
             prompt is computed: nothing of it may come from a cache.
+        allowed_token_ids: The only tokens that may be chosen; empty for all.
+        bad_words: Token ids of texts that the output must not hold.
+        grammar: What the output must follow, as ``tokenization.grammars.sources`` writes it; empty for nothing.
         benchmark_len: The output ends here as if by EOS, and EOS does not end it before; for benchmarks. Only the code
             that samples may read it: a scheduler that did would know what no scheduler can.
         plain: Derived: the likeliest token is taken as it is, and nothing more is to be known about it.
@@ -110,6 +113,9 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: bool = False
     benchmark_len: int | None = None
+    grammar: str = ""
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
     plain: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -126,7 +132,9 @@ class SamplingParams:
         _require(ok, "logprobs", self.logprobs, "an integer >= 0, or none")
         ok = self.logprobs is not None or not self.prompt_logprobs
         _require(ok, "prompt_logprobs", self.prompt_logprobs, "false where there are no logprobs")
-        plain = self.greedy and not self.adjusts and self.logprobs is None
+        ok = not (self.grammar and (self.ignore_eos or self.benchmark_len is not None))
+        _require(ok, "ignore_eos", True, "false where the output follows a grammar: EOS ends it")
+        plain = self.greedy and not self.looks_back and self.logprobs is None
         object.__setattr__(self, "plain", plain)
 
     def _check_penalties(self) -> None:
@@ -145,6 +153,7 @@ class SamplingParams:
             InvalidValueError: a token id that the model does not have.
         """
         check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+        check_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
         for token_id, _ in self.logit_bias:
             _require(token_id < vocab_size, "logit_bias", token_id, f"token ids from 0 to {vocab_size - 1}")
 
@@ -161,6 +170,8 @@ class SamplingParams:
         """
         if self.logprobs is not None:
             return "logprobs"
+        if self.grammar:
+            return "structured_outputs"
         return "" if self.benchmark_len is None else "benchmark_len"
 
     @property
@@ -175,7 +186,13 @@ class SamplingParams:
     @property
     def adjusts(self) -> bool:
         """Whether logits are changed before a token is chosen, greedily or not."""
-        return self.penalizes or bool(self.logit_bias) or self.min_tokens > 0
+        restricts = bool(self.allowed_token_ids or self.bad_words)
+        return self.penalizes or bool(self.logit_bias) or self.min_tokens > 0 or restricts
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the choice of a token needs the tokens before it."""
+        return self.adjusts or bool(self.grammar)
 
     @property
     def eos_ends(self) -> bool:

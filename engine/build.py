@@ -23,6 +23,7 @@ from kvcache import BatchLimits, BlockManager, LeaseExecutor, PipelinedExecutor,
 from policies.compose import follows_prefixes, swaps_kv
 from policies.presets import find_preset
 from policies.speculation.base import SPECULATIONS, SpeculationContext
+from tokenization.grammars.compiler import GrammarCompiler
 from tokenization.loading import load_tokenizer
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ def build_worker(
         ready,
         prefix_cache=engine.prefix_cache,
         copier=device.copier,
+        grammars=None if engine.profile else GrammarCompiler(tokenizer, config.vocab_size, config.eos_token_ids),
         speculation=_speculation(
             engine, static=static, num_ranks=1 if ranks is None else ranks.mesh.size, device=device
         ),

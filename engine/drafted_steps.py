@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from engine.sequence import Sequence
 from kvcache import PlanExecutor, StepBatch
 from policies.speculation.base import Speculation
-
-MOST_PAUSE = 31
-"""While no guess is worth its price, one step in so many and one is looked at."""
+from policies.speculation.pace import LookPace
 
 FULL_LOOKS = 4
 """After so many steps in which no guess was worth its price, a sample of the sequences is looked at ..."""
@@ -52,24 +51,22 @@ class DraftedSteps:
     def __init__(self, policy: Speculation) -> None:
         self._policy = policy
         self.counts = DraftCounts()
-        self._num_empty = 0  # steps in a row in which nothing was guessed, of those that were looked at
-        self._pause = 0  # steps that are not looked at
+        self._pace = LookPace()
+        self._look_s = 0.0  # of the step that is computed now; 0 if it was not looked at
 
     def rests(self, num_seqs: int) -> bool:
         """Whether the next step of so many sequences gets no guesses, whatever the tokens before it are.
 
         A step of which this is said is not shown to ``with_drafts``.
         """
-        if self._pause:
-            self._pause -= 1
-            return True
-        return self._policy.price(num_seqs) == math.inf
+        return self._pace.rests() or self._policy.price(num_seqs) == math.inf
 
     def with_drafts(self, batch: StepBatch, sequences: Mapping[str, Sequence], executor: PlanExecutor) -> StepBatch:
         """The step with guesses behind the single tokens that it computes, as many as limits and blocks allow."""
         items = batch.items
         if self.rests(len(items)):
             return batch
+        began_s = time.perf_counter()
         price = self._policy.price(len(items))
         drafted = None
         left = -1
@@ -81,6 +78,8 @@ class DraftedSteps:
             if sequence.drafter is None:
                 sequence.drafter = self._policy.open()
             drafts = sequence.drafter.draft(sequence.token_ids, price)
+            if drafts and sequence.matcher is not None:
+                drafts = sequence.allowed_drafts(drafts)
             if not drafts:
                 continue
             if left < 0:
@@ -90,23 +89,24 @@ class DraftedSteps:
                 drafted = drafted or list(items)
                 drafted[i] = item.with_drafts(tuple(drafts))
                 left -= len(drafts)
+        look_s = time.perf_counter() - began_s
         if drafted is None:
-            self._num_empty += 1
-            self._pause = min(self._num_empty // 2, MOST_PAUSE)
+            self._pace.barren(self._policy.gain(len(items), 0, 0, look_s))
             return batch
-        self._num_empty = 0
+        self._look_s = look_s
         return StepBatch(tuple(drafted), batch.padding)
 
     def _places(self, num: int) -> range:
         """The items of a step to look at: all, or others each time where a sample is enough."""
-        if self._num_empty < FULL_LOOKS:
+        num_barren = self._pace.num_barren
+        if num_barren < FULL_LOOKS:
             return range(num)
-        first = self._num_empty * SAMPLE % num
+        first = num_barren * SAMPLE % num
         return range(first, min(first + SAMPLE, num))
 
     def observe(self, batch: StepBatch, further: Mapping[str, int], duration_s: float) -> None:
         """Books a step that ran, and how many tokens beyond the first it has yielded for which request."""
-        if self._pause % PLAIN_SHARE:
+        if self._pace.pause % PLAIN_SHARE:
             return
         num_known = num_drafts = num_drafted = 0
         for item in batch.items:
@@ -116,6 +116,8 @@ class DraftedSteps:
                 num_drafts += 1
         if num_drafts:
             drafts, tokens, accepted = self.counts
-            self.counts = DraftCounts(drafts + num_drafts, tokens + num_drafted, accepted + sum(further.values()))
+            num_right = sum(further.values())
+            self.counts = DraftCounts(drafts + num_drafts, tokens + num_drafted, accepted + num_right)
+            self._pace.drafted(self._policy.gain(len(batch.items), num_drafted, num_right, self._look_s))
         if num_known - num_drafted == len(batch.items):
             self._policy.observe(len(batch.items), num_drafted, duration_s)

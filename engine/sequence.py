@@ -16,6 +16,8 @@ from core.request import Request, SamplingParams
 from engine.text.stop_strings import StopStrings
 from kvcache import SequenceState
 from policies.speculation.base import Drafter
+from tokenization.grammars.compiler import GrammarCompiler, TokenMatcher
+from tokenization.grammars.sources import GrammarRefused
 from tokenization.text_stream import TextDecoder, TextStream
 
 
@@ -79,6 +81,8 @@ class Sequence(SequenceState):
         prompt_logprobs: Known log probabilities of the prompt's tokens except the first; None if the client did not
             ask.
         block_hashes: Hashes of its first full blocks, as many as were needed so far (``kvcache.block_manager``).
+        matcher: Follows its output in its grammar; None without one.
+        grammar_problem: Why its grammar cannot be followed; empty if it can.
         sampling: As in the request; looked up at every token, as is the next.
         stop_token_ids: Stop tokens of the request.
         drafter: Guesses its next tokens; None while nothing has been guessed for it.
@@ -90,6 +94,8 @@ class Sequence(SequenceState):
     prompt_logprobs: list[TokenLogprobs] | None = None
     block_hashes: list[int] = field(default_factory=list)
     drafter: Drafter | None = None
+    matcher: TokenMatcher | None = None
+    grammar_problem: str = ""
     sampling: SamplingParams = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)
 
@@ -114,3 +120,29 @@ class Sequence(SequenceState):
             token_ids=token_ids,
             prompt_logprobs=[] if waits else None,
         )
+
+    def follow_grammar(self, grammars: GrammarCompiler | None) -> None:
+        """Follows the request's grammar. One that cannot be followed fails the sequence when its first token is due.
+
+        Args:
+            grammars: None where the runner follows none.
+        """
+        if grammars is None:
+            self.grammar_problem = "this replica follows no grammars"
+            return
+        try:
+            self.matcher = grammars.follow(self.sampling.grammar, self.request.output_ids)
+        except GrammarRefused as refused:
+            self.grammar_problem = refused.reason
+
+    def current_matcher(self) -> TokenMatcher | None:
+        """The matcher, behind all known tokens of the output; None without one. One thread at a time."""
+        matcher = self.matcher
+        if matcher is not None:
+            matcher.advance(self.token_ids[self.prompt_len + matcher.num_tokens :])
+        return matcher
+
+    def allowed_drafts(self, drafts: SequenceOf[int]) -> SequenceOf[int]:
+        """The guessed tokens before the first that the grammar forbids. Between steps."""
+        matcher = self.current_matcher()
+        return drafts if matcher is None else drafts[: matcher.num_allowed(drafts)]

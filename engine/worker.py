@@ -23,6 +23,7 @@ from engine.sequence import Detokenizer, OutputText, Sequence
 from engine.step_fault import StepFault
 from kvcache import KVCopy, PlanExecutor, StepBatch
 from kvcache.block_manager import are_hashes_of, extend_hashes, root_of, salted_root
+from tokenization.grammars.compiler import GrammarCompiler
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ class Worker:
         prefix_cache: Whether sequences share the KV of equal beginnings.
         copier: Carries out the executor's copies; needed where it has a host pool.
         speculation: Guesses tokens that a step may verify; None where nothing is guessed.
+        grammars: Compiles the grammars of requests; None where the runner follows none.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Worker:
         prefix_cache: bool = False,
         copier: Copier | None = None,
         speculation: DraftedSteps | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.runner = runner
         self.executor = executor
@@ -113,6 +116,7 @@ class Worker:
         self._held_back = HeldBack() if executor.returns_together else None
         self._prefix_cache = prefix_cache
         self.speculation = speculation
+        self._grammars = grammars
         executor.make_sequence = self._prepared_sequence
         if prefix_cache:
             executor.share_prefixes(self._block_hashes)
@@ -160,6 +164,8 @@ class Worker:
     def _make_sequence(self, request: Request) -> Sequence:
         sequence = Sequence.of(request)
         sequence.text = self._start_text(request)
+        if request.sampling.grammar:
+            sequence.follow_grammar(self._grammars)
         if self._prefix_cache:
             self._take_hashes(sequence)
         return sequence

@@ -19,6 +19,7 @@ from services.commands.advise import advise
 from services.commands.ask import HOST_HELP, KEY_VARIABLE, ApiKeyOption, ask, key_for, server_url
 from services.commands.evaluate import evaluate
 from services.commands.explain import explain
+from services.commands.front import front
 from services.commands.keys import KeyFileOption, keys
 from services.commands.profile import profile
 from services.commands.replay import replay
@@ -355,6 +356,7 @@ def batch(
 app.add_typer(keys, name="keys")
 app.command()(bench)
 app.command()(explain)
+app.command()(front)
 app.command()(profile)
 app.command()(simulate)
 app.command()(compare)

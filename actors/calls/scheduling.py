@@ -10,6 +10,7 @@ from core.messages.cache import CacheReply
 from core.messages.fleet import InFlight, ReplicaName, ReplicaNews, ReplicaState, ServedModel
 from core.messages.forecasts import ForecastsMade
 from core.messages.kv import KVUsage
+from core.messages.live import LiveQuery, ReplicaLive
 from core.messages.log import RequestTraces, TraceQuery
 from core.messages.placement import PlacementView
 from core.messages.plans import StepReport
@@ -111,6 +112,10 @@ class SchedulerCalls(ReplicaCalls, Protocol):
     @message()
     async def cached(self) -> CacheReply:
         """All that the replica's worker caches."""
+
+    @message()
+    async def live(self, query: LiveQuery) -> ReplicaLive:
+        """What is on the replica now, for the operator's pages."""
 
 
 class KVOffloadCalls(Protocol):

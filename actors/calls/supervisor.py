@@ -6,6 +6,7 @@ from typing import Protocol
 
 from actors.calls.message import message
 from core.messages.drains import DrainProgress, DrainReplica, DrainService, IngressOrders, IngressReport
+from core.messages.series import SeriesQuery, SeriesReply, TrafficCounts
 from core.messages.status import ComponentCounts, Scale, StartState
 from core.messages.tenants import TenantBudgets, TenantReport, TenantUsages
 from core.messages.weights import ServedWeights, Upgrade
@@ -53,3 +54,11 @@ class SupervisorCalls(Protocol):
     @message()
     async def tenant_usage(self) -> TenantUsages:
         """Sums by tenant over all ingress replicas."""
+
+    @message()
+    async def count_traffic(self, counts: TrafficCounts) -> None:
+        """What an ingress replica has counted, for the history of the service."""
+
+    @message()
+    async def series(self, query: SeriesQuery) -> SeriesReply:
+        """The history of the service."""

@@ -19,6 +19,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
 from core.degraded import Degraded
 from core.messages.kv import KVTraffic, KVUsage
+from core.series.tally import TrafficTally
 from policies.external.circuit_breaker import BreakerState
 from policies.external.events import FAILURE_KINDS
 
@@ -298,9 +299,13 @@ class RequestMetrics:
 
     Args:
         engine: A label that vLLM's users expect; requests may move between replicas, so it is the same for all.
+
+    Attributes:
+        tally: The same counts for the history of the service.
     """
 
     def __init__(self, registry: CollectorRegistry, model_name: str, engine: str = "0") -> None:
+        self.tally = TrafficTally()
         labels = {"model_name": model_name, "engine": engine}
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -338,6 +343,7 @@ class RequestMetrics:
     def first_token(self, ttft_s: float, n: int = 1) -> None:
         """The first output of a request has come, ``n`` tokens of it; once a request, whatever its attempts."""
         self._ttft.observe(ttft_s)
+        self.tally.first_token(ttft_s, n)
         self._generation_tokens.inc(n)
 
     def tokens(self, gap_s: float, n: int) -> None:
@@ -348,6 +354,7 @@ class RequestMetrics:
         """
         for _ in range(n):
             self._itl.observe(gap_s / n)
+        self.tally.tokens(gap_s, n)
         self._generation_tokens.inc(n)
 
     def finished(self, reason: str, jct_s: float, prompt_len: int, output_len: int, max_new_tokens: int) -> None:
@@ -362,10 +369,12 @@ class RequestMetrics:
         self._output_len.observe(output_len)
         self._max_new_tokens.observe(max_new_tokens)
         self._prompt_tokens.inc(prompt_len)
+        self.tally.finished(reason, jct_s, prompt_len)
 
     def rejected(self, reason: str) -> None:
         """The service was full; vLLM's reasons are ``max_num_queued_reqs`` and ``max_num_queued_tokens``."""
         self._rejections.labels(**self._labels, reason=reason).inc()
+        self.tally.rejected += 1
 
 
 class QueueDelay:

@@ -36,6 +36,7 @@ from core.messages.requests import (
     total_load,
 )
 from core.messages.status import ComponentRows, ComponentStatus
+from core.promise import Promise
 from core.request import Request
 from policies.compose import build_router, configured_e2, follows_prefixes, is_batch_mode, placement_of
 from policies.fleet.events import (
@@ -87,10 +88,12 @@ class Answers:
     """What came of one event: for the ingress replica that caused it, and for others."""
 
     refusals: list[Refusal] = field(default_factory=list)
+    promises: list[Promise] = field(default_factory=list)
     lost: dict[str, list[Key]] = field(default_factory=dict)
 
     def add(self, other: Answers) -> None:
         self.refusals += other.refusals
+        self.promises += other.promises
         for ingress_id, keys in other.lost.items():
             self.lost.setdefault(ingress_id, []).extend(keys)
 
@@ -140,7 +143,7 @@ class FleetShell(Component, RouterCalls):
         requests = submit.requests
         answers = await self._handle(RequestsArrived(requests))
         placed = tuple(self._machine.placed(request.request_id, request.attempt) for request in requests)
-        return SubmitReply(placed, tuple(answers.refusals))
+        return SubmitReply(placed, tuple(answers.refusals), tuple(answers.promises))
 
     async def foresee(self, forecasts: ForecastsMade) -> None:
         """Passes them on to where the requests are; requests that wait here keep theirs."""
@@ -290,6 +293,7 @@ class FleetShell(Component, RouterCalls):
             answers.add(await self._lose_scheduler(name))
             return
         answers.refusals += reply.refusals
+        answers.promises += reply.promises
 
     def _placement(self, request: Request) -> bytes:
         """Why it goes where it goes."""

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Awaitable, Iterator
+from dataclasses import replace
 
 from actors.calls.scheduling import SchedulerCalls
 from actors.log.log_outbox import LogOutbox
@@ -17,9 +18,11 @@ from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, current_counts, wait_for
 from actors.runtime.request_traces import request_trace
 from actors.scheduling.event_recorder import EventRecorder, recorded
 from core.costs import profile_cost
+from core.decisions import Decision, pack_decisions
 from core.messages.cache import CacheReply, KVCacheEvent, StartedRequest
 from core.messages.fleet import ReplicaNews, ReplicaState
 from core.messages.forecasts import ForecastsMade
+from core.messages.live import LiveQuery, ReplicaLive
 from core.messages.log import RequestTrace, RequestTraces, TraceQuery
 from core.messages.plans import FinishedSequence, Plan, ReportPoll, StepReport, WorkerReady, WorkerState
 from core.messages.requests import Key, Keys, Refusal, Refusals, Submit
@@ -44,6 +47,7 @@ from policies.replica.events import (
     WorkerLost,
     WorkerReported,
 )
+from policies.replica.live_view import SchedulerWatch
 
 SAY_AGAIN_S = 1.0
 """The Router hears of the replica at least this often, so that a new one knows it soon."""
@@ -71,6 +75,9 @@ MIN_SAMPLES = 32
 MAX_SAMPLES = 256
 """Step samples that wait for the estimators; beyond them the oldest are dropped."""
 
+MAX_LIVE_ROWS = 500
+"""Requests in one answer to the operator's pages."""
+
 
 class Scheduler(Component, SchedulerCalls):
     """Turns messages into events of the state machine and its instructions into messages."""
@@ -86,6 +93,7 @@ class Scheduler(Component, SchedulerCalls):
             self._recorder = EventRecorder(self.name, MachineConfig(config.scheduler, config.engine.max_num_seqs))
         self._hear = recorded(self._machine.handle, self._recorder)
         self._replica = context.index
+        self._view = SchedulerWatch(self._replica, self._machine)
         self._worker = context.peers.worker(self._replica, self._scheduling)
         self._ready: WorkerReady | None = None
         self._plan: Plan | None = None
@@ -119,7 +127,14 @@ class Scheduler(Component, SchedulerCalls):
             self._recorder.close()
 
     async def submit(self, submit: Submit) -> Refusals:
-        return Refusals(tuple(self._handle(RequestsArrived(submit.requests, submit.placements))))
+        refusals = tuple(self._handle(RequestsArrived(submit.requests, submit.placements)))
+        if self._in_batches:
+            return Refusals(refusals)
+        await asyncio.sleep(0)  # the plan goes first
+        with self._scheduling():
+            ids = [request.request_id for request in submit.requests]
+            promises = self._machine.promise(ids, time.monotonic())
+        return Refusals(refusals, tuple(promises))
 
     async def foresee(self, forecasts: ForecastsMade) -> None:
         self._handle(ForecastsArrived(forecasts.made))
@@ -138,10 +153,19 @@ class Scheduler(Component, SchedulerCalls):
             return CacheReply("", None)
         return CacheReply(self._ready.worker_incarnation, self._machine.cache.whole())
 
+    async def live(self, query: LiveQuery) -> ReplicaLive:
+        return self._view.of(time.monotonic(), min(query.max_rows, MAX_LIVE_ROWS))
+
     async def explain(self, query: TraceQuery) -> RequestTraces:
         known = [each for each in self._traces if each.trace_id.startswith(f"{query.response_id}/")]
-        known += [self._trace(account_closed(each), ended=False) for each in self._machine.accounts(query.response_id)]
+        known += [self._so_far(account_closed(each)) for each in self._machine.accounts(query.response_id)]
         return RequestTraces(tuple(known))
+
+    def _so_far(self, account: AccountClosed) -> RequestTrace:
+        """The trace of a request that is here, with its state as of now."""
+        now = time.monotonic()
+        state = Decision("outlook", now, self._machine.progress(account.request_id, now))
+        return self._trace(replace(account, decisions=account.decisions + pack_decisions([state])), ended=False)
 
     @property
     def state(self) -> str:
@@ -174,12 +198,14 @@ class Scheduler(Component, SchedulerCalls):
                     self._told.append(notice)
                     self._events_due.set()
                 case RequestEnded(finished):
+                    self._view.ended(instruction)
                     self._ended.append(finished)
                     self._events_due.set()
                 case BatchBroken(keys):
                     self._broken += keys
                     self._news_due.set()
                 case AccountClosed():
+                    self._view.closed(instruction)
                     self._traces.add(self._trace(instruction, ended=True))
         if self._in_batches:
             self._note_resting()

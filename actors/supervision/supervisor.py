@@ -33,12 +33,14 @@ from actors.runtime.rank_groups import remove_rank_group
 from actors.runtime.watching import watched
 from actors.supervision.autoscaling import Autoscaler
 from actors.supervision.counts import scaled, takes_requests, without_drains
+from actors.supervision.history import History
 from actors.supervision.ingress_reports import IngressReports
 from actors.supervision.upgrade import RollingUpgrade, check_room
 from core.codec import decode, encode
 from core.errors import FarsightError, MessageError
 from core.messages.drains import DrainProgress, DrainReplica, DrainService, IngressOrders, IngressReport
 from core.messages.fleet import ReplicaName
+from core.messages.series import SeriesQuery, SeriesReply, TrafficCounts
 from core.messages.status import ComponentCounts, Scale, StartState
 from core.messages.tenants import TenantBudgets, TenantReport, TenantUsages
 from core.messages.weights import ServedWeights, Upgrade
@@ -81,6 +83,7 @@ class Supervisor(Component, SupervisorCalls):
         self._acted_at = time.monotonic()
         self._tenants = SharedBudgets(uuid.uuid4().hex)
         self._ingresses = IngressReports()
+        self._history = History(context.peers, lambda: self._counts, self._tenants)
         self._upgrade = RollingUpgrade(
             self._store, self._site.model_dir, self._ingresses, lambda: self._counts, self._change, self._renew
         )
@@ -98,6 +101,7 @@ class Supervisor(Component, SupervisorCalls):
         scaler = Autoscaler(self.context.config, self.context.peers, lambda: self._counts, self._scale)
         for task in scaler.tasks():
             self.spawn(task)
+        self.spawn(self._history.run())
 
     async def stop(self) -> None:
         for task in self._keepers.values():
@@ -160,6 +164,12 @@ class Supervisor(Component, SupervisorCalls):
 
     async def tenant_usage(self) -> TenantUsages:
         return TenantUsages(self._tenants.usage(time.monotonic()))
+
+    async def count_traffic(self, counts: TrafficCounts) -> None:
+        self._history.report(counts)
+
+    async def series(self, query: SeriesQuery) -> SeriesReply:
+        return self._history.since(query)
 
     async def _scale(self, kind: str, count: int, known: int | None = None) -> None:
         """Scales a kind, unless its number is no longer ``known``; None scales from any number."""

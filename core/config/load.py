@@ -56,12 +56,21 @@ def load_config(path: Path | None, overrides: dict[str, dict[str, Any]]) -> Fars
     """Defaults, then the TOML file, then ``overrides`` (``{"server": {"port": 9000}}``; None values are skipped).
 
     Raises:
-        ConfigError: unreadable file, unknown key (the nearest valid one is named) or a value of the wrong kind.
+        ConfigError: unreadable file, or as ``make_config``.
     """
     tables = read_toml(path) if path is not None else {}
     for section, values in overrides.items():
         merged = tables.setdefault(section, {})
         merged.update({key: value for key, value in values.items() if value is not None})
+    return make_config(tables)
+
+
+def make_config(tables: dict[str, Any]) -> FarsightConfig:
+    """The configuration that tables say, as in the TOML file; what they do not say has its default.
+
+    Raises:
+        ConfigError: unknown key (the nearest valid one is named) or a value of the wrong kind.
+    """
     names = [f.name for f in dataclasses.fields(FarsightConfig)]
     for name in tables:
         if name not in names:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from core.load_snapshot import LoadSnapshot
+from core.promise import Promise
 from core.request import Request
 
 Key = tuple[str, int]
@@ -45,7 +46,10 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Refusals:
+    """Scheduler -> Router, in answer to ``Submit``; also when those that it took will end."""
+
     refusals: tuple[Refusal, ...]
+    promises: tuple[Promise, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,7 @@ class Placed:
 class SubmitReply:
     placed: tuple[Placed, ...]
     refusals: tuple[Refusal, ...]
+    promises: tuple[Promise, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from engine.attention.attention import DecodePart, PrefillPart, StaticDecode, StepLayout
+from engine.attention.scores import PLAIN_SCORES, ScoreShape, attend
+from engine.checkpoint.model_config import DecoderConfig
 from engine.kv.kv_pool import KVPool
 
 Masks = dict[int | None, Tensor | None]
@@ -26,14 +27,21 @@ class TorchAttention:
 
     Args:
         windows: By layer, the number of tokens that a token attends to, itself included; None for all.
+        scores: What becomes of the products of queries and keys.
     """
 
     reads_whole_blocks = True
 
-    def __init__(self, windows: Sequence[int | None]) -> None:
+    def __init__(self, windows: Sequence[int | None], scores: ScoreShape = PLAIN_SCORES) -> None:
         self._windows = tuple(windows)
+        self._scores = scores
         self._distinct = tuple(set(windows))
         self._buffers: tuple[Tensor, Tensor] | None = None
+
+    @classmethod
+    def of_model(cls, config: DecoderConfig) -> TorchAttention:
+        """Attention as the layers of a model have it."""
+        return cls(config.sliding_windows, ScoreShape.of_model(config))
 
     def begin_step(self, layout: StepLayout, pool: KVPool) -> TorchStepAttention:
         """See ``AttentionBackend.begin_step``."""
@@ -43,11 +51,11 @@ class TorchAttention:
             prefill = _prefill_chunks(layout.prefill, layout.num_decode, self._distinct, pool)
         parts = [*decode, *prefill]
         buffers = self._reserve(max(part.num_gathered for part in parts), pool)
-        return TorchStepAttention(pool, parts, self._windows, buffers)
+        return TorchStepAttention(pool, parts, self._windows, buffers, self._scores)
 
     def begin_static(self, decode: StaticDecode, pool: KVPool) -> TorchStaticAttention:
         """See ``AttentionBackend.begin_static``."""
-        return TorchStaticAttention(pool, decode, self._windows)
+        return TorchStaticAttention(pool, decode, self._windows, self._scores)
 
     def _reserve(self, num_blocks: int, pool: KVPool) -> tuple[Tensor, Tensor]:
         """Buffers for keys and values of ``num_blocks`` blocks at least, each ``[blocks, elements of a block]``."""
@@ -74,7 +82,9 @@ class TorchStepAttention:
         parts: list[_Decode | _WholePrompt | _Chunk],
         windows: tuple[int | None, ...],
         buffers: tuple[Tensor, Tensor],
+        scores: ScoreShape,
     ) -> None:
+        self._scores = scores
         self._pool = pool
         self._parts = parts
         self._windows = windows
@@ -82,7 +92,7 @@ class TorchStepAttention:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See ``StepAttention.attend``."""
-        cache = _LayerCache(self._pool, layer, self._buffers)
+        cache = _LayerCache(self._pool, layer, self._buffers, self._scores)
         window = self._windows[layer]
         outputs = [part.attend(query, key, value, window, cache) for part in self._parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -91,7 +101,8 @@ class TorchStepAttention:
 class TorchStaticAttention:
     """Steps that only decode: every row is padded to the width of the table."""
 
-    def __init__(self, pool: KVPool, decode: StaticDecode, windows: tuple[int | None, ...]) -> None:
+    def __init__(self, pool: KVPool, decode: StaticDecode, windows: tuple[int | None, ...], scores: ScoreShape) -> None:
+        self._scores = scores
         self._pool = pool
         self._decode = decode
         self._windows = windows
@@ -116,13 +127,14 @@ class TorchStaticAttention:
         )
         folded = query.reshape(num_rows, kv_heads, -1, head_dim)
         mask = _additive(hidden, query.dtype)[:, None, None]
-        return scaled_dot_product_attention(folded, keys, values, attn_mask=mask).reshape(num_rows, -1)
+        return attend(folded, keys, values, mask, self._scores).reshape(num_rows, -1)
 
 
 class _LayerCache:
     """One layer of the pool, read block by block."""
 
-    def __init__(self, pool: KVPool, layer: int, buffers: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, pool: KVPool, layer: int, buffers: tuple[Tensor, Tensor], scores: ScoreShape) -> None:
+        self.scores = scores
         self._caches = pool.keys[layer], pool.values[layer]
         self._buffers = buffers
         self.kv_heads, self.head_dim = pool.keys[layer].shape[1:]
@@ -173,7 +185,7 @@ class _Decode:
         # enable_gqa for bfloat16 on a CPU.
         folded = query.reshape(num_rows, cache.kv_heads, -1, cache.head_dim)
         keys, values = cache.gather(self._block_ids, num_rows)
-        out = scaled_dot_product_attention(folded, keys, values, attn_mask=self._masks[window])
+        out = attend(folded, keys, values, self._masks[window], cache.scores)
         return out.reshape(num_rows, -1)
 
 
@@ -197,7 +209,7 @@ class _WholePrompt:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, cache: _LayerCache) -> Tensor:
         q, k, v = (tensor[self._rows].transpose(0, 1)[None] for tensor in (query, key, value))
         mask = self._masks[window]
-        return _rows_of(scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True))
+        return _rows_of(attend(q, k, v, mask, cache.scores, causal=mask is None, grouped=True))
 
 
 class _Chunk:
@@ -217,7 +229,7 @@ class _Chunk:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, cache: _LayerCache) -> Tensor:
         q = query[self._rows].transpose(0, 1)[None]
         keys, values = cache.gather(self._block_ids, 1)
-        return _rows_of(scaled_dot_product_attention(q, keys, values, self._masks[window], enable_gqa=True))
+        return _rows_of(attend(q, keys, values, self._masks[window], cache.scores, grouped=True))
 
 
 def _masks(windows: Sequence[int | None], longest: int, make: Callable[[int | None], Tensor | None]) -> Masks:

@@ -22,6 +22,7 @@ from xformers.ops.fmha import attn_bias, flash, flash3, triton_splitk
 from xformers.ops.fmha.dispatch import fa3_available
 
 from engine.attention.attention import DecodePart, PrefillPart, StaticDecode, StepAttention, StepLayout
+from engine.attention.scores import PLAIN_SCORES, ScoreShape
 from engine.attention.step_sizes import StepSizes
 from engine.checkpoint.model_config import DecoderConfig
 from engine.kv.kv_pool import KVPool
@@ -113,6 +114,8 @@ def xformers_problem(config: DecoderConfig, dtype: torch.dtype, block_size: int)
         return f"head_dim {config.head_dim}: one of {', '.join(map(str, _HEAD_DIMS))} is supported"
     if any(window is not None for window in config.sliding_windows):
         return "sliding-window attention is not supported"
+    if ScoreShape.of_model(config) != PLAIN_SCORES:
+        return "scores with a scale of their own, a soft cap or ALiBi are not supported"
     if block_size % PAGE_SIZE:
         return f"block_size {block_size}: multiples of {PAGE_SIZE} are supported"
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,16 +32,29 @@ class Fields:
         raw: The object as read.
         defaults: Values of missing fields.
         prefix: Prefix of the names in errors.
+        spelled: Our names of fields that the object names differently.
     """
 
-    def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str = "") -> None:
+    def __init__(
+        self,
+        raw: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        prefix: str = "",
+        spelled: Mapping[str, str] | None = None,
+    ) -> None:
         self._values = {**defaults, **raw}
         self._defaults = defaults
         self._prefix = prefix
+        self._spelled = spelled or {}
 
     def __getitem__(self, name: str) -> Any:
         """The value; None for a field that is not there and has no default."""
-        return self._values.get(name)
+        return self._values.get(self._spelled.get(name, name))
+
+    def having(self, values: Mapping[str, Any]) -> Fields:
+        """The same object with some values, by our names, replaced."""
+        replaced = {self._spelled.get(name, name): value for name, value in values.items()}
+        return Fields({**self._values, **replaced}, self._defaults, self._prefix, self._spelled)
 
     def given(self) -> list[str]:
         """Names of the fields that are neither missing nor null."""
@@ -62,7 +76,7 @@ class Fields:
     def positive(self, name: str) -> float:
         """A number > 0; null stands for the default."""
         value = self._or_default(name)
-        if type(value) not in (int, float) or not value > 0:
+        if type(value) not in (int, float) or not 0 < value < math.inf:
             raise self.error(name, "a number > 0")
         return float(value)
 
@@ -72,7 +86,7 @@ class Fields:
         if (
             not isinstance(values, list)
             or len(values) != length
-            or not all(type(value) in (int, float) and value > 0 for value in values)
+            or not all(type(value) in (int, float) and 0 < value < math.inf for value in values)
         ):
             raise self.error(name, f"a list of {length} numbers > 0")
         return tuple(map(float, values))
@@ -96,11 +110,11 @@ class Fields:
 
     def path(self, name: str) -> str:
         """The field's name in errors."""
-        return self._prefix + name
+        return self._prefix + self._spelled.get(name, name)
 
     def _or_default(self, name: str) -> Any:
         value = self[name]
-        return self._defaults.get(name) if value is None else value
+        return self._defaults.get(self._spelled.get(name, name)) if value is None else value
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any] | None:

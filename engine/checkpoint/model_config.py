@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from core.errors import ConfigError, InvalidValueError
 from engine.checkpoint.architectures import ARCHITECTURES, Architecture, Windows
 from engine.checkpoint.config_fields import Fields, UnsupportedModelError, read_json
+from engine.checkpoint.families.record import ACTIVATIONS, Biases, Blocks, TensorNames, of_config
 from engine.checkpoint.gguf_model import gguf_config, rope_factors
 from engine.checkpoint.quantization import Quantization, read_quantization
 from engine.checkpoint.rotary_config import FactorScaling, read_rotary
@@ -28,16 +29,12 @@ if TYPE_CHECKING:  # reading a configuration must not cost a process the whole o
 MODEL_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
 """Files fetched from the hub: configuration, weights, tokenizer and chat template."""
 
-POSITION_OFFSET = 2
-"""The rows that OPT's table of positions begins with and that no position uses."""
-
 MAX_LAYERS = 4096
 """Most layers of a model; the deepest ones have some hundred."""
 
 KV_SCALE_BYTES = 4
 """Bytes of the scale of a token and head in a KV pool of 8 bits."""
 
-_LAYER_NORM_EPS = 1e-5  # torch's own default: OPT has no field for it
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -47,18 +44,17 @@ class DecoderConfig:
 
     Attributes:
         max_position_embeddings: Context length, in tokens.
-        norm: Root mean square with a weight, or LayerNorm with weight and bias; before attention, MLP and lm_head.
-        activation: ``silu`` is gated, ``down(silu(gate) * up)``; the others plain, ``down(act(up))``.
-        rotary: None if positions are learned embeddings.
+        norm: Root mean square with a weight, or LayerNorm.
+        activation: The MLP's; ``gelu_tanh`` is GELU's approximation by tanh.
+        rotary: None if nothing is turned.
         sliding_windows: By layer. With a window ``w`` position ``q`` attends to ``q - w < k <= q``.
-        qk_norm: Whether each head of queries and keys goes through an RMS norm before the rotary embedding.
         checkpoint_dtype: The dtype of the stored weights.
         eos_token_ids: Tokens that end an output; may be empty.
         architecture: A key of ``ARCHITECTURES``.
-        qkv_bias: Whether queries, keys and values have biases.
-        out_bias: The same for attention's output.
-        mlp_bias: The same for both layers of the MLP.
-        final_norm: Whether there is a norm before lm_head.
+        biases: Which linear layers have one.
+        blocks: How layers are put together.
+        names: The checkpoint's names of its tensors.
+        rotaries: The rotary embedding by layer, where layers differ; then ``rotary`` is one of them.
         quantization: How the matrices of a safetensors checkpoint are stored; None in a float type, and for GGUF
             files, which say it of each tensor.
     """
@@ -73,40 +69,44 @@ class DecoderConfig:
     max_position_embeddings: int
     norm: Literal["rms", "layer"]
     norm_eps: float
-    activation: Literal["silu", "relu", "gelu"]
+    activation: Literal["silu", "relu", "gelu", "gelu_tanh"]
     rotary: RotaryConfig | None
     sliding_windows: Windows
-    qk_norm: bool
     tie_word_embeddings: bool
     checkpoint_dtype: str
     eos_token_ids: tuple[int, ...]
     architecture: str
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
-    final_norm: bool = True
+    biases: Biases
+    blocks: Blocks
+    names: TensorNames
+    rotaries: tuple[RotaryConfig | None, ...] | None = None
     quantization: Quantization | None = None
 
     @property
     def up_size(self) -> int:
         """Outputs of the MLP's first layer: gate and up where it is gated."""
-        return self.intermediate_size * (2 if self.activation == "silu" else 1)
+        return self.intermediate_size * (2 if self.blocks.gated else 1)
 
     @property
     def qkv_size(self) -> int:
         return (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
 
     @property
-    def num_parameters(self) -> int:
-        hidden, query = self.hidden_size, self.num_attention_heads * self.head_dim
-        norm = hidden * (2 if self.norm == "layer" else 1)
-        layer = hidden * (self.qkv_size + query + self.up_size + self.intermediate_size) + 2 * norm
-        layer += self.qkv_size * self.qkv_bias + hidden * self.out_bias + (self.up_size + hidden) * self.mlp_bias
-        layer += 2 * self.head_dim * self.qk_norm
-        embeddings = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
-        if self.rotary is None:
-            embeddings += (self.max_position_embeddings + POSITION_OFFSET) * hidden
-        return self.num_hidden_layers * layer + embeddings + norm * self.final_norm
+    def layer_rotaries(self) -> tuple[RotaryConfig | None, ...]:
+        """The rotary embedding of each layer."""
+        return (self.rotary,) * self.num_hidden_layers if self.rotaries is None else self.rotaries
+
+    @property
+    def plain(self) -> bool:
+        """Whether its layers have only blocks that every way of computing them has, in the order that they lie in."""
+        usual = Blocks(gated=self.blocks.gated, head_norm=self.blocks.head_norm)
+        return (
+            self.blocks == usual
+            and self.blocks.head_norm != "all"
+            and self.rotaries is None
+            and self.names.in_order
+            and not self.biases.head
+        )
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values that one token takes over all layers, in a pool of that type."""
@@ -128,7 +128,7 @@ def load_model_config(model_dir: Path) -> DecoderConfig:
         raise InvalidValueError("model", str(model_dir), "a model directory with a config.json, or a GGUF file")
     name = _architecture(raw)
     generation = read_json(model_dir, "generation_config.json") or {}
-    return _read(Fields(raw, ARCHITECTURES[name].defaults), name, generation)
+    return _read(_fields(raw, name), name, generation)
 
 
 def config_of(file: GGUFFile) -> DecoderConfig:
@@ -139,7 +139,7 @@ def config_of(file: GGUFFile) -> DecoderConfig:
     """
     raw = gguf_config(file)
     name = _architecture(raw)
-    config = _read(Fields(raw, ARCHITECTURES[name].defaults), name, {})
+    config = _read(_fields(raw, name), name, {})
     factors = rope_factors(file)
     if factors is None or config.rotary is None:
         return config
@@ -153,17 +153,13 @@ def resolve_max_model_len(config: DecoderConfig, asked: int) -> int:
     """Tokens that a sequence may reach by what was asked for; 0 asks for the model's own context.
 
     Raises:
-        ConfigError: more than the model's context, or more than its rotary embedding is right for.
+        ConfigError: more than the model's context, and more than its rotary embedding is stretched to.
     """
-    limit = config.max_position_embeddings
+    stretched = config.rotary.stretched_len if config.rotary else 0
+    limit = max(config.max_position_embeddings, stretched)
     if asked > limit:
         raise ConfigError("engine.max_model_len", asked, f"at most {limit}, the model's own context")
-    wanted = asked or limit
-    exact = config.rotary.max_len if config.rotary else None
-    if exact is not None and wanted > exact:
-        expected = f"at most {exact} (the frequencies of longrope beyond are not computed): --max-model-len {exact}"
-        raise ConfigError("engine.max_model_len", wanted, expected)
-    return wanted
+    return asked or config.max_position_embeddings
 
 
 def resolve_model_dir(name_or_path: str, *, weights: bool = True) -> Path:
@@ -210,36 +206,45 @@ def _architecture(raw: dict[str, Any]) -> str:
     return str(names[0])
 
 
+def _fields(raw: dict[str, Any], name: str) -> Fields:
+    """The fields of a ``config.json`` by our names, with what follows from them."""
+    architecture = ARCHITECTURES[name]
+    spelled = {"norm_eps": "rms_norm_eps", **architecture.spelled}
+    config = Fields(raw, architecture.defaults, spelled=spelled)
+    return config.having(architecture.derived(config))
+
+
 def _read(config: Fields, name: str, generation: dict[str, Any]) -> DecoderConfig:
     architecture = ARCHITECTURES[name]
     _check_fixed(config, architecture)
     num_layers, num_heads = config.size("num_hidden_layers", MAX_LAYERS), config.size("num_attention_heads")
     head_dim = _head_dim(config, num_heads)
-    biases = architecture.biases(config)
+    windows = architecture.windows(config, num_layers)
+    rotaries = architecture.rotaries(config, head_dim, windows) if architecture.rotaries else None
+    rotary = _rotary(config, architecture, head_dim) if rotaries is None else next(filter(None, rotaries), None)
     return DecoderConfig(
         vocab_size=config.size("vocab_size"),
         hidden_size=config.size("hidden_size"),
-        intermediate_size=config.size(architecture.spelled.get("intermediate_size", "intermediate_size")),
+        intermediate_size=config.size("intermediate_size"),
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=_num_kv_heads(config, num_heads),
         head_dim=head_dim,
         max_position_embeddings=config.size("max_position_embeddings"),
         norm=architecture.norm,
-        norm_eps=_LAYER_NORM_EPS if architecture.norm == "layer" else config.positive("rms_norm_eps"),
-        activation=config.require(architecture.spelled.get("hidden_act", "hidden_act"), architecture.activations),
-        rotary=_rotary(config, architecture, head_dim),
-        sliding_windows=architecture.windows(config, num_layers),
-        qk_norm=architecture.qk_norm,
+        norm_eps=config.positive("norm_eps"),
+        activation=ACTIVATIONS[config.require("hidden_act", architecture.activations)],
+        rotary=rotary,
+        sliding_windows=windows,
         tie_word_embeddings=config.flag("tie_word_embeddings"),
         checkpoint_dtype=_checkpoint_dtype(config),
         eos_token_ids=_eos_token_ids(config, generation),
         architecture=name,
-        qkv_bias=biases.qkv,
-        out_bias=biases.out,
-        mlp_bias=biases.mlp,
         quantization=read_quantization(config["quantization_config"]),
-        final_norm=not (architecture.norm == "layer" and config.flag("_remove_final_layer_norm")),
+        biases=of_config(architecture.biases, config),
+        blocks=of_config(architecture.blocks, config),
+        names=of_config(architecture.names, config),
+        rotaries=rotaries,
     )
 
 
@@ -270,7 +275,7 @@ def _num_kv_heads(config: Fields, num_heads: int) -> int:
 
 
 def _rotary(config: Fields, architecture: Architecture, head_dim: int) -> RotaryConfig | None:
-    if not architecture.rope_kinds:
+    if not architecture.rope_kinds or of_config(architecture.blocks, config).alibi:
         return None
     return read_rotary(config, head_dim, architecture.rope_kinds, partial=architecture.partial_rotary)
 

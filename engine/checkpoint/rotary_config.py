@@ -15,6 +15,10 @@ _COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _FIELDS = {
     "default": _COMMON,
     "linear": _COMMON | {"factor"},
+    "dynamic": _COMMON | {"factor", "original_max_position_embeddings"},
+    "yarn": _COMMON
+    | {"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "attention_factor"}
+    | {"original_max_position_embeddings"},
     "llama3": _COMMON | {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
     "longrope": _COMMON
     | {"factor", "short_factor", "long_factor", "attention_factor", "original_max_position_embeddings"},
@@ -22,7 +26,7 @@ _FIELDS = {
 """Fields that each kind is computed from; any other field is refused as unknown."""
 
 _LONGROPE_ALIASES = ("su", "yarn")
-"""Older names of longrope in Phi-3 checkpoints, as transformers reads them."""
+"""Older names of longrope in Phi-3 checkpoints, as transformers reads them; elsewhere ``yarn`` is a kind of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +54,50 @@ class FactorScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class DynamicScaling:
+    """The base of the frequencies grows with the context that is served, from ``original_len`` tokens on.
+
+    transformers lets it grow with each sequence, whose earlier keys keep the frequencies of their time. Here all
+    sequences of a server have those of the longest one that it serves.
+    """
+
+    factor: float
+    original_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """High frequencies are left alone, low ones divided by ``factor``, with a ramp between two numbers of turns.
+
+    Attributes:
+        beta_fast, beta_slow: Turns within ``original_len`` tokens where the ramp begins and ends.
+        truncate: Whether the ends of the ramp are whole numbers of frequencies.
+        attention_factor: Factor of the tables.
+    """
+
+    factor: float
+    original_len: int
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+    attention_factor: float
+
+
+@dataclass(frozen=True, slots=True)
 class LongScaling:
     """Each frequency is divided by a factor of its own, and the tables multiplied with ``attention_factor``.
 
-    Only sequences of up to ``original_len`` tokens are described: a longer one is computed with other frequencies
-    from its first token on, so all keys of a sequence that grows beyond it would have to be computed again.
+    A server of at most ``original_len`` tokens divides by the short factors, any other by the long ones: a sequence
+    that grew from one to the other would need all of its keys again.
     """
 
     short_factors: tuple[float, ...]
     attention_factor: float
     original_len: int
+    long_factors: tuple[float, ...] = ()
+
+
+Scaling = LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling | FactorScaling | LongScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +112,14 @@ class RotaryConfig:
 
     rotary_dim: int
     theta: float
-    scaling: LinearScaling | Llama3Scaling | FactorScaling | LongScaling | None = None
+    scaling: Scaling | None = None
 
     @property
-    def max_len(self) -> int | None:
-        """The longest sequence, in tokens, that it is defined for; None for any."""
-        return self.scaling.original_len if isinstance(self.scaling, LongScaling) else None
+    def stretched_len(self) -> int:
+        """The longest sequence that the scaling stretches the context to, in tokens; 0 where it says nothing of it."""
+        if isinstance(self.scaling, (DynamicScaling, YarnScaling)):
+            return int(self.scaling.factor * self.scaling.original_len)
+        return 0
 
 
 def read_rotary(config: Fields, head_dim: int, kinds: Sequence[str], *, partial: bool) -> RotaryConfig:
@@ -95,7 +135,7 @@ def read_rotary(config: Fields, head_dim: int, kinds: Sequence[str], *, partial:
     """
     rope = _rope_fields(config)
     kind = rope["rope_type"] or rope["type"] or "default"
-    if kind in _LONGROPE_ALIASES and "longrope" in kinds:
+    if kind in _LONGROPE_ALIASES and "longrope" in kinds and kind not in kinds:
         kind = "longrope"
     if kind not in kinds:
         raise UnsupportedModelError(rope.path("rope_type"), kind, f"one of {', '.join(kinds)}")
@@ -103,7 +143,10 @@ def read_rotary(config: Fields, head_dim: int, kinds: Sequence[str], *, partial:
         if name not in _FIELDS[kind]:
             raise rope.error(name, f"nothing (unknown for rope_type {kind!r})")
     rotary_dim = _rotary_dim(config, rope, head_dim, partial=partial)
-    theta = _holder(config, rope, "rope_theta").positive("rope_theta")
+    holder = _holder(config, rope, "rope_theta")
+    theta = holder.positive("rope_theta")
+    if kind == "yarn" and theta <= 1:
+        raise holder.error("rope_theta", "a number > 1 for rope_type yarn")
     return RotaryConfig(rotary_dim, theta, _scaling(kind, config, rope, rotary_dim))
 
 
@@ -134,22 +177,45 @@ def _rotary_dim(config: Fields, rope: Fields, head_dim: int, *, partial: bool) -
     return rotary_dim
 
 
-def _scaling(
-    kind: str, config: Fields, rope: Fields, rotary_dim: int
-) -> LinearScaling | Llama3Scaling | LongScaling | None:
+def _scaling(kind: str, config: Fields, rope: Fields, rotary_dim: int) -> Scaling | None:
     if kind == "linear":
         return LinearScaling(rope.positive("factor"))
+    if kind == "dynamic":
+        if rotary_dim == 2:
+            raise UnsupportedModelError("head_dim", rotary_dim, "more than 2 values to turn, for rope_type dynamic")
+        return DynamicScaling(rope.positive("factor"), _original_len(config, rope))
+    if kind == "yarn":
+        return _yarn(config, rope)
     if kind == "llama3":
         low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
         if low >= high:
             raise rope.error("low_freq_factor", f"a number < high_freq_factor ({high})")
         return Llama3Scaling(rope.positive("factor"), low, high, _original_len(config, rope))
     if kind == "longrope":
-        rope.positives("long_factor", rotary_dim // 2)  # not used, but a configuration without is none
-        short = rope.positives("short_factor", rotary_dim // 2)
+        long, short = (rope.positives(name, rotary_dim // 2) for name in ("long_factor", "short_factor"))
         original_len = _original_len(config, rope)
-        return LongScaling(short, _attention_factor(config, rope, original_len), original_len)
+        return LongScaling(short, _attention_factor(config, rope, original_len), original_len, long)
     return None
+
+
+def _yarn(config: Fields, rope: Fields) -> YarnScaling:
+    def given(name: str, otherwise: float) -> float:
+        return otherwise if rope[name] is None else rope.positive(name)
+
+    original_len = _original_len(config, rope)
+    factor = given("factor", config.size("max_position_embeddings") / original_len)
+
+    def stretch(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    own = stretch(1.0)
+    if rope["mscale"] and rope["mscale_all_dim"]:
+        own = stretch(rope.positive("mscale")) / stretch(rope.positive("mscale_all_dim"))
+    truncate = rope["truncate"] is None or rope.flag("truncate")
+    fast, slow = given("beta_fast", 32.0), given("beta_slow", 1.0)
+    if fast < slow:
+        raise rope.error("beta_fast", f"a number >= beta_slow ({slow})")
+    return YarnScaling(factor, original_len, fast, slow, truncate, given("attention_factor", own))
 
 
 def _original_len(config: Fields, rope: Fields) -> int:

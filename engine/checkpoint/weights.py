@@ -8,12 +8,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from core.errors import InvalidValueError
 from engine.checkpoint.config_fields import CheckpointError as CheckpointError
-from engine.checkpoint.model_config import POSITION_OFFSET, DecoderConfig
-from engine.checkpoint.names import names_of
+from engine.checkpoint.model_config import DecoderConfig
+from engine.checkpoint.names import head_norm_sizes, num_parameters
 from engine.checkpoint.quantized import JoinedLinear, QuantizedLinear, join_records
+from engine.checkpoint.row_order import qkv_order, turned_order
 from engine.checkpoint.sources import open_checkpoint
 
 LARGE_MODEL_PARAMETERS = 500_000_000
@@ -57,20 +59,24 @@ class LayerWeights:
 
     Attributes:
         qkv: ``[(heads + 2 * kv_heads) * head_dim, hidden]``: queries, then keys, then values.
-        q_norm: ``[head_dim]``, of each head of the queries; None without.
+        input_norm: Before attention; None without.
+        q_norm: ``[head_dim]``, of each head of the queries, or ``[heads * head_dim]``, of all; None without.
         k_norm: The same for the keys.
-        post_norm: Before the MLP.
+        post_norm: Before the MLP; that before attention where both read one.
         up: ``[2 * intermediate, hidden]``, gate, then up, where the MLP is gated; else ``[intermediate, hidden]``.
+        after_attention, after_mlp: For what they add to the residual stream; None without.
     """
 
-    input_norm: Norm
+    input_norm: Norm | None
     qkv: Matrix
     q_norm: Tensor | None
     k_norm: Tensor | None
     out: Matrix
-    post_norm: Norm
+    post_norm: Norm | None
     up: Matrix
     down: Matrix
+    after_attention: Norm | None = None
+    after_mlp: Norm | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +88,8 @@ class ModelWeights:
         positions: ``[context, hidden]``, by position; None if positions are not learned.
         norm: Before ``lm_head``; None if there is none.
         lm_head: ``[vocab, hidden]``; ``embedding`` itself when they are tied and neither is quantised.
+        head_bias: ``[vocab]``, or None.
+        embedding_norm: Behind the embedding; None without.
     """
 
     embedding: Tensor
@@ -89,6 +97,8 @@ class ModelWeights:
     layers: tuple[LayerWeights, ...]
     norm: Norm | None
     lm_head: Tensor | QuantizedLinear
+    head_bias: Tensor | None = None
+    embedding_norm: Norm | None = None
 
 
 def parse_dtype(name: str, config: DecoderConfig, device: str = "cpu") -> torch.dtype:
@@ -105,7 +115,7 @@ def parse_dtype(name: str, config: DecoderConfig, device: str = "cpu") -> torch.
         own = _DTYPES[config.checkpoint_dtype]
         return torch.bfloat16 if own is torch.float32 else own
     if name == "auto":
-        return _DTYPES[config.checkpoint_dtype] if config.num_parameters > LARGE_MODEL_PARAMETERS else torch.float32
+        return _DTYPES[config.checkpoint_dtype] if num_parameters(config) > LARGE_MODEL_PARAMETERS else torch.float32
     if name not in _DTYPES:
         raise InvalidValueError("dtype", name, f"one of {['auto', *_DTYPES]}")
     return _DTYPES[name]
@@ -132,6 +142,7 @@ def load_weights(
     for name in source.names():
         if name in allocation.targets:  # the others are kept as records
             source.fill(name, allocation.targets[name])
+    allocation.finish()
     return weights
 
 
@@ -166,7 +177,8 @@ class Allocation:
         record: Callable[[str], QuantizedLinear | None] | None = None,
     ) -> None:
         self.targets: dict[str, Tensor] = {}
-        self.names = names_of(config)
+        self.names = config.names
+        self._finish: list[Callable[[], object]] = []
         self._config = config
         self._dtype = dtype
         self._device = device
@@ -175,63 +187,116 @@ class Allocation:
 
     def model(self) -> ModelWeights:
         """All of it."""
-        embedding = self.embedding()
-        return ModelWeights(embedding, self.positions(), self.layers(), self.final_norm(), self._lm_head(embedding))
+        embedding, names = self.embedding(), self.names
+        head = self._lm_head(embedding)
+        bias = self.tensor(f"{names.lm_head}.bias", len(embedding)) if self._config.biases.head else None
+        norm = self._norm(names.embedding_norm) if names.embedding_norm else None
+        return ModelWeights(embedding, self.positions(), self.layers(), self.final_norm(), head, bias, norm)
+
+    def finish(self) -> None:
+        """Brings what was read into the form that is computed with."""
+        for change in self._finish:
+            change()
+        self._finish.clear()
 
     def _lm_head(self, embedding: Tensor) -> Tensor | QuantizedLinear:
         tied = self._config.tie_word_embeddings
-        kept = self._kept([self.names.embedding if tied else "lm_head.weight"])
+        name = f"{self.names.embedding if tied else self.names.lm_head}.weight"
+        kept = None if self._config.blocks.unit_head else self._kept([name])
         if kept is not None:
             return kept[0]
-        return embedding if tied else self.tensor("lm_head.weight", *embedding.shape)
+        if not self._config.blocks.unit_head:
+            return embedding if tied else self.tensor(name, *embedding.shape)
+        head = self._empty(*embedding.shape) if tied else self.tensor(name, *embedding.shape)
+        self._finish.append(lambda: head.copy_(F.normalize((embedding if tied else head).float(), dim=-1)))
+        return head
 
     def embedding(self) -> Tensor:
-        return self.tensor(self.names.embedding, self._config.vocab_size, self._config.hidden_size)
+        return self.tensor(f"{self.names.embedding}.weight", self._config.vocab_size, self._config.hidden_size)
 
     def positions(self) -> Tensor | None:
-        if self._config.rotary is not None:
+        names = self.names
+        if not names.positions:
             return None
-        rows = self._config.max_position_embeddings + POSITION_OFFSET
-        table = self.tensor(f"{self.names.model}.embed_positions.weight", rows, self._config.hidden_size)
-        return table[POSITION_OFFSET:]
+        rows = self._config.max_position_embeddings + names.unused_positions
+        return self.tensor(f"{names.positions}.weight", rows, self._config.hidden_size)[names.unused_positions :]
 
     def layers(self) -> tuple[LayerWeights, ...]:
         first = self._first_layer
         return tuple(self._layer(self.names.layer(first + i)) for i in range(self._config.num_hidden_layers))
 
     def final_norm(self) -> Norm | None:
-        return self._norm(f"{self.names.model}.{self.names.norm}") if self._config.final_norm else None
+        return self._norm(self.names.norm) if self.names.norm else None
 
     def _layer(self, prefix: str) -> LayerWeights:
-        config, names = self._config, self.names
+        config, names, biases, blocks = self._config, self.names, self._config.biases, self._config.blocks
         hidden = config.hidden_size
         query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        before = self._norm(prefix + names.input_norm) if blocks.norm_before else None
+        own = blocks.norm_before and not blocks.one_norm
+        q_norm, k_norm = self._head_norms(prefix)
+        order = None if names.in_order else qkv_order(config)
         return LayerWeights(
-            input_norm=self._norm(prefix + names.input_norm),
-            qkv=self._linear(prefix, names.qkv, [query, kv, kv], hidden, bias=config.qkv_bias),
-            q_norm=self.tensor(f"{prefix}self_attn.q_norm.weight", config.head_dim) if config.qk_norm else None,
-            k_norm=self.tensor(f"{prefix}self_attn.k_norm.weight", config.head_dim) if config.qk_norm else None,
-            out=self._linear(prefix, [names.out], [hidden], query, bias=config.out_bias),
-            post_norm=self._norm(prefix + names.post_norm),
-            up=self._linear(prefix, names.up, self._up_sizes(), hidden, bias=config.mlp_bias),
-            down=self._linear(prefix, [names.down], [hidden], config.intermediate_size, bias=config.mlp_bias),
+            input_norm=before,
+            qkv=self._linear(prefix, names.qkv, [query, kv, kv], hidden, bias=biases.qkv, order=order),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            out=self._linear(prefix, [names.out], [hidden], query, bias=biases.out),
+            post_norm=self._norm(prefix + names.post_norm) if own else before,
+            up=self._linear(prefix, names.up, self._up_sizes(), hidden, bias=biases.mlp),
+            down=self._linear(prefix, [names.down], [hidden], config.intermediate_size, bias=biases.mlp),
+            after_attention=self._norm(prefix + names.after_attention) if blocks.norm_after else None,
+            after_mlp=self._norm(prefix + names.after_mlp) if blocks.norm_after else None,
         )
+
+    def _head_norms(self, prefix: str) -> tuple[Tensor | None, Tensor | None]:
+        config, names = self._config, self.names
+        if config.blocks.head_norm is None:
+            return None, None
+        q_size, k_size = head_norm_sizes(config)
+        q_norm = self._norm_weight(f"{prefix}{names.q_norm}", q_size)
+        k_norm = self._norm_weight(f"{prefix}{names.k_norm}", k_size)
+        if names.interleaved:
+            for weight in (q_norm, k_norm):
+                self._reorder(weight, turned_order(config, len(weight) // config.head_dim))
+        return q_norm, k_norm
 
     def _up_sizes(self) -> list[int]:
         return [self._config.intermediate_size] * (self._config.up_size // self._config.intermediate_size)
 
-    def _linear(self, prefix: str, names: Sequence[str], sizes: list[int], inputs: int, *, bias: bool) -> Matrix:
-        """A layer of ``sum(sizes)`` outputs; the checkpoint holds them in so many tensors or in a single one."""
+    def _linear(
+        self,
+        prefix: str,
+        names: Sequence[str],
+        sizes: list[int],
+        inputs: int,
+        *,
+        bias: bool,
+        order: Tensor | None = None,
+    ) -> Matrix:
+        """A layer of ``sum(sizes)`` outputs; the checkpoint holds them in so many tensors or in a single one.
+
+        Args:
+            order: Which stored output each output is; None where they lie in order.
+        """
         sizes = sizes if len(names) > 1 else [sum(sizes)]
         biases = self._empty(sum(sizes)) if bias else None
         if biases is not None:
             self._register(prefix, names, "bias", torch.split(biases, sizes))
-        kept = self._kept([f"{prefix}{name}.weight" for name in names])
+            self._reorder(biases, order)
+        in_order = order is None and not self.names.transposed
+        kept = self._kept([f"{prefix}{name}.weight" for name in names]) if in_order else None
         if kept is not None:
             return join_records(kept, biases)
         weight = self._empty(sum(sizes), inputs)
-        self._register(prefix, names, "weight", torch.split(weight, sizes))
+        parts = torch.split(weight, sizes)
+        self._register(prefix, names, "weight", [part.t() for part in parts] if self.names.transposed else parts)
+        self._reorder(weight, order)
         return Linear(weight, biases)
+
+    def _reorder(self, values: Tensor, order: Tensor | None) -> None:
+        if order is not None:
+            self._finish.append(lambda: values.copy_(values[order.to(values.device)]))
 
     def _kept(self, names: Sequence[str]) -> list[QuantizedLinear] | None:
         """The records of matrices that are multiplied together; None unless each has one."""
@@ -249,9 +314,19 @@ class Allocation:
         self.targets.update({f"{prefix}{name}.{kind}": part for name, part in zip(names, parts, strict=True)})
 
     def _norm(self, name: str) -> Norm:
-        hidden = self._config.hidden_size
-        bias = self.tensor(f"{name}.bias", hidden) if self._config.norm == "layer" else None
-        return Norm(self.tensor(f"{name}.weight", hidden), bias)
+        has_bias = self._config.norm == "layer" and self._config.blocks.norm_bias
+        bias = self.tensor(f"{name}.bias", self._config.hidden_size) if has_bias else None
+        return Norm(self._norm_weight(name, self._config.hidden_size), bias)
+
+    def _norm_weight(self, name: str, size: int) -> Tensor:
+        """A weight that something is added to is kept in float32: the sum has more digits than the stored one."""
+        offset = self._config.blocks.norm_offset
+        if not offset:
+            return self.tensor(f"{name}.weight", size)
+        weight = torch.empty(size, dtype=torch.float32, device=self._device)
+        self.targets[f"{name}.weight"] = weight
+        self._finish.append(lambda: weight.add_(offset))
+        return weight
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         self.targets[name] = self._empty(*shape)

@@ -13,7 +13,7 @@ from engine.models.model import DecoderLayers, linear
 
 def can_fuse(config: DecoderConfig) -> bool:
     """Whether there are kernels for such layers."""
-    return config.norm == "rms" and config.activation == "silu" and config.rotary is not None
+    return config.norm == "rms" and config.activation == "silu" and config.rotary is not None and config.plain
 
 
 class FusedLayers(DecoderLayers):
@@ -24,6 +24,7 @@ class FusedLayers(DecoderLayers):
         assert self._tables is not None, "rotary"
         eps, delta = self.config.norm_eps, None
         for i, layer in enumerate(self._layers):
+            assert layer.input_norm is not None and layer.post_norm is not None, "plain"
             normed = fused.add_norm(hidden, delta, layer.input_norm.weight, eps)
             heads, value = self._split(linear(normed, layer.qkv), layer)
             pages = pool.keys[i], pool.values[i]

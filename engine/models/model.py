@@ -6,7 +6,7 @@ few of them as the arithmetic allows. Numerics follow transformers' models of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -47,9 +47,22 @@ class DecoderModel:
             Logits of ``layout.sample_rows``, float32 ``[R, vocab]``.
         """
         hidden = embed(layout, self.weights.embedding, self.weights.positions)
+        hidden = self._embedded(hidden)
         hidden = self._layers.run(hidden, layout, pool, attention)
         rows = hidden.index_select(0, layout.sample_rows)
-        return output_logits(rows, self.config, self.weights.norm, self.weights.lm_head)
+        weights = self.weights
+        return output_logits(rows, self.config, weights.norm, weights.lm_head, weights.head_bias)
+
+    def _embedded(self, hidden: Tensor) -> Tensor:
+        scale, norm = embedding_scale(self.config, hidden.dtype), self.weights.embedding_norm
+        if scale != 1:
+            hidden *= scale
+        return hidden if norm is None else _norm(hidden, norm, self.config)
+
+
+def embedding_scale(config: DecoderConfig, dtype: torch.dtype) -> float:
+    """The factor of the embeddings of a model in ``dtype``."""
+    return float(torch.tensor(config.blocks.embedding_scale, dtype=dtype))
 
 
 def embed(layout: StepLayout, embedding: Tensor, positions: Tensor | None) -> Tensor:
@@ -60,12 +73,22 @@ def embed(layout: StepLayout, embedding: Tensor, positions: Tensor | None) -> Te
     return hidden
 
 
-def output_logits(rows: Tensor, config: DecoderConfig, norm: Norm | None, lm_head: Tensor | QuantizedLinear) -> Tensor:
+def output_logits(
+    rows: Tensor,
+    config: DecoderConfig,
+    norm: Norm | None,
+    lm_head: Tensor | QuantizedLinear,
+    head_bias: Tensor | None = None,
+) -> Tensor:
     """Logits of rows behind the last layer, float32 ``[R, outputs of lm_head]``."""
     if norm is not None:
         rows = _norm(rows, norm, config)
     weight = lm_head if isinstance(lm_head, Tensor) else lm_head.dense(rows.dtype)
-    return F.linear(rows, weight).float()
+    logits = F.linear(rows, weight, head_bias).float()
+    if config.blocks.logit_scale != 1:
+        logits *= config.blocks.logit_scale
+    cap = config.blocks.logit_cap
+    return logits if cap is None else torch.tanh(logits / cap).mul_(cap)
 
 
 def make_layers(
@@ -117,14 +140,17 @@ class DecoderLayers:
             self._before = torch.compile(self._heads, dynamic=True)
             self._after = torch.compile(self._rest_of_layer, dynamic=True)
         self._tables = _tables(config.rotary, max_len, like)
+        self._layer_tables: list[Rotation | None] | None = None
+        if config.rotaries is not None:
+            tables = {rotary: _tables(rotary, max_len, like) for rotary in set(config.rotaries)}
+            self._layer_tables = [tables[rotary] for rotary in config.rotaries]
 
     def run(self, hidden: Tensor, layout: StepLayout, pool: KVPool, attention: StepAttention) -> Tensor:
         """``hidden`` (``[T, hidden]``, overwritten) behind the last of the layers."""
-        rotation = None
-        if self._tables is not None:
-            cos, sin = self._tables
-            rotation = cos.index_select(0, layout.positions), sin.index_select(0, layout.positions)
+        rotation = _rows_of(self._tables, layout.positions)
         for i, layer in enumerate(self._layers):
+            if self._layer_tables is not None:
+                rotation = _rows_of(self._layer_tables[i], layout.positions)
             query, key, value = self._before(layer, hidden, rotation)
             pool.keys[i].index_copy_(0, layout.slot_ids, key)
             pool.values[i].index_copy_(0, layout.slot_ids, value)
@@ -134,7 +160,7 @@ class DecoderLayers:
     def _heads(self, layer: LayerWeights, hidden: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of a layer, each ``[T, heads, head_dim]``."""
         num_heads = self.config.num_attention_heads
-        normed = _norm(hidden, layer.input_norm, self.config)
+        normed = hidden if layer.input_norm is None else _norm(hidden, layer.input_norm, self.config)
         heads, value = self._split(linear(normed, layer.qkv), layer)
         if rotation is not None:
             heads = _rotate(heads, rotation)
@@ -148,25 +174,60 @@ class DecoderLayers:
 
     def _rest_of_layer(self, layer: LayerWeights, hidden: Tensor, attended: Tensor) -> Tensor:
         """Adds the rest of a layer once attention is known; ``hidden`` is changed."""
-        hidden += self._add_up(linear(attended, layer.out))
-        hidden += self._add_up(self._mlp(layer, _norm(hidden, layer.post_norm, self.config)))
+        before = layer.post_norm
+        normed = _norm(hidden, before, self.config) if before is not None and self.config.blocks.parallel else None
+        hidden += self._added(linear(attended, layer.out), layer.after_attention)
+        if normed is None:
+            normed = hidden if before is None else _norm(hidden, before, self.config)
+        hidden += self._added(self._mlp(layer, normed), layer.after_mlp)
         return hidden
+
+    def _added(self, partial: Tensor, norm: Norm | None) -> Tensor:
+        """What attention or MLP adds to the residual stream."""
+        whole, scale = self._add_up(partial), self.config.blocks.residual_scale
+        if norm is not None:
+            whole = _norm(whole, norm, self.config)
+        return whole if scale == 1 else whole * scale
 
     def _head_norms(self, heads: Tensor, layer: LayerWeights) -> Tensor:
         """RMSNorm of each head (``[T, heads + kv_heads, head_dim]``), where the model has it."""
         if layer.q_norm is None or layer.k_norm is None:
             return heads
-        normed = F.rms_norm(heads, (self.config.head_dim,), None, self.config.norm_eps)
-        normed[:, : self.config.num_attention_heads].mul_(layer.q_norm)
-        normed[:, self.config.num_attention_heads :].mul_(layer.k_norm)
-        return normed
+        num_heads, eps = self.config.num_attention_heads, self.config.norm_eps
+        if self.config.blocks.head_norm == "all":
+            parts = heads[:, :num_heads].flatten(1), heads[:, num_heads:].flatten(1)
+            normed = [F.rms_norm(part, part.shape[1:], None, eps) for part in parts]
+            return torch.cat([normed[0] * layer.q_norm, normed[1] * layer.k_norm], 1).view_as(heads)
+        each = F.rms_norm(heads, (self.config.head_dim,), None, eps)
+        each[:, :num_heads].mul_(layer.q_norm)
+        each[:, num_heads:].mul_(layer.k_norm)
+        return each
 
     def _mlp(self, layer: LayerWeights, normed: Tensor) -> Tensor:
-        up = linear(normed, layer.up)
-        if self.config.activation == "silu":
-            gate, up = up.chunk(2, -1)
-            return linear(F.silu(gate).mul_(up), layer.down)
-        return linear(F.relu(up) if self.config.activation == "relu" else F.gelu(up), layer.down)
+        up, act = linear(normed, layer.up), _ACTIVATIONS[self.config.activation]
+        if not self.config.blocks.gated:
+            return linear(act(up), layer.down)
+        gate, up = up.chunk(2, -1)
+        return linear(act(gate).mul_(up), layer.down)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": _gelu_tanh,
+}
+
+
+def _rows_of(tables: Rotation | None, positions: Tensor) -> Rotation | None:
+    if tables is None:
+        return None
+    cos, sin = tables
+    return cos.index_select(0, positions), sin.index_select(0, positions)
 
 
 def _norm(hidden: Tensor, norm: Norm, config: DecoderConfig) -> Tensor:

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.rotary_config import (
+    DynamicScaling,
     FactorScaling,
     LinearScaling,
     Llama3Scaling,
     LongScaling,
     RotaryConfig,
+    YarnScaling,
 )
 
 
@@ -22,24 +24,62 @@ def rotary_tables(config: RotaryConfig, max_len: int, dtype: torch.dtype) -> tup
     They turn the first ``rotary_dim`` values of a head, ``x``, into ``x * cos + rotate_half(x) * sin``, where
     ``rotate_half`` swaps the halves and negates what comes first.
     """
-    angles = torch.arange(max_len, dtype=torch.float32)[:, None] * frequencies(config)
-    scale = config.scaling.attention_factor if isinstance(config.scaling, LongScaling) else 1.0
+    angles = torch.arange(max_len, dtype=torch.float32)[:, None] * frequencies(config, max_len)
+    scaling = config.scaling
+    scale = scaling.attention_factor if isinstance(scaling, (LongScaling, YarnScaling)) else 1.0
     cos, sin = angles.cos() * scale, angles.sin() * scale
     return torch.cat([cos, cos], -1).to(dtype), torch.cat([sin, sin], -1).to(dtype)
 
 
-def frequencies(config: RotaryConfig) -> Tensor:
-    """Radians a position, float32 ``[rotary_dim / 2]``."""
+def frequencies(config: RotaryConfig, max_len: int) -> Tensor:
+    """Radians a position, float32 ``[rotary_dim / 2]``.
+
+    Args:
+        max_len: Longest sequence that is served, in tokens.
+    """
     exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
     scaling = config.scaling
     if isinstance(scaling, LongScaling):
-        return 1.0 / (torch.tensor(scaling.short_factors, dtype=torch.float32) * config.theta**exponents)
+        factors = scaling.long_factors if max_len > scaling.original_len else scaling.short_factors
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32) * config.theta**exponents)
+    if isinstance(scaling, DynamicScaling):
+        return 1.0 / (_stretched_base(config, scaling, max_len) ** exponents)
     plain = 1.0 / (config.theta**exponents)
     if isinstance(scaling, LinearScaling):
         return plain / scaling.factor
     if isinstance(scaling, FactorScaling):
         return plain / torch.tensor(scaling.factors, dtype=torch.float32)
+    if isinstance(scaling, YarnScaling):
+        return _yarn(config.theta**exponents, config, scaling)
     return plain if scaling is None else _llama3(plain, scaling)
+
+
+def _stretched_base(config: RotaryConfig, scaling: DynamicScaling, max_len: int) -> float:
+    length, dim = max(max_len, scaling.original_len), config.rotary_dim
+    stretch = scaling.factor * length / scaling.original_len - (scaling.factor - 1)
+    return float(config.theta * stretch ** (dim / (dim - 2)))
+
+
+def _yarn(lengths: Tensor, config: RotaryConfig, scaling: YarnScaling) -> Tensor:
+    """Mixes the plain frequencies and the slowed ones, by a ramp over their numbers.
+
+    Args:
+        lengths: Positions a radian, of the plain frequencies.
+    """
+    dim = config.rotary_dim
+
+    def number(turns: float) -> float:
+        """The number of the frequency that turns so often within the original context."""
+        return dim * math.log(scaling.original_len / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    low, high = number(scaling.beta_fast), number(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    kept = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (scaling.factor * lengths) * (1 - kept) + 1.0 / lengths * kept
 
 
 def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:

@@ -26,6 +26,10 @@ constexpr float kLowest = -1e30f;
 
 struct Shape {
   int heads, kv_heads, head_dim, block_size;
+  float scale = 0;                // of products; 0: 1 / sqrt(head_dim)
+  float cap = 0;                  // scaled products s become cap * tanh(s / cap); 0: they do not
+  const float* slopes = nullptr;  // of ALiBi, by query head, or none
+  bool plain() const { return !slopes && cap <= 0; }
   int group() const { return heads / kv_heads; }
 };
 
@@ -47,7 +51,7 @@ template <int N>
 struct Tile {
   const uint32_t* query[N];
   float* result[N];
-  float highest[N], total[N];
+  float highest[N], total[N], slope[N];
   alignas(64) float scores[N][kChunkTokens];      // then the weights
   alignas(64) uint32_t weights[N][kChunkTokens];  // as the format multiplies them
   alignas(64) float results[N][kMaxHeadDim];
@@ -79,6 +83,20 @@ inline i32v lane_numbers() {
   i32v lane;
   for (int i = 0; i < kWidth; ++i) lane[i] = i;
   return lane;
+}
+
+// Scales, caps and slopes the scores of a chunk, where a model has more than a scale. Query r is at token end[r] - 1, whose
+// own score gets no slope: what all scores of a query have in common does not matter.
+template <int N>
+inline void shape_scores(const Shape& shape, Tile<N>& tile, int first, int count, const int (&end)[N], float scale) {
+  for (int r = 0; r < N; ++r)
+    for (int t = 0; t < count; t += kWidth) {
+      f32v s = load<f32v>(tile.scores[r] + t) * scale;
+      if (shape.cap > 0) s = tanh(s / shape.cap) * shape.cap;
+      const i32v behind = lane_numbers() + (first + t + 1 - end[r]);
+      if (shape.slopes) s += __builtin_convertvector(behind, f32v) * tile.slope[r];
+      store(tile.scores[r] + t, s);
+    }
 }
 
 // Turns the scores of one chunk into weights of its values, as the format multiplies them. Query r sees the tokens
@@ -130,12 +148,14 @@ void attend(const Shape& shape, const Cache& cache, const Item& item, int kv_hea
       const int head = (kv_head + h) * group + (first_query + r) % group;
       tiles[h].query[r] = queries + (int64_t(item.row + token) * shape.heads + head) * words;
       tiles[h].result[r] = out + (int64_t(item.out_row + token) * shape.heads + head) * d;
+      tiles[h].slope[r] = shape.slopes ? shape.slopes[head] : 0.0f;
       tiles[h].highest[r] = kLowest;
       tiles[h].total[r] = 0;
       std::fill_n(tiles[h].results[r], d, 0.0f);
     }
   }
-  const float scale = 1.0f / std::sqrt(float(d));
+  const float own_scale = shape.scale > 0 ? shape.scale : 1.0f / std::sqrt(float(d));
+  const float scale = shape.plain() ? own_scale : 1.0f;
   const int last = end[N - 1];
   int count;
   for (int first = begin[0] / kWidth * kWidth; first < last; first += count) {
@@ -143,6 +163,8 @@ void attend(const Shape& shape, const Cache& cache, const Item& item, int kv_hea
     each_block(shape, item.blocks, first, count, last, [&](const Span& span) {
       for (int h = 0; h < heads; ++h) Kv::template score<N>(shape, cache, kv_head + h, span, tiles[h]);
     });
+    if (!shape.plain())
+      for (int h = 0; h < heads; ++h) shape_scores<N>(shape, tiles[h], first, count, end, own_scale);
     for (int h = 0; h < heads; ++h)
       weigh<Kv, N>(shape, cache, item, kv_head + h, tiles[h], first, count, begin, end, scale);
     each_block(shape, item.blocks, first, std::min(count, last - first), last, [&](const Span& span) {

@@ -6,19 +6,29 @@
 
 extern "C" {
 
+struct FsNorm {
+  const float* weight;  // none: no norm
+  const float* bias;
+};
+
 struct FsConfig {
   int32_t bf16, num_layers, hidden, intermediate, vocab, heads, kv_heads, head_dim, block_size;
-  int32_t rotary_dim, layer_norm, activation, num_threads;
-  int32_t kv_int8;  // keys and values in 8 bits (kv_int8.h); 0: in the model's type
-  float norm_eps;
-  const float* cos;  // [positions, rotary_dim / 2], or none
-  const float* sin;
-  const void* embedding;  // [vocab, hidden], in the model's type; stays where it is
-  const void* positions;  // [n, hidden], or none
+  int32_t layer_norm, activation, num_threads;
+  int32_t kv_int8;   // keys and values in 8 bits (kv_int8.h); 0: in the model's type
+  int32_t gated;     // the MLP multiplies its activated half with the other one
+  int32_t parallel;  // attention and MLP read the layer's input; 0: the MLP reads what attention has added to
+  int32_t row_norm;  // q_norm and k_norm are of all heads as one row; 0: of each head
+  float norm_eps, embedding_scale, residual_scale, logit_scale;
+  float attention_scale;           // 0: 1 / sqrt(head_dim)
+  float attention_cap, logit_cap;  // of a soft cap; 0: none
+  const float* slopes;             // of ALiBi, [heads], or none
+  const void* embedding;           // [vocab, hidden], in the model's type; stays where it is
+  const void* positions;           // [n, hidden], or none
+  FsNorm embedding_norm;
 };
 
 // FsConfig.activation
-enum { kSilu = 0, kRelu = 1, kGelu = 2 };  // silu is gated
+enum { kSilu = 0, kRelu = 1, kGelu = 2, kGeluTanh = 3 };
 
 // Weights in 8 or 4 bits (engine/checkpoint/quantized.py); copied.
 struct FsQuantized {
@@ -36,16 +46,15 @@ struct FsLinear {
   int32_t num_parts;
 };
 
-struct FsNorm {
-  const float* weight;  // none: no norm
-  const float* bias;
-};
-
 struct FsLayer {
   FsNorm input_norm, post_norm;
-  const float* q_norm;  // or none
+  FsNorm after_attention, after_mlp;  // of what they add
+  const float* q_norm;                // or none
   const float* k_norm;
   FsLinear qkv, out, up, down;
+  const float* cos;  // [positions, rotary_dim / 2], or none
+  const float* sin;
+  int32_t rotary_dim;
   int32_t window;  // 0: none
   void* keys;
   void* values;

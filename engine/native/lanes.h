@@ -101,6 +101,8 @@ inline f32v exp(f32v x) {
 
 inline float exp(float x) { return exp(splat(x))[0]; }
 
+inline f32v tanh(f32v x) { return 1.0f - 2.0f / (exp(x * 2.0f) + 1.0f); }
+
 inline uint16_t round_to_bf16(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);

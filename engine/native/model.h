@@ -15,16 +15,18 @@
 namespace farsight {
 
 struct Layer {
-  FsNorm input_norm, post_norm;
+  FsNorm input_norm, post_norm, after_attention, after_mlp;
   const float *q_norm, *k_norm;
   std::unique_ptr<Linear> qkv, out, up, down;
-  int window;
+  const float *cos, *sin;
+  int rotary_dim, window;
   Cache cache;
 };
 
 struct Model {
   explicit Model(const FsConfig& c)
-      : config(c), shape{c.heads, c.kv_heads, c.head_dim, c.block_size}, team(c.num_threads) {
+      : config(c), shape{c.heads, c.kv_heads, c.head_dim, c.block_size, c.attention_scale, c.attention_cap, c.slopes},
+        team(c.num_threads) {
     layers.reserve(c.num_layers);
   }
 
@@ -35,7 +37,7 @@ struct Model {
   FsNorm norm;
   std::unique_ptr<Linear> lm_head;
   // Scratch, kept from step to step: fresh memory would cost page faults.
-  std::vector<float> hidden, wide, sampled, attended;
+  std::vector<float> hidden, wide, sampled, attended, entered;
   std::vector<uint32_t> packed, picked, queries;
   std::unique_ptr<std::atomic<int>[]> parts_left;  // of each item, tasks of attention that are not done
   size_t num_parts_left = 0;
@@ -57,12 +59,17 @@ inline Layer make_layer(const FsConfig& config, const FsLayer& from) {
   Layer layer;
   layer.input_norm = from.input_norm;
   layer.post_norm = from.post_norm;
+  layer.after_attention = from.after_attention;
+  layer.after_mlp = from.after_mlp;
   layer.q_norm = from.q_norm;
   layer.k_norm = from.k_norm;
   layer.qkv = make_linear(config, from.qkv);
   layer.out = make_linear(config, from.out);
   layer.up = make_linear(config, from.up);
   layer.down = make_linear(config, from.down);
+  layer.cos = from.cos;
+  layer.sin = from.sin;
+  layer.rotary_dim = from.rotary_dim;
   layer.window = from.window;
   layer.cache = {static_cast<uint8_t*>(from.keys), static_cast<uint8_t*>(from.values)};
   return layer;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Mapping
 from ctypes import POINTER, Array, Structure, byref, c_char_p, c_float, c_int32, c_void_p
@@ -15,10 +16,14 @@ from torch import Tensor
 from core.errors import IntegrityError
 from engine.attention.decode_inputs import DecodeInputs
 from engine.attention.layout import check_row_tokens, fill_rows, find_sample_rows
+from engine.attention.scores import ScoreShape
+from engine.checkpoint.architectures import ARCHITECTURES
 from engine.checkpoint.model_config import DecoderConfig
 from engine.checkpoint.quantized import JoinedLinear, QuantizedLinear
+from engine.checkpoint.rotary_config import RotaryConfig
 from engine.checkpoint.weights import LayerWeights, Linear, Matrix, ModelWeights, Norm
 from engine.kv.kv_pool import KVPool
+from engine.models.model import embedding_scale
 from engine.models.rotary import rotary_tables
 from engine.native.library import load_library
 from engine.sampling.sampler import StepLogits
@@ -81,19 +86,22 @@ _PANEL = 64
 _LARGEST_GROUP = 65536
 """Products of 255 and 127 that certainly fit 32 bits when they are added up."""
 _OUT_OF_MEMORY = 1
-_ACTIVATIONS = ("silu", "relu", "gelu")  # in the order of step.cpp
+_ACTIVATIONS = ("silu", "relu", "gelu", "gelu_tanh")  # in the order of interface.h
+
+
+class _Norm(Structure):
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p))
 
 
 class _Config(Structure):
     _fields_ = (
         *((name, c_int32) for name in ("bf16", "num_layers", "hidden", "intermediate", "vocab", "heads", "kv_heads")),
-        *(
-            (name, c_int32)
-            for name in ("head_dim", "block_size", "rotary_dim", "layer_norm", "activation", "num_threads")
-        ),
-        ("kv_int8", c_int32),
-        ("norm_eps", c_float),
-        *((name, c_void_p) for name in ("cos", "sin", "embedding", "positions")),
+        *((name, c_int32) for name in ("head_dim", "block_size", "layer_norm", "activation", "num_threads")),
+        *((name, c_int32) for name in ("kv_int8", "gated", "parallel", "row_norm")),
+        *((name, c_float) for name in ("norm_eps", "embedding_scale", "residual_scale", "logit_scale")),
+        *((name, c_float) for name in ("attention_scale", "attention_cap", "logit_cap")),
+        *((name, c_void_p) for name in ("slopes", "embedding", "positions")),
+        ("embedding_norm", _Norm),
     )
 
 
@@ -113,18 +121,14 @@ class _Linear(Structure):
     )
 
 
-class _Norm(Structure):
-    _fields_ = (("weight", c_void_p), ("bias", c_void_p))
-
-
 class _Layer(Structure):
     _fields_ = (
-        ("input_norm", _Norm),
-        ("post_norm", _Norm),
+        *((name, _Norm) for name in ("input_norm", "post_norm", "after_attention", "after_mlp")),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
         *((name, _Linear) for name in ("qkv", "out", "up", "down")),
-        ("window", c_int32),
+        *((name, c_void_p) for name in ("cos", "sin")),
+        *((name, c_int32) for name in ("rotary_dim", "window")),
         ("keys", c_void_p),
         ("values", c_void_p),
     )
@@ -141,6 +145,8 @@ class _Step(Structure):
 
 def native_problem(config: DecoderConfig, dtype: torch.dtype, block_size: int) -> str | None:
     """Why the compiled step cannot run this model; None if it can."""
+    if not ARCHITECTURES[config.architecture].compiled:
+        return f"{config.architecture} has blocks that are not compiled"
     if dtype not in _DTYPES:
         return f"dtype {dtype}: float32 and bfloat16 are compiled"
     if config.head_dim % _VECTOR or config.head_dim > _MAX_HEAD_DIM:
@@ -192,13 +198,15 @@ class NativeModel:
         self._logits = torch.empty(0, config.vocab_size)
         self._best = np.empty(0, dtype=np.int64)
         self._handle = c_void_p()
-        self._call("fs_create", byref(self._config(config, weights, pool, max_len, num_threads)), byref(self._handle))
+        self._tables = {rotary: self._rotary_tables(rotary) for rotary in set(config.layer_rotaries)}
+        self._call("fs_create", byref(self._config(config, weights, pool, num_threads)), byref(self._handle))
         weakref.finalize(self, self._library.fs_destroy, self._handle)
         for index, layer in enumerate(weights.layers):
-            packed = self._layer(layer, config.sliding_windows[index], pool, index)
+            packed = self._layer(layer, config, pool, index)
             self._call("fs_add_layer", self._handle, byref(packed))
         lm_head = weights.lm_head
-        head = self._linear(Linear(lm_head, None) if isinstance(lm_head, Tensor) else lm_head)
+        whole = Linear(lm_head, None) if isinstance(lm_head, Tensor) else lm_head
+        head = self._linear(dataclasses.replace(whole, bias=weights.head_bias))
         self._call("fs_set_head", self._handle, byref(self._norm(weights.norm)), byref(head))
 
     def forward(self, step: NativeStep) -> tuple[Tensor, np.ndarray]:
@@ -245,16 +253,10 @@ class NativeModel:
         if positions.min() < 0 or positions.max() >= self._max_len:
             raise IntegrityError(f"positions {positions.min()}..{positions.max()} of {self._max_len}")
 
-    def _config(
-        self, config: DecoderConfig, weights: ModelWeights, pool: KVPool, max_len: int, num_threads: int
-    ) -> _Config:
-        cos = sin = None
-        if config.rotary is not None:
-            half = config.rotary.rotary_dim // 2  # both halves of a row are the same
-            tables = rotary_tables(config.rotary, max_len, torch.float32)
-            cos, sin = (self._floats(table[:, :half]) for table in tables)
+    def _config(self, config: DecoderConfig, weights: ModelWeights, pool: KVPool, num_threads: int) -> _Config:
+        blocks, scores, dtype = config.blocks, ScoreShape.of_model(config), weights.embedding.dtype
         return _Config(
-            int(weights.embedding.dtype == torch.bfloat16),
+            int(dtype == torch.bfloat16),
             config.num_hidden_layers,
             config.hidden_size,
             config.intermediate_size,
@@ -263,26 +265,43 @@ class NativeModel:
             config.num_key_value_heads,
             config.head_dim,
             pool.block_size,
-            0 if config.rotary is None else config.rotary.rotary_dim,
             int(config.norm == "layer"),
             _ACTIVATIONS.index(config.activation),
             num_threads,
             int(pool.dtype == torch.int8),
+            int(blocks.gated),
+            int(blocks.parallel),
+            int(blocks.head_norm == "all"),
             config.norm_eps,
-            cos,
-            sin,
+            embedding_scale(config, dtype),
+            blocks.residual_scale,
+            blocks.logit_scale,
+            scores.scale or 0.0,
+            scores.cap or 0.0,
+            blocks.logit_cap or 0.0,
+            self._floats(torch.tensor(scores.slopes)) if scores.slopes else None,
             weights.embedding.data_ptr(),
             None if weights.positions is None else weights.positions.data_ptr(),
+            self._norm(weights.embedding_norm),
         )
 
-    def _layer(self, layer: LayerWeights, window: int | None, pool: KVPool, index: int) -> _Layer:
+    def _rotary_tables(self, rotary: RotaryConfig | None) -> tuple[int | None, int | None, int]:
+        """Cosines, sines and how many values of a head they turn."""
+        if rotary is None:
+            return None, None, 0
+        half = rotary.rotary_dim // 2  # both halves of a row are the same
+        cos, sin = rotary_tables(rotary, self._max_len, torch.float32)
+        return self._floats(cos[:, :half]), self._floats(sin[:, :half]), rotary.rotary_dim
+
+    def _layer(self, layer: LayerWeights, config: DecoderConfig, pool: KVPool, index: int) -> _Layer:
+        norms = (layer.input_norm, layer.post_norm, layer.after_attention, layer.after_mlp)
         return _Layer(
-            self._norm(layer.input_norm),
-            self._norm(layer.post_norm),
+            *(self._norm(norm) for norm in norms),
             self._floats(layer.q_norm),
             self._floats(layer.k_norm),
             *(self._linear(linear) for linear in (layer.qkv, layer.out, layer.up, layer.down)),
-            window or 0,
+            *self._tables[config.layer_rotaries[index]],
+            config.sliding_windows[index] or 0,
             pool.keys[index].data_ptr(),
             pool.values[index].data_ptr(),
         )

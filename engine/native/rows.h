@@ -53,12 +53,31 @@ inline void gate_up(float* gate, const float* up, int n) {
   }
 }
 
+inline void silu(float* x, int n) {
+  for (int i = 0; i < n; i += kWidth) {
+    const f32v v = load_first(x + i, n - i);
+    store_first(x + i, v / (1.0f + exp(-v)), n - i);
+  }
+}
+
 inline void relu(float* x, int n) {
   for (int i = 0; i < n; ++i) x[i] = x[i] > 0 ? x[i] : 0.0f;
 }
 
 inline void gelu(float* x, int n) {
   for (int i = 0; i < n; ++i) x[i] *= 0.5f * (1.0f + std::erf(x[i] * 0.70710678f));
+}
+
+// GELU's approximation by tanh.
+inline void gelu_tanh(float* x, int n) {
+  for (int i = 0; i < n; i += kWidth) {
+    const f32v v = load_first(x + i, n - i);
+    store_first(x + i, 0.5f * v * (1.0f + tanh(0.7978845608f * (v + 0.044715f * v * v * v))), n - i);
+  }
+}
+
+inline void multiply(float* x, const float* by, int n) {
+  for (int i = 0; i < n; ++i) x[i] *= by[i];
 }
 
 // Writes the lowest id of those with the highest logit. Writes -1 if there is no such token: a logit is NaN, which no

@@ -22,6 +22,14 @@ namespace {
 constexpr int kItemTokens = 16;     // most tokens of a sequence that are attended in one task
 constexpr int kTasksPerThread = 6;  // tasks of attention at least, if there are so many
 
+// Writes the norm of a row of n values; there is one.
+inline void apply_norm(const FsConfig& c, const FsNorm& norm, const float* from, int n, float* to) {
+  if (c.layer_norm)
+    layer_norm(from, n, norm, c.norm_eps, to);
+  else
+    rms_norm(from, n, norm.weight, c.norm_eps, to);
+}
+
 // Norms `rows` rows of [hidden] and packs them as inputs of `linear`.
 void norm_rows(Model& m, const FsNorm& norm, const Linear& linear, const float* x, int rows) {
   const int n = m.config.hidden;
@@ -30,10 +38,7 @@ void norm_rows(Model& m, const FsNorm& norm, const Linear& linear, const float* 
     for (int row = begin; row < end; ++row) {
       const float* from = x + size_t(row) * n;
       if (norm.weight) {
-        if (m.config.layer_norm)
-          layer_norm(from, n, norm, m.config.norm_eps, buffer.data());
-        else
-          rms_norm(from, n, norm.weight, m.config.norm_eps, buffer.data());
+        apply_norm(m.config, norm, from, n, buffer.data());
         from = buffer.data();
       }
       linear.pack(from, m.packed.data() + size_t(row) * linear.stride);
@@ -51,20 +56,25 @@ void embed(Model& m, const FsStep& s) {
       float* to = m.hidden.data() + size_t(row) * n;
       const auto* from = table + s.token_ids[row] * n;
       for (int i = 0; i < n; ++i) to[i] = T::widen(from[i]);
-      if (!positions) continue;
-      const auto* more = positions + s.positions[row] * n;
-      for (int i = 0; i < n; ++i) to[i] += T::widen(more[i]);
+      if (positions) {
+        const auto* more = positions + s.positions[row] * n;
+        for (int i = 0; i < n; ++i) to[i] += T::widen(more[i]);
+      }
+      if (m.config.embedding_scale != 1.0f)
+        for (int i = 0; i < n; ++i) to[i] *= m.config.embedding_scale;
+      if (m.config.embedding_norm.weight) apply_norm(m.config, m.config.embedding_norm, to, n, to);
     }
   });
 }
 
 // Norms and turns `heads` consecutive heads of the row at `position`.
-void turn(const FsConfig& c, float* first, int heads, const float* norm, int64_t position) {
-  const int d = c.head_dim, half = c.rotary_dim / 2;
+void turn(const FsConfig& c, const Layer& layer, float* first, int heads, const float* norm, int64_t position) {
+  const int d = c.head_dim, half = layer.rotary_dim / 2;
+  if (norm && c.row_norm) rms_norm(first, heads * d, norm, c.norm_eps, first);
   for (int head = 0; head < heads; ++head) {
     float* at = first + head * d;
-    if (norm) rms_norm(at, d, norm, c.norm_eps, at);
-    if (half) rotate(at, c.rotary_dim, c.cos + position * half, c.sin + position * half);
+    if (norm && !c.row_norm) rms_norm(at, d, norm, c.norm_eps, at);
+    if (half) rotate(at, layer.rotary_dim, layer.cos + position * half, layer.sin + position * half);
   }
 }
 
@@ -73,7 +83,7 @@ template <class Kv>
 void take_queries(Model& m, const Layer& layer, float* qkv, int64_t position, int query_row) {
   const FsConfig& c = m.config;
   const int words = Kv::query_words(c.head_dim);
-  turn(c, qkv, c.heads, layer.q_norm, position);
+  turn(c, layer, qkv, c.heads, layer.q_norm, position);
   uint32_t* to = m.queries.data() + size_t(query_row) * c.heads * words;
   for (int head = 0; head < c.heads; ++head) Kv::pack_query(qkv + head * c.head_dim, c.head_dim, to + head * words);
 }
@@ -83,7 +93,7 @@ template <class Kv>
 void take_kv(Model& m, const Layer& layer, float* qkv, int64_t position, int64_t slot) {
   const FsConfig& c = m.config;
   float* keys = qkv + c.heads * c.head_dim;
-  turn(c, keys, c.kv_heads, layer.k_norm, position);
+  turn(c, layer, keys, c.kv_heads, layer.k_norm, position);
   Kv::store(m.shape, layer.cache, slot, keys, keys + c.kv_heads * c.head_dim);
 }
 
@@ -148,14 +158,44 @@ void activate(Model& m, const Layer& layer, int rows) {
   m.team.share_ranges(rows, [&](int begin, int end) {
     for (int row = begin; row < end; ++row) {
       float* x = m.wide.data() + size_t(row) * layer.up->n;
-      switch (m.config.activation) {
-        case kSilu: gate_up(x, x + n, n); break;
-        case kRelu: relu(x, n); break;
-        default: gelu(x, n);
+      if (m.config.gated && m.config.activation == kSilu) {
+        gate_up(x, x + n, n);
+      } else {
+        switch (m.config.activation) {
+          case kSilu: silu(x, n); break;
+          case kRelu: relu(x, n); break;
+          case kGelu: gelu(x, n); break;
+          default: gelu_tanh(x, n);
+        }
+        if (m.config.gated) multiply(x, x + n, n);
       }
       layer.down->pack(x, m.packed.data() + size_t(row) * layer.down->stride);
     }
   });
+}
+
+// Adds the product of packed rows to the rows of x, through a norm and a factor where the model has them.
+void add_product(Model& m, const Linear& linear, const FsNorm& norm, int rows, float* x) {
+  const float scale = m.config.residual_scale;
+  if (!norm.weight && scale == 1.0f) return apply(m.team, linear, m.packed.data(), rows, x, true);
+  const int n = m.config.hidden;
+  apply(m.team, linear, m.packed.data(), rows, m.wide.data(), false);
+  m.team.share_ranges(rows, [&](int begin, int end) {
+    for (int row = begin; row < end; ++row) {
+      float *from = m.wide.data() + size_t(row) * n, *to = x + size_t(row) * n;
+      if (norm.weight) apply_norm(m.config, norm, from, n, from);
+      for (int i = 0; i < n; ++i) to[i] += from[i] * scale;
+    }
+  });
+}
+
+// Scales and caps logits.
+void shape_logits(const FsConfig& c, float* logits) {
+  if (c.logit_scale != 1.0f)
+    for (int i = 0; i < c.vocab; ++i) logits[i] *= c.logit_scale;
+  if (c.logit_cap > 0)
+    for (int i = 0; i < c.vocab; i += kWidth)
+      store_first(logits + i, tanh(load_first(logits + i, c.vocab - i) / c.logit_cap) * c.logit_cap, c.vocab - i);
 }
 
 // Sequences of the step, and the same cut into items of at most kItemTokens tokens.
@@ -193,7 +233,7 @@ std::vector<Item> sampled_items(const FsStep& s, const std::vector<Item>& sequen
 
 void make_room(Model& m, const FsStep& s, size_t query_words) {
   const size_t rows = s.num_rows;
-  size_t widest = 0, longest = m.lm_head->stride;
+  size_t widest = m.config.hidden, longest = m.lm_head->stride;
   for (const Layer& layer : m.layers) {
     widest = std::max<size_t>({widest, size_t(layer.qkv->n), size_t(layer.up->n)});
     for (const Linear* linear : {layer.qkv.get(), layer.out.get(), layer.up.get(), layer.down.get()})
@@ -201,6 +241,7 @@ void make_room(Model& m, const FsStep& s, size_t query_words) {
   }
   ensure(m.hidden, rows * m.config.hidden);
   ensure(m.sampled, size_t(s.num_samples) * m.config.hidden);
+  if (m.config.parallel) ensure(m.entered, rows * m.config.hidden);
   ensure(m.wide, rows * widest);
   ensure(m.packed, rows * longest);
   ensure(m.queries, rows * query_words);
@@ -235,15 +276,20 @@ void run(Model& m, const FsStep& s) {
       x = m.sampled.data();
     }
     attend_items<Kv>(m, layer, work.items);
-    apply(m.team, *layer.out, m.packed.data(), rows, x, true);
-    norm_rows(m, layer.post_norm, *layer.up, x, rows);
+    if (c.parallel) std::copy_n(x, size_t(rows) * c.hidden, m.entered.data());
+    add_product(m, *layer.out, layer.after_attention, rows, x);
+    norm_rows(m, layer.post_norm, *layer.up, c.parallel ? m.entered.data() : x, rows);
     apply(m.team, *layer.up, m.packed.data(), rows, m.wide.data(), false);
     activate(m, layer, rows);
-    apply(m.team, *layer.down, m.packed.data(), rows, x, true);
+    add_product(m, *layer.down, layer.after_mlp, rows, x);
   }
   norm_rows(m, m.norm, *m.lm_head, x, rows);
   apply(m.team, *m.lm_head, m.packed.data(), rows, s.logits, false);
-  m.team.share(rows, [&](int r) { choose(s.logits + size_t(r) * c.vocab, c.vocab, s.best + r); });
+  m.team.share(rows, [&](int r) {
+    float* logits = s.logits + size_t(r) * c.vocab;
+    shape_logits(c, logits);
+    choose(logits, c.vocab, s.best + r);
+  });
 }
 
 thread_local std::string failure;

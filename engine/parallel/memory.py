@@ -64,7 +64,9 @@ def run_largest_step(part: Part, weights: StageWeights, engine: EngineConfig) ->
     It runs without the other ranks: memory for exchanges with them is allocated already.
     """
     batch, sequences, num_blocks = largest_step(engine)
-    like = weights.layers[0].input_norm.weight
+    norm = weights.layers[0].input_norm
+    assert norm is not None, "models that several ranks compute have one"
+    like = norm.weight
     size = engine.kv_block_size
     pool = KVPool(part.config, num_blocks=num_blocks, block_size=size, dtype=like.dtype, device=like.device)
     order = order_items(batch)

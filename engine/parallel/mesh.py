@@ -38,6 +38,10 @@ class Mesh:
     def check(self, config: DecoderConfig) -> None:
         """Raises ConfigError if the model cannot be split so."""
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        if not config.plain:
+            name = "model.tensor_parallel" if self.tensor > 1 else "model.pipeline_parallel"
+            asked = self.tensor if self.tensor > 1 else self.pipeline
+            raise ConfigError(name, asked, f"1 ({config.architecture} is computed by one rank)")
         if heads % self.tensor:
             expected = f"a divisor of the model's {heads} attention heads"
             raise ConfigError("model.tensor_parallel", self.tensor, expected)

@@ -60,7 +60,7 @@ def _allocate(allocation: Allocation, part: Part) -> StageWeights:
     if part.is_last and config.tie_word_embeddings and embedding is not None:
         lm_head = embedding[part.vocab.start : part.vocab.stop]
     elif part.is_last:
-        lm_head = allocation.tensor("lm_head.weight", len(part.vocab), config.hidden_size)
+        lm_head = allocation.tensor(f"{allocation.names.lm_head}.weight", len(part.vocab), config.hidden_size)
     return StageWeights(
         embedding=embedding,
         positions=allocation.positions() if part.is_first else None,
@@ -78,8 +78,9 @@ def _wanted(
     if name in allocation.targets:
         wanted.append((allocation.targets[name], cuts.get(name)))
     head_is_apart = weights.lm_head is not None and weights.embedding is None
-    if name == allocation.names.embedding and part.whole.tie_word_embeddings and head_is_apart:
-        wanted.append((allocation.targets["lm_head.weight"], cuts["lm_head.weight"]))
+    head = f"{allocation.names.lm_head}.weight"
+    if name == f"{allocation.names.embedding}.weight" and part.whole.tie_word_embeddings and head_is_apart:
+        wanted.append((allocation.targets[head], cuts[head]))
     return wanted
 
 
@@ -91,7 +92,7 @@ def _cuts(allocation: Allocation, part: Part) -> dict[str, _Cut]:
     kv_size = config.num_key_value_heads * config.head_dim
     num_up = config.up_size // config.intermediate_size
     sizes = [config.num_attention_heads * config.head_dim, kv_size, kv_size]
-    cuts = {"lm_head.weight": _Cut(0, (part.vocab,))}
+    cuts = {f"{names.lm_head}.weight": _Cut(0, (part.vocab,))}
     for index in part.layers:
         prefix = names.layer(index)
         cuts |= _row_cuts(prefix, names.qkv, [query, kv, kv], sizes)

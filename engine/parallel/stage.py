@@ -179,7 +179,7 @@ def stage_attention(part: Part, pool: KVPool, engine: EngineConfig, max_len: int
         ConfigError: The backend that was asked for is not available.
     """
     if engine.device != "cuda":
-        return TorchAttention(part.config.sliding_windows)
+        return TorchAttention.of_model(part.config)
     sizes = StepSizes(engine.max_num_seqs, -(-max_len // pool.block_size))
     return gpu_attention(engine.backend, part.config, pool, sizes)
 

@@ -29,7 +29,9 @@ class TokenHistory(Protocol):
 def adjust_logits(
     logits: Tensor, params: Sequence[SamplingParams], histories: Sequence[TokenHistory], eos_token_ids: tuple[int, ...]
 ) -> Tensor:
-    """Penalties, then biases, then the ends that ``min_tokens`` forbids, in the order of transformers and vLLM.
+    """Penalties, then biases, then what is forbidden: by ``allowed_token_ids``, ``bad_words`` and ``min_tokens``.
+
+    The order is that of transformers and vLLM.
 
     Args:
         logits: float32 ``[rows, vocab]``; not changed.
@@ -50,6 +52,8 @@ def adjust_logits(
         biases = [bias for row in biased for _, bias in params[row].logit_bias]
         places = _places(scores, biased, ids)
         scores.view(-1).index_add_(0, places, torch.tensor(biases, dtype=scores.dtype, device=scores.device))
+    _keep_allowed(scores, params)
+    _forbid_words(scores, params, histories)
     _forbid_ends(scores, params, histories, eos_token_ids)
     return scores
 
@@ -80,6 +84,26 @@ def _penalize_output(scores: Tensor, rows: list[_Row]) -> None:
     flat = scores.view(-1)
     flat[places] = flat[places] - _repeated(scores, [param.presence_penalty for _, param, _ in rows], ids)
     flat.index_add_(0, places, _repeated(scores, [param.frequency_penalty for _, param, _ in rows], ids), alpha=-1)
+
+
+def _keep_allowed(scores: Tensor, params: Sequence[SamplingParams]) -> None:
+    for row, param in enumerate(params):
+        if param.allowed_token_ids:
+            ids = torch.tensor(param.allowed_token_ids, dtype=torch.int64, device=scores.device)
+            kept = scores[row, ids]
+            scores[row].fill_(float("-inf"))
+            scores[row, ids] = kept
+
+
+def _forbid_words(scores: Tensor, params: Sequence[SamplingParams], histories: Sequence[TokenHistory]) -> None:
+    """Forbids the last token of each word whose other tokens the output ends with."""
+    for row, param in enumerate(params):
+        if not param.bad_words:
+            continue
+        output = histories[row].token_ids[histories[row].prompt_len :]
+        ids = [word[-1] for word in param.bad_words if len(word) == 1 or tuple(output[1 - len(word) :]) == word[:-1]]
+        if ids:
+            scores[row, torch.tensor(ids, dtype=torch.int64, device=scores.device)] = float("-inf")
 
 
 def _forbid_ends(

@@ -21,6 +21,9 @@ def why_no_token(logits: Tensor, scores: Tensor, param: SamplingParams, history:
     problem = _problem(logits)
     if problem:
         return NoToken(f"output token {index} cannot be chosen: the model's logits {problem}", Fault.MODEL)
+    if _problem(scores) == _ALL_FORBIDDEN and (param.allowed_token_ids or param.bad_words):
+        reason = f"output token {index} cannot be chosen: allowed_token_ids, bad_words and min_tokens leave none"
+        return NoToken(reason, Fault.REQUEST)
     if _problem(scores) == _ALL_FORBIDDEN:
         ends = f"{len(set(param.stop_token_ids))} stop_token_ids" + (" and the model's EOS" if param.eos_ends else "")
         reason = (

@@ -77,7 +77,7 @@ class TorchBackend:
     ) -> None:
         self._model = DecoderModel(config, weights, max_len, compiled=compiled)
         self._pool = pool
-        self._attention = attention or TorchAttention(config.sliding_windows)
+        self._attention = attention or TorchAttention.of_model(config)
 
     @torch.inference_mode()
     def run(
@@ -205,7 +205,7 @@ def gpu_attention(name: str, config: DecoderConfig, pool: KVPool, sizes: StepSiz
     if name == "native":
         raise ConfigError("engine.backend", name, "auto, xformers or torch (native computes on the CPU)")
     if name == "torch":
-        return TorchAttention(config.sliding_windows)
+        return TorchAttention.of_model(config)
     logging.getLogger("xformers").setLevel(logging.ERROR)  # it warns of an extension that is not needed
     try:
         from engine.attention.xformers_attention import (
@@ -224,4 +224,4 @@ def gpu_attention(name: str, config: DecoderConfig, pool: KVPool, sizes: StepSiz
     if name == "xformers":
         raise ConfigError("engine.backend", name, f"auto or torch ({problem})")
     logger.warning("attention is computed by torch operations, slower than by xformers' kernels: %s", problem)
-    return TorchAttention(config.sliding_windows)
+    return TorchAttention.of_model(config)

@@ -28,11 +28,12 @@ from engine.sampling.sampler import (
     prompt_logprobs,
     token_logprobs,
 )
+from engine.sampling.token_masks import TokenMasks, begin_masks
 from engine.sequence import Sequence
 from engine.step_fault import StepFault
 from engine.steps.backends import ReadyBackend, StepBackend, make_backend
 from engine.steps.careful_steps import CarefulSteps, fault_of
-from kvcache import StepBatch
+from kvcache import StepBatch, StepItem
 
 _PADS = "\0pads"
 """Request id of the padding; no real request id contains a NUL."""
@@ -144,7 +145,7 @@ class ModelRunner:
         self._ready = _Ready(
             batch, order, inputs, self.backend.run_ready, all(sequence.sampling.plain for sequence in taking_part)
         )
-        return not any(sequence.sampling.adjusts for sequence in taking_part)
+        return not any(sequence.sampling.looks_back for sequence in taking_part)
 
     def go_on(self, batch: StepBatch, token_ids: list[int]) -> None:
         """Says the last known token of each item of a step that ``look_ahead`` has got ready."""
@@ -189,15 +190,16 @@ class ModelRunner:
             batch, sequences = self._with_padding(batch, sequences)
         order = order_items(batch)
         prompts = find_prompt_rows(batch, order, sequences)
+        sampled = [i for i in order if batch.items[i].samples]
+        masks = self._begin_masks([batch.items[i] for i in sampled], sequences)
         if prompts:
             step, prompt_logits = self._run_with_prompts(batch, order, sequences, prompts)
         else:
             step = self.backend.run(batch, order, sequences)
-        sampled = [i for i in order if batch.items[i].samples]
         logprobs = self._prompt_logprobs(prompt_logits, prompts, batch, sequences) if prompts else {}
         found = LoggedTokens([None] * len(batch.items), logprobs)
         if sampled:
-            self._sample(step, sampled, batch, sequences, found)
+            self._sample(step, sampled, batch, sequences, found, masks)
         del found[num_items:]
         found.failures = {i: failure for i, failure in found.failures.items() if i < num_items}  # pads need no tokens
         return found if found.tells_more else list(found)
@@ -206,14 +208,18 @@ class ModelRunner:
         """Like ``execute`` of a step whose items all sample."""
         known = ready.token_ids
         ready.inputs.complete(None if known is None else [known[i] for i in ready.order])
+        masks = self._begin_masks([ready.batch.items[i] for i in ready.order], sequences)
         step = ready.run(ready.inputs)
         found = LoggedTokens([None] * len(ready.order), {})
         if ready.plain and step.best is not None and NO_TOKEN not in step.best:
             for i, token in zip(ready.order, step.best, strict=True):
                 found[i] = token
         else:
-            self._sample(step, ready.order, ready.batch, sequences, found)
+            self._sample(step, ready.order, ready.batch, sequences, found, masks)
         return found if found.tells_more else list(found)
+
+    def _begin_masks(self, items: list[StepItem], sequences: Mapping[str, Sequence]) -> TokenMasks | None:
+        return begin_masks(items, sequences, self.config.vocab_size, on_cpu=self.pool.device.type == "cpu")
 
     def _with_padding(
         self, batch: StepBatch, sequences: Mapping[str, Sequence]
@@ -245,16 +251,19 @@ class ModelRunner:
         batch: StepBatch,
         sequences: Mapping[str, Sequence],
         found: LoggedTokens,
+        masks: TokenMasks | None = None,
     ) -> None:
         """Adds the tokens of these items, log probabilities of the output, and why an item has no token."""
         params, positions, histories = sampled_rows([batch.items[i] for i in items], sequences)
+        kept = None if masks is None else masks.apply(step.logits, params)
         sampled = self._sampler.sample(step.logits, params, positions, histories, step.best)
         logged: list[tuple[int, int]] = []  # row and item
         row = 0
         for i in items:
             drafts = batch.items[i].drafts
             if sampled[row] == NO_TOKEN:
-                found.failures[i] = self._sampler.why_no_token(step.logits[row], params[row], histories[row])
+                why = None if masks is None else masks.problems.get(row)
+                found.failures[i] = why or self._sampler.why_no_token(step.logits[row], params[row], histories[row])
             else:
                 found[i] = sampled[row]
                 if drafts:
@@ -262,6 +271,8 @@ class ModelRunner:
                 if params[row].logprobs is not None:
                     logged.append((row, i))
             row += 1 + len(drafts)
+        if kept is not None:
+            kept.restore(step.logits)
         if logged:
             self._log_tokens(step.logits, logged, params, sampled, found)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -161,6 +161,15 @@ class Batcher(ABC):
     @abstractmethod
     def pull(self, now: float) -> FormedBatch | None:
         """The next batch for an idle worker, from the most urgent ones; None if none is ready."""
+
+    def company(self, batch: FormedBatch, jobs: Iterable[Job]) -> list[Job]:
+        """Which of these jobs, which are not here, join a pulled batch that has not begun: by the rule that formed it,
+        and such that it takes no longer.
+
+        Args:
+            jobs: The first ones go first among equals.
+        """
+        return []
 
     @abstractmethod
     def restore(self, batch: FormedBatch) -> None:

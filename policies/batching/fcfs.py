@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
+
 from sortedcontainers import SortedKeyList
 
 from core.errors import IntegrityError, InvalidValueError
@@ -78,6 +81,9 @@ class FcfsBatches(Batcher):
             del self._job_of[job.request_id]
         del self._waiting[: self.size]
         return batch
+
+    def company(self, batch: FormedBatch, jobs: Iterable[Job]) -> list[Job]:
+        return list(itertools.islice(jobs, max(0, self.size - len(batch))))
 
     def restore(self, batch: FormedBatch) -> None:
         self._halves.restore(batch)

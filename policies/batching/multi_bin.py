@@ -7,11 +7,11 @@ instead of the whole; the cost is the wait until a bin fills, see ``simulator.re
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -142,6 +142,12 @@ class MultiBinBatcher(Batcher):
         self._seal_due(now)
         return self._sealed.pull(now)
 
+    def company(self, batch: FormedBatch, jobs: Iterable[Job]) -> list[Job]:
+        """Those of its bin, where that was pulled before it was full; the longest job says which bin it was."""
+        number = self.bin_of(batch.predicted_len)
+        of_bin = (job for job in jobs if self.bin_of(predicted_len(job)) == number)
+        return list(itertools.islice(of_bin, max(0, self.batch_size - len(batch))))
+
     def restore(self, batch: FormedBatch) -> None:
         self._sealed.restore(batch)
 
@@ -228,7 +234,7 @@ class LearnedBins(MultiBinBatcher):
 
 
 def _check_edges(edges: Sequence[float]) -> None:
-    if len(edges) < 2 or not all(low <= high for low, high in pairwise(edges)):
+    if len(edges) < 2 or not all(low <= high for low, high in itertools.pairwise(edges)):
         raise InvalidValueError("edges", tuple(edges), "two or more, not falling")
 
 

@@ -20,6 +20,7 @@ later because of the others in its batch, and the threshold bounds the run time 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from typing import TypeVar
 
 import numpy as np
@@ -117,6 +118,20 @@ class WmaBatcher(Batcher):
                 self._open.delete(self._open.index(batch))
             self._queue.take(batch, now)
         return batch
+
+    def company(self, batch: FormedBatch, jobs: Iterable[Job]) -> list[Job]:
+        """Those that waste least, as many as memory holds."""
+        longest = _reads(batch.prompt_len, batch.predicted_len)
+        room = int(self.memory_tokens // max(1, batch.prompt_len + batch.predicted_len))
+        room = room if self.max_batch_size is None else min(room, self.max_batch_size)
+        fitting = [job for job in jobs if self._joins(batch, job, longest)]
+        fitting.sort(key=lambda job: -_reads(job.known_len, predicted_len(job)))
+        return fitting[: max(0, room - len(batch))]
+
+    def _joins(self, batch: FormedBatch, job: Job, longest: int) -> bool:
+        prompt_len, output_len = job.known_len, predicted_len(job)
+        is_no_longer = prompt_len <= batch.prompt_len and output_len <= batch.predicted_len
+        return is_no_longer and longest - _reads(prompt_len, output_len) < self.wma_threshold
 
     def restore(self, batch: FormedBatch) -> None:
         self._queue.restore(batch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from core.errors import IntegrityError
@@ -10,10 +12,13 @@ from policies.interfaces import Job
 from policies.order.fcfs import Fcfs
 from policies.tenancy.fair_shares import FairShares
 
-WINDOW = 32
+WINDOW = 4
 """Requests that the batcher has at once while several tenants wait, and requests that it is given after one that it has
-not yet put into a pulled batch, as far as they make whole batches. Enough to choose from, and few enough that no
-request waits behind all of another tenant's."""
+not yet put into a pulled batch, as far as they make whole batches. Few, so that each batch is one of the tenant whose
+turn it is; what room these leave in a batch is filled."""
+
+FILL_LOOK = 8192
+"""Most waiting requests that are looked at to fill a batch, some 10 ms. The more there are, the better they fit."""
 
 
 class _Run(NamedTuple):
@@ -81,7 +86,16 @@ class BatchTurns:
         while batch is None and self._kept:
             self._give_next(now)
             batch = self._batcher.pull(now)
+        if batch is not None and self._kept and self._shares.is_shared:
+            self._fill(batch, now)
         return batch
+
+    def _fill(self, batch: FormedBatch, now: float) -> None:
+        """Requests that wait for their tenant's turn use the room that the others leave: the batch takes no longer."""
+        waiting = itertools.islice(self._ranked_kept(now), FILL_LOOK)
+        for job in self._batcher.company(batch, list(waiting)):
+            self._take(job)
+            batch.insert(job)
 
     def begin(self, batch: FormedBatch, now: float) -> None:
         """A worker runs the batch."""
@@ -130,15 +144,22 @@ class BatchTurns:
         return first is None or (len(self._given) < WINDOW and self._num_given - first.number <= WINDOW)
 
     def _give_next(self, now: float) -> None:
+        job = next(self._ranked_kept(now))
+        self._take(job)
+        self._num_given += 1
+        self._batcher.add(job, now)
+
+    def _ranked_kept(self, now: float) -> Iterator[Job]:
+        """Those that wait here, by their tenants' turns."""
         competing: list[Job] = []
         if self._shares.is_shared:
             competing = [each.job for table in (self._running, self._given) for each in table.values()]
-        job = next(self._shares.ranked(self._order, now, lambda job: job.request_id in self._kept, competing))
+        return self._shares.ranked(self._order, now, lambda job: job.request_id in self._kept, competing)
+
+    def _take(self, job: Job) -> None:
         self._order.remove(job)
         del self._kept[job.request_id]
         self._given[job.request_id] = _Given(job, self._num_given)
-        self._num_given += 1
-        self._batcher.add(job, now)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless every request that waits is in one place, and the tenants' counts agree."""

@@ -13,6 +13,7 @@ from typing import Any
 from core.decisions import DecisionPacker, Facts
 from core.errors import IntegrityError
 from core.forecast import QUANTILES, Forecast
+from core.promise import Promise
 from core.request import Request
 from policies.interfaces import Job, ReplicaPolicies, ScheduledRequest
 from policies.replica.events import AccountClosed, Instruction
@@ -281,6 +282,11 @@ class DecisionTrace:
         self._note(scheduled, "finished", now, facts)
         self.accounts.close(scheduled.request_id)
 
+    def promised(self, made: Promise, now: float) -> None:
+        """It was told when the request will end."""
+        if made.request_id in self.accounts:
+            self.accounts.note(made.request_id, "promised", now, promise_facts(made))
+
     def settle(self, has_worker: bool, now: float) -> list[Instruction]:
         """After a scheduling point: why those who came got no place; what was decided about those who are gone."""
         if self._fresh:
@@ -330,6 +336,14 @@ def forecast_facts(forecast: Forecast) -> _Known:
     facts["mean_tokens"] = forecast.mean
     for level, value in zip(QUANTILES, forecast.quantiles, strict=True):
         facts[f"q{level * 100:g}_tokens"] = value
+    return facts
+
+
+def promise_facts(made: Promise) -> _Known:
+    """A promise as named numbers; ``coarse`` only where it is."""
+    facts: _Known = {"p50_s": made.p50_s, "p90_s": made.p90_s}
+    if made.coarse:
+        facts["coarse"] = 1
     return facts
 
 

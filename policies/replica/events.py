@@ -122,11 +122,12 @@ class CacheTold:
 
 @dataclass(frozen=True, slots=True)
 class RequestEnded:
-    """A request reached its end in the worker; said once."""
+    """A request reached its end in the worker; said once. ``predicted_len``: mean of its forecast; None without one."""
 
     finished: FinishedSequence
     arrived_at: float
     ended_at: float
+    predicted_len: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from core.costs import StepCost
+from core.decisions import Facts
 from core.messages.forecasts import ForecastMade
 from core.messages.plans import FinishedSequence, SlotProgress, StepReport, TenantService, WorkerState
 from core.messages.requests import Key
+from core.promise import Promise
 from core.request import Request, Residency, SequenceStatus
 from kvcache.cache_journal import CacheMirror
 from policies.budget.step_budget import NO_BUDGET, StepBudget
 from policies.interfaces import ReplicaPolicies, ScheduledRequest
-from policies.replica.decision_trace import Account, DecisionTrace
+from policies.outlook.promises import Outlook, PromiseMaker, Standing
+from policies.outlook.rollout import MAX_LISTED
+from policies.replica.decision_trace import Account, DecisionTrace, promise_facts
 from policies.replica.events import (
     BatchBroken,
     CacheTold,
@@ -92,6 +96,7 @@ class ReplicaScheduler:
         self.shares = shares = FairShares(limits.max_num_seqs)
         self._trace = DecisionTrace(policies, limits.max_num_seqs, mirror.requests, mirror.admitted, shares)
         self.selector = StepSelector(policies, limits.max_num_seqs, mirror, shares)
+        self._promises = PromiseMaker(limits.max_num_seqs)
         self._planner = ReplicaPlans(policies.order, limits.budget, limits.grant_lead_s, mirror)
 
     @property
@@ -111,6 +116,20 @@ class ReplicaScheduler:
     def num_offloaded(self) -> int:
         """Requests with KV on the host, or on its way there."""
         return len(self._mirror.hosted)
+
+    @property
+    def admitted(self) -> list[ScheduledRequest]:
+        """Requests with a place, in order of admission."""
+        return list(self._mirror.admitted.values())
+
+    def waiting(self, now: float) -> Iterator[ScheduledRequest]:
+        """Requests that wait for a place, best first. Needs a worker."""
+        return (self._mirror.requests[job.request_id] for job in self.selector.waiting(now))
+
+    @property
+    def capacity_tokens(self) -> int:
+        """As ``WorkerMirror.capacity``, in which shared prefixes count for each request; 0 without a worker."""
+        return 0 if self._mirror.worker is None else self._mirror.capacity()
 
     @property
     def num_preemptions(self) -> int:
@@ -133,6 +152,45 @@ class ReplicaScheduler:
     def accounts(self, response_id: str) -> Iterator[Account]:
         """What has been decided so far about the requests of an answer that are here. O(requests)."""
         return self._trace.accounts.of(response_id)
+
+    def promise(self, request_ids: Iterable[str], now: float) -> list[Promise]:
+        """When requests that have just come will end; none before steps have been measured.
+
+        Changes no decision: only later promises learn from these. Costs at most about a millisecond a call.
+        """
+        jobs, cost = self._here(request_ids), self._planner.cost
+        if cost is None or not jobs or self._mirror.worker is None:
+            return []
+        outlooks = self._promises.promise(jobs, self._standing(now), cost, now)
+        promises = [_promise(job, outlook) for job, outlook in zip(jobs, outlooks, strict=True)]
+        for made in promises:
+            self._trace.promised(made, now)
+        return promises
+
+    def progress(self, request_id: str, now: float) -> Facts:
+        """State, tokens so far and predicted end of a request that is here, as named numbers."""
+        scheduled = self._mirror.requests[request_id]
+        state = "running" if request_id in self._mirror.admitted else "waiting"
+        facts: dict[str, float | str] = {"state": state, "output_tokens": scheduled.output_len}
+        for made in self.outlook([request_id], now):
+            facts.update(promise_facts(made))
+        return facts
+
+    def outlook(self, request_ids: Iterable[str], now: float) -> list[Promise]:
+        """When requests that are here will end, as of now; changes nothing."""
+        jobs, cost = self._here(request_ids), self._planner.cost
+        if cost is None or not jobs or self._mirror.worker is None:
+            return []
+        outlooks = self._promises.outlook(jobs, self._standing(now), cost, now)
+        return [_promise(job, outlook) for job, outlook in zip(jobs, outlooks, strict=True)]
+
+    def _here(self, request_ids: Iterable[str]) -> list[ScheduledRequest]:
+        requests = self._mirror.requests
+        return [requests[request_id] for request_id in request_ids if request_id in requests]
+
+    def _standing(self, now: float) -> Standing:
+        waiting = list(itertools.islice(self.selector.waiting(now), MAX_LISTED))
+        return Standing(tuple(self.selector.running), waiting, self._mirror.num_waiting)
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
         """The only mutator: books the event, decides, tells the worker. ``now`` is seconds on the caller's monotonic
@@ -214,6 +272,7 @@ class ReplicaScheduler:
 
     def _forget(self, request_id: str, why: str) -> Iterator[Fact]:
         scheduled = self._let_go(request_id)
+        self._promises.left(request_id)
         if scheduled.shipped_in is not None:
             self._mirror.stale = True  # the worker forgets what a plan no longer names
         yield Left(scheduled, why)
@@ -269,6 +328,7 @@ class ReplicaScheduler:
     def _lose_worker(self) -> None:
         for tracked in self._mirror.requests.values():
             self._exit(tracked)
+            self._promises.left(tracked.request_id)
         self._mirror.lose_worker()
         self.selector.running = []
         self._planner.begin_anew()
@@ -338,7 +398,9 @@ class ReplicaScheduler:
         censored = finished.status is not SequenceStatus.FINISHED_STOPPED
         self.order.learn(scheduled, censored=censored)
         self.admission.learn(finished.output_len, censored=censored)
-        yield RequestEnded(finished, scheduled.arrived_at, now)
+        self._promises.ended(scheduled, now, censored=censored)
+        forecast = scheduled.forecast
+        yield RequestEnded(finished, scheduled.arrived_at, now, None if forecast is None else forecast.mean)
 
     # -- Decide: whose turn it is
 
@@ -377,3 +439,7 @@ class ReplicaScheduler:
         self._mirror.check_integrity()
         self.selector.check_integrity()
         self.shares.check_integrity()
+
+
+def _promise(job: ScheduledRequest, outlook: Outlook) -> Promise:
+    return Promise(job.request_id, job.request.attempt, outlook.p50_s, outlook.p90_s, outlook.coarse)

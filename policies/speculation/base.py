@@ -44,6 +44,15 @@ class Speculation(ABC):
     def observe(self, num_seqs: int, num_drafts: int, duration_s: float) -> None:
         """A step that decoded ``num_seqs`` sequences and verified ``num_drafts`` guesses took so many seconds."""
 
+    @abstractmethod
+    def gain(self, num_seqs: int, num_drafts: int, num_right: int, look_s: float) -> float:
+        """Steps that a look for guesses has saved, less what it and its guesses have cost; negative: it has not paid.
+
+        Args:
+            num_right: Tokens that came because a guess was right.
+            look_s: Seconds that the look took.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class SpeculationContext:

@@ -278,6 +278,9 @@ class NgramSpeculation(Speculation):
     def observe(self, num_seqs: int, num_drafts: int, duration_s: float) -> None:
         self._price.add(num_seqs, num_drafts, duration_s)
 
+    def gain(self, num_seqs: int, num_drafts: int, num_right: int, look_s: float) -> float:
+        return self._price.gain(num_seqs, num_drafts, num_right, look_s)
+
 
 @SPECULATIONS.register("ngram")
 def build_ngram(context: SpeculationContext) -> NgramSpeculation:

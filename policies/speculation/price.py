@@ -103,7 +103,23 @@ class StepPrice:
         steps = self._steps.get(_key(num_seqs))
         if steps is None or steps.since >= PLAIN_EVERY:
             return math.inf
-        return FIRST_PRICE if self._row_s < 0 else max(LEAST_PRICE, self._row_s * num_seqs / steps.step_s)
+        return self._price(num_seqs, steps.step_s)
+
+    def gain(self, num_seqs: int, num_drafts: int, num_right: int, look_s: float) -> float:
+        """Steps that guesses have saved, less what they and the look for them have cost.
+
+        Args:
+            num_right: Tokens that came because a guess was right.
+            look_s: Seconds that the look for guesses took.
+        """
+        steps = self._steps.get(_key(num_seqs))
+        if steps is None:
+            return 0.0
+        price = self._price(num_seqs, steps.step_s)
+        return (num_right - price * num_drafts) / num_seqs - look_s / steps.step_s
+
+    def _price(self, num_seqs: int, step_s: float) -> float:
+        return FIRST_PRICE if self._row_s < 0 else max(LEAST_PRICE, self._row_s * num_seqs / step_s)
 
 
 def _move(error_s: float, scale_s: float, num: int) -> float:

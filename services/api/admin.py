@@ -21,7 +21,7 @@ from services.api.answers.replies import ErrorReply
 from services.api.backend import GenerationBackend
 from services.api.errors import SERVER_ERROR, ApiError
 from services.api.middleware import JsonRoute
-from services.api.schemas import StrictModel
+from services.api.strict import StrictModel
 
 INGRESS = "ingress"
 MAX_COUNT = 1000

@@ -2,15 +2,17 @@
 
 import asyncio
 import functools
+import importlib.metadata
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.datastructures import MutableHeaders
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from core.errors import FarsightError
 from core.messages.placement import PlacementView
 from services.api.access.door import Door
-from services.api.access.install import install_door, usage_routes
+from services.api.access.install import install_door, route_paths, routes_of, usage_routes
 from services.api.access.metered import MeteredBackend
 from services.api.access.presented import owner_of, salt_of, sent_key
 from services.api.admin import Administration, admin_routes
@@ -21,7 +23,9 @@ from services.api.answers.replies import (
     Health,
     ModelCard,
     ModelList,
+    ServerLoad,
     Status,
+    Version,
     chat_completion,
     completion,
     model_card,
@@ -32,20 +36,26 @@ from services.api.backend import GenerationBackend
 from services.api.body_workers import BodyWorkers, read_body
 from services.api.errors import SERVER_ERROR, ApiError, install_error_handlers, unhealthy
 from services.api.generate import ClientGone, collect, while_connected
+from services.api.methods import Methods, Slashes
 from services.api.middleware import BodyLimit, JsonRoute, LastResort
-from services.api.pages.dashboard import operator_page
+from services.api.pages.dashboard import page_routes
 from services.api.pages.explain import explain_routes
-from services.api.pages.page import html_page
+from services.api.pages.home import home_routes
+from services.api.pages.live import live_routes
 from services.api.pages.routes import docs_routes
+from services.api.promised import ANSWER, HEADERS, AnswerPromise
 from services.api.readiness import DrainGate, Readiness
 from services.api.requests import Generation, check_model, generation_of
 from services.api.schemas import ChatCompletionRequest, CompletionRequest
+from services.api.shedding import Reason, Shed
 from services.api.streams.keeper import StreamKeeper
 from services.api.streams.routes import ResumableStreams, stream_routes, wants_resumable
 from services.api.text.prompts import PromptEncoder
+from services.api.tokens import token_routes
 
 DEFAULT_MAX_BODY_BYTES = 4 * 1024 * 1024
 API_VERSION = "1"
+_VERSION = importlib.metadata.version("farsight")
 METRICS_TYPE = "text/plain; version=0.0.4"
 _CLIENT_CLOSED_REQUEST = 499
 
@@ -54,7 +64,11 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     "5XX": {"model": ErrorReply, "description": "The server failed; the request may be sent again."},
 }
 _EVENTS: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {}}, "description": "The answer, or its chunks where stream is true."}
+    200: {
+        "content": {"text/event-stream": {}},
+        "description": "The answer, or its chunks where stream is true.",
+        "headers": {name: {"description": about, "schema": {"type": "string"}} for name, about in HEADERS.items()},
+    }
 }
 
 
@@ -69,6 +83,7 @@ def build_app(
     workers: BodyWorkers | None = None,
     readiness: Readiness | None = None,
     keeper: StreamKeeper | None = None,
+    shed: Reason | None = None,
 ) -> FastAPI:
     """The application over one backend.
 
@@ -82,6 +97,7 @@ def build_app(
         workers: Read large bodies; without them a thread of this process does.
         readiness: What is known of the Supervisor and of a drain; without it there is neither.
         keeper: Runs resumable streams; without one, streams are not resumable.
+        shed: Asked of each request for tokens before its body is read; without it none is refused so early.
     """
     app = FastAPI(
         title="Farsight",
@@ -92,26 +108,43 @@ def build_app(
         redoc_url=None,
     )
     readiness = readiness or Readiness()
+    live = live_routes(backend)
     if door is not None:
         backend = MeteredBackend(backend, door, shares_prefixes=shares_across_keys)
         app.include_router(usage_routes(door, _ERRORS))
         shares_across_keys = shares_across_keys or not door.is_open  # a caller's tenant is in the salt already
     app.include_router(_model_routes(backend))
     streams = None if keeper is None else ResumableStreams(keeper, backend, encoder.texts, door)
+    app.include_router(token_routes(backend, encoder, _ERRORS))
     app.include_router(_generation_routes(backend, encoder, workers, streams, shares_across_keys))
     if streams is not None:
         app.include_router(stream_routes(streams, _ERRORS | _EVENTS))
     app.include_router(explain_routes(backend, administration.token if administration else ""))
     app.include_router(_operator_routes(backend, readiness))
+    app.include_router(live)
+    app.include_router(page_routes())
     app.include_router(admin_routes(backend, administration or Administration()))
     install_error_handlers(app)
     app.include_router(docs_routes(app))
+    app.include_router(home_routes(route_paths(app)))
+    app.add_middleware(Methods, methods=_methods(app))
     app.add_middleware(DrainGate, readiness=readiness)
     app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes)
+    if shed is not None:
+        app.add_middleware(Shed, reason=shed, readiness=readiness, max_body_bytes=max_body_bytes)
     if door is not None:
         install_door(app, door)
+    app.add_middleware(Slashes)
     app.add_middleware(LastResort)
     return app
+
+
+def _methods(app: FastAPI) -> dict[str, set[str]]:
+    """The methods of each path."""
+    found: dict[str, set[str]] = {}
+    for route in routes_of(app):
+        found.setdefault(route.path, set()).update(route.methods or ())
+    return found
 
 
 def _model_routes(backend: GenerationBackend) -> APIRouter:
@@ -136,13 +169,19 @@ def _generation_routes(
     streams: ResumableStreams | None,
     shares_across_keys: bool,
 ) -> APIRouter:
-    async def respond(generation: Generation, request: Request) -> Completion | ChatCompletion | Response:
+    async def respond(
+        generation: Generation, request: Request, headers: MutableHeaders
+    ) -> Completion | ChatCompletion | Response:
         named = _named(generation, request, shares_across_keys=shares_across_keys)
+        promise = AnswerPromise(len(named.requests))
+        ANSWER.set(promise)
         if streams is not None and wants_resumable(request.headers, named):
             return streams.begin(named, request.headers)
         if named.stream:
             return EventStream(chunks(backend, named, ChunkWriter(named, encoder.texts)))
-        return await _answer(request, backend, named, encoder)
+        answer = await _answer(request, backend, named, encoder)
+        headers.update(promise.headers())
+        return answer
 
     class LargeBodies(JsonRoute):
         """Has a large body read elsewhere, and answers as for any other."""
@@ -153,20 +192,25 @@ def _generation_routes(
                 generation = await while_connected(request.receive, _read_large(body, chat, backend, encoder, workers))
             except ClientGone:
                 return Response(status_code=_CLIENT_CLOSED_REQUEST)
-            reply = await respond(generation, request)
-            return reply if isinstance(reply, Response) else JSONResponse(reply.model_dump(mode="json"))
+            headers = MutableHeaders()
+            reply = await respond(generation, request, headers)
+            if isinstance(reply, Response):
+                return reply
+            return JSONResponse(reply.model_dump(mode="json"), headers=dict(headers))
 
     router = APIRouter(prefix="/v1", tags=["generation"], responses=_ERRORS | _EVENTS, route_class=LargeBodies)
 
     @router.post("/completions", response_model=Completion)
-    async def create_completion(body: CompletionRequest, request: Request) -> Completion | ChatCompletion | Response:
-        return await respond(await generation_of(body, backend.model, encoder), request)
+    async def create_completion(
+        body: CompletionRequest, request: Request, response: Response
+    ) -> Completion | ChatCompletion | Response:
+        return await respond(await generation_of(body, backend.model, encoder), request, response.headers)
 
     @router.post("/chat/completions", response_model=ChatCompletion)
     async def create_chat_completion(
-        body: ChatCompletionRequest, request: Request
+        body: ChatCompletionRequest, request: Request, response: Response
     ) -> Completion | ChatCompletion | Response:
-        return await respond(await generation_of(body, backend.model, encoder), request)
+        return await respond(await generation_of(body, backend.model, encoder), request, response.headers)
 
     return router
 
@@ -187,6 +231,19 @@ def _operator_routes(backend: GenerationBackend, readiness: Readiness) -> APIRou
             raise problem
         return Health()
 
+    @router.get("/ping")
+    @router.post("/ping", include_in_schema=False)
+    async def ping() -> Health:
+        return await health()
+
+    @router.get("/version")
+    async def version() -> Version:
+        return Version(version=_VERSION)
+
+    @router.get("/load")
+    async def load() -> ServerLoad:
+        return ServerLoad(server_load=readiness.num_open)
+
     @router.get("/status")
     async def status() -> Status:
         return status_reply(await backend.status(), backend.model)
@@ -195,20 +252,12 @@ def _operator_routes(backend: GenerationBackend, readiness: Readiness) -> APIRou
     async def metrics() -> Response:
         return PlainTextResponse(await backend.metrics(), media_type=METRICS_TYPE)
 
-    @router.get("/dashboard", response_class=HTMLResponse)
-    async def dashboard() -> Response:
-        return html_page(operator_page("dashboard"))
-
     @router.get("/placement")
     async def placement() -> PlacementView:
         try:
             return await backend.placement()
         except FarsightError as error:
             raise ApiError(str(error), status=503, kind=SERVER_ERROR, code="unavailable") from error
-
-    @router.get("/dashboard/placement", response_class=HTMLResponse)
-    async def placement_dashboard() -> Response:
-        return html_page(operator_page("placement"))
 
     return router
 

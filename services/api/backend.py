@@ -6,8 +6,10 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
+from core.messages.live import LiveView
 from core.messages.log import RequestTrace
 from core.messages.placement import PlacementView
+from core.messages.series import SeriesQuery, SeriesReply
 from core.messages.status import ComponentCounts, StatusReply
 from core.messages.tokens import TokenDelta
 from core.messages.weights import ServedWeights, Upgrade
@@ -80,6 +82,18 @@ class GenerationBackend(Protocol):
         Raises:
             FarsightError: The Router cannot be reached now.
         """
+        ...
+
+    async def series(self, query: SeriesQuery) -> SeriesReply:
+        """The history of the service.
+
+        Raises:
+            FarsightError: The Supervisor cannot be reached now.
+        """
+        ...
+
+    async def live(self, max_rows: int) -> LiveView:
+        """What is on the replicas now; at most so many requests of each."""
         ...
 
     async def explain(self, response_id: str) -> tuple[RequestTrace, ...]:

@@ -23,6 +23,10 @@ INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 _MAX_DETAILS = 5
 
+PREDICTED = "X-Farsight-Retry-After-S"
+"""``Retry-After`` holds whole seconds; this header the prediction itself. Client libraries do not read it, so that
+not all refused clients come back at the instant at which there is room for one of them."""
+
 _TYPE_PHRASES = {
     "missing": "a value",
     "int_type": "an integer",
@@ -92,7 +96,8 @@ def as_api_error(error: Exception) -> ApiError:
         case ApiError():
             return error
         case CapacityError():
-            headers = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
+            retry_after_s = error.retry_after_s
+            headers = {"Retry-After": str(max(1, math.ceil(retry_after_s))), PREDICTED: f"{retry_after_s:.3f}"}
             kind, code = "rate_limit_error", "rate_limit_exceeded"
             return ApiError(str(error), status=429, kind=kind, code=code, headers=headers)
         case InvalidValueError():

@@ -19,14 +19,20 @@ at a cost that grows with the square of its length."""
 MAX_STOP_TOKEN_IDS = 1024
 MAX_PROMPTS = 256
 MAX_N = 128
-MAX_LOGPROBS = 5
+MAX_LOGPROBS = 20
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
+MAX_ALLOWED_TOKEN_IDS = 65_536
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
+
+MAX_CHOICES = 1024
+"""Texts of which an output must be one."""
 
 MAX_SEQUENCES = 256
 """Most outputs that one request may run, over all its prompts."""
 
-PROMPT = "a non-empty string, a list of strings, a list of token ids or a list of lists of token ids"
+PROMPT = "a string, a list of strings, a list of token ids or a list of lists of token ids"
 CONTENT = 'a string or a non-empty list of {"type": "text", "text": ...} parts'
 
 MAX_PRIORITY = 2**31 - 1
@@ -60,7 +66,17 @@ EXPECTED: dict[str, str] = {
     "cache_salt": "a string of 1 to 1024 characters",
     "prompt_cache_key": "a string of 1 to 1024 characters",
     "benchmark_len": "an integer >= 1",
-    "seed": "an integer from 0 to 2**64 - 1",
+    "seed": "an integer from 0 to 2**64 - 1, or -1 for any",
+    "prompt_logprobs": f"an integer from 0 to {MAX_TOP_LOGPROBS}",
+    "truncate_prompt_tokens": "an integer >= 1, or -1 for what the context takes",
+    "allowed_token_ids": f"a list of 1 to {MAX_ALLOWED_TOKEN_IDS} token ids",
+    "bad_words": f"a list of up to {MAX_BAD_WORDS} strings of 1 to {MAX_BAD_WORD_CHARS} characters",
+    "return_token_ids": "true or false",
+    "return_tokens_as_token_ids": "true or false",
+    "add_special_tokens": "true or false",
+    "add_generation_prompt": "true or false",
+    "continue_final_message": "true or false",
+    "stream_options.continuous_usage_stats": "true or false",
     "stop": f"a non-empty string of up to {MAX_STOP_CHARS} characters or a list of up to {MAX_STOP_STRINGS} of them",
     "stop_token_ids": f"a list of token ids, at most {MAX_STOP_TOKEN_IDS}",
     "ignore_eos": "true or false",
@@ -68,6 +84,15 @@ EXPECTED: dict[str, str] = {
     "stream_options": "an object and stream to be true",
     "stream_options.include_usage": "true or false",
     "user": "a string",
+    "response_format": "an object with type 'text', 'json_object' or 'json_schema'",
+    "response_format.type": "'text', 'json_object' or 'json_schema'",
+    "response_format.json_schema": "an object with 'schema'",
+    "response_format.json_schema.schema": "a JSON Schema, as an object",
+    "structured_outputs": "an object with one of json, json_object, regex, choice and grammar",
+    "guided_json": "a JSON Schema, as an object or as its text",
+    "guided_regex": "a non-empty regular expression, as a string",
+    "guided_choice": f"a list of 1 to {MAX_CHOICES} strings",
+    "guided_grammar": "a non-empty grammar in Lark or GBNF, as a string",
     "kind": "the name of a kind of component, as a string",
     "count": "an integer from 1 to 1000",
 }
@@ -90,13 +115,15 @@ class NeutralOnly:
     Attributes:
         neutral: Values that change nothing; ``null`` always counts as one.
         hint: What to do instead, as a clause.
+        any: Whether no value changes anything.
     """
 
     neutral: tuple[Any, ...]
     hint: str
+    any: bool = False
 
     def accepts(self, value: Any) -> bool:
-        return value is None or any(_same(value, each) for each in self.neutral)
+        return self.any or value is None or any(_same(value, each) for each in self.neutral)
 
     @property
     def expected(self) -> str:
@@ -107,11 +134,49 @@ class NeutralOnly:
 _NO_TOOLS = NeutralOnly(([],), "tools are not supported, describe them in a message and parse the answer")
 _NO_TOOL_CHOICE = NeutralOnly(("none", "auto"), "tools are not supported")
 
+NO_EFFECT = NeutralOnly((), "", any=True)
+"""A field that says something about a request, and nothing about its answer."""
+
+_BEAMS = "beam search is not supported, n draws several outputs"
+
+COMMON_NEUTRAL: dict[str, NeutralOnly] = {
+    "metadata": NO_EFFECT,
+    "safety_identifier": NO_EFFECT,
+    "verbosity": NO_EFFECT,
+    "cache_control": NO_EFFECT,
+    "request_id": NO_EFFECT,
+    "guided_decoding_backend": NO_EFFECT,
+    "prompt_cache_retention": NO_EFFECT,
+    "service_tier": NeutralOnly(("auto", "default"), "there is one tier, priority says what goes first"),
+    "store": NeutralOnly((False,), "answers are not stored"),
+    "skip_special_tokens": NeutralOnly((True,), "texts hold no special tokens, return_token_ids shows them"),
+    "spaces_between_special_tokens": NeutralOnly((True, False), "texts hold no special tokens"),
+    "include_stop_str_in_output": NeutralOnly((False,), "an output ends before its stop string"),
+    "use_beam_search": NeutralOnly((False,), _BEAMS),
+    "length_penalty": NeutralOnly((1,), _BEAMS),
+    "early_stopping": NeutralOnly((False,), _BEAMS),
+    "guided_whitespace_pattern": NeutralOnly((), "white space between the tokens of JSON has one form"),
+    "logits_processors": NeutralOnly(([],), "logits processors are not supported, logit_bias adds to logits"),
+    "kv_transfer_params": NeutralOnly(({},), "the KV of a request stays on its replica"),
+    "mm_processor_kwargs": NeutralOnly(({},), "only text is understood"),
+    "detokenize": NeutralOnly((True,), "outputs are texts, return_token_ids adds their tokens"),
+}
+"""Fields of completions and chats."""
+
 COMPLETION_NEUTRAL: dict[str, NeutralOnly] = {
+    **COMMON_NEUTRAL,
+    "prompt_embeds": NeutralOnly(([],), "prompts are texts or token ids"),
     "suffix": NeutralOnly(("",), "infilling before a suffix is not supported, put all text into the prompt"),
 }
 
 CHAT_NEUTRAL: dict[str, NeutralOnly] = {
+    **COMMON_NEUTRAL,
+    "best_of": NeutralOnly((1,), "n draws several outputs"),
+    "chat_template": NeutralOnly(("",), "the model's own template is used, --chat-template FILE replaces it"),
+    "chat_template_kwargs": NeutralOnly(({},), "templates take no arguments from requests"),
+    "documents": NeutralOnly(([],), "put the documents into a message"),
+    "echo": NeutralOnly((False,), "an answer does not repeat its messages"),
+    "include_reasoning": NeutralOnly((True, False), "reasoning is part of the answer"),
     "audio": NeutralOnly((), "only text can be generated"),
     "function_call": _NO_TOOL_CHOICE,
     "functions": _NO_TOOLS,
@@ -119,8 +184,6 @@ CHAT_NEUTRAL: dict[str, NeutralOnly] = {
     "parallel_tool_calls": NeutralOnly((True, False), "tools are not supported"),
     "prediction": NeutralOnly((), "predicted outputs are not supported"),
     "reasoning_effort": NeutralOnly(("none",), "reasoning effort is not supported"),
-    "response_format": NeutralOnly(({"type": "text"},), "structured output is not supported, ask for it in a message"),
-    "store": NeutralOnly((False,), "answers are not stored"),
     "tool_choice": _NO_TOOL_CHOICE,
     "tools": _NO_TOOLS,
     "web_search_options": NeutralOnly((), "web search is not supported"),
@@ -142,6 +205,11 @@ def refused(suffix: str, got: Any, expected: str) -> PydanticCustomError:
         suffix: The place inside the validated value, such as ``[3]`` or ``.tools``.
     """
     return PydanticCustomError("refused", "expected {expected}", {"suffix": suffix, "got": got, "expected": expected})
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a field says as little as one that is not there: null, false, or something without content."""
+    return value is None or value is False or (isinstance(value, str | list | dict) and not value)
 
 
 def _same(value: Any, neutral: Any) -> bool:

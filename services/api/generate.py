@@ -42,9 +42,11 @@ class ChoiceResult:
     gpu_s: float = 0.0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    token_ids: list[int] = field(default_factory=list)
 
     def add(self, delta: TokenDelta) -> None:
         self.texts.append(delta.text)
+        self.token_ids += delta.token_ids
         self.num_tokens += delta.num_tokens
         self.finish_reason = delta.finish_reason
         self.cached_len += first_cached_len(delta)

@@ -73,9 +73,7 @@ class BodyLimit:
 
     async def _refuse(self, found: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuses with 413 and closes the connection, since the rest of the body will not be read."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_DROP_S):
-                await _drop(receive, _DROP_FACTOR * self._max_body_bytes)
+        await drop_body(receive, self._max_body_bytes)
         message = f"The request body has {found}; the limit is {self._max_body_bytes} bytes."
         headers = {"Connection": "close"}
         error = ApiError(message, status=413, code="request_too_large", headers=headers)
@@ -104,12 +102,22 @@ class LastResort:
             await as_api_error(error).response()(scope, receive, send)
 
 
-async def _drop(receive: Receive, max_bytes: int) -> None:
+async def drop_body(receive: Receive, max_body_bytes: int) -> bool:
+    """Reads what is left of a body that is not used, within bounds of size and time, so that the client reads our
+    answer.
+
+    Returns:
+        Whether that was all of it; otherwise the connection has no further use.
+    """
+    left = _DROP_FACTOR * max_body_bytes
     more = True
-    while more and max_bytes > 0:
-        message = await receive()
-        max_bytes -= len(message.get("body", b""))
-        more = message.get("more_body", False)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_DROP_S):
+            while more and left > 0:
+                message = await receive()
+                left -= len(message.get("body", b""))
+                more = message.get("more_body", False)
+    return not more
 
 
 def _content_length(scope: Scope) -> int:

@@ -15,9 +15,10 @@ from core.request import Origin, Request, SamplingParams, check_token_ids
 from services.api.backend import ModelInfo
 from services.api.errors import ApiError
 from services.api.fields import shown
-from services.api.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
+from services.api.schemas import ChatCompletionRequest, ChatTurn, CompletionRequest, SamplingFields
 from services.api.text.echo import Echo
-from services.api.text.prompts import PromptEncoder, PromptText, of_chat, of_completion
+from services.api.text.grammars import grammar_of
+from services.api.text.prompts import ChatEnd, PromptEncoder, PromptText, of_chat, of_completion
 
 DEFAULT_MAX_TOKENS = 16
 _THREAD_FROM_CHARS = 16_384
@@ -37,6 +38,11 @@ class Generation:
         n: Choices returned for each prompt: the most likely of its outputs.
         stream, include_usage: Whether the answer is a stream, and whether that says its usage.
         shows_logprobs: Whether the client gets log probabilities; they are also computed to rank ``best_of`` outputs.
+        num_logprobs: Likeliest tokens that are shown beside each token of an output.
+        num_prompt_logprobs: The same for the tokens of the prompt, which are shown apart; None for nothing.
+        shows_token_ids: Whether the client gets the token ids of prompt and output.
+        names_ids: Whether log probabilities name tokens by their ids.
+        continuous_usage: Whether every chunk says the usage so far.
         echoes: The text put before the outputs of each prompt; empty without ``echo``.
         prompt_only: The client asked for 0 tokens; the one token that every request yields is not returned.
         response_id: The id of the client's answer.
@@ -52,6 +58,11 @@ class Generation:
     stream: bool = False
     include_usage: bool = False
     shows_logprobs: bool = False
+    num_logprobs: int = 0
+    num_prompt_logprobs: int | None = None
+    shows_token_ids: bool = False
+    names_ids: bool = False
+    continuous_usage: bool = False
     echoes: tuple[Echo, ...] = ()
     prompt_only: bool = False
     response_id: str = ""
@@ -107,7 +118,8 @@ class _Limit:
 async def generation_of(
     body: CompletionRequest | ChatCompletionRequest, model: ModelInfo, encoder: PromptEncoder
 ) -> Generation:
-    """What a checked body asks for; a chat is rendered, and a long text is tokenised, in a thread.
+    """What a checked body asks for; a chat is rendered, a long text tokenised and a grammar tried in a
+    thread.
 
     Raises:
         ApiError, InvalidValueError: A prompt, messages or a parameter that this model cannot take.
@@ -115,11 +127,11 @@ async def generation_of(
     """
     if isinstance(body, ChatCompletionRequest):
         check_model(body.model, model)
-        text = await encoder.render_chat_soon(_messages(body))
-        if len(text) < _THREAD_FROM_CHARS:
+        text = await encoder.render_chat_soon(*prompt_of_chat(body))
+        if len(text) < _THREAD_FROM_CHARS and body.constraint is None:
             return _of_chat(body, text, model, encoder)
         return await asyncio.to_thread(_of_chat, body, text, model, encoder)
-    if _size(body) < _THREAD_FROM_CHARS:
+    if _size(body) < _THREAD_FROM_CHARS and body.constraint is None:
         return make_generation(body, model, encoder)
     return await asyncio.to_thread(make_generation, body, model, encoder)
 
@@ -136,7 +148,7 @@ def make_generation(
     check_model(body.model, model)
     if isinstance(body, CompletionRequest):
         return _of_completion(body, model, encoder)
-    return _of_chat(body, encoder.render_chat(_messages(body)), model, encoder)
+    return _of_chat(body, encoder.render_chat(*prompt_of_chat(body)), model, encoder)
 
 
 def _of_completion(body: CompletionRequest, model: ModelInfo, encoder: PromptEncoder) -> Generation:
@@ -148,47 +160,74 @@ def _of_completion(body: CompletionRequest, model: ModelInfo, encoder: PromptEnc
     texts: list[PromptText | None] = []
     echoes: list[Echo] = []
     for field, prompt in body.prompts:
-        if isinstance(prompt, str):
-            _check_text_len(field, prompt, model, encoder)
-            encoded = encoder.encode_prompt(prompt, parse_special=bool(body.parse_special))
-            prompt_ids = encoded.ids
-            _check_encoded(field, prompt_ids, model)
-            texts.append(of_completion(prompt, body.instruction))
-        else:
-            encoded = None
-            prompt_ids = tuple(prompt)
-            check_token_ids(field, prompt_ids, model.vocab_size)
-            texts.append(None)
+        prompt_ids, offsets = _prompt_ids(field, prompt, body, model, encoder)
+        texts.append(of_completion(prompt, body.instruction) if isinstance(prompt, str) else None)
         room = _check_prompt_len(field, len(prompt_ids), model)
-        request = _request(body, prompt_ids, limit, min(DEFAULT_MAX_TOKENS, room), model)
-        requests.append(_scored(request, logprobs, scores_prompt))
-        if body.echo and isinstance(prompt, str):
-            echoes.append(Echo(prompt, encoded.offsets() if encoded is not None and scores_prompt else ()))
+        request = _request(body, prompt_ids, limit, min(DEFAULT_MAX_TOKENS, room), model, encoder)
+        requests.append(_scored(request, logprobs, scores_prompt, body.prompt_logprobs))
+        if body.echo and isinstance(prompt, str) and offsets is not None:
+            echoes.append(Echo(prompt, offsets() if scores_prompt else ()))
         elif body.echo:
             echoes.append(encoder.echo(prompt_ids))
     return Generation(
         prompts=tuple(requests),
         texts=tuple(texts),
-        model=body.model,
+        model=body.model or model.name,
         chat=False,
         num_tries=body.num_tries,
         n=body.n or 1,
         stream=bool(body.stream),
         include_usage=body.include_usage,
         shows_logprobs=body.logprobs is not None,
+        num_logprobs=body.logprobs or 0,
+        **_shown_fields(body),
         echoes=tuple(echoes),
         prompt_only=body.max_tokens == 0,
     )
 
 
-def _messages(body: ChatCompletionRequest) -> list[dict[str, str]]:
-    return [message.model_dump(exclude_none=True) for message in body.messages]
+def _prompt_ids(
+    field: str, prompt: str | list[int], body: CompletionRequest, model: ModelInfo, encoder: PromptEncoder
+) -> tuple[tuple[int, ...], Callable[[], tuple[int, ...]] | None]:
+    """Token ids of a prompt and, where they are those of a whole text, what gives the character of each."""
+    if not isinstance(prompt, str):
+        check_token_ids(field, prompt, model.vocab_size)
+        return _truncated(tuple(prompt), body, model), None
+    if body.truncate_prompt_tokens is None:
+        _check_text_len(field, prompt, model, encoder)
+    encoded = encoder.encode_prompt(
+        prompt, parse_special=bool(body.parse_special), add_special_tokens=body.add_special_tokens is not False
+    )
+    _check_encoded(field, encoded.ids, model)
+    prompt_ids = _truncated(encoded.ids, body, model)
+    return prompt_ids, encoded.offsets if len(prompt_ids) == len(encoded.ids) else None
+
+
+def _truncated(prompt_ids: tuple[int, ...], body: SamplingFields, model: ModelInfo) -> tuple[int, ...]:
+    """The last tokens of a prompt, where its client allows to drop others."""
+    most = body.truncate_prompt_tokens
+    if most is None:
+        return prompt_ids
+    return prompt_ids[-(model.max_model_len - (body.max_new_tokens or 1) if most < 0 else most) :]
+
+
+def prompt_of_chat(body: ChatTurn) -> tuple[list[dict[str, str]], ChatEnd]:
+    """The messages and where they end, as the encoder renders them."""
+    if body.continue_final_message:
+        return _messages(body), ChatEnd.IN_FINAL_MESSAGE
+    return _messages(body), ChatEnd.AFTER_MESSAGES if body.add_generation_prompt is False else ChatEnd.NEW_TURN
+
+
+def _messages(body: ChatTurn) -> list[dict[str, str]]:
+    return [message.model_dump(exclude_none=True) for message in body.messages or ()]
 
 
 def _of_chat(body: ChatCompletionRequest, text: str, model: ModelInfo, encoder: PromptEncoder) -> Generation:
-    _check_text_len("messages", text, model, encoder)
+    if body.truncate_prompt_tokens is None:
+        _check_text_len("messages", text, model, encoder)
     prompt_ids = encoder.encode_rendered(text)
     _check_encoded("messages", prompt_ids, model)
+    prompt_ids = _truncated(prompt_ids, body, model)
     room = _check_prompt_len("messages", len(prompt_ids), model)
     limit = None
     if body.max_completion_tokens is not None:
@@ -196,32 +235,56 @@ def _of_chat(body: ChatCompletionRequest, text: str, model: ModelInfo, encoder: 
     elif body.max_tokens is not None:
         limit = _Limit("max_tokens", body.max_tokens)
     logprobs, num_tries = body.num_top_logprobs, body.n or 1
+    request = _request(body, prompt_ids, limit, room, model, encoder)
+    request = _scored(request, logprobs, False, body.prompt_logprobs)
     return Generation(
-        prompts=(_scored(_request(body, prompt_ids, limit, room, model), logprobs, False),),
+        prompts=(request,),
         texts=(of_chat(_messages(body)),),
-        model=body.model,
+        model=body.model or model.name,
         chat=True,
         num_tries=num_tries,
         n=num_tries,
         stream=bool(body.stream),
         include_usage=body.include_usage,
         shows_logprobs=logprobs is not None,
+        num_logprobs=logprobs or 0,
+        **_shown_fields(body),
     )
 
 
-def _scored(request: Request, logprobs: int | None, prompt_logprobs: bool) -> Request:
-    if logprobs is None:
+def _shown_fields(body: SamplingFields) -> dict[str, Any]:
+    """Fields of ``Generation`` that completions and chats share."""
+    return {
+        "num_prompt_logprobs": body.prompt_logprobs,
+        "shows_token_ids": bool(body.return_token_ids),
+        "names_ids": bool(body.return_tokens_as_token_ids),
+        "continuous_usage": body.continuous_usage,
+    }
+
+
+def _scored(request: Request, logprobs: int | None, echoes: bool, prompt_logprobs: int | None) -> Request:
+    """With what the engine computes of log probabilities; answers show less of them where less is asked for.
+
+    Args:
+        logprobs, prompt_logprobs: Likeliest tokens that are wanted beside those of the output, and of the prompt.
+        echoes: Whether those of the output are wanted for the prompt as well.
+    """
+    if logprobs is None and prompt_logprobs is None:
         return request
-    sampling = dataclasses.replace(request.sampling, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    sampling = dataclasses.replace(
+        request.sampling,
+        logprobs=max(logprobs or 0, prompt_logprobs or 0),
+        prompt_logprobs=echoes or prompt_logprobs is not None,
+    )
     return dataclasses.replace(request, sampling=sampling)
 
 
-def check_model(name: str, model: ModelInfo) -> None:
+def check_model(name: str | None, model: ModelInfo) -> None:
     """
     Raises:
         ApiError: 404: another model is served here.
     """
-    if name != model.name:
+    if name is not None and name != model.name:
         message = f"model: got {shown(name)!r}, expected {model.name!r}, the one model that is served here"
         raise ApiError(message, status=404, param="model", code="model_not_found")
 
@@ -270,14 +333,19 @@ def unnamed_request(prompt_ids: tuple[int, ...], sampling: SamplingParams, **fie
 
 
 def _request(
-    body: SamplingFields, prompt_ids: tuple[int, ...], limit: _Limit | None, default: int, model: ModelInfo
+    body: SamplingFields,
+    prompt_ids: tuple[int, ...],
+    limit: _Limit | None,
+    default: int,
+    model: ModelInfo,
+    encoder: PromptEncoder,
 ) -> Request:
     """A request without a name; the backend gives it one."""
     room = model.max_model_len - len(prompt_ids)
     if limit is not None and limit.max_new_tokens > room:
         why = f"a prompt of {len(prompt_ids)} tokens and the output must fit"
         raise _too_long(limit.field, str(limit.max_new_tokens), room, why, model)
-    sampling = _sampling(body, default if limit is None else limit.max_new_tokens, model)
+    sampling = _sampling(body, default if limit is None else limit.max_new_tokens, model, encoder)
     fields = {"priority": body.priority or 0, "cache_salt": _salt(body), "model_version": model.version}
     return unnamed_request(prompt_ids, sampling, **fields)
 
@@ -288,7 +356,7 @@ def _salt(body: SamplingFields) -> str:
     return salt if body.prompt_cache_key is None else f"{salt}\0{body.prompt_cache_key}"
 
 
-def _sampling(body: SamplingFields, max_new_tokens: int, model: ModelInfo) -> SamplingParams:
+def _sampling(body: SamplingFields, max_new_tokens: int, model: ModelInfo, encoder: PromptEncoder) -> SamplingParams:
     """The sampling parameters of a prompt: all prompts share the client's seed; without one each draws its own."""
     if body.benchmark_len is not None and not model.benchmark_mode:
         only = "null: it is for benchmarks, and taken by `farsight serve --benchmark-mode` alone"
@@ -298,7 +366,7 @@ def _sampling(body: SamplingFields, max_new_tokens: int, model: ModelInfo) -> Sa
         temperature=_given(body.temperature, 1.0),
         top_p=_given(body.top_p, 1.0),
         top_k=min(max(body.top_k or 0, 0), model.vocab_size),
-        seed=secrets.randbits(63) if body.seed is None else body.seed,
+        seed=secrets.randbits(63) if body.seed is None or body.seed < 0 else body.seed,
         stop=body.stop,
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
@@ -309,9 +377,22 @@ def _sampling(body: SamplingFields, max_new_tokens: int, model: ModelInfo) -> Sa
         logit_bias=body.logit_bias,
         min_tokens=body.min_tokens or 0,
         benchmark_len=body.benchmark_len,
+        grammar=_grammar(body, model),
+        allowed_token_ids=tuple(dict.fromkeys(body.allowed_token_ids or ())),
+        bad_words=tuple(ids for word in body.bad_words or () for ids in encoder.word_ids(word)),
     )
     sampling.check_vocabulary(model.vocab_size)
     return sampling
+
+
+def _grammar(body: SamplingFields, model: ModelInfo) -> str:
+    constraint = body.constraint
+    if constraint is None:
+        return ""
+    if model.emulated:
+        expected = "null: an emulated device makes its tokens up, so they follow nothing"
+        raise InvalidValueError(constraint.field, constraint.kind, expected)
+    return grammar_of(constraint)
 
 
 def _given(value: float | None, default: float) -> float:

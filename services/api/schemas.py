@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import takewhile
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, PlainValidator, model_validator
 
 from services.api.fields import (
     CHAT_NEUTRAL,
     COMPLETION_NEUTRAL,
     CONTENT,
     EXPECTED,
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
     MAX_BIASES,
+    MAX_CHOICES,
     MAX_LOGPROBS,
     MAX_N,
     MAX_PRIORITY,
@@ -28,9 +29,11 @@ from services.api.fields import (
     MESSAGE_NEUTRAL,
     PROMPT,
     NeutralOnly,
+    is_empty,
     refused,
-    shown,
 )
+from services.api.strict import StrictModel
+from services.api.structured import Constraint, ResponseFormat, StructuredOutputs, constraint_of
 
 
 def _is_ids(value: Any) -> bool:
@@ -38,7 +41,7 @@ def _is_ids(value: Any) -> bool:
 
 
 def _check_prompt(value: Any) -> str | list[str] | list[int] | list[list[int]]:
-    if isinstance(value, str) and value:
+    if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
         raise refused("", value, PROMPT)
@@ -58,8 +61,8 @@ def _check_prompt_item(first: Any, index: int, item: Any) -> None:
         if type(item) is not int:
             raise refused(f"[{index}]", item, "a token id, an integer, like the first item")
     elif isinstance(first, str):
-        if not isinstance(item, str) or not item:
-            raise refused(f"[{index}]", item, "a non-empty string")
+        if not isinstance(item, str):
+            raise refused(f"[{index}]", item, "a string")
     elif not _is_ids(item) or not item:
         raise refused(f"[{index}]", item, "a non-empty list of token ids" if isinstance(first, list) else PROMPT)
 
@@ -108,8 +111,9 @@ def _part_text(index: int, part: Any) -> str:
         raise refused(f"[{index}].type", part.get("type"), "'text' (images, audio and files are not supported)")
     if not isinstance(part.get("text"), str):
         raise refused(f"[{index}].text", part.get("text"), "a string")
-    for name in part.keys() - {"type", "text"}:
-        raise refused(f"[{index}].{name}", part[name], "only the fields 'type' and 'text'")
+    for name in part.keys() - {"type", "text", "cache_control"}:
+        if not is_empty(part[name]):
+            raise refused(f"[{index}].{name}", part[name], "only the fields 'type' and 'text'")
     return str(part["text"])
 
 
@@ -131,63 +135,22 @@ LogitBias = Annotated[
 Content = Annotated[str, PlainValidator(_check_content, json_schema_input_type=str | list[dict[str, str]])]
 
 
-def strip_neutral(data: Any, known: Iterable[str], neutral: Mapping[str, NeutralOnly]) -> Any:
-    """Drops unsupported fields that hold a neutral value.
-
-    Raises:
-        PydanticCustomError: An unsupported field holds another value, or a field is unknown.
-    """
-    if not isinstance(data, dict):
-        return data
-    fields = set(known)
-    kept = {}
-    for name, value in data.items():
-        if name in fields:
-            kept[name] = value
-        elif name not in neutral:
-            raise _unknown_field(name, fields)
-        elif not neutral[name].accepts(value):
-            raise refused(f".{name}", value, neutral[name].expected)
-    return kept
-
-
-def _unknown_field(name: str, fields: set[str]) -> PydanticCustomError:
-    name = shown(name)
-    close = difflib.get_close_matches(name, sorted(fields))
-    # Prefer the match with the same beginning: max_completion_tokens means max_tokens rather than min_tokens.
-    nearest = max(close, key=lambda each: _common_start(each, name), default=None)
-    hint = f"did you mean {nearest!r}?" if nearest else f"the fields are {', '.join(sorted(fields))}"
-    return PydanticCustomError("unknown_field", "unknown field; {hint}", {"suffix": f".{name}", "hint": hint})
-
-
-def _common_start(one: str, other: str) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
-
-
-class StrictModel(BaseModel):
-    """Base class of all objects in a request."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    neutral: ClassVar[Mapping[str, NeutralOnly]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _strip_neutral(cls, data: Any) -> Any:
-        return strip_neutral(data, cls.model_fields, cls.neutral)
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 
 
 class StreamOptions(StrictModel):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(None, description="Extension; every chunk says the usage so far.")
 
 
 class SamplingFields(StrictModel):
     """The fields that both endpoints share."""
 
-    model: str
+    model: str | None = Field(None, description="A name that is served here; the first of them if not given.")
     temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; 1 if not given.")
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, description="Extension; 0 and -1 keep all tokens.")
-    seed: int | None = Field(None, ge=0, lt=2**64, description="Drawn at random if not given.")
+    seed: int | None = Field(None, ge=-1, lt=2**64, description="Drawn at random if not given, or -1.")
     stop: Stop = Field(
         (),
         description=f"A string of up to {MAX_STOP_CHARS} characters, or up to {MAX_STOP_STRINGS}, that end the output.",
@@ -228,6 +191,30 @@ class SamplingFields(StrictModel):
     priority: int | None = Field(
         None, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Extension; lower goes first; 0 if not given."
     )
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=MAX_TOP_LOGPROBS, description="Extension; log probabilities of the prompt's tokens."
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, description="Extension; keep so many last tokens of a prompt; -1 keeps what the context takes."
+    )
+    allowed_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(
+        None, min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS, description="Extension; the only tokens of the output."
+    )
+    bad_words: list[BadWord] | None = Field(
+        None, max_length=MAX_BAD_WORDS, description="Extension; texts that the output must not hold."
+    )
+    return_token_ids: bool | None = Field(None, description="Extension; also the token ids of prompt and output.")
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="Extension; log probabilities name tokens 'token_id:5'."
+    )
+    response_format: ResponseFormat | None = Field(None, description="JSON, of a schema where one is given.")
+    structured_outputs: StructuredOutputs | None = Field(None, description="Extension; what the output must follow.")
+    guided_json: str | dict[str, Any] | bool | None = Field(None, description="Extension; a JSON Schema.")
+    guided_regex: str | None = Field(None, min_length=1, description="Extension; a regular expression.")
+    guided_choice: list[str] | None = Field(
+        None, min_length=1, max_length=MAX_CHOICES, description="Extension; the output is one of these texts."
+    )
+    guided_grammar: str | None = Field(None, min_length=1, description="Extension; a grammar in Lark or GBNF.")
     benchmark_len: int | None = Field(
         None, ge=1, description="Extension; the output ends here as if by EOS. With --benchmark-mode only."
     )
@@ -238,9 +225,44 @@ class SamplingFields(StrictModel):
             raise refused(".stream_options", self.stream_options.model_dump(), "null where stream is not true")
         return self
 
+    @model_validator(mode="after")
+    def _check_prompt_logprobs(self) -> SamplingFields:
+        if self.prompt_logprobs is not None and self.stream:
+            raise refused(".prompt_logprobs", self.prompt_logprobs, "null where stream is true")
+        return self
+
+    @model_validator(mode="after")
+    def _check_constraint(self) -> SamplingFields:
+        constraint = self.constraint
+        if constraint is not None and self.ignore_eos:
+            raise refused(".ignore_eos", True, f"false beside {constraint.field}: EOS ends an output that is complete")
+        return self
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What the output must follow; None for nothing."""
+        guided = self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar
+        return constraint_of(self.response_format, self.structured_outputs, guided)
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """The limit of output tokens that the client has set."""
+        return self.max_tokens
+
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream says the usage so far."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @model_validator(mode="after")
+    def _check_truncation(self) -> SamplingFields:
+        if self.truncate_prompt_tokens == 0:
+            raise refused(".truncate_prompt_tokens", 0, EXPECTED["truncate_prompt_tokens"])
+        return self
 
 
 class CompletionRequest(SamplingFields):
@@ -255,6 +277,9 @@ class CompletionRequest(SamplingFields):
     )
     echo: bool | None = Field(None, description="Put the prompt before the output.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    add_special_tokens: bool | None = Field(
+        None, description="Extension; false leaves out the special tokens that the tokenizer puts around a text."
+    )
     parse_special: bool | None = Field(
         None, description="Extension; parse control tokens in the prompt's text instead of treating them as plain text."
     )
@@ -307,29 +332,44 @@ class ChatMessage(StrictModel):
     name: str | None = None
 
 
-class ChatCompletionRequest(SamplingFields):
+class ChatTurn(StrictModel):
+    """Messages, and where they end."""
+
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    add_generation_prompt: bool | None = Field(
+        None, description="Extension; false ends the conversation before the assistant's turn."
+    )
+    continue_final_message: bool | None = Field(
+        None, description="Extension; the output goes on with the last message instead of a new one."
+    )
+
+    @model_validator(mode="after")
+    def _check_continuation(self) -> ChatTurn:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise refused(".add_generation_prompt", True, "false where continue_final_message is true")
+        return self
+
+
+class ChatCompletionRequest(SamplingFields, ChatTurn):
     """``POST /v1/chat/completions``"""
 
     neutral: ClassVar[Mapping[str, NeutralOnly]] = CHAT_NEUTRAL
 
     messages: list[ChatMessage] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1, description="The older name of max_completion_tokens.")
+    max_tokens: int | None = Field(None, ge=1, description="The older name of max_completion_tokens, which goes first.")
     max_completion_tokens: int | None = Field(None, ge=1, description="Default: the rest of the context.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="Requires logprobs.")
-
-    @model_validator(mode="after")
-    def _check_limits(self) -> ChatCompletionRequest:
-        older, newer = self.max_tokens, self.max_completion_tokens
-        if older is not None and newer is not None and older != newer:
-            raise refused(".max_tokens", older, f"{newer} as in max_completion_tokens, or just one of the two")
-        return self
 
     @model_validator(mode="after")
     def _check_top_logprobs(self) -> ChatCompletionRequest:
         if self.top_logprobs and not self.logprobs:
             raise refused(".top_logprobs", self.top_logprobs, "0 or null where logprobs is not true")
         return self
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def num_top_logprobs(self) -> int | None:

@@ -17,6 +17,9 @@ from services.run_file import find_admin_token, find_tls_cert
 KEY_VARIABLE = "FARSIGHT_API_KEY"
 HOST_HELP = "Address of the running server; as https://NAME if it speaks TLS and runs on another machine."
 
+MAX_ANSWER_BYTES = 256 << 20
+"""Most of an answer that is read; explanations of a long log take some MiB."""
+
 ApiKeyOption = Annotated[
     str | None,
     typer.Option(envvar=KEY_VARIABLE, help="API key; default: the admin token of a server of this user here."),
@@ -43,7 +46,7 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def ask(server: str, path: str, timeout_s: float, token: str = "", body: dict[str, Any] | None = None) -> Any:
-    """The JSON answer to a GET, or to a POST if there is a body.
+    """The JSON answer to a GET, or to a POST if there is a body. Redirects are not followed: the key is for one server.
 
     Args:
         server: Its address, as ``http://127.0.0.1:8000``.
@@ -56,12 +59,28 @@ def ask(server: str, path: str, timeout_s: float, token: str = "", body: dict[st
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(server + path, data, headers)
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s, context=_tls_context(server)) as reply:
-            return json.load(reply)
+        with _opener(server).open(request, timeout=timeout_s) as reply:
+            return json.loads(_bounded(reply))
     except urllib.error.HTTPError as error:
         raise FarsightError(_refusal(error)) from error
     except (OSError, ValueError) as error:
-        raise FarsightError(f"no Farsight server answers at {server}: {_reason(error)}") from error
+        raise FarsightError(f"no server answers at {server}: {_reason(error)}") from error
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *args: Any, **fields: Any) -> None:
+        return None
+
+
+def _opener(server: str) -> urllib.request.OpenerDirector:
+    return urllib.request.build_opener(_NoRedirect, urllib.request.HTTPSHandler(context=_tls_context(server)))
+
+
+def _bounded(reply: Any) -> bytes:
+    body: bytes = reply.read(MAX_ANSWER_BYTES + 1)
+    if len(body) > MAX_ANSWER_BYTES:
+        raise ValueError(f"the answer has more than {MAX_ANSWER_BYTES} bytes")
+    return body
 
 
 def _tls_context(server: str) -> ssl.SSLContext | None:

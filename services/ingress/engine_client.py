@@ -29,9 +29,8 @@ from core.forecast import Forecast, ForecastQuestion
 from core.messages.drains import DrainReplica
 from core.messages.forecasts import ForecastMade, ForecastsMade
 from core.messages.log import FinishedRequests, RequestTrace, RequestTraces
-from core.messages.placement import PlacementView
 from core.messages.requests import Keys, Refusal, Submit
-from core.messages.status import ComponentCounts, ComponentStatus, Scale, StatusReply
+from core.messages.status import ComponentCounts, ComponentStatus, Scale
 from core.messages.tokens import TokenDelta, TokenPoll
 from core.messages.weights import ServedWeights, Upgrade
 from core.request import Request
@@ -39,7 +38,9 @@ from kvcache.block_manager import hash_blocks, salted_root
 from services.api.backend import ModelInfo
 from services.api.text.prompts import PromptText
 from services.ingress.explanations import Explanations
-from services.ingress.ledger import FirstCheck, RequestLedger, TooMuch
+from services.ingress.first_check import CountedRequest, FirstCheck
+from services.ingress.ledger import RequestLedger
+from services.ingress.observed import ObservedService
 from services.ingress.overview import Overview
 from services.ingress.predictor_client import PredictorClient
 from services.ingress.streams import ClientStream, TokenInbox, fail_stream
@@ -63,7 +64,7 @@ OWN_ENGINE_S = 1.0
 logger = logging.getLogger(__name__)
 
 
-class EngineClient(VersionedStreams):
+class EngineClient(ObservedService, VersionedStreams):
     """A ``GenerationBackend`` over the Router and the model workers.
 
     Args:
@@ -91,7 +92,6 @@ class EngineClient(VersionedStreams):
         self._own_deadline_s = self._limits.max_wait_s + self._limits.first_token_deadline_s
         if not self._limits.max_wait_s:
             self._own_deadline_s = math.inf
-        self._first_check = FirstCheck(self._limits)
         self._keep = keep
         self._ingress_id = uuid.uuid4().hex[:12]
         self._ledger = RequestLedger(self._ingress_id)
@@ -112,9 +112,12 @@ class EngineClient(VersionedStreams):
         self._pumps: dict[str, asyncio.Task[None]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._heard_at: float | None = None
+        self._token_at: float | None = None
         self._overview = Overview(site, self._peers)
         self.registry = CollectorRegistry()
         self._metrics = RequestMetrics(self.registry, model.name)
+        self.first_check = FirstCheck(self._limits, self._metrics.rejected)
+        self.tally = self._metrics.tally
         show_degraded(self.registry, lambda: [(f"ingress-{self._ingress_id}", self._degraded)])
         self._health = HealthServer(self.registry, lambda: [self._row()])
         self._port = 0
@@ -141,12 +144,11 @@ class EngineClient(VersionedStreams):
         if self.is_replaced(request):
             yield TokenDelta("", 0, len(request.output_ids), (), "", "error", REPLACED)
             return
-        predicted_s = self._admit(request, key)
+        admitted = self.first_check.admit(request, key)
         try:
-            stream = self._open(self._named(request, text))
-            stream.predicted_wait_s = predicted_s
+            stream = self._open(self._named(request, text), admitted)
         except BaseException:
-            self._first_check.leave(request, key)
+            self.first_check.leave(admitted)
             raise
         try:
             if text is not None and self._forecaster is not None:
@@ -160,7 +162,7 @@ class EngineClient(VersionedStreams):
                 reason = delta.finish_reason
                 yield delta
         finally:
-            self._first_check.leave(request, key)
+            self.first_check.leave(admitted)
             self._close(stream)
 
     def _named(self, request: Request, text: PromptText | None) -> Request:
@@ -174,9 +176,9 @@ class EngineClient(VersionedStreams):
             source=text.source if self._sends_text and text is not None else None,
         )
 
-    def _open(self, request: Request) -> ClientStream:
+    def _open(self, request: Request, admitted: CountedRequest) -> ClientStream:
         # A request that goes on comes with its output so far, which its client has.
-        stream = ClientStream(request, list(request.output_ids), num_tokens=len(request.output_ids))
+        stream = ClientStream(request, list(request.output_ids), num_tokens=len(request.output_ids), admitted=admitted)
         self._streams[request.request_id] = stream
         self._watch_deadline(stream)
         return stream
@@ -238,13 +240,6 @@ class EngineClient(VersionedStreams):
         if self._made:
             self._outgoing_due.set()
 
-    def _admit(self, request: Request, key: str) -> float:
-        try:
-            return self._first_check.admit(request, key)
-        except TooMuch as error:
-            self._metrics.rejected(error.bound)
-            raise
-
     def _close(self, stream: ClientStream) -> None:
         """The client has all it will get."""
         if stream.deadline is not None:
@@ -293,15 +288,20 @@ class EngineClient(VersionedStreams):
 
     async def _submit(self, requests: tuple[Request, ...]) -> None:
         reply = await self._router.submit(Submit(requests))
+        for stream in filter(None, (self._streams.get(request.request_id) for request in requests)):
+            self.first_check.placed(stream.admitted)
+        for promise in reply.promises:
+            if promise.request_id in self._streams:
+                self._streams[promise.request_id].note_end(promise)
         self._end_refused(self._ledger.submitted(reply))
         self._follow({placed.replica for placed in reply.placed if placed.replica})
 
     async def _pump_announcements(self) -> None:
         while True:
             try:
-                reply = await self._router.announce(self._ledger.announce(self._first_check.load()))
+                reply = await self._router.announce(self._ledger.announce(self.first_check.announcing()))
                 self._heard_at = time.monotonic()
-                self._first_check.heard(reply)
+                self.first_check.heard(reply)
                 self._end_refused(self._ledger.announced(reply))
                 self._follow(reply.replicas)
                 self._unfollow(set(reply.replicas))
@@ -390,12 +390,13 @@ class EngineClient(VersionedStreams):
             if stream.deadline is not None:
                 stream.deadline.cancel()
             stream.ttft_s = now - stream.began
-            self._first_check.waited(stream.predicted_wait_s, stream.ttft_s)
+            self.first_check.waited(stream.admitted, stream.ttft_s, count)
             self._metrics.first_token(stream.ttft_s, count)
             stream.trace.note("first_token", {"ttft_s": stream.ttft_s})
         else:
             self._metrics.tokens(now - stream.token_at, count)
-        stream.token_at = now
+            self.first_check.progressed(stream.admitted, count, now - stream.token_at)
+        stream.token_at = self._token_at = now
         stream.num_tokens += count
 
     def _note_read(self, stream: ClientStream) -> None:
@@ -411,7 +412,7 @@ class EngineClient(VersionedStreams):
             node=socket.gethostname(),
             state="ready" if self.hears else "waiting",
             queue=len(self._streams),
-            last_step_age_s=None,
+            last_step_age_s=None if self._token_at is None else time.monotonic() - self._token_at,
             restarts=0,
             http_port=self._port,
             degraded=self._degraded.reason(time.monotonic()),
@@ -428,22 +429,10 @@ class EngineClient(VersionedStreams):
         heard_at = self._heard_at
         return heard_at is not None and time.monotonic() - heard_at < UNHEALTHY_AFTER_S
 
-    async def status(self) -> StatusReply:
-        """One row for every logical component."""
-        return await self._overview.status()
-
     async def metrics(self) -> str:
         """Of every process."""
         own = generate_latest(self.registry).decode()
         return await self._overview.metrics(f"ingress-{self._ingress_id}", own)
-
-    async def placement(self) -> PlacementView:
-        """What the Router says of its placements.
-
-        Raises:
-            FarsightError: it does not answer.
-        """
-        return await self._overview.placement()
 
     async def explain(self, response_id: str) -> tuple[RequestTrace, ...]:
         """What is known of the decisions behind an answer, by all components.

@@ -15,6 +15,7 @@ from actors.runtime.garbage import collect_when_quiet, leave_full_collections_to
 from actors.runtime.hosts import keep_supervisor
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, Site, again_and_again
 from core.config.server import ServerConfig, is_loopback
+from core.errors import CapacityError
 from core.messages.fleet import ServedModel
 from estimator.device_profile import profile_label
 from services.api.access.door import Door, door_settings
@@ -31,6 +32,7 @@ from services.ingress.engine_client import EngineClient
 from services.ingress.liveness import Liveness, publish
 from services.ingress.paced_http import pace_http
 from services.ingress.tenants import TenantExchange
+from services.ingress.traffic import TrafficReports
 from services.proxy.haproxy import PROXY_DIRECTORY_VARIABLE
 from services.proxy.timed_http import ConnectionLimits
 from services.run_file import ADMIN_TOKEN_VARIABLE
@@ -64,8 +66,6 @@ class Ingress:
     async def __serve_build_asgi_app__(self) -> Any:
         pace = LoopPace()
         server = self._site.config.server
-        # Ray Serve starts its server in this process once the application is built.
-        pace_http(pace, connection_limits(server, behind_haproxy=PROXY_DIRECTORY_VARIABLE in os.environ))
         client = await open_client(self._site)
         readiness = Readiness(SUPERVISED_S)
         attendance = Attendance(self._site.peers(), readiness, client)
@@ -75,7 +75,17 @@ class Ingress:
         leave_full_collections_to_us()
         collect = functools.partial(collect_when_quiet, lambda: client.num_open + len(pace) <= QUIET_REQUESTS)
         self._collecting = asyncio.create_task(again_and_again(collect, LOOK_AGAIN_S))
+        reports = TrafficReports(self._site.peers(), client.tally)
+        self._reporting = asyncio.create_task(again_and_again(reports.run, LOOK_AGAIN_S))
         door = self._make_door(client)
+        limits = connection_limits(server, behind_haproxy=PROXY_DIRECTORY_VARIABLE in os.environ)
+
+        def refusal() -> CapacityError | None:
+            """Before it is parsed; not where keys have to be looked at first, or a drain is the reason."""
+            return client.first_check.shed(len(pace)) if door.is_open and not readiness.is_draining else None
+
+        # Ray Serve starts its server in this process once the application is built.
+        pace_http(pace, limits, refusal, server.max_body_bytes)
         keeper = StreamKeeper(self._site.peers().stream_store())
         self._keeping = asyncio.create_task(again_and_again(keeper.run, LOOK_AGAIN_S))
         shares = server.prefix_sharing == "all" or (server.prefix_sharing == "auto" and door.is_open)
@@ -89,6 +99,7 @@ class Ingress:
             workers=BodyWorkers(self._site.model_dir),
             readiness=readiness,
             keeper=keeper,
+            shed=client.first_check.shed,
         )
 
     def _make_door(self, client: EngineClient) -> Door:

@@ -24,9 +24,12 @@ from actors.runtime.names import (
 )
 from actors.runtime.peer import PeerBook, PeerLost, Site, current_counts
 from core.errors import FarsightError
+from core.load_snapshot import LoadSnapshot
 from core.messages.kv import KVUsage
+from core.messages.live import LiveQuery, LiveView, ReplicaLive
 from core.messages.log import ArtefactInfo
 from core.messages.placement import PlacementView
+from core.messages.series import SeriesQuery, SeriesReply
 from core.messages.status import ComponentStatus, StatusReply
 from kvcache.residency import total_usage
 from policies.fleet.queue_delay import queue_delay_s
@@ -77,6 +80,33 @@ class Overview:
                 return await self._peers.router().placement()
         except (PeerLost, TimeoutError, *DEFECTS) as error:
             raise FarsightError("the Router does not answer") from error
+
+    async def series(self, query: SeriesQuery) -> SeriesReply:
+        """The history of the service.
+
+        Raises:
+            FarsightError: The Supervisor does not answer.
+        """
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                return await self._peers.supervisor().series(query)
+        except (PeerLost, TimeoutError, *DEFECTS) as error:
+            raise FarsightError("the Supervisor does not answer") from error
+
+    async def live(self, max_rows: int) -> LiveView:
+        """What is on each replica that answers; at most so many requests of each."""
+        replicas = own_replicas(self._counts)
+        found, snapshot = await asyncio.gather(
+            asyncio.gather(*(self._live(replica, LiveQuery(max_rows)) for replica in replicas)), self._snapshot()
+        )
+        return LiveView(tuple(filter(None, found)), snapshot.demand.num_waiting if snapshot else 0)
+
+    async def _live(self, replica: str, query: LiveQuery) -> ReplicaLive | None:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                return await self._peers.scheduler(replica).live(query)
+        except (PeerLost, TimeoutError, *DEFECTS):
+            return None
 
     async def metrics(self, own_name: str, own_text: str) -> str:
         """Of every process that answers, and of this one."""
@@ -131,13 +161,16 @@ class Overview:
         except (FarsightError, TimeoutError, *DEFECTS):  # it may be there and not have opened its file yet
             return ()
 
-    async def _queue_delay_s(self) -> float | None:
+    async def _snapshot(self) -> LoadSnapshot | None:
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                outlook = await self._peers.router().outlook()
+                return await self._peers.router().outlook()
         except (PeerLost, TimeoutError, *DEFECTS):
             return None
-        return queue_delay_s(outlook, outlook.num_replicas)
+
+    async def _queue_delay_s(self) -> float | None:
+        snapshot = await self._snapshot()
+        return None if snapshot is None else queue_delay_s(snapshot, snapshot.num_replicas)
 
     async def _ingress_rows(self) -> list[ComponentStatus]:
         try:

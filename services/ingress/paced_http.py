@@ -12,11 +12,17 @@ from typing import Any, cast
 
 from uvicorn.config import HTTP_PROTOCOLS
 
+from core.config.server import ServerConfig
+from core.errors import CapacityError
 from services.api.middleware import LoopPace
+from services.api.shedding import Reason, Refused, asks_for_tokens
 from services.proxy.timed_http import ConnectionLimits, TimedHttp
 
 ACCEPTED_PER_TURN = 64
 """Connections taken from the listening socket in one turn of the event loop: some 5 ms."""
+
+REFUSED_PER_TURN = 16
+"""Requests refused in one turn before they are parsed: some 4 ms."""
 
 BACKLOG = 4096
 """Connections that may wait to be accepted. Beyond it the kernel drops them, and clients try again after seconds."""
@@ -38,6 +44,7 @@ class PacedHttp(TimedHttp):
         super().__init__(server.limits, server.counts, *args, **kwargs)
         self._pace = pace
         self._server = server
+        self._app = self.app
         self._held: list[bytes] = []
         self._rests = False
 
@@ -53,7 +60,12 @@ class PacedHttp(TimedHttp):
             self._held.append(data)
             self._unset_keepalive_if_required()  # the connection is not idle
             self._wait(None)  # and what it waits for is us
-            self._pace.submit(self._begin)
+            error = self._server.refusal(data)
+            if error is None:
+                self.app, pace = self._app, self._pace
+            else:
+                self.app, pace = Refused(self._app, error, self._server.max_body_bytes), self._server.refusals
+            pace.submit(self._begin)
             if self._held:
                 self._rests = True
                 self.transport.pause_reading()
@@ -84,15 +96,34 @@ class PacedServer:
 
     uvloop takes one connection from a listening socket in each turn of the event loop. In a burst a turn takes some
     10 ms: the socket's queue would fill, the kernel drop what comes then, and health checks wait behind all the rest.
+
+    Args:
+        reason: Asked as the first bytes of a request for tokens come.
+
+    Attributes:
+        refusals: The pace of requests that are refused before they are parsed: these do not wait behind the others.
     """
 
-    def __init__(self, pace: LoopPace, limits: ConnectionLimits) -> None:
+    def __init__(
+        self,
+        pace: LoopPace,
+        limits: ConnectionLimits,
+        reason: Reason = lambda: None,
+        max_body_bytes: int = ServerConfig().max_body_bytes,
+    ) -> None:
         self.limits = limits
+        self.max_body_bytes = max_body_bytes
+        self.refusals = LoopPace(REFUSED_PER_TURN)
+        self._reason = reason
         self.counts: Counter[str] = Counter()
         self._pace = pace
         self._listener: tuple[int, int] | None = None  # port and file descriptor
         self._arguments: dict[str, Any] = {}
         self._greetings: set[asyncio.Task[Any]] = set()
+
+    def refusal(self, data: bytes) -> CapacityError | None:
+        """Why a request whose first bytes these are is refused at once."""
+        return self._reason() if asks_for_tokens(data) else None
 
     def __call__(self, **arguments: Any) -> asyncio.Protocol:
         """The protocol of a connection that the server has accepted; with what uvicorn hands to its protocols."""
@@ -137,10 +168,10 @@ class PacedServer:
             logger.warning("a connection was lost while it was accepted", exc_info=greeting.exception())
 
 
-def pace_http(pace: LoopPace, limits: ConnectionLimits) -> None:
+def pace_http(pace: LoopPace, limits: ConnectionLimits, reason: Reason, max_body_bytes: int) -> None:
     """What every uvicorn server uses that this process starts from now on, as Ray Serve does in an ingress replica."""
     # uvicorn takes a name to import, or what the name stands for.
-    cast(dict[str, Any], HTTP_PROTOCOLS)["auto"] = PacedServer(pace, limits)
+    cast(dict[str, Any], HTTP_PROTOCOLS)["auto"] = PacedServer(pace, limits, reason, max_body_bytes)
 
 
 def _duplicate(descriptor: int) -> socket.socket:

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from core.decisions import Decision, Facts, on_clock, pack_decisions
 from core.messages.log import FinishedRequest, RequestTrace
 from core.messages.tokens import TokenBatches, TokenDelta, joined
+from core.promise import Promise
 from core.request import Request
+from services.api.promised import ANSWER, AnswerPromise
+from services.ingress.first_check import CountedRequest
 from services.ingress.ledger import OpenStream
 
 SOURCE = "ingress"
@@ -154,9 +157,11 @@ class ClientStream(OpenStream):
         answered_by, attempts: Replica whose tokens came last, and the number of attempts by then.
         trouble: What the last external server that gave it back has said.
         predicted: Set once its forecast has come.
-        predicted_wait_s: As ``FirstCheck.admit`` returned it.
+        answer: Told of its promise; None where no client is told.
+        admitted: As ``FirstCheck.admit`` returned it.
     """
 
+    admitted: CountedRequest = field(kw_only=True)
     deltas: Mailbox = field(default_factory=Mailbox)
     received_at: float = field(default_factory=time.time)
     began: float = field(default_factory=time.monotonic)
@@ -169,11 +174,17 @@ class ClientStream(OpenStream):
     trouble: str = ""
     deadline: asyncio.TimerHandle | None = None
     predicted: asyncio.Event = field(default_factory=asyncio.Event)
-    predicted_wait_s: float = 0.0
+    answer: AnswerPromise | None = field(default_factory=ANSWER.get)
     trace: StreamTrace = field(init=False)
 
     def __post_init__(self) -> None:
         self.trace = StreamTrace(self.request, self.received_at)
+
+    def note_end(self, promise: Promise) -> None:
+        """A replica has said when it will end; the client hears it from the receipt on."""
+        if self.answer is not None:
+            passed_s = time.monotonic() - self.began
+            self.answer.add(replace(promise, p50_s=promise.p50_s + passed_s, p90_s=promise.p90_s + passed_s))
 
     def record(self, now: float) -> FinishedRequest:
         """What the log keeps of it."""

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
+import shlex
 import socket
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -61,10 +63,21 @@ DRAIN_INGRESS_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class LocatedModel:
-    """The served model: its location and the name that clients use."""
+    """The served model.
+
+    Attributes:
+        directory: Where it lies; a GGUF file lies by itself.
+        name: What clients call it.
+        chats: It has a chat template.
+    """
 
     directory: Path
     name: str
+    chats: bool = True
+
+    @property
+    def is_embedded(self) -> bool:
+        return self.directory == EMBEDDED_MODEL
 
 
 def find_model(config: FarsightConfig) -> LocatedModel:
@@ -91,8 +104,7 @@ def find_model(config: FarsightConfig) -> LocatedModel:
         check_worker(model.directory, config.engine, mesh)
     else:
         vocabulary_size(model.directory)
-    PromptEncoder(model.directory)  # the tokenizer and the chat template
-    return model
+    return dataclasses.replace(model, chats=PromptEncoder(model.directory).chats)
 
 
 def _name_of(path: str) -> str:
@@ -362,14 +374,46 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
         url = f"{'https' if config.access.tls_cert else 'http'}://{config.server.host}:{config.server.port}"
         key = " -H 'Authorization: Bearer KEY'" if config.access.key_file or os.environ.get(API_KEY_VARIABLE) else ""
         say(f"Ready after {stages.elapsed_s:.1f} s.")
-        say(_example(url, model.name, key))
-        say(f"OpenAI API: {url}/v1   First: curl {url}/v1/models{key}   Stop: Ctrl-C")
+        for line in welcome(url, model, key):
+            say(line)
         with published(config.server.port, os.environ[ADMIN_TOKEN_VARIABLE], site.config.access.tls_cert) as run_file:
             stop.starting(lambda: run_file.unlink(missing_ok=True))
             service.wait(stop)
             if not stop.at_once:
                 service.drain(stop, say)
         say("Stopping.")
+
+
+def welcome(url: str, model: LocatedModel, key: str) -> list[str]:
+    """What a user can do with a service that has just started: a request that fits the model, and addresses.
+
+    Args:
+        key: Words of curl that bring an API key; empty where none is needed.
+    """
+    path, fields = "/v1/chat/completions", {"model": model.name, **_EXAMPLES["chat"]}
+    if model.is_embedded:
+        fields = {"model": model.name, **_EXAMPLES["embedded"]}
+    elif not model.chats:
+        path, fields = "/v1/completions", {"model": model.name, **_EXAMPLES["text"]}
+    post = f"curl -N {url}{path} -H 'Content-Type: application/json'{key}"
+    body = shlex.quote(json.dumps(fields | {"stream": True}))
+    return [
+        f"Try:\n  {post} \\\n    -d {body}",
+        f"OpenAI API: {url}/v1   First: curl {url}/v1/models{key}   Dashboard: {url}/dashboard   Stop: Ctrl-C",
+    ]
+
+
+_EXAMPLES: dict[str, dict[str, Any]] = {
+    "embedded": {
+        "messages": [
+            {"role": "system", "content": "Write in upper case:"},
+            {"role": "user", "content": "hello world"},
+        ],
+        "temperature": 0,
+    },
+    "chat": {"messages": [{"role": "user", "content": "Say hello in three languages."}], "max_tokens": 64},
+    "text": {"prompt": "Once upon a time", "max_tokens": 32},
+}
 
 
 def numa_advice(config: FarsightConfig, num_nodes: int) -> str | None:
@@ -380,9 +424,3 @@ def numa_advice(config: FarsightConfig, num_nodes: int) -> str | None:
         f"This machine has {num_nodes} NUMA nodes, and a replica takes no more threads than one node has processors. "
         f"Set model.replicas = {num_nodes}, not {config.model.replicas}, to use all."
     )
-
-
-def _example(url: str, name: str, key: str) -> str:
-    messages = '[{"role": "system", "content": "Write in upper case:"}, {"role": "user", "content": "hello world"}]'
-    body = f'{{"model": "{name}", "messages": {messages}, "temperature": 0, "stream": true}}'
-    return f"Try:\n  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n    -d '{body}'"

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
+from core.promise import Promise
 from simulator.traffic.workload import SimRequest
 
 _BINS_PER_E = 100
@@ -20,6 +21,7 @@ class Record:
         max_gap_s: Longest time between two of its tokens (MTPOT).
         num_evictions: Number of times its KV was dropped.
         num_swaps: Number of times its KV was moved to the host.
+        promise: As told on arrival at its replica; None where none was made.
     """
 
     arrival: SimRequest
@@ -32,6 +34,7 @@ class Record:
     num_evictions: int = 0
     num_swaps: int = 0
     cached_len: int = 0
+    promise: Promise | None = None
 
     @property
     def jct_s(self) -> float:

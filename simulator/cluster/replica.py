@@ -49,6 +49,7 @@ class ReplicaShape:
         preempted; 0 for never. Needed if a decision depends on time or on random draws.
         shares_prefixes: Whether sequences with equal prefixes share KV.
         execution: ``static`` pads a batch and returns it together.
+        promises: Whether each request is told on arrival when it will end.
     """
 
     num_blocks: int
@@ -59,6 +60,7 @@ class ReplicaShape:
     look_every: int = 0
     shares_prefixes: bool = False
     execution: Execution = "ragged"
+    promises: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -154,6 +156,16 @@ class Replica:
         run = self._run
         return self.used_tokens + (0 if run is None else run.work.decode_seqs * run.steps_over(now))
 
+    def tokens_at(self, now: float) -> dict[str, int]:
+        """Output tokens of each request that has any, including those of the current run up to ``now``."""
+        counts = {request_id: record.num_tokens for request_id, record in self._records.items() if record.num_tokens}
+        run = self._run
+        if run is not None and (num_steps := run.steps_over(now)):
+            for item in run.batch.items:
+                if item.samples:
+                    counts[item.request_id] = counts.get(item.request_id, 0) + num_steps
+        return counts
+
     def submit(self, requests: list[tuple[Request, Record]], now: float) -> None:
         """Adds arriving requests."""
         for request, record in requests:
@@ -163,6 +175,9 @@ class Replica:
         if self._run is not None and (self.scheduler.num_waiting == 0 or self.scheduler.order.preemptive):
             self._tell_steps(self._run, self._run.steps_over(now), now)
         self._tell(RequestsArrived(tuple(request for request, _ in requests)), now)
+        if self.shape.promises:
+            for promise in self.scheduler.promise([request.request_id for request, _ in requests], now):
+                self._records[promise.request_id].promise = promise
         if self._run is None:
             self._begin(now)
 

@@ -122,15 +122,20 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-def run(cell: CombinedCell, arrivals: list[SimRequest], policy: Policy) -> list[Record]:
-    shape = ReplicaShape(
+def replica_shape(cell: CombinedCell, look_every: int) -> ReplicaShape:
+    """The one replica of a cell."""
+    return ReplicaShape(
         num_blocks=cell.kv_tokens // BLOCK_SIZE,
         block_size=BLOCK_SIZE,
         num_host_blocks=HOST_TOKENS // BLOCK_SIZE,
         max_num_seqs=cell.max_num_seqs,
         max_batch_tokens=512 + cell.max_num_seqs,
-        look_every=policy.look_every,
+        look_every=look_every,
     )
+
+
+def run(cell: CombinedCell, arrivals: list[SimRequest], policy: Policy) -> list[Record]:
+    shape = replica_shape(cell, policy.look_every)
     limits = SchedulerLimits(cell.max_num_seqs, standby_slots=0)
     return Fleet(FleetShape(shape, A100_7B), build_router("fcfs"), lambda index: policy.make(limits)).run(arrivals).done
 

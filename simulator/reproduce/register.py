@@ -11,6 +11,7 @@ from simulator.reproduce.placements import PLACEMENTS
 from simulator.reproduce.preble import PREBLE_RESULTS
 from simulator.reproduce.rows import Reproduction
 from simulator.reproduce.tail.cells import TAIL
+from simulator.reproduce.tail.promise import PROMISE
 
 _ALL: tuple[Reproduction, ...] = (
     *MAGNUS,
@@ -21,6 +22,7 @@ _ALL: tuple[Reproduction, ...] = (
     *PLACEMENTS,
     *COMBINED,
     *TAIL,
+    *PROMISE,
 )
 
 REPRODUCTIONS: dict[str, Reproduction] = {each.name: each for each in _ALL}

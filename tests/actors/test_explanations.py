@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import secrets
 from collections.abc import Callable
 from contextlib import aclosing
@@ -12,6 +13,7 @@ from core.decisions import unpack_decisions
 from core.errors import FarsightError
 from core.messages.log import RequestTrace
 from core.request import Origin
+from services.api.promised import ANSWER, AnswerPromise
 from services.api.requests import unnamed_request
 from services.ingress.engine_client import EngineClient
 from tests.actors.local_system import LONG_S, NUM_BEFORE_GATE, PROMPTS, System, calm_client, eventually, sampling
@@ -85,6 +87,34 @@ async def test_a_request_is_explained_while_it_runs_and_after_by_any_ingress_rep
         assert (kinds(attempt)[-1], kinds(ingress)[-1]) == ("finished", "answered")
         instants = [each.at for trace in (ingress, attempt) for each in unpack_decisions(trace.decisions)]
         assert max(instants) - min(instants) < 120.0, "clocks of all components have been brought to one"
+
+
+async def test_a_client_is_told_when_its_request_will_end(fused_system: System) -> None:
+    """As soon as the cost of steps has been measured, which takes some requests on a fresh system."""
+    async with calm_client(fused_system) as client:
+
+        async def told() -> bool:
+            origin, answer = Origin(f"cmpl-{secrets.token_hex(16)}", 0, b"owner"), AnswerPromise(1)
+            begun, gate = asyncio.Event(), asyncio.Event()
+            ANSWER.set(answer)
+            reading = asyncio.create_task(read(client, origin, begun, gate))
+            await begun.wait()
+            found = await explained(
+                client, origin.response_id, lambda found: len(found) == 2, "both say what they know"
+            )
+            gate.set()
+            await reading
+            (outlook,) = [each for each in unpack_decisions(found[0].decisions) if each.kind == "outlook"]
+            assert (outlook.facts["state"], float(outlook.facts["output_tokens"]) > 0) == ("running", True)
+            if not answer.headers():
+                assert "promised" not in kinds(found[0])
+                return False
+            p50_s, p90_s = (float(answer.headers()[f"farsight-eta-{name}"]) for name in ("p50", "p90"))
+            assert 0 < p50_s <= p90_s < math.inf
+            assert "promised" in kinds(found[0]) and 0 < float(outlook.facts["p50_s"]) <= float(outlook.facts["p90_s"])
+            return True
+
+        await eventually(told, "the end is predicted")
 
 
 async def test_a_client_that_leaves_is_told_of_too(fused_system: System) -> None:

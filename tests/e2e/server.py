@@ -150,12 +150,12 @@ def holds_torch(process: psutil.Process) -> bool:
         return False  # it has just ended
 
 
-def spawn_server(log: Path, *flags: str) -> Server:
-    """Begins ``farsight serve`` and does not wait."""
+def spawn_server(log: Path, *flags: str, command: str = "serve") -> Server:
+    """Begins ``farsight serve``, or another command that serves, and does not wait."""
     port = free_port()
     with log.open("w") as out:
         process = subprocess.Popen(
-            farsight("serve", "--port", str(port), *flags),
+            farsight(command, "--port", str(port), *flags),
             stdout=out,
             stderr=subprocess.STDOUT,
             text=True,
@@ -171,9 +171,10 @@ def one_ingress(folder: Path) -> tuple[str, str]:
     return "--config", str(config)
 
 
-def start_server(log: Path, *flags: str) -> Server:
-    """Starts ``farsight serve`` and waits until it answers and has left its run file, with which its start is over."""
-    server = spawn_server(log, *flags)
+def start_server(log: Path, *flags: str, command: str = "serve") -> Server:
+    """Starts ``farsight serve``, or another command that serves, and waits until it answers and has left its run file,
+    with which its start is over."""
+    server = spawn_server(log, *flags, command=command)
     process = server.process
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:

@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from functools import partial
 from http.client import HTTPResponse
+from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
@@ -221,3 +222,15 @@ def test_while_no_server_is_there_requests_fail_inside_their_deadline(front: Ser
     assert took_s >= DEADLINE_S
     wait_until(lambda: row(front, "backend-0")["breaker"] == "closed", "the server is not found again")
     assert answered(front)["usage"]["completion_tokens"] > 0
+
+
+def test_one_command_stands_before_a_server(server: Server, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    running = start_server(log, server.base_url, command="front")
+    try:
+        fields = {"prompt": "Repeat the text:\nabc", "max_tokens": 8, "temperature": 0}
+        assert completion(running, **fields)["choices"] == completion(server, **fields)["choices"]
+        assert row(running, "backend-0")["url"] == server.base_url
+        assert f"{server.base_url} is farsight and serves {EMBEDDED_NAME}: prompts as tokens." in log.read_text()
+    finally:
+        running.stop()

@@ -164,4 +164,4 @@ def test_an_unknown_key_of_the_file_names_the_nearest(tmp_path: Path) -> None:
 def test_status_without_a_server_says_so() -> None:
     result = run("status", "--port", str(free_port()))
     assert result.returncode == 1
-    assert "no Farsight server answers" in result.stderr
+    assert "no server answers" in result.stderr

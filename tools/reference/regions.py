@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tools.reference.cli import cli_reference
 from tools.reference.configuration import configuration_reference
+from tools.reference.families import families_table
 from tools.reference.presets import parts_table, presets_table
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -15,6 +16,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 REGIONS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "reference/configuration.md": {"configuration": configuration_reference},
     "reference/cli.md": {"commands": cli_reference},
+    "../README.md": {"families": families_table},
+    "architectures.md": {"families": families_table},
     "policies/README.md": {"presets": presets_table, "parts": parts_table},
 }
 """Page under ``docs`` -> name of a region -> what stands in it."""

@@ -87,14 +87,23 @@ def route_paths(app: FastAPI) -> list[str]:
     """The path templates of all routes.
 
     Raises:
+        TypeError: As ``routes_of``.
+    """
+    return [route.path for route in routes_of(app)]
+
+
+def routes_of(app: FastAPI) -> list[Route]:
+    """All routes, with the paths and methods that the application gives them.
+
+    Raises:
         TypeError: A mount, or another kind of route that has paths of its own.
     """
     # Later versions of FastAPI keep included routers as they are; earlier ones copy their routes.
     every: Callable[[Any], Iterable[Any]] = getattr(fastapi.routing, "iter_route_contexts", iter)
-    paths = []
+    routes = []
     for route in every(app.routes):
         original, path = getattr(route, "original_route", route), getattr(route, "path", None)
         if not isinstance(original, Route) or not isinstance(path, str):
             raise TypeError(f"the door knows no role for {original!r}; expected a route with a path of its own")
-        paths.append(path)
-    return paths
+        routes.append(route)
+    return routes

@@ -7,8 +7,10 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from core.errors import CapacityError, InvalidValueError
+from core.messages.live import LiveView
 from core.messages.log import RequestTrace
 from core.messages.placement import PlacementView
+from core.messages.series import SeriesQuery, SeriesReply
 from core.messages.status import ComponentCounts, StatusReply
 from core.messages.tokens import TokenDelta
 from core.messages.weights import ServedWeights, Upgrade
@@ -113,6 +115,12 @@ class MeteredBackend:
 
     async def placement(self) -> PlacementView:
         return await self._backend.placement()
+
+    async def series(self, query: SeriesQuery) -> SeriesReply:
+        return await self._backend.series(query)
+
+    async def live(self, max_rows: int) -> LiveView:
+        return await self._backend.live(max_rows)
 
     async def drain(self, replica: str, *, cancel: bool) -> ComponentCounts:
         return await self._backend.drain(replica, cancel=cancel)

@@ -55,6 +55,31 @@ class CompletionLogprobs:
         return offset
 
 
+def likeliest(entries: Sequence[TokenLogprobs], num_top: int) -> list[TokenLogprobs]:
+    """Without the likeliest tokens that the engine has computed for another purpose."""
+    return [(ids[: 1 + num_top], values[: 1 + num_top]) for ids, values in entries]
+
+
+def prompt_logprobs(
+    texts: TokenTexts, entries: Sequence[TokenLogprobs], num_top: int
+) -> list[dict[str, dict[str, Any]] | None]:
+    """As vLLM shows them: for each token but the first, by id, itself and the likeliest.
+
+    Args:
+        entries: Those of the prompt's tokens but the first.
+    """
+    found: list[dict[str, dict[str, Any]] | None] = [None]
+    for ids, values in likeliest(entries, num_top):
+        ranks = {token_id: rank for rank, token_id in enumerate(ids[1:], 1)}
+        found.append(
+            {
+                str(token_id): {"logprob": value, "rank": ranks.get(token_id), "decoded_token": texts.text(token_id)}
+                for token_id, value in zip(ids, values, strict=True)
+            }
+        )
+    return found
+
+
 def chat_logprobs(texts: TokenTexts, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
     """The ``logprobs`` of a choice of a chat, or of a chunk of one."""
     content = []

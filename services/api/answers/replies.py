@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field
 
 from core.messages.status import StatusReply
 from core.messages.tokens import TokenLogprobs
-from services.api.answers.logprobs import CompletionLogprobs, chat_logprobs
+from services.api.answers.logprobs import CompletionLogprobs, chat_logprobs, likeliest, prompt_logprobs
 from services.api.backend import ModelInfo
 from services.api.generate import ChoiceResult, shown_choices
 from services.api.requests import Generation
@@ -75,11 +75,31 @@ class TextLogprobs(BaseModel):
     text_offset: list[int]
 
 
+TokenIds = Annotated[list[int] | None, Field(description="Extension; null without return_token_ids.")]
+
+
+class PromptLogprob(BaseModel):
+    """``rank`` is 1 for the likeliest token; null for one that is not among those asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = Annotated[
+    list[dict[str, PromptLogprob] | None] | None,
+    Field(description="Extension; for each token, by id; null without prompt_logprobs."),
+]
+
+
 class CompletionChoice(BaseModel):
     index: int
     text: str
     logprobs: TextLogprobs | None = None
     finish_reason: str | None
+    token_ids: TokenIds = None
+    prompt_token_ids: TokenIds = None
+    prompt_logprobs: PromptLogprobs = None
 
 
 class Completion(BaseModel):
@@ -117,6 +137,7 @@ class ChatChoice(BaseModel):
     message: ChatAnswer
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None
+    token_ids: TokenIds = None
 
 
 class ChatCompletion(BaseModel):
@@ -126,10 +147,22 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: UsageFields
+    prompt_token_ids: TokenIds = None
+    prompt_logprobs: PromptLogprobs = None
 
 
 class Health(BaseModel):
     status: Literal["ok"] = "ok"
+
+
+class Version(BaseModel):
+    version: str
+
+
+class ServerLoad(BaseModel):
+    """``server_load``: answers that this ingress replica is generating."""
+
+    server_load: int
 
 
 class ActorStatus(BaseModel):
@@ -236,16 +269,28 @@ def _usage_of(generation: Generation, results: Sequence[ChoiceResult]) -> UsageF
 
 
 def completion(generation: Generation, results: Sequence[ChoiceResult], texts: TokenTexts) -> Completion:
+    texts = texts.named(by_id=generation.names_ids)
     choices = []
     for index, result in enumerate(shown_choices(generation, results)):
         prompt = index // generation.n
         logprobs = None
         if generation.shows_logprobs:
             known = [first_prompt_entry(generation, prompt), *result.prompt_logprobs] if generation.echoes else []
-            lists = completion_logprobs(generation, prompt, texts).add(result.logprobs, known)
+            output, known = (likeliest(each, generation.num_logprobs) for each in (result.logprobs, known))
+            lists = completion_logprobs(generation, prompt, texts).add(output, known)
             logprobs = TextLogprobs(**lists)
         text = generation.echoes[prompt].text + result.text if generation.echoes else result.text
-        choices.append(CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=result.finish_reason))
+        choices.append(
+            CompletionChoice(
+                index=index,
+                text=text,
+                logprobs=logprobs,
+                finish_reason=result.finish_reason,
+                token_ids=result.token_ids if generation.shows_token_ids else None,
+                prompt_token_ids=_prompt_token_ids(generation, prompt),
+                prompt_logprobs=_prompt_logprobs(generation, result, texts),
+            )
+        )
     return Completion(
         id=generation.response_id,
         created=int(time.time()),
@@ -255,18 +300,41 @@ def completion(generation: Generation, results: Sequence[ChoiceResult], texts: T
     )
 
 
+def _prompt_token_ids(generation: Generation, prompt: int) -> list[int] | None:
+    return list(generation.prompts[prompt].prompt_ids) if generation.shows_token_ids else None
+
+
+def _prompt_logprobs(generation: Generation, result: ChoiceResult, texts: TokenTexts) -> Any:
+    if generation.num_prompt_logprobs is None:
+        return None
+    return prompt_logprobs(texts, result.prompt_logprobs, generation.num_prompt_logprobs)
+
+
 def chat_completion(generation: Generation, results: Sequence[ChoiceResult], texts: TokenTexts) -> ChatCompletion:
+    texts = texts.named(by_id=generation.names_ids)
     choices = []
     for index, result in enumerate(results):
         answer = ChatAnswer(content=result.text)
-        logprobs = ChatLogprobs(**chat_logprobs(texts, result.logprobs)) if generation.shows_logprobs else None
-        choices.append(ChatChoice(index=index, message=answer, logprobs=logprobs, finish_reason=result.finish_reason))
+        logprobs = None
+        if generation.shows_logprobs:
+            logprobs = ChatLogprobs(**chat_logprobs(texts, likeliest(result.logprobs, generation.num_logprobs)))
+        choices.append(
+            ChatChoice(
+                index=index,
+                message=answer,
+                logprobs=logprobs,
+                finish_reason=result.finish_reason,
+                token_ids=result.token_ids if generation.shows_token_ids else None,
+            )
+        )
     return ChatCompletion(
         id=generation.response_id,
         created=int(time.time()),
         model=generation.model,
         choices=choices,
         usage=_usage_of(generation, results),
+        prompt_token_ids=_prompt_token_ids(generation, 0),
+        prompt_logprobs=_prompt_logprobs(generation, results[0], texts),
     )
 
 

@@ -22,10 +22,13 @@ from services.api.answers.replies import UsageFields, completion_logprobs, first
 from services.api.backend import GenerationBackend
 from services.api.errors import as_api_error
 from services.api.generate import ClientGone, first_cached_len, run_requests, while_connected
+from services.api.promised import ANSWER
 from services.api.requests import Generation
 from services.api.text.token_texts import TokenTexts
 
 DONE = b"data: [DONE]\n\n"
+EARLY_S = 5.0
+"""Without a first event for so long, the status line goes ahead with the promise of the end, if there is one."""
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -62,8 +65,11 @@ async def chunks(
 
 
 class EventStream(Response):
-    """Sends events as they arrive. The status line waits for the first event, and is 204 if there is none; a
-    disconnect ends the source."""
+    """Sends events as they arrive; a disconnect ends the source.
+
+    The status line waits for the first event, and is 204 if there is none. It carries the promise of the end; a client
+    that waits longer than ``EARLY_S`` gets it first, and a later failure becomes an event.
+    """
 
     media_type = "text/event-stream"
 
@@ -71,6 +77,8 @@ class EventStream(Response):
         super().__init__(headers={**_HEADERS, **(headers or {})})
         del self.headers["content-length"]
         self._events = events
+        self._promise = ANSWER.get()
+        self._begun: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(ClientGone):
@@ -78,18 +86,43 @@ class EventStream(Response):
 
     async def _send_events(self, send: Send) -> None:
         async with aclosing(self._events) as events:
-            first = await anext(events, None)
+            first = await self._first(events, send)
             if first is None:
                 await send({"type": "http.response.start", "status": 204, "headers": []})
                 await _send_body(send, b"", more=False)
                 return
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            if self._begun is None:
+                await self._begin(send)
             await _send_body(send, first, more=True)
             async for chunk in events:
                 await _send_body(send, chunk, more=True)
                 # A fast source and a server that never blocks would starve the disconnect watch.
                 await asyncio.sleep(0)
             await _send_body(send, b"", more=False)
+
+    async def _first(self, events: AsyncGenerator[bytes, None], send: Send) -> bytes | None:
+        """The first event; the status line may go before it."""
+        timer = asyncio.get_running_loop().call_later(EARLY_S, self._begin_early, send)
+        try:
+            first = await anext(events, None)
+            return b"" if first is None and self._begun is not None else first
+        except Exception as error:
+            if self._begun is None:
+                raise
+            return event(as_api_error(error).body()) + DONE
+        finally:
+            timer.cancel()
+            if self._begun is not None:
+                await self._begun
+
+    def _begin_early(self, send: Send) -> None:
+        if self._promise is not None and self._promise.headers():
+            self._begun = asyncio.create_task(self._begin(send))
+
+    async def _begin(self, send: Send) -> None:
+        if self._promise is not None:
+            self.headers.update(self._promise.headers())
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
 
 
 async def _send_body(send: Send, body: bytes, *, more: bool) -> None:
@@ -114,7 +147,10 @@ class ChunkWriter:
         chat = self._chat = generation.chat
         self._include_usage = generation.include_usage
         self._generation = generation
-        self._texts = texts
+        self._texts = texts = texts.named(by_id=generation.names_ids)
+        self._is_plain = not (generation.continuous_usage or generation.shows_token_ids)
+        self._so_far = (0, 0, 0.0)  # output tokens, cached tokens, GPU-seconds
+        self._unnamed = set(range(len(generation.requests)))  # choices whose prompt's tokens are not shown yet
         # Echoed prompt by choice, until it is written; in a stream every request is a choice.
         self._echoes = dict(enumerate(echo.text for echo in generation.echoes for _ in range(generation.n)))
         self._logprobs: list[CompletionLogprobs] = []
@@ -140,20 +176,40 @@ class ChunkWriter:
 
     def output(self, index: int, delta: TokenDelta) -> bytes:
         """The chunks of one delta: text, the end of a choice, both or none; a chat choice ends with an own chunk."""
-        if delta.text and delta.finish_reason is None and delta.logprobs is None and not self._echoes:
+        is_usual = bool(delta.text) and delta.finish_reason is None and delta.logprobs is None
+        if is_usual and self._is_plain and not self._echoes:
             head, tail = self._plain.get(index) or self._around_text(index)
             return head + encode_basestring(delta.text).encode() + tail
+        if self._generation.continuous_usage:
+            self._count(index, delta)
         text, reason = delta.text, delta.finish_reason
         if self._chat:
             return self._chat_output(index, delta)
         logprobs = None
-        if delta.logprobs is not None:
+        if delta.logprobs is not None and self._generation.shows_logprobs:
             logprobs = self._completion_logprobs(index, delta.logprobs)
         if self._echoes:
             text = self._echoes.pop(index, "") + text
-        if not text and reason is None and logprobs is None:
+        named = self._token_ids(index, delta)
+        if not text and reason is None and logprobs is None and not named:
             return b""
-        return self._event([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}])
+        return self._event([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason, **named}])
+
+    def _count(self, index: int, delta: TokenDelta) -> None:
+        num_tokens, num_cached, gpu_s = self._so_far
+        if index % self._generation.num_tries == 0:
+            num_cached += first_cached_len(delta)
+        self._so_far = num_tokens + delta.num_tokens, num_cached, gpu_s + delta.gpu_s
+
+    def _token_ids(self, index: int, delta: TokenDelta) -> dict[str, list[int]]:
+        """Fields of a choice: its new tokens and, in its first chunk, those of its prompt."""
+        if not self._generation.shows_token_ids or not delta.num_tokens:
+            return {}
+        found = {"token_ids": list(delta.token_ids)}
+        if index in self._unnamed:
+            self._unnamed.discard(index)
+            found["prompt_token_ids"] = list(self._generation.prompts[index // self._generation.n].prompt_ids)
+        return found
 
     def _around_text(self, index: int) -> tuple[bytes, bytes]:
         """The fast path: most chunks differ only in their text, so the JSON around it is encoded once."""
@@ -165,9 +221,11 @@ class ChunkWriter:
 
     def _chat_output(self, index: int, delta: TokenDelta) -> bytes:
         content = b""
-        if delta.text or delta.logprobs is not None:
-            logprobs = None if delta.logprobs is None else chat_logprobs(self._texts, delta.logprobs.output)
-            content = self._chat_event(index, {"content": delta.text}, logprobs, None)
+        named = self._token_ids(index, delta)
+        shown = delta.logprobs if self._generation.shows_logprobs else None
+        if delta.text or shown is not None or named:
+            logprobs = None if shown is None else chat_logprobs(self._texts, shown.output)
+            content = self._chat_event(index, {"content": delta.text}, logprobs, None, named)
         if delta.finish_reason is None:
             return content
         return content + self._chat_event(index, {}, None, delta.finish_reason)
@@ -181,12 +239,22 @@ class ChunkWriter:
     def usage(self, usage: UsageFields) -> bytes:
         return event({**self._head, "choices": [], "usage": usage.model_dump()}) if self._include_usage else b""
 
-    def _chat_event(self, index: int, delta: dict[str, str], logprobs: Any, finish_reason: str | None) -> bytes:
-        return self._event([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}])
+    def _chat_event(
+        self,
+        index: int,
+        delta: dict[str, str],
+        logprobs: Any,
+        finish_reason: str | None,
+        named: Mapping[str, list[int]] | None = None,
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        return self._event([{**choice, **(named or {})}])
 
     def _event(self, choices: list[dict[str, Any]]) -> bytes:
         chunk = {**self._head, "choices": choices}
-        if self._include_usage:
+        if self._generation.continuous_usage:
+            chunk["usage"] = usage(self._generation, *self._so_far).model_dump()
+        elif self._include_usage:
             chunk["usage"] = None
         return event(chunk)
 

@@ -6,6 +6,7 @@ import hmac
 import itertools
 import math
 import re
+import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from services.api.backend import GenerationBackend
 from services.api.errors import SERVER_ERROR, ApiError
 from services.api.pages.sentences import sentence
 
-_RESPONSE_ID = re.compile(r"(chatcmpl|cmpl)-[0-9a-f]{32}")
+RESPONSE_ID = re.compile(r"(chatcmpl|cmpl)-[0-9a-f]{32}")
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     404: {"model": ErrorReply, "description": "No request that was sent with this key has that id."},
@@ -70,12 +71,23 @@ class ExplainedChoice(BaseModel):
     """One of the requests behind an answer, with its ``decisions`` in order of time.
 
     Attributes:
+        state: While it is in flight, whether it waits (``queued``: for a replica) or runs; null once it has ended.
+        age_s: Seconds since it was received, while it is in flight.
+        output_tokens: Tokens so far, as the replica has reported them.
+        eta_p50, eta_p90: Seconds from now by which it has ended with probability 0.5 and 0.9; null while unknown.
+        eta_coarse: The queue was too long to be rolled forward request by request.
         num_left_out: Number of decisions that the decision trace dropped because there were too many.
     """
 
     index: int
     request_id: str
     status: Literal["running", "ended"]
+    state: Literal["queued", "waiting", "running"] | None
+    age_s: float | None
+    output_tokens: int
+    eta_p50: float | None
+    eta_p90: float | None
+    eta_coarse: bool
     summary: RequestSummary
     num_left_out: int
     decisions: list[ExplainedDecision]
@@ -98,20 +110,21 @@ def explain_routes(backend: GenerationBackend, admin_token: str) -> APIRouter:
     async def explain(response_id: str, request: Request) -> Explanation:
         key = sent_key(request.headers)
         traces: Sequence[RequestTrace] = ()
-        if _RESPONSE_ID.fullmatch(response_id):
+        if RESPONSE_ID.fullmatch(response_id):
             try:
                 traces = await backend.explain(response_id)
             except FarsightError as error:
                 raise ApiError(str(error), status=503, kind=SERVER_ERROR, code="unavailable") from error
         is_operator = bool(admin_token) and hmac.compare_digest(key.encode(), admin_token.encode())
         if not traces or not (is_operator or all(owns(key, trace.owner) for trace in traces)):
-            raise _unknown(response_id)
+            raise unknown_request(response_id)
         return explanation(response_id, traces)
 
     return router
 
 
-def _unknown(response_id: str) -> ApiError:
+def unknown_request(response_id: str) -> ApiError:
+    """404: the caller may not know of the request, or there is none."""
     message = (
         f"id: got {response_id!r}, expected the 'id' of an answer to a request that was sent with the same key "
         "and that the log still holds"
@@ -142,14 +155,28 @@ def _choice(
     traces: Sequence[RequestTrace], pairs: Sequence[tuple[Decision, RequestTrace]], received_at: float
 ) -> ExplainedChoice:
     asked = [trace for trace in traces if trace.source == "ingress"] or traces
+    ended = all(trace.ended for trace in asked)
+    summary = _summary([decision for decision, _ in pairs])
+    outlook = {} if ended else _outlook(pairs)
     return ExplainedChoice(
         index=traces[0].choice,
         request_id=traces[0].request_id,
-        status="ended" if all(trace.ended for trace in asked) else "running",
-        summary=_summary([decision for decision, _ in pairs]),
+        status="ended" if ended else "running",
+        state=None if ended else outlook.get("state", "queued"),
+        age_s=None if ended else round(time.time() - received_at, 6),
+        output_tokens=int(outlook.get("output_tokens", summary.output_tokens or 0)),
+        eta_p50=outlook.get("p50_s"),
+        eta_p90=outlook.get("p90_s"),
+        eta_coarse=bool(outlook.get("coarse", 0)),
+        summary=summary,
         num_left_out=sum(trace.num_left_out for trace in traces),
         decisions=[_decision(decision, trace, received_at) for decision, trace in pairs],
     )
+
+
+def _outlook(pairs: Sequence[tuple[Decision, RequestTrace]]) -> dict[str, Any]:
+    """The latest word of a replica on a request in flight; empty if it is on none."""
+    return next((dict(decision.facts) for decision, _ in reversed(pairs) if decision.kind == "outlook"), {})
 
 
 def _decision(decision: Decision, trace: RequestTrace, received_at: float) -> ExplainedDecision:

@@ -250,8 +250,24 @@ def _sent(facts: Facts) -> str:
     return f"Sent to the external server {when} ({there})."
 
 
+def _promised(facts: Facts) -> str:
+    return f"Predicted to end in {_ends(facts)}."
+
+
+def _outlook(facts: Facts) -> str:
+    ends = f"; predicted to end in {_ends(facts)}" if "p50_s" in facts else ""
+    return f"Now {facts.get('state', 'in flight')}, {_tokens(facts, 'output_tokens')} so far{ends}."
+
+
+def _ends(facts: Facts) -> str:
+    coarse = "; coarse, since the queue is long" if facts.get("coarse") else ""
+    return f"{_seconds(facts, 'p50_s')} (median), {_seconds(facts, 'p90_s')} (90 %){coarse}"
+
+
 _SENTENCES: dict[str, Callable[[Facts], str]] = {
     "received": _received,
+    "promised": _promised,
+    "outlook": _outlook,
     "placed": _placed,
     "arrived": _arrived,
     "forecast": _forecast,

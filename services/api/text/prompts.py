@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from core.errors import CapacityError, ConfigError, InvalidValueError
@@ -24,6 +25,14 @@ MAX_WAITING_CHATS = 1024
 
 _SAMPLE = ({"role": "user", "content": "hello"},)
 """What every template is tried with."""
+
+
+class ChatEnd(Enum):
+    """Where a rendered conversation ends."""
+
+    NEW_TURN = "the assistant's turn has begun"
+    AFTER_MESSAGES = "the last message is complete"
+    IN_FINAL_MESSAGE = "the output goes on with the last message"
 
 
 class PromptEncoder:
@@ -57,14 +66,25 @@ class PromptEncoder:
         self._renderer = ThreadPoolExecutor(1, "chat-template")
         self._num_waiting = 0
 
-    def encode_prompt(self, text: str, parse_special: bool = False) -> EncodedText:
-        """Token ids of a completion's prompt, with the special tokens that the tokenizer adds by itself.
+    @property
+    def chats(self) -> bool:
+        """Whether there is a chat template."""
+        return self._template is not None
+
+    def encode_prompt(self, text: str, parse_special: bool = False, add_special_tokens: bool = True) -> EncodedText:
+        """Token ids of a completion's prompt.
 
         Args:
             parse_special: Whether control tokens that the text names are meant as such.
+            add_special_tokens: Whether the special tokens that the tokenizer adds by itself are among them.
         """
         client = () if parse_special else ((0, len(text)),)
-        return self._encoder.encode(text, client, add_special_tokens=True)
+        return self._encoder.encode(text, client, add_special_tokens=add_special_tokens)
+
+    def word_ids(self, word: str) -> tuple[tuple[int, ...], ...]:
+        """Token ids of a text inside of an output: as it is, and behind a space."""
+        found = [self.encode_prompt(text, add_special_tokens=False).ids for text in (word, f" {word.lstrip()}")]
+        return tuple(dict.fromkeys(ids for ids in found if ids))
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         """The token ids of ``encode_prompt``."""
@@ -97,7 +117,7 @@ class PromptEncoder:
         """Token ids of what ``render_chat`` returned."""
         return self._encoder.encode(str.__str__(text), spans_of(text)).ids
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, str]], end: ChatEnd = ChatEnd.NEW_TURN) -> str:
         """The conversation as one text that ends where the assistant is to go on.
 
         A ``developer`` message is a ``system`` message to a template that does not know the word. ``spans_of`` tells
@@ -110,13 +130,17 @@ class PromptEncoder:
             message = "messages: the served model has no chat template; use /v1/completions with a prompt instead"
             raise ApiError(message, param="messages", code="no_chat_template")
         try:
-            text, spans = self._template.render([self._chat_message(message) for message in messages])
+            chat = [self._chat_message(message) for message in messages]
+            text, spans = self._template.render(chat, add_generation_prompt=end is ChatEnd.NEW_TURN)
         except TemplateRefused as error:
             message = f"messages: the model's chat template refused them: {error}"
             raise ApiError(message, param="messages", code="chat_template_error") from error
+        if end is ChatEnd.IN_FINAL_MESSAGE:
+            cut = _end_of_final(text, messages[-1]["content"])
+            text, spans = text[:cut], tuple((begin, min(stop, cut)) for begin, stop in spans if begin < cut)
         return placed(text, spans) if spans else text
 
-    async def render_chat_soon(self, messages: Sequence[Mapping[str, str]]) -> str:
+    async def render_chat_soon(self, messages: Sequence[Mapping[str, str]], end: ChatEnd = ChatEnd.NEW_TURN) -> str:
         """``render_chat`` in a thread of its own: one that has to be stopped holds up other chats alone.
 
         Raises:
@@ -126,13 +150,27 @@ class PromptEncoder:
             raise CapacityError(f"chats that wait for the template: {self._num_waiting}", retry_after_s=1.0)
         self._num_waiting += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._renderer, self.render_chat, messages)
+            return await asyncio.get_running_loop().run_in_executor(self._renderer, self.render_chat, messages, end)
         finally:
             self._num_waiting -= 1
 
     def _chat_message(self, message: Mapping[str, str]) -> Mapping[str, str]:
         role = message["role"]
         return {**message, "role": "system"} if role == "developer" and not self._knows_developer else message
+
+
+def _end_of_final(text: str, content: str) -> int:
+    """Where the last message ends in the rendered text; templates may strip it.
+
+    Raises:
+        ApiError: 400: it is empty, or the template does not show it.
+    """
+    for shown in (content, content.strip()):
+        begin = text.rfind(shown) if shown else -1
+        if begin >= 0:
+            return begin + len(shown)
+    message = "continue_final_message: got true, expected a last message whose text the chat template shows"
+    raise ApiError(message, param="continue_final_message", code="invalid_value")
 
 
 def _compile(folder: Path, source: str, special_tokens: Mapping[str, str]) -> TemplateProcess:

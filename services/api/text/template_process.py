@@ -72,14 +72,19 @@ class TemplateProcess:
         with self._turn:
             self._ready()
 
-    def render(self, messages: Messages) -> tuple[str, tuple[tuple[int, int], ...]]:
+    def render(
+        self, messages: Messages, *, add_generation_prompt: bool = True
+    ) -> tuple[str, tuple[tuple[int, int], ...]]:
         """The text of a conversation, and the places in it that clients wrote (``ClientText.spans``).
+
+        Args:
+            add_generation_prompt: Whether it ends where the assistant's turn begins.
 
         Raises:
             TemplateRefused: The template does not render it.
             TemplateStopped: It took too much time or memory.
         """
-        data = _packed(messages)
+        data = _packed([messages, add_generation_prompt])
         with self._turn:
             try:
                 text, spans = self._ready().ask(data)
@@ -225,21 +230,25 @@ def main() -> None:
         stream.write(framed(_answer(lambda: compiled.append(compile_template(source)))))
         stream.flush()
 
-        def render(messages: Messages) -> tuple[str, tuple[tuple[int, int], ...]]:
+        def render(messages: Messages, add_generation_prompt: bool) -> tuple[str, tuple[tuple[int, int], ...]]:
             """The role is one of a few words; all else is the client's own."""
             chat = [
                 {name: value if name == "role" else client_value(value) for name, value in message.items()}
                 for message in messages
             ]
             text = compiled[0].render(
-                messages=chat, tools=None, documents=None, add_generation_prompt=True, **variables
+                messages=chat,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **variables,
             )
             if len(text) > MAX_CHARS:
                 raise MemoryError(f"it writes {len(text)} characters, at most {MAX_CHARS} are taken")
             return str.__str__(text), spans_of(text)
 
-        while (messages := _receive(stream)) is not None:
-            stream.write(framed(_answer(lambda: render(messages))))
+        while (asked := _receive(stream)) is not None:
+            stream.write(framed(_answer(lambda: render(*asked))))
             stream.flush()
 
 

@@ -2,49 +2,47 @@
 
 from __future__ import annotations
 
+import copy
+
 from tokenizers import Tokenizer
 
-from tokenization.text_stream import TextDecoder, byte_level_bytes, fallback_byte, is_byte_level
-
-_WORD_START = "\u2581"
+from tokenization.text_stream import TextDecoder
+from tokenization.token_bytes import TokenBytes
 
 
 class TokenTexts:
-    """The bytes of every token of one tokenizer, remembered once asked for.
+    """Texts of single tokens of one tokenizer.
 
     Attributes:
-        decoder: Of texts of several tokens.
+        decoder: Decodes several tokens together.
+        data: The bytes of a token: UTF-8, or a part of it.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
         self.decoder = TextDecoder(tokenizer)
-        added = tokenizer.get_added_tokens_decoder()
-        self._added = {token_id: token.content.encode() for token_id, token in added.items()}
-        self._byte_level = is_byte_level(tokenizer)
-        self._known: dict[int, bytes] = {}
+        self.data = TokenBytes(tokenizer).of
+        self._names_ids = False
 
-    def data(self, token_id: int) -> bytes:
-        """UTF-8, or a part of it; nothing for an id that only pads the model's vocabulary."""
-        found = self._known.get(token_id)
-        if found is None:
-            found = self._known[token_id] = self._added.get(token_id) or self._decode(token_id)
-        return found
+    def named(self, *, by_id: bool) -> TokenTexts:
+        """The same, or with names such as ``token_id:5``."""
+        if not by_id:
+            return self
+        names = copy.copy(self)
+        names._names_ids = True
+        return names
 
     def text(self, token_id: int) -> str:
         """U+FFFD stands for bytes that are no character."""
+        if self._names_ids:
+            return f"token_id:{token_id}"
         return self.data(token_id).decode(errors="replace")
 
     def name(self, token_id: int) -> str:
         """The text, or as OpenAI writes it ``bytes:\\xe2\\x82`` where the bytes alone are none."""
+        if self._names_ids:
+            return self.text(token_id)
         data = self.data(token_id)
         try:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-    def _decode(self, token_id: int) -> bytes:
-        component = self._tokenizer.id_to_token(token_id) or ""
-        if self._byte_level:
-            return byte_level_bytes(component)
-        return fallback_byte(component) or component.replace(_WORD_START, " ").encode()

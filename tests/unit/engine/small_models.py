@@ -114,7 +114,7 @@ def save_model(
     config = model_class.config_class(vocab_size=tokenizer.get_vocab_size(), **sizes | special | shape)
     torch.manual_seed(seed)
     model = model_class(config)
-    _randomize(model)
+    randomize(model)
     model.to(dtype).save_pretrained(out, max_shard_size=max_shard_size)
     tokenizer.save(str(out / "tokenizer.json"))
     settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": chat_template}
@@ -123,13 +123,13 @@ def save_model(
 
 
 @torch.no_grad()
-def _randomize(model: PreTrainedModel) -> None:
+def randomize(model: PreTrainedModel) -> None:
     for name, parameter in model.named_parameters():
-        if "norm" in name and name.endswith("weight"):
+        if ("norm" in name or ".ln_" in name) and name.endswith("weight"):
             parameter.normal_(1.0, 0.2)  # ones would hide a norm that forgets its weight
-        elif "layers" in name or name.endswith("bias"):
+        elif "layers" in name or ".h." in name or name.endswith("bias"):
             parameter.normal_(0, 0.15)
-        elif "embed_positions" in name:
+        elif "embed_positions" in name or name.endswith("wpe.weight"):
             parameter.normal_(0, 0.5)
     model.get_output_embeddings().weight.normal_(0, 0.5)
 

@@ -18,8 +18,11 @@ from core.request import SamplingParams
 from engine.drafted_steps import DraftedSteps
 from engine.engine import Completion, Engine
 from policies.speculation.base import Drafter, Speculation
+from tokenization.grammars.sources import of_schema
 
 MAX_TOKENS = 24
+
+PERSON = of_schema({"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]})
 
 SAMPLINGS = {
     "greedy": SamplingParams(MAX_TOKENS, ignore_eos=True),
@@ -39,6 +42,8 @@ SAMPLINGS = {
     "stop string": SamplingParams(MAX_TOKENS, temperature=1.0, seed=6, stop=("e", "a1"), ignore_eos=True),
     "log probabilities": SamplingParams(MAX_TOKENS, logprobs=2, prompt_logprobs=True, ignore_eos=True),
     "one token": SamplingParams(1, ignore_eos=True),
+    "a grammar": SamplingParams(MAX_TOKENS, temperature=1.0, seed=7, grammar=PERSON),
+    "a grammar, greedily": SamplingParams(MAX_TOKENS, grammar=PERSON),
 }
 
 
@@ -65,6 +70,9 @@ class Oracle(Speculation):
 
     def observe(self, num_seqs: int, num_drafts: int, duration_s: float) -> None:
         self.guesses += num_drafts
+
+    def gain(self, num_seqs: int, num_drafts: int, num_right: int, look_s: float) -> float:
+        return 1.0
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from core.errors import ConfigError, InvalidValueError
 from engine.checkpoint.architectures import ARCHITECTURES
 from engine.checkpoint.config_fields import UnsupportedModelError
 from engine.checkpoint.model_config import DecoderConfig, load_model_config, resolve_max_model_len, resolve_model_dir
+from engine.checkpoint.names import num_parameters
 from engine.checkpoint.rotary_config import LinearScaling, Llama3Scaling, LongScaling, RotaryConfig
 from tests.unit.engine.small_models import SHAPES, load_reference
 
@@ -42,12 +44,21 @@ SIZES = (
     "num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "sliding_window",
     "ffn_dim", "attention_bias", "mlp_bias", "hidden_act", "activation_function", "enable_bias", "eos_token_id",
     "use_sliding_window", "max_window_layers", "original_max_position_embeddings", "_remove_final_layer_norm",
+    "n_positions", "n_embd", "n_layer", "n_head", "n_inner", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon",
+    "use_parallel_residual", "use_bias", "bias", "multi_query", "parallel_attn", "new_decoder_architecture",
+    "num_ln_in_parallel_attn", "activation", "use_qkv_bias", "hidden_activation", "rotary_dim",
+    "query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling",
+    "embedding_multiplier", "residual_multiplier", "attention_multiplier", "no_rope_layer_interval",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+VERIFIED = [name for name, architecture in ARCHITECTURES.items() if architecture.evidence.verified]
+
+
+@pytest.mark.parametrize("architecture", VERIFIED)
 def test_defaults_are_those_of_transformers(architecture, tmp_path):
-    reference = getattr(transformers, architecture).config_class().to_dict()
+    reference_config = getattr(transformers, architecture).config_class()
+    reference = reference_config.to_dict()
     defaults = ARCHITECTURES[architecture].defaults
     derived = {"num_key_value_heads", "head_dim"} - set(defaults)  # as many as heads; what makes up the layer's width
     if "use_sliding_window" in defaults:
@@ -55,11 +66,17 @@ def test_defaults_are_those_of_transformers(architecture, tmp_path):
     for name in {name for name in SIZES if name in reference} - derived:
         assert defaults.get(name) == reference[name], name
     config = load(tmp_path, architecture)
-    assert config.num_key_value_heads == reference.get("num_key_value_heads", reference["num_attention_heads"])
-    assert config.head_dim == reference.get("head_dim", reference["hidden_size"] // reference["num_attention_heads"])
+    heads = reference_config.num_attention_heads
+    kv_heads = 1 if architecture == "FalconForCausalLM" else heads  # transformers names none where there is one
+    assert config.num_attention_heads == heads
+    assert config.num_key_value_heads == reference.get("num_key_value_heads", kv_heads)
+    assert config.head_dim == reference.get("head_dim", reference_config.hidden_size // heads)
     assert config.checkpoint_dtype == "float32"
-    if config.rotary is not None:
-        assert config.rotary == RotaryConfig(config.head_dim, reference["rope_parameters"]["rope_theta"])
+    if config.rotary is not None and "rope_parameters" in reference:
+        rope = reference["rope_parameters"]
+        rope = rope.get("sliding_attention", rope)  # of the first layer, where layers differ
+        rotary_dim = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
+        assert config.rotary == RotaryConfig(rotary_dim, rope["rope_theta"])
 
 
 @pytest.mark.parametrize(
@@ -100,7 +117,7 @@ def test_both_spellings(fields, tmp_path):
             "Phi3ForCausalLM",
             {"rope_scaling": {"type": "su", **LONG}, "max_position_embeddings": 4096 * 4096},
             {"rope_parameters": {"rope_type": "longrope", **LONG, "attention_factor": 2**0.5}},
-            RotaryConfig(96, 1e4, LongScaling((1.0,) * 48, 2**0.5, 4096)),
+            RotaryConfig(96, 1e4, LongScaling((1.0,) * 48, 2**0.5, 4096, (2.0,) * 48)),
         ),
     ],
     ids=["llama3", "linear", "partial", "longrope"],
@@ -132,15 +149,13 @@ def test_sliding_windows(architecture, fields, expected, tmp_path):
     assert load(tmp_path, architecture, num_hidden_layers=3, **fields).sliding_windows == expected
 
 
-REFUSED = {
+REFUSED: dict[str, list[tuple[str, Any]]] = {
     "LlamaForCausalLM": [
         ("quantization_config.quant_method", "bitsandbytes"),
         ("hidden_act", "gelu"),
         ("attention_bias", 1),
         ("layer_types", ["full_attention"] * 32),
-        ("rope_scaling.rope_type", "dynamic"),
-        ("rope_scaling.rope_type", "longrope"),
-        ("rope_parameters.rope_type", "yarn"),
+        ("rope_parameters.rope_type", "proportional"),
         ("rope_parameters.partial_rotary_factor", 0.5),
         ("rope_parameters.mrope_section", [16, 24, 24]),
         ("rope_parameters.full_attention", {"rope_type": "default"}),
@@ -176,6 +191,22 @@ REFUSED = {
         ("rope_parameters.partial_rotary_factor", 1.5),
         ("partial_rotary_factor", 0.01),
     ],
+    "GPT2LMHeadModel": [("scale_attn_by_inverse_layer_idx", True), ("n_embd", 0), ("activation_function", "silu")],
+    "GPTJForCausalLM": [("rotary_dim", -2), ("n_inner", "x")],
+    "BloomForCausalLM": [("apply_residual_connection_post_layernorm", True), ("layer_norm_epsilon", 0)],
+    "FalconForCausalLM": [("alibi", True), ("multi_query", "yes")],
+    "StableLmForCausalLM": [("qk_layernorm", True)],
+    "PhiForCausalLM": [("qk_layernorm", True)],
+    "CohereForCausalLM": [("use_qk_norm", True), ("logit_scale", 0)],
+    "SmolLM3ForCausalLM": [("no_rope_layers", [1, 0]), ("no_rope_layer_interval", 0)],
+    "GraniteForCausalLM": [("residual_multiplier", 0)],
+    "Gemma2ForCausalLM": [
+        ("use_bidirectional_attention", True),
+        ("attn_logit_softcapping", -1),
+        ("layer_types", ["x"]),
+    ],
+    "ChatGLMModel": [("add_bias_linear", True), ("multi_query_group_num", 3)],
+    "QWenLMHeadModel": [("no_bias", False)],
     "OPTForCausalLM": [
         ("do_layer_norm_before", False),
         ("layer_norm_elementwise_affine", False),
@@ -209,6 +240,11 @@ def test_refusals_name_the_field(architecture, field, value, tmp_path):
         ({"rope_type": "llama3", **LLAMA3, "high_freq_factor": None}, "high_freq_factor"),
         ({"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 0}, "original_max_position_embeddings"),
         ({"rope_type": "default", "factor": 2.0}, "factor"),
+        ({"rope_type": "dynamic"}, "factor"),
+        ({"rope_type": "dynamic", "factor": float("inf")}, "factor"),
+        ({"rope_type": "yarn", "factor": 4.0, "beta_fast": 1, "beta_slow": 2}, "beta_fast"),
+        ({"rope_type": "yarn", "factor": 4.0, "truncate": 1}, "truncate"),
+        ({"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0}, "rope_theta"),
     ],
 )
 def test_refusals_within_a_rotary_embedding(rope, field, tmp_path):
@@ -261,7 +297,7 @@ def test_eos_token_ids(config, generation, expected, tmp_path):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_sizes(shape, model_dir):
-    assert load_model_config(model_dir(shape)).num_parameters == load_reference(model_dir(shape)).num_parameters()
+    assert num_parameters(load_model_config(model_dir(shape))) == load_reference(model_dir(shape)).num_parameters()
 
 
 def test_kv_bytes(tiny_model_dir):
@@ -276,11 +312,17 @@ def test_max_model_len(tmp_path):
         resolve_max_model_len(config, 2049)
 
 
-def test_longrope_is_served_up_to_its_original_context(tmp_path):
+def test_longrope_is_served_beyond_its_original_context(tmp_path):
     config = load(tmp_path, "Phi3ForCausalLM", max_position_embeddings=131072, rope_scaling={"type": "su", **LONG})
-    assert resolve_max_model_len(config, 4096) == 4096
-    with pytest.raises(ConfigError, match=r"engine\.max_model_len.*131072.*--max-model-len 4096"):
-        resolve_max_model_len(config, 0)
+    assert [resolve_max_model_len(config, asked) for asked in (0, 4096, 131072)] == [131072, 4096, 131072]
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "yarn"])
+def test_a_stretched_context_is_served_where_it_is_asked_for(kind, tmp_path):
+    config = load(tmp_path, "LlamaForCausalLM", rope_scaling={"rope_type": kind, "factor": 4.0})
+    assert [resolve_max_model_len(config, asked) for asked in (0, 8192)] == [2048, 8192]
+    with pytest.raises(ConfigError, match=r"engine\.max_model_len.*8193.*8192"):
+        resolve_max_model_len(config, 8193)
 
 
 def test_resolve_model_dir(tmp_path, monkeypatch):

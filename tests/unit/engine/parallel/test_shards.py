@@ -60,7 +60,9 @@ def test_the_columns_of_a_layer_make_up_the_whole(model_dir: Callable[[str], Pat
             assert torch.equal(torch.cat([each.weight for each in linears], 1), getattr(layer, name).weight)
             bias = getattr(layer, name).bias
             assert bias is None or torch.equal(sum(each.bias for each in linears), bias)
-        assert all(torch.equal(own.input_norm.weight, layer.input_norm.weight) for own in own_layers)
+        first, *others = [each.input_norm for each in (layer, *own_layers)]
+        assert first is not None
+        assert all(norm is not None and torch.equal(norm.weight, first.weight) for norm in others)
 
 
 @pytest.mark.parametrize("shape", ["gqa", "tied", "opt"])

@@ -9,7 +9,7 @@ import pytest
 
 from policies.batching.base import Batcher
 from policies.compose import build_batcher
-from policies.fleet.batch_turns import WINDOW, BatchTurns
+from policies.fleet.batch_turns import BatchTurns
 from policies.interfaces import Job
 from policies.settings import BatchSettings
 from tests.unit.policies.batch_jobs import make_job, names
@@ -49,7 +49,8 @@ class Desk:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_flood_does_not_delay_the_other_tenant(preset: str) -> None:
-    """300 requests of one tenant wait already; the other's 8 are served within the window, not behind them."""
+    """300 requests of one tenant wait already; the other's 8 are served within the window, not behind them. What fills
+    their batches takes no time of its own."""
     desk = Desk(preset)
     for number in range(300):
         desk.turns.add(job("flood", number), desk.now)
@@ -58,21 +59,66 @@ def test_a_flood_does_not_delay_the_other_tenant(preset: str) -> None:
         desk.turns.add(job("calm", number, desk.now), desk.now)
     desk.turns.check_integrity()
     calm: set[str] = set()
-    served = 0
+    num_batches = 0
     while len(calm) < 8:
         batch = desk.serve()
         assert batch, "requests wait and the worker gets nothing"
-        served += len(batch)
+        num_batches += 1
         calm |= {name for name in batch if name.startswith("calm")}
-    assert served <= 2 * WINDOW + 8
-    while batch := desk.serve():
-        served += len(batch)
+    assert num_batches <= 9, "as many as without what fills them"
+    while desk.serve():
+        pass
     if preset == "multi-bin":  # its last bins are not full
         assert desk.turns.num_waiting == 308 - len(desk.done)
         desk.batcher.flush(desk.now)
         while desk.serve():
             pass
     assert sorted(desk.done) == sorted({*(f"flood{number}" for number in range(300)), *(f"calm{n}" for n in range(8))})
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_room_that_the_window_leaves_is_filled_by_what_makes_the_batch_no_longer(preset: str) -> None:
+    """A long request of the calm tenant has its turn; all of the flood that there is room for goes with it."""
+    desk = Desk(preset)
+    for number in range(200):
+        desk.turns.add(replace(make_job(f"flood{number}", 50, 150.0), tenant="flood"), 0.0)
+    desk.serve()
+    desk.turns.add(replace(make_job("calm", 50, 150.0), tenant="calm"), desk.now)
+    batch = desk.serve()
+    while "calm" not in batch:
+        assert len(batch) == 8
+        batch = desk.serve()
+    assert len(batch) == 8
+
+
+def test_company_is_what_the_rule_of_the_batch_takes() -> None:
+    batcher = build_batcher("magnus", SETTINGS)
+    batcher.add(make_job("first", 50, 100.0), 0.0)
+    batch = batcher.pull(0.0)
+    assert batch is not None
+    longer = [make_job("prompt", 51, 100.0), make_job("output", 50, 101.0)]
+    others = [make_job(f"short{number}", 50, 20.0 + number) for number in range(6)] + [make_job("alike", 50, 100.0)]
+    found = batcher.company(batch, longer + others)
+    assert [job.request_id for job in found] == ["alike", *(f"short{number}" for number in range(5, -1, -1))]
+    assert len(batcher.company(batch, longer + others * 2)) == SETTINGS.batch_size - 1
+    strict = build_batcher("magnus", replace(SETTINGS, wma_threshold=50 * 20 + 1))
+    strict.add(make_job("first", 50, 100.0), 0.0)
+    first = strict.pull(0.0)
+    assert first is not None
+    assert [job.request_id for job in strict.company(first, others)] == ["alike"]
+
+
+def test_company_in_a_bin_is_of_the_bin_as_far_as_it_has_room() -> None:
+    bins = build_batcher("multi-bin", replace(SETTINGS, batch_size=3))
+    for number in range(3):
+        bins.add(make_job(f"short{number}", 50, 20.0), 0.0)
+    batch = bins.pull(0.0)
+    waiting = [make_job("long", 50, 100.0), make_job("a", 50, 99.0), make_job("b", 50, 1.0), make_job("c", 50, 1.0)]
+    assert batch is not None
+    assert bins.company(batch, waiting) == []
+    batch.drop("short1")
+    batch.drop("short2")
+    assert [job.request_id for job in bins.company(batch, waiting)] == ["a", "b"]
 
 
 @pytest.mark.parametrize("preset", PRESETS)

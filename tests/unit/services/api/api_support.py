@@ -11,8 +11,10 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from core.messages.kv import KVTraffic, KVUsage
+from core.messages.live import LiveView
 from core.messages.log import ArtefactInfo, RequestTrace
 from core.messages.placement import PlacementView
+from core.messages.series import SeriesQuery, SeriesReply
 from core.messages.status import ComponentCounts, ComponentStatus, StatusReply
 from core.messages.tokens import TokenDelta
 from core.messages.weights import ServedWeights, Upgrade
@@ -72,6 +74,8 @@ class ScriptedBackend:
         self.components: tuple[ComponentStatus, ...] = (WORKER,)
         self.artefacts = (LEARNT,)
         self.placements: PlacementView | Exception = PlacementView("round-robin")
+        self.history: SeriesReply | Exception = SeriesReply((), ())
+        self.on_replicas = LiveView(())
         self.num_opened = 0
         self.num_closed = 0
         self.num_completed = 0
@@ -109,6 +113,14 @@ class ScriptedBackend:
         if isinstance(self.placements, Exception):
             raise self.placements
         return self.placements
+
+    async def series(self, query: SeriesQuery) -> SeriesReply:
+        if isinstance(self.history, Exception):
+            raise self.history
+        return self.history
+
+    async def live(self, max_rows: int) -> LiveView:
+        return self.on_replicas
 
     async def explain(self, response_id: str) -> tuple[RequestTrace, ...]:
         return tuple(trace for trace in self.traces if trace.trace_id.startswith(f"{response_id}/"))

@@ -12,7 +12,7 @@ from core.load_snapshot import Demand, LoadSnapshot
 from core.messages.requests import AnnounceReply, IngressLoad, total_load
 from core.request import Request, SamplingParams
 from policies.fleet.queue_delay import ended_after_s, queue_delay_s
-from services.ingress.ledger import RETRY_AFTER_S, FirstCheck, TooMuch
+from services.ingress.first_check import RETRY_AFTER_S, CountedRequest, FirstCheck, TooMuch
 
 COST = StepCost(0.010, 0.0, 0.0, 0.0)
 PLACES, REPLICAS, OUTPUT_LEN = 4, 2, 100
@@ -46,11 +46,11 @@ def test_requests_count_wherever_they_came_in() -> None:
     check = FirstCheck(dataclasses.replace(OFF, max_queued_requests=5))
     check.heard(reply(_=(2, 20), a=(1, 10)))
     check.admit(request())
-    check.admit(request(), "b")
+    b = check.admit(request(), "b")
     error = refused(check, request())
     assert (error.bound, error.retry_after_s) == ("max_num_queued_reqs", RETRY_AFTER_S)
     assert str(error) == "too many requests in flight: 5, limit 5; retry in 1 s"
-    check.leave(request(), "b")
+    check.leave(b)
     check.admit(request())
     check.heard(reply())
     check.admit(request())
@@ -58,9 +58,9 @@ def test_requests_count_wherever_they_came_in() -> None:
 
 def test_prompt_tokens_count_but_one_request_alone_may_have_any_number() -> None:
     check = FirstCheck(dataclasses.replace(OFF, max_queued_tokens=100))
-    check.admit(request(500))
+    alone = check.admit(request(500))
     assert str(refused(check, request(1))) == "too many prompt tokens in flight: 500, limit 100; retry in 1 s"
-    check.leave(request(500))
+    check.leave(alone)
     check.heard(reply(_=(1, 95)))
     assert refused(check, request(6)).bound == "max_num_queued_tokens"
     check.admit(request(5))
@@ -83,23 +83,64 @@ def test_a_key_has_its_own_share() -> None:
 
 def test_what_would_wait_too_long_is_refused_also_by_what_was_admitted_since() -> None:
     check = FirstCheck(dataclasses.replace(OFF, max_wait_s=3.0))
-    check.admit(request())  # nothing is known of the load
+    check.placed(check.admit(request()))  # nothing is known of the load
+    check.announcing()
     check.heard(reply(outlook(0)))
     admitted = 0
     while True:
         try:
-            check.admit(request())
+            check.placed(check.admit(request()))
         except TooMuch as error:
-            assert (error.bound, error.retry_after_s) == ("max_wait", RETRY_AFTER_S)
+            assert (error.bound, error.retry_after_s) == ("max_wait", 0.125), "when the next one ends"
             break
         admitted += 1
     delays = [queue_delay_s(outlook(num), REPLICAS) or 0.0 for num in (admitted - 1, admitted)]
     assert delays[0] <= 3.0 < delays[1]
+    check.announcing()
     check.heard(reply(outlook(admitted - 1)))
     check.admit(request())
     off = FirstCheck(OFF)
     off.heard(reply(outlook(10**6)))
     off.admit(request())
+
+
+def test_what_the_router_does_not_know_yet_counts_beside_the_load_that_it_tells() -> None:
+    """Its answer holds neither what came after the question, nor what had not reached it."""
+    check = FirstCheck(dataclasses.replace(OFF, max_wait_s=3.0))
+    placed, on_its_way = check.admit(request()), check.admit(request())
+    check.placed(placed)
+    check.announcing()
+    later = check.admit(request())
+    check.placed(later)
+    check.heard(reply(outlook(50)))
+    seen = check._outlook
+    assert seen is not None and seen.demand.num_requests == 52
+    check.placed(on_its_way)
+    check.announcing()
+    check.leave(later)
+    check.heard(reply(outlook(51)))
+    assert check._outlook == outlook(51)
+
+
+def test_a_refusal_before_the_request_is_read_is_the_one_that_it_would_get() -> None:
+    told: list[str] = []
+    check = FirstCheck(dataclasses.replace(OFF, max_wait_s=3.0, max_queued_requests=100), told.append)
+    assert check.refusal() is None
+    check.heard(reply(outlook(50), _=(50, 500)))
+    early, late = check.refusal(), refused(check, request())
+    assert early is not None and (early.bound, str(early)) == (late.bound, str(late))
+    assert told == ["max_wait"], "a look is not counted"
+    assert check.shed() is not None and told == ["max_wait", "max_wait"]
+    check.heard(reply(outlook(1), _=(1, 10)))
+    assert check.shed() is None
+    assert check.refusal(num_ahead=49) is not None, "behind those that are not read yet"
+    check.heard(reply(outlook(0), _=(100, 1000)))
+    full = check.refusal()
+    assert full is not None and full.bound == "max_num_queued_reqs"
+
+
+def predicted(delay_s: float) -> CountedRequest:
+    return CountedRequest(request(), "", delay_s)
 
 
 def admitted(check: FirstCheck) -> int:
@@ -120,22 +161,54 @@ def test_predictions_follow_the_waits_that_come() -> None:
     fresh = admitted(FirstCheck(limits))
     check = FirstCheck(limits)
     for _ in range(300):
-        check.waited(1.0, 2.0)
+        check.waited(predicted(1.0), 2.0)
     assert check.correction == pytest.approx(2.0)
     assert admitted(check) - PLACES * REPLICAS == pytest.approx((fresh - PLACES * REPLICAS) / 2, abs=1)
     for _ in range(300):
-        check.waited(1.0, 1.0)
+        check.waited(predicted(1.0), 1.0)
     assert check.correction == pytest.approx(1.0, abs=0.01)
 
 
+def test_a_prediction_that_errs_admits_less() -> None:
+    """Waits of 0.8 and 1.2 times the prediction: right in the mean, and a fifth off."""
+    limits = dataclasses.replace(OFF, max_wait_s=3.0)
+    check = FirstCheck(limits)
+    for number in range(400):
+        check.waited(predicted(1.0), 0.8 + 0.4 * (number % 2))
+    assert check.correction == pytest.approx(1.0, abs=0.01)
+    assert check.caution == pytest.approx(0.2, abs=0.01)
+    fresh = admitted(FirstCheck(limits))
+    assert admitted(check) - PLACES * REPLICAS == pytest.approx((fresh - PLACES * REPLICAS) / 1.4, abs=1)
+    for _ in range(400):
+        check.waited(predicted(1.0), 1.0)
+    assert check.caution == pytest.approx(0.0, abs=0.01)
+    wild = FirstCheck(limits)
+    for number in range(400):
+        wild.waited(predicted(1.0), 9.0 * (number % 2))
+    assert wild.caution == 0.5
+
+
+def test_a_short_limit_recovers_from_bad_waits() -> None:
+    """What the most careful prediction still admits is enough to learn from."""
+    check = FirstCheck(dataclasses.replace(OFF, max_wait_s=1.0))
+    for number in range(400):
+        check.waited(predicted(1.0), 20.0 * (number % 2))
+    assert (check.correction, check.caution) == (4.0, 0.5)
+    for _ in range(1000):
+        check.waited(predicted(1.0 / 8), 1.0 / 8)
+    assert check.correction == pytest.approx(1.0, abs=0.05)
+    assert check.caution == pytest.approx(0.0, abs=0.05)
+
+
 def test_waits_that_say_nothing_change_nothing() -> None:
-    check = FirstCheck(OFF)
-    check.waited(0.0, 100.0)
+    check = FirstCheck(dataclasses.replace(OFF, max_wait_s=300.0))
+    check.waited(predicted(0.0), 100.0)
+    check.waited(predicted(0.19), 100.0)
     assert check.correction == 1.0
-    check.waited(1.0, 1e9)
+    check.waited(predicted(1.0), 1e9)
     assert check.correction == 4.0
     fast = FirstCheck(OFF)
-    fast.waited(1.0, 0.0)
+    fast.waited(predicted(1.0), 0.0)
     assert fast.correction == 0.25
 
 
@@ -153,6 +226,34 @@ def test_after_retry_after_it_is_admitted_if_no_others_came(num: int) -> None:
                 check.admit(request())
             else:
                 refused(check, request())
+
+
+def running(check: FirstCheck, output_len: int, num_tokens: int, *, ignore_eos: bool = True) -> CountedRequest:
+    each = Request("", 0, "", (1,), SamplingParams(output_len, ignore_eos=ignore_eos))
+    admitted = check.admit(each)
+    check.waited(admitted, 0.1)
+    check.progressed(admitted, num_tokens - 1, 0.02 * (num_tokens - 1))
+    return admitted
+
+
+def test_a_bound_on_requests_opens_when_those_that_run_come_to_their_ends() -> None:
+    """Three of known lengths, 20 ms a token: the next has 10 tokens left, the second 40."""
+    check = FirstCheck(dataclasses.replace(OFF, max_queued_requests=3))
+    check.heard(reply(outlook(3)))
+    first = running(check, 50, 40)
+    for output_len, num_tokens in ((60, 20), (90, 5)):
+        running(check, output_len, num_tokens)
+    assert refused(check, request()).retry_after_s == pytest.approx(10 * 0.02)
+    check.progressed(first, 10, 0.2)
+    assert refused(check, request()).retry_after_s == pytest.approx(0.02), "it ends with the next token"
+    check.leave(first)
+    unknown = running(check, 100, 10, ignore_eos=False)
+    mean_s = ended_after_s(outlook(3), 1)
+    assert refused(check, request()).retry_after_s == pytest.approx(mean_s), "one may end at any token"
+    unknown.output_len = 15
+    assert refused(check, request()).retry_after_s == pytest.approx(5 * 0.02)
+    check.heard(reply(outlook(6), _=(3, 30)))
+    assert refused(check, request()).retry_after_s == pytest.approx(40 * 0.02), "half of the four that end are ours"
 
 
 def test_where_nothing_is_measured_nothing_is_predicted() -> None:

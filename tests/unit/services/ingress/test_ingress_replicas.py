@@ -138,18 +138,18 @@ async def test_what_is_in_flight_is_counted_over_all_ingress_replicas(tmp_path: 
         streams += [a.stream(_endless(number)) for number in (3, 4)]
         for stream in streams:
             await anext(stream)
-        await until(lambda: b._first_check.in_flight[0] == a._first_check.in_flight[0] == 5)
+        await until(lambda: b.first_check.in_flight[0] == a.first_check.in_flight[0] == 5)
         with pytest.raises(CapacityError, match="too many requests in flight: 5, limit 5; retry in"):
             await anext(b.stream(_endless(5)))
         await streams.pop().aclose()
-        await until(lambda: b._first_check.in_flight[0] == 4)
+        await until(lambda: b.first_check.in_flight[0] == 4)
         with pytest.raises(CapacityError, match="too many requests of your tenant in flight: 3, limit 3"):
             await anext(b.stream(_endless(5), key="x"))
         streams.append(b.stream(_endless(5), key="y"))
         await anext(streams[-1])
         for stream in streams:
             await stream.aclose()
-        await until(lambda: b._first_check.in_flight[0] == a._first_check.in_flight[0] == 0)
+        await until(lambda: b.first_check.in_flight[0] == a.first_check.in_flight[0] == 0)
 
 
 async def test_a_request_that_was_admitted_wrongly_ends_with_an_error(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ async def test_a_request_that_was_admitted_wrongly_ends_with_an_error(tmp_path: 
         server=ServerConfig(max_wait_s=0.1, first_token_deadline_s=0.1),
     )
     async with asyncio.timeout(LONG_S), local_system(config) as found, found.ingress() as client:
-        client._first_check._check_delay = lambda: 0.0  # type: ignore[method-assign]
+        client.first_check._check_delay = lambda *_: 0.0  # type: ignore[method-assign]
         first = client.stream(_endless(0))
         await anext(first)
         [last] = [delta async for delta in client.stream(_endless(1))]

@@ -14,6 +14,7 @@ import uvicorn
 import uvloop
 
 from core.config.server import ServerConfig
+from core.errors import CapacityError
 from services.api.middleware import LoopPace
 from services.ingress.ingress import connection_limits
 from services.ingress.paced_http import ACCEPTED_PER_TURN, PacedServer, _find_listener
@@ -55,11 +56,13 @@ class App:
 
 
 @contextlib.asynccontextmanager
-async def serving(app: App, pace: LoopPace) -> AsyncIterator[tuple[uvicorn.Server, int]]:
+async def serving(
+    app: App, pace: LoopPace, reason: Callable[[], CapacityError | None] = lambda: None
+) -> AsyncIterator[tuple[uvicorn.Server, int]]:
     """As Ray Serve starts it: on a socket that is bound already."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(app, http=PacedServer(pace, LIMITS), lifespan="off", log_level="critical")  # type: ignore[arg-type]
+        config = uvicorn.Config(app, http=PacedServer(pace, LIMITS, reason), lifespan="off", log_level="critical")  # type: ignore[arg-type]
         server = uvicorn.Server(config)
         running = asyncio.create_task(server._serve([bound]))
         while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
@@ -190,3 +193,39 @@ def test_an_ingress_replica_does_not_count_the_connections_of_haproxy_as_those_o
     behind = connection_limits(server, behind_haproxy=True)
     assert (behind.per_address, behind.head_s) == (0, 3.0)
     assert connection_limits(server, behind_haproxy=False) == ConnectionLimits.of(server)
+
+
+async def test_what_is_refused_is_not_read_and_does_not_wait_behind_what_is() -> None:
+    """The refusal comes while the other request is held; the connection goes on, and looks on it are answered."""
+    app, pace = App(), HeldPace()
+    full: list[CapacityError] = []
+    tokens = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: 2\r\n\r\n"
+    async with serving(app, pace, lambda: full[0] if full else None) as (_, port):
+        held, holding = await connect(port)
+        holding.write(tokens + b"{}")
+        await until(lambda: pace.jobs)
+        full.append(CapacityError("predicted queue delay: 9 s, limit 2 s", 7.0))
+        reader, writer = await connect(port)
+        writer.write(tokens)
+        writer.write(b"{}")
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 429 ")
+        assert b"retry-after: 7" in head.lower()
+        length = next(int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if b"content-length" in line)
+        assert b"rate_limit_exceeded" in await reader.readexactly(length)
+        writer.write(GET)
+        assert await reply(reader) == b"/look"
+        writer.write(POST)  # asks for no tokens
+        await until(lambda: len(pace.jobs) == 2)
+        assert app.paths == ["/look"]
+        pace.admit()
+        assert (await held.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+        full.clear()
+        pace.admit()
+        assert await reply(reader) == b"/work"
+        writer.write(tokens + b"{}")
+        await until(lambda: pace.jobs)
+        pace.admit()
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+        writer.close()
+        holding.close()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +29,7 @@ from services.launch.launch import (
     find_site,
     numa_advice,
     resolve_placement,
+    welcome,
 )
 from tests.unit.engine.gguf_files import write_gguf
 
@@ -165,3 +168,18 @@ def test_the_check_of_a_model_loads_neither_torch_nor_ray() -> None:
         "find_model(load_config(None, {})); assert not {'torch', 'ray', 'gguf'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(services.__file__).parents[1])
+
+
+def test_the_first_request_that_is_shown_fits_the_model() -> None:
+    def shown(model: LocatedModel) -> tuple[str, dict[str, Any]]:
+        text = welcome("http://h:1", model, " -H 'Authorization: Bearer KEY'")[0]
+        assert "-H 'Authorization: Bearer KEY'" in text
+        return text.split("curl -N http://h:1")[1].split(" ")[0], json.loads(text.split("-d '")[1].removesuffix("'"))
+
+    path, body = shown(LocatedModel(EMBEDDED_MODEL, "small"))
+    assert (path, body["model"], len(body["messages"])) == ("/v1/chat/completions", "small", 2)
+    path, body = shown(LocatedModel(Path("/model"), "own"))
+    assert (path, len(body["messages"])) == ("/v1/chat/completions", 1)
+    path, body = shown(LocatedModel(Path("/model"), "own", chats=False))
+    assert (path, body["stream"]) == ("/v1/completions", True)
+    assert "messages" not in body

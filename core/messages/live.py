@@ -1,0 +1,104 @@
+"""What is on a replica at this instant, for the operator's pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LiveQuery:
+    """To a Scheduler: ``max_rows`` of its requests at most, 0 for its sums alone."""
+
+    max_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRequest:
+    """One request on a replica.
+
+    Attributes:
+        response_id: The answer that it belongs to, ``choice`` its index there; empty if it cannot be explained.
+        state: waiting, prefill, decode, paused or offloaded.
+        age_s: Seconds since it reached the replica's scheduler.
+        predicted_len, most_len: Forecast of the whole output, its mean and 90th percentile in tokens; None without one.
+        kv_tokens: Tokens whose KV it holds on the device.
+        level: Its queue of the MLFQ, from 1; 0 under another order.
+        eta_p50, eta_p90: Seconds by which it has ended with probability 0.5 and 0.9; None while unknown.
+        rank_s: Its rank under an order that ranks by time, in seconds, lower first; None under another one.
+    """
+
+    request_id: str
+    response_id: str
+    choice: int
+    tenant: str
+    state: str
+    age_s: float
+    prompt_len: int
+    output_len: int
+    max_new_tokens: int
+    predicted_len: float | None
+    most_len: float | None
+    kv_tokens: int
+    level: int
+    rank_s: float | None
+    waits_for: str
+    num_preemptions: int
+    eta_p50: float | None = None
+    eta_p90: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRequest:
+    """A request that has ended on a replica; ``took_s`` since it reached the replica's scheduler."""
+
+    response_id: str
+    choice: int
+    reason: str
+    output_len: int
+    predicted_len: float | None
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPoint:
+    """KV tokens in use when so many further decoding steps are done, if no request joins."""
+
+    steps: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLive:
+    """From a Scheduler.
+
+    Attributes:
+        num_running: Requests with a place; those without wait.
+        used_tokens: KV tokens of the requests with a place.
+        capacity_tokens: KV tokens that its requests may hold, what they share counted for each; 0 without a worker.
+        curve: The predicted memory, at most ``policies.replica.live_view.MAX_POINTS`` points, steps rising.
+        requests: Those with a place first, then those that wait, best first.
+        ended: The last ones, newest first.
+    """
+
+    replica: str
+    num_running: int
+    num_waiting: int
+    num_offloaded: int
+    used_tokens: int
+    capacity_tokens: int
+    curve: tuple[MemoryPoint, ...]
+    requests: tuple[LiveRequest, ...] = ()
+    ended: tuple[EndedRequest, ...] = ()
+
+    @property
+    def peak_tokens(self) -> int:
+        """The highest point of the curve."""
+        return max((point.tokens for point in self.curve), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class LiveView:
+    """All replicas that answered, and the requests that are on none."""
+
+    replicas: tuple[ReplicaLive, ...]
+    num_unplaced: int = 0

@@ -1,0 +1,62 @@
+"""What a service measured of itself over time, on its way to the Supervisor and to the dashboard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficCounts:
+    """From an ingress replica to the Supervisor: its counts since it started, so that a lost report loses nothing.
+
+    Attributes:
+        ended: Requests that ended, ``failed`` those of them that ended with an error.
+        rejected: Requests refused because the service was full.
+        ttft, itl, jct: (bucket of ``core.series.durations``, durations in it).
+    """
+
+    ingress_id: str
+    ended: int = 0
+    failed: int = 0
+    rejected: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    ttft: tuple[tuple[int, int], ...] = ()
+    itl: tuple[tuple[int, int], ...] = ()
+    jct: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SeriesQuery:
+    """To the Supervisor.
+
+    Attributes:
+        by_minute: The last 24 h by the minute; else the last 15 min by the second.
+        after: Only points later than this, in seconds since the epoch.
+    """
+
+    by_minute: bool = False
+    after: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SeriesColumn:
+    """One line of a chart; a value is None where nothing was measured."""
+
+    name: str
+    values: tuple[float | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SeriesReply:
+    """From the Supervisor.
+
+    Attributes:
+        at: Seconds since the epoch of each point, rising.
+        columns: Each with one value a point.
+        tenants: GPU-seconds a second of each tenant, the most expensive ones by name and the rest together.
+    """
+
+    at: tuple[float, ...]
+    columns: tuple[SeriesColumn, ...]
+    tenants: tuple[SeriesColumn, ...] = ()

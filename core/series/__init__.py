@@ -1,0 +1,1 @@
+"""What a service measured of itself over time, in bounded memory."""

@@ -1,0 +1,175 @@
+"""The history of a service: the last 15 minutes by the second, the last 24 hours by the minute.
+
+A pure component: its owner says what time it is. Ingress replicas report counts since their start, so that a
+report that comes twice, or late, counts once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from core.messages.series import SeriesColumn, SeriesQuery, SeriesReply, TrafficCounts
+from core.messages.tenants import TenantUsage
+from core.series.durations import add_counts, more_since, percentile_s
+from core.series.ring import Ring
+
+SECONDS = 900
+MINUTES = 1440
+MINUTE_S = 60
+MAX_TENANTS = 12
+"""Tenants with a line of their own; later ones share ``OTHERS``."""
+
+OTHERS = "others"
+FORGET_S = 3600.0
+"""An ingress replica that has not reported for so long has ended; its counts are forgotten."""
+
+LEVELS = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+DURATIONS = ("ttft", "itl", "jct")
+RATES = ("prompt_tokens", "output_tokens", "ended", "failed", "rejected", "moved_bytes")
+GAUGES = ("running", "waiting", "kv_used", "kv_peak", "queue_delay_s")
+PEAKS = ("kv_peak",)
+"""Gauges of which a minute keeps the highest value, not the mean."""
+
+COLUMNS = (*GAUGES, *RATES, *(f"{name}_{level}" for name in DURATIONS for level in LEVELS))
+
+
+@dataclass(slots=True)
+class Instant:
+    """What is true when a second ends.
+
+    Attributes:
+        kv_used, kv_peak: Share of the KV pools in use, and the predicted highest share; None without a pool.
+        moved_bytes: KV copied between device and host since the workers began.
+        tenants: Sums over all ingress replicas.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    kv_used: float | None = None
+    kv_peak: float | None = None
+    queue_delay_s: float | None = None
+    moved_bytes: int = 0
+    tenants: tuple[TenantUsage, ...] = ()
+
+
+@dataclass(slots=True)
+class _Span:
+    """What has happened since a point was written."""
+
+    counts: dict[str, float] = field(default_factory=dict)
+    durations: dict[str, dict[int, int]] = field(default_factory=lambda: {name: {} for name in DURATIONS})
+    tenants: dict[str, float] = field(default_factory=dict)
+    gauges: dict[str, list[float]] = field(default_factory=dict)
+
+    def count(self, name: str, more: float) -> None:
+        self.counts[name] = self.counts.get(name, 0.0) + more
+
+    def join(self, other: _Span) -> None:
+        for name, more in other.counts.items():
+            self.count(name, more)
+        for name, counts in other.durations.items():
+            add_counts(self.durations[name], counts.items())
+        for tenant, gpu_s in other.tenants.items():
+            self.tenants[tenant] = self.tenants.get(tenant, 0.0) + gpu_s
+        for name, values in other.gauges.items():
+            self.gauges.setdefault(name, []).extend(values)
+
+    def point(self, span_s: float) -> dict[str, float | None]:
+        values: dict[str, float | None] = {name: self.counts.get(name, 0.0) / span_s for name in RATES}
+        for name, seen in self.gauges.items():
+            values[name] = max(seen) if name in PEAKS else sum(seen) / len(seen)
+        for name, counts in self.durations.items():
+            for label, level in LEVELS.items():
+                values[f"{name}_{label}"] = percentile_s(counts, level)
+        return values
+
+
+class ServiceSeries:
+    """See the module. ``report`` whenever counts come, ``tick`` once a second."""
+
+    def __init__(self) -> None:
+        self._seconds, self._minutes = Ring(COLUMNS, SECONDS), Ring(COLUMNS, MINUTES)
+        self._tenant_rings: dict[str, tuple[Ring, Ring]] = {}
+        self._last: dict[str, tuple[TrafficCounts, float]] = {}
+        self._gpu_s: dict[str, float] | None = None
+        self._tenant_rejections: int | None = None
+        self._moved: int | None = None
+        self._second, self._minute = _Span(), _Span()
+        self._ticked_at: float | None = None
+        self._minute_began: float | None = None
+
+    def report(self, counts: TrafficCounts, now: float) -> None:
+        """Counts of one ingress replica. The first report of a replica is only what later ones are compared with."""
+        before = self._last.get(counts.ingress_id)
+        self._last[counts.ingress_id] = counts, now
+        if before is None:
+            return
+        known = before[0]
+        for name in ("prompt_tokens", "output_tokens", "ended", "failed", "rejected"):
+            self._second.count(name, max(0, getattr(counts, name) - getattr(known, name)))
+        for name in DURATIONS:
+            add_counts(self._second.durations[name], more_since(getattr(counts, name), getattr(known, name)))
+
+    def tick(self, instant: Instant, now: float) -> None:
+        """Ends a second. ``now`` is in seconds since the epoch; an instant that is not later is left out."""
+        if self._ticked_at is not None and now <= self._ticked_at:
+            return
+        span_s = 1.0 if self._ticked_at is None else now - self._ticked_at
+        self._ticked_at = now
+        self._take(instant)
+        self._write(0, self._second, now, span_s)
+        self._minute.join(self._second)
+        self._second = _Span()
+        if self._minute_began is None:
+            self._minute_began = now - span_s
+        if now // MINUTE_S > self._minute_began // MINUTE_S:
+            self._write(1, self._minute, now, now - self._minute_began)
+            self._minute, self._minute_began = _Span(), now
+        for ingress_id in [name for name, (_, at) in self._last.items() if now - at > FORGET_S]:
+            del self._last[ingress_id]
+
+    def since(self, query: SeriesQuery) -> SeriesReply:
+        """The points that the query asks for."""
+        at, columns = (self._minutes if query.by_minute else self._seconds).after(query.after)
+        tenants = []
+        for name, rings in self._tenant_rings.items():
+            own_at, own = rings[query.by_minute].after(query.after)
+            missing: list[float | None] = [None] * (len(at) - len(own_at))
+            tenants.append(SeriesColumn(name, (*missing, *own["gpu_s"])))
+        return SeriesReply(
+            tuple(at), tuple(SeriesColumn(name, tuple(each)) for name, each in columns.items()), tuple(tenants)
+        )
+
+    def _take(self, instant: Instant) -> None:
+        for name in GAUGES:
+            value = getattr(instant, name)
+            if value is not None:
+                self._second.gauges[name] = [float(value)]
+        if self._moved is not None:
+            self._second.count("moved_bytes", max(0, instant.moved_bytes - self._moved))  # a new worker counts from 0
+        self._moved = instant.moved_bytes
+        rejected = sum(tenant.rejected for tenant in instant.tenants)
+        if self._tenant_rejections is not None:
+            self._second.count("rejected", max(0, rejected - self._tenant_rejections))
+        self._tenant_rejections = rejected
+        gpu_s = {tenant.tenant: tenant.gpu_s for tenant in instant.tenants}
+        if self._gpu_s is not None:
+            for name, sum_s in gpu_s.items():
+                line = self._line_of(name)
+                more_s = max(0.0, sum_s - self._gpu_s.get(name, 0.0))
+                self._second.tenants[line] = self._second.tenants.get(line, 0.0) + more_s
+        self._gpu_s = gpu_s
+
+    def _line_of(self, tenant: str) -> str:
+        if tenant in self._tenant_rings:
+            return tenant
+        line = tenant if len(self._tenant_rings) < MAX_TENANTS else OTHERS
+        if line not in self._tenant_rings:
+            self._tenant_rings[line] = Ring(("gpu_s",), SECONDS), Ring(("gpu_s",), MINUTES)
+        return line
+
+    def _write(self, tier: int, span: _Span, now: float, span_s: float) -> None:
+        ring = (self._seconds, self._minutes)[tier]
+        ring.add(now, span.point(span_s))
+        for name, rings in self._tenant_rings.items():
+            rings[tier].add(now, {"gpu_s": span.tenants.get(name, 0.0) / span_s})

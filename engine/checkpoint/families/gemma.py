@@ -1,0 +1,208 @@
+"""Gemma's families, and Cohere's, whose head is scaled as well."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from engine.checkpoint.config_fields import Fields
+from engine.checkpoint.families.llama import COMMON
+from engine.checkpoint.families.record import (
+    ROPE_KINDS,
+    Architecture,
+    Biases,
+    Blocks,
+    Evidence,
+    TensorNames,
+    Windows,
+    windows_by_type,
+)
+from engine.checkpoint.rotary_config import RotaryConfig, read_rotary
+
+_GEMMA = COMMON | {
+    "vocab_size": 256000,
+    "hidden_size": 3072,
+    "intermediate_size": 24576,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "eos_token_id": 1,
+}
+_GEMMA2 = {name: value for name, value in _GEMMA.items() if name != "hidden_act"} | {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+}
+_GEMMA3 = {name: value for name, value in _GEMMA2.items() if "softcapping" not in name} | {
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "sliding_window_pattern": 6,
+}
+_COHERE = {name: value for name, value in COMMON.items() if name != "rms_norm_eps"} | {
+    "vocab_size": 256000,
+    "hidden_size": 8192,
+    "intermediate_size": 22528,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 64,
+    "max_position_embeddings": 8192,
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.0625,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "eos_token_id": 255001,
+}
+_COHERE2 = _COHERE | {"sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 10000.0}
+_CAUSAL = {"use_bidirectional_attention": False}
+_SANDWICH = TensorNames(post_norm="pre_feedforward_layernorm")
+
+
+def _attention_biases(config: Fields) -> Biases:
+    attention = config.flag("attention_bias")
+    return Biases(attention, attention)
+
+
+def _gemma(config: Fields) -> Mapping[str, Any]:
+    """Published files say ``gelu`` and mean the approximation by tanh."""
+    return {"hidden_act": "gelu_pytorch_tanh"} if config["hidden_act"] == "gelu" else {}
+
+
+def _gemma_blocks(config: Fields) -> Blocks:
+    return Blocks(norm_offset=1.0, embedding_scale=math.sqrt(config.size("hidden_size")))
+
+
+def _cap(config: Fields, name: str) -> float | None:
+    return None if config[name] is None else config.positive(name)
+
+
+def _sandwich_blocks(config: Fields) -> Blocks:
+    return Blocks(
+        norm_after=True,
+        norm_offset=1.0,
+        embedding_scale=math.sqrt(config.size("hidden_size")),
+        attention_scale=config.positive("query_pre_attn_scalar") ** -0.5,
+        attention_cap=_cap(config, "attn_logit_softcapping"),
+        logit_cap=_cap(config, "final_logit_softcapping"),
+    )
+
+
+def _gemma3_blocks(config: Fields) -> Blocks:
+    sandwich = _sandwich_blocks(config)
+    return Blocks(
+        norm_after=True,
+        norm_offset=1.0,
+        head_norm="each",
+        embedding_scale=sandwich.embedding_scale,
+        attention_scale=sandwich.attention_scale,
+        attention_cap=sandwich.attention_cap,
+        logit_cap=sandwich.logit_cap,
+    )
+
+
+def _patterned(config: Fields, num_layers: int, period: int) -> Windows:
+    """All layers but each ``period``-th slide."""
+    types = ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(num_layers)]
+    return windows_by_type(config, num_layers, types, config.size("sliding_window"))
+
+
+def _gemma2_windows(config: Fields, num_layers: int) -> Windows:
+    return _patterned(config, num_layers, 2)
+
+
+def _pattern_windows(config: Fields, num_layers: int) -> Windows:
+    return _patterned(config, num_layers, config.size("sliding_window_pattern"))
+
+
+def _gemma3_rotaries(config: Fields, head_dim: int, windows: Windows) -> tuple[RotaryConfig | None, ...]:
+    """Layers that slide have a base of their own, and no scaling unless it is given for them."""
+    nested = config["rope_parameters"]
+    if isinstance(nested, dict) and ("full_attention" in nested or "sliding_attention" in nested):
+        whole = config.having({"rope_parameters": nested.get("full_attention")})
+        local: dict[str, Any] = {"rope_parameters": nested.get("sliding_attention")}
+    else:
+        whole, local = config, {"rope_parameters": None}
+    local |= {"rope_scaling": None, "rope_theta": config["rope_local_base_freq"]}
+    full = read_rotary(whole, head_dim, ROPE_KINDS, partial=False)
+    sliding = read_rotary(config.having(local), head_dim, ROPE_KINDS, partial=False)
+    return tuple(full if window is None else sliding for window in windows)
+
+
+def _cohere_blocks(config: Fields) -> Blocks:
+    return Blocks(parallel=True, one_norm=True, norm_bias=False, logit_scale=config.positive("logit_scale"))
+
+
+def _cohere2_rotaries(config: Fields, head_dim: int, windows: Windows) -> tuple[RotaryConfig | None, ...]:
+    rotary = read_rotary(config, head_dim, ROPE_KINDS, partial=False)
+    return tuple(None if window is None else rotary for window in windows)
+
+
+GEMMA_LIKE: Mapping[str, Architecture] = {
+    "GemmaForCausalLM": Architecture(
+        _GEMMA,
+        Evidence("Gemma, CodeGemma"),
+        fixed=_CAUSAL,
+        derived=_gemma,
+        activations=("gelu_pytorch_tanh",),
+        biases=_attention_biases,
+        blocks=_gemma_blocks,
+    ),
+    "Gemma2ForCausalLM": Architecture(
+        _GEMMA2,
+        Evidence("Gemma 2"),
+        fixed=_CAUSAL,
+        spelled={"hidden_act": "hidden_activation"},
+        activations=("gelu_pytorch_tanh",),
+        biases=_attention_biases,
+        windows=_gemma2_windows,
+        blocks=_sandwich_blocks,
+        names=_SANDWICH,
+    ),
+    "Gemma3ForCausalLM": Architecture(
+        _GEMMA3,
+        Evidence("Gemma 3 (text: 270M, 1B)"),
+        fixed=_CAUSAL,
+        spelled={"hidden_act": "hidden_activation"},
+        activations=("gelu_pytorch_tanh",),
+        biases=_attention_biases,
+        windows=_pattern_windows,
+        rotaries=_gemma3_rotaries,
+        blocks=_gemma3_blocks,
+        names=_SANDWICH,
+    ),
+    "CohereForCausalLM": Architecture(
+        _COHERE,
+        Evidence("Command R, Aya 23 (not Command R+)"),
+        fixed={"use_qk_norm": False},
+        spelled={"norm_eps": "layer_norm_eps"},
+        norm="layer",
+        biases=_attention_biases,
+        blocks=_cohere_blocks,
+        names=TensorNames(interleaved=True),
+    ),
+    "Cohere2ForCausalLM": Architecture(
+        _COHERE2,
+        Evidence("Command R7B, Command A"),
+        spelled={"norm_eps": "layer_norm_eps"},
+        norm="layer",
+        biases=_attention_biases,
+        windows=_pattern_windows,
+        rotaries=_cohere2_rotaries,
+        blocks=_cohere_blocks,
+        names=TensorNames(interleaved=True),
+    ),
+}

@@ -1,0 +1,224 @@
+"""The record that describes a family of models: what its configuration says, and which blocks its layers are made of.
+
+A family is data. ``engine.checkpoint.model_config`` reads a ``config.json`` by it, ``engine.checkpoint.weights`` finds
+the tensors by it, and both the torch operations and the compiled step compute what its ``Blocks`` say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from engine.checkpoint.config_fields import Fields
+from engine.checkpoint.rotary_config import RotaryConfig
+
+Windows = tuple[int | None, ...]
+"""By layer: the number of tokens that a token attends to, itself included; None for all."""
+
+ACTIVATIONS: Mapping[str, Literal["silu", "relu", "gelu", "gelu_tanh"]] = {
+    "silu": "silu",
+    "swish": "silu",
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+"""By their names in a ``config.json``: the functions that are computed."""
+
+PLAIN_GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
+
+
+@dataclass(frozen=True, slots=True)
+class Biases:
+    """Which linear layers add a bias; ``head`` is the vocabulary head."""
+
+    qkv: bool = False
+    out: bool = False
+    mlp: bool = False
+    head: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """How a layer, the embedding and the head are put together.
+
+    Attributes:
+        gated: The MLP is ``down(act(gate) * up)``; otherwise ``down(act(up))``.
+        parallel: Attention and MLP both read the layer's input; otherwise the MLP reads what attention has added to.
+        one_norm: In a parallel layer, both read the same norm of it.
+        norm_before: Whether attention and MLP read a norm of the residual stream, or the stream itself.
+        norm_after: Whether what they add goes through a norm.
+        norm_bias: Whether a LayerNorm has a bias.
+        norm_offset: What is added to the stored weights of RMS norms.
+        head_norm: RMS norm of queries and keys before they are turned: of ``each`` head with the same weight, or of
+            ``all`` heads as one row.
+        embedding_scale: Factor of the embeddings, rounded to the model's type.
+        embedding_norm: Whether they go through a norm.
+        residual_scale: Factor of what attention and MLP add.
+        attention_scale: Factor of the products of queries and keys; None: one over the root of ``head_dim``.
+        attention_cap: The scaled products ``s`` become ``cap * tanh(s / cap)``.
+        alibi: Products also get a slope of their head times the key's position.
+        logit_scale, logit_cap: The same two for the logits.
+        unit_head: The rows of the vocabulary head are brought to length 1.
+    """
+
+    gated: bool = True
+    parallel: bool = False
+    one_norm: bool = False
+    norm_before: bool = True
+    norm_after: bool = False
+    norm_bias: bool = True
+    norm_offset: float = 0.0
+    head_norm: Literal["each", "all"] | None = None
+    embedding_scale: float = 1.0
+    embedding_norm: bool = False
+    residual_scale: float = 1.0
+    attention_scale: float | None = None
+    attention_cap: float | None = None
+    alibi: bool = False
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
+    unit_head: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """A checkpoint's names of its tensors, and how their rows lie. Llama's by default.
+
+    Attributes:
+        positions: Learned positions; the first ``unused_positions`` rows belong to none.
+        layers: Prefix of the layers; names of a layer's tensors follow behind ``layers.N.``.
+        qkv: One tensor each, or a single one.
+        up: Gate and up, or a single one.
+        aliases: Other names that checkpoints have for tensors of the whole model.
+        ignored: Ends of names that carry nothing.
+        transposed: Matrices of the layers lie as ``[inputs, outputs]``.
+        grouped: The rows of ``qkv`` are, for each KV head, its queries, its key and its value.
+        interleaved: The values of a head that are turned together lie beside each other, and not half a head apart.
+    """
+
+    embedding: str = "model.embed_tokens"
+    embedding_norm: str = ""
+    positions: str = ""
+    unused_positions: int = 0
+    layers: str = "model.layers"
+    norm: str = "model.norm"
+    lm_head: str = "lm_head"
+    input_norm: str = "input_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    out: str = "self_attn.o_proj"
+    after_attention: str = "post_attention_layernorm"
+    post_norm: str = "post_attention_layernorm"
+    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    after_mlp: str = "post_feedforward_layernorm"
+    aliases: tuple[tuple[str, str], ...] = ()
+    ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    transposed: bool = False
+    grouped: bool = False
+    interleaved: bool = False
+
+    @property
+    def in_order(self) -> bool:
+        """Whether all rows lie as they are computed with."""
+        return not (self.transposed or self.grouped or self.interleaved)
+
+    def layer(self, index: int) -> str:
+        """Prefix of the names of a layer's tensors."""
+        return f"{self.layers}.{index}."
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What a family's outputs have been compared with.
+
+    Attributes:
+        models: Published models of the family.
+        reference: What computes the same in the test of families, token for token.
+        verified: False where the reference was written from a description, and no published checkpoint was compared.
+        date: When the comparison was last extended.
+    """
+
+    models: str
+    reference: str = "transformers"
+    verified: bool = True
+    date: str = "2026-11-23"
+
+
+ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+"""Every ``rope_type`` that is computed."""
+
+T = TypeVar("T")
+Rotaries = Callable[[Fields, int, Windows], tuple[RotaryConfig | None, ...]]
+"""The rotary embedding of each layer, by head_dim and windows."""
+
+
+def full_attention(config: Fields, num_layers: int) -> Windows:
+    """No window anywhere."""
+    return (None,) * num_layers
+
+
+def nothing_derived(config: Fields) -> Mapping[str, Any]:
+    """The configuration says everything by itself."""
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One family.
+
+    Attributes:
+        defaults: Defaults of the fields of its ``config.json``, as in transformers.
+        evidence: What it has been compared with.
+        fixed: Fields for which the engine computes only one value. A missing field or null is fine.
+        spelled: Our names of fields that it names differently.
+        derived: Fields, by our names, that follow from others.
+        norm: Kind of the norms.
+        activations: The values of ``hidden_act`` that it may have.
+        blocks, biases, names: Values, or functions of the configuration.
+        rope_kinds: The ``rope_type`` values that are computed; none: positions are not turned.
+        partial_rotary: Whether a part of each head can stay unrotated.
+        rotaries: The rotary embedding by layer, where layers differ.
+        compiled: Whether the compiled step has all of its blocks; otherwise torch operations compute it.
+    """
+
+    defaults: Mapping[str, Any]
+    evidence: Evidence
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    spelled: Mapping[str, str] = field(default_factory=dict)
+    derived: Callable[[Fields], Mapping[str, Any]] = nothing_derived
+    norm: Literal["rms", "layer"] = "rms"
+    activations: tuple[str, ...] = ("silu",)
+    blocks: Blocks | Callable[[Fields], Blocks] = field(default_factory=Blocks)
+    biases: Biases | Callable[[Fields], Biases] = field(default_factory=Biases)
+    names: TensorNames | Callable[[Fields], TensorNames] = field(default_factory=TensorNames)
+    windows: Callable[[Fields, int], Windows] = full_attention
+    rope_kinds: tuple[str, ...] = ROPE_KINDS
+    partial_rotary: bool = False
+    rotaries: Rotaries | None = None
+    compiled: bool = True
+
+
+def of_config(value: T | Callable[[Fields], T], config: Fields) -> T:
+    """A value of a record that may depend on the configuration."""
+    return value(config) if callable(value) else value
+
+
+def same_window(config: Fields, num_layers: int) -> Windows:
+    """``sliding_window`` on every layer."""
+    return (config.size_or_none("sliding_window"),) * num_layers
+
+
+def windows_by_type(config: Fields, num_layers: int, types: list[str], window: int | None) -> Windows:
+    """The window on layers of ``layer_types`` that slide; ``types`` where there is no such field."""
+    given = types if config["layer_types"] is None else config["layer_types"]
+    allowed: dict[str, int | None] = {"full_attention": None}
+    if window is not None:
+        allowed["sliding_attention"] = window
+    if not isinstance(given, list) or len(given) != num_layers or not all(kind in allowed for kind in given):
+        raise config.error("layer_types", f"{num_layers} times {' or '.join(allowed)}")
+    return tuple(allowed[kind] for kind in given)

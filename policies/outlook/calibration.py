@@ -1,0 +1,166 @@
+"""Corrects predicted quantiles by the ends that were seen, so that as many ends lie below them as they say.
+
+Split conformal prediction over a sliding window (Papadopoulos et al., "Inductive Confidence Machines for
+Regression", ECML 2002; Gibbs and Candès, "Adaptive Conformal Inference Under Distribution Shift", NeurIPS 2021, for
+changing laws): a quantile is multiplied by the quantile of what earlier ones should have been multiplied by. The
+roll-out gives the shape, this gives the coverage.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
+
+LEVELS = (0.5, 0.9)
+WINDOW = 1000
+"""Predictions of one kind that are kept: several times as many as are in flight, whose ages are all that is known."""
+
+MIN_ENDS = 40
+"""A kind of which fewer have ended is corrected by all ends together ..."""
+
+MIN_ALL = 20
+"""... and below so many ends there is no correction."""
+
+LEAST_S = 1e-6
+
+WIDE = 2.5
+"""From this ratio of the two quantiles on, a prediction is of another kind."""
+
+
+class Kind(NamedTuple):
+    """What predictions are corrected together.
+
+    Attributes:
+        waits: The job had no place.
+        octave: Whole logarithm of the median, base 2.
+        wide: The two quantiles are far apart.
+    """
+
+    waits: bool
+    octave: int
+    wide: bool
+
+
+class Raw(NamedTuple):
+    """Quantiles of the roll-out, in seconds."""
+
+    p50_s: float
+    p90_s: float
+    waits: bool
+
+    @property
+    def kind(self) -> Kind:
+        octave = math.floor(math.log2(max(self.p50_s, 1e-3)))
+        return Kind(self.waits, octave, self.p90_s > WIDE * self.p50_s)
+
+
+class OnlineCalibration:
+    """Factors of predicted quantiles, from the latest predictions.
+
+    A prediction counts from the start: while its job goes on, its age is a lower bound (Kaplan-Meier). With ended jobs
+    alone the short ones would count first, and the factors were too small whenever traffic changes.
+    """
+
+    def __init__(self) -> None:
+        self._all = _Window()
+        self._kinds: dict[Kind, _Window] = {}
+        self._open: dict[str, tuple[tuple[_Window, int], ...]] = {}
+        self._factors: dict[Kind, tuple[float, float]] = {}  # as of one instant
+        self._factors_at = -math.inf
+
+    def begin(self, job_id: str, raw: Raw, now: float) -> None:
+        """A job was predicted."""
+        own = self._kinds.setdefault(raw.kind, _Window())
+        self._open[job_id] = tuple((window, window.begin(raw, now)) for window in (self._all, own))
+
+    def end(self, job_id: str, now: float) -> None:
+        """The job has ended; unknown ones are ignored."""
+        for window, number in self._open.pop(job_id, ()):
+            window.end(number, now)
+
+    def drop(self, job_id: str) -> None:
+        """The job has left before its end, which says nothing."""
+        for window, number in self._open.pop(job_id, ()):
+            window.drop(number)
+
+    def corrected(self, raw: Raw, now: float) -> tuple[float, float]:
+        """(p50, p90) in seconds; O(WINDOW) for the first of a kind at an instant."""
+        if now != self._factors_at:
+            self._factors, self._factors_at = {}, now
+        factors = self._factors.get(raw.kind)
+        if factors is None:
+            factors = self._factors[raw.kind] = self._factors_of(raw.kind, now)
+        p50_s, p90_s = raw.p50_s * factors[0], raw.p90_s * factors[1]
+        return p50_s, max(p50_s, p90_s)
+
+    def _factors_of(self, kind: Kind, now: float) -> tuple[float, float]:
+        window = self._kinds.get(kind, self._all)
+        if window.num_ends < MIN_ENDS:
+            window = self._all
+        if window.num_ends < MIN_ALL:
+            return 1.0, 1.0
+        return window.factor(0, now), window.factor(1, now)
+
+
+class _Window:
+    """The latest ``WINDOW`` predictions of one kind."""
+
+    def __init__(self) -> None:
+        self._num = 0
+        self._predicted = np.ones((WINDOW, len(LEVELS)))
+        self._began_at = np.zeros(WINDOW)
+        self._took_s = np.full(WINDOW, np.nan)  # NaN while the job goes on
+        self._has_ended = np.zeros(WINDOW, np.bool_)
+
+    @property
+    def num_ends(self) -> int:
+        return int(np.count_nonzero(self._has_ended))
+
+    def begin(self, raw: Raw, now: float) -> int:
+        """Returns the number of the prediction."""
+        slot = self._num % WINDOW
+        self._predicted[slot] = np.maximum(raw[: len(LEVELS)], LEAST_S)
+        self._began_at[slot], self._took_s[slot], self._has_ended[slot] = now, np.nan, False
+        self._num += 1
+        return self._num - 1
+
+    def end(self, number: int, now: float) -> None:
+        if number >= self._num - WINDOW:
+            slot = number % WINDOW
+            self._took_s[slot] = now - self._began_at[slot]
+            self._has_ended[slot] = True
+
+    def drop(self, number: int) -> None:
+        """A lower bound of 0 weighs nothing."""
+        if number >= self._num - WINDOW:
+            self._took_s[number % WINDOW] = 0.0
+
+    def factor(self, column: int, now: float) -> float:
+        """What predictions at ``LEVELS[column]`` have to be multiplied by."""
+        num = min(self._num, WINDOW)
+        took_s = self._took_s[:num]
+        seconds = np.where(np.isnan(took_s), now - self._began_at[:num], took_s)
+        ratios = np.maximum(seconds, LEAST_S) / self._predicted[:num, column]
+        return survival_quantile(ratios, self._has_ended[:num], LEVELS[column])
+
+
+def survival_quantile(values: FloatArray, is_exact: BoolArray, level: float) -> float:
+    """The Kaplan-Meier quantile of values of which some are lower bounds; linear between exact values.
+
+    One more value to come is counted as the largest, as split conformal prediction does.
+
+    Args:
+        values: Shape (n,).
+        is_exact: False for a lower bound, shape (n,); True for at least one.
+    """
+    order = np.argsort(values)
+    values, is_exact = values[order], is_exact[order]
+    at_risk = np.arange(len(values) + 1, 1, -1)
+    below = 1.0 - np.cumprod(np.where(is_exact, 1.0 - 1.0 / at_risk, 1.0))
+    return float(np.interp(level, below[is_exact], values[is_exact]))

@@ -1,0 +1,134 @@
+"""What a replica's scheduler tells of the ends of its requests, and what it learns from them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from core.costs import StepCost, attention_pairs
+from policies.interfaces import Job
+from policies.outlook.calibration import OnlineCalibration, Raw
+from policies.outlook.laws import RemainingLaws
+from policies.outlook.rollout import QueueState, RecentTraffic, RollOut
+
+NUM_ARRIVALS = 128
+"""Arrivals from which the rate is taken."""
+
+MEMORY = 300.0
+"""Arrivals, or ends, over which means are taken."""
+
+UNKNOWN_OUTPUT_LEN = 256.0
+"""Tokens of an output before any has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """The jobs of a replica as its scheduler has them.
+
+    Attributes:
+        running, waiting, num_waiting: As in ``QueueState``.
+    """
+
+    running: Sequence[Job]
+    waiting: Sequence[Job]
+    num_waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """When one job will end, in seconds from the question; ``coarse`` as in ``Promise``."""
+
+    p50_s: float
+    p90_s: float
+    coarse: bool
+
+
+class PromiseMaker:
+    """Predicts when jobs end, and compares with when they do.
+
+    Nothing is learned before the first question, so that a scheduler that is never asked pays nothing.
+
+    Args:
+        max_num_seqs: Places of the replica.
+    """
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self.calibration = OnlineCalibration()
+        self.laws = RemainingLaws()
+        self._max_num_seqs = max_num_seqs
+        self._is_asked = False
+        self._arrivals: deque[float] = deque(maxlen=NUM_ARRIVALS)
+        self._prompts = _RunningMean()
+        self._pairs = _RunningMean()
+        self._beside = _RunningMean()
+        self._outputs = _RunningMean()
+
+    def promise(self, arrived: Iterable[Job], standing: Standing, cost: StepCost, now: float) -> list[Outlook]:
+        """When jobs that have just come will end; their ends are learned from. All from one roll-out."""
+        self._is_asked = True
+        jobs = list(arrived)
+        for job in jobs:
+            self._arrived(job, len(standing.running), now)
+        return self._outlooks(jobs, standing, cost, now, keeps=True)
+
+    def outlook(self, jobs: Sequence[Job], standing: Standing, cost: StepCost, now: float) -> list[Outlook]:
+        """The same for jobs that have been here for a while; nothing is kept."""
+        return self._outlooks(jobs, standing, cost, now, keeps=False)
+
+    def ended(self, job: Job, now: float, *, censored: bool) -> None:
+        """A job has ended; ``censored``: it was cut off, so its natural length is unknown."""
+        if not self._is_asked:
+            return
+        self.laws.learn(job, censored=censored)
+        self._outputs.add(job.output_len)
+        self.calibration.end(job.request_id, now)
+
+    def left(self, request_id: str) -> None:
+        """A job has left without an end."""
+        self.calibration.drop(request_id)
+        self.laws.forget(request_id)
+
+    def _arrived(self, job: Job, num_running: int, now: float) -> None:
+        self._arrivals.append(now)
+        missing_len = job.missing_len
+        self._prompts.add(missing_len)
+        self._pairs.add(attention_pairs(missing_len, job.known_len - missing_len))
+        self._beside.add(num_running)
+
+    def _outlooks(
+        self, jobs: Sequence[Job], standing: Standing, cost: StepCost, now: float, *, keeps: bool
+    ) -> list[Outlook]:
+        state = QueueState(
+            standing.running, standing.waiting, standing.num_waiting, self._max_num_seqs, cost, self._traffic(cost)
+        )
+        roll_out = RollOut(state, self.laws)
+        placed = {job.request_id for job in standing.running}
+        found = []
+        for job in jobs:
+            waits = job.request_id not in placed
+            ends_s = roll_out.end_s(job, waits=waits)
+            raw = Raw(float(ends_s[len(ends_s) // 2]), float(ends_s[int(0.9 * len(ends_s))]), waits)
+            found.append(Outlook(*self.calibration.corrected(raw, now), state.is_coarse and waits))
+            if keeps:
+                self.calibration.begin(job.request_id, raw, now)
+        return found
+
+    def _traffic(self, cost: StepCost) -> RecentTraffic:
+        arrivals = self._arrivals
+        span_s = arrivals[-1] - arrivals[0] if len(arrivals) > 1 else 0.0
+        rate = (len(arrivals) - 1) / span_s if span_s > 0 else 0.0
+        prefill_s = cost.prefill_token_s * self._prompts.mean + cost.prefill_pair_s * self._pairs.mean
+        return RecentTraffic(rate, self._beside.mean, self._outputs.mean or UNKNOWN_OUTPUT_LEN, prefill_s)
+
+
+class _RunningMean:
+    """The mean of about the last ``MEMORY`` numbers."""
+
+    def __init__(self) -> None:
+        self.mean = 0.0
+        self._num = 0
+
+    def add(self, value: float) -> None:
+        self._num += 1
+        self.mean += (value - self.mean) / min(self._num, MEMORY)

@@ -1,0 +1,159 @@
+"""What is on a replica now, drawn up for the operator's pages from the books of its scheduler; decides nothing."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+
+from core.forecast import QUANTILES
+from core.messages.live import EndedRequest, LiveRequest, MemoryPoint, ReplicaLive
+from core.promise import Promise
+from core.request import Residency
+from policies.admission.past_future import peak_profile
+from policies.interfaces import ScheduledRequest
+from policies.replica.events import AccountClosed, RequestEnded
+from policies.replica.scheduler import ReplicaScheduler
+
+MAX_ENDS = 50
+"""Requests of which a view tells when they will end: about 3 ms of CPU."""
+
+MAX_POINTS = 64
+MAX_ENDED = 50
+FORGETTING = 0.02
+"""Weight of the latest request in the mean length of those that have ended."""
+
+_Q90 = QUANTILES.index(0.9)
+
+
+class SchedulerWatch:
+    """Watches one scheduler.
+
+    ``of`` costs O(admitted log admitted + rows), and one walk over the waiting requests if rows are asked for.
+
+    Args:
+        replica: Its name.
+    """
+
+    def __init__(self, replica: str, machine: ReplicaScheduler) -> None:
+        self._replica = replica
+        self._machine = machine
+        self._ended: deque[EndedRequest] = deque(maxlen=MAX_ENDED)
+        self._mean_len: float | None = None
+        self._just_ended: dict[str, RequestEnded] = {}
+
+    def ended(self, end: RequestEnded) -> None:
+        """A request has ended; ``closed`` says of which answer it was."""
+        length = float(end.finished.output_len)
+        self._mean_len = length if self._mean_len is None else self._mean_len + FORGETTING * (length - self._mean_len)
+        self._just_ended[end.finished.request_id] = end
+        while len(self._just_ended) > MAX_ENDED:
+            del self._just_ended[next(iter(self._just_ended))]
+
+    def closed(self, account: AccountClosed) -> None:
+        """The decisions about a request are complete."""
+        end = self._just_ended.pop(account.request_id, None)
+        if end is None:
+            return
+        reason = end.finished.status.finish_reason or ""
+        origin, took_s = account.origin, end.ended_at - end.arrived_at
+        self._ended.appendleft(
+            EndedRequest(origin.response_id, origin.choice, reason, end.finished.output_len, end.predicted_len, took_s)
+        )
+
+    def of(self, now: float, max_rows: int) -> ReplicaLive:
+        """The replica now.
+
+        Args:
+            max_rows: Requests listed at most; 0 lists none, nor those that have ended.
+        """
+        machine = self._machine
+        admitted = machine.admitted
+        return ReplicaLive(
+            replica=self._replica,
+            num_running=machine.num_admitted,
+            num_waiting=machine.num_waiting,
+            num_offloaded=machine.num_offloaded,
+            used_tokens=sum(each.computed_len for each in admitted),
+            capacity_tokens=machine.capacity_tokens,
+            curve=self._curve(admitted),
+            requests=tuple(self._rows(now, max_rows)),
+            ended=tuple(self._ended) if max_rows else (),
+        )
+
+    def _curve(self, admitted: list[ScheduledRequest]) -> tuple[MemoryPoint, ...]:
+        """Equations (2) and (3) of Past-Future over the forecasts, thinned; it begins with what is held now."""
+        if not admitted:
+            return ()
+        base = np.array([each.known_len for each in admitted], np.int64)
+        remaining = np.array([self._remaining_len(each) for each in admitted], np.int64)
+        steps, tokens = peak_profile(base, remaining)
+        highest: dict[int, int] = {}  # by steps: jobs that complete at once are one point
+        for ahead, used in zip(steps.tolist(), tokens.tolist(), strict=True):
+            highest[ahead] = max(used, highest.get(ahead, 0))
+        peak = max(highest, key=highest.__getitem__)
+        rising = sorted(highest)
+        kept = sorted({*rising[:: -(-len(rising) // (MAX_POINTS - 3))], rising[-1], peak})
+        return MemoryPoint(0, int(base.sum())), *(MemoryPoint(ahead, highest[ahead]) for ahead in kept)
+
+    def _remaining_len(self, each: ScheduledRequest) -> int:
+        """Predicted tokens to come, at least 1 and within its limit.
+
+        By its forecast: to the mean, or beyond that to the next quantile. Else the mean length of those that ended,
+        whatever it has generated: without a forecast lengths are taken to be memoryless.
+        """
+        most = each.max_new_tokens - each.output_len
+        if each.forecast is None:
+            ahead = most if self._mean_len is None else self._mean_len
+        else:
+            known = (each.forecast.mean, *each.forecast.quantiles)
+            ahead = next((length - each.output_len for length in known if length > each.output_len), most)
+        return max(1, min(most, round(ahead)))
+
+    def _rows(self, now: float, max_rows: int) -> Iterator[LiveRequest]:
+        if not max_rows:
+            return
+        machine = self._machine
+        running = {job.request_id for job in machine.selector.running}
+        has_worker = machine.capacity_tokens > 0
+        waiting = machine.waiting(now) if has_worker else iter(())
+        listed = list(itertools.islice(itertools.chain(machine.admitted, waiting), max_rows))
+        asked = [each.request_id for each in listed[:MAX_ENDS]]
+        ends = {made.request_id: made for made in machine.outlook(asked, now)}
+        for each in listed:
+            yield self._row(each, each.request_id in running, ends.get(each.request_id), now)
+
+    def _row(self, each: ScheduledRequest, runs: bool, end: Promise | None, now: float) -> LiveRequest:
+        origin, forecast = each.request.origin, each.forecast
+        facts = self._machine.order.explain(each, now)
+        rank_s = facts.get("rank_s")
+        return LiveRequest(
+            request_id=each.request_id,
+            response_id="" if origin is None else origin.response_id,
+            choice=0 if origin is None else origin.choice,
+            tenant=each.tenant,
+            state=_state(each, runs),
+            age_s=now - each.arrived_at,
+            prompt_len=each.prompt_len,
+            output_len=each.output_len,
+            max_new_tokens=each.max_new_tokens,
+            predicted_len=None if forecast is None else forecast.mean,
+            most_len=None if forecast is None else forecast.quantiles[_Q90],
+            kv_tokens=each.computed_len,
+            level=int(facts.get("level", 0)),
+            rank_s=None if rank_s is None else float(rank_s),
+            waits_for=each.waits_for,
+            num_preemptions=each.num_preemptions,
+            eta_p50=None if end is None else end.p50_s,
+            eta_p90=None if end is None else end.p90_s,
+        )
+
+
+def _state(each: ScheduledRequest, runs: bool) -> str:
+    if each.residency is Residency.HOST or each.is_offloaded:
+        return "offloaded"
+    if runs and not each.stalled:
+        return "decode" if each.decodes else "prefill"
+    return "paused" if each.is_resident else "waiting"

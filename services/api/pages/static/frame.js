@@ -1,0 +1,93 @@
+// What every page shares: the address of the server, text, numbers, the navigation.
+const TIMEOUT_MS = 3000;
+const byId = (id) => document.getElementById(id);
+// Pages are at /dashboard, /dashboard/NAME and /play, perhaps behind another server's path.
+const ROOT = location.pathname.replace(/(dashboard(\/[a-z]+)?|play)\/?$/, "");
+const HERE = location.pathname.slice(ROOT.length).replace(/\/$/, "");
+
+for (const link of document.querySelectorAll("nav.pages a")) {
+  link.setAttribute("href", ROOT + link.dataset.page);
+  if (link.dataset.page === HERE) link.setAttribute("aria-current", "page");
+}
+
+// Text becomes a text node: no name, id or prompt is ever read as markup.
+function make(tag, className = "", ...content) {
+  const made = document.createElement(tag);
+  if (className) made.className = className;
+  made.append(...content);
+  return made;
+}
+
+function setText(element, text) {
+  if (element.textContent !== text) element.textContent = text;  // screen readers do not repeat unchanged text
+}
+
+const clock = (ms) => new Date(ms).toLocaleTimeString([], {hour12: false});
+const whole = (number) => Math.round(number).toLocaleString("en");
+const natural = (a, b) => a.localeCompare(b, undefined, {numeric: true});
+
+function seconds(value) {
+  if (value === 0) return "0";
+  if (value < 1) return `${(1000 * value).toFixed(value < 0.01 ? 1 : 0)} ms`;
+  if (value < 100) return `${value.toFixed(value < 10 ? 2 : 1)} s`;
+  return value < 7200 ? `${Math.round(value / 60)} min` : `${Math.round(value / 3600)} h`;
+}
+
+function amount(value) {
+  if (value >= 1e6) return `${(value / 1e6).toFixed(1)} M`;
+  if (value >= 1e4) return `${(value / 1e3).toFixed(1)} k`;
+  return value < 10 && value % 1 ? value.toFixed(2) : whole(value);
+}
+
+async function getJson(address) {
+  const reply = await ask(ROOT + address);
+  const body = await reply.json();
+  if (!reply.ok) throw new Error(body.error?.message ?? `the server answered ${reply.status}`);
+  return body;
+}
+
+const reasonOf = (error) => error.name === "TimeoutError" ? `no answer within ${TIMEOUT_MS / 1000} s`
+  : error instanceof TypeError ? "no connection" : error.message;
+
+// Calls `work` every so many milliseconds, never twice at once and not while the tab is hidden; `tell` hears of every
+// turn: null, or why it failed.
+function repeat(work, everyMs, tell) {
+  async function turn() {
+    const beganAt = performance.now();
+    if (!document.hidden) {
+      try {
+        await work();
+        tell(null);
+      } catch (error) {
+        tell(reasonOf(error));
+      }
+    }
+    setTimeout(turn, Math.max(0, everyMs - (performance.now() - beganAt)));
+  }
+  turn();
+}
+
+const problems = new Map();
+
+// For `repeat`: shows in the page's banner that `what` cannot be read.
+const inBanner = (what) => (problem) => {
+  if (problem === null) problems.delete(what);
+  else problems.set(what, `${what} cannot be read: ${problem}. Trying again.`);
+  document.body.classList.toggle("stale", problems.size > 0);
+  byId("banner").hidden = !problems.size;
+  setText(byId("banner-text"), [...problems.values()].join(" "));
+};
+
+// The state of all components in one word, on pages that do not show each of them.
+async function pollHealth() {
+  const {actors} = await getJson("live/status");
+  const bad = actors.filter((row) => ["dead", "lost", "failed", "gone"].includes(row.state));
+  const away = actors.filter((row) => row.state !== "ready" && !bad.includes(row));
+  const pill = byId("health");
+  pill.dataset.level = bad.length ? "bad" : away.length ? "warn" : "ok";
+  const names = (rows) => rows.map((row) => row.name).join(", ");
+  setText(pill, bad.length ? `Down: ${names(bad)}` : away.length ? `Not ready: ${names(away)}` : `All ${actors.length} components ready`);
+}
+
+const HEALTH_MS = 2000;
+if (byId("health")) addEventListener("load", () => repeat(pollHealth, HEALTH_MS, inBanner("The state of components")));

@@ -1,0 +1,130 @@
+"""The fields of a request that constrain its output to a grammar: OpenAI's ``response_format`` and vLLM's spellings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from pydantic import Field, model_validator
+
+from services.api.fields import MAX_CHOICES, NeutralOnly, refused
+from services.api.strict import StrictModel
+
+Schema = dict[str, Any] | bool
+"""A JSON Schema; ``true`` describes every JSON value."""
+
+
+class Constraint(NamedTuple):
+    """What an output must follow.
+
+    Attributes:
+        field: Field of the request that says so.
+        kind: ``schema``, ``object`` (any JSON object), ``regex``, ``choice`` or ``grammar``.
+        value: As the client wrote it.
+        compact: Whether JSON holds no white space outside of strings.
+    """
+
+    field: str
+    kind: Literal["schema", "object", "regex", "choice", "grammar"]
+    value: Any
+    compact: bool = False
+
+
+class JsonSchemaFormat(StrictModel):
+    """``strict`` changes nothing: every output follows the schema."""
+
+    name: str | None = Field(None, max_length=256)
+    description: str | None = None
+    strict: bool | None = None
+    schema_: Schema = Field(alias="schema", description="JSON Schema, draft 2020-12.")
+
+
+class ResponseFormat(StrictModel):
+    """OpenAI's spelling."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> ResponseFormat:
+        if (self.json_schema is None) == (self.type == "json_schema"):
+            expected = "an object with 'schema'" if self.type == "json_schema" else f"null where type is {self.type!r}"
+            raise refused(".json_schema", None if self.json_schema is None else "an object", expected)
+        return self
+
+
+Choices = list[str]
+
+
+class StructuredOutputs(StrictModel):
+    """vLLM's spelling; exactly one of ``json``, ``json_object``, ``regex``, ``choice`` and ``grammar`` is given."""
+
+    neutral: ClassVar[Mapping[str, NeutralOnly]] = {
+        "structural_tag": NeutralOnly((), "structural tags are not supported, write a grammar"),
+        "disable_additional_properties": NeutralOnly((False,), 'write "additionalProperties": false into the schema'),
+        "whitespace_pattern": NeutralOnly((), "only disable_any_whitespace is supported"),
+        "disable_fallback": NeutralOnly((True, False), "there is one engine of grammars"),
+    }
+
+    json_: str | Schema | None = Field(None, alias="json", description="JSON Schema, as an object or as its text.")
+    json_object: bool | None = Field(None, description="Any JSON object.")
+    regex: str | None = Field(None, min_length=1)
+    choice: Choices | None = Field(None, min_length=1, max_length=MAX_CHOICES)
+    grammar: str | None = Field(None, min_length=1, description="In the syntax of Lark, or GBNF.")
+    disable_any_whitespace: bool | None = None
+
+    def constraints(self) -> list[Constraint]:
+        compact = bool(self.disable_any_whitespace)
+        found = _named("structured_outputs.", self.json_, self.regex, self.choice, self.grammar)
+        if self.json_object:
+            found.append(Constraint("structured_outputs.json_object", "object", True))
+        return [each._replace(compact=compact) for each in found]
+
+    @model_validator(mode="after")
+    def _check_one(self) -> StructuredOutputs:
+        if len(self.constraints()) != 1:
+            expected = "exactly one of json, json_object, regex, choice and grammar"
+            raise refused("", f"{len(self.constraints())} of them", expected)
+        return self
+
+
+def constraint_of(
+    response_format: ResponseFormat | None,
+    structured: StructuredOutputs | None,
+    guided: tuple[Any, str | None, Choices | None, str | None],
+) -> Constraint | None:
+    """The one constraint of a request.
+
+    Args:
+        guided: ``guided_json``, ``guided_regex``, ``guided_choice`` and ``guided_grammar``.
+
+    Raises:
+        PydanticCustomError: There are several.
+    """
+    found = _named("guided_", *guided)
+    if structured is not None:
+        found += structured.constraints()
+    if response_format is not None and response_format.type == "json_object":
+        found.append(Constraint("response_format", "object", True))
+    if response_format is not None and response_format.json_schema is not None:
+        schema = response_format.json_schema.schema_
+        found.append(Constraint("response_format.json_schema.schema", "schema", schema))
+    if len(found) > 1:
+        names = " and ".join(each.field for each in found)
+        raise refused(f".{found[1].field}", "a second constraint", f"null: the output can follow only one of {names}")
+    return found[0] if found else None
+
+
+def _named(
+    prefix: str, schema: Any, regex: str | None, choice: Choices | None, grammar: str | None
+) -> list[Constraint]:
+    found = []
+    if schema is not None:
+        found.append(Constraint(f"{prefix}json", "schema", schema))
+    if regex is not None:
+        found.append(Constraint(f"{prefix}regex", "regex", regex))
+    if choice is not None:
+        found.append(Constraint(f"{prefix}choice", "choice", choice))
+    if grammar is not None:
+        found.append(Constraint(f"{prefix}grammar", "grammar", grammar))
+    return found

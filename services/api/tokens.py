@@ -1,0 +1,81 @@
+"""``POST /tokenize`` and ``POST /detokenize``: what a prompt becomes, and the text of tokens. Both run nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, Field, model_validator
+
+from core.request import check_token_ids
+from services.api.backend import GenerationBackend
+from services.api.fields import refused
+from services.api.middleware import JsonRoute
+from services.api.requests import check_model, prompt_of_chat
+from services.api.schemas import ChatTurn
+from services.api.strict import StrictModel
+from services.api.text.prompts import PromptEncoder
+
+
+class TokenizeRequest(ChatTurn):
+    """A prompt, as for a completion, or messages, as for a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = Field(None, description="Prompts: false leaves out those of the tokenizer.")
+    return_token_strs: bool | None = Field(None, description="Also the text of each token.")
+
+    @model_validator(mode="after")
+    def _check_one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise refused(".prompt", self.prompt, "either prompt or messages")
+        return self
+
+
+class TokenizeReply(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(StrictModel):
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+
+class DetokenizeReply(BaseModel):
+    prompt: str
+
+
+def token_routes(
+    backend: GenerationBackend, encoder: PromptEncoder, errors: dict[int | str, dict[str, Any]]
+) -> APIRouter:
+    """The routes. A body of 64 KiB or more gets 413."""
+    router = APIRouter(tags=["tokens"], responses=errors, route_class=JsonRoute)
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> TokenizeReply:
+        model = backend.model
+        check_model(body.model, model)
+        ids = await _ids(body, encoder)
+        names = [encoder.texts.text(token_id) for token_id in ids] if body.return_token_strs else None
+        return TokenizeReply(count=len(ids), max_model_len=model.max_model_len, tokens=list(ids), token_strs=names)
+
+    @router.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> DetokenizeReply:
+        check_model(body.model, backend.model)
+        check_token_ids("tokens", body.tokens, backend.model.vocab_size)
+        return DetokenizeReply(prompt=(await asyncio.to_thread(encoder.echo, body.tokens)).text)
+
+    return router
+
+
+async def _ids(body: TokenizeRequest, encoder: PromptEncoder) -> tuple[int, ...]:
+    if body.prompt is None:
+        rendered = await encoder.render_chat_soon(*prompt_of_chat(body))
+        return await asyncio.to_thread(encoder.encode_rendered, rendered)
+    special = body.add_special_tokens is not False
+    encoded = await asyncio.to_thread(encoder.encode_prompt, body.prompt, add_special_tokens=special)
+    return encoded.ids

@@ -1,0 +1,43 @@
+"""The report of an ingress replica for the history of the service; no request waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+
+from actors.runtime.peer import PeerBook, PeerLost
+from core.errors import FarsightError
+from core.series.tally import TrafficTally
+
+REPORT_S = 0.5
+"""Twice for each point of the history, so that every point holds what came in its second."""
+
+TIMEOUT_S = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+class TrafficReports:
+    """Sends counts since the start of the replica, so that a lost report loses nothing."""
+
+    def __init__(self, peers: PeerBook, tally: TrafficTally) -> None:
+        self._supervisor = peers.supervisor()
+        self._tally = tally
+        self._ingress_id = uuid.uuid4().hex
+
+    async def run(self) -> None:
+        """Reports until it is cancelled."""
+        while True:
+            await self.report()
+            await asyncio.sleep(REPORT_S)
+
+    async def report(self) -> None:
+        """One report; without a Supervisor the next one tells it."""
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                await self._supervisor.count_traffic(self._tally.counts(self._ingress_id))
+        except (PeerLost, TimeoutError):
+            return
+        except FarsightError:
+            logger.exception("the Supervisor took no counts of traffic")

@@ -1,0 +1,211 @@
+"""The pages with time in a real browser: charts, live requests, timelines, schedulers, forecasts and the playground,
+at three widths, light and dark, with names that try to be markup."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect
+
+from core.decisions import Decision, pack_decisions
+from core.errors import FarsightError
+from core.messages.live import EndedRequest, LiveRequest, LiveView, MemoryPoint, ReplicaLive
+from core.messages.log import RequestTrace
+from core.messages.series import SeriesColumn, SeriesReply
+from core.series.service import COLUMNS
+from services.api.pages.dashboard import PAGES
+from tests.e2e.pages.test_dashboard_page import (
+    LONG_S,
+    NO_TIME_LIMIT,
+    PIECES,
+    LiveServer,
+    browser,
+    chromium_path,
+    expect_width,
+    live,
+    model_dir,
+    with_state,
+)
+
+pytestmark = pytest.mark.skipif(chromium_path() is None, reason="neither chromium nor google-chrome is installed")
+__all__ = ["browser", "live", "model_dir"]  # fixtures
+
+HOSTILE = "<img src=x onerror=window.hacked=1>"
+RUNS, WAITS, ENDED = (f"cmpl-{letter * 32}" for letter in "abc")
+WIDTHS = (360, 800, 1400)
+
+
+def row(response_id: str, state: str, age_s: float, **fields: object) -> LiveRequest:
+    known = LiveRequest(
+        f"i-{response_id[5]}", response_id, 0, HOSTILE, state, age_s, 12, 30, 100, 40.0, 70.0, 42, 0, 0.25, "", 0
+    )
+    return dataclasses.replace(known, **fields)  # type: ignore[arg-type]
+
+
+def view() -> LiveView:
+    rows = (row(RUNS, "decode", 1.5), row(WAITS, "waiting", 9.0, output_len=0, waits_for="memory", level=2))
+    ended = (EndedRequest(ENDED, 0, "stop", 9, 11.0, 0.5), EndedRequest(RUNS, 1, "length", 20, 18.0, 0.7))
+    curve = (MemoryPoint(0, 300), MemoryPoint(10, 500), MemoryPoint(40, 200))
+    return LiveView((ReplicaLive("0", 1, 1, 0, 300, 640, curve, rows, ended),), num_unplaced=2)
+
+
+def history() -> SeriesReply:
+    now = time.time()
+    at = tuple(now - 60 + second for second in range(60))
+    columns = tuple(SeriesColumn(name, tuple(0.1 + (each % 7) / 10 for each in range(60))) for name in COLUMNS)
+    return SeriesReply(at, columns, (SeriesColumn(HOSTILE, (0.25,) * 60),))
+
+
+def trace() -> RequestTrace:
+    facts = {"prompt_tokens": 3, "max_new_tokens": 8}
+    began = time.time() - 4.0
+    decisions = [
+        Decision("received", began, facts),
+        Decision("admitted", began + 1.0, {"waited_s": 1.0, "num_admitted": 1, "num_waiting": 0}),
+        Decision("first_token", began + 1.5, {"ttft_s": 1.5}),
+        Decision("offloaded", began + 2.0, {"computed_tokens": 9, "num_admitted": 1, "num_waiting": 0}),
+        Decision("refused", began + 3.0, {"reason": HOSTILE}),
+    ]
+    return RequestTrace(f"{RUNS}/i-1/ingress", "i-1", 0, b"", HOSTILE, 0, False, 0, pack_decisions(decisions))
+
+
+@pytest.fixture
+def filled(live: LiveServer) -> LiveServer:
+    live.backend.history, live.backend.on_replicas, live.backend.traces = history(), view(), [trace()]
+    return live
+
+
+@pytest.fixture
+def page(browser: Browser, filled: LiveServer) -> Iterator[Page]:
+    """A tab; anything that it asks of another address, fails at or writes to the console as an error fails the test."""
+    opened = browser.new_page(viewport={"width": 1400, "height": 900})
+    opened.set_default_timeout(1000 * LONG_S)
+    opened.add_init_script(NO_TIME_LIMIT)
+    wrong: list[str] = []
+    base = f"http://127.0.0.1:{filled.port}/"
+    opened.on("request", lambda sent: None if sent.url.startswith((base, "data:")) else wrong.append(sent.url))
+    opened.on("pageerror", lambda error: wrong.append(str(error)))
+    opened.on("console", lambda said: wrong.append(said.text) if _is_error(said) else None)
+    yield opened
+    assert opened.evaluate("window.hacked") is None
+    opened.close()
+    assert not wrong
+
+
+def _is_error(said: ConsoleMessage) -> bool:
+    """Chromium itself notes answers 503 and 404: the history is made to fail, and nothing is explained here."""
+    return said.type == "error" and not re.search("status of (404|503)", said.text)
+
+
+def visit(page: Page, server: LiveServer, address: str) -> None:
+    page.goto(f"http://127.0.0.1:{server.port}{address}")
+
+
+def test_charts_of_the_overview(page: Page, filled: LiveServer) -> None:
+    visit(page, filled, "/dashboard")
+    charts = page.locator("[data-testid^=chart-]")
+    expect(charts).to_have_count(8)
+    expect(charts.locator("canvas")).to_have_count(8)
+    expect(page.get_by_test_id("chart-tenants")).to_contain_text(HOSTILE)
+    expect(page.get_by_test_id("chart-ttft")).to_contain_text(re.compile(r"p50\s*\d+ ms.*p90.*p99"))
+    expect(page.get_by_test_id("chart-memory")).to_have_attribute("aria-label", re.compile("KV memory: in use .* %"))
+    page.get_by_test_id("range-minute").focus()
+    page.keyboard.press("Enter")
+    expect(page.get_by_test_id("range-minute")).to_have_attribute("aria-pressed", "true")
+    filled.backend.history = FarsightError("the Supervisor does not answer")
+    page.get_by_test_id("range-second").click()
+    expect(page.locator("#charts-note")).to_contain_text("the Supervisor does not answer")
+    filled.backend.history = history()
+    expect(page.locator("#charts-note")).to_be_empty()
+
+
+def test_live_requests_are_sorted_and_opened(page: Page, filled: LiveServer) -> None:
+    visit(page, filled, "/dashboard/requests")
+    rows = page.get_by_test_id("live").locator("tbody tr")
+    expect(rows).to_have_count(2)
+    expect(page.get_by_test_id("sums")).to_contain_text("1 running, 3 waiting")
+    expect(rows.nth(0)).to_contain_text("waiting")  # the oldest first
+    expect(rows.nth(1)).to_contain_text("30 of 40")
+    expect(rows.nth(1)).to_contain_text(HOSTILE)
+    page.get_by_role("button", name="Age").click()
+    expect(rows.nth(0)).to_contain_text("decode")
+    expect(page.locator("th[aria-sort]")).to_have_attribute("aria-sort", "ascending")
+    expect(page.get_by_test_id("ended").locator("tbody tr")).to_have_count(2)
+    rows.nth(0).locator("button").focus()
+    page.keyboard.press("Enter")
+    detail = page.get_by_test_id("detail")
+    expect(detail).to_contain_text("Request received")
+    expect(detail.locator("svg.lane rect")).to_have_count(4)  # waiting, prefill, decode, offloaded
+    expect(detail.locator("svg.lane")).to_have_attribute(
+        "aria-label", re.compile("waiting 1.00 s, prefill 500 ms, decode")
+    )
+    expect(detail).to_contain_text(f"Refused: {HOSTILE}")
+    detail.locator("summary").first.click()
+    expect(detail).to_contain_text("prompt_tokens = 3")
+    page.wait_for_timeout(1500)  # it is drawn again meanwhile, and stays open
+    expect(detail).to_contain_text("prompt_tokens = 3")
+    detail.get_by_role("button", name="Close").click()
+    expect(detail).to_be_hidden()
+
+
+def test_schedulers_and_forecasts(page: Page, filled: LiveServer) -> None:
+    visit(page, filled, "/dashboard/scheduler")
+    panel = page.get_by_test_id("scheduler-0")
+    expect(panel).to_contain_text("1 running, 1 waiting, 0 with KV on the host, predicted peak 78 % of 640 tokens")
+    expect(panel).to_contain_text("waiting, level 2")
+    expect(panel.locator("canvas")).to_have_count(1)
+    expect(page.get_by_test_id("moved").locator("canvas")).to_have_count(1)
+    page.get_by_test_id("to-forecasts").click()
+    expect(page.get_by_test_id("error")).to_contain_text("2 requests: mean error 2 tokens; 50 % were no longer")
+    expect(page.get_by_test_id("versions")).to_contain_text("length-predictor words")
+
+
+def test_playground(page: Page, filled: LiveServer) -> None:
+    visit(page, filled, "/play")
+    expect(page.get_by_test_id("model")).to_contain_text("tiny")
+    expect(page.get_by_test_id("examples").get_by_role("button")).not_to_have_count(0)
+    page.get_by_test_id("kind").select_option("completion")
+    page.get_by_test_id("prompt").fill("hello")
+    page.get_by_test_id("max-tokens").fill("8")
+    page.get_by_test_id("prompt").press("Control+Enter")
+    expect(page.get_by_test_id("answer")).to_have_text("Hello!")
+    expect(page.get_by_test_id("numbers")).to_contain_text("output tokens, first after")
+    expect(page.get_by_test_id("timing").locator("rect")).not_to_have_count(0)
+    assert filled.backend.num_completed == 1
+    page.get_by_test_id("many").click()
+    expect(page.get_by_test_id("runs-note")).to_contain_text("mean")
+    expect(page.get_by_test_id("runs").locator(".run")).to_have_count(20)
+    assert filled.backend.num_completed == 21
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_page_is_wider_than_its_window(browser: Browser, filled: LiveServer, scheme: str, tmp_path: Path) -> None:
+    errors: list[str] = []
+    tab = browser.new_page(color_scheme=scheme)  # type: ignore[arg-type]
+    tab.set_default_timeout(1000 * LONG_S)
+    tab.on("pageerror", lambda error: errors.append(str(error)))
+    for address, name in PAGES.items():
+        visit(tab, filled, address)
+        for width in WIDTHS:
+            tab.set_viewport_size({"width": width, "height": 900})
+            expect_width(tab, width)
+        tab.screenshot(path=tmp_path / f"{name}-{scheme}.png")
+    tab.close()
+    assert not errors
+
+
+@pytest.mark.parametrize("address", [each for each in PAGES if each not in ("/dashboard", "/play")])
+def test_a_stopped_service_is_red_on_every_page(page: Page, filled: LiveServer, address: str) -> None:
+    visit(page, filled, address)
+    pill = page.get_by_test_id("health")
+    expect(pill).to_have_attribute("data-level", "ok")
+    filled.backend.components = with_state("worker-1", "dead")
+    expect(pill).to_have_text("Down: worker-1")
+    expect(pill).to_have_attribute("data-level", "bad")
+    filled.backend.components = PIECES
+    expect(pill).to_have_attribute("data-level", "ok")

@@ -1,0 +1,1 @@
+"""Every family of models against its reference."""

@@ -1,0 +1,101 @@
+"""Every family computes the tokens of its reference, by torch operations and by the compiled step.
+
+One scenario a family: prompts that share a prefix, prefills in chunks beside decodes, in a pool so small that sequences
+are preempted and computed again.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from core.config.engine import EngineConfig
+from core.request import SamplingParams
+from engine.checkpoint.architectures import ARCHITECTURES
+from engine.checkpoint.model_config import load_model_config
+from engine.engine import Engine
+from tests.unit.engine.families.shapes import FAMILIES
+from tests.unit.engine.families.written import WRITTEN, save_written, written_logits
+from tests.unit.engine.small_models import NEAR_TIE, load_reference, save_model
+
+Reference = Callable[[list[int]], Tensor]
+"""Logits of every position of a sequence."""
+
+NUM_TOKENS = 20
+BLOCK_SIZE = 16
+POOL_BLOCKS = 7
+
+
+def prompts() -> list[list[int]]:
+    """Seven prompts; the last three begin with the first one."""
+    rng = random.Random(5)
+    own = [[rng.randrange(3, 300) for _ in range(length)] for length in (37, 3, 18, 25)]
+    return [*own, *([*own[0], *own[i], 7] for i in (1, 2, 3))]
+
+
+@pytest.fixture(scope="session")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Reference]]:
+    """The directory of a family's model, and its reference."""
+
+    @functools.cache
+    def make(name: str) -> tuple[Path, Reference]:
+        out = tmp_path_factory.mktemp("family")
+        if name in WRITTEN:
+            tensors = save_written(out, name)
+            return out, lambda ids: written_logits(name, tensors, ids)
+        save_model(out, **FAMILIES[name])
+        model: Any = load_reference(out)
+        return out, lambda ids: model(torch.tensor([ids])).logits[0]
+
+    return make
+
+
+@torch.no_grad()
+def assert_likeliest(reference: Reference, prompt: Sequence[int], output: Sequence[int]) -> None:
+    """Each token is the reference's likeliest one behind what comes before it, or as likely but for rounding."""
+    logits = reference([*prompt, *output])[len(prompt) - 1 : -1].float()
+    best = logits.max(-1).values
+    ours = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
+    assert bool((best - ours < NEAR_TIE).all()), f"{(best - ours).tolist()} behind the likeliest token"
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("name", [*FAMILIES, *WRITTEN])
+def test_tokens_are_those_of_the_reference(
+    name: str, backend: str, family: Callable[[str], tuple[Path, Reference]]
+) -> None:
+    model_dir, reference = family(name)
+    config = EngineConfig(
+        block_size=BLOCK_SIZE,
+        num_threads=1,
+        backend=backend,
+        max_batch_tokens=24,
+        max_num_seqs=5,
+        kv_memory=str(POOL_BLOCKS * BLOCK_SIZE * load_model_config(model_dir).kv_bytes_per_token(torch.float32)),
+        max_model_len=100,
+        speculation="off",  # so that both backends run the same steps
+    )
+    engine = Engine(model_dir, dtype="float32", engine=config)
+    given = prompts()
+    outputs = engine.generate(given, SamplingParams(NUM_TOKENS, temperature=0.0, ignore_eos=True))
+    assert engine.scheduler.num_preemptions > 0
+    assert engine.worker.executor.prefix_hits > 0
+    for prompt, output in zip(given, outputs, strict=True):
+        assert len(output.token_ids) == NUM_TOKENS
+        assert_likeliest(reference, prompt, output.token_ids)
+
+
+def test_every_family_is_compared() -> None:
+    """What the registry says of a family is what these tests compare."""
+    read = {name: fields["architecture"] for name, fields in FAMILIES.items()}
+    written = {name: fields["architectures"][0] for name, fields in WRITTEN.items()}
+    assert {*read.values(), *written.values()} == set(ARCHITECTURES)
+    verified = {name for name, architecture in ARCHITECTURES.items() if architecture.evidence.verified}
+    assert verified == set(read.values())

@@ -1,0 +1,74 @@
+"""The online correction of predicted quantiles."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from policies.outlook.calibration import MIN_ALL, WINDOW, OnlineCalibration, Raw, survival_quantile
+
+
+def test_coverage_holds_whatever_the_prediction_is_wrong_by() -> None:
+    rng, calibration = np.random.default_rng(3), OnlineCalibration()
+    below = []
+    for number in range(4000):
+        now = float(10_000 * number)
+        raw = Raw(7.0, 8.0, waits=False)  # far too short, and far too sure
+        below.append([*calibration.corrected(raw, now)])
+        took_s = float(rng.lognormal(3.0, 1.0))
+        below[-1] = [took_s <= limit for limit in below[-1]]
+        calibration.begin(str(number), raw, now)
+        calibration.end(str(number), now + took_s)
+    p50, p90 = np.mean(below[WINDOW:], axis=0)
+    assert p50 == pytest.approx(0.5, abs=0.03) and p90 == pytest.approx(0.9, abs=0.02)
+
+
+def test_few_ends_correct_nothing() -> None:
+    calibration = OnlineCalibration()
+    for number in range(MIN_ALL - 1):
+        calibration.begin(str(number), Raw(1.0, 2.0, waits=False), 0.0)
+        calibration.end(str(number), 50.0)
+    assert calibration.corrected(Raw(1.0, 2.0, waits=False), 50.0) == (1.0, 2.0)
+
+
+def test_kinds_are_corrected_by_themselves() -> None:
+    calibration = OnlineCalibration()
+    short, long = Raw(1.0, 2.0, waits=False), Raw(64.0, 90.0, waits=True)
+    for number in range(100):
+        for name, raw, took_s in (("s", short, 3.0), ("l", long, 32.0)):
+            calibration.begin(f"{name}{number}", raw, 0.0)
+            calibration.end(f"{name}{number}", took_s)
+    assert calibration.corrected(short, 100.0)[0] == pytest.approx(3.0)
+    assert calibration.corrected(long, 100.0)[0] == pytest.approx(32.0)
+
+
+def test_jobs_that_go_on_count_by_their_age() -> None:
+    """Half of the jobs take long and none of these has ended: without them the median would be that of the short."""
+    calibration, raw = OnlineCalibration(), Raw(10.0, 20.0, waits=False)
+    for number in range(200):
+        calibration.begin(str(number), raw, 0.0)
+        if number % 2:
+            calibration.end(str(number), 10.0 + number / 100)
+    without = calibration.corrected(raw, 10.0)
+    later = calibration.corrected(raw, 500.0)
+    assert without[0] == pytest.approx(11.0, abs=0.1)
+    assert later[1] >= later[0] >= 11.9
+
+
+def test_jobs_that_left_before_their_end_say_nothing() -> None:
+    calibration, raw = OnlineCalibration(), Raw(10.0, 20.0, waits=False)
+    for number in range(100):
+        calibration.begin(str(number), raw, 0.0)
+        if number % 2:
+            calibration.end(str(number), 30.0)
+        else:
+            calibration.drop(str(number))
+    calibration.drop("unknown")
+    assert calibration.corrected(raw, 1e6)[0] == pytest.approx(30.0)
+
+
+def test_quantiles_of_exact_values_are_those_of_the_sample() -> None:
+    values = np.arange(1.0, 100.0)
+    exact = np.ones(99, np.bool_)
+    assert survival_quantile(values, exact, 0.5) == pytest.approx(50.0)
+    assert survival_quantile(values, exact, 0.9) == pytest.approx(90.0)

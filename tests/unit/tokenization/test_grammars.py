@@ -1,0 +1,157 @@
+"""Grammars of clients: which are refused and where, what hostile ones cost, and what tokens they leave."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tokenization.grammars import sources
+from tokenization.grammars.compiler import GrammarCompiler, problem_of
+from tokenization.grammars.places import find_place
+from tokenization.grammars.sources import GrammarRefused
+from tokenization.loading import load_tokenizer
+
+EMBEDDED_MODEL = Path(__file__).parents[3] / "services" / "embedded_model"
+EOS = 2
+
+
+@cache
+def compiler() -> GrammarCompiler:
+    tokenizer = load_tokenizer(EMBEDDED_MODEL)
+    return GrammarCompiler(tokenizer, tokenizer.get_vocab_size(), (EOS,))
+
+
+def ids_of(text: str) -> list[int]:
+    ids: list[int] = load_tokenizer(EMBEDDED_MODEL).encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def allowed(mask: bytes) -> set[int]:
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits).tolist())
+
+
+def nested(depth: int) -> str:
+    return '{"type":"array","items":' * depth + '{"type":"integer"}' + "}" * depth
+
+
+@pytest.mark.parametrize(
+    ("schema", "place", "words"),
+    [
+        ({"properties": {"a": {"items": {"type": "integer", "minimum": 5, "maximum": 3}, "minItems": 1}}}, None, ""),
+        ({"type": "object", "properties": {"a": {"type": "foo"}}}, "/properties/a", "Invalid type"),
+        ({"type": "array", "items": {"type": "array", "uniqueItems": True}}, "/items", "uniqueItems"),
+        ({"anyOf": [{"type": "integer"}, {"type": "string", "pattern": "^(?=a)b$"}]}, "/anyOf/1", "look-around"),
+        ({"$defs": {"x/y": {"type": "no"}}, "$ref": "#/$defs/x~1y"}, "/$defs/x~1y", "Invalid type"),
+        ({"$ref": "http://elsewhere/schema"}, "", "elsewhere"),
+        (
+            {"type": "object", "properties": {"a": {"type": "integer", "minimum": 5, "maximum": 3}}, "required": ["a"]},
+            "/properties/a",
+            "nsatisfiable",
+        ),
+    ],
+)
+def test_a_schema_is_refused_with_its_place(schema: Any, place: str | None, words: str) -> None:
+    found, reason = find_place(schema, lambda each: problem_of(sources.of_schema(each)))
+    if place is None:
+        assert not reason
+    else:
+        assert (found, words in reason) == (place, True), (found, reason)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        lambda: sources.of_schema(nested(5000)),
+        lambda: sources.of_schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}),
+        lambda: sources.of_schema({"description": "x" * sources.MAX_SOURCE_CHARS}),
+        lambda: sources.of_schema("{"),
+        lambda: sources.of_schema(False),
+        lambda: sources.of_schema("[1]"),
+        lambda: sources.of_regex("(" * 3000 + "a" + ")" * 3000),
+        lambda: sources.of_regex("a" * (sources.MAX_SOURCE_CHARS + 1)),
+        lambda: sources.of_choices(["x" * 1000] * 100),
+        lambda: sources.of_grammar("start: " + "(" * 3000 + '"a"' + ")" * 3000),
+        lambda: sources.of_grammar("start: nothing"),
+        lambda: sources.of_grammar("start: start"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(source: Any) -> None:
+    try:
+        problem = problem_of(source())
+    except GrammarRefused as refused:
+        problem = refused.reason
+    assert problem and len(problem) <= 1000
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        sources.of_regex("(.*a){20}"),
+        sources.of_regex("((a|b|c){1,100}d?){1,100}[^x]{0,5000}"),
+        sources.of_regex("(a|b)*a(a|b){30}c"),
+        sources.of_grammar('start: a\na: a a | "x" | ""'),
+        sources.of_schema({"type": "string", "minLength": 100_000}),
+        sources.of_schema({"enum": [f"value {i * 7919}" for i in range(2000)]}),
+    ],
+)
+def test_a_costly_grammar_ends_within_its_limits(grammar: str) -> None:
+    """Each token is allowed or the grammar says that it costs too much: nothing hangs, nothing raises."""
+    matcher = compiler().follow(grammar)
+    for _ in range(50):
+        mask = allowed(matcher.allowed())
+        if not mask or mask == {EOS}:
+            break
+        matcher.advance([max(mask)])
+    assert mask or matcher.problem
+
+
+def test_the_output_so_far_decides() -> None:
+    grammar = sources.of_schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+    text = '{"a": 1}'
+    known, later = ids_of(text)[:4], ids_of(text)[4:]
+    resumed, whole = compiler().follow(grammar, known), compiler().follow(grammar)
+    for token_id in known:
+        assert token_id in allowed(whole.allowed())
+        whole.advance([token_id])
+    for token_id in later:
+        assert resumed.allowed() == whole.allowed()
+        resumed.advance([token_id])
+        whole.advance([token_id])
+    assert EOS in allowed(resumed.allowed())
+
+
+def test_looking_ahead_changes_nothing() -> None:
+    matcher = compiler().follow(sources.of_choices(["yes", "no"]))
+    before = matcher.allowed()
+    good, bad = ids_of("ye"), ids_of("x")
+    masks = matcher.allowed_after([*good, *bad])
+    assert len(masks) == len(good) + 1, "no mask follows a token that is forbidden"
+    assert matcher.num_allowed([*good, *bad]) == len(good)
+    whole = [*ids_of("no"), EOS]
+    assert len(matcher.allowed_after([*whole, EOS, EOS])) >= len(whole)
+    assert matcher.allowed() == before == masks[0]
+
+
+def test_a_model_without_an_end_follows_nothing() -> None:
+    tokenizer = load_tokenizer(EMBEDDED_MODEL)
+    with pytest.raises(GrammarRefused, match="ends an output"):
+        GrammarCompiler(tokenizer, tokenizer.get_vocab_size(), ()).follow(sources.of_choices(["a"]))
+
+
+def test_gbnf_and_lark_are_both_read() -> None:
+    for grammar in ('root ::= "a" | "b"', 'start: "a" | "b"'):
+        mask = allowed(compiler().follow(sources.of_grammar(grammar)).allowed())
+        assert mask == {*ids_of("a"), *ids_of("b")}
+
+
+def test_compact_json_has_no_space() -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+    matcher = compiler().follow(sources.of_schema(json.dumps(schema), None))
+    matcher.advance(ids_of('{"a":'))
+    assert allowed(matcher.allowed()) == set(ids_of("1"))

@@ -1,0 +1,105 @@
+"""From what clients write (a JSON Schema, an expression, choices, a grammar) to the one form that is compiled.
+
+The form is that of ``llguidance``: a JSON text that names the grammar. It needs no tokenizer, so a
+request carries it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import any_to_lark
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+MAX_SOURCE_CHARS = 64 * 1024
+"""Characters of a grammar as its client writes it."""
+
+WHITESPACE = r"( |\n {0,20})?"
+"""Between the tokens of a JSON text: a space, or a line break and an indent. It has a bound, since a model that writes
+nothing but spaces would never end."""
+
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+"""The schema of ``json_object``."""
+
+
+class GrammarRefused(ValueError):
+    """A grammar that cannot be used.
+
+    Attributes:
+        reason: What is wrong.
+        place: JSON pointer into the schema, where that is known; empty for the whole.
+    """
+
+    def __init__(self, reason: str, place: str = "") -> None:
+        super().__init__(f"{reason} (at {place})" if place else reason)
+        self.reason = reason
+        self.place = place
+
+
+def of_schema(schema: Any, whitespace: str | None = WHITESPACE) -> str:
+    """JSON texts that a JSON Schema describes.
+
+    Args:
+        schema: As JSON text or as an object.
+        whitespace: Regular expression of what may stand between the tokens of JSON; None for nothing.
+
+    Raises:
+        GrammarRefused: It is too large, or no schema.
+    """
+    text = schema if isinstance(schema, str) else json.dumps(schema, separators=(",", ":"))
+    _check_size(text)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise GrammarRefused(f"it is not JSON: {error}") from error
+    if value is False:
+        raise GrammarRefused("no value satisfies false")
+    if value is not True and not isinstance(value, dict):
+        raise GrammarRefused("a schema is an object, true or false")
+    options: JsonCompileOptions = {"whitespace_flexible": False}
+    if whitespace is not None:
+        options = {"whitespace_pattern": whitespace}
+    return LLMatcher.grammar_from_json_schema("{}" if value is True else text, overrides=options)
+
+
+def of_regex(pattern: str) -> str:
+    """Texts that a regular expression matches as a whole.
+
+    Raises:
+        GrammarRefused: It is too large.
+    """
+    _check_size(pattern)
+    return LLMatcher.grammar_from_regex(pattern)
+
+
+def of_choices(choices: Sequence[str]) -> str:
+    """One of these texts.
+
+    Raises:
+        GrammarRefused: They are too large together.
+    """
+    _check_size("".join(choices))
+    return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in choices))
+
+
+def of_grammar(text: str) -> str:
+    """Texts of a context-free grammar in the syntax of Lark, or in GBNF (that of llama.cpp).
+
+    Raises:
+        GrammarRefused: It is too large, or GBNF that cannot be read.
+    """
+    _check_size(text)
+    try:
+        return LLMatcher.grammar_from_lark(any_to_lark(text))
+    except Exception as error:  # the reader of GBNF raises what it meets
+        raise GrammarRefused(f"it cannot be read as GBNF: {error}") from error
+
+
+def _check_size(text: str) -> None:
+    if len(text) > MAX_SOURCE_CHARS:
+        raise GrammarRefused(f"it has {len(text)} characters, at most {MAX_SOURCE_CHARS} are taken")
