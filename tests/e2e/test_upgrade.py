@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.launch.launch import EMBEDDED_MODEL, EMBEDDED_NAME
-from tests.e2e.server import Server, farsight, start_server
+from tests.e2e.server import Server, farsight, one_ingress, start_server
 from tests.e2e.test_scale import NUM_CLIENTS, TIMEOUT_S, eventually, read, rows
 
 WEIGHTS = "model.safetensors"
@@ -38,7 +38,9 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def upgraded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("upgraded")
-    server = start_server(folder / "log", "--replicas", "2", "--dtype", "float32", "--threads", "1")
+    flags = ("--replicas", "2", "--dtype", "float32", "--threads", "1")
+    # Two ingress replicas hear of new weights up to half a second apart.
+    server = start_server(folder / "log", *flags, *one_ingress(folder))
     yield server
     server.stop()
     assert server.process.returncode == 0
