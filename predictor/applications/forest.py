@@ -17,8 +17,8 @@ SHRINK = 2.0
 """So many examples of the level above weigh as much as an application's own: openings stand above instructions."""
 
 NUM_STATISTICS = 4
-"""Statistics of a key: number of examples, mean logarithm of the output length, the same over the input length, and the mean
-square of the former."""
+"""Statistics of a key: number of examples, mean logarithm of the output length, the same over the input length, and the
+mean square of the former."""
 
 NUM_DERIVED = 6
 
