@@ -41,6 +41,7 @@ class ForecastQuestion:
         user_input_len: Length of ``user_input``, in tokens of the served model.
         prompt_len: Length of the whole prompt, in tokens.
         max_new_tokens: Limit of the output, in tokens.
+        tenant: As in ``Request``; empty where no API keys are in use.
     """
 
     request_id: str
@@ -49,6 +50,7 @@ class ForecastQuestion:
     user_input_len: int
     prompt_len: int
     max_new_tokens: int
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from engine.sampling.token_masks import allowed_drafts
 from engine.sequence import Sequence
 from kvcache import PlanExecutor, StepBatch
 from policies.speculation.base import Speculation
@@ -80,7 +79,7 @@ class DraftedSteps:
                 sequence.drafter = self._policy.open()
             drafts = sequence.drafter.draft(sequence.token_ids, price)
             if drafts and sequence.matcher is not None:
-                drafts = allowed_drafts(sequence, drafts)
+                drafts = sequence.allowed_drafts(drafts)
             if not drafts:
                 continue
             if left < 0:

@@ -134,3 +134,15 @@ class Sequence(SequenceState):
             self.matcher = grammars.follow(self.sampling.grammar, self.request.output_ids)
         except GrammarRefused as refused:
             self.grammar_problem = refused.reason
+
+    def current_matcher(self) -> TokenMatcher | None:
+        """The matcher, behind all known tokens of the output; None without one. One thread at a time."""
+        matcher = self.matcher
+        if matcher is not None:
+            matcher.advance(self.token_ids[self.prompt_len + matcher.num_tokens :])
+        return matcher
+
+    def allowed_drafts(self, drafts: SequenceOf[int]) -> SequenceOf[int]:
+        """The guessed tokens before the first that the grammar forbids. Between steps."""
+        matcher = self.current_matcher()
+        return drafts if matcher is None else drafts[: matcher.num_allowed(drafts)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from core.config.load import FarsightConfig
 from core.config.placement import PlacementConfig
 from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.errors import ConfigError
@@ -184,6 +185,27 @@ def follows_prefixes(config: SchedulerConfig) -> bool:
     row = _continuous(config.preset)
     order, placement = ORDERS.find(config.order or row.order), PLACEMENTS.find(config.placement or row.placement)
     return order.uses_prefixes or placement.uses_prefixes
+
+
+def predicts_requests(config: FarsightConfig) -> bool:
+    """Whether each request gets a forecast of its own: an artefact is given, or a part reads forecasts.
+
+    Raises:
+        ConfigError: There is no such preset or part.
+    """
+    if config.predictor.artefact:
+        return True
+    return config.predictor.from_traffic and _reads_forecasts(config.scheduler)
+
+
+def _reads_forecasts(config: SchedulerConfig) -> bool:
+    row = find_preset(config.preset)
+    if row.mode == "batch":
+        return BATCHERS.find(row.order).reads_forecasts
+    order = ORDERS.find(config.order or row.order)
+    placement = PLACEMENTS.find(config.placement or row.placement)
+    admission = ADMISSIONS.find(config.admission or row.admission)
+    return order.reads_forecasts or placement.reads_forecasts or admission.reads_forecasts
 
 
 def build_batcher(preset: str, settings: BatchSettings) -> Batcher:

@@ -41,6 +41,7 @@ class RegisteredPart(Generic[PartT, ContextT]):
         stands_for: Name of another order whose methods this order has too: parts that need that one go with this one.
         swaps: The part moves KV to the host, so workers need a host pool.
         uses_prefixes: The part decides by what workers have cached, so workers have to tell it.
+        reads_forecasts: The part decides by forecasts of single requests, so each request should have one.
         steady: The part decides the same until a request comes or ends, so a simulation need not ask it at every step.
     """
 
@@ -51,6 +52,7 @@ class RegisteredPart(Generic[PartT, ContextT]):
     swaps: bool = False
     uses_prefixes: bool = False
     steady: bool = False
+    reads_forecasts: bool = False
 
     @property
     def goes_as(self) -> tuple[str, ...]:
@@ -78,6 +80,7 @@ class Parts(Generic[PartT, ContextT]):
         swaps: bool = False,
         uses_prefixes: bool = False,
         steady: bool = False,
+        reads_forecasts: bool = False,
     ) -> Callable[[Callable[[ContextT], PartT]], Callable[[ContextT], PartT]]:
         """Decorates the function that builds the part; the keywords are those of ``RegisteredPart``.
 
@@ -88,7 +91,9 @@ class Parts(Generic[PartT, ContextT]):
         def enter(build: Callable[[ContextT], PartT]) -> Callable[[ContextT], PartT]:
             if name in self._parts:
                 raise InvalidValueError(self._setting, name, "a name that no other part has")
-            self._parts[name] = RegisteredPart(name, build, needs, stands_for, swaps, uses_prefixes, steady)
+            self._parts[name] = RegisteredPart(
+                name, build, needs, stands_for, swaps, uses_prefixes, steady, reads_forecasts
+            )
             return build
 
         return enter

@@ -80,6 +80,8 @@ class ContinuousLearning(Generic[Example, Model]):
         current: The version that serves now, if there is one.
         examples: The train set of ``current``; new examples are added to it.
         period_s: Seconds between the beginnings of two fits.
+        growth: A fit is also due once the train set has grown by this share since the last one; inf: never for that.
+        max_examples: Size of the train set; the oldest examples are dropped.
     """
 
     def __init__(
@@ -88,13 +90,17 @@ class ContinuousLearning(Generic[Example, Model]):
         current: Model | None = None,
         examples: Iterable[Example] = (),
         period_s: float = PERIOD_S,
+        growth: float = math.inf,
+        max_examples: int = MAX_EXAMPLES,
     ) -> None:
         self._score = score
         self._current = current
         self._version = 0 if current is None else 1
-        self._examples = deque(examples, maxlen=MAX_EXAMPLES)
+        self._examples = deque(examples, maxlen=max_examples)
         self._held_back: deque[Example] = deque(maxlen=MAX_HELD_BACK)
         self._schedule = Schedule(period_s)
+        self._growth = growth
+        self._num_at_fit = len(self._examples)
         self._num_seen = 0
         self._num_new = 0  # examples that no fit has begun with
         self._num_fitting: int | None = None  # those of them that the fit under way began with
@@ -132,11 +138,13 @@ class ContinuousLearning(Generic[Example, Model]):
                 self._num_new += 1
 
     def begin(self, now: float) -> list[Example] | None:
-        """The train set, if a fit is due: a period is over, there are new examples, and no fit is in progress."""
-        if not self._schedule.claim(now) or self.is_fitting or not self._num_new:
+        """The train set, if a fit is due: a period is over or it has grown, and no fit is in progress."""
+        is_due = self._schedule.claim(now) or self._has_grown
+        if not is_due or self.is_fitting or not self._num_new:
             return None
         if len(self._held_back) < MIN_HELD_BACK:
             return None
+        self._num_at_fit = len(self._examples)
         self._num_fitting, self._num_new = self._num_new, 0
         return list(self._examples)
 
@@ -163,6 +171,11 @@ class ContinuousLearning(Generic[Example, Model]):
             IntegrityError: No fit is in progress.
         """
         self._num_new += self._end_fit()
+
+    @property
+    def _has_grown(self) -> bool:
+        """A lost fit and a rejected one count like any other: what they were fitted to is not tried at once again."""
+        return math.isfinite(self._growth) and len(self._examples) > (1 + self._growth) * self._num_at_fit
 
     def _end_fit(self) -> int:
         if self._num_fitting is None:

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from predictor.applications.forest import ApplicationForest
+from predictor.applications.reading import MODEL as APPLICATIONS
 from predictor.artefact import ArtefactError, TrainedModel
 from predictor.features import Floats
 from predictor.forest import Forest
@@ -28,7 +30,11 @@ class Model(Protocol):
     def distribution(self, features: Floats, levels: Sequence[float]) -> LengthDistributions: ...
 
 
-_MODELS: dict[str, type[Forest] | type[BinnedLinear]] = {"forest": Forest, "linear": BinnedLinear}
+_MODELS: dict[str, type[Forest] | type[BinnedLinear]] = {
+    "forest": Forest,
+    "linear": BinnedLinear,
+    APPLICATIONS: ApplicationForest,
+}
 
 
 def pack(model: Forest | BinnedLinear, name: str) -> dict[str, NDArray[Any]]:

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from core.errors import InvalidValueError
 from core.forecast import QUANTILES
+from predictor.applications.growing import grow_by_application
+from predictor.applications.reading import MODEL as APPLICATIONS
 from predictor.artefact import TrainedModel, from_bytes
 from predictor.features import Floats
-from predictor.forest import Forest
 from predictor.metrics import pinball
 from predictor.models import FULL, LENGTH, pack, unpack
 from predictor.trainer import ForestOptions, grow
@@ -26,6 +27,9 @@ MAX_FEATURES = 64
 
 TRAIN_FEATURES, TRAIN_LENS = "train.features", "train.lens"
 """Arrays of an artefact that can be trained on: (rows, features) and (rows,) of its own examples."""
+
+FEATURE_SET = "feature_set"
+"""Entry of the metadata of an artefact that a server began itself: the name of its features."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +45,25 @@ def can_be_retrained(artefact: TrainedModel) -> bool:
     return TRAIN_FEATURES in artefact.arrays
 
 
+def is_untrained(artefact: TrainedModel) -> bool:
+    """Whether it has read no example yet, so that it has no model."""
+    return int(artefact.metadata["num_examples"]) == 0
+
+
+def learns_from_all(artefact: TrainedModel) -> bool:
+    """Whether every ended request is an example; else only those that it predicted badly, as Magnus does.
+
+    All are for the forecaster by application: its train set is its memory of each application's lengths. An output that
+    its limit ended is one of them, since the limit is a feature.
+    """
+    return str(artefact.metadata["model"]) == APPLICATIONS
+
+
 def feature_set(artefact: TrainedModel) -> str:
     """Names the way in which requests are read; features of different ways do not mix."""
     metadata = artefact.metadata
+    if FEATURE_SET in metadata:
+        return str(metadata[FEATURE_SET])
     if "words" in artefact.arrays:
         return "words-" + hashlib.sha256(np.ascontiguousarray(artefact.arrays["words"]).tobytes()).hexdigest()[:16]
     return f"{metadata['encoder']}-{metadata['d_user']}-{metadata['d_app']}"
@@ -82,7 +102,8 @@ def retrain(task: Retraining) -> bytes:
     if task.features.ndim != 2 or task.features.shape[1] != width:
         raise InvalidValueError("features", task.features.shape, f"(rows, {width})")
     options = ForestOptions(**metadata["forest"])
-    arrays |= pack(grow(task.features, task.output_lens, options), FULL)
+    grown = grow_by_application if learns_from_all(artefact) else grow
+    arrays |= pack(grown(task.features, task.output_lens, options), FULL)
     if f"{LENGTH}.roots" in arrays:
         small = replace(options, num_trees=len(arrays[f"{LENGTH}.roots"]))
         short = np.concatenate([task.features[:, :1], task.features[:, 1 + metadata["d_user"] :]], axis=1)
@@ -99,9 +120,13 @@ def retraining(artefact: TrainedModel, samples: Sequence[Sample]) -> Retraining:
 
 
 def score(artefact: TrainedModel, samples: Sequence[Sample]) -> float:
-    """Mean pinball loss in tokens, over ``QUANTILES``; lower is better."""
-    forest = unpack(artefact.arrays, "forest", FULL)
-    assert isinstance(forest, Forest)
-    features = np.stack([each.features for each in samples]).astype(np.float32)
+    """Mean pinball loss in tokens, over ``QUANTILES``; lower is better.
+
+    The score of an untrained artefact is that of the best history: the quantiles of these samples themselves.
+    """
     lens = np.array([each.output_len for each in samples], np.float64)
+    if is_untrained(artefact):
+        return pinball(np.tile(np.quantile(lens, QUANTILES), (len(lens), 1)), lens)
+    forest = unpack(artefact.arrays, str(artefact.metadata["model"]), FULL)
+    features = np.stack([each.features for each in samples]).astype(np.float32)
     return pinball(forest.distribution(features, QUANTILES).quantiles, lens)

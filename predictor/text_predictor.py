@@ -8,14 +8,17 @@ import numpy as np
 
 from core.errors import InvalidValueError
 from core.forecast import QUANTILES, Forecast, ForecastQuestion
+from predictor.applications.reading import MODEL as APPLICATIONS
+from predictor.applications.reading import ApplicationReader
 from predictor.artefact import ArtefactError, TrainedModel
 from predictor.embedding_cache import EmbeddingCache
 from predictor.encoders import Encoder
 from predictor.features import FeatureShape, Floats
 from predictor.history import HistoryPredictor
-from predictor.models import FULL, LENGTH, unpack
+from predictor.models import FULL, LENGTH, Model, unpack
 from predictor.quantiles import LengthDistributions
 from predictor.readers import EmbeddingReader, Reader, WordReader
+from predictor.retraining import is_untrained
 from predictor.shedding import Effort
 from predictor.words import WordScorer
 
@@ -45,10 +48,10 @@ class TextPredictor:
             self.encoder = encoder
             self._source = str(artefact.metadata["model"])
             self._reader = _reader(artefact, encoder, cache_size)
-            self._full = unpack(artefact.arrays, self._source, FULL)
-            reads_words = isinstance(self._reader, WordReader)
-            self._length = self._full if reads_words else unpack(artefact.arrays, self._source, LENGTH)
-            self._length_source = self._source if reads_words else f"{self._source}-length"
+            self._full = None if is_untrained(artefact) else unpack(artefact.arrays, self._source, FULL)
+            reads_all = not isinstance(self._reader, EmbeddingReader)
+            self._length = self._full if reads_all else unpack(artefact.arrays, self._source, LENGTH)
+            self._length_source = self._source if reads_all else f"{self._source}-length"
         except (KeyError, TypeError, ValueError) as error:
             raise ArtefactError(f"the artefact lacks {error}; train it again") from error
         self._history = history
@@ -68,13 +71,12 @@ class TextPredictor:
             return [], []
         if effort is Effort.FULL:
             features = self._reader.full(questions)
-            found = self._full.distribution(features, QUANTILES)
-            return self._forecasts(questions, found, self._source), list(features)
+            return self._answers(self._full, features, questions), list(features)
         return self._forecast_cheaply(questions, effort), [None] * len(questions)
 
     def _forecast_cheaply(self, questions: Sequence[ForecastQuestion], effort: Effort) -> list[Forecast]:
         answers = self._history.forecast(questions)
-        if effort is Effort.LENGTH:
+        if effort is Effort.LENGTH and self._length is not None:
             read, features = self._reader.length(questions)
             if read:
                 found = self._length.distribution(features, QUANTILES)
@@ -82,6 +84,11 @@ class TextPredictor:
                 for number, answer in zip(read, self._forecasts(asked, found, self._length_source), strict=True):
                     answers[number] = answer
         return answers
+
+    def _answers(self, model: Model | None, features: Floats, questions: Sequence[ForecastQuestion]) -> list[Forecast]:
+        if model is None:
+            return self._history.forecast(questions)
+        return self._forecasts(questions, model.distribution(features, QUANTILES), self._source)
 
     def _forecasts(
         self, questions: Sequence[ForecastQuestion], found: LengthDistributions, source: str
@@ -104,6 +111,8 @@ def encoder_of(artefact: TrainedModel) -> str | None:
 
 def _reader(artefact: TrainedModel, encoder: Encoder | None, cache_size: int) -> Reader:
     metadata = artefact.metadata
+    if metadata["model"] == APPLICATIONS:
+        return ApplicationReader()
     if encoder_of(artefact) is None:
         return WordReader(WordScorer(artefact.arrays["words"]))
     trained_with, dim = metadata["encoder"], int(metadata["dim"])

@@ -268,7 +268,12 @@ def drain(
 
 @app.command()
 def upgrade(
-    model: Annotated[str, typer.Option(help="Directory of the new weights; the tokenizer must be the running one.")],
+    model: Annotated[
+        str | None, typer.Option(help="Directory of the new weights; the tokenizer must be the running one.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="File of settings; those that the workers of a replica read may differ.")
+    ] = None,
     surge: Annotated[
         bool, typer.Option("--surge/--no-surge", help="Run one more replica meanwhile, so that no request waits.")
     ] = True,
@@ -280,11 +285,15 @@ def upgrade(
     token: TokenOption = None,
     api_key: AdminKeyOption = None,
 ) -> None:
-    """Replace the weights of a running server; every stream ends on the weights that it began with."""
+    """Replace the weights of a running server, or settings; every stream ends on the weights that it began with."""
     from services.commands.scaling import upgrade_service
 
     _say_change(
-        host, port, token, api_key, lambda url, key: upgrade_service(url, key, model, surge=surge, drain_s=drain_s)
+        host,
+        port,
+        token,
+        api_key,
+        lambda url, key: upgrade_service(url, key, model, config, surge=surge, drain_s=drain_s),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from core.config.scheduling import SchedulerConfig
-from core.errors import IntegrityError
+from core.errors import IntegrityError, InvalidValueError
 from estimator.knn import padded_batch_s
 from policies.compose import (
     build_batch_runner,
@@ -21,7 +21,7 @@ from policies.presets import find_preset
 from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
 from policies.settings import PolicySettings
 from simulator.cluster.fleet import Fleet, FleetShape
-from simulator.cluster.records import Recorder
+from simulator.cluster.records import Record, Recorder
 from simulator.cluster.replica import ReplicaShape
 from simulator.cluster.timeline import Timeline
 from simulator.experiment import Experiment
@@ -78,6 +78,26 @@ def run(
         num_padding_tokens=num_computed - sum(record.num_tokens for record in recorder.done),
     )
     return RunOutcome(recorder, tuple(failed), summary)
+
+
+LOOK_EVERY = 16
+"""Steps between two looks at a preset that is not steady, where one request is of interest: the look costs the most."""
+
+
+def run_until(experiment: Experiment, arrivals: Workload, request_id: str) -> Record:
+    """Runs an experiment until one of its requests has ended.
+
+    Raises:
+        InvalidValueError: The request is not among the arrivals, or fits no replica.
+    """
+    shape = _replica_shape(experiment, arrivals)
+    shape = replace(shape, look_every=min(1, shape.look_every) * LOOK_EVERY)
+    build = _batch_fleet if is_batch_mode(experiment.preset) else _continuous_fleet
+    fleet = build(experiment, shape, arrivals, None)
+    for record in fleet.run(arrivals, until=request_id).done[::-1]:
+        if record.arrival.request_id == request_id:
+            return record
+    raise InvalidValueError("request", request_id, "one of the requests, which fits a replica")
 
 
 def _replica_shape(experiment: Experiment, arrivals: Workload) -> ReplicaShape:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 
@@ -13,10 +14,22 @@ from actors.calls.log_store import LogStoreCalls
 from actors.learning.model_registry import ModelRegistry
 from actors.runtime.peer import PeerLost
 from core.messages.log import ExamplePage, LoggedExample, LogQuery
+from predictor.applications.start import GROWTH
+from predictor.applications.start import MAX_EXAMPLES as MAX_OWN_EXAMPLES
 from predictor.artefact import TrainedModel, from_bytes
-from predictor.learning import ContinuousLearning, PredictionOutcome
+from predictor.learning import MAX_EXAMPLES, ContinuousLearning, PredictionOutcome
 from predictor.learning_process import FitProcess
-from predictor.retraining import TRAIN_FEATURES, Sample, feature_set, retrain, retraining, samples_of, score
+from predictor.retraining import (
+    TRAIN_FEATURES,
+    Sample,
+    feature_set,
+    is_untrained,
+    learns_from_all,
+    retrain,
+    retraining,
+    samples_of,
+    score,
+)
 
 LOOK_S = 2.0
 """Seconds between two reads of the log."""
@@ -59,8 +72,14 @@ class LengthLearner:
         self._use = use
         self._feature_set = feature_set(current)
         self._width = current.arrays[TRAIN_FEATURES].shape[1]
+        self._from_all = learns_from_all(current)
         self._learning: ContinuousLearning[Sample, TrainedModel] = ContinuousLearning(
-            score, current, samples_of(current), period_s
+            score,
+            current,
+            samples_of(current),
+            period_s,
+            GROWTH if self._from_all else math.inf,
+            MAX_OWN_EXAMPLES if self._from_all else MAX_EXAMPLES,
         )
         self._row: int | None = None
         self._unsaved: tuple[TrainedModel, float] | None = None
@@ -80,7 +99,9 @@ class LengthLearner:
 
     async def _read(self) -> None:
         if self._row is None:
-            self._row = (await self._page(_END, 0)).last_row
+            last_row = (await self._page(_END, 0)).last_row
+            # What ended before an untrained one came, or came back, are its first examples.
+            self._row = max(last_row - 2 * MAX_OWN_EXAMPLES, 0) if is_untrained(self._current) else last_row
         while True:
             page = await self._page(self._row, PAGE)
             self._row = page.last_row  # a log that has been replaced begins again
@@ -98,7 +119,9 @@ class LengthLearner:
             return None
         features = np.frombuffer(forecast.features, np.float32)
         sample = Sample(features, finished.output_len)
-        return PredictionOutcome(sample, forecast.mean, finished.output_len, censored=finished.finish_reason != "stop")
+        predicted = None if self._from_all else forecast.mean
+        complete = ("stop", "length") if self._from_all else ("stop",)
+        return PredictionOutcome(sample, predicted, finished.output_len, finished.finish_reason not in complete)
 
     async def _fit(self, examples: list[Sample]) -> None:
         """Fits in a niced process of its own, while serving goes on."""

@@ -19,6 +19,7 @@ from core.errors import FarsightError
 from core.forecast import Forecast
 from core.messages.forecasts import ForecastQuestions, Forecasts
 from core.messages.log import FinishedRequest, LogPage, LogQuery
+from policies.compose import predicts_requests
 from predictor.history import HistoryPredictor
 
 logger = logging.getLogger(__name__)
@@ -56,12 +57,12 @@ class LengthPredictor(Component, LengthPredictorCalls):
         self._show()
 
     async def start(self) -> None:
-        """Loads the artefact of ``farsight train``, if one is configured, and any newer version learned since.
+        """Loads the artefact of ``farsight train`` if one is configured, or the one that it learned from its traffic.
 
         Raises:
             ConfigError: The artefact or its encoder cannot be loaded.
         """
-        if self.context.config.predictor.artefact:
+        if predicts_requests(self.context.config):
             self._reader = await TextForecasts.load(self.context, self._log_store, self._predictor)
             for work in self._reader.work():
                 self.spawn(work)
@@ -73,7 +74,7 @@ class LengthPredictor(Component, LengthPredictorCalls):
 
     async def predict(self, questions: ForecastQuestions) -> Forecasts:
         if self._reader is None:
-            raise FarsightError(f"{self.name} has no predictor.artefact")
+            raise FarsightError(f"{self.name} has no predictor.artefact, and no policy reads forecasts of requests")
         return Forecasts(tuple(await self._reader.answer(questions.questions)))
 
     @property

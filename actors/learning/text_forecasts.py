@@ -21,6 +21,7 @@ from actors.runtime.peer import PeerLost
 from core.errors import ConfigError, FarsightError
 from core.forecast import Forecast, ForecastQuestion
 from core.messages.log import ForecastRecord, ForecastRecords
+from predictor.applications.start import untrained
 from predictor.artefact import TrainedModel, load
 from predictor.encoders import SentenceEncoder
 from predictor.history import HistoryPredictor
@@ -66,17 +67,22 @@ class TextForecasts:
     async def load(
         cls, context: ComponentContext, log_store: LogStoreCalls, history: HistoryPredictor
     ) -> TextForecasts:
-        """Loads the configured artefact, or the newest version learned from it since.
+        """Loads the configured artefact, else begins an own one; or the newest version learned from it since.
 
         Raises:
             ConfigError: The artefact or its encoder cannot be loaded.
         """
         settings = context.config.predictor
-        path = Path(settings.artefact)
-        try:
-            artefact, predictor = await asyncio.to_thread(_load, path, settings.device, history)
-        except FarsightError as error:
-            raise ConfigError("predictor.artefact", str(path), f"a directory of `farsight train` ({error})") from error
+        if settings.artefact:
+            path = Path(settings.artefact)
+            try:
+                artefact, predictor = await asyncio.to_thread(_load, path, settings.device, history)
+            except FarsightError as error:
+                expected = f"a directory of `farsight train` ({error})"
+                raise ConfigError("predictor.artefact", str(path), expected) from error
+        else:
+            artefact = untrained(f"{context.config.model.name} {context.site.model_since:.0f}")
+            predictor = TextPredictor(artefact, None, history)
         forecasts = cls(context, log_store, artefact, predictor, history)
         await forecasts._look_for_newer()
         return forecasts

@@ -16,7 +16,7 @@ from actors.scheduling.router import FleetShell
 from core.messages.fleet import ReplicaState
 from core.messages.forecasts import ForecastsMade
 from core.messages.log import FinishedBatch, FinishedBatches
-from policies.compose import configured_batch_scheduler
+from policies.compose import configured_batch_scheduler, predicts_requests
 from policies.event_log import BatchMachineConfig
 from policies.fleet.events import (
     BatchEnded,
@@ -46,8 +46,8 @@ class Batcher(FleetShell):
 
     def __init__(self, context: ComponentContext) -> None:
         config, max_num_seqs = context.config, context.config.engine.max_num_seqs
-        # Without an artefact no component forecasts single requests: there is nothing to wait for.
-        wait_s = FORECAST_WAIT_S if config.predictor.artefact else 0.0
+        # Where no component forecasts single requests, there is nothing to wait for.
+        wait_s = FORECAST_WAIT_S if predicts_requests(config) else 0.0
         machine_config = BatchMachineConfig(config.scheduler, config.batch, max_num_seqs, wait_s)
         self._recorder = EventRecorder(context.name, machine_config) if config.scheduler.event_log else None
         self._times = LiveBatchTimes(context.peers)

@@ -366,8 +366,8 @@ class Supervisor(Component, SupervisorCalls):
         async with self._scaling:
             if order.surge:
                 await asyncio.to_thread(check_room, self.context.config)
-            await self._upgrade.begin(order)
-            await self._run_upgrade()
+            if await self._upgrade.begin(order, self.context.config):
+                await self._run_upgrade()
             return self._upgrade.served()
 
     async def _finish_upgrade(self) -> None:

@@ -1,4 +1,4 @@
-"""Replaces the weights of all replicas while they serve; no stream is continued on other weights."""
+"""Replaces the weights of all replicas, or their workers' settings, while they serve; a stream stays on its version."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import ray
 
@@ -20,7 +20,8 @@ from actors.runtime.rank_groups import gpus_per_rank
 from actors.supervision.counts import without_drains
 from core.codec import decode, encode
 from core.config.load import FarsightConfig
-from core.errors import FarsightError, MessageError
+from core.config.rolling import rolling_settings
+from core.errors import FarsightError, InvalidValueError, MessageError
 from core.messages.status import ComponentCounts
 from core.messages.weights import ServedWeights, Upgrade, WeightsState
 
@@ -46,7 +47,7 @@ class Ingresses(Protocol):
 
 
 class RollingUpgrade:
-    """The weights of each replica, and the change from one version to the next.
+    """The weights and settings of each replica, and the change from one version of them to the next.
 
     Each step is stored before it is taken, so a later Supervisor goes on where this one ended. The order of the steps:
     one more replica starts on the new weights; half of the others follow, one after the other, while their requests
@@ -98,21 +99,34 @@ class RollingUpgrade:
         if rank is None:
             return site
         version = self.state.of(rank[0])
-        return dataclasses.replace(site, model_dir=self.state.dir_of(version), model_version=version)
+        engine = dataclasses.replace(site.config.engine, **json.loads(self.state.settings_of(version)))
+        config = dataclasses.replace(site.config, engine=engine)
+        return dataclasses.replace(site, config=config, model_dir=self.state.dir_of(version), model_version=version)
 
-    async def begin(self, order: Upgrade) -> None:
-        """Stores that an upgrade is under way; nothing else has changed.
+    async def begin(self, order: Upgrade, config: FarsightConfig) -> bool:
+        """Stores that an upgrade is under way; nothing else has changed. False where everything is so already.
+
+        Args:
+            config: What the service started with.
 
         Raises:
-            MessageError: The new model cannot take the place of the running one.
+            MessageError: The new model cannot take the place of the running one, or a setting cannot roll.
         """
+        state = self.state
+        settings = state.settings_of(state.current)
+        if order.settings:
+            settings = new_settings(config, json.loads(settings), order.settings)
+            if not order.model_dir and settings == state.settings_of(state.current):
+                return False
         counts = self._counts()
         replicas = own_replicas(counts)
         if not replicas:
             raise MessageError("model", order.model_dir, "no upgrade: no replica of our own engine runs")
-        await asyncio.to_thread(check_model, Path(self.state.dir_of(self.state.current)), order.model_dir)
+        if order.model_dir or not order.settings:
+            await asyncio.to_thread(check_model, Path(state.dir_of(state.current)), order.model_dir)
         surge = str(counts.replicas) if order.surge else ""
-        await self._save(self.state.begun(order.model_dir, replicas, surge, order.drain_s))
+        await self._save(state.begun(order.model_dir, settings, replicas, surge, order.drain_s))
+        return True
 
     async def run(self) -> None:
         """Takes all steps that are left.
@@ -204,6 +218,29 @@ class RollingUpgrade:
     async def _save(self, state: WeightsState) -> None:
         self.state = state
         await self._store.put(_STATE, encode(state))
+
+
+def new_settings(config: FarsightConfig, changed: dict[str, Any], tables: str) -> str:
+    """What the workers' settings are to differ in from those of the start, as JSON with sorted keys.
+
+    Args:
+        config: What the service started with.
+        changed: What earlier changes have made of it.
+        tables: Tables of a configuration file, as JSON.
+
+    Raises:
+        MessageError: A setting is wrong, or cannot roll.
+    """
+    try:
+        wanted = json.loads(tables)
+        if not isinstance(wanted, dict):
+            raise MessageError("config", wanted, "tables of settings")
+        engine = dataclasses.replace(config.engine, **changed)
+        found = changed | rolling_settings(dataclasses.replace(config, engine=engine), wanted)
+    except InvalidValueError as error:
+        raise MessageError(error.field, error.value, error.expected) from error
+    kept = {name: value for name, value in found.items() if value != getattr(config.engine, name)}
+    return json.dumps(kept, sort_keys=True)
 
 
 def check_room(config: FarsightConfig) -> None:

@@ -12,8 +12,10 @@ class PredictorConfig:
     """How output lengths are predicted.
 
     Attributes:
-        artefact: Directory that ``farsight train`` wrote; empty: predict every request by the lengths of the last
-            outputs.
+        artefact: Directory that ``farsight train`` wrote; empty: a server whose preset reads forecasts of requests
+            learns them from its own traffic (``from_traffic``).
+        from_traffic: Without an artefact, learn output lengths by application from the server's own requests, from the
+            first hundred on. With false every request is predicted by the lengths of the last outputs.
         device: Where an encoder runs, as torch names it.
         cpu_share: Share of one core that predictions may take; beyond it they use fewer features.
         wait_s: Seconds that a request waits for its forecast before the ingress sends it; a later forecast follows it.
@@ -22,6 +24,7 @@ class PredictorConfig:
     """
 
     artefact: str = ""
+    from_traffic: bool = True
     device: str = "cpu"
     cpu_share: float = 0.05
     wait_s: float = 0.0

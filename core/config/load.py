@@ -58,7 +58,7 @@ def load_config(path: Path | None, overrides: dict[str, dict[str, Any]]) -> Fars
     Raises:
         ConfigError: unreadable file, or as ``make_config``.
     """
-    tables = _read_toml(path) if path is not None else {}
+    tables = read_toml(path) if path is not None else {}
     for section, values in overrides.items():
         merged = tables.setdefault(section, {})
         merged.update({key: value for key, value in values.items() if value is not None})
@@ -90,7 +90,8 @@ def _replicas(tables: Any) -> tuple[ReplicaConfig, ...]:
     return tuple(_section(ReplicaConfig, "replica", table) for table in tables)
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of the file. Raises ConfigError where it cannot be read or is no TOML."""
     try:
         text = path.read_text("utf-8")
     except OSError as error:

@@ -23,6 +23,7 @@ class LiveRequest:
         predicted_len, most_len: Forecast of the whole output, its mean and 90th percentile in tokens; None without one.
         kv_tokens: Tokens whose KV it holds on the device.
         level: Its queue of the MLFQ, from 1; 0 under another order.
+        eta_p50, eta_p90: Seconds by which it has ended with probability 0.5 and 0.9; None while unknown.
         rank_s: Its rank under an order that ranks by time, in seconds, lower first; None under another one.
     """
 
@@ -42,6 +43,8 @@ class LiveRequest:
     rank_s: float | None
     waits_for: str
     num_preemptions: int
+    eta_p50: float | None = None
+    eta_p90: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ class ReplicaLive:
     Attributes:
         num_running: Requests with a place; those without wait.
         used_tokens: KV tokens of the requests with a place.
-        capacity_tokens: KV tokens that the pool holds; 0 without a worker.
+        capacity_tokens: KV tokens that its requests may hold, what they share counted for each; 0 without a worker.
         curve: The predicted memory, at most ``policies.replica.live_view.MAX_POINTS`` points, steps rising.
         requests: Those with a place first, then those that wait, best first.
         ended: The last ones, newest first.

@@ -9,17 +9,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Upgrade:
-    """Ingress replica -> Supervisor: replaces the weights of all replicas.
+    """Ingress replica -> Supervisor: replaces the weights of all replicas, or the settings of their workers, or both.
 
     Attributes:
-        model_dir: Directory of the new model; its tokenizer files are those of the running one.
+        model_dir: Directory of the new model; its tokenizer files are those of the running one. Empty: the running one.
         surge: Whether one more replica runs meanwhile, so that new requests never wait.
         drain_s: Seconds that the last requests on the old weights may take; the rest ends with an error.
+        settings: Tables of a configuration file as JSON; empty for none.
     """
 
     model_dir: str
     surge: bool = True
     drain_s: float = 600.0
+    settings: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class WeightsState:
         drain_s: As of ``Upgrade``.
         since: When every request on other weights had come in, in seconds since the epoch; 0 if there was none.
         since_of_current: Whether ``since`` is known for the current version.
+        settings: For each version in use, what its workers' settings differ in from those of the start, as JSON.
     """
 
     dirs: tuple[tuple[int, str], ...]
@@ -62,6 +65,7 @@ class WeightsState:
     since: float = 0.0
     since_of_current: bool = True
     num_versions: int = 1
+    settings: tuple[tuple[int, str], ...] = ()
 
     def of(self, replica: str) -> int:
         """The version that a replica runs."""
@@ -70,28 +74,38 @@ class WeightsState:
     def dir_of(self, version: int) -> str:
         return dict(self.dirs)[version]
 
+    def settings_of(self, version: int) -> str:
+        return dict(self.settings).get(version, "{}")
+
     def with_replica(self, replica: str, version: int) -> WeightsState:
         """That replica runs that version from its next start on."""
         return dataclasses.replace(self, version_of=tuple((dict(self.version_of) | {replica: version}).items()))
 
-    def begun(self, model_dir: str, replicas: Iterable[str], surge: str, drain_s: float) -> WeightsState:
-        """An upgrade of these replicas is under way."""
+    def begun(self, model_dir: str, settings: str, replicas: Iterable[str], surge: str, drain_s: float) -> WeightsState:
+        """An upgrade of these replicas is under way; without a model directory, of their settings alone."""
         target = self.num_versions
         version_of = dict.fromkeys(replicas, self.current) | ({surge: target} if surge else {})
         return dataclasses.replace(
             self,
-            dirs=(*self.dirs, (target, model_dir)),
+            dirs=(*self.dirs, (target, model_dir or self.dir_of(self.current))),
+            settings=(*self.settings, (target, settings)),
             num_versions=target + 1,
             version_of=tuple(version_of.items()),
             target=target,
             surge=surge,
             drain_s=drain_s,
-            since_of_current=False,
+            since_of_current=not model_dir,
         )
 
     def ended(self) -> WeightsState:
         """All replicas run the current version, and there is no other."""
-        dirs = ((self.current, self.dir_of(self.current)),)
         return dataclasses.replace(
-            self, dirs=dirs, version_of=(), oldest=self.current, target=self.current, surge="", since_of_current=True
+            self,
+            dirs=((self.current, self.dir_of(self.current)),),
+            settings=((self.current, self.settings_of(self.current)),),
+            version_of=(),
+            oldest=self.current,
+            target=self.current,
+            surge="",
+            since_of_current=True,
         )

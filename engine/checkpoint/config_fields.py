@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ class Fields:
     def positive(self, name: str) -> float:
         """A number > 0; null stands for the default."""
         value = self._or_default(name)
-        if type(value) not in (int, float) or not value > 0:
+        if type(value) not in (int, float) or not 0 < value < math.inf:
             raise self.error(name, "a number > 0")
         return float(value)
 
@@ -85,7 +86,7 @@ class Fields:
         if (
             not isinstance(values, list)
             or len(values) != length
-            or not all(type(value) in (int, float) and value > 0 for value in values)
+            or not all(type(value) in (int, float) and 0 < value < math.inf for value in values)
         ):
             raise self.error(name, f"a list of {length} numbers > 0")
         return tuple(map(float, values))

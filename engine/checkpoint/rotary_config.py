@@ -143,7 +143,10 @@ def read_rotary(config: Fields, head_dim: int, kinds: Sequence[str], *, partial:
         if name not in _FIELDS[kind]:
             raise rope.error(name, f"nothing (unknown for rope_type {kind!r})")
     rotary_dim = _rotary_dim(config, rope, head_dim, partial=partial)
-    theta = _holder(config, rope, "rope_theta").positive("rope_theta")
+    holder = _holder(config, rope, "rope_theta")
+    theta = holder.positive("rope_theta")
+    if kind == "yarn" and theta <= 1:
+        raise holder.error("rope_theta", "a number > 1 for rope_type yarn")
     return RotaryConfig(rotary_dim, theta, _scaling(kind, config, rope, rotary_dim))
 
 

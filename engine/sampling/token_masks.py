@@ -21,7 +21,6 @@ from core.request import Fault, SamplingParams
 from engine.sampling.logged_tokens import NoToken
 from engine.sequence import Sequence
 from kvcache import StepItem
-from tokenization.grammars.compiler import TokenMatcher
 
 
 class _Masked(NamedTuple):
@@ -104,13 +103,6 @@ def begin_masks(
     return TokenMasks(_thread().submit(_find_masks, jobs, vocab_size, on_cpu)) if jobs else None
 
 
-def allowed_drafts(sequence: Sequence, drafts: SequenceOf[int]) -> SequenceOf[int]:
-    """The guessed tokens before the first that the sequence's grammar forbids. Between steps."""
-    if sequence.matcher is None:
-        return drafts
-    return drafts[: _current(sequence, sequence.matcher).num_allowed(drafts)]
-
-
 class _Job(NamedTuple):
     row: int
     sequence: Sequence
@@ -122,19 +114,13 @@ def _thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "token-masks")
 
 
-def _current(sequence: Sequence, matcher: TokenMatcher) -> TokenMatcher:
-    """The matcher, behind all known tokens of the output."""
-    matcher.advance(sequence.token_ids[sequence.prompt_len + matcher.num_tokens :])
-    return matcher
-
-
 def _find_masks(jobs: list[_Job], vocab_size: int, on_cpu: bool) -> _Masked:
     rows: list[int] = []
     masks: list[bytes] = []
     problems = {}
     for job in jobs:
-        matcher = job.sequence.matcher
-        found = [b""] if matcher is None else _current(job.sequence, matcher).allowed_after(job.drafts)
+        matcher = job.sequence.current_matcher()
+        found = [b""] if matcher is None else matcher.allowed_after(job.drafts)
         for row, mask in enumerate(found, job.row):
             rows.append(row)
             masks.append(mask)

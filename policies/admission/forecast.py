@@ -204,7 +204,7 @@ class MemorySpread:
         return math.ceil(round(float((self.mean + z * np.sqrt(self.variance)).max()), 6))
 
 
-@ADMISSIONS.register("forecast", needs="gittins")
+@ADMISSIONS.register("forecast", needs="gittins", reads_forecasts=True)
 def build_forecast_admission(context: ReplicaContext) -> ForecastAdmission:
     """Admits by each job's own law of lengths, which the Gittins order keeps."""
     order, settings = context.order_as(Gittins), context.settings

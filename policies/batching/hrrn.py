@@ -161,7 +161,7 @@ def remaining_service_s(cost: StepCost, job: Job) -> float:
     return prefill_s + max(1.0, expected - job.output_len) * cost.decode_s(job.known_len)
 
 
-@ORDERS.register("hrrn")
+@ORDERS.register("hrrn", reads_forecasts=True)
 def build_hrrn(context: ReplicaContext) -> HrrnOrder:
     """Highest response ratio next, for continuous batching."""
     return HrrnOrder(remaining_service_s, context.settings.cost)

@@ -243,7 +243,7 @@ def _check_bins(num_bins: int) -> None:
         raise InvalidValueError("num_bins", num_bins, "1 or more")
 
 
-@BATCHERS.register("multi-bin")
+@BATCHERS.register("multi-bin", reads_forecasts=True)
 def build_multi_bin(context: BatchContext) -> MultiBinBatcher:
     """Bins of equal mass by predicted length; the batch that was completed first runs next."""
     settings, size = context.settings, context.size or 1

@@ -240,7 +240,7 @@ def _reads(prompt_len: Lengths, output_len: Lengths) -> Lengths:
     return prompt_len * output_len + output_len * (output_len - 1) // 2
 
 
-@BATCHERS.register("wma-hrrn")
+@BATCHERS.register("wma-hrrn", reads_forecasts=True)
 def build_wma_hrrn(context: BatchContext) -> WmaBatcher:
     """Batches of least wasted memory access; the highest response ratio runs next."""
     settings = context.settings
@@ -248,7 +248,7 @@ def build_wma_hrrn(context: BatchContext) -> WmaBatcher:
     return WmaBatcher(settings.memory_tokens, choose, settings.wma_threshold, context.size)
 
 
-@BATCHERS.register("wma-fcfs")
+@BATCHERS.register("wma-fcfs", reads_forecasts=True)
 def build_wma_fcfs(context: BatchContext) -> WmaBatcher:
     """Batches of least wasted memory accesses; the one that arrived first runs next."""
     settings = context.settings

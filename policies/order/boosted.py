@@ -110,7 +110,7 @@ class Boosted(Gittins):
         return facts | {"yardstick_s": self.yardstick_s, "boost_s": boost_s}
 
 
-@ORDERS.register("boosted", stands_for="gittins")
+@ORDERS.register("boosted", stands_for="gittins", reads_forecasts=True)
 def build_boosted(context: ReplicaContext) -> Boosted:
     """Arrival, less a boost that is large for small Gittins ranks; streams that have begun go on."""
     settings = context.settings

@@ -374,7 +374,7 @@ def _points(job: Job) -> FloatArray:
     return length_law.UNKNOWN if job.forecast is None else length_law.forecast_points(job.forecast)
 
 
-@ORDERS.register("gittins")
+@ORDERS.register("gittins", reads_forecasts=True)
 def build_gittins(context: ReplicaContext) -> Gittins:
     """Gittins rank in GPU-seconds of the dominant share."""
     settings = context.settings

@@ -18,8 +18,8 @@ FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 
 LEVELS = (0.5, 0.9)
-WINDOW = 300
-"""Predictions of one kind that are kept."""
+WINDOW = 1000
+"""Predictions of one kind that are kept: several times as many as are in flight, whose ages are all that is known."""
 
 MIN_ENDS = 40
 """A kind of which fewer have ended is corrected by all ends together ..."""
@@ -71,6 +71,8 @@ class OnlineCalibration:
         self._all = _Window()
         self._kinds: dict[Kind, _Window] = {}
         self._open: dict[str, tuple[tuple[_Window, int], ...]] = {}
+        self._factors: dict[Kind, tuple[float, float]] = {}  # as of one instant
+        self._factors_at = -math.inf
 
     def begin(self, job_id: str, raw: Raw, now: float) -> None:
         """A job was predicted."""
@@ -88,14 +90,22 @@ class OnlineCalibration:
             window.drop(number)
 
     def corrected(self, raw: Raw, now: float) -> tuple[float, float]:
-        """(p50, p90) in seconds; O(WINDOW)."""
-        window = self._kinds.get(raw.kind, self._all)
+        """(p50, p90) in seconds; O(WINDOW) for the first of a kind at an instant."""
+        if now != self._factors_at:
+            self._factors, self._factors_at = {}, now
+        factors = self._factors.get(raw.kind)
+        if factors is None:
+            factors = self._factors[raw.kind] = self._factors_of(raw.kind, now)
+        p50_s, p90_s = raw.p50_s * factors[0], raw.p90_s * factors[1]
+        return p50_s, max(p50_s, p90_s)
+
+    def _factors_of(self, kind: Kind, now: float) -> tuple[float, float]:
+        window = self._kinds.get(kind, self._all)
         if window.num_ends < MIN_ENDS:
             window = self._all
         if window.num_ends < MIN_ALL:
-            return raw.p50_s, max(raw.p50_s, raw.p90_s)
-        p50_s, p90_s = raw.p50_s * window.factor(0, now), raw.p90_s * window.factor(1, now)
-        return p50_s, max(p50_s, p90_s)
+            return 1.0, 1.0
+        return window.factor(0, now), window.factor(1, now)
 
 
 class _Window:
@@ -149,8 +159,7 @@ def survival_quantile(values: FloatArray, is_exact: BoolArray, level: float) -> 
         values: Shape (n,).
         is_exact: False for a lower bound, shape (n,); True for at least one.
     """
-    # An exact value stands before bounds that are equal to it.
-    order = np.lexsort((~is_exact, values))
+    order = np.argsort(values)
     values, is_exact = values[order], is_exact[order]
     at_risk = np.arange(len(values) + 1, 1, -1)
     below = 1.0 - np.cumprod(np.where(is_exact, 1.0 - 1.0 / at_risk, 1.0))

@@ -202,7 +202,7 @@ class E2Forecast(Placement):
         self.work.check_integrity()
 
 
-@PLACEMENTS.register("e2-forecast", uses_prefixes=True)
+@PLACEMENTS.register("e2-forecast", uses_prefixes=True, reads_forecasts=True)
 def build_e2_forecast(settings: PolicySettings) -> E2Forecast:
     """E2 priced with predicted work."""
     return E2Forecast(settings.cost, settings.block_size, settings.e2.max_tree_bytes)

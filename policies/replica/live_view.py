@@ -10,11 +10,15 @@ import numpy as np
 
 from core.forecast import QUANTILES
 from core.messages.live import EndedRequest, LiveRequest, MemoryPoint, ReplicaLive
+from core.promise import Promise
 from core.request import Residency
 from policies.admission.past_future import peak_profile
 from policies.interfaces import ScheduledRequest
 from policies.replica.events import AccountClosed, RequestEnded
 from policies.replica.scheduler import ReplicaScheduler
+
+MAX_ENDS = 50
+"""Requests of which a view tells when they will end: about 3 ms of CPU."""
 
 MAX_POINTS = 64
 MAX_ENDED = 50
@@ -95,10 +99,18 @@ class SchedulerWatch:
         return MemoryPoint(0, int(base.sum())), *(MemoryPoint(ahead, highest[ahead]) for ahead in kept)
 
     def _remaining_len(self, each: ScheduledRequest) -> int:
-        """Predicted tokens to come: by its forecast, else by the mean of those that ended, else its limit."""
+        """Predicted tokens to come, at least 1 and within its limit.
+
+        By its forecast: to the mean, or beyond that to the next quantile. Else the mean length of those that ended,
+        whatever it has generated: without a forecast lengths are taken to be memoryless.
+        """
         most = each.max_new_tokens - each.output_len
-        whole = self._mean_len if each.forecast is None else each.forecast.mean
-        return max(1, most if whole is None else min(most, round(whole) - each.output_len))
+        if each.forecast is None:
+            ahead = most if self._mean_len is None else self._mean_len
+        else:
+            known = (each.forecast.mean, *each.forecast.quantiles)
+            ahead = next((length - each.output_len for length in known if length > each.output_len), most)
+        return max(1, min(most, round(ahead)))
 
     def _rows(self, now: float, max_rows: int) -> Iterator[LiveRequest]:
         if not max_rows:
@@ -107,10 +119,13 @@ class SchedulerWatch:
         running = {job.request_id for job in machine.selector.running}
         has_worker = machine.capacity_tokens > 0
         waiting = machine.waiting(now) if has_worker else iter(())
-        for each in itertools.islice(itertools.chain(machine.admitted, waiting), max_rows):
-            yield self._row(each, each.request_id in running, now)
+        listed = list(itertools.islice(itertools.chain(machine.admitted, waiting), max_rows))
+        asked = [each.request_id for each in listed[:MAX_ENDS]]
+        ends = {made.request_id: made for made in machine.outlook(asked, now)}
+        for each in listed:
+            yield self._row(each, each.request_id in running, ends.get(each.request_id), now)
 
-    def _row(self, each: ScheduledRequest, runs: bool, now: float) -> LiveRequest:
+    def _row(self, each: ScheduledRequest, runs: bool, end: Promise | None, now: float) -> LiveRequest:
         origin, forecast = each.request.origin, each.forecast
         facts = self._machine.order.explain(each, now)
         rank_s = facts.get("rank_s")
@@ -131,6 +146,8 @@ class SchedulerWatch:
             rank_s=None if rank_s is None else float(rank_s),
             waits_for=each.waits_for,
             num_preemptions=each.num_preemptions,
+            eta_p50=None if end is None else end.p50_s,
+            eta_p90=None if end is None else end.p90_s,
         )
 
 

@@ -128,9 +128,8 @@ class ReplicaScheduler:
 
     @property
     def capacity_tokens(self) -> int:
-        """KV tokens that the worker's pool holds; 0 without a worker."""
-        worker = self._mirror.worker
-        return 0 if worker is None else worker.num_blocks * worker.block_size
+        """As ``WorkerMirror.capacity``, in which shared prefixes count for each request; 0 without a worker."""
+        return 0 if self._mirror.worker is None else self._mirror.capacity()
 
     @property
     def num_preemptions(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import json
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from starlette.responses import Response
 
 from core.errors import FarsightError, InvalidValueError
 from core.messages.status import ComponentCounts
+from core.messages.weights import Upgrade
 from services.api.access.caller import is_admin
 from services.api.answers.replies import ErrorReply
 from services.api.backend import GenerationBackend
@@ -58,9 +60,15 @@ class DrainRequest(StrictModel):
 
 
 class UpgradeRequest(StrictModel):
-    """``POST /admin/upgrade``; ``model`` is a directory on the machine of the service."""
+    """``POST /admin/upgrade``
 
-    model: str = Field(min_length=1, max_length=MAX_PATH)
+    Attributes:
+        model: A directory on the machine of the service; empty for the running weights.
+        config: Tables of settings, as in a configuration file.
+    """
+
+    model: str = Field(default="", max_length=MAX_PATH)
+    config: dict[str, Any] | None = None
     surge: bool = True
     drain_s: float = Field(default=600.0, ge=0.0, le=MAX_DRAIN_S)
 
@@ -118,8 +126,11 @@ def admin_routes(backend: GenerationBackend, administration: Administration) -> 
 
     @router.post("/upgrade", responses=_ERRORS)
     async def upgrade(body: UpgradeRequest) -> UpgradeReply:
-        change = backend.upgrade(body.model, surge=body.surge, drain_s=body.drain_s)
-        weights = await _changed(change, "not_upgraded")
+        if not body.model and body.config is None:
+            raise InvalidValueError("model", body.model, "a model directory, or config with the settings to change")
+        settings = "" if body.config is None else json.dumps(body.config)
+        order = Upgrade(body.model, body.surge, body.drain_s, settings)
+        weights = await _changed(backend.upgrade(order), "not_upgraded")
         return UpgradeReply(version=weights.version, model=weights.model_dir)
 
     return router

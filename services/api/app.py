@@ -232,7 +232,7 @@ def _operator_routes(backend: GenerationBackend, readiness: Readiness) -> APIRou
         return Health()
 
     @router.get("/ping")
-    @router.post("/ping")
+    @router.post("/ping", include_in_schema=False)
     async def ping() -> Health:
         return await health()
 

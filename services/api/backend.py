@@ -12,7 +12,7 @@ from core.messages.placement import PlacementView
 from core.messages.series import SeriesQuery, SeriesReply
 from core.messages.status import ComponentCounts, StatusReply
 from core.messages.tokens import TokenDelta
-from core.messages.weights import ServedWeights
+from core.messages.weights import ServedWeights, Upgrade
 from core.request import Request
 from services.api.text.prompts import PromptText
 
@@ -113,11 +113,11 @@ class GenerationBackend(Protocol):
         """
         ...
 
-    async def upgrade(self, model_dir: str, *, surge: bool, drain_s: float) -> ServedWeights:
-        """Replaces the weights of all replicas.
+    async def upgrade(self, order: Upgrade) -> ServedWeights:
+        """Replaces the weights of all replicas, or the settings of their workers.
 
         Raises:
-            InvalidValueError: The model cannot take the place of the running one.
+            InvalidValueError: The model cannot take the place of the running one, or a setting cannot roll.
             FarsightError: The change failed; all replicas run the old weights.
         """
         ...

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from core.errors import FarsightError
+from core.errors import ConfigError, FarsightError
 from services.commands.ask import ApiKeyOption, ask, key_for
+from services.commands.simulate import KvTokensOption, MaxNumSeqsOption, ProfileOption, ReplicasOption
+from services.commands.what_if import Question, answer, sentence
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,10 +25,27 @@ def explain(
     url: Annotated[str, typer.Option(help="Address of the running server.")] = "http://127.0.0.1:8000",
     api_key: ApiKeyOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    change: Annotated[
+        str, typer.Option("--if", help="What would have been: preset=NAME, replicas=N or priority=N; needs --log.")
+    ] = "",
+    log: Annotated[str, typer.Option(help="With --if: the log, as in `log.path`.")] = "",
+    preset: Annotated[str, typer.Option(help="With --if: the preset that served it.")] = "fcfs",
+    replicas: ReplicasOption = 1,
+    profile: ProfileOption = None,
+    kv_tokens: KvTokensOption = None,
+    max_num_seqs: MaxNumSeqsOption = 256,
 ) -> None:
-    """Show the decisions about a request, their times and the numbers behind them."""
+    """Show the decisions about a request, their times and the numbers behind them, or what would have been."""
     try:
+        if change and not log:
+            raise ConfigError("--log", log, "the server's log beside --if: a SQLite file, or a redis:// URL")
         found = _ask(url.rstrip("/"), response_id, api_key)
+        if change:
+            question = Question(change, log, preset, replicas, profile, kv_tokens, max_num_seqs)
+            answers = [answer(question, choice["request_id"]) for choice in found["choices"]]
+            for each in answers:
+                typer.echo(json.dumps(each) if as_json else sentence(each))
+            return
     except FarsightError as error:
         typer.echo(f"farsight: {error}", err=True)
         raise typer.Exit(1) from error

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 from actors.runtime.names import SCALABLE
+from core.config.load import read_toml
 from core.errors import InvalidValueError
 from services.commands.ask import ask
 
@@ -52,15 +54,22 @@ def drain_replica(url: str, token: str, replica: str, *, cancel: bool) -> str:
     return f"replica {replica}: {state} after {time.monotonic() - began:.1f} s"
 
 
-def upgrade_service(url: str, token: str, model: str, *, surge: bool, drain_s: float) -> str:
-    """Replaces the weights of a running service, and returns one line about it.
+def upgrade_service(
+    url: str, token: str, model: str | None, config: Path | None, *, surge: bool, drain_s: float
+) -> str:
+    """Replaces the weights of a running service, or the settings of its workers, and returns one line about it.
 
     Raises:
         FarsightError: An argument is wrong, the server refuses, or no server answers.
     """
+    if model is None and config is None:
+        raise InvalidValueError("--model", "", "a model directory; or --config with a file of settings to change")
     began = time.monotonic()
-    directory = str(Path(model).expanduser().absolute())
-    body = {"model": directory, "surge": surge, "drain_s": drain_s}
+    body: dict[str, Any] = {"surge": surge, "drain_s": drain_s}
+    if model is not None:
+        body["model"] = str(Path(model).expanduser().absolute())
+    if config is not None:
+        body["config"] = read_toml(config)
     reply = ask(url, "/admin/upgrade", SCALE_TIMEOUT_S + drain_s, token, body)
     return f"all replicas run {reply['model']} (version {reply['version']}) after {time.monotonic() - began:.1f} s"
 

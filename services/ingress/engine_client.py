@@ -35,6 +35,7 @@ from core.messages.tokens import TokenDelta, TokenPoll
 from core.messages.weights import ServedWeights, Upgrade
 from core.request import Request
 from kvcache.block_manager import hash_blocks, salted_root
+from policies.compose import predicts_requests
 from services.api.backend import ModelInfo
 from services.api.text.prompts import PromptText
 from services.ingress.explanations import Explanations
@@ -106,7 +107,7 @@ class EngineClient(ObservedService, VersionedStreams):
         self._explanations = Explanations(self._peers)
         self._made: list[ForecastMade] = []
         self._forecaster: PredictorClient | None = None
-        if site.config.predictor.artefact:
+        if predicts_requests(site.config):
             self._forecaster = PredictorClient(self._peers, site.config, self._degraded, self._foresee)
         self._predictor_wait_s = site.config.predictor.wait_s
         self._pumps: dict[str, asyncio.Task[None]] = {}
@@ -222,6 +223,7 @@ class EngineClient(ObservedService, VersionedStreams):
             text.user_input_len(request.prompt_len),
             request.prompt_len,
             request.sampling.max_new_tokens,
+            request.tenant,
         )
         wait_s = self._predictor_wait_s
         if forecaster.ask(question) and wait_s > 0:
@@ -454,13 +456,13 @@ class EngineClient(ObservedService, VersionedStreams):
         """
         return await self._peers.supervisor().drain_replica(DrainReplica(replica, cancel))
 
-    async def upgrade(self, model_dir: str, *, surge: bool, drain_s: float) -> ServedWeights:
-        """Replaces the weights of all replicas; answers when all run the new ones.
+    async def upgrade(self, order: Upgrade) -> ServedWeights:
+        """Replaces the weights of all replicas, or the settings of their workers; answers when all run so.
 
         Raises:
-            InvalidValueError: the model cannot take the place of the running one.
+            InvalidValueError: the model cannot take the place of the running one, or a setting cannot roll.
         """
-        return await self._peers.supervisor().upgrade(Upgrade(model_dir, surge, drain_s))
+        return await self._peers.supervisor().upgrade(order)
 
     async def scale(self, kind: str, count: int) -> ComponentCounts:
         """How many of what there are from now on; answers when they are there, or gone.

@@ -20,14 +20,14 @@ RETRY_AFTER_S = 1.0
 """Where nothing is known of what requests take."""
 
 _LEAST_PREDICTED_S = 0.2
-"""A shorter wait says little: the prompt and the first step take as long."""
+"""A shorter wait says little, because the prompt and the first step take as long; but a limit so short that only such
+waits are admitted needs them: a tenth of the limit counts in any case."""
 
 _FADING = 0.02
 """Share of the past that a new wait replaces."""
 
 _MOST_CORRECTION = 4.0
 """A wait beyond that has another cause, such as the death of a worker."""
-
 
 _CAUTION = 2.0
 """Mean errors that are added to a prediction before it is compared with the limit ..."""
@@ -121,7 +121,8 @@ class FirstCheck:
             self._change(admitted.request, 1)
 
     def refusal(self, num_ahead: int = 0) -> TooMuch | None:
-        """Why any request at all would be refused now; None if one may be admitted. O(1).
+        """Why any request at all would be refused now; None if one may be admitted. O(1), and O(running) if it is
+        refused.
 
         Args:
             num_ahead: Requests that have come before it and that are not counted yet.
@@ -179,7 +180,7 @@ class FirstCheck:
         self._running.add(admitted)
         admitted.num_tokens += num_tokens
         predicted_s = admitted.predicted_s
-        if predicted_s >= _LEAST_PREDICTED_S:
+        if predicted_s > 0 and predicted_s >= min(_LEAST_PREDICTED_S, self._limits.max_wait_s / 10):
             error_s = abs(waited_s - self.correction * predicted_s)
             self._predicted_s += predicted_s - self._predicted_s * _FADING
             self._waited_s += waited_s - self._waited_s * _FADING

@@ -157,9 +157,8 @@ class ClientStream(OpenStream):
         answered_by, attempts: Replica whose tokens came last, and the number of attempts by then.
         trouble: What the last external server that gave it back has said.
         predicted: Set once its forecast has come.
-        admitted: As ``FirstCheck.admit`` returned it.
         answer: Told of its promise; None where no client is told.
-        predicted_wait_s: As ``FirstCheck.admit`` returned it.
+        admitted: As ``FirstCheck.admit`` returned it.
     """
 
     admitted: CountedRequest = field(kw_only=True)
@@ -176,7 +175,6 @@ class ClientStream(OpenStream):
     deadline: asyncio.TimerHandle | None = None
     predicted: asyncio.Event = field(default_factory=asyncio.Event)
     answer: AnswerPromise | None = field(default_factory=ANSWER.get)
-    predicted_wait_s: float = 0.0
     trace: StreamTrace = field(init=False)
 
     def __post_init__(self) -> None:

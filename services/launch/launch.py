@@ -339,8 +339,8 @@ def _small_machine() -> bool:
 
 
 def default_ingress_replicas() -> int:
-    """One on a small machine, where processes compete for cores; else two, so that one may fail."""
-    return 1 if _small_machine() else 2
+    """Two, so that one may fail while the other takes the requests; one where processes compete for two cores."""
+    return 1 if usable_processors() <= 2 else 2
 
 
 def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSignal) -> None:

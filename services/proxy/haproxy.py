@@ -16,8 +16,16 @@ from pathlib import Path
 
 from core.config.server import ServerConfig
 from core.errors import ConfigError
-from services.proxy.haproxy_config import INGRESS_BACKEND, SOCKET_FILE, FrontendSettings, IngressServer, config_text
+from services.proxy.haproxy_config import (
+    INGRESS_BACKEND,
+    SILENCE_S,
+    SOCKET_FILE,
+    FrontendSettings,
+    IngressServer,
+    config_text,
+)
 from services.proxy.ports import free_ports
+from services.proxy.probe import PROBE_S, Silence, answers, process_state
 from services.proxy.timed_http import ConnectionLimits
 
 PROXY_DIRECTORY_VARIABLE = "FARSIGHT_PROXY_DIRECTORY"
@@ -135,11 +143,12 @@ class HAProxyKeeper:
 
     It lives in the process of ``farsight serve``, whose death ends the service anyway. When HAProxy dies, the next one
     starts at once with the same listening socket; when the replicas change, a new HAProxy takes over and the one before
-    ends with its last connection.
+    ends with its last connection. One that stands still is killed, and replaced like one that died.
 
     Args:
         directory: HAProxy's files.
         find: Lists the ingress replicas; None while that is not known. It may take long, and runs in a thread.
+        silence_s: See ``FrontendSettings``.
     """
 
     def __init__(
@@ -148,10 +157,11 @@ class HAProxyKeeper:
         server: ServerConfig,
         find: Callable[[], Sequence[IngressServer] | None],
         check_interval: str = "1s",
+        silence_s: float = SILENCE_S,
     ) -> None:
         self._listener = listening_socket(server.host, server.port, server.write_timeout_s)
         self._settings = FrontendSettings(
-            self._listener.fileno(), directory, max_connections(), frontend_limits(server), check_interval
+            self._listener.fileno(), directory, max_connections(), frontend_limits(server), check_interval, silence_s
         )
         self._find = find
         self._servers: tuple[IngressServer, ...] = ()
@@ -160,8 +170,9 @@ class HAProxyKeeper:
         self._earlier: list[subprocess.Popen[bytes]] = []
         self._following = threading.Event()
         self._stopping = threading.Event()
+        self._starting = threading.Lock()
         # HAProxy ends with the thread that started it, so one thread starts all of them and stays.
-        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._keep, self._follow)]
+        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._keep, self._follow, self._watch)]
         self.num_starts = 0
 
     def start(self) -> None:
@@ -173,9 +184,11 @@ class HAProxyKeeper:
         self._following.set()
 
     def halt(self) -> None:
-        """From here on no HAProxy is started; those that run end soon."""
+        """No HAProxy is started once this has returned; those that run end soon."""
         self._stopping.set()
         self._following.set()
+        with self._starting:
+            pass  # a start that was under way is over
 
     def stop(self) -> None:
         """Ends every HAProxy and closes the socket."""
@@ -221,6 +234,17 @@ class HAProxyKeeper:
                     process.kill()
                     process.wait()
 
+    def _watch(self) -> None:
+        silence, admin_socket = Silence(), self._settings.directory / SOCKET_FILE
+        while not self._stopping.wait(PROBE_S):
+            watched = self._current
+            answered = answers(admin_socket)
+            if watched is not self._current or watched is None or watched.poll() is not None:
+                continue  # the next one has a socket of the same name
+            if silence.is_stuck(watched.pid, answered, process_state):
+                logger.warning("HAProxy (pid %s) stands still; the next one takes its place", watched.pid)
+                watched.kill()
+
     def _look(self) -> None:
         assert self._current is not None
         self._earlier = [process for process in self._earlier if process.poll() is None]
@@ -233,6 +257,15 @@ class HAProxyKeeper:
 
     def _start(self) -> None:
         """A new HAProxy, which ends those before it softly once it has begun."""
+        with self._starting:
+            if not self._stopping.is_set():
+                self._spawn()
+        if self._current is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._current.wait(timeout=LOOK_S)
+                self._stopping.wait(_PAUSE_S)
+
+    def _spawn(self) -> None:
         directory = self._settings.directory
         self._served = self._servers
         unfinished = directory / ".haproxy.cfg"
@@ -251,9 +284,6 @@ class HAProxyKeeper:
                 process_group=0,  # Ctrl-C is for the process that started it, which ends it last
             )
         self.num_starts += 1
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._current.wait(timeout=LOOK_S)
-            self._stopping.wait(_PAUSE_S)
 
 
 def _ends_with_parent() -> list[str]:

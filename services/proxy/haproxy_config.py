@@ -32,6 +32,9 @@ _HEALTH_BACKEND = "health"
 _CONNECT_S = 30
 """Time limit of a connection to an ingress replica; in a burst it waits in the replica's accept queue."""
 
+SILENCE_S = 3600.0
+"""Default of ``FrontendSettings.silence_s``."""
+
 _MESSAGES = {
     400: "The request is not valid HTTP.",
     408: "The request did not arrive within the time limit.",
@@ -78,6 +81,7 @@ class FrontendSettings:
         max_connections: Open at once; further ones wait.
         limits: Limits of clients' connections.
         check_interval: Between two health checks of an ingress replica, as HAProxy writes times.
+        silence_s: An exchange ends where an ingress replica neither takes nor sends a byte for so many seconds.
     """
 
     descriptor: int
@@ -85,6 +89,7 @@ class FrontendSettings:
     max_connections: int
     limits: ConnectionLimits
     check_interval: str = "1s"
+    silence_s: float = SILENCE_S
 
 
 def config_text(servers: Sequence[IngressServer], settings: FrontendSettings) -> str:
@@ -99,7 +104,7 @@ def config_text(servers: Sequence[IngressServer], settings: FrontendSettings) ->
     """
     lines = [
         *_global(settings),
-        *_defaults(settings.limits),
+        *_defaults(settings.limits, settings.silence_s),
         *_frontend(settings, [server for server in servers if server.liveness_port]),
         *_ingress(servers, settings.check_interval),
         *_health(servers),
@@ -116,11 +121,17 @@ def _global(settings: FrontendSettings) -> list[str]:
     ]
 
 
-def _defaults(limits: ConnectionLimits) -> list[str]:
+def _defaults(limits: ConnectionLimits, silence_s: float) -> list[str]:
     """HAProxy knows one timeout for a body that stands still and a client that reads nothing: the longer of the two.
 
-    The ingress replica ends the first sooner where it is shorter, the system the second. How long an answer may take
-    has no bound.
+    The ingress replica ends the first sooner where it is shorter, the system the second.
+
+    A replica may be silent for very long before it answers. A bound is needed all the same: HAProxy arms no other
+    timeout for a client that goes on sending a body which the replica no longer takes, so such a connection stayed
+    for ever. HAProxy 2.8 cannot bound that alone, after the answer.
+
+    Each request gets a connection of its own to a replica. One that waits for reuse may be closed by a replica that
+    ends at the moment when a request is sent, and a POST that got no answer may not be repeated: it would be a 502.
     """
     return [
         "defaults",
@@ -130,7 +141,8 @@ def _defaults(limits: ConnectionLimits) -> list[str]:
         f"    timeout http-request {_ms(limits.head_s)}",
         f"    timeout client {_ms(max(limits.body_s, limits.write_s))}",
         f"    timeout http-keep-alive {_ms(limits.idle_s)}",
-        "    timeout server 0",
+        f"    timeout server {_ms(silence_s)}",
+        "    option http-server-close",
         "    option abortonclose",
         "    option splice-response",
         "    option redispatch 1",
@@ -162,7 +174,7 @@ def _frontend(settings: FrontendSettings, told: Sequence[IngressServer]) -> list
 def _ingress(servers: Sequence[IngressServer], interval: str) -> list[str]:
     lines = [
         f"backend {INGRESS_BACKEND}",
-        "    http-reuse always",
+        "    http-reuse never",
         f"    option httpchk GET {CHECK_PATH}",
         "    http-check expect status 200",
         f"    default-server inter {interval} fastinter 250ms downinter 250ms fall 3 rise 1",

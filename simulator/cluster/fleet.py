@@ -110,6 +110,8 @@ class Fleet:
         self._clients = clients
         self._timeline = timeline
         self._flush = flush
+        self._until = ""
+        self._is_over = False
         self._under_way: dict[str, tuple[Request, Record]] = {}
         self._started: list[StartedRequest] = []
         self._ended: list[FinishedSequence] = []
@@ -125,13 +127,17 @@ class Fleet:
         told = self._start, self._end, self._break_off
         return Replica(str(index), scheduler, self._shape.replica, self._shape.latency, self.recorder, *told)
 
-    def run(self, arrivals: Iterable[SimRequest], progress: Callable[[int], None] | None = None) -> Recorder:
-        """Runs all arrivals to the last token.
+    def run(
+        self, arrivals: Iterable[SimRequest], progress: Callable[[int], None] | None = None, *, until: str = ""
+    ) -> Recorder:
+        """Runs all arrivals to the last token, or until one request of an open loop has ended.
 
         Args:
             arrivals: In order of arrival; read lazily.
             progress: Called after each ended request with the number of ended requests.
+            until: Id of that request; empty for none.
         """
+        self._until = until
         with _without_collections():
             if self._clients is not None:
                 self._run_closed(iter(arrivals), progress)
@@ -141,7 +147,7 @@ class Fleet:
 
     def _run_open(self, source: Iterator[SimRequest], progress: Callable[[int], None] | None) -> None:
         arrival = next(source, None)
-        while True:
+        while not self._is_over:
             arrives_at = math.inf if arrival is None else arrival.arrived_at
             wakes_at = self._alarms.next_at
             if min(arrives_at, wakes_at) == math.inf:
@@ -281,6 +287,7 @@ class Fleet:
     def _end(self, record: Record, finished: FinishedSequence) -> None:
         del self._under_way[finished.request_id]
         self._ended.append(finished)
+        self._is_over = self._is_over or finished.request_id == self._until
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ LIMITS = """
 ingress_replicas = 1
 head_timeout_s = 4.0
 body_timeout_s = 4.0
-idle_timeout_s = 5.0
+idle_timeout_s = 3.0
 max_queued_requests = 100000
 max_wait_s = 0
 """

@@ -7,6 +7,7 @@ import random
 import socket
 import struct
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgpack
@@ -37,16 +38,20 @@ FRAMES: list[bytes] = [
 ]
 
 
-def garbage() -> Iterator[bytes]:
-    """The same in every run."""
+AT_ONCE = 16
+"""Peers that speak at the same time: each waits a moment for an answer that mostly does not come."""
+
+
+def garbage(volume: float) -> Iterator[bytes]:
+    """The same in every run of the same volume."""
     draw = random.Random(11)
     yield from FRAMES
-    for _ in range(60):
+    for _ in range(int(60 * volume)):
         frame = bytearray(draw.choice(FRAMES[5:]) * draw.randrange(1, 4))
         for _ in range(draw.randrange(1, 8)):
             frame[draw.randrange(len(frame))] = draw.randrange(256)
         yield bytes(frame)
-    for _ in range(20):
+    for _ in range(int(20 * volume)):
         yield draw.randbytes(draw.randrange(1, 4000))
 
 
@@ -76,12 +81,13 @@ def send(family: int, address: object, data: bytes) -> None:
                 pass
 
 
-def test_garbage_on_every_internal_socket(victim: Victim) -> None:
+def test_garbage_on_every_internal_socket(victim: Victim, volume: float) -> None:
     sockets = abstract_sockets(victim)
     assert sockets, "no component listens"
-    for address in sockets:
-        for data in garbage():
-            send(socket.AF_UNIX, address, data)
+    with ThreadPoolExecutor(AT_ONCE) as peers:
+        sent = [peers.submit(send, socket.AF_UNIX, address, data) for address in sockets for data in garbage(volume)]
+    for each in sent:
+        each.result()
 
 
 def test_many_who_connect_and_say_nothing_are_no_harm(victim: Victim) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import httpx
@@ -85,6 +85,15 @@ class Victim:
         self._pids = self.components()
         self._files = self._open_files()
 
+    def half_closed(self) -> int:
+        """HAProxy's connections whose other end is closed and which it has not closed itself."""
+        found = 0
+        for process in self.server.children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.name() == "haproxy":
+                    found += sum(each.status == psutil.CONN_CLOSE_WAIT for each in process.net_connections("tcp"))
+        return found
+
     def _open_files(self) -> dict[int, int]:
         return {pid: psutil.Process(pid).num_fds() for pid in set(self._pids.values())}
 
@@ -98,9 +107,10 @@ class Victim:
             return all(num <= self._files[pid] + SPARE_FILES for pid, num in self._open_files().items())
 
         wait_until(no_more_files, "files are left open")
+        wait_until(lambda: not self.half_closed(), "the proxy keeps connections that one side has closed")
         assert [row["degraded"] for row in self.server.get("/status")["actors"] if row["degraded"]] == []
 
-    @contextmanager
+    @contextlib.contextmanager
     def neighbour(self) -> Iterator[None]:
         """Reads one stream after the other, each of which must come whole."""
         over = threading.Event()

@@ -44,8 +44,8 @@ def upgraded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     assert server.process.returncode == 0
 
 
-def upgrade(server: Server, model: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = farsight("upgrade", "--model", str(model), "--port", str(server.port), *flags)
+def upgrade(server: Server, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = farsight("upgrade", "--port", str(server.port), *flags)
     return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
 
 
@@ -100,7 +100,7 @@ ALL_READY = {"worker-0": "ready", "worker-1": "ready"}
 async def test_weights_change_under_load(upgraded: Server, other_model: Path) -> None:
     for model, flags in ((other_model, ()), (EMBEDDED_MODEL, ("--no-surge",))):
         async with under_load(upgraded):
-            result = await asyncio.to_thread(upgrade, upgraded, model, *flags)
+            result = await asyncio.to_thread(upgrade, upgraded, "--model", str(model), *flags)
         assert result.returncode == 0, result.stderr
         assert result.stdout.startswith(f"all replicas run {model} (version "), result.stdout
         await eventually(lambda: workers(upgraded) == ALL_READY)
@@ -109,11 +109,35 @@ async def test_weights_change_under_load(upgraded: Server, other_model: Path) ->
 @pytest.mark.timeout(10 * TIMEOUT_S)
 async def test_an_upgrade_goes_on_after_the_death_of_the_supervisor(upgraded: Server, other_model: Path) -> None:
     async with under_load(upgraded):
-        running = asyncio.create_task(asyncio.to_thread(upgrade, upgraded, other_model))
+        running = asyncio.create_task(asyncio.to_thread(upgrade, upgraded, "--model", str(other_model)))
         await eventually(lambda: workers(upgraded).get("worker-2") == "ready")
         os.kill(await asyncio.to_thread(upgraded.pid_of, "Supervisor"), signal.SIGKILL)
         await running
         await eventually(lambda: workers(upgraded) == ALL_READY)
+
+
+@pytest.mark.timeout(10 * TIMEOUT_S)
+async def test_settings_change_under_load_and_no_answer_does(upgraded: Server, tmp_path: Path) -> None:
+    """Each worker starts again with the new pool; every stream meanwhile is whole and what it was before."""
+
+    def kv_blocks() -> int:
+        return int(upgraded.get("/status")["kv"]["num_blocks"])
+
+    before, expected = await asyncio.to_thread(kv_blocks), await texts(upgraded)
+    config = tmp_path / "new.toml"
+    config.write_text('[model]\ndtype = "float32"\n[engine]\nkv_memory = "8MiB"\n')
+    over = asyncio.Event()
+    clients = [asyncio.create_task(ask_until(upgraded, over, index)) for index in range(NUM_CLIENTS)]
+    result = await asyncio.to_thread(upgrade, upgraded, "--config", str(config))
+    over.set()
+    got = await asyncio.gather(*clients)
+    assert result.returncode == 0, result.stderr
+    await eventually(lambda: workers(upgraded) == ALL_READY)
+    await eventually(lambda: 0 < kv_blocks() < before)
+    assert [set(answers) <= {text} for answers, text in zip(got, expected, strict=True)] == [True] * NUM_CLIENTS
+    config.write_text(f"[server]\nport = {upgraded.port + 1}\n")
+    refused = await asyncio.to_thread(upgrade, upgraded, "--config", str(config))
+    assert (refused.returncode, "server.port" in refused.stderr) == (1, True), refused
 
 
 async def test_a_model_that_cannot_take_the_place_changes_nothing(upgraded: Server, tmp_path: Path) -> None:
@@ -129,7 +153,7 @@ async def test_a_model_that_cannot_take_the_place_changes_nothing(upgraded: Serv
         (stranger, "tokenizer.json differs"),
         (broken, WEIGHTS),
     ]:
-        result = await asyncio.to_thread(upgrade, upgraded, model)
+        result = await asyncio.to_thread(upgrade, upgraded, "--model", str(model))
         assert (result.returncode, words in result.stderr) == (1, True), result
     assert await texts(upgraded) == before
     assert upgraded.get("/v1/models")["data"][0]["id"] == EMBEDDED_NAME

@@ -13,7 +13,7 @@ from core.messages.placement import PlacementView
 from core.messages.series import SeriesQuery, SeriesReply
 from core.messages.status import ComponentCounts, StatusReply
 from core.messages.tokens import TokenDelta
-from core.messages.weights import ServedWeights
+from core.messages.weights import ServedWeights, Upgrade
 from core.request import Request
 from services.api.access.caller import CURRENT
 from services.api.access.door import Door
@@ -125,8 +125,8 @@ class MeteredBackend:
     async def drain(self, replica: str, *, cancel: bool) -> ComponentCounts:
         return await self._backend.drain(replica, cancel=cancel)
 
-    async def upgrade(self, model_dir: str, *, surge: bool, drain_s: float) -> ServedWeights:
-        return await self._backend.upgrade(model_dir, surge=surge, drain_s=drain_s)
+    async def upgrade(self, order: Upgrade) -> ServedWeights:
+        return await self._backend.upgrade(order)
 
     async def scale(self, kind: str, count: int) -> ComponentCounts:
         return await self._backend.scale(kind, count)

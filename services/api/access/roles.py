@@ -52,6 +52,7 @@ ROLES: Mapping[str, Access] = {
     "/status": Role.OBSERVE,
     "/metrics": Role.OBSERVE,
     "/placement": Role.OBSERVE,
+    "/live/status": Role.OBSERVE,
     "/live/series": Role.OBSERVE,
     "/live/requests": Role.OBSERVE,
     "/live/requests/{response_id}": Role.OBSERVE,

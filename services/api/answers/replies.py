@@ -75,11 +75,7 @@ class TextLogprobs(BaseModel):
     text_offset: list[int]
 
 
-def _is_none(value: object) -> bool:
-    return value is None
-
-
-TokenIds = Annotated[list[int] | None, Field(exclude_if=_is_none, description="Extension; only with return_token_ids.")]
+TokenIds = Annotated[list[int] | None, Field(description="Extension; null without return_token_ids.")]
 
 
 class PromptLogprob(BaseModel):
@@ -92,7 +88,7 @@ class PromptLogprob(BaseModel):
 
 PromptLogprobs = Annotated[
     list[dict[str, PromptLogprob] | None] | None,
-    Field(exclude_if=_is_none, description="Extension; only with prompt_logprobs: for each token, by id."),
+    Field(description="Extension; for each token, by id; null without prompt_logprobs."),
 ]
 
 

@@ -12,7 +12,7 @@ from services.api.pages.dashboard import operator_page
 from services.api.pages.page import html_page
 
 LINKS = {
-    "/playground": "Playground: ask the model",
+    "/play": "Playground: ask the model",
     "/dashboard": "Dashboard: what the service does now",
     "/dashboard/placement": "Placement: which replica gets which prompt",
     "/docs": "Routes of the API",

@@ -11,13 +11,19 @@ from pydantic import BaseModel
 from core.errors import FarsightError
 from core.messages.live import LiveView
 from core.messages.series import SeriesQuery
-from services.api.answers.replies import ErrorReply
+from services.api.answers.replies import ErrorReply, Status, status_reply
 from services.api.backend import GenerationBackend
 from services.api.errors import SERVER_ERROR, ApiError
 from services.api.pages.explain import RESPONSE_ID, Explanation, explanation, unknown_request
+from services.api.pages.recent import Recent
 
 MAX_ROWS = 200
 """Requests of each replica in one answer."""
+
+STATUS_S = 1.5
+"""``/live/status`` is at most so many seconds old: every process is asked for it. ``/status`` is always of now."""
+
+LIVE_S = 0.75
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     503: {"model": ErrorReply, "description": "The component that knows does not answer now."}
@@ -43,6 +49,12 @@ def live_routes(backend: GenerationBackend) -> APIRouter:
         backend: Not bound to the caller's tenant: an observer sees the requests of all tenants.
     """
     router = APIRouter(prefix="/live", tags=["operation"], responses=_ERRORS)
+    recent_status = Recent(backend.status, STATUS_S)
+    recent_live = Recent(lambda: backend.live(MAX_ROWS), LIVE_S)
+
+    @router.get("/status")
+    async def status() -> Status:
+        return status_reply(await recent_status.get(), backend.model)
 
     @router.get("/series")
     async def series(step: Literal["second", "minute"] = "second", after: float = Query(0.0, ge=0.0)) -> Series:
@@ -57,8 +69,8 @@ def live_routes(backend: GenerationBackend) -> APIRouter:
         )
 
     @router.get("/requests")
-    async def requests(limit: int = Query(MAX_ROWS, ge=0, le=MAX_ROWS)) -> LiveView:
-        return await backend.live(limit)
+    async def requests() -> LiveView:
+        return await recent_live.get()
 
     @router.get("/requests/{response_id}")
     async def request(response_id: str) -> Explanation:

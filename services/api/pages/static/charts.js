@@ -2,6 +2,7 @@
 const COLOURS = ["--line-1", "--line-2", "--line-3", "--line-4", "--line-5", "--line-6"];
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const darkness = matchMedia("(prefers-color-scheme: dark)");
+const MINUTES_S = [60, 120, 300, 600, 1800, 3600, 7200, 14400, 28800];  // between the labels of a time axis
 const charts = [];
 darkness.addEventListener("change", () => charts.forEach((chart) => chart.rebuild()));
 
@@ -35,7 +36,7 @@ class Chart {
       legend: {show: false}, cursor: {sync: spec.sync ? {key: spec.sync} : undefined, drag: {x: false, y: false}, points: {size: 5}},
       scales: {x: {time: !spec.xs, range: spec.span ? (u, low, high) => [Math.max(high - spec.span(), Math.min(low, high - spec.span() / 15)), high] : undefined},
         y: {range: (u, low, high) => [0, Math.max(spec.top ?? 0, 1.08 * (high ?? 0)) || 1]}},
-      axes: [{...axis, size: 26, values: spec.xs ? (u, all) => all.map(spec.xs) : (u, all) => all.map((at) => new Date(1000 * at).toLocaleTimeString([], {hour: "2-digit", minute: "2-digit", hour12: false}))},
+      axes: [{...axis, size: 26, incrs: spec.xs ? undefined : MINUTES_S, values: spec.xs ? (u, all) => all.map(spec.xs) : (u, all) => all.map((at) => new Date(1000 * at).toLocaleTimeString([], {hour: "2-digit", minute: "2-digit", hour12: false}))},
         {...axis, size: 58, space: 32, values: (u, all) => all.map(spec.show)}],
       series: [{}, ...spec.lines.map((line, index) => ({
         label: line.label, stroke: colour(COLOURS[index % COLOURS.length]), width: 1.6, dash: line.dash, spanGaps: false,

@@ -23,11 +23,11 @@ async function readEnded() {
 }
 
 async function readVersions() {
-  const {learnt} = await getJson("status");
+  const {learnt} = await getJson("live/status");
   byId("versions").tBodies[0].replaceChildren(...learnt.map((each) => make("tr", "", ...[
     each.kind, each.version, each.score === null ? "–" : each.score.toPrecision(4), whole(each.num_examples), clock(1000 * each.created_at), each.current ? "yes" : "no",
   ].map((text) => make("td", "", String(text))))));
 }
 
-repeat(readEnded, 1000, inBanner("The requests"));
+repeat(readEnded, 2000, inBanner("The requests"));
 repeat(readVersions, 5000, inBanner("The versions"));

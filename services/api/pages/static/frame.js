@@ -80,7 +80,7 @@ const inBanner = (what) => (problem) => {
 
 // The state of all components in one word, on pages that do not show each of them.
 async function pollHealth() {
-  const {actors} = await getJson("status");
+  const {actors} = await getJson("live/status");
   const bad = actors.filter((row) => ["dead", "lost", "failed", "gone"].includes(row.state));
   const away = actors.filter((row) => row.state !== "ready" && !bad.includes(row));
   const pill = byId("health");

@@ -90,9 +90,9 @@ function drawExplanation(host, explanation) {
   host.replaceChildren(...parts);
 }
 
-// The promised end of a request that runs, where the server says one.
+// The predicted end of a request that runs, where the server says one.
 function eta(choice) {
-  if (typeof choice.eta_p50 !== "number" || choice.status !== "running") return [];
-  const late = typeof choice.eta_p90 === "number" ? `, 90 % within ${seconds(choice.eta_p90)}` : "";
-  return [make("p", "note", `Predicted to end in ${seconds(choice.eta_p50)}${late}.`)];
+  const {eta_p50: median, eta_p90: late} = choice;
+  if (typeof median !== "number" || choice.status !== "running") return [];
+  return [make("p", "note", `Predicted to end in ${seconds(median)}${typeof late === "number" ? `, with 90 % probability within ${seconds(late)}` : ""}.`)];
 }

@@ -153,4 +153,4 @@ for (const table of ["live", "ended"]) {
   });
 }
 drawHeads();
-repeat(poll, 1000, inBanner("The requests"));
+repeat(poll, 2000, inBanner("The requests"));

@@ -53,7 +53,7 @@ repeat(async () => {
     drawCurve(panel, replica);
   }
   if (replicas.length) byId("replicas").replaceChildren(...replicas.map((replica) => panels.get(replica.replica).node));
-}, 1000, inBanner("The schedulers"));
+}, 2000, inBanner("The schedulers"));
 
 const history15 = new History("second");
 const span = () => RANGES.second.span_s;
@@ -67,4 +67,4 @@ repeat(async () => {
   if (!at.length) return;
   queues.set([at, columns.running, columns.waiting]);
   moved.set([at, columns.moved_bytes]);
-}, 1000, inBanner("The history"));
+}, 5000, inBanner("The history"));

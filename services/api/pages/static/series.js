@@ -1,5 +1,5 @@
 // The history of the service: asked for in full once and then only for what is new.
-const RANGES = {second: {span_s: 900, points: 900, everyMs: 1000}, minute: {span_s: 86400, points: 1440, everyMs: 15000}};
+const RANGES = {second: {span_s: 900, points: 900, everyMs: 2000}, minute: {span_s: 86400, points: 1440, everyMs: 15000}};
 
 class History {
   constructor(step) {

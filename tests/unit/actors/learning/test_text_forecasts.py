@@ -17,6 +17,7 @@ from actors.log import log_outbox
 from actors.log.log_store import LogStore
 from actors.runtime.names import LOG_STORE
 from core.config.learning import PredictorConfig
+from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError, FarsightError
 from core.forecast import Example, Forecast, ForecastQuestion
 from core.messages.forecasts import ForecastQuestions
@@ -59,11 +60,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def predicting(
-    store: LogStore, artefact: Path, index: int = 0, **settings: object
+    store: LogStore, artefact: Path | None, index: int = 0, since: float = 0.0, **settings: object
 ) -> AsyncIterator[LengthPredictor]:
+    """Without an artefact: under a preset that reads forecasts, on weights that have served since ``since``."""
     context = component_context(f"length-predictor-{index}", {LOG_STORE: store})
-    predictor = PredictorConfig(str(artefact), learn_every_s=0.2, **settings)  # type: ignore[arg-type]
-    context = replace(context, site=replace(context.site, config=replace(context.config, predictor=predictor)))
+    predictor = PredictorConfig("" if artefact is None else str(artefact), learn_every_s=0.2, **settings)  # type: ignore[arg-type]
+    config = replace(context.config, predictor=predictor, scheduler=SchedulerConfig(preset="farsight"))
+    context = replace(context, site=replace(context.site, config=config, model_since=since))
     component = LengthPredictor(context)
     await component.start()
     try:
@@ -141,6 +144,32 @@ async def test_a_damaged_version_gives_way_to_the_one_before(tmp_path: Path, art
     async with opened(path=str(path)) as store, predicting(store, artefact) as component:
         assert sample(component, "farsight:forecast_version") == 2
         assert sample(component, "farsight:forecast_artefact_errors_total") == 1
+
+
+async def test_without_an_artefact_it_learns_applications_from_the_first_hundred_requests(tmp_path: Path) -> None:
+    """A later life, and a second predictor, begin with what was learned; other weights begin with nothing."""
+    path, names = str(tmp_path / "log"), list(LENGTHS)
+    async with opened(path=path) as store, predicting(store, None, cpu_share=100.0) as component:
+        first = await predict(component, question(0, "Translate:"))
+        assert first[0].source == "history" and first[0].version == 0
+        for i in range(1, 130):
+            await predict(component, question(i, names[i % 2]))
+            reason = ("stop", "length")[i % 3 == 0]
+            await append(store, finished(f"r{i}", LENGTHS[names[i % 2]] + i % 5, finish_reason=reason))
+        await until(lambda: (sample(component, "farsight:forecast_version") or 0) >= 1)
+        short, long = await predict(component, question(3, "Translate:"), question(3, "Explain:"))
+        assert short.source == long.source == "applications"
+        assert short.mean < 40 and long.mean > 150
+    async with opened(path=path) as store, predicting(store, None, 1, learn=False) as component:
+        assert (await predict(component, question(3, "Explain:")))[0].mean > 150
+    async with opened(path=path) as store, predicting(store, None, since=1e9, learn=False) as component:
+        assert (await predict(component, question(3, "Explain:")))[0].version == 0
+
+
+async def test_who_wants_no_forecaster_from_traffic_has_none(tmp_path: Path) -> None:
+    async with opened(path=str(tmp_path / "log")) as store, predicting(store, None, from_traffic=False) as component:
+        with pytest.raises(FarsightError, match="no policy reads forecasts"):
+            await predict(component, question(1, "Explain:"))
 
 
 async def test_an_artefact_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -91,7 +92,7 @@ class Fleet:
 
 
 async def run(fleet: Fleet, **order: Any) -> None:
-    await fleet.upgrade.begin(Upgrade(str(EMBEDDED_MODEL), **order))
+    await fleet.upgrade.begin(Upgrade(str(EMBEDDED_MODEL), **order), SITE.config)
     await fleet.upgrade.run()
 
 
@@ -123,7 +124,7 @@ async def test_a_successor_finishes_what_a_crash_left(replicas: int, surge: bool
     num_crashes = 0
     for crash_in in range(40):
         fleet = Fleet(replicas)
-        await fleet.upgrade.begin(Upgrade(str(EMBEDDED_MODEL), surge))
+        await fleet.upgrade.begin(Upgrade(str(EMBEDDED_MODEL), surge), SITE.config)
         fleet.crash_in = crash_in
         try:
             await fleet.upgrade.run()
@@ -137,6 +138,48 @@ async def test_a_successor_finishes_what_a_crash_left(replicas: int, surge: bool
         assert fleet.counts == ComponentCounts(replicas, 1, 1, 0)
         assert not fleet.upgrade.is_under_way
     assert 3 <= num_crashes < 40
+
+
+async def test_settings_roll_like_weights_and_add_up() -> None:
+    fleet = Fleet(2)
+    for tables, expected in (({"num_threads": 3}, (3, "auto")), ({"kv_memory": "64MiB"}, (3, "64MiB"))):
+        order = Upgrade("", settings=json.dumps({"engine": tables, "server": {"port": 8000}}))
+        assert await fleet.upgrade.begin(order, SITE.config)
+        await fleet.upgrade.run()
+        engine = fleet.upgrade.site_of("worker-1", SITE).config.engine
+        assert (engine.num_threads, engine.kv_memory) == expected
+    assert fleet.running == {"0": 2, "1": 2}
+    assert fleet.renewed == [], "the weights are the same, and so are the lengths of outputs"
+    same = Upgrade("", settings='{"engine": {"kv_memory": "64MiB"}}')
+    assert not await fleet.upgrade.begin(same, SITE.config)
+    back = Upgrade("", settings='{"engine": {"kv_memory": "auto", "num_threads": 0}}')
+    assert await fleet.upgrade.begin(back, SITE.config)
+    await fleet.upgrade.run()
+    assert fleet.upgrade.site_of("worker-1", SITE).config == SITE.config
+    assert (await fleet.restarted()).state.settings_of(3) == "{}"
+
+
+@pytest.mark.parametrize(
+    ("tables", "field"),
+    [
+        ('{"server": {"port": 9000}}', "server.port"),
+        ('{"engine": {"max_num_seqs": 2}}', "engine.max_num_seqs"),
+        ('{"engine": {"kv_memory": "many"}}', "engine.kv_memory"),
+        ('{"engine": {"kv_memory": 3}}', "engine.kv_memory"),
+        ('{"engine": {"backend": "xformers"}}', "engine.device"),
+        ('{"engine": {"kv_memroy": "1GiB"}}', "engine.kv_memroy"),
+        ('{"scheduler": {"preset": "gittins"}}', "scheduler.preset"),
+        ('{"replica": [{"url": "http://127.0.0.1:1"}]}', "replica"),
+        ('{"engine": 3}', "engine"),
+        ("[]", "config"),
+    ],
+)
+async def test_what_cannot_roll_is_refused_by_name(tables: str, field: str) -> None:
+    fleet = Fleet(2)
+    with pytest.raises(MessageError) as refusal:
+        await fleet.upgrade.begin(Upgrade("", settings=tables), SITE.config)
+    assert refusal.value.field == field
+    assert not fleet.upgrade.is_under_way
 
 
 @pytest.mark.parametrize("surge", [True, False])
@@ -171,7 +214,7 @@ async def test_requests_that_take_too_long_on_old_weights_are_ended(monkeypatch:
 
 
 def test_the_state_is_what_a_successor_needs() -> None:
-    state = WeightsState(((0, "/a"),)).begun("/b", ["0", "1"], "2", 600.0)
+    state = WeightsState(((0, "/a"),)).begun("/b", "{}", ["0", "1"], "2", 600.0)
     assert [state.of(replica) for replica in ("0", "2", "9")] == [0, 1, 0]
     assert dataclasses.replace(state, current=1).of("0") == 0, "a replica that has not followed runs the old weights"
 

@@ -240,6 +240,11 @@ def test_refusals_name_the_field(architecture, field, value, tmp_path):
         ({"rope_type": "llama3", **LLAMA3, "high_freq_factor": None}, "high_freq_factor"),
         ({"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 0}, "original_max_position_embeddings"),
         ({"rope_type": "default", "factor": 2.0}, "factor"),
+        ({"rope_type": "dynamic"}, "factor"),
+        ({"rope_type": "dynamic", "factor": float("inf")}, "factor"),
+        ({"rope_type": "yarn", "factor": 4.0, "beta_fast": 1, "beta_slow": 2}, "beta_fast"),
+        ({"rope_type": "yarn", "factor": 4.0, "truncate": 1}, "truncate"),
+        ({"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0}, "rope_theta"),
     ],
 )
 def test_refusals_within_a_rotary_embedding(rope, field, tmp_path):

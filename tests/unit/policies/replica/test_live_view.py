@@ -36,7 +36,7 @@ def test_every_order_shows_its_requests(preset: str) -> None:
     h.arrive(request("a"), request("b"), request("c"))
     h.report(1, running("a", 2, 2), running("b", 0, 1))
     live = view_of(h).of(h.now, 10)
-    assert (live.num_running, live.num_waiting, live.capacity_tokens) == (2, 1, 40)
+    assert (live.num_running, live.num_waiting, live.capacity_tokens) == (2, 1, 38)  # 2 tokens at the end of a block
     assert {row.request_id for row in live.requests} == {"a", "b", "c"}
     states = {row.request_id: row.state for row in live.requests}
     assert states["a"] in ("decode", "paused")
@@ -78,6 +78,10 @@ def test_without_a_forecast_the_mean_of_those_that_ended_counts() -> None:
     assert view.of(h.now, 0).curve[-1].steps == 20
     view.ended(end(0, output_len=5))
     assert view.of(h.now, 0).curve[-1].steps == 5
+    h.report(1, running("a", 9, 4))  # longer than the mean: as much again, not one token
+    assert view.of(h.now, 0).curve[-1].steps == 5
+    h.handle(ForecastsArrived((ForecastMade("a", 0, forecast(8.4)),)))  # longer than its mean: to the next quantile
+    assert view.of(h.now, 0).curve[-1].steps == 1
 
 
 def test_a_long_curve_is_thinned_and_keeps_its_peak() -> None:

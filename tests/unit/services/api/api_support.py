@@ -17,7 +17,7 @@ from core.messages.placement import PlacementView
 from core.messages.series import SeriesQuery, SeriesReply
 from core.messages.status import ComponentCounts, ComponentStatus, StatusReply
 from core.messages.tokens import TokenDelta
-from core.messages.weights import ServedWeights
+from core.messages.weights import ServedWeights, Upgrade
 from core.request import Fault, Origin, Request, SamplingParams
 from services.api.backend import ModelInfo
 from services.api.text.prompts import PromptText
@@ -131,11 +131,11 @@ class ScriptedBackend:
         self.scaled.append((replica, int(not cancel)))
         return ComponentCounts(2, 1, 1, 0, drained=() if cancel else (replica,))
 
-    async def upgrade(self, model_dir: str, *, surge: bool, drain_s: float) -> ServedWeights:
+    async def upgrade(self, order: Upgrade) -> ServedWeights:
         if self.scale_error is not None:
             raise self.scale_error
-        self.scaled.append((model_dir, int(surge)))
-        return ServedWeights(1, model_dir)
+        self.scaled.append((order.model_dir or order.settings, int(order.surge)))
+        return ServedWeights(1, order.model_dir)
 
     async def scale(self, kind: str, count: int) -> ComponentCounts:
         if self.scale_error is not None:

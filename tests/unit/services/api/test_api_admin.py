@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -168,12 +169,19 @@ async def test_new_weights_are_named(http: httpx.AsyncClient, backend: ScriptedB
     assert backend.scaled == [("/m", 0)]
 
 
+async def test_settings_are_passed_on(http: httpx.AsyncClient, backend: ScriptedBackend) -> None:
+    config = {"engine": {"kv_memory": "64MiB"}}
+    assert (await upgrade(http, {"config": config})).status_code == 200
+    assert backend.scaled == [(json.dumps(config), 1)]
+
+
 @pytest.mark.parametrize(
     "change",
     [
         {"model": ""},
         {"model": "/" * 4097},
         {"model": ["/m"]},
+        {"config": ["engine"]},
         {"model": "/m\x00", "drain_s": -1},
         {"drain_s": 1e30},
         {"drain_s": "600"},

@@ -57,7 +57,17 @@ async def test_completion(client: httpx.AsyncClient, backend: ScriptedBackend, e
     assert body == {
         "object": "text_completion",
         "model": MODEL,
-        "choices": [{"index": 0, "text": "Hello!", "logprobs": None, "finish_reason": "stop"}],
+        "choices": [
+            {
+                "index": 0,
+                "text": "Hello!",
+                "logprobs": None,
+                "finish_reason": "stop",
+                "token_ids": None,
+                "prompt_token_ids": None,
+                "prompt_logprobs": None,
+            }
+        ],
         "usage": used(prompt_len, 4),
     }
     assert backend.num_closed == backend.num_completed == 1

@@ -31,7 +31,9 @@ VOLUME = int(os.environ.get("FUZZ_VOLUME", "1"))
 
 CASES = {
     "/admin/drain": 3 * VOLUME,
-    "/v1/completions": 125 * VOLUME,
+    "/tokenize": 7 * VOLUME,
+    "/detokenize": 3 * VOLUME,
+    "/v1/completions": 115 * VOLUME,
     "/v1/chat/completions": 112 * VOLUME,
     "/admin/scale": 7 * VOLUME,
     "/admin/upgrade": 3 * VOLUME,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from pathlib import Path
 
 import httpx
@@ -12,6 +14,7 @@ from core.errors import FarsightError
 from core.messages.live import EndedRequest, LiveRequest, LiveView, MemoryPoint, ReplicaLive
 from core.messages.log import RequestTrace
 from core.messages.series import SeriesColumn, SeriesReply
+from services.api.pages.recent import Recent
 from services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.access.access_support import guarded_server
 from tests.unit.services.api.api_support import ScriptedBackend, write_model_dir
@@ -57,9 +60,7 @@ async def test_history_that_cannot_be_read(client: httpx.AsyncClient, backend: S
     assert reply.json()["error"]["message"] == "the Supervisor does not answer"
 
 
-@pytest.mark.parametrize(
-    "address", ["/live/series?step=hour", "/live/series?after=-1", "/live/requests?limit=201", "/live/requests?limit=x"]
-)
+@pytest.mark.parametrize("address", ["/live/series?step=hour", "/live/series?after=-1", "/live/series?after=x"])
 async def test_wrong_fields_are_refused(client: httpx.AsyncClient, address: str) -> None:
     assert (await client.get(address)).status_code == 400
 
@@ -82,8 +83,29 @@ async def test_the_decisions_about_one(client: httpx.AsyncClient, backend: Scrip
         assert (await client.get(f"/live/requests/{unknown}")).status_code == 404
 
 
+async def test_pages_share_an_answer_for_a_moment() -> None:
+    now, reads = [10.0], itertools.count()
+
+    async def read() -> int:
+        await asyncio.sleep(0)
+        if next(reads) == 2:
+            raise FarsightError("away")
+        return int(now[0])
+
+    recent = Recent(read, 1.5, lambda: now[0])
+    assert await asyncio.gather(*(recent.get() for _ in range(5))) == [10] * 5
+    now[0] = 11.4
+    assert await recent.get() == 10
+    now[0] = 11.5
+    assert await recent.get() == 11
+    now[0] = 13.0
+    with pytest.raises(FarsightError):
+        await recent.get()
+    assert await recent.get() == 13  # an error is not kept
+
+
 def test_an_observer_sees_all_tenants_and_a_client_none(tmp_path: Path) -> None:
-    addresses = ("/live/series", "/live/requests", f"/live/requests/{RESPONSE_ID}")
+    addresses = ("/live/status", "/live/series", "/live/requests", f"/live/requests/{RESPONSE_ID}")
     with guarded_server(tmp_path, PromptEncoder(write_model_dir(tmp_path / "model"))) as server:
         server.backend.traces, server.backend.on_replicas = [trace(b"another tenant's")], VIEW
         with httpx.Client(base_url=server.base_url) as http:

@@ -74,7 +74,7 @@ async def test_ping_is_health(client: httpx.AsyncClient, backend: ScriptedBacken
 async def test_the_home_page_links_what_there_is(client: httpx.AsyncClient) -> None:
     page = await client.get("/")
     assert page.status_code == 200 and "script-src 'none'" in page.headers["content-security-policy"]
-    assert 'href="dashboard"' in page.text and 'href="docs"' in page.text
+    assert 'href="dashboard"' in page.text and 'href="play"' in page.text and 'href="docs"' in page.text
     assert "http://" not in page.text and "https://" not in page.text
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from actors.log.log_backend import Retention
+from actors.log.log_sqlite import SqliteLog
 from core.decisions import Decision, on_clock, pack_decisions
-from core.messages.log import RequestTrace
+from core.messages.log import FinishedRequest, RequestTrace
 from services.api.pages.explain import explanation
 from services.cli import app
 
@@ -104,3 +108,44 @@ def test_a_server_that_is_not_there_and_an_address_that_is_none_are_named() -> N
     assert "no server answers at http://127.0.0.1:9: Connection refused" in result.output
     result = CliRunner().invoke(app, ["explain", "x", "--url", "localhost:8000"])
     assert "--url: got 'localhost:8000', expected an address as http://127.0.0.1:8000" in result.output
+
+
+async def write_log(path: Path) -> None:
+    """Three requests of 8 tokens that one replica served one after the other, the explained one last."""
+    log = SqliteLog(path, Retention(100, 1))
+    await log.open()
+    await log.write(
+        [FinishedRequest(f"i-{2 - n}", "0", 1, 7, 8, 20, "stop", 1000.0 + n / 1000, 0.1, 0.3) for n in range(3)]
+    )
+    await log.close()
+
+
+def test_what_would_have_been_is_told_of_that_request_alone(server: Server, tmp_path: Path) -> None:
+    asyncio.run(write_log(tmp_path / "log.sqlite"))
+    words = ("--if", "replicas=3", "--log", str(tmp_path / "log.sqlite"), "--max-num-seqs", "1")
+    result = run(server, *words)
+    assert result.exit_code == 0
+    assert result.output.startswith("With replicas=3 it would have taken 0.1"), result.output
+    found = json.loads(run(server, *words, "--json").output)
+    assert (found["if"], found["logged_jct_s"], found["num_requests"]) == ("replicas=3", 0.3, 3)
+    assert "i-1" not in json.dumps(found)
+
+
+def test_a_request_that_the_server_does_not_show_is_not_looked_up(server: Server, tmp_path: Path) -> None:
+    asyncio.run(write_log(tmp_path / "log.sqlite"))
+    server.reply = 404, {"error": {"message": "id: got 'x', expected another"}}
+    result = run(server, "--if", "replicas=3", "--log", str(tmp_path / "log.sqlite"))
+    assert (result.exit_code, result.output) == (1, "farsight: id: got 'x', expected another\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--if", "replicas=3"), "--log"),
+        (("--if", "speed=2", "--log", "x"), "--if: got 'speed=2'"),
+        (("--if", "replicas=3", "--log", "x"), "there is no such file"),
+    ],
+)
+def test_a_question_that_cannot_be_answered_says_why(server: Server, words: tuple[str, ...], message: str) -> None:
+    result = run(server, *words)
+    assert result.exit_code == 1 and message in result.output

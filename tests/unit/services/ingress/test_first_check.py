@@ -188,9 +188,22 @@ def test_a_prediction_that_errs_admits_less() -> None:
     assert wild.caution == 0.5
 
 
+def test_a_short_limit_recovers_from_bad_waits() -> None:
+    """What the most careful prediction still admits is enough to learn from."""
+    check = FirstCheck(dataclasses.replace(OFF, max_wait_s=1.0))
+    for number in range(400):
+        check.waited(predicted(1.0), 20.0 * (number % 2))
+    assert (check.correction, check.caution) == (4.0, 0.5)
+    for _ in range(1000):
+        check.waited(predicted(1.0 / 8), 1.0 / 8)
+    assert check.correction == pytest.approx(1.0, abs=0.05)
+    assert check.caution == pytest.approx(0.0, abs=0.05)
+
+
 def test_waits_that_say_nothing_change_nothing() -> None:
-    check = FirstCheck(OFF)
+    check = FirstCheck(dataclasses.replace(OFF, max_wait_s=300.0))
     check.waited(predicted(0.0), 100.0)
+    check.waited(predicted(0.19), 100.0)
     assert check.correction == 1.0
     check.waited(predicted(1.0), 1e9)
     assert check.correction == 4.0

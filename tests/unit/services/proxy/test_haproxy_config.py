@@ -23,6 +23,7 @@ import pytest
 
 from core.config.server import ServerConfig
 from services.ingress.liveness import publish
+from services.proxy import haproxy
 from services.proxy.haproxy import (
     FIND_S,
     PROXY_DIRECTORY_VARIABLE,
@@ -44,6 +45,9 @@ from tests.unit.services.certificates import make_certificate
 LONG_S = 120.0
 LIMIT_S = 0.5
 """So short that a test need not wait for it; nothing bounds how long an answer may take to come."""
+
+SILENCE_S = 4.0
+"""Of a replica; an hour unless a test says it."""
 
 PER_ADDRESS = 20
 
@@ -106,7 +110,7 @@ class Kept:
             idle_timeout_s=LIMIT_S,
             write_timeout_s=LIMIT_S,
         )
-        self.keeper = HAProxyKeeper(folder, server, lambda: self.servers, "100ms")
+        self.keeper = HAProxyKeeper(folder, server, lambda: self.servers, "100ms", SILENCE_S)
 
     def __enter__(self) -> Kept:
         self.keeper.start()
@@ -286,6 +290,115 @@ def test_its_death_costs_no_request(kept: Kept) -> None:
         kept.until(lambda pid=pid: kept.keeper.pid not in (0, pid))  # type: ignore[misc]
     assert len(pids) == 5
     assert kept.keeper.num_starts >= 6
+
+
+def test_one_that_stands_still_is_replaced(kept: Kept) -> None:
+    pid = kept.keeper.pid
+    os.kill(pid, signal.SIGSTOP)
+    assert ask(kept.port, "/any")[0] == 200  # the request waits in the listening socket
+    assert kept.keeper.pid not in (0, pid)
+    assert not psutil.pid_exists(pid)
+
+
+def test_none_starts_once_the_keeper_was_told_to_halt(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where a start is under way at that moment: what ends the service kills what it finds, and looks once."""
+    under_way, goes_on = threading.Event(), threading.Event()
+
+    def slowly(*arguments: Any) -> str:
+        under_way.set()
+        assert goes_on.wait(LONG_S)
+        return config_text(*arguments)
+
+    monkeypatch.setattr(haproxy, "config_text", slowly)
+    os.kill(kept.keeper.pid, signal.SIGKILL)
+    assert under_way.wait(LONG_S)
+    halting = threading.Thread(target=kept.keeper.halt)
+    halting.start()
+    halting.join(0.2)
+    assert halting.is_alive(), "a HAProxy may still start"
+    goes_on.set()
+    halting.join(LONG_S)
+    num_starts = kept.keeper.num_starts
+    kept.keeper._threads[0].join(LONG_S)
+    assert kept.keeper.num_starts == num_starts
+    assert kept.keeper.pid == 0
+
+
+class RawReplica:
+    """An ingress replica that does with each connection what ``serve`` says; its life is told elsewhere."""
+
+    def __init__(self, serve: Callable[[socket.socket], None]) -> None:
+        self._serve = serve
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=100)
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                connection, _ = self._listener.accept()
+                threading.Thread(target=self._one, args=(connection,), daemon=True).start()
+
+    def _one(self, connection: socket.socket) -> None:
+        with closing(connection), suppress(ConnectionError):
+            self._serve(connection)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+HEAD = b"POST /any HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+def test_a_body_that_is_sent_on_after_the_answer_leaves_no_connection(tmp_path: Path, upstream: list[int]) -> None:
+    """The replica has answered and takes no more, HAProxy's buffer is full, and the client goes on."""
+    over = threading.Event()
+
+    def refuse(connection: socket.socket) -> None:
+        connection.recv(4096)
+        connection.sendall(b"HTTP/1.1 413 Too Large\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
+        connection.shutdown(socket.SHUT_WR)
+        over.wait(LONG_S)
+
+    with (
+        closing(RawReplica(refuse)) as replica,
+        Kept(tmp_path, [IngressServer("a", "127.0.0.1", replica.port, upstream[1])]) as kept,
+        ExitStack() as clients,
+    ):
+        haproxy_process = psutil.Process(kept.keeper.pid)
+        for _ in range(4):
+            client = clients.enter_context(closing(socket.create_connection(("127.0.0.1", kept.port), timeout=0.5)))
+            client.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+            with suppress(OSError):  # its own buffers are full as well
+                client.sendall((b"10000\r\n" + b"[" * 65536 + b"\r\n") * 200)
+
+        def held() -> int:
+            found = haproxy_process.net_connections("tcp")
+            return sum(each.laddr.port == kept.port and each.status != psutil.CONN_LISTEN for each in found)
+
+        assert held() == 4
+        kept.until(lambda: not held())
+        over.set()
+
+
+def test_no_request_meets_a_connection_that_the_replica_closes(tmp_path: Path, upstream: list[int]) -> None:
+    """As one does that is drained: a POST that is sent into it could only be answered by 502."""
+
+    def serve(connection: socket.socket) -> None:
+        connection.recv(4096)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        connection.recv(1)  # the next request, or the end of the connection
+
+    with (
+        closing(RawReplica(serve)) as replica,
+        Kept(tmp_path, [IngressServer("a", "127.0.0.1", replica.port, upstream[1])]) as kept,
+    ):
+        for client in range(4):
+            with closing(http.client.HTTPConnection("127.0.0.1", kept.port, timeout=LONG_S)) as connection:
+                for index in range(3):
+                    connection.request("POST", "/any", b"{}")
+                    reply = connection.getresponse()
+                    assert (reply.status, reply.read()) == (200, b"{}"), (client, index)
 
 
 def test_a_change_of_replicas_ends_no_answer(kept: Kept, upstream: list[int]) -> None:

@@ -1,0 +1,107 @@
+"""A forest over what is known of a request's application: lengths of its earlier outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from predictor.applications.reading import KEYS
+from predictor.features import Floats
+from predictor.forest import Forest
+from predictor.quantiles import LengthDistributions
+
+SHRINK = 2.0
+"""So many examples of the level above weigh as much as an application's own: openings stand above instructions."""
+
+NUM_STATISTICS = 4
+"""Statistics of a key: number of examples, mean logarithm of the output length, the same over the input length, and the mean
+square of the former."""
+
+NUM_DERIVED = 6
+
+
+@dataclass(frozen=True, slots=True)
+class KeyStatistics:
+    """Sums over the examples of each key.
+
+    Attributes:
+        keys: (keys,), rising.
+        sums: (keys + 1, NUM_STATISTICS), the last row over all examples.
+    """
+
+    keys: NDArray[np.int64]
+    sums: NDArray[np.float64]
+
+    def derived(self, raw: Floats) -> Floats:
+        """The forest's input.
+
+        Args:
+            raw: (rows, NUM_FEATURES), from ``raw_features``.
+
+        Returns:
+            (rows, NUM_DERIVED): the three lengths, the output length that the application's mean says, the one that
+            its mean ratio to the input says, and how far its outputs spread. O(rows log keys).
+        """
+        total = self.sums[-1:] / max(self.sums[-1, 0], 1.0)
+        known = np.repeat(total[:, 1:], len(raw), axis=0)
+        for column in reversed(KEYS):  # the opening first: it is the level above the instruction
+            own = self._sums_of(raw[:, column].astype(np.int64))
+            known = (own[:, 1:] + SHRINK * known) / (own[:, :1] + SHRINK)
+        by_ratio = known[:, 1] + np.log1p(raw[:, 0])
+        spread = np.sqrt(np.maximum(known[:, 2] - known[:, 0] ** 2, 0.0))
+        derived = np.concatenate([raw[:, :3], np.stack([known[:, 0], by_ratio, spread], axis=1)], axis=1)
+        return derived.astype(np.float32)
+
+    def _sums_of(self, keys: NDArray[np.int64]) -> NDArray[np.float64]:
+        """(rows, NUM_STATISTICS); zeros for a key without examples."""
+        if not len(self.keys):
+            return np.zeros((len(keys), NUM_STATISTICS))
+        place = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
+        return np.where((self.keys[place] == keys)[:, None], self.sums[place], 0.0)
+
+
+def statistics_of(raw: Floats, output_lens: NDArray[np.integer]) -> KeyStatistics:
+    """Statistics of examples: raw features (rows, NUM_FEATURES) and output lengths (rows,) in tokens."""
+    log_lens = np.log1p(np.asarray(output_lens, np.float64))
+    values = np.stack([np.ones(len(raw)), log_lens, log_lens - np.log1p(raw[:, 0]), log_lens**2], axis=1)
+    columns = [raw[:, column].astype(np.int64) for column in KEYS]
+    keys, places = np.unique(np.concatenate(columns), return_inverse=True)
+    sums = np.zeros((len(keys) + 1, NUM_STATISTICS))
+    np.add.at(sums, places, np.concatenate([values] * len(KEYS)))
+    sums[-1] = values.sum(axis=0)
+    return KeyStatistics(keys, sums)
+
+
+@dataclass(frozen=True, slots=True)
+class ApplicationForest(Forest):
+    """``Forest`` over derived features, whose rows are raw ones.
+
+    Attributes:
+        keys: As in ``KeyStatistics``; so is ``key_sums``.
+    """
+
+    keys: NDArray[np.int64]
+    key_sums: NDArray[np.float64]
+
+    def check(self) -> None:
+        """
+        Raises:
+            ValueError: As ``Forest.check``.
+        """
+        Forest.check(self)
+        fits = (
+            self.num_features == NUM_DERIVED
+            and self.keys.ndim == 1
+            and self.key_sums.shape == (len(self.keys) + 1, NUM_STATISTICS)
+            and bool((np.diff(self.keys) > 0).all() and np.isfinite(self.key_sums).all())
+        )
+        if not fits:
+            raise ValueError("a forest by application whose arrays fit together")
+
+    def distribution(self, features: Floats, levels: Sequence[float]) -> LengthDistributions:
+        """As ``Forest.distribution``, of raw features (rows, NUM_FEATURES)."""
+        derived = KeyStatistics(self.keys, self.key_sums).derived(features)
+        return Forest.distribution(self, derived, levels)

@@ -1,0 +1,38 @@
+"""Where the forecaster by application begins."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from predictor.applications.reading import MODEL, NUM_FEATURES
+from predictor.artefact import TrainedModel
+from predictor.retraining import FEATURE_SET, TRAIN_FEATURES, TRAIN_LENS
+from predictor.trainer import ForestOptions
+
+FOREST = ForestOptions(num_trees=50, min_samples_leaf=5, samples_per_leaf=16, log_target=True)
+
+GROWTH = 0.5
+"""The forecaster trains again once its train set has grown by this share: 100 finished requests, 150, 225 and so on."""
+
+MAX_EXAMPLES = 4000
+"""Most examples of its train set, the newest: a fit to them takes about two seconds of one core."""
+
+
+def untrained(weights: str) -> TrainedModel:
+    """The artefact that a server begins with, version 0: it knows how requests are read and nothing else.
+
+    Args:
+        weights: Names the served weights: lengths that other weights wrote are no examples for these.
+    """
+    metadata: dict[str, Any] = {
+        "version": 0,
+        "model": MODEL,
+        "num_examples": 0,
+        "forest": asdict(FOREST),
+        FEATURE_SET: f"{MODEL}-1 {weights}",
+    }
+    features, lens = np.empty((0, NUM_FEATURES), np.float32), np.empty(0, np.int32)
+    return TrainedModel(metadata, {TRAIN_FEATURES: features, TRAIN_LENS: lens})

@@ -1,0 +1,74 @@
+"""What a request would have taken under another preset, number of replicas or priority, from a log."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from core.errors import ConfigError
+
+SHARE = 0.1
+"""Times that differ by less are called about the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A counterfactual, and how the service was run.
+
+    Attributes:
+        change: As ``simulator.counterfactual.parse_change`` reads it.
+        log: As for ``read_traffic``.
+        preset, replicas: As the request was served.
+        profile: Step times of a replica, a file of `farsight profile`; None for a 7B model on an A100.
+    """
+
+    change: str
+    log: str
+    preset: str
+    replicas: int
+    profile: Path | None
+    kv_tokens: int | None
+    max_num_seqs: int
+
+
+def answer(question: Question, request_id: str) -> dict[str, Any]:
+    """What would have been, of this request alone; seconds.
+
+    Raises:
+        FarsightError: The change, the log or the request is not as expected.
+    """
+    from services.commands.logged_traffic import read_traffic
+    from services.commands.simulate import hardware
+    from simulator.counterfactual import parse_change, what_if
+    from simulator.experiment import Experiment
+
+    change = parse_change(question.change)
+    latency, kv_tokens = hardware(None, None, None, question.profile)
+    experiment = Experiment(
+        preset=question.preset,
+        num_replicas=question.replicas,
+        latency=latency,
+        kv_tokens=kv_tokens if question.kv_tokens is None else question.kv_tokens,
+        max_num_seqs=question.max_num_seqs,
+    )
+    traffic = read_traffic(question.log)
+    places = [place for place, each in enumerate(traffic.logged) if each.request.request_id == request_id]
+    if not places:
+        raise ConfigError("--log", question.log, f"a log that holds request {request_id} with an output")
+    jct_s = [each.request.jct_s for each in traffic.logged]
+    found = what_if(experiment, traffic.arrivals(), jct_s, places[0], change)
+    return {"if": question.change, "logged_jct_s": jct_s[places[0]], **dataclasses.asdict(found)}
+
+
+def sentence(found: dict[str, Any]) -> str:
+    """The answer in one sentence."""
+    logged_s, jct_s = found["logged_jct_s"], found["jct_s"]
+    ratio = jct_s / logged_s
+    word = "about the same" if abs(ratio - 1) < SHARE else f"{ratio:.2f} times that"
+    return (
+        f"With {found['if']} it would have taken {jct_s:.2f} s instead of {logged_s:.2f} s, {word} "
+        f"(simulated: {found['changed']['jct_s']:.2f} s instead of {found['as_simulated']['jct_s']:.2f} s, "
+        f"{found['num_requests']:,} requests)."
+    )

@@ -1,0 +1,45 @@
+"""Blocks that not every family has, in bfloat16, with weights of 8 bits and with keys and values of 8 bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.steps.model_runner import ModelRunner
+from tests.unit.engine.driver import Driver
+from tests.unit.engine.families.shapes import FAMILIES
+from tests.unit.engine.small_models import save_model
+
+LARGEST_ERROR = 0.12
+"""Mean error of a logit over the mean size of one. A block that is left out changes logits by as much as they are."""
+
+PROMPT = [(7 * i) % 290 + 5 for i in range(41)]
+TYPES: dict[str, dict[str, Any]] = {
+    "torch": {"backend": "torch", "dtype": torch.bfloat16},
+    "compiled": {"backend": "native", "dtype": torch.bfloat16},
+    "int8": {"backend": "native", "dtype": torch.float32, "bits": 8},
+    "kv int8": {"backend": "native", "dtype": torch.float32, "kv_dtype": "int8"},
+}
+
+
+def logits(model_dir: Path, **how: Any) -> Tensor:
+    """Behind a prompt that is computed in two chunks."""
+    driver = Driver(ModelRunner.from_dir(model_dir, num_blocks=8, block_size=16, **how))
+    driver.add("a", PROMPT)
+    driver.logits(a=29)
+    found = driver.logits(a=12)[0]
+    assert found is not None
+    return found.clone()
+
+
+@pytest.mark.parametrize("name", ["bloom", "gemma2", "gemma3", "glm4", "gptj whole heads", "granite", "olmo2", "phi"])
+def test_other_types_compute_nearly_the_same(name: str, tmp_path: Path) -> None:
+    model_dir = save_model(tmp_path, **FAMILIES[name])
+    exact = logits(model_dir, backend="torch", dtype=torch.float32)
+    for kind, how in TYPES.items():
+        error = (logits(model_dir, **how) - exact).abs().mean() / exact.abs().mean()
+        assert error < LARGEST_ERROR, f"{kind}: {error:.3f}"

@@ -1,0 +1,142 @@
+"""The forecaster by application: what it reads, what it learns from nothing, and whose lengths it keeps apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from core.errors import InvalidValueError
+from core.forecast import Forecast, ForecastQuestion
+from predictor.applications.growing import grow_by_application
+from predictor.applications.reading import NUM_FEATURES, raw_features
+from predictor.applications.start import FOREST, GROWTH, MAX_EXAMPLES, untrained
+from predictor.artefact import ArtefactError, TrainedModel, from_bytes
+from predictor.history import HistoryPredictor
+from predictor.learning import ContinuousLearning, PredictionOutcome
+from predictor.models import check_artefact
+from predictor.retraining import Sample, can_be_retrained, feature_set, retrain, retraining, samples_of, score
+from predictor.shedding import Effort
+from predictor.text_predictor import TextPredictor
+
+LENGTHS = {"Translate:": 20, "Explain in detail:": 300}
+
+
+def question(number: int, instruction: str, tenant: str = "") -> ForecastQuestion:
+    return ForecastQuestion(f"r{number}", instruction, "word " * (1 + number % 9), 1 + number % 9, 14, 1000, tenant)
+
+
+def asked(num: int, tenant: str = "") -> list[tuple[ForecastQuestion, int]]:
+    names = list(LENGTHS)
+    rng = np.random.default_rng(num)
+    return [(question(i, names[i % 2], tenant), int(LENGTHS[names[i % 2]] * rng.uniform(0.9, 1.1))) for i in range(num)]
+
+
+def trained(rows: Sequence[tuple[ForecastQuestion, int]]) -> TrainedModel:
+    features = raw_features([each for each, _ in rows])
+    samples = [Sample(row, length) for row, (_, length) in zip(features, rows, strict=True)]
+    return from_bytes(retrain(retraining(untrained("w"), samples)))
+
+
+def forecasts(artefact: TrainedModel, *questions: ForecastQuestion, effort: Effort = Effort.FULL) -> list[Forecast]:
+    return TextPredictor(artefact, None, HistoryPredictor()).forecast(questions, effort)
+
+
+def test_untrained_it_answers_like_the_history_and_notes_what_to_learn_from() -> None:
+    history = HistoryPredictor()
+    history.learn([7, 9, 11])
+    predictor = TextPredictor(untrained("w"), None, history)
+    for effort in Effort:
+        answers, features = predictor.forecast_with_features([question(1, "Translate:")], effort)
+        assert answers == [history.current()]
+        assert (features[0] is not None) == (effort is Effort.FULL)
+    row = predictor.forecast_with_features([question(1, "Translate:")])[1][0]
+    assert row is not None and row.shape == (NUM_FEATURES,)
+    assert can_be_retrained(untrained("w")) and samples_of(untrained("w")) == []
+    assert feature_set(untrained("w")) != feature_set(untrained("other weights"))
+
+
+def test_a_hundred_requests_tell_the_applications_apart() -> None:
+    artefact = trained(asked(100))
+    check_artefact(artefact)
+    for effort in (Effort.FULL, Effort.LENGTH):
+        short, long = forecasts(artefact, question(5, "Translate:"), question(5, "Explain in detail:"), effort=effort)
+        assert short.mean == pytest.approx(20, rel=0.25) and long.mean == pytest.approx(300, rel=0.25)
+        assert short.source == long.source == "applications" and short.version == 1
+        assert short.rank is not None and long.rank is not None and short.rank < long.rank
+    capped = replace(question(5, "Explain in detail:"), max_new_tokens=50)
+    assert forecasts(artefact, capped)[0].quantiles[-1] <= 50
+
+
+def test_an_application_is_known_by_the_opening_of_its_prompts_too() -> None:
+    """A conversation's earlier turns make each instruction another one; its first words stay."""
+    opening = "You are an assistant who answers in one word"
+    rows = [(question(i, f"{opening}\nturn {i}"), 5) for i in range(50)] + asked(100)
+    (known,) = forecasts(trained(rows), question(1, f"{opening}\nother turn"))
+    assert known.quantiles[-2] < 15
+
+
+def test_an_unknown_application_has_the_law_of_all() -> None:
+    (unknown,) = forecasts(trained(asked(200)), question(1, "Sing!"))
+    assert unknown.quantiles[0] < 30 and unknown.quantiles[-2] > 200
+
+
+def test_the_same_seed_and_examples_give_the_same_bytes() -> None:
+    first, second = trained(asked(120)), trained(asked(120))
+    assert first.metadata == second.metadata
+    assert all(np.array_equal(first.arrays[name], second.arrays[name]) for name in first.arrays)
+
+
+def test_a_tenants_lengths_by_application_stay_its_own() -> None:
+    """A question with another tenant's instruction gets the answer for an instruction that is nowhere known."""
+    artefact = trained(asked(200, tenant="one"))
+    own = forecasts(artefact, question(5, "Translate:", "one"), question(5, "Explain in detail:", "one"))
+    assert own[0].mean < 40 and own[1].mean > 200
+    foreign = forecasts(
+        artefact,
+        *(question(5, name, "two") for name in LENGTHS),
+        question(5, "never seen", "two"),
+    )
+    assert foreign[0] == foreign[1] == foreign[2]
+
+
+def test_it_serves_only_if_it_beats_the_best_history() -> None:
+    """Lengths that nothing tells apart: no version may pretend to know better than their quantiles."""
+    rng = np.random.default_rng(1)
+    rows = raw_features([question(i, "one for all") for i in range(300)])
+    outcomes = [
+        PredictionOutcome(Sample(row, int(n)), None, int(n))
+        for row, n in zip(rows, rng.geometric(0.01, 300), strict=True)
+    ]
+    first = untrained("w")
+    learning: ContinuousLearning[Sample, TrainedModel] = ContinuousLearning(score, first, growth=GROWTH)
+    learning.observe(outcomes)
+    verdict = learning.learn(0.0, lambda samples: from_bytes(retrain(retraining(first, samples))))
+    assert verdict is not None and not verdict.accepted and learning.current is first
+
+
+def test_fits_come_with_growth_and_no_more_once_the_train_set_is_full() -> None:
+    learning: ContinuousLearning[int, int] = ContinuousLearning(
+        lambda model, _: float(-model), growth=GROWTH, max_examples=400, period_s=1e9
+    )
+    fitted = []
+    for number in range(4000):
+        learning.observe([PredictionOutcome(number, None, 1.0)])
+        learning.learn(0.0, lambda examples: fitted.append(len(examples)) or len(fitted))  # type: ignore[func-returns-value]
+        learning.check_integrity()
+    assert fitted == [80, 121, 182, 274]
+    assert learning.num_examples == 400 < MAX_EXAMPLES
+
+
+def test_what_is_no_row_of_features_is_refused() -> None:
+    lens = np.arange(10)
+    for rows in (np.zeros((10, NUM_FEATURES + 1), np.float32), np.zeros((3, NUM_FEATURES), np.float32)):
+        with pytest.raises(InvalidValueError, match="features"):
+            grow_by_application(rows, lens[: len(rows)], FOREST)
+    artefact = trained(asked(100))
+    for name in ("full.keys", "full.key_sums"):
+        damaged = {**artefact.arrays, name: artefact.arrays[name][:-1]}
+        with pytest.raises(ArtefactError):
+            check_artefact(TrainedModel(artefact.metadata, damaged))
