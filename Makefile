@@ -22,7 +22,7 @@ FAST = $(addprefix tests/unit/,core tokenization kvcache policies predictor esti
 PYTEST = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 CODE = farsight_rooms.py core tokenization kvcache policies predictor estimator engine actors simulator services benchmarks tools tests examples
 
-.PHONY: help setup setup-dev serve test test-fast test-long test-package test-attack coverage check check-types check-rest format clean
+.PHONY: help setup setup-dev serve test test-fast test-long test-package test-attack test-sanitized coverage check check-types check-rest format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,12 @@ test-package: setup-dev ## Build the wheel, and the container where an engine ru
 
 test-attack: setup-dev ## Attack a server with hostile clients and peers, at full volume: within 10 minutes
 	ATTACK_VOLUME=1 FUZZ_VOLUME=20 $(PYTEST) -m "attack and not gpu" tests/attack tests/unit/services/api/test_api_fuzz.py $(ARGS)
+
+# Address and undefined-behaviour sanitizers in the compiled step; Python is not built with them, so they come first.
+test-sanitized: setup-dev ## Run the tests of the compiled step with sanitizers in it: takes minutes to compile
+	FARSIGHT_SANITIZE=address,undefined ASAN_OPTIONS=detect_leaks=0 \
+		LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" \
+		$(VENV)/bin/python -m pytest -q -p tests.unit.engine.native.sanitized tests/unit/engine/native $(ARGS)
 
 # The tests that start no server and no Ray, each at the volume of `make test`: within 25 minutes on four free cores.
 coverage: setup-dev ## Measure the branches that the pure tests take, and write docs/coverage.md
