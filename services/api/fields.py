@@ -172,9 +172,7 @@ COMPLETION_NEUTRAL: dict[str, NeutralOnly] = {
 CHAT_NEUTRAL: dict[str, NeutralOnly] = {
     **COMMON_NEUTRAL,
     "best_of": NeutralOnly((1,), "n draws several outputs"),
-    "chat_template": NeutralOnly(
-        ("",), "the model's own template is used, chat_template.jinja"
-    ),
+    "chat_template": NeutralOnly(("",), "the model's own template is used, chat_template.jinja"),
     "chat_template_kwargs": NeutralOnly(({},), "templates take no arguments from requests"),
     "documents": NeutralOnly(([],), "put the documents into a message"),
     "echo": NeutralOnly((False,), "an answer does not repeat its messages"),
