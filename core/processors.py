@@ -19,8 +19,8 @@ def usable_processors(root: Path = Path("/")) -> int:
         root: Directory that holds ``proc`` and the mounts of the control groups; tests use another than ``/``.
     """
     # macOS has neither affinity masks nor control groups.
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = quota_processors(root)
+    count = len(_affinity())
     return max(1, count if quota is None else min(count, int(quota)))
 
 
@@ -46,10 +46,39 @@ def numa_nodes(root: Path = Path("/")) -> list[frozenset[int]]:
     Args:
         root: As for ``usable_processors``; the affinity mask is that of this process in any case.
     """
-    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    usable = _affinity()
     files = sorted((root / "sys/devices/system/node").glob("node[0-9]*/cpulist"))
     nodes = [_processors_of(_read(path)) & usable for path in files]
     return [frozenset(node) for node in nodes if node]
+
+
+def bind_to_node(place: int, num_threads: int, root: Path = Path("/")) -> frozenset[int] | None:
+    """Binds the calling thread, and those that it starts, to the NUMA node of a worker; workers take turns at nodes.
+
+    Memory that a thread writes first lies on its node. Nothing is bound where there is one node only, where the system
+    does not tell, or where a node has fewer processors than the worker has threads.
+
+    Args:
+        place: The worker's number among those of this machine.
+        num_threads: Its compute threads.
+        root: As for ``usable_processors``.
+
+    Returns:
+        The node's processors; None if nothing was bound.
+    """
+    nodes = numa_nodes(root)
+    if len(nodes) < 2 or len(nodes[place % len(nodes)]) < num_threads:
+        return None
+    node = nodes[place % len(nodes)]
+    os.sched_setaffinity(0, node)
+    return node
+
+
+def _affinity() -> set[int]:
+    """The mask of the process's first thread: other threads may be bound to a part of it."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(os.getpid())
+    return set(range(os.cpu_count() or 1))
 
 
 def _processors_of(cpulist: str) -> set[int]:

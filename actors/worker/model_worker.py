@@ -37,6 +37,7 @@ from core.messages.pulse import Work
 from core.messages.rank import RankTicket
 from core.messages.step_times import StepSample
 from core.messages.tokens import TokenBatches, TokenDelta, TokenPoll
+from core.processors import bind_to_node, compute_threads
 from kvcache.step_batch import step_sample
 
 if TYPE_CHECKING:
@@ -102,7 +103,11 @@ class ModelWorker(Component, WorkerCalls):
         config = self.context.config
         loop = asyncio.get_running_loop()
         ranks = self._open_ranks(loop) if config.model.num_ranks > 1 else None
-        worker = await asyncio.to_thread(_build, Path(self.context.site.model_dir), config, self._incarnation, ranks)
+        site = self.context.site
+        place = int(self.context.index.partition(".")[0])
+        worker = await loop.run_in_executor(
+            self._thread, _build, Path(site.model_dir), config, self._incarnation, ranks, place
+        )
         worker.ready = dataclasses.replace(worker.ready, model_version=self.context.site.model_version)
         self._steps = StepLoop(
             worker,
@@ -305,10 +310,16 @@ def _step_metrics(registry: CollectorRegistry) -> tuple[Histogram, Counter, Coun
     return gaps, model_cpu, ooms
 
 
-def _build(model_dir: Path, config: FarsightConfig, incarnation: str, ranks: Ranks | None) -> Worker:
-    """Torch is imported only here, and only if a model is to compute."""
+def _build(model_dir: Path, config: FarsightConfig, incarnation: str, ranks: Ranks | None, place: int) -> Worker:
+    """Torch is imported only here, and only if a model is to compute. Called in the thread that will run the steps.
+
+    Args:
+        place: The replica's number.
+    """
     from engine.build import build_worker
 
+    if config.engine.device == "cpu" and ranks is None:
+        bind_to_node(place, compute_threads(config.engine.num_threads, config.model.most_replicas))
     worker = build_worker(
         model_dir, config.model.dtype, config.engine, incarnation, config.model.most_replicas, config.scheduler, ranks
     )

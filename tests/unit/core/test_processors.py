@@ -6,11 +6,12 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from core.processors import compute_threads, numa_nodes, quota_processors, usable_processors
+from core.processors import bind_to_node, compute_threads, numa_nodes, quota_processors, usable_processors
 
 ROOT = Path(__file__).parents[3]
 
@@ -161,3 +162,36 @@ def test_one_function_counts_processors() -> None:
     }
     # Those choose one processor to run on; they do not count.
     assert all("os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})" in line for line in asking.values()), asking
+
+
+def test_workers_take_turns_at_nodes_and_the_process_keeps_its_mask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound: list[tuple[int, frozenset[int]]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: bound.append((pid, cpus)), raising=False)
+    nodes = {f"sys/devices/system/node/node{i}/cpulist": f"{4 * i}-{4 * i + 3}\n" for i in range(2)}
+    root = tree(tmp_path, V2.format(top="/"), "0::/\n", nodes)
+    first, second = frozenset(range(4)), frozenset(range(4, 8))
+    assert [bind_to_node(place, 4, root) for place in range(3)] == [first, second, first]
+    assert bound == [(0, first), (0, second), (0, first)], "0 is the calling thread"
+    assert bind_to_node(0, 5, root) is None, "more threads than a node has processors"
+    assert bind_to_node(0, 1, tree(tmp_path / "one", V2.format(top="/"), "0::/\n", {})) is None
+    assert len(bound) == 3
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity masks")
+def test_a_bound_thread_does_not_change_what_the_process_may_use(tmp_path: Path) -> None:
+    usable = sorted(os.sched_getaffinity(os.getpid()))
+    if len(usable) < 2:
+        pytest.skip("one processor cannot be parted")
+    halves = usable[:1], usable[1:]
+    nodes = {
+        f"sys/devices/system/node/node{i}/cpulist": ",".join(map(str, half)) + "\n" for i, half in enumerate(halves)
+    }
+    root = tree(tmp_path, V2.format(top="/"), "0::/\n", nodes)
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(bind_to_node, 0, 1, root).result() == frozenset(halves[0])
+        assert thread.submit(os.sched_getaffinity, 0).result() == set(halves[0])
+        assert thread.submit(numa_nodes, root).result() == [frozenset(half) for half in halves]
+    assert os.sched_getaffinity(0) == set(usable)
