@@ -163,7 +163,7 @@ def _choice(
         request_id=traces[0].request_id,
         status="ended" if ended else "running",
         state=None if ended else outlook.get("state", "queued"),
-        age_s=None if ended else round(time.time() - received_at, 6),
+        age_s=None if ended else round(_age_s(received_at), 6),
         output_tokens=int(outlook.get("output_tokens", summary.output_tokens or 0)),
         eta_p50=outlook.get("p50_s"),
         eta_p90=outlook.get("p90_s"),
@@ -177,6 +177,11 @@ def _choice(
 def _outlook(pairs: Sequence[tuple[Decision, RequestTrace]]) -> dict[str, Any]:
     """The latest word of a replica on a request in flight; empty if it is on none."""
     return next((dict(decision.facts) for decision, _ in reversed(pairs) if decision.kind == "outlook"), {})
+
+
+def _age_s(stamp: float) -> float:
+    """Seconds since a stamp, which this process or another made of its steady clock a moment ago."""
+    return time.monotonic() - (stamp - (time.time() - time.monotonic()))
 
 
 def _decision(decision: Decision, trace: RequestTrace, received_at: float) -> ExplainedDecision:

@@ -19,6 +19,7 @@ from actors.runtime.peer import Site
 from actors.scheduling.batch_times import KIND
 from actors.scheduling.batcher import Batcher
 from core.codec import decode, encode
+from core.config.learning import PredictorConfig
 from core.config.load import FarsightConfig
 from core.config.log import LogConfig
 from core.config.scheduling import BatchConfig, SchedulerConfig
@@ -91,7 +92,12 @@ class Shop:
 @asynccontextmanager
 async def shop(preset: str, log_store: Any, **batch: Any) -> AsyncIterator[Shop]:
     scheduler = FakeScheduler()
-    config = FarsightConfig(scheduler=SchedulerConfig(preset=preset), batch=BatchConfig(**batch), log=LogConfig())
+    config = FarsightConfig(
+        scheduler=SchedulerConfig(preset=preset),
+        batch=BatchConfig(**batch),
+        log=LogConfig(),
+        predictor=PredictorConfig(from_traffic=False),
+    )
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, name="m"))
     site = Site(config, "", "fused")
     registry = CollectorRegistry()

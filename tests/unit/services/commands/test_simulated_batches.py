@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from core.config.engine import EngineConfig
+from core.config.learning import PredictorConfig
 from core.config.load import FarsightConfig
 from core.config.log import LogConfig
 from core.config.model import ModelConfig
@@ -41,6 +42,7 @@ async def serve(preset: str, directory: Path) -> None:
         engine=EngineConfig(kv_memory="16MiB", max_num_seqs=6, num_threads=1, backend="torch"),
         scheduler=SchedulerConfig(preset=preset, execution="static", event_log=str(directory)),
         log=LogConfig(path=str(directory / "log.sqlite")),
+        predictor=PredictorConfig(from_traffic=False),  # the log does not say what was forecast for whom
     )
     async with asyncio.timeout(LONG_S), local_system(config) as found:
         async with found.ingress() as client:
