@@ -399,7 +399,8 @@ def welcome(url: str, model: LocatedModel, key: str) -> list[str]:
     body = shlex.quote(json.dumps(fields | {"stream": True}))
     return [
         f"Try:\n  {post} \\\n    -d {body}",
-        f"OpenAI API: {url}/v1   First: curl {url}/v1/models{key}   Dashboard: {url}/dashboard   Stop: Ctrl-C",
+        f"OpenAI API: {url}/v1   First: curl {url}/v1/models{key}   Stop: Ctrl-C",
+        f"Dashboard: {url}/dashboard   Playground: {url}/play",
     ]
 
 
