@@ -63,6 +63,9 @@ def _opening(question: ForecastQuestion) -> str:
 
 
 def _key(tenant: str, kind: str, text: str) -> int:
-    """The tenant is part of the key: one tenant's lengths by application are unknown to every other tenant."""
+    """The tenant is part of the key, so that its lengths by application serve its own requests.
+
+    The hash has no secret: a tenant who knows another's name and text can search for a text with the same key.
+    """
     digest = hashlib.blake2b(repr((tenant, kind, text)).encode("utf-8", "backslashreplace"), digest_size=_KEY_BYTES)
     return int.from_bytes(digest.digest())
