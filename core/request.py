@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from core.abilities import POOLINGS
 from core.errors import InvalidValueError
 from core.forecast import Forecast
 
@@ -90,6 +91,10 @@ class SamplingParams:
             prompt is computed: nothing of it may come from a cache.
         allowed_token_ids: The only tokens that may be chosen; empty for all.
         bad_words: Token ids of texts that the output must not hold.
+        pooling: What the request gets of the hidden states of its prompt in place of tokens; empty if it generates.
+            Such a request is a prefill alone: its one step that would draw a token ends it.
+        second_at: Index in the prompt of the first token of the second of two texts that a classifier reads at once;
+            0 for one text.
         grammar: What the output must follow, as ``tokenization.grammars.sources`` writes it; empty for nothing.
         benchmark_len: The output ends here as if by EOS, and EOS does not end it before; for benchmarks. Only the code
             that samples may read it: a scheduler that did would know what no scheduler can.
@@ -116,6 +121,8 @@ class SamplingParams:
     grammar: str = ""
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    pooling: str = ""
+    second_at: int = 0
     plain: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -134,6 +141,7 @@ class SamplingParams:
         _require(ok, "prompt_logprobs", self.prompt_logprobs, "false where there are no logprobs")
         ok = not (self.grammar and (self.ignore_eos or self.benchmark_len is not None))
         _require(ok, "ignore_eos", True, "false where the output follows a grammar: EOS ends it")
+        self._check_pooling()
         plain = self.greedy and not self.looks_back and self.logprobs is None
         object.__setattr__(self, "plain", plain)
 
@@ -146,6 +154,12 @@ class SamplingParams:
             _require(-2 <= value <= 2, name, value, "a number from -2 to 2")
         ok = all(token_id >= 0 and -_LARGEST_BIAS <= bias <= _LARGEST_BIAS for token_id, bias in self.logit_bias)
         _require(ok, "logit_bias", self.logit_bias, "token ids >= 0 with numbers from -1e30 to 1e30")
+
+    def _check_pooling(self) -> None:
+        _require(self.pooling in POOLINGS, "pooling", self.pooling, f"one of {', '.join(filter(None, POOLINGS))}")
+        ok = not self.pooling or self.max_new_tokens == 1
+        _require(ok, "max_tokens", self.max_new_tokens, "1 where nothing is generated: the step that ends the prompt")
+        _require(self.second_at >= 0, "second_at", self.second_at, "an integer >= 0")
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """
@@ -172,7 +186,14 @@ class SamplingParams:
             return "logprobs"
         if self.grammar:
             return "structured_outputs"
+        if self.pooling:
+            return "pooling"
         return "" if self.benchmark_len is None else "benchmark_len"
+
+    @property
+    def computes_prompt(self) -> bool:
+        """Whether it needs every position of its prompt computed: nothing of it may come from a cache."""
+        return self.prompt_logprobs or self.pooling == "mean"
 
     @property
     def greedy(self) -> bool:
@@ -282,6 +303,11 @@ class Request:
     @property
     def prompt_len(self) -> int:
         return len(self.prompt_ids)
+
+    @property
+    def prefill_only(self) -> bool:
+        """Whether it ends with its prompt and generates nothing."""
+        return bool(self.sampling.pooling)
 
     @property
     def known_len(self) -> int:

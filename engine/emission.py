@@ -32,6 +32,7 @@ class Emission:
         end: Set if the last of them ends the output.
         logprobs: Log probabilities that the client asked for.
         failure: Why the sequence ends without a new token.
+        vector: As in ``TokenDelta``.
     """
 
     sequence: Sequence
@@ -42,6 +43,7 @@ class Emission:
     end: FinishedSequence | None = None
     logprobs: DeltaLogprobs | None = None
     failure: NoToken | None = None
+    vector: bytes = b""
 
 
 class HeldBack:

@@ -273,7 +273,7 @@ class Worker:
         for item in batch.items:
             sequence = self._sequences[item.request_id]
             sampling = sequence.sampling
-            if sampling.stop or sampling.benchmark_len is not None or self._held_back is not None:
+            if sampling.stop or sampling.benchmark_len is not None or self._held_back is not None or sampling.pooling:
                 return None
             if sampling.eos_ends:
                 tokens |= self._eos
@@ -302,7 +302,10 @@ class Worker:
             if token is None or not self.executor.counts(batch, item.request_id):
                 continue
             sequence = sequences[item.request_id]
-            emission, ends = self._append(sequence, (token, *verified.get(i, ())))
+            if sequence.sampling.pooling:
+                emission, ends = self._end_pooled(sequence, token, tokens, i), True
+            else:
+                emission, ends = self._append(sequence, (token, *verified.get(i, ())))
             emissions[item.request_id] = emission
             if len(emission.token_ids) > 1:
                 further[item.request_id] = len(emission.token_ids) - 1
@@ -310,6 +313,7 @@ class Worker:
                 stopped.add(item.request_id)
         if isinstance(tokens, LoggedTokens):
             self._attach_logprobs(batch, tokens, emissions)
+            self._keep_pooled(batch, tokens)
         emissions |= failed
         if self.speculation is not None:
             self.speculation.observe(batch, further, duration_s)
@@ -337,6 +341,22 @@ class Worker:
             if self._ends(sequence, token, index):
                 return Emission(sequence, token_ids[: index + 1 - start], start, shown, cached_len), True
         return Emission(sequence, token_ids, start, shown, cached_len), False
+
+    @staticmethod
+    def _end_pooled(sequence: Sequence, token: int, tokens: list[int | None], index: int) -> Emission:
+        """Ends a sequence that generates nothing; the token is kept for the books alone."""
+        assert isinstance(tokens, LoggedTokens), "a runner that ends such a sequence says its vector"
+        vector = tokens.pooled.pop(index).plus(sequence.pooled).vector()
+        sequence.token_ids.append(token)
+        return Emission(sequence, (), 0, "", sequence.cached_len or 0, vector=vector)
+
+    def _keep_pooled(self, batch: StepBatch, tokens: LoggedTokens) -> None:
+        """What a step has brought of vectors whose prompts go on; those that it has ended are taken already."""
+        for i, rows in tokens.pooled.items():
+            request_id = batch.items[i].request_id
+            if self.executor.counts(batch, request_id):
+                sequence = self._sequences[request_id]
+                sequence.pooled = rows.plus(sequence.pooled)
 
     def _take_failures(self, batch: StepBatch, tokens: list[int | None]) -> dict[str, Emission]:
         """Why items did not get the token that they should have got, by request id."""
@@ -397,6 +417,7 @@ class Worker:
             cached_len=emission.cached_len,
             logprobs=emission.logprobs,
             gpu_s=0.0 if end is None else sequence.gpu_s,
+            vector=emission.vector,
         )
         return Output(sequence.request.ingress_id, delta)
 
@@ -480,7 +501,7 @@ class Worker:
 
 def _root(request: Request) -> int:
     """Root hash of the prefixes that a request shares."""
-    if request.sampling.prompt_logprobs:  # they come with the computation: no other request's can be taken
+    if request.sampling.computes_prompt:  # what is asked for comes with it: no other request's can be taken
         return root_of(request.request_id, b"request")
     return salted_root(request.cache_salt)
 

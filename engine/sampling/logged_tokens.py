@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from core.messages.tokens import TokenLogprobs
 from core.request import Fault
 
@@ -34,6 +36,29 @@ class NoToken:
     fault: Fault
 
 
+@dataclass(frozen=True, slots=True)
+class PooledRows:
+    """What one item of a step adds to the vector of a request that generates nothing.
+
+    Attributes:
+        num_rows: Hidden states in it.
+        total: Their sum, float32 ``[dim]``.
+    """
+
+    num_rows: int
+    total: np.ndarray
+
+    def plus(self, other: PooledRows | None) -> PooledRows:
+        """This and what earlier steps have brought."""
+        if other is None:
+            return self
+        return PooledRows(self.num_rows + other.num_rows, self.total + other.total)
+
+    def vector(self) -> bytes:
+        """Their mean, float32 little-endian."""
+        return (self.total / np.float32(self.num_rows)).astype("<f4").tobytes()
+
+
 class LoggedTokens(list[int | None]):
     """The new tokens of a step, with more about some of its items.
 
@@ -41,6 +66,7 @@ class LoggedTokens(list[int | None]):
         logprobs: By index of the item in the step's batch.
         failures: Likewise, for items that should have got a token and have None.
         further: Likewise, the tokens after the first of items whose drafts turned out right.
+        pooled: Likewise, for items of requests that generate nothing; the token of such an item means nothing.
     """
 
     def __init__(
@@ -49,13 +75,15 @@ class LoggedTokens(list[int | None]):
         logprobs: dict[int, ItemLogprobs],
         failures: dict[int, NoToken] | None = None,
         further: dict[int, list[int]] | None = None,
+        pooled: dict[int, PooledRows] | None = None,
     ) -> None:
         super().__init__(tokens)
         self.logprobs = logprobs
         self.failures = failures or {}
         self.further = further or {}
+        self.pooled = pooled or {}
 
     @property
     def tells_more(self) -> bool:
         """Whether there is more than one token or none for each item."""
-        return bool(self.logprobs or self.failures or self.further)
+        return bool(self.logprobs or self.failures or self.further or self.pooled)

@@ -396,9 +396,12 @@ class ReplicaScheduler:
         scheduled.output_len = finished.output_len
         yield EndReached(scheduled, finished.status)
         censored = finished.status is not SequenceStatus.FINISHED_STOPPED
-        self.order.learn(scheduled, censored=censored)
-        self.admission.learn(finished.output_len, censored=censored)
-        self._promises.ended(scheduled, now, censored=censored)
+        if not scheduled.request.prefill_only:  # its length is none that an output may have
+            self.order.learn(scheduled, censored=censored)
+            self.admission.learn(finished.output_len, censored=censored)
+            self._promises.ended(scheduled, now, censored=censored)
+        else:
+            self._promises.left(finished.request_id)
         forecast = scheduled.forecast
         yield RequestEnded(finished, scheduled.arrived_at, now, None if forecast is None else forecast.mean)
 

@@ -52,6 +52,7 @@ from services.api.streams.keeper import StreamKeeper
 from services.api.streams.routes import ResumableStreams, stream_routes, wants_resumable
 from services.api.text.prompts import PromptEncoder
 from services.api.tokens import token_routes
+from services.api.vectors.routes import VectorCalls, vector_routes
 
 DEFAULT_MAX_BODY_BYTES = 4 * 1024 * 1024
 API_VERSION = "1"
@@ -116,6 +117,8 @@ def build_app(
     app.include_router(_model_routes(backend))
     streams = None if keeper is None else ResumableStreams(keeper, backend, encoder.texts, door)
     app.include_router(token_routes(backend, encoder, _ERRORS))
+    calls = VectorCalls(backend, encoder, shares_across_keys=shares_across_keys)
+    app.include_router(vector_routes(calls, _ERRORS))
     app.include_router(_generation_routes(backend, encoder, workers, streams, shares_across_keys))
     if streams is not None:
         app.include_router(stream_routes(streams, _ERRORS | _EVENTS))

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
+from core.abilities import Abilities
 from core.messages.live import LiveView
 from core.messages.log import RequestTrace
 from core.messages.placement import PlacementView
@@ -30,6 +31,7 @@ class ModelInfo:
         benchmark_mode: Whether a request may set its exact output length.
         emulated: Profile name of an emulated device, whose answers are made up; empty if a model computes.
         version: Version of the weights that new requests run on.
+        abilities: What it can do.
     """
 
     name: str
@@ -40,6 +42,7 @@ class ModelInfo:
     benchmark_mode: bool = False
     emulated: str = ""
     version: int = 0
+    abilities: Abilities = Abilities()
 
 
 class GenerationBackend(Protocol):

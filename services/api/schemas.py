@@ -40,7 +40,12 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int for item in value)
 
 
-def _check_prompt(value: Any) -> str | list[str] | list[int] | list[list[int]]:
+def check_prompt(value: Any, most: int = MAX_PROMPTS) -> str | list[str] | list[int] | list[list[int]]:
+    """A field that holds one or several prompts, each as text or token ids.
+
+    Raises:
+        PydanticCustomError: It holds something else, or more than ``most`` of them.
+    """
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
@@ -48,8 +53,8 @@ def _check_prompt(value: Any) -> str | list[str] | list[int] | list[list[int]]:
     if _is_ids(value):
         return value
     several = all(isinstance(item, str) for item in value) or all(isinstance(item, list) for item in value)
-    if several and len(value) > MAX_PROMPTS:
-        raise refused("", f"{len(value)} prompts", f"at most {MAX_PROMPTS} prompts in a request")
+    if several and len(value) > most:
+        raise refused("", f"{len(value)} prompts", f"at most {most} prompts in a request")
     for index, item in enumerate(value):
         _check_prompt_item(value[0], index, item)
     return value
@@ -119,7 +124,7 @@ def _part_text(index: int, part: Any) -> str:
 
 Prompt = Annotated[
     str | list[str] | list[int] | list[list[int]],
-    PlainValidator(_check_prompt, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    PlainValidator(check_prompt, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
 ]
 _StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 _StopStrings = Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS)]

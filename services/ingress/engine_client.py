@@ -209,7 +209,7 @@ class EngineClient(ObservedService, VersionedStreams):
 
     def _prefix_hashes(self, request: Request) -> tuple[int, ...]:
         """Made here, once: there are several ingress replicas, and one Router."""
-        if not self._prefix_block_size or request.sampling.prompt_logprobs:
+        if not self._prefix_block_size or request.sampling.computes_prompt:
             return ()
         return tuple(hash_blocks(request.prompt_ids, self._prefix_block_size, salted_root(request.cache_salt)))
 

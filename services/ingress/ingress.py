@@ -14,9 +14,11 @@ from typing import Any
 from actors.runtime.garbage import collect_when_quiet, leave_full_collections_to_us
 from actors.runtime.hosts import keep_supervisor
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, Site, again_and_again
+from core.abilities import Abilities
 from core.config.server import ServerConfig, is_loopback
 from core.errors import CapacityError
 from core.messages.fleet import ServedModel
+from engine.checkpoint.encoder_config import abilities_of
 from estimator.device_profile import profile_label
 from services.api.access.door import Door, door_settings
 from services.api.admin import Administration
@@ -148,10 +150,18 @@ async def open_client(site: Site) -> EngineClient:
         vocab_size=ready.vocab_size,
         benchmark_mode=site.config.engine.benchmark_mode,
         emulated=profile_label(site.config.engine.profile),
+        abilities=served_abilities(site),
     )
     client = EngineClient(site, model, lambda: keep_supervisor(site), prefix_block_size=served.prefix_block_size)
     await client.start()
     return client
+
+
+def served_abilities(site: Site) -> Abilities:
+    """What the replicas can do: those of our own engine; other servers generate."""
+    if not site.config.model.replicas or site.config.engine.profile:
+        return Abilities()
+    return abilities_of(Path(site.model_dir))
 
 
 async def _wait_for_model(site: Site) -> ServedModel:
