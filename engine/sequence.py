@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from core.messages.tokens import TokenLogprobs
 from core.request import Request, SamplingParams
-from engine.sampling.logged_tokens import PooledRows
+from engine.pooled_rows import PooledRows
 from engine.text.stop_strings import StopStrings
 from kvcache import SequenceState
 from policies.speculation.base import Drafter

@@ -15,7 +15,8 @@ from engine.checkpoint.encoder_config import EncoderConfig, resolve_encoder_len
 from engine.checkpoint.weights import dtype_of_name
 from engine.devices.device import Device
 from engine.models.encoder import EncoderModel, EncoderText
-from engine.sampling.logged_tokens import LoggedTokens, NoToken, PooledRows
+from engine.pooled_rows import PooledRows
+from engine.sampling.logged_tokens import LoggedTokens, NoToken
 from engine.sequence import Sequence
 from engine.step_fault import StepFault
 from kvcache import StepBatch

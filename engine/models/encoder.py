@@ -74,7 +74,7 @@ class EncoderModel:
         hidden = self._embedded(texts)
         for index in range(self.config.num_hidden_layers):
             hidden = self._layer(index, hidden, lengths)
-        return list(hidden.split(lengths))
+        return list(torch.split(hidden, lengths))
 
     @torch.inference_mode()
     def embeddings(self, texts: Sequence[EncoderText]) -> Tensor:
@@ -117,7 +117,7 @@ class EncoderModel:
         name, heads = f"encoder.layer.{index}.", self.config.num_attention_heads
         weight, bias = self._qkv[index]
         qkv = F.linear(hidden, weight, bias).view(len(hidden), 3, heads, -1)
-        attended = [_attend(part).reshape(len(part), -1) for part in qkv.split(lengths)]
+        attended = [_attend(part).reshape(len(part), -1) for part in torch.split(qkv, lengths)]
         added = self._linear(f"{name}attention.output.dense", torch.cat(attended))
         hidden = self._norm(f"{name}attention.output.LayerNorm", added + hidden)
         inner = self._act(self._linear(f"{name}intermediate.dense", hidden))

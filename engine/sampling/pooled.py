@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from core.errors import IntegrityError
-from engine.sampling.logged_tokens import PooledRows
+from engine.pooled_rows import PooledRows
 from engine.sequence import Sequence
 from kvcache import StepBatch
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from engine.sampling.logged_tokens import ItemLogprobs, LoggedTokens, NoToken, PooledRows
+from engine.pooled_rows import PooledRows
+from engine.sampling.logged_tokens import ItemLogprobs, LoggedTokens, NoToken
 from engine.sequence import Sequence
 from engine.step_fault import StepFault
 from kvcache import StepBatch, StepItem

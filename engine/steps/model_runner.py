@@ -17,8 +17,9 @@ from engine.checkpoint.model_config import DecoderConfig, load_model_config, res
 from engine.checkpoint.weights import load_weights
 from engine.kv.kv_pool import KVPool, pool_dtype
 from engine.models.quantize import quantize_weights
+from engine.pooled_rows import PooledRows
 from engine.sampling.drafts import sampled_rows, tokens_that_stand
-from engine.sampling.logged_tokens import ItemLogprobs, LoggedTokens, NoToken, PooledRows
+from engine.sampling.logged_tokens import ItemLogprobs, LoggedTokens, NoToken
 from engine.sampling.pooled import RowsToPool, find_rows_to_pool, pool_rows
 from engine.sampling.sampler import (
     NO_TOKEN,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from core.abilities import Abilities
@@ -42,7 +42,7 @@ class ModelInfo:
     benchmark_mode: bool = False
     emulated: str = ""
     version: int = 0
-    abilities: Abilities = Abilities()
+    abilities: Abilities = field(default_factory=Abilities)
 
 
 class GenerationBackend(Protocol):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, PlainValidator, model_validator
 
-from services.api.fields import COMMON_NEUTRAL, MAX_PRIORITY, refused
+from services.api.fields import COMMON_NEUTRAL, MAX_PRIORITY, NeutralOnly, refused
 from services.api.schemas import check_prompt
 from services.api.strict import StrictModel
 
@@ -25,7 +26,9 @@ Input = Annotated[
 class PrefillFields(StrictModel):
     """What all three share."""
 
-    neutral = {name: COMMON_NEUTRAL[name] for name in ("metadata", "safety_identifier", "request_id", "service_tier")}
+    neutral: ClassVar[Mapping[str, NeutralOnly]] = {
+        name: COMMON_NEUTRAL[name] for name in ("metadata", "safety_identifier", "request_id", "service_tier")
+    }
 
     model: str | None = Field(None, description="A name that is served here; the first of them if not given.")
     user: str | None = Field(None, description="Names your end user; has no effect.")

@@ -15,7 +15,7 @@ from core.messages.tokens import TokenDelta
 from core.request import SamplingParams
 from engine.engine import Engine
 
-_PROMPTS = [[5, 9, 33], [7], list(range(20, 90)), list(range(20, 84)) + [4, 5], [100] * 41]
+_PROMPTS = [[5, 9, 33], [7], list(range(20, 90)), [*range(20, 84), 4, 5], [100] * 41]
 
 
 def _expected(model_dir: Path, pooling: str) -> torch.Tensor:
