@@ -33,6 +33,8 @@ from services.api.answers.replies import (
 )
 from services.api.answers.sse import ChunkWriter, EventStream, chunks
 from services.api.backend import GenerationBackend
+from services.api.batches.records import Batches
+from services.api.batches.routes import FILES_PATH, FORM_BYTES, batch_routes, file_routes
 from services.api.body_workers import BodyWorkers, read_body
 from services.api.errors import SERVER_ERROR, ApiError, install_error_handlers, unhealthy
 from services.api.generate import ClientGone, collect, while_connected
@@ -85,6 +87,7 @@ def build_app(
     readiness: Readiness | None = None,
     keeper: StreamKeeper | None = None,
     shed: Reason | None = None,
+    batches: Batches | None = None,
 ) -> FastAPI:
     """The application over one backend.
 
@@ -99,6 +102,7 @@ def build_app(
         readiness: What is known of the Supervisor and of a drain; without it there is neither.
         keeper: Runs resumable streams; without one, streams are not resumable.
         shed: Asked of each request for tokens before its body is read; without it none is refused so early.
+        batches: Keeps files and batches of clients; without it there are none.
     """
     app = FastAPI(
         title="Farsight",
@@ -122,6 +126,11 @@ def build_app(
     app.include_router(_generation_routes(backend, encoder, workers, streams, shares_across_keys))
     if streams is not None:
         app.include_router(stream_routes(streams, _ERRORS | _EVENTS))
+    larger = {}
+    if batches is not None:
+        app.include_router(file_routes(batches.files, _ERRORS))
+        app.include_router(batch_routes(batches, _ERRORS))
+        larger[FILES_PATH] = batches.files.settings.max_file_bytes + FORM_BYTES
     app.include_router(explain_routes(backend, administration.token if administration else ""))
     app.include_router(_operator_routes(backend, readiness))
     app.include_router(live)
@@ -132,7 +141,7 @@ def build_app(
     app.include_router(home_routes(route_paths(app)))
     app.add_middleware(Methods, methods=_methods(app))
     app.add_middleware(DrainGate, readiness=readiness)
-    app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes)
+    app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes, larger=larger)
     if shed is not None:
         app.add_middleware(Shed, reason=shed, readiness=readiness, max_body_bytes=max_body_bytes)
     if door is not None:

@@ -171,6 +171,10 @@ class FirstCheck:
             self._check(num, tokens, prompt_len, " of your tenant", *most)
         return self._check_delay()
 
+    def has_room(self) -> bool:
+        """Whether nothing waited when the Router last spoke of its load."""
+        return self._outlook is None or self._outlook.demand.num_waiting == 0
+
     def placed(self, admitted: CountedRequest) -> None:
         """The Router has it, and counts it in its load from now on."""
         self._unplaced.discard(admitted)

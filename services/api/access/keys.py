@@ -146,6 +146,10 @@ class KeyRing:
     def __len__(self) -> int:
         return len(self._callers)
 
+    def tenant(self, name: str) -> Tenant | None:
+        """The tenant of that name, if a key belongs to it."""
+        return next((each.tenant for each in self._callers.values() if each.tenant.name == name), None)
+
     def find(self, key: bytes) -> Caller | None:
         """Whose key it is. An unknown id costs one hash as a known one does."""
         if not key or len(key) > MAX_KEY_LEN:
