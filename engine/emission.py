@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from core.messages.plans import FinishedSequence
 from core.messages.tokens import DeltaLogprobs, TokenDelta, joined
-from engine.sampling.logged_tokens import NoToken
+from engine.sampling.logged_tokens import LoggedTokens, NoToken
 from engine.sequence import Sequence
 
 
@@ -44,6 +44,18 @@ class Emission:
     logprobs: DeltaLogprobs | None = None
     failure: NoToken | None = None
     vector: bytes = b""
+
+
+def ended_by_prompt(sequence: Sequence, token: int, tokens: list[int | None], index: int) -> Emission:
+    """The end of a sequence that generates nothing; the token is kept for the books alone.
+
+    Args:
+        tokens: The step's; ``index`` is that of its item.
+    """
+    assert isinstance(tokens, LoggedTokens), "a runner that ends such a sequence says its vector"
+    vector = tokens.pooled.pop(index).plus(sequence.pooled).vector()
+    sequence.token_ids.append(token)
+    return Emission(sequence, (), 0, "", sequence.cached_len or 0, vector=vector)
 
 
 class HeldBack:

@@ -17,7 +17,7 @@ from core.messages.requests import Key
 from core.messages.tokens import DeltaLogprobs, TokenDelta
 from core.request import Fault, Request, SamplingParams, SequenceStatus
 from engine.drafted_steps import DraftedSteps
-from engine.emission import Emission, HeldBack, Output, joined_outputs
+from engine.emission import Emission, HeldBack, Output, ended_by_prompt, joined_outputs
 from engine.sampling.logged_tokens import LoggedTokens
 from engine.sequence import Detokenizer, OutputText, Sequence
 from engine.step_fault import StepFault
@@ -303,7 +303,7 @@ class Worker:
                 continue
             sequence = sequences[item.request_id]
             if sequence.sampling.pooling:
-                emission, ends = self._end_pooled(sequence, token, tokens, i), True
+                emission, ends = ended_by_prompt(sequence, token, tokens, i), True
             else:
                 emission, ends = self._append(sequence, (token, *verified.get(i, ())))
             emissions[item.request_id] = emission
@@ -313,7 +313,8 @@ class Worker:
                 stopped.add(item.request_id)
         if isinstance(tokens, LoggedTokens):
             self._attach_logprobs(batch, tokens, emissions)
-            self._keep_pooled(batch, tokens)
+            for i, rows in tokens.pooled.items():  # of prompts that go on; none where steps overlap
+                self._sequences[batch.items[i].request_id].keep_pooled(rows)
         emissions |= failed
         if self.speculation is not None:
             self.speculation.observe(batch, further, duration_s)
@@ -341,22 +342,6 @@ class Worker:
             if self._ends(sequence, token, index):
                 return Emission(sequence, token_ids[: index + 1 - start], start, shown, cached_len), True
         return Emission(sequence, token_ids, start, shown, cached_len), False
-
-    @staticmethod
-    def _end_pooled(sequence: Sequence, token: int, tokens: list[int | None], index: int) -> Emission:
-        """Ends a sequence that generates nothing; the token is kept for the books alone."""
-        assert isinstance(tokens, LoggedTokens), "a runner that ends such a sequence says its vector"
-        vector = tokens.pooled.pop(index).plus(sequence.pooled).vector()
-        sequence.token_ids.append(token)
-        return Emission(sequence, (), 0, "", sequence.cached_len or 0, vector=vector)
-
-    def _keep_pooled(self, batch: StepBatch, tokens: LoggedTokens) -> None:
-        """What a step has brought of vectors whose prompts go on; those that it has ended are taken already."""
-        for i, rows in tokens.pooled.items():
-            request_id = batch.items[i].request_id
-            if self.executor.counts(batch, request_id):
-                sequence = self._sequences[request_id]
-                sequence.pooled = rows.plus(sequence.pooled)
 
     def _take_failures(self, batch: StepBatch, tokens: list[int | None]) -> dict[str, Emission]:
         """Why items did not get the token that they should have got, by request id."""

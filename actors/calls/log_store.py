@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from actors.calls.message import message
-from core.messages.kept import (
+from core.kept import (
     AddParts,
     DropExpired,
     ObjectName,

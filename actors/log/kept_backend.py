@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from core.messages.kept import (
+from core.kept import (
     AddParts,
     KeptObject,
     ObjectName,

@@ -12,7 +12,7 @@ from typing import Any
 import msgpack
 
 from actors.log.kept_backend import within
-from core.messages.kept import (
+from core.kept import (
     AddParts,
     KeptObject,
     ObjectName,

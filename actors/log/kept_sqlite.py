@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager
 import aiosqlite
 
 from actors.log.kept_backend import MAX_INDICES, within
-from core.messages.kept import (
+from core.kept import (
     AddParts,
     KeptObject,
     ObjectName,
@@ -31,7 +31,7 @@ _Session = Callable[[], AbstractAsyncContextManager[aiosqlite.Connection]]
 class KeptSqlite:
     """
     Args:
-        transaction, reading: Of the log: the connection, while no other operation uses it.
+        transaction, reading: The log's: the connection, while no other operation uses it.
     """
 
     def __init__(self, transaction: _Session, reading: _Session) -> None:

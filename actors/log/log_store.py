@@ -23,7 +23,7 @@ from actors.runtime.component import Component, ComponentContext
 from actors.runtime.names import RUN_DIR_VARIABLE
 from core.degraded import LOG_READ, LOG_WRITE
 from core.errors import ConfigError, FarsightError, MessageError
-from core.messages.kept import (
+from core.kept import (
     AddParts,
     DropExpired,
     ObjectName,

@@ -73,8 +73,8 @@ def _part(body: bytes, begin: int, end: int) -> tuple[str, FormPart]:
         raise _refused("a part has no headers, or too long ones")
     message = Message()
     for line in body[begin:head_end].split(b"\r\n"):
-        name, colon, value = line.partition(b":")
-        if colon and name.strip().lower() == b"content-disposition":
+        header, colon, value = line.partition(b":")
+        if colon and header.strip().lower() == b"content-disposition":
             message["content-disposition"] = value.strip().decode("utf-8", "replace")
     name = message.get_param("name", header="content-disposition")
     if message.get_content_disposition() != "form-data" or not isinstance(name, str) or not name:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from core.messages.kept import KeptObject, ObjectName, ObjectQuery, PutObject
+from core.kept import KeptObject, ObjectName, ObjectQuery, PutObject
 from services.api.batches.shelf import BATCH, LINES, RUN, Files, not_found
 from services.api.errors import ApiError
 from services.api.fields import MAX_PRIORITY
@@ -89,7 +89,7 @@ def pack(record: BatchRecord) -> bytes:
 
 
 class Batches:
-    """The batches of all clients. Of a batch of another owner it says what it says of none."""
+    """The batches of all clients. A batch of another owner is one that does not exist."""
 
     def __init__(self, files: Files) -> None:
         self.files = files
@@ -140,7 +140,7 @@ class Batches:
         return tuple(map(unpack, page.objects))
 
     async def change(self, batch_id: str, how: Callable[[BatchRecord], BatchRecord | None]) -> StoredBatch | None:
-        """Changes a batch, whoever else does at the same time; None if it has been deleted.
+        """Changes a batch, though others may do so at the same time; None if it has been deleted.
 
         Args:
             how: Called with the newest record, perhaps several times; None leaves it.

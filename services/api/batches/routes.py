@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from core.messages.kept import KeptObject
+from core.kept import KeptObject
 from services.api.access.caller import CURRENT
 from services.api.batches.lines import URLS
 from services.api.batches.multipart import FormPart, parse_form

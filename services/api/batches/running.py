@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from starlette.types import ASGIApp
 
 from core.errors import FarsightError, InvalidValueError
-from core.messages.kept import (
+from core.kept import (
     AddParts,
     DropExpired,
     KeptObject,
@@ -89,7 +89,7 @@ class RunningPlace:
 class BatchRunner:
     """
     Args:
-        name: Of this ingress replica.
+        name: That of this ingress replica.
         uses_keys: Whether a batch needs a tenant.
     """
 

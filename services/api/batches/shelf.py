@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from core.config.files import FilesConfig
 from core.errors import FarsightError
-from core.messages.kept import (
+from core.kept import (
     AddParts,
     DropExpired,
     KeptObject,
@@ -64,7 +64,7 @@ class FileRecord:
 
 
 class Files:
-    """The files of all clients. Of a file of another owner it says what it says of none.
+    """The files of all clients. A file of another owner is one that does not exist.
 
     Args:
         clock: Unix seconds.

@@ -12,7 +12,7 @@ from actors.log.kept_backend import KeptBackend
 from actors.log.log_backend import LogBackend, Retention
 from actors.log.log_redis import RedisLog
 from actors.log.log_sqlite import SqliteLog
-from core.messages.kept import AddParts, KeptObject, ObjectName, ObjectPart, ObjectQuery, PartsQuery, PutObject
+from core.kept import AddParts, KeptObject, ObjectName, ObjectPart, ObjectQuery, PartsQuery, PutObject
 
 
 @pytest.fixture

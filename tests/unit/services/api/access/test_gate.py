@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from core.config.access import AccessConfig
+from core.config.files import FilesConfig
 from core.messages.log import RequestTrace
 from services.api.access.door import Door, DoorSettings, door_settings
 from services.api.access.failures import MAX_ADDRESSES, MAX_SLOWED, SLOW_S, Failures
@@ -23,6 +24,8 @@ from services.api.access.key_file import KeyFile, changed_key_file
 from services.api.access.keys import Role, Tenant
 from services.api.access.roles import ROLES, Everyone, RouteRoles
 from services.api.app import build_app
+from services.api.batches.records import Batches
+from services.api.batches.shelf import Files
 from services.api.middleware import LARGE_BODY_BYTES
 from services.api.streams.keeper import StreamKeeper
 from services.api.text.prompts import PromptEncoder
@@ -35,6 +38,7 @@ from tests.unit.services.api.access.access_support import (
     guarded_server,
 )
 from tests.unit.services.api.api_support import MODEL, ScriptedBackend, delta
+from tests.unit.services.api.batches.kept_support import SqliteShelf
 from tests.unit.services.api.streams.stream_support import ShelfStore
 
 POSTS = {"/v1/completions", "/v1/chat/completions", "/admin/scale", "/admin/drain", "/admin/upgrade"}
@@ -56,9 +60,10 @@ def check_error(reply: httpx.Response, status: int, code: str) -> dict[str, Any]
     return error
 
 
-def test_every_route_has_a_declared_role(guarded: GuardedServer, encoder: PromptEncoder) -> None:
+def test_every_route_has_a_declared_role(guarded: GuardedServer, encoder: PromptEncoder, tmp_path: Path) -> None:
     """A new route without a line in ``ROLES`` fails here; until it has one, it asks for ``admin``."""
-    app = build_app(ScriptedBackend(), encoder, door=guarded.door, keeper=StreamKeeper(ShelfStore()))
+    batches = Batches(Files(SqliteShelf(tmp_path / "log.sqlite"), FilesConfig()))
+    app = build_app(ScriptedBackend(), encoder, door=guarded.door, keeper=StreamKeeper(ShelfStore()), batches=batches)
     paths = set(route_paths(app))
     assert paths == set(ROLES), "declare the role of each route in services/api/access/roles.py, and of no other"
     assert RouteRoles(["/new"]).of({"type": "http", "path": "/new"}) is Role.ADMIN

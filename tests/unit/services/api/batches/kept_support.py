@@ -7,7 +7,7 @@ from pathlib import Path
 
 from actors.log.log_backend import Retention
 from actors.log.log_sqlite import SqliteLog
-from core.messages.kept import (
+from core.kept import (
     AddParts,
     DropExpired,
     ObjectName,

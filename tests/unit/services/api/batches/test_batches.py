@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from core.errors import CapacityError
-from core.messages.kept import PartsQuery
+from core.kept import PartsQuery
 from services.api.batches.records import WINDOW_S, batch_priority
 from services.api.batches.running import LEASE_S, BatchRunner
 from tests.unit.services.api.api_support import HELLO, ScriptedBackend
@@ -250,5 +250,5 @@ def _stopping(backend: ScriptedBackend, after: int, gate: asyncio.Event) -> Scri
         async for delta in inner(*args):
             yield delta
 
-    backend.stream = stream  # type: ignore[method-assign]
+    backend.stream = stream  # type: ignore[method-assign, assignment]
     return backend

@@ -5,7 +5,7 @@ from __future__ import annotations
 import openai
 import pytest
 
-from core.messages.kept import DropExpired
+from core.kept import DropExpired
 from services.api.batches.multipart import parse_form
 from services.api.batches.shelf import PART_BYTES
 from services.api.errors import ApiError
