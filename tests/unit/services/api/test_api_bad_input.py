@@ -265,7 +265,7 @@ async def test_accepted_content_types(client: httpx.AsyncClient, headers: dict[s
     assert response.status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/nothing", "/v1", "/v1/nothing", "/v1/embeddings"])
+@pytest.mark.parametrize("path", ["/nothing", "/v1", "/v1/nothing", "/v1/images"])
 async def test_unknown_address(client: httpx.AsyncClient, path: str) -> None:
     error = _check_error(await client.post(path, json={}), 404, None, "POST", path)
     assert error["code"] == "not_found"

@@ -42,7 +42,15 @@ from tests.unit.services.api.batches.kept_support import SqliteShelf
 from tests.unit.services.api.streams.stream_support import ShelfStore
 
 POSTS = {"/v1/completions", "/v1/chat/completions", "/admin/scale", "/admin/drain", "/admin/upgrade"}
-EXAMPLES = {"{model_id:path}": MODEL, "{response_id}": "cmpl-" + "0" * 32, "{stream_id}": "0" * 32}
+POSTS |= {"/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank"}
+POSTS |= {"/v1/files", "/v1/batches", "/v1/batches/{batch_id}/cancel"}
+EXAMPLES = {
+    "{model_id:path}": MODEL,
+    "{response_id}": "cmpl-" + "0" * 32,
+    "{stream_id}": "0" * 32,
+    "{file_id}": "file-0",
+    "{batch_id}": "batch_0",
+}
 
 
 def example(path: str) -> str:

@@ -64,7 +64,6 @@ Serve = Callable[..., BatchService]
 @pytest.fixture
 async def shelf(tmp_path: Path) -> AsyncIterator[SqliteShelf]:
     shelf = SqliteShelf(tmp_path / "log.sqlite")
-    await shelf.log.open()
     yield shelf
     await shelf.log.close()
 
