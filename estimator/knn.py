@@ -93,10 +93,14 @@ class BatchTimes:
     Args:
         cost: Cost of a step, until it is measured (``price``).
         batches: Batches known before; the last ``MAX_BATCHES`` are kept.
+        num_neighbours: k, at most ``MIN_BATCHES``.
     """
 
-    def __init__(self, cost: StepCost, batches: Iterable[ServedBatch] = ()) -> None:
+    def __init__(
+        self, cost: StepCost, batches: Iterable[ServedBatch] = (), *, num_neighbours: int = NUM_NEIGHBOURS
+    ) -> None:
         self._cost = cost
+        self._num_neighbours = num_neighbours
         self._batches = deque(batches, maxlen=MAX_BATCHES)
         self._served: deque[ServedBatch] = deque(maxlen=MAX_BATCHES)
         self._schedule = Schedule(PERIOD_S)
@@ -162,7 +166,7 @@ class BatchTimes:
         self._mean, spread = features.mean(axis=0), features.std(axis=0)
         self._spread = np.where(spread > 0, spread, 1.0)
         # A tree, because the search of all rows starts threads, which costs more than it saves.
-        self._neighbours = KNeighborsRegressor(NUM_NEIGHBOURS, algorithm="kd_tree")
+        self._neighbours = KNeighborsRegressor(self._num_neighbours, algorithm="kd_tree")
         self._neighbours.fit((features - self._mean) / self._spread, rows[:, 3])
 
     def _rows(self) -> _Array:
@@ -176,7 +180,7 @@ class BatchTimes:
         return buffer.getvalue()
 
     @classmethod
-    def from_bytes(cls, data: bytes, cost: StepCost) -> BatchTimes:
+    def from_bytes(cls, data: bytes, cost: StepCost, num_neighbours: int = NUM_NEIGHBOURS) -> BatchTimes:
         """An estimator from the result of ``to_bytes``; it estimates the same for the same step cost.
 
         Raises:
@@ -192,7 +196,7 @@ class BatchTimes:
         if not np.array_equal(checksum, _checksum(rows)):
             raise InvalidValueError("batch times: checksum", checksum.tobytes().hex(), "that of its rows")
         batches = [ServedBatch(int(size), int(prompt), int(output), took_s) for size, prompt, output, took_s in rows]
-        return cls(cost, batches)
+        return cls(cost, batches, num_neighbours=num_neighbours)
 
 
 def _checksum(rows: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:

@@ -33,11 +33,15 @@ class LiveBatchTimes:
     """A ``BatchTimes`` with what it needs around it: step costs from the estimator, versions in the log store.
 
     Every version that has learned something is stored, so that the next process goes on from there.
+
+    Args:
+        num_neighbours: As in ``BatchTimes``.
     """
 
-    def __init__(self, peers: PeerBook) -> None:
+    def __init__(self, peers: PeerBook, num_neighbours: int) -> None:
         self._peers = peers
-        self._times = BatchTimes(PRIOR_COST)
+        self._num_neighbours = num_neighbours
+        self._times = BatchTimes(PRIOR_COST, num_neighbours=num_neighbours)
         self._estimates_s: dict[tuple[int, int, int], float] = {}
         self._errors_s: deque[float] = deque(maxlen=NUM_SCORED)
         self._num_observed = 0
@@ -80,7 +84,9 @@ class LiveBatchTimes:
             return False  # it is not there, or has not opened its file yet
         if artefact is not None:
             try:
-                self._times = await asyncio.to_thread(BatchTimes.from_bytes, artefact.data, PRIOR_COST)
+                self._times = await asyncio.to_thread(
+                    BatchTimes.from_bytes, artefact.data, PRIOR_COST, self._num_neighbours
+                )
             except InvalidValueError as error:
                 logger.error("version %d of %s cannot be read, learning starts over: %s", artefact.version, KIND, error)
         return True

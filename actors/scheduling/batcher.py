@@ -50,7 +50,7 @@ class Batcher(FleetShell):
         wait_s = FORECAST_WAIT_S if predicts_requests(config) else 0.0
         machine_config = BatchMachineConfig(config.scheduler, config.batch, max_num_seqs, wait_s)
         self._recorder = EventRecorder(context.name, machine_config) if config.scheduler.event_log else None
-        self._times = LiveBatchTimes(context.peers)
+        self._times = LiveBatchTimes(context.peers, config.batch.knn_neighbours)
         asked = self._times if self._recorder is None else self._recorder.asking(self._times)
         self._batches = configured_batch_scheduler(config.scheduler, config.batch, max_num_seqs, asked, wait_s)
         self._tell = recorded(self._batches.handle, self._recorder)
