@@ -72,6 +72,6 @@ def test_e2_has_the_thresholds_of_the_configuration() -> None:
         ("overcommit", 0.5),
     ],
 )
-def test_what_no_paper_means_is_refused(name: str, value: float) -> None:
+def test_what_no_paper_means_is_refused(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"scheduler\.{name}"):
         SchedulerConfig(**{name: value})
