@@ -6,7 +6,7 @@ import hashlib
 import io
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, Protocol
 
@@ -111,15 +111,20 @@ class BatchTimes:
         """Number of batches behind the estimates."""
         return len(self._batches)
 
+    @property
+    def unlearned(self) -> tuple[ServedBatch, ...]:
+        """Batches that ended since learning was last due."""
+        return tuple(self._served)
+
     def price(self, cost: StepCost) -> None:
         """Takes a newly measured cost of steps."""
         self._cost = cost
 
     def __call__(self, batch_size: int, prompt_len: int, output_len: int) -> float:
         """Estimated seconds of a batch; ``output_len`` is the longest predicted output. O(log batches known)."""
-        return self._estimates_s([(batch_size, prompt_len, output_len)])[0]
+        return self.estimates_s([(batch_size, prompt_len, output_len)])[0]
 
-    def _estimates_s(self, queries: list[tuple[int, int, int]]) -> list[float]:
+    def estimates_s(self, queries: Sequence[tuple[int, int, int]]) -> list[float]:
         """Estimates several batches; together they cost little more than one alone."""
         if self._neighbours is None:
             return [padded_batch_s(self._cost, *query) for query in queries]
@@ -151,7 +156,7 @@ class BatchTimes:
     def _wrong(self, served: list[ServedBatch]) -> list[ServedBatch]:
         if not served:
             return []
-        estimates_s = self._estimates_s([(each.batch_size, each.prompt_len, each.output_len) for each in served])
+        estimates_s = self.estimates_s([(each.batch_size, each.prompt_len, each.output_len) for each in served])
         pairs = zip(served, estimates_s, strict=True)
         return [batch for batch, estimate_s in pairs if RULE.is_wrong(estimate_s, batch.duration_s)]
 

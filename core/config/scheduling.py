@@ -107,6 +107,8 @@ class BatchConfig:
             (Magnus, section III-C).
         knn_neighbours: k: the serving time of a batch is the mean of so many served batches like it (Magnus,
             section III-D, which gives no number).
+        artefact: Directory that ``farsight train --estimator`` wrote: batches whose times are known from the start;
+            empty: a batch is estimated by the sum of its steps until 200 batches have run.
         num_bins: k: bins of output lengths (Multi-Bin, section 4).
         max_wait_s: Seconds that a request waits for others of its bin; then its batch runs as it is (Multi-Bin).
     """
@@ -114,6 +116,7 @@ class BatchConfig:
     batch_size: int = 0
     wma_threshold: float = 50_000.0
     knn_neighbours: int = 5
+    artefact: str = ""
     num_bins: int = 4
     max_wait_s: float = 1.0
 

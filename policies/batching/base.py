@@ -188,6 +188,10 @@ class Batcher(ABC):
     def hold(self, memory_tokens: float, now: float) -> None:
         """Sets the KV capacity of a worker, in tokens."""
 
+    def timed(self) -> Iterable[FormedBatch]:
+        """Batches whose times the choice may ask for at the next ``pull``; none where it asks for no times."""
+        return ()
+
     def next_due_at(self) -> float | None:
         """The instant when ``pull`` has a batch without any arrival or removal; None if only such an event helps."""
         return None

@@ -111,6 +111,9 @@ class WmaBatcher(Batcher):
             else:
                 self._open.delete(index)
 
+    def timed(self) -> Iterable[FormedBatch]:
+        return self._queue
+
     def pull(self, now: float) -> FormedBatch | None:
         batch = self._queue.peek(now)
         if batch is not None:

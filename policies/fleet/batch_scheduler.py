@@ -89,6 +89,10 @@ class BatchScheduler(FleetMachine):
         """Number of requests that no replica has taken."""
         return self._table.num_queued
 
+    def timed(self) -> Iterable[FormedBatch]:
+        """Batches whose times the next choice may ask for; an idle worker that pulls asks for all of them at once."""
+        return self._waiting.timed()
+
     @property
     def next_due_at(self) -> float | None:
         """The instant at which the next ``TimePassed`` is due; None if nothing is."""

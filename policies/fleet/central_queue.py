@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from core.errors import IntegrityError
@@ -99,6 +99,10 @@ class CentralQueue:
     def set_usual_forecast(self, forecast: Forecast) -> None:
         """Takes the forecast for requests that have none of their own: the lengths of outputs that have ended."""
         self._usual = forecast
+
+    def timed(self) -> Iterable[FormedBatch]:
+        """As in ``Batcher``."""
+        return self._batcher.timed()
 
     def hold(self, memory_tokens: float, now: float) -> None:
         """Sets the KV tokens that every worker holds at least."""
