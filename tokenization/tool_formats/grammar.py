@@ -41,6 +41,18 @@ class GrammarWriter:
         lead = self._lead(reasons, in_reasoning)
         return self._grammar(f"{lead} {calls}")
 
+    def calls_or(self, answer: Any, *, parallel: bool, reasons: bool, in_reasoning: bool) -> str:
+        """One call or several, or JSON that a schema describes; no other text.
+
+        Args:
+            answer: JSON Schema.
+        """
+        lead = self._lead(reasons, in_reasoning)
+        head = self._text("<|channel|>final<|message|>") if self._format.style == "harmony" else ""
+        self._rules.append(f"answer: {head} {_json(answer if isinstance(answer, dict) else {})}")
+        options = f"(answer | {self._calls(parallel)})" if self._tools else "answer"
+        return self._grammar(f"{lead} {options}")
+
     def free(self, *, parallel: bool, reasons: bool, in_reasoning: bool) -> str:
         """Text in which every call is well formed."""
         lead = self._lead(reasons, in_reasoning)

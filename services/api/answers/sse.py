@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from core.messages.tokens import DeltaLogprobs, TokenDelta
 from services.api.answers.logprobs import CompletionLogprobs, chat_logprobs
+from services.api.answers.parts import ChoiceParts
 from services.api.answers.replies import UsageFields, completion_logprobs, first_prompt_entry, usage
 from services.api.backend import GenerationBackend
 from services.api.errors import as_api_error
@@ -148,7 +149,11 @@ class ChunkWriter:
         self._include_usage = generation.include_usage
         self._generation = generation
         self._texts = texts = texts.named(by_id=generation.names_ids)
-        self._is_plain = not (generation.continuous_usage or generation.shows_token_ids)
+        self._parts: list[ChoiceParts] = []  # of each choice, where outputs may hold more than text
+        if generation.form is not None:
+            choices = range(len(generation.requests))
+            self._parts = [ChoiceParts(generation.form, generation.response_id, choice) for choice in choices]
+        self._is_plain = not (generation.continuous_usage or generation.shows_token_ids or self._parts)
         self._so_far = (0, 0, 0.0)  # output tokens, cached tokens, GPU-seconds
         self._unnamed = set(range(len(generation.requests)))  # choices whose prompt's tokens are not shown yet
         # Echoed prompt by choice, until it is written; in a stream every request is a choice.
@@ -221,14 +226,21 @@ class ChunkWriter:
 
     def _chat_output(self, index: int, delta: TokenDelta) -> bytes:
         content = b""
-        named = self._token_ids(index, delta)
+        named: Mapping[str, list[int]] | None = self._token_ids(index, delta)
         shown = delta.logprobs if self._generation.shows_logprobs else None
-        if delta.text or shown is not None or named:
-            logprobs = None if shown is None else chat_logprobs(self._texts, shown.output)
-            content = self._chat_event(index, {"content": delta.text}, logprobs, None, named)
-        if delta.finish_reason is None:
-            return content
-        return content + self._chat_event(index, {}, None, delta.finish_reason)
+        logprobs = None if shown is None else chat_logprobs(self._texts, shown.output)
+        reason = delta.finish_reason
+        if self._parts:
+            deltas = self._parts[index].deltas(delta.text, ended=reason is not None)
+            reason = self._parts[index].finish_reason(reason)
+        else:
+            deltas = [{"content": delta.text}] if delta.text else []
+        if not deltas and (shown is not None or named):
+            deltas = [{"content": ""}]
+        for each in deltas:
+            content += self._chat_event(index, each, logprobs, None, named)
+            logprobs = named = None  # both belong to the tokens, which the first event stands for
+        return content if reason is None else content + self._chat_event(index, {}, None, reason)
 
     def _completion_logprobs(self, index: int, logprobs: DeltaLogprobs) -> dict[str, Any]:
         if index not in self._echoes:
@@ -242,7 +254,7 @@ class ChunkWriter:
     def _chat_event(
         self,
         index: int,
-        delta: dict[str, str],
+        delta: dict[str, Any],
         logprobs: Any,
         finish_reason: str | None,
         named: Mapping[str, list[int]] | None = None,
