@@ -20,6 +20,7 @@ from services.api.text.echo import Echo
 from services.api.text.grammars import grammar_of, schema_of
 from services.api.text.prompts import ChatEnd, ChatPrompt, PromptEncoder, PromptText, of_chat, of_completion
 from services.api.text.tool_grammars import Calls, tool_grammar
+from services.api.tools.fields import NamedTool
 from tokenization.tool_formats.parts import OutputForm
 
 DEFAULT_MAX_TOKENS = 16
@@ -243,6 +244,7 @@ def _of_chat(body: ChatCompletionRequest, text: str, model: ModelInfo, encoder: 
     form = encoder.dialect.form(
         text,
         [tool.name for tool in body.usable_tools],
+        forced=body.must_call,
         shows_reasoning=body.include_reasoning is not False,
         continues=bool(body.continue_final_message),
     )
@@ -437,7 +439,7 @@ def _chat_grammar(body: SamplingFields, model: ModelInfo, encoder: PromptEncoder
             return own
     if model.emulated:
         return ""
-    parallel = body.parallel_tool_calls is not False
+    parallel = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedTool)
     return tool_grammar(Calls(body.usable_tools, body.must_call, parallel, answer), encoder.dialect, form)
 
 

@@ -50,7 +50,7 @@ class OutputParser:
         self._buffer = ""
         self._space = ""  # white space of the answer, which is shown if text follows it
         self._step = self._reasoning if form.in_reasoning else self._text
-        self._has_text = False
+        self._has_text = self._has_reasoned = False
         self._behind_call = False
         self._behind_reasoning = form.in_reasoning
         self._opener = ""
@@ -79,6 +79,8 @@ class OutputParser:
         rest, self._buffer = self._buffer, ""
         if self._step == self._reasoning:
             self._reason(rest)
+        elif self._form.forced:
+            pass
         elif self._step == self._object and self._call is not None and not self._call.shown:
             self._say(self._opener + self._call.raw)
         elif self._step == self._calls_in_python:
@@ -99,25 +101,23 @@ class OutputParser:
             self._behind_reasoning = True
             return True
         # A line break before the end is not shown.
-        held = len(self._buffer) - len(self._buffer.rstrip("\n"))
-        held = held or _held(self._buffer, _THINK_PREFIXES)
-        ready = len(self._buffer) - held
-        body = self._buffer[:ready]
-        line_ends = len(body) - len(body.rstrip("\n"))
-        self._reason(body[: len(body) - line_ends])
-        self._buffer = self._buffer[ready - line_ends :]
+        ready = self._buffer[: len(self._buffer) - _held(self._buffer, _THINK_PREFIXES)].rstrip("\n")
+        self._reason(ready)
+        self._buffer = self._buffer[len(ready) :]
         return False
 
     def _reason(self, text: str) -> None:
+        text = text if self._has_reasoned else text.lstrip("\n")
+        self._has_reasoned = self._has_reasoned or bool(text)
         if text and self._form.shows_reasoning:
             self._parts.append(ReasoningPart(text))
 
     def _text(self) -> bool:
         if self._behind_call:
             return self._next_call()
-        if self._behind_reasoning or (self._form.reasons and not self._has_text):
-            self._buffer = self._buffer.lstrip("\n") if self._behind_reasoning else self._buffer
-            self._behind_reasoning = self._behind_reasoning and not self._buffer
+        if self._behind_reasoning:
+            self._buffer = self._buffer.lstrip("\n")
+            self._behind_reasoning = not self._buffer
         if self._may_be_python:
             begun = CALLS.match(self._buffer)
             if begun is not None:
@@ -146,7 +146,6 @@ class OutputParser:
                 self._say(literal)
             else:
                 self._space, self._step = "", self._reasoning
-                self._buffer = self._buffer.removeprefix("\n")
         elif literal == "{":
             self._begin_object("")
         elif literal in self._format.openers:
@@ -257,7 +256,6 @@ class OutputParser:
     def _show(self, parts: Iterable[Part]) -> None:
         for part in parts:
             if isinstance(part, CallStart):
-                self._space = ""
                 self.num_calls += 1
                 self._has_text = True
             self._parts.append(part)

@@ -64,6 +64,7 @@ class OutputForm:
         reasons: Whether the model may reason before it answers.
         in_reasoning: Whether the prompt has begun the reasoning already.
         shows_reasoning: Whether the client gets it.
+        forced: Whether it is calls and nothing else: then the beginning of a call that was cut is no text.
     """
 
     format: str
@@ -71,3 +72,4 @@ class OutputForm:
     reasons: bool = False
     in_reasoning: bool = False
     shows_reasoning: bool = True
+    forced: bool = False

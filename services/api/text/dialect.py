@@ -35,18 +35,26 @@ class Dialect:
         return self._special.get(text)
 
     def form(
-        self, rendered: str, tools: Sequence[str], *, shows_reasoning: bool = True, continues: bool = False
+        self,
+        rendered: str,
+        tools: Sequence[str],
+        *,
+        forced: bool = False,
+        shows_reasoning: bool = True,
+        continues: bool = False,
     ) -> OutputForm | None:
         """What an output behind this prompt may hold beside text; None for nothing.
 
         Args:
             tools: Names that it may call.
+            forced: Whether it is calls alone.
             continues: Whether the output goes on with a message of the client.
         """
         if not tools and not self.reasons:
             return None
         in_reasoning = self.reasons and not continues and rendered.rstrip().endswith(THINK_BEGIN)
-        return OutputForm(self.format.name, tuple(tools), self.reasons and not continues, in_reasoning, shows_reasoning)
+        may_reason = self.reasons and not continues
+        return OutputForm(self.format.name, tuple(tools), may_reason, in_reasoning, shows_reasoning, forced)
 
     def shown_ids(self) -> tuple[int, ...]:
         """Special tokens that a parser has to see."""

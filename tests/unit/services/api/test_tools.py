@@ -66,6 +66,14 @@ async def test_a_stream_that_calls_a_tool_sends_its_arguments_as_they_come(conne
     assert whole.json()["choices"][0]["message"]["content"] == "Let me look."
 
 
+async def test_a_forced_call_that_is_cut_is_no_text(connect: Connect) -> None:
+    cut = [delta(CALL), delta('\n<tool_call>\n{"na'), delta("", "length")]
+    forced = {**CHAT, "tool_choice": "required"}
+    choice = (await connect(ScriptedBackend(cut)).post("/v1/chat/completions", json=forced)).json()["choices"][0]
+    assert choice["finish_reason"] == "length" and choice["message"]["content"] is None
+    assert len(choice["message"]["tool_calls"]) == 1
+
+
 async def test_text_that_is_no_call_stays_text(connect: Connect) -> None:
     text = 'A <tool_call> that is none: <tool_call>\n{"name": 3}</tool_call> <script>alert(1)</script>'
     client = connect(ScriptedBackend([delta(char) for char in text] + [delta("", "stop")]))
@@ -99,7 +107,7 @@ async def test_what_constrains_the_output(
 
 async def test_a_history_of_calls_reaches_the_template(client: httpx.AsyncClient, encoder: PromptEncoder) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "<|im_end|> sunny"},

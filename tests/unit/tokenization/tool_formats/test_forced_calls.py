@@ -73,7 +73,11 @@ def tokenizer_of(family: str) -> Tokenizer:
 @cache
 def compiler_of(family: str) -> GrammarCompiler:
     tokenizer = tokenizer_of(family)
-    return GrammarCompiler(tokenizer, tokenizer.get_vocab_size(), [tokenizer.token_to_id("</s>")])
+    return GrammarCompiler(tokenizer, tokenizer.get_vocab_size(), [eos_of(tokenizer)])
+
+
+def eos_of(tokenizer: Tokenizer) -> int:
+    return int(tokenizer.token_to_id("</s>") or 0)
 
 
 def special_id(family: str, text: str) -> int | None:
@@ -93,8 +97,8 @@ def sample(family: str, grammar: str, rng: random.Random, most: int = 600) -> st
     tokenizer = tokenizer_of(family)
     matcher = compiler_of(family).follow(of_grammar(grammar))
     stream = TextDecoder(tokenizer).start(shows_special=True)
-    eos = tokenizer.token_to_id("</s>")
-    texts = []
+    eos = eos_of(tokenizer)
+    texts: list[str] = []
     for _ in range(most):
         choices = allowed_ids(matcher)
         assert choices, matcher.problem
