@@ -50,7 +50,7 @@ EXPECTED: dict[str, str] = {
     "tools": "a list of functions",
     "tools.type": "'function'",
     "tools.function": "an object with name, description and parameters",
-    "tools.function.name": "1 to 64 characters out of a-z, A-Z, 0-9, '_', '-' and '.'",
+    "tools.function.name": "1 to 128 characters out of a-z, A-Z, 0-9, '_', '-' and '.'",
     "tools.function.parameters": "a JSON Schema of an object",
     "tools.function.strict": "true or false",
     "tool_choice": "'auto', 'none', 'required' or the name of a function in an object",

@@ -49,6 +49,7 @@ class Generation:
         echoes: The text put before the outputs of each prompt; empty without ``echo``.
         prompt_only: The client asked for 0 tokens; the one token that every request yields is not returned.
         response_id: The id of the client's answer.
+        id_prefix: What that id begins with; empty for what its kind has.
         form: What its outputs may hold beside text; None for nothing.
         requests: ``num_tries`` of the first prompt, then those of the second, and so on; empty before ``named``.
     """
@@ -70,6 +71,7 @@ class Generation:
     echoes: tuple[Echo, ...] = ()
     prompt_only: bool = False
     response_id: str = ""
+    id_prefix: str = ""
     form: OutputForm | None = None
     requests: tuple[Request, ...] = ()
 
@@ -94,7 +96,8 @@ class Generation:
             owner: As ``Origin.owner``.
             salt: From a request's own cache salt to the one that it is run with.
         """
-        response_id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
+        prefix = self.id_prefix or ("chatcmpl-" if self.chat else "cmpl-")
+        response_id = f"{prefix}{uuid.uuid4().hex}"
         tries = [(prompt, number) for prompt in self.prompts for number in range(self.num_tries)]
         requests = tuple(
             dataclasses.replace(

@@ -46,6 +46,8 @@ ROLES: Mapping[str, Access] = {
     "/detokenize": Role.SERVE,
     "/v1/completions": Role.SERVE,
     "/v1/chat/completions": Role.SERVE,
+    "/v1/messages": Role.SERVE,
+    "/v1/messages/count_tokens": Role.SERVE,
     "/v1/streams/{stream_id}": Role.SERVE,
     "/v1/requests/{response_id}": Everyone.ANY_KEY,
     "/load": Role.OBSERVE,

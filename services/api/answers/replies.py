@@ -291,7 +291,7 @@ def usage(generation: Generation, num_output_tokens: int, num_cached_tokens: int
     )
 
 
-def _usage_of(generation: Generation, results: Sequence[ChoiceResult]) -> UsageFields:
+def usage_of(generation: Generation, results: Sequence[ChoiceResult]) -> UsageFields:
     """Token counts of all requests that ran, shown or not; a prompt's cached tokens are those of its first output."""
     num_cached = sum(result.cached_len for result in results[:: generation.num_tries])
     gpu_s = sum(result.gpu_s for result in results)
@@ -326,7 +326,7 @@ def completion(generation: Generation, results: Sequence[ChoiceResult], texts: T
         created=int(time.time()),
         model=generation.model,
         choices=choices,
-        usage=_usage_of(generation, results),
+        usage=usage_of(generation, results),
     )
 
 
@@ -362,7 +362,7 @@ def chat_completion(generation: Generation, results: Sequence[ChoiceResult], tex
         created=int(time.time()),
         model=generation.model,
         choices=choices,
-        usage=_usage_of(generation, results),
+        usage=usage_of(generation, results),
         prompt_token_ids=_prompt_token_ids(generation, 0),
         prompt_logprobs=_prompt_logprobs(generation, results[0], texts),
     )

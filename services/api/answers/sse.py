@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
 from json.encoder import encode_basestring
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -21,7 +21,7 @@ from services.api.answers.logprobs import CompletionLogprobs, chat_logprobs
 from services.api.answers.parts import ChoiceParts
 from services.api.answers.replies import UsageFields, completion_logprobs, first_prompt_entry, usage
 from services.api.backend import GenerationBackend
-from services.api.errors import as_api_error
+from services.api.errors import ApiError, as_api_error
 from services.api.generate import ClientGone, first_cached_len, run_requests, while_connected
 from services.api.promised import ANSWER
 from services.api.requests import Generation
@@ -33,8 +33,28 @@ EARLY_S = 5.0
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
+class StreamWriter(Protocol):
+    """Writes the events of one answer in the form of one API."""
+
+    def opening(self) -> bytes:
+        """The events before the first output."""
+        ...
+
+    def output(self, index: int, delta: TokenDelta) -> bytes:
+        """The events of one delta of a choice; may be empty."""
+        ...
+
+    def end(self, used: UsageFields) -> bytes:
+        """The last events."""
+        ...
+
+    def failure(self, error: ApiError) -> bytes:
+        """The last events of an answer that fails after its beginning."""
+        ...
+
+
 async def chunks(
-    backend: GenerationBackend, generation: Generation, writer: ChunkWriter
+    backend: GenerationBackend, generation: Generation, writer: StreamWriter
 ) -> AsyncGenerator[bytes, None]:
     """The events of one answer.
 
@@ -57,12 +77,17 @@ async def chunks(
                 if chunk:
                     started = True
                     yield chunk
-        tail = writer.usage(usage(generation, num_tokens, num_cached, gpu_s))
+        tail = writer.end(usage(generation, num_tokens, num_cached, gpu_s))
     except Exception as error:
         if not started:
             raise
-        tail = event(as_api_error(error).body())
-    yield tail + DONE
+        tail = writer.failure(as_api_error(error))
+    yield tail
+
+
+def failed_chunk(error: ApiError) -> bytes:
+    """As a stream of chunks ends that fails."""
+    return event(error.body()) + DONE
 
 
 class EventStream(Response):
@@ -74,10 +99,16 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        headers: Mapping[str, str] | None = None,
+        failure: Callable[[ApiError], bytes] = failed_chunk,
+    ) -> None:
         super().__init__(headers={**_HEADERS, **(headers or {})})
         del self.headers["content-length"]
         self._events = events
+        self._failure = failure
         self._promise = ANSWER.get()
         self._begun: asyncio.Task[None] | None = None
 
@@ -110,7 +141,7 @@ class EventStream(Response):
         except Exception as error:
             if self._begun is None:
                 raise
-            return event(as_api_error(error).body()) + DONE
+            return self._failure(as_api_error(error))
         finally:
             timer.cancel()
             if self._begun is not None:
@@ -247,6 +278,12 @@ class ChunkWriter:
             return self._logprobs[index].add(logprobs.output)
         first = first_prompt_entry(self._generation, index // self._generation.n)
         return self._logprobs[index].add(logprobs.output, [first, *logprobs.prompt])
+
+    def end(self, used: UsageFields) -> bytes:
+        return self.usage(used) + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return failed_chunk(error)
 
     def usage(self, usage: UsageFields) -> bytes:
         return event({**self._head, "choices": [], "usage": usage.model_dump()}) if self._include_usage else b""

@@ -18,7 +18,7 @@ MAX_SCHEMA_DEPTH = 64
 MAX_CALLS = 128
 """In one message of the history."""
 
-_NAME = r"^[a-zA-Z0-9_.\-]{1,64}$"
+_NAME = r"^[a-zA-Z0-9_.\-]{1,128}$"
 
 Name = Annotated[str, Field(pattern=_NAME)]
 

@@ -130,11 +130,11 @@ def deep(levels: int) -> dict[str, Any]:
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    (tool(name=""), "tools[0].function.name", "1 to 64"),
-    (tool(name="a" * 65), "tools[0].function.name", "1 to 64"),
-    (tool(name='x", "arguments": {}}'), "tools[0].function.name", "1 to 64"),
-    (tool(name="<script>alert(1)</script>"), "tools[0].function.name", "1 to 64"),
-    (tool(name="näme"), "tools[0].function.name", "1 to 64"),
+    (tool(name=""), "tools[0].function.name", "1 to 128"),
+    (tool(name="a" * 129), "tools[0].function.name", "1 to 128"),
+    (tool(name='x", "arguments": {}}'), "tools[0].function.name", "1 to 128"),
+    (tool(name="<script>alert(1)</script>"), "tools[0].function.name", "1 to 128"),
+    (tool(name="näme"), "tools[0].function.name", "1 to 128"),
     (tool(parameters={"type": "string"}), "tools[0].function.parameters.type", "object"),
     (tool(parameters=[]), "tools[0].function.parameters", "JSON Schema"),
     ({"tools": [WEATHER, WEATHER]}, "tools", "each name once"),
