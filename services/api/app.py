@@ -34,6 +34,7 @@ from services.api.backend import GenerationBackend
 from services.api.body_workers import BodyWorkers, read_body
 from services.api.dialects.anthropic_errors import AnthropicErrors
 from services.api.dialects.messages import message_routes
+from services.api.dialects.responses import response_routes
 from services.api.dialects.running import Running, named_for
 from services.api.errors import SERVER_ERROR, ApiError, install_error_handlers, unhealthy
 from services.api.generate import ClientGone, collect, while_connected
@@ -120,6 +121,7 @@ def build_app(
     app.include_router(_generation_routes(backend, encoder, workers, streams, shares_across_keys))
     running = Running(backend, encoder, shares_across_keys)
     app.include_router(message_routes(running, _ERRORS))
+    app.include_router(response_routes(running, _ERRORS))
     if streams is not None:
         app.include_router(stream_routes(streams, _ERRORS | _EVENTS))
     app.include_router(explain_routes(backend, administration.token if administration else ""))

@@ -38,7 +38,7 @@ from services.api.structured import Constraint, ResponseFormat, StructuredOutput
 from services.api.tools.fields import MAX_CALLS, ToolCall, ToolFields
 
 MAX_TEMPLATE_CHARS = 4096
-"""Of a request's values for the chat template, as JSON text."""
+"""Limit of a request's values for the chat template, as JSON text."""
 OWN_TEMPLATE_NAMES = frozenset(
     ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token")
 )

@@ -23,7 +23,7 @@ class GrammarWriter:
     """Writes grammars for one format and its tools.
 
     Args:
-        token_id: Of the model's tokenizer, or ``no_tokens``.
+        token_id: Looks into the model's tokenizer, or is ``no_tokens``.
 
     Raises:
         UnwritableTool: The format cannot express the schema of a tool.

@@ -20,7 +20,7 @@ class ObjectCall:
     """One call. Nothing of it is shown before its name is known and its arguments have begun.
 
     Args:
-        index: Of the call in its output.
+        index: Number of the call in its output.
         accepts: Whether a name may be called.
 
     Attributes:

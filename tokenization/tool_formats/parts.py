@@ -24,7 +24,7 @@ class CallStart:
     """A call of a tool begins; its arguments follow.
 
     Attributes:
-        index: Of the call in its output, from 0.
+        index: Number of the call in its output, from 0.
     """
 
     index: int

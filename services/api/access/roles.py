@@ -48,6 +48,7 @@ ROLES: Mapping[str, Access] = {
     "/v1/chat/completions": Role.SERVE,
     "/v1/messages": Role.SERVE,
     "/v1/messages/count_tokens": Role.SERVE,
+    "/v1/responses": Role.SERVE,
     "/v1/streams/{stream_id}": Role.SERVE,
     "/v1/requests/{response_id}": Everyone.ANY_KEY,
     "/load": Role.OBSERVE,

@@ -20,7 +20,7 @@ def call_id(response_id: str, choice: int, index: int, form: OutputForm) -> str:
 
 
 @dataclass(slots=True)
-class Call:
+class ToolCallMade:
     """A call as far as it is known."""
 
     call_id: str
@@ -32,7 +32,7 @@ class Call:
 
 
 @dataclass(slots=True)
-class Answer:
+class TakenApart:
     """One choice, taken apart.
 
     Attributes:
@@ -41,7 +41,7 @@ class Answer:
 
     content: str | None = ""
     reasoning: str = ""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ToolCallMade] = field(default_factory=list)
 
 
 class ChoiceParts:
@@ -74,7 +74,7 @@ class ChoiceParts:
             case ReasoningPart():
                 return {"reasoning_content": part.text}
             case CallStart():
-                return {"tool_calls": [{"index": part.index, **Call(self.id_of(part), part.name).fields()}]}
+                return {"tool_calls": [{"index": part.index, **ToolCallMade(self.id_of(part), part.name).fields()}]}
             case CallArguments():
                 return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}
 
@@ -86,11 +86,11 @@ class ChoiceParts:
         return "tool_calls" if reason == "stop" and self.num_calls else reason
 
 
-def answer_of(form: OutputForm | None, text: str, response_id: str, choice: int) -> Answer:
+def answer_of(form: OutputForm | None, text: str, response_id: str, choice: int) -> TakenApart:
     """A whole output, taken apart."""
     if form is None:
-        return Answer(text)
-    found = Answer()
+        return TakenApart(text)
+    found = TakenApart()
     parts = ChoiceParts(form, response_id, choice)
     for part in parts.read(text, ended=True):
         match part:
@@ -99,7 +99,7 @@ def answer_of(form: OutputForm | None, text: str, response_id: str, choice: int)
             case ReasoningPart():
                 found.reasoning += part.text
             case CallStart():
-                found.calls.append(Call(parts.id_of(part), part.name))
+                found.calls.append(ToolCallMade(parts.id_of(part), part.name))
             case CallArguments():
                 found.calls[part.index].arguments += part.text
     if found.calls and not found.content:

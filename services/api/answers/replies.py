@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_seri
 from core.messages.status import StatusReply
 from core.messages.tokens import TokenLogprobs
 from services.api.answers.logprobs import CompletionLogprobs, chat_logprobs, likeliest, prompt_logprobs
-from services.api.answers.parts import Answer, answer_of
+from services.api.answers.parts import TakenApart, answer_of
 from services.api.backend import ModelInfo
 from services.api.generate import ChoiceResult, shown_choices
 from services.api.requests import Generation
@@ -112,7 +112,7 @@ class Completion(BaseModel):
     usage: UsageFields
 
 
-class CalledFunction(BaseModel):
+class FunctionMade(BaseModel):
     name: str
     arguments: str
 
@@ -122,7 +122,7 @@ class CallMade(BaseModel):
 
     id: str
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: FunctionMade
 
 
 class ChatAnswer(BaseModel):
@@ -136,7 +136,7 @@ class ChatAnswer(BaseModel):
     tool_calls: list[CallMade] | None = None
 
     @classmethod
-    def of(cls, answer: Answer) -> ChatAnswer:
+    def of(cls, answer: TakenApart) -> ChatAnswer:
         calls = [CallMade.model_validate(call.fields()) for call in answer.calls]
         return cls(content=answer.content, reasoning_content=answer.reasoning or None, tool_calls=calls or None)
 

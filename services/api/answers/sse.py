@@ -71,9 +71,8 @@ async def chunks(
                 gpu_s += delta.gpu_s
                 if delta.cached_len and index % generation.num_tries == 0:
                     num_cached += first_cached_len(delta)
-                chunk = writer.output(index, delta)
-                if not started:
-                    chunk = writer.opening() + chunk
+                chunk = b"" if started else writer.opening()
+                chunk += writer.output(index, delta)
                 if chunk:
                     started = True
                     yield chunk

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -23,14 +24,15 @@ _KINDS = {
 }
 
 
-def shape(status: int, message: str) -> dict[str, Any]:
+def shape(status: int, error: Mapping[str, Any]) -> dict[str, Any]:
+    """Anthropic's type and message, beside the field and the code that our errors name."""
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    return {"type": "error", "error": {**error, "type": kind}}
 
 
 def error_event(error: ApiError) -> bytes:
     """The last event of a stream that fails."""
-    return b"event: error\ndata: " + json.dumps(shape(error.status, error.message)).encode() + b"\n\n"
+    return b"event: error\ndata: " + json.dumps(shape(error.status, error.body()["error"])).encode() + b"\n\n"
 
 
 class AnthropicErrors:
@@ -62,7 +64,7 @@ class AnthropicErrors:
 
 async def _send(head: Message, body: bytes, send: Send) -> None:
     with suppress(ValueError, KeyError, TypeError):  # an empty answer, such as one that no client waits for
-        body = json.dumps(shape(head["status"], json.loads(body)["error"]["message"])).encode()
+        body = json.dumps(shape(head["status"], json.loads(body)["error"])).encode()
     MutableHeaders(scope=head)["content-length"] = str(len(body))
     await send(head)
     await send({"type": "http.response.body", "body": body})

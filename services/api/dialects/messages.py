@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from core.messages.tokens import TokenDelta
-from services.api.answers.parts import Answer, ChoiceParts, answer_of
+from services.api.answers.parts import ChoiceParts, TakenApart, answer_of
 from services.api.answers.replies import UsageFields
 from services.api.dialects.anthropic_errors import error_event
 from services.api.dialects.running import Running, as_chat, read_whole
@@ -86,7 +86,7 @@ def _head(generation: Generation) -> dict[str, Any]:
     return {"id": generation.response_id, "type": "message", "role": "assistant", "model": generation.model}
 
 
-def _blocks(answer: Answer) -> list[dict[str, Any]]:
+def _blocks(answer: TakenApart) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     if answer.reasoning:
         blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})

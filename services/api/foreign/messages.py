@@ -39,7 +39,7 @@ class Block(StrictModel):
     source: dict[str, Any] | None = None
 
 
-class Message(StrictModel):
+class MessageTurn(StrictModel):
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
@@ -101,7 +101,7 @@ class CountTokensRequest(StrictModel):
     neutral: ClassVar[Mapping[str, NeutralOnly]] = _NEUTRAL
 
     model: str | None = None
-    messages: list[Message] = Field(min_length=1)
+    messages: list[MessageTurn] = Field(min_length=1)
     system: str | list[Block] | None = None
     tools: list[MessagesTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: MessagesToolChoice | None = None
@@ -164,7 +164,7 @@ class MessagesRequest(CountTokensRequest):
         return {**super().chat_fields(), **given, "stop": list(self.stop_sequences or ())}
 
 
-def chat_messages(message: Message, place: str) -> list[dict[str, Any]]:
+def chat_messages(message: MessageTurn, place: str) -> list[dict[str, Any]]:
     """A message as those of a chat: each result of a tool is one of its own, before the text beside it.
 
     Raises:

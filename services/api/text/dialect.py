@@ -18,7 +18,7 @@ class Dialect:
         template: Source of its chat template; empty if there is none.
 
     Attributes:
-        format: Of its tool calls.
+        format: How it writes tool calls.
         reasons: Whether it may reason before it answers.
     """
 

@@ -13,7 +13,7 @@ from services.api.strict import StrictModel
 
 MAX_TOOLS = 128
 MAX_SCHEMA_CHARS = 64 * 1024
-"""Of all tools of a request together, as JSON text."""
+"""Limit of all tools of a request together, as JSON text."""
 MAX_SCHEMA_DEPTH = 64
 MAX_CALLS = 128
 """In one message of the history."""
