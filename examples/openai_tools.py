@@ -41,10 +41,11 @@ def main() -> None:
     messages.append(message.model_dump(exclude_none=True))
     for call in message.tool_calls or ():
         if call.type == "function":
-            print(f"{call.function.name}({call.function.arguments})")
+            sys.stdout.write(f"{call.function.name}({call.function.arguments})\n")
             result = get_weather(**json.loads(call.function.arguments))
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-    print(client.chat.completions.create(model=model, messages=messages, tools=tools).choices[0].message.content)
+    final = client.chat.completions.create(model=model, messages=messages, tools=tools)
+    sys.stdout.write(f"{final.choices[0].message.content}\n")
 
 
 if __name__ == "__main__":

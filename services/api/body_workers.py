@@ -196,7 +196,7 @@ async def _generation(reply: bytes) -> Generation:
 
 
 def main() -> None:
-    """``python -m services.api.body_workers DIRECTORY TEMPLATE FORMAT SOCKET`` reads bodies until the other end closes."""
+    """Reads bodies until the other end closes: ``python -m services.api.body_workers MODEL TEMPLATE FORMAT SOCKET``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     with contextlib.suppress(OSError):
         os.nice(_NICE)
