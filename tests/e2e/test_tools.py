@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import openai
@@ -60,6 +63,13 @@ def test_a_forced_call_is_streamed_as_it_is_answered(client: openai.OpenAI, mode
     assert not isinstance(chunks, openai.types.chat.ChatCompletion)
     deltas = [delta for chunk in chunks for delta in chunk.choices[0].delta.tool_calls or ()]
     assert "".join((delta.function and delta.function.arguments) or "" for delta in deltas) == call.function.arguments
+
+
+def test_the_example_runs(base_url: str, model_name: str) -> None:
+    example = Path(__file__).parents[2] / "examples" / "openai_tools.py"
+    command = [sys.executable, str(example), f"{base_url}/v1", model_name, "The weather in Rome?"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, check=True)
+    assert found.stdout.startswith("get_weather({")
 
 
 def test_a_response_and_its_stream(client: openai.OpenAI, model_name: str) -> None:
