@@ -91,6 +91,7 @@ class SamplingParams:
             prompt is computed: nothing of it may come from a cache.
         allowed_token_ids: The only tokens that may be chosen; empty for all.
         bad_words: Token ids of texts that the output must not hold.
+        shown_ids: Special tokens whose texts are part of the output's text, such as those that frame tool calls.
         pooling: What the request gets of the hidden states of its prompt in place of tokens; empty if it generates.
             Such a request is a prefill alone: its one step that would draw a token ends it.
         second_at: Index in the prompt of the first token of the second of two texts that a classifier reads at once;
@@ -121,6 +122,7 @@ class SamplingParams:
     grammar: str = ""
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    shown_ids: tuple[int, ...] = ()
     pooling: str = ""
     second_at: int = 0
     plain: bool = field(init=False, repr=False, compare=False)

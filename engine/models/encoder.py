@@ -107,9 +107,9 @@ class EncoderModel:
         return self._norm("embeddings.LayerNorm", hidden)
 
     def _types(self, text: EncoderText) -> list[int]:
-        """0, and 1 for the tokens of the second of two texts, where the model tells them apart."""
+        """0, and 1 for the tokens of the second of two texts, where the model tells them apart: RoBERTa does not."""
         length = len(text.token_ids)
-        if not text.second_at or self.config.type_vocab_size < 2:
+        if not text.second_at or self.config.type_vocab_size < 2 or self.config.record.after_padding:
             return [0] * length
         return [0] * text.second_at + [1] * (length - text.second_at)
 

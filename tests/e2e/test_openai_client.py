@@ -188,7 +188,7 @@ def test_streamed_chat_choices_with_logprobs(client: openai.OpenAI, model_name: 
 
 
 def test_embeddings(client: openai.OpenAI, model_name: str) -> None:
-    """Of a model that also generates: the state of each text's last token."""
+    """A model that generates also makes embeddings: the state of each text's last token."""
     answer = client.embeddings.create(model=model_name, input=["The cat", "A dog and", "The cat"])
     one, other, same = (row.embedding for row in answer.data)
     assert sum(each * each for each in one) == pytest.approx(1, rel=1e-4)
