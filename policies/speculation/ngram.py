@@ -278,8 +278,8 @@ class NgramSpeculation(Speculation):
     def observe(self, num_seqs: int, num_drafts: int, duration_s: float) -> None:
         self._price.add(num_seqs, num_drafts, duration_s)
 
-    def gain(self, num_seqs: int, num_drafts: int, num_right: int, look_s: float) -> float:
-        return self._price.gain(num_seqs, num_drafts, num_right, look_s)
+    def tokens(self, num_seqs: int, seconds: float) -> float:
+        return self._price.tokens(num_seqs, seconds)
 
 
 @SPECULATIONS.register("ngram")
