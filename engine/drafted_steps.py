@@ -11,7 +11,7 @@ from typing import NamedTuple
 from engine.sequence import Sequence
 from kvcache import PlanExecutor, StepBatch, StepItem
 from policies.speculation.base import Speculation
-from policies.speculation.purse import ALLOWANCE, Purse
+from policies.speculation.purse import Purse
 
 SAMPLE = 4
 """Of the requests that have won nothing, so many are looked at in a step, others each time."""
@@ -77,11 +77,12 @@ class DraftedSteps:
         price = self._policy.price(num_seqs)
         if price == math.inf:
             return True
-        lacking = min(price + self._look_cost, self._purse.full(num_seqs)) - self._purse.common
-        if lacking <= 0 or (self._purse.owners and self._has_owner(price)):
+        needed = price + self._look_cost
+        purse = self._purse
+        if purse.common >= min(needed, purse.full(num_seqs)) or (purse.owners and self._has_owner(price)):
             return False
-        self._pause = min(MOST_PAUSE, int(lacking / (ALLOWANCE * num_seqs)))
-        self._purse.earn(num_seqs * (1 + self._pause))
+        self._pause = min(MOST_PAUSE, purse.steps_until(needed, num_seqs))
+        purse.earn(num_seqs, 1 + self._pause)
         return True
 
     def _has_owner(self, price: float) -> bool:
@@ -108,7 +109,7 @@ class DraftedSteps:
                 self._purse.pay(item.request_id, price * len(drafts))
         cost = min(MOST_LOOK, self._policy.tokens(len(items), time.perf_counter() - began_s))
         self._look_cost += LOOK_RATE * (cost - self._look_cost)
-        self._purse.pay_look(cost)
+        self._purse.pay_look(cost, barren=drafted is None)
         return batch if drafted is None else StepBatch(tuple(drafted), batch.padding)
 
     def _drafts(self, item: StepItem, sequence: Sequence, price: float) -> SequenceOf[int]:
@@ -120,7 +121,7 @@ class DraftedSteps:
         drafts = sequence.drafter.draft(sequence.token_ids, price)
         if drafts and sequence.matcher is not None:
             drafts = sequence.allowed_drafts(drafts)
-        return drafts[: max(0, int(self._purse.left(item.request_id) / price))]
+        return drafts[: self._purse.most_guesses(item.request_id, price)]
 
     def _places(self, items: tuple[StepItem, ...], price: float) -> list[int]:
         """The items of a step to look at: those that can pay guesses themselves, and a sample of the others."""
