@@ -14,7 +14,7 @@ from policies.speculation.base import Speculation
 from policies.speculation.purse import Purse
 
 SAMPLE = 4
-"""Of the requests that have won nothing, so many are looked at in a step, others each time."""
+"""So many of the requests that have won nothing are looked at in a step, others each time."""
 
 FIRST_LOOK = 0.3
 """What the looks of a step are believed to cost before any was measured, in tokens."""
