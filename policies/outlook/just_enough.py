@@ -25,7 +25,16 @@ LOOK_S = 0.1
 """Latest starts are worked out again after so many seconds: lengths, prices and neighbours change."""
 
 STEPS_AHEAD = 2
-"""Steps before its latest start that a job is due: one is under way, and its own prompt shares one with others."""
+"""Steps with a long prompt before its latest start that a job is due: one is under way, another may have begun."""
+
+MOST_PROMPT = 2048
+"""Prompt tokens of a step: few devices take more at once."""
+
+SLOWER = 1.1
+"""Steps may take so many times as long as they do now: prompts of newcomers come in bursts."""
+
+FADING = 0.99
+"""Of the longest prompt, at each arrival."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +43,8 @@ class ServicePace:
 
     Attributes:
         cost: Of a step.
-        step_s: Seconds of a step as the running jobs have measured it, or as it costs beside them if that is longer.
+        step_s: Seconds of a step as the running jobs have measured it, or as it costs beside them if that is longer;
+            ``SLOWER`` times that.
     """
 
     cost: StepCost
@@ -51,7 +61,7 @@ class ServicePace:
             if isinstance(job, ScheduledRequest) and job.output_len > 0:
                 tokens += job.output_len
                 ran_s += job.ran_s
-        return cls(cost, max(step_s, ran_s / tokens if tokens else 0.0))
+        return cls(cost, SLOWER * max(step_s, ran_s / tokens if tokens else 0.0))
 
     def prompt_s(self, job: Job) -> float:
         """Until its prompt is computed."""
@@ -77,6 +87,7 @@ class JustEnough:
         self._wishing: dict[str, ScheduledRequest] = {}
         self._began: dict[str, float] = {}  # when their first tokens were seen
         self._looks_at = math.inf
+        self._longest = 0.0  # prompt of late, in tokens
 
     @property
     def has_wishes(self) -> bool:
@@ -84,7 +95,8 @@ class JustEnough:
         return bool(self._wishing or self.due)
 
     def add(self, job: ScheduledRequest, now: float) -> None:
-        """A job has come; ignored unless it has a wish."""
+        """A job has come, with a wish or without."""
+        self._longest = max(FADING * self._longest, min(job.missing_len, MOST_PROMPT))
         if job.request.wants_speed:
             self._wishing[job.request_id] = job
             self._looks_at = now
@@ -111,7 +123,7 @@ class JustEnough:
     def latest_starts(self, jobs: Sequence[ScheduledRequest], pace: ServicePace, now: float) -> list[float]:
         """The instant from which on each of these jobs cannot wait."""
         tokens = self._tokens([job for job in jobs if job.request.deadline_s is not None])
-        margin_s = self._lead_s + STEPS_AHEAD * pace.step_s
+        margin_s = self._lead_s + STEPS_AHEAD * (pace.step_s + pace.cost.prefill_token_s * self._longest)
         return [self._latest(job, tokens.get(job.request_id, 0.0), pace, now) - margin_s for job in jobs]
 
     def _tokens(self, jobs: Sequence[ScheduledRequest]) -> dict[str, float]:

@@ -13,15 +13,20 @@ from collections.abc import Iterable, Sequence
 from policies.interfaces import Job, ScheduledRequest
 
 
-def with_room(flex: Sequence[ScheduledRequest], used: int, capacity: int) -> list[ScheduledRequest]:
-    """The first of these resident jobs that have room for a token more beside what is used; tokens."""
+def with_room(flex: Sequence[ScheduledRequest], free_blocks: int, block_size: int) -> list[ScheduledRequest]:
+    """The first of these resident jobs that have room for a token more in what the firm ones leave."""
     kept = []
     for job in flex:
-        used += job.known_len + 1
-        if used > capacity:
+        free_blocks -= next_blocks(job, block_size)
+        if free_blocks < 0:
             break
         kept.append(job)
     return kept
+
+
+def next_blocks(job: Job, block_size: int) -> int:
+    """Blocks that it holds with a token more."""
+    return -(-(job.known_len + 1) // block_size)
 
 
 def all_stream(running: Iterable[Job]) -> bool:

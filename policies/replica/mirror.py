@@ -244,12 +244,18 @@ class WorkerMirror:
         else:
             self._leaving.discard(scheduled.request_id)
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool, with those that sequences share counted for each."""
+        assert self.worker is not None
+        return self.worker.num_blocks + self._shared_blocks
+
     def capacity(self) -> int:
         """KV tokens that jobs may hold: the pool, with what they share counted for each, less unused ends of blocks."""
         assert self.worker is not None
         size = self.worker.block_size
         ends = sum([-each.known_len % size for each in self.admitted.values()])
-        return (self.worker.num_blocks + self._shared_blocks) * size - ends
+        return self.num_blocks * size - ends
 
     def view(self, running: list[Job]) -> KvView:
         """Where KV is if these are to execute. What is to leave counts as gone; what is to come is still needed."""

@@ -290,9 +290,10 @@ class ReplicaScheduler:
     def _enter(self, scheduled: ScheduledRequest, at: float) -> None:
         self.order.add(scheduled, at)
         self.shares.add(scheduled)
-        if scheduled.request.wants_speed and self.limits.gives_way:
-            self._promises.listen()
+        if self.limits.gives_way:
             self._just_enough.add(scheduled, at)
+            if scheduled.request.wants_speed:
+                self._promises.listen()
 
     def _exit(self, scheduled: ScheduledRequest) -> None:
         self._just_enough.remove(scheduled.request_id)

@@ -256,10 +256,12 @@ class StepSelector:
             is_behind: Whether a firm job with a place does not execute.
         """
         mirror = self._mirror
-        firm = [*mirror.admitted.values(), *selection.newcomers]
-        used = sum(job.known_len + 1 for job in firm if not job.is_flex)
+        worker = mirror.worker
+        assert worker is not None
+        firm = [job for job in (*mirror.admitted.values(), *selection.newcomers) if not job.is_flex]
+        used = self.reserve_blocks() + sum(flex.next_blocks(job, worker.block_size) for job in firm)
         spare = [each for each in mirror.flex.values() if each.request_id in mirror.admitted]
-        kept = flex.with_room(spare, used, mirror.capacity())
+        kept = flex.with_room(spare, mirror.num_blocks - used, worker.block_size)
         selection.displaced = spare[len(kept) :]
         waits = is_behind or not flex.all_stream(selection.running) or self._firm_waits(now)
         for each in kept:
@@ -401,6 +403,7 @@ class StepSelector:
         if mirror.admitted.pop(job.request_id, None) is not None:
             self.running = [each for each in self.running if each is not job]
         self.num_preemptions += 1
+        scheduled.rests = scheduled.is_flex  # the worker may not start it by itself
         if to_host:
             mirror.move(scheduled, to)
         else:
