@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from core.errors import InvalidValueError
@@ -95,6 +95,7 @@ class Slo:
 
 
 NO_SLO = Slo()
+_LEAST_S = 1e-3
 
 _LARGEST_BIAS = 1e30
 """A bound well inside the range of float32, the type of logits."""
@@ -334,6 +335,14 @@ class Request:
     def wants_speed(self) -> bool:
         """Whether its client has said by when it wants tokens."""
         return self.deadline_s is not None or self.slo != NO_SLO
+
+    def aged(self, age_s: float) -> Request:
+        """As a scheduler gets it so many seconds after it was received: what is left of its client's wishes."""
+        if not self.wants_speed:
+            return self
+        deadline_s = None if self.deadline_s is None else max(0.0, self.deadline_s - age_s)
+        slo = Slo(max(_LEAST_S, self.slo.ttft_s - age_s), self.slo.tpot_s)
+        return replace(self, deadline_s=deadline_s, slo=slo)
 
     @property
     def all_by_s(self) -> float:

@@ -32,6 +32,11 @@ def forecast_points(forecast: Forecast) -> FloatArray:
     return np.ceil(np.interp(LEVELS, QUANTILES, forecast.quantiles))
 
 
+def variance(forecast: Forecast) -> float:
+    """Of the output length, in tokens squared."""
+    return float(forecast_points(forecast).var())
+
+
 def merged(forecasts: FloatArray, history: FloatArray | None) -> tuple[FloatArray, BoolArray]:
     """Points of both halves in rising order, and which of them the forecast gave; shapes (n, 64). O(n).
 

@@ -13,7 +13,7 @@ from core.errors import FarsightError
 from core.messages.placement import PlacementView
 from services.api.access.door import Door
 from services.api.access.install import install_door, route_paths, routes_of, usage_routes
-from services.api.access.metered import MeteredBackend
+from services.api.access.metered import MeteredBackend, served_as
 from services.api.access.presented import owner_of, salt_of, sent_key
 from services.api.admin import Administration, admin_routes
 from services.api.answers.replies import (
@@ -274,7 +274,7 @@ def _named(generation: Generation, request: Request, *, shares_across_keys: bool
     """Sets the id of the answer, its owner, and the cache salt that decides which requests share prefixes with it."""
     key = sent_key(request.headers)
     salt = str if shares_across_keys else functools.partial(salt_of, key)
-    return generation.named(owner_of(key), salt)
+    return served_as(generation.named(owner_of(key), salt))
 
 
 async def _answer(

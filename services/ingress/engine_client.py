@@ -289,7 +289,7 @@ class EngineClient(ObservedService, VersionedStreams):
                 self._streams[request.request_id].trace.note("resumed", facts)
 
     async def _submit(self, requests: tuple[Request, ...]) -> None:
-        reply = await self._router.submit(Submit(requests))
+        reply = await self._router.submit(Submit(tuple(map(self._aged, requests))))
         for stream in filter(None, (self._streams.get(request.request_id) for request in requests)):
             self.first_check.placed(stream.admitted)
         for promise in reply.promises:
@@ -297,6 +297,10 @@ class EngineClient(ObservedService, VersionedStreams):
                 self._streams[promise.request_id].note_end(promise)
         self._end_refused(self._ledger.submitted(reply))
         self._follow({placed.replica for placed in reply.placed if placed.replica})
+
+    def _aged(self, request: Request) -> Request:
+        stream = self._streams.get(request.request_id)
+        return request if stream is None else request.aged(time.monotonic() - stream.began)
 
     async def _pump_announcements(self) -> None:
         while True:

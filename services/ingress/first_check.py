@@ -15,6 +15,7 @@ from core.load_snapshot import Demand, LoadSnapshot
 from core.messages.requests import AnnounceReply, IngressLoad
 from core.request import Request
 from policies.fleet.queue_delay import ended_after_s, queue_delay_s
+from policies.fleet.wishes import missed_wish
 
 RETRY_AFTER_S = 1.0
 """Where nothing is known of what requests take."""
@@ -169,7 +170,17 @@ class FirstCheck:
             tokens = self._own_tokens[key] + self._others_tokens[key]
             most = limits.max_queued_requests_per_key, limits.max_queued_tokens_per_key
             self._check(num, tokens, prompt_len, " of your tenant", *most)
+        self._check_wishes(request)
         return self._check_delay()
+
+    def _check_wishes(self, request: Request) -> None:
+        """A request that cannot have its tokens by when its client wants them is refused at once."""
+        if not request.wants_speed or self._outlook is None:
+            return
+        safety = self.correction * (1 + _CAUTION * self.caution)
+        missed = missed_wish(self._outlook, request, safety)
+        if missed is not None:
+            raise TooMuch("deadline", missed.message, max(RETRY_AFTER_S, missed.late_s))
 
     def placed(self, admitted: CountedRequest) -> None:
         """The Router has it, and counts it in its load from now on."""
@@ -228,7 +239,7 @@ class FirstCheck:
 
     def _change(self, request: Request, num: int) -> None:
         """The load with this request more (``num`` 1) or less (-1)."""
-        if self._limits.max_wait_s and self._outlook is not None:
+        if self._outlook is not None:
             self._outlook = _changed(self._outlook, request, num)
 
     def _check(self, num: int, tokens: int, prompt_len: int, whose: str, most: int, most_tokens: int) -> None:
@@ -307,8 +318,10 @@ def _changed(seen: LoadSnapshot, request: Request, num: int) -> LoadSnapshot:
         max(0.0, demand.known_tokens + num * request.prompt_len),
         demand.cached_tokens,
         max(0.0, demand.output_tokens + num * output_len),
+        max(0.0, demand.output_variance * (1 + num / before)) if before else 0.0,
+        max(0, demand.num_wishing + num * request.wants_speed),
     )
-    return LoadSnapshot(changed, seen.num_replicas, seen.max_num_seqs, seen.kv_tokens, seen.joins, seen.cost)
+    return dataclasses.replace(seen, demand=changed)
 
 
 def _longer(seen: LoadSnapshot, num: int) -> LoadSnapshot:
@@ -325,5 +338,6 @@ def _longer(seen: LoadSnapshot, num: int) -> LoadSnapshot:
         known_tokens=demand.known_tokens * share,
         cached_tokens=demand.cached_tokens * share,
         output_tokens=demand.output_tokens * share,
+        output_variance=demand.output_variance * share,
     )
     return dataclasses.replace(seen, demand=longer)

@@ -21,7 +21,9 @@ from services.api.access.keys import Caller, Role
 from services.api.access.presented import owner_of, owns, salt_of
 from services.api.backend import GenerationBackend, ModelInfo
 from services.api.generate import first_cached_len
+from services.api.requests import Generation
 from services.api.text.prompts import PromptText
+from services.api.wishes import PRIORITY_TIER
 
 
 class MeteredBackend:
@@ -133,6 +135,14 @@ class MeteredBackend:
 
     async def healthy(self) -> bool:
         return await self._backend.healthy()
+
+
+def served_as(generation: Generation) -> Generation:
+    """With the tier that the caller's tenant gets: one that may not go first is served as the others."""
+    caller = CURRENT.get()
+    if caller is None or generation.service_tier != "priority" or caller.tenant.priority(PRIORITY_TIER) < 0:
+        return generation
+    return dataclasses.replace(generation, service_tier="default")
 
 
 def _may_see(caller: Caller, trace: RequestTrace) -> bool:

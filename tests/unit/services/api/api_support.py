@@ -18,7 +18,7 @@ from core.messages.series import SeriesQuery, SeriesReply
 from core.messages.status import ComponentCounts, ComponentStatus, StatusReply
 from core.messages.tokens import TokenDelta
 from core.messages.weights import ServedWeights, Upgrade
-from core.request import Fault, Origin, Request, SamplingParams
+from core.request import Fault, Origin, Request, SamplingParams, Slo
 from services.api.backend import ModelInfo
 from services.api.text.prompts import PromptText
 
@@ -68,6 +68,7 @@ class ScriptedBackend:
         self.keys: list[str] = []
         self.is_healthy = True
         self.origins: list[Origin | None] = []
+        self.wishes: list[tuple[float | None, Slo]] = []
         self.traces: list[RequestTrace] = []
         self.scaled: list[tuple[str, int]] = []
         self.scale_error: Exception | None = None
@@ -88,6 +89,7 @@ class ScriptedBackend:
         self.texts.append(text)
         self.origins.append(request.origin)
         self.priorities.append(request.priority)
+        self.wishes.append((request.deadline_s, request.slo))
         self.salts.append(request.cache_salt)
         self.keys.append(key)
         self.num_opened += 1
