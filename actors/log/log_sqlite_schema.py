@@ -100,7 +100,12 @@ CREATE TABLE traces (
 )""",
 )
 
-STEPS = (VERSION_1, VERSION_2, VERSION_3)
+VERSION_4 = (
+    "ALTER TABLE finished_requests ADD COLUMN priority INTEGER NOT NULL DEFAULT 0",
+    "ALTER TABLE finished_requests ADD COLUMN tenant TEXT NOT NULL DEFAULT ''",
+)
+
+STEPS = (VERSION_1, VERSION_2, VERSION_3, VERSION_4)
 """The statements that migrate a file from each version to the next; an empty file has version 0."""
 
 SQL_SCHEMA_VERSION = len(STEPS)

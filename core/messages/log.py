@@ -28,6 +28,7 @@ class FinishedRequest:
         received_at: When the request came, in seconds since the epoch.
         ttft_s: Seconds from receipt to the first token; None if there was none.
         jct_s: Seconds from receipt to the end.
+        priority, tenant: As in ``core.request.Request``.
     """
 
     request_id: str
@@ -40,6 +41,8 @@ class FinishedRequest:
     received_at: float
     ttft_s: float | None
     jct_s: float
+    priority: int = 0
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

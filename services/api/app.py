@@ -43,6 +43,7 @@ from services.api.pages.explain import explain_routes
 from services.api.pages.home import home_routes
 from services.api.pages.live import live_routes
 from services.api.pages.routes import docs_routes
+from services.api.pages.what_if import what_if_routes
 from services.api.promised import ANSWER, HEADERS, AnswerPromise
 from services.api.readiness import DrainGate, Readiness
 from services.api.requests import Generation, check_model, generation_of
@@ -120,6 +121,7 @@ def build_app(
     if streams is not None:
         app.include_router(stream_routes(streams, _ERRORS | _EVENTS))
     app.include_router(explain_routes(backend, administration.token if administration else ""))
+    app.include_router(what_if_routes(backend, administration.token if administration else ""))
     app.include_router(_operator_routes(backend, readiness))
     app.include_router(live)
     app.include_router(page_routes())

@@ -13,6 +13,7 @@ from core.messages.series import SeriesQuery, SeriesReply
 from core.messages.status import ComponentCounts, StatusReply
 from core.messages.tokens import TokenDelta
 from core.messages.weights import ServedWeights, Upgrade
+from core.messages.what_if import LoggedWindow
 from core.request import Request
 from services.api.text.prompts import PromptText
 
@@ -101,6 +102,14 @@ class GenerationBackend(Protocol):
 
         Raises:
             FarsightError: The decision log cannot be read now.
+        """
+        ...
+
+    async def logged_around(self, request_id: str) -> LoggedWindow | None:
+        """The log around a request that has ended; None if the log does not hold it any more.
+
+        Raises:
+            FarsightError: The log cannot be read now, or steps have not been measured.
         """
         ...
 

@@ -47,20 +47,10 @@ class Traffic:
 
     def arrivals(self) -> list[SimRequest]:
         """Arrivals for the simulator, from instant 0 on. A forecast counts as known at its request's arrival."""
-        from simulator.traffic.workload import SimRequest
+        from simulator.logged import as_arrival
 
         begin = min((each.request.received_at for each in self.logged), default=0.0)
-        return [
-            SimRequest(
-                each.request.request_id,
-                each.request.received_at - begin,
-                each.request.prompt_len,
-                each.request.output_len,
-                max(each.request.max_new_tokens, each.request.output_len),
-                forecast=each.forecast,
-            )
-            for each in self.logged
-        ]
+        return [as_arrival(each.request, begin, each.forecast) for each in self.logged]
 
 
 def read_traffic(path: str) -> Traffic:
@@ -90,7 +80,8 @@ def _read_sqlite(path: Path) -> list[Logged]:
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             if application_id != APPLICATION_ID or not 1 <= version <= SQL_SCHEMA_VERSION:
                 raise ConfigError("LOG", str(path), f"a log of Farsight of version {SQL_SCHEMA_VERSION} or earlier")
-            requests = [FinishedRequest(*row) for row in connection.execute(_select(_REQUEST, "finished_requests"))]
+            columns = _REQUEST if version > 3 else _REQUEST[:-2]  # without priority and tenant
+            requests = [FinishedRequest(*row) for row in connection.execute(_select(columns, "finished_requests"))]
             rows = connection.execute(_select(_FORECAST, "forecasts")) if version > 1 else ()
             forecasts = {row[0]: _forecast(row[1], json.loads(row[2]), *row[3:]) for row in rows}
     except sqlite3.Error as error:

@@ -33,6 +33,7 @@ from core.messages.requests import Keys, Refusal, Submit
 from core.messages.status import ComponentCounts, ComponentStatus, Scale
 from core.messages.tokens import TokenDelta, TokenPoll
 from core.messages.weights import ServedWeights, Upgrade
+from core.messages.what_if import LoggedWindow
 from core.request import Request
 from kvcache.block_manager import hash_blocks, salted_root
 from policies.compose import predicts_requests
@@ -41,6 +42,7 @@ from services.api.text.prompts import PromptText
 from services.ingress.explanations import Explanations
 from services.ingress.first_check import CountedRequest, FirstCheck
 from services.ingress.ledger import RequestLedger
+from services.ingress.logged_requests import LoggedRequests
 from services.ingress.observed import ObservedService
 from services.ingress.overview import Overview
 from services.ingress.predictor_client import PredictorClient
@@ -105,6 +107,7 @@ class EngineClient(ObservedService, VersionedStreams):
         self._log = LogOutbox(log_store.append, FinishedRequests, self._degraded)
         self._traces = LogOutbox(log_store.append_traces, RequestTraces, self._degraded)
         self._explanations = Explanations(self._peers)
+        self._logged = LoggedRequests(self._peers, site.config.scheduler.preset)
         self._made: list[ForecastMade] = []
         self._forecaster: PredictorClient | None = None
         if predicts_requests(site.config):
@@ -451,6 +454,14 @@ class EngineClient(ObservedService, VersionedStreams):
             if stream.trace.is_of(response_id):
                 own += stream.trace.so_far()
         return await self._explanations.find(response_id, own)
+
+    async def logged_around(self, request_id: str) -> LoggedWindow | None:
+        """The log around a request that has ended; None if it is not among the latest.
+
+        Raises:
+            FarsightError: The log cannot be read now, or steps have not been measured.
+        """
+        return await self._logged.around(request_id, self.first_check.snapshot)
 
     async def drain(self, replica: str, *, cancel: bool) -> ComponentCounts:
         """Takes a replica out, or back; answers when that is done.

@@ -102,6 +102,11 @@ class FirstCheck:
         self._predicted_s = self._waited_s = self._error_s = 0.0  # sums in which older waits fade
         self._tokens = self._tokens_s = 0.0  # the same of the tokens of those that run, and of the time between them
 
+    @property
+    def snapshot(self) -> LoadSnapshot | None:
+        """The load as the Router last told it, with what has changed since; None before that."""
+        return self._outlook
+
     def announcing(self) -> IngressLoad:
         """What this replica has in flight; the answer to the announcement that is made now goes to ``heard``."""
         self._unheard = set(self._unplaced)
@@ -239,7 +244,7 @@ class FirstCheck:
 
     def _change(self, request: Request, num: int) -> None:
         """The load with this request more (``num`` 1) or less (-1)."""
-        if self._outlook is not None:
+        if self._limits.max_wait_s and self._outlook is not None:
             self._outlook = _changed(self._outlook, request, num)
 
     def _check(self, num: int, tokens: int, prompt_len: int, whose: str, most: int, most_tokens: int) -> None:

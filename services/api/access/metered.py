@@ -14,6 +14,7 @@ from core.messages.series import SeriesQuery, SeriesReply
 from core.messages.status import ComponentCounts, StatusReply
 from core.messages.tokens import TokenDelta
 from core.messages.weights import ServedWeights, Upgrade
+from core.messages.what_if import LoggedWindow
 from core.request import Request
 from services.api.access.caller import CURRENT
 from services.api.access.door import Door
@@ -108,6 +109,9 @@ class MeteredBackend:
         if not all(_may_see(caller, trace) for trace in traces):
             return ()
         return tuple(dataclasses.replace(trace, owner=b"") for trace in traces)
+
+    async def logged_around(self, request_id: str) -> LoggedWindow | None:
+        return await self._backend.logged_around(request_id)
 
     async def status(self) -> StatusReply:
         return await self._backend.status()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import AsyncGenerator, Callable, Iterable
 from pathlib import Path
@@ -18,6 +19,7 @@ from core.messages.series import SeriesQuery, SeriesReply
 from core.messages.status import ComponentCounts, ComponentStatus, StatusReply
 from core.messages.tokens import TokenDelta
 from core.messages.weights import ServedWeights, Upgrade
+from core.messages.what_if import LoggedWindow
 from core.request import Fault, Origin, Request, SamplingParams, Slo
 from services.api.backend import ModelInfo
 from services.api.text.prompts import PromptText
@@ -77,6 +79,7 @@ class ScriptedBackend:
         self.placements: PlacementView | Exception = PlacementView("round-robin")
         self.history: SeriesReply | Exception = SeriesReply((), ())
         self.on_replicas = LiveView(())
+        self.logged: LoggedWindow | Exception | None = None
         self.num_opened = 0
         self.num_closed = 0
         self.num_completed = 0
@@ -126,6 +129,11 @@ class ScriptedBackend:
 
     async def explain(self, response_id: str) -> tuple[RequestTrace, ...]:
         return tuple(trace for trace in self.traces if trace.trace_id.startswith(f"{response_id}/"))
+
+    async def logged_around(self, request_id: str) -> LoggedWindow | None:
+        if isinstance(self.logged, Exception):
+            raise self.logged
+        return None if self.logged is None else dataclasses.replace(self.logged, request_id=request_id)
 
     async def drain(self, replica: str, *, cancel: bool) -> ComponentCounts:
         if self.scale_error is not None:
