@@ -334,7 +334,7 @@ class Request:
     @property
     def wants_speed(self) -> bool:
         """Whether its client has said by when it wants tokens."""
-        return self.deadline_s is not None or self.slo != NO_SLO
+        return self.deadline_s is not None or self.slo is not NO_SLO
 
     def aged(self, age_s: float) -> Request:
         """As a scheduler gets it so many seconds after it was received: what is left of its client's wishes."""

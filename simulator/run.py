@@ -117,7 +117,7 @@ def _replica_shape(experiment: Experiment, arrivals: Workload) -> ReplicaShape:
 
 def _any_gives_way(arrivals: Workload) -> bool:
     """Whether time alone may change what a preset decides: requests that cannot wait longer, or may compute again."""
-    return any(each.deadline_s is not None or each.slo != NO_SLO or is_flex(each.priority) for each in arrivals)
+    return any(each.deadline_s is not None or each.slo is not NO_SLO or is_flex(each.priority) for each in arrivals)
 
 
 def _continuous_fleet(

@@ -103,8 +103,10 @@ class JustEnough:
 
     def remove(self, request_id: str) -> None:
         """A job has left; unknown ones are ignored."""
-        for table in (self._wishing, self.due, self._began):
-            table.pop(request_id, None)
+        if self._wishing or self.due:
+            self._wishing.pop(request_id, None)
+            self.due.pop(request_id, None)
+            self._began.pop(request_id, None)
 
     def is_to_look(self, now: float) -> bool:
         """Whether ``became_due`` would look."""

@@ -296,7 +296,8 @@ class ReplicaScheduler:
                 self._promises.listen()
 
     def _exit(self, scheduled: ScheduledRequest) -> None:
-        self._just_enough.remove(scheduled.request_id)
+        if self.limits.gives_way:
+            self._just_enough.remove(scheduled.request_id)
         self.order.remove(scheduled)
         self.shares.remove(scheduled)
 

@@ -65,6 +65,6 @@ class WishFields(StrictModel):
     @property
     def request_slo(self) -> Slo:
         """``Request.slo``."""
-        if self.slo is None:
+        if self.slo is None or not (self.slo.ttft or self.slo.tpot):
             return NO_SLO
         return Slo(self.slo.ttft or NO_SLO.ttft_s, self.slo.tpot or NO_SLO.tpot_s)

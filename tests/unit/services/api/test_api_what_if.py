@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import httpx
 import pytest
@@ -39,10 +39,21 @@ def window() -> LoggedWindow:
     records = []
     for place, each in enumerate(arrivals):
         record, own = done[each.request_id], place == OWN
-        lengths = each.prompt_len, each.output_len, each.max_new_tokens
-        times = "stop", 1e9 + each.arrived_at, record.ttft_s, record.jct_s
-        tenant = "own" if own else "other"
-        records.append(FinishedRequest("i-0" if own else each.request_id, "0", 1, *lengths, *times, 0, tenant))
+        records.append(
+            FinishedRequest(
+                request_id="i-0" if own else each.request_id,
+                replica="0",
+                attempts=1,
+                prompt_len=each.prompt_len,
+                output_len=each.output_len,
+                max_new_tokens=each.max_new_tokens,
+                finish_reason="stop",
+                received_at=1e9 + each.arrived_at,
+                ttft_s=record.ttft_s,
+                jct_s=record.jct_s,
+                tenant="own" if own else "other",
+            )
+        )
     return LoggedWindow("i-0", SERVED, tuple(records))
 
 
@@ -57,9 +68,9 @@ async def http(
 
 
 @pytest.fixture(scope="module")
-def process() -> AsyncIterator[WhatIfProcess]:
+def process() -> Iterator[WhatIfProcess]:
     process = WhatIfProcess()
-    yield process  # type: ignore[misc]
+    yield process
     process.close()
 
 
