@@ -85,14 +85,16 @@ class Prediction:
     tpot_s: float
     end_s: float
 
+    def later(self, factor: float) -> Prediction:
+        """With so many times the time to the first token."""
+        more_s = (factor - 1.0) * self.ttft_s
+        return Prediction(self.ttft_s + more_s, self.tpot_s, self.end_s + more_s)
 
-def predict(outlook: LoadSnapshot, request: Request, level: float, safety: float = 1.0) -> Prediction | None:
+
+def predict(outlook: LoadSnapshot, request: Request, level: float) -> Prediction | None:
     """When a request with a wish would have its tokens, with a probability of ``level``; None where nothing is known.
 
     Only requests with wishes count as before it: the others give way to it in the end.
-
-    Args:
-        safety: Factor of the queue delay, as its errors of late ask for.
     """
     demand, cost = outlook.demand, outlook.cost
     if cost is None or not outlook.num_replicas:
@@ -107,7 +109,7 @@ def predict(outlook: LoadSnapshot, request: Request, level: float, safety: float
         context_len = round(_MeanRequest(demand, cost).context_len)
         running = min(running, max(1, outlook.kv_tokens // context_len))
     tpot_s = cost.step_s(0, running, running * context_len)
-    ttft_s = safety * delay.quantile(level) + cost.prefill_s(request.known_len) + tpot_s
+    ttft_s = delay.quantile(level) + cost.prefill_s(request.known_len) + tpot_s
     return Prediction(ttft_s, tpot_s, ttft_s + _own_tokens(outlook, request, level) * tpot_s)
 
 

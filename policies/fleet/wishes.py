@@ -4,14 +4,38 @@ simulator."""
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
+
+import numpy as np
 
 from core.load_snapshot import LoadSnapshot
 from core.request import Request
-from policies.fleet.queue_delay import predict
+from policies.fleet.queue_delay import Prediction, predict
 
 LEVEL = 0.95
 """Probability with which a request that is admitted is to be in time."""
+
+WINDOW = 200
+"""Waits of late from which the errors of predictions are taken ..."""
+
+MIN_WAITS = 20
+"""... if there are so many."""
+
+
+class WaitErrors:
+    """The factor of predicted times to the first token: the ``LEVEL`` quantile of what those of late should have been
+    multiplied by (as ``policies.outlook.calibration`` does for ends)."""
+
+    def __init__(self) -> None:
+        self._ratios: deque[float] = deque(maxlen=WINDOW)
+        self.factor = 1.0
+
+    def add(self, predicted_s: float, waited_s: float) -> None:
+        """A request had its first token; O(WINDOW)."""
+        self._ratios.append(waited_s / predicted_s)
+        if len(self._ratios) >= MIN_WAITS:
+            self.factor = float(np.quantile(self._ratios, LEVEL))
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +50,8 @@ class MissedWish:
     late_s: float
 
 
-def missed_wish(outlook: LoadSnapshot, request: Request, safety: float = 1.0) -> MissedWish | None:
-    """The first of its wishes that a request cannot have; None where it can have all, or nothing is known.
-
-    Args:
-        safety: As of ``predict``.
-    """
-    predicted = predict(outlook, request, LEVEL, safety)
-    if predicted is None:
-        return None
+def missed_wish(request: Request, predicted: Prediction) -> MissedWish | None:
+    """The first of its wishes that a request cannot have; None where it can have all."""
     slo = request.slo
     deadline_s = math.inf if request.deadline_s is None else request.deadline_s
     wishes = (
@@ -46,3 +63,21 @@ def missed_wish(outlook: LoadSnapshot, request: Request, safety: float = 1.0) ->
         if seconds > wanted_s:
             return MissedWish(f"predicted {what}: {seconds:.3g} s, {field} is {wanted_s:g} s", seconds - wanted_s)
     return None
+
+
+class WishCheck:
+    """Whether requests can have their wishes, by what is predicted and how that held of late.
+
+    Attributes:
+        errors: Of the predictions.
+    """
+
+    def __init__(self) -> None:
+        self.errors = WaitErrors()
+
+    def look(self, outlook: LoadSnapshot, request: Request) -> tuple[MissedWish | None, float]:
+        """The wish that it cannot have, and its predicted time to the first token, not corrected; 0 if none is known."""
+        raw = predict(outlook, request, LEVEL)
+        if raw is None:
+            return None, 0.0
+        return missed_wish(request, raw.later(self.errors.factor)), raw.ttft_s

@@ -15,7 +15,7 @@ from core.load_snapshot import Demand, LoadSnapshot
 from core.messages.requests import AnnounceReply, IngressLoad
 from core.request import Request
 from policies.fleet.queue_delay import ended_after_s, queue_delay_s
-from policies.fleet.wishes import missed_wish
+from policies.fleet.wishes import WishCheck
 
 RETRY_AFTER_S = 1.0
 """Where nothing is known of what requests take."""
@@ -62,6 +62,7 @@ class CountedRequest:
         num_tokens: Output tokens so far.
         output_len: Output tokens that it will have; None if it may end at any token. A forecast is no such number: with
             forecasts that err by half, those that run end less as predicted than evenly.
+        wish_s: Predicted time to the first token of a request with a wish; 0 without one.
     """
 
     request: Request
@@ -69,6 +70,7 @@ class CountedRequest:
     predicted_s: float
     num_tokens: int = 0
     output_len: float | None = None
+    wish_s: float = 0.0
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
@@ -99,6 +101,7 @@ class FirstCheck:
         self._unplaced: set[CountedRequest] = set()
         self._unheard: set[CountedRequest] = set()  # which the Router may not have known when it last spoke of its load
         self._running: set[CountedRequest] = set()
+        self._wishes, self._wish_s = WishCheck(), 0.0
         self._predicted_s = self._waited_s = self._error_s = 0.0  # sums in which older waits fade
         self._tokens = self._tokens_s = 0.0  # the same of the tokens of those that run, and of the time between them
 
@@ -157,6 +160,7 @@ class FirstCheck:
         """
         try:
             admitted = CountedRequest(request, key, self._check_all(request, key))
+            admitted.wish_s = self._wish_s
         except TooMuch as error:
             self._rejected(error.bound)
             raise
@@ -180,10 +184,10 @@ class FirstCheck:
 
     def _check_wishes(self, request: Request) -> None:
         """A request that cannot have its tokens by when its client wants them is refused at once."""
+        self._wish_s = 0.0
         if not request.wants_speed or self._outlook is None:
             return
-        safety = self.correction * (1 + _CAUTION * self.caution)
-        missed = missed_wish(self._outlook, request, safety)
+        missed, self._wish_s = self._wishes.look(self._outlook, request)
         if missed is not None:
             raise TooMuch("deadline", missed.message, max(RETRY_AFTER_S, missed.late_s))
 
@@ -195,6 +199,8 @@ class FirstCheck:
         """A request had its first tokens so long after it was admitted."""
         self._running.add(admitted)
         admitted.num_tokens += num_tokens
+        if admitted.wish_s:
+            self._wishes.errors.add(admitted.wish_s, waited_s)
         predicted_s = admitted.predicted_s
         if predicted_s > 0 and predicted_s >= min(_LEAST_PREDICTED_S, self._limits.max_wait_s / 10):
             error_s = abs(waited_s - self.correction * predicted_s)
