@@ -76,7 +76,7 @@ class WishCheck:
         self.errors = WaitErrors()
 
     def look(self, outlook: LoadSnapshot, request: Request) -> tuple[MissedWish | None, float]:
-        """The wish that it cannot have, and its predicted time to the first token, not corrected; 0 if none is known."""
+        """The wish that it cannot have, and its predicted time to the first token, raw; 0 if none is known."""
         raw = predict(outlook, request, LEVEL)
         if raw is None:
             return None, 0.0
