@@ -80,7 +80,7 @@ class Slo:
 
     Attributes:
         ttft_s: From the receipt to the first token.
-        tpot_s: Of each token after the first, in the mean.
+        tpot_s: Between two tokens after that, in the mean.
 
     Raises:
         InvalidValueError: A number is not positive.

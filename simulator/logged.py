@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from core.errors import InvalidValueError
 from core.forecast import Forecast
-from core.messages.log import FinishedRequest
-from core.messages.what_if import ServedAs, WhatIfAnswer, WhatIfQuestion
+from core.messages.log import FinishedRequest, ServedAs, WhatIfAnswer, WhatIfQuestion
 from simulator.cluster.latency import LinearLatency
 from simulator.counterfactual import Change, what_if
 from simulator.experiment import Experiment

@@ -78,7 +78,7 @@ class Prediction:
     """What a request that came now could be told, at one level of its law; seconds from now.
 
     Attributes:
-        tpot_s: Of each token after the first.
+        tpot_s: Between two tokens after that.
     """
 
     ttft_s: float

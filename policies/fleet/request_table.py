@@ -35,7 +35,7 @@ class Entry:
         waited_s: Until a replica took requests.
         known_len: Tokens of its prompt, and of its output in earlier attempts, when it was placed.
         expected_len: Output tokens predicted beyond these, at most ``most_len``.
-        variance: Of that prediction, in tokens squared.
+        variance: How uncertain that is, in tokens squared.
         wishes: Whether its client has said by when it wants tokens.
     """
 
@@ -343,7 +343,7 @@ class RequestTable:
         return most if predicted is None else min(most, max(1.0, predicted - len(request.output_ids)))
 
     def _variance(self, request: Request) -> float:
-        """Of ``_expected_len``."""
+        """How uncertain ``_expected_len`` is, in tokens squared."""
         if request.sampling.ignore_eos:
             return 0.0
         return self._usual_variance if request.forecast is None else length_variance(request.forecast)

@@ -69,7 +69,7 @@ class WishCheck:
     """Whether requests can have their wishes, by what is predicted and how that held of late.
 
     Attributes:
-        errors: Of the predictions.
+        errors: How the predictions held.
     """
 
     def __init__(self) -> None:

@@ -36,7 +36,7 @@ def forecast_points(forecast: Forecast) -> FloatArray:
 
 
 def variance(forecast: Forecast) -> float:
-    """Of the output length, in tokens squared, as of a normal law with the same tenth and nine tenths."""
+    """How uncertain the output length is, in tokens squared, as of a normal law with the same tenth and nine tenths."""
     deviation = (forecast.quantiles[4] - forecast.quantiles[0]) / NORMAL_SPAN
     return deviation * deviation
 

@@ -34,7 +34,7 @@ SLOWER = 1.1
 """Steps may take so many times as long as they do now: prompts of newcomers come in bursts."""
 
 FADING = 0.99
-"""Of the longest prompt, at each arrival."""
+"""Share of the longest prompt that is left at each arrival."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class ServicePace:
     """How fast a job would be served now.
 
     Attributes:
-        cost: Of a step.
+        cost: What a step costs.
         step_s: Seconds of a step as the running jobs have measured it, or as it costs beside them if that is longer;
             ``SLOWER`` times that.
     """
@@ -74,7 +74,7 @@ class JustEnough:
     """Finds the jobs that can wait no longer. O(jobs with a wish) every ``LOOK_S``, else O(1).
 
     Args:
-        laws: Of the tokens still to come.
+        laws: What is known of the tokens still to come.
         lead_s: Seconds between a decision and the worker's next step.
 
     Attributes:

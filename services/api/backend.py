@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from core.messages.live import LiveView
-from core.messages.log import RequestTrace
+from core.messages.log import LoggedWindow, RequestTrace
 from core.messages.placement import PlacementView
 from core.messages.series import SeriesQuery, SeriesReply
 from core.messages.status import ComponentCounts, StatusReply
 from core.messages.tokens import TokenDelta
 from core.messages.weights import ServedWeights, Upgrade
-from core.messages.what_if import LoggedWindow
 from core.request import Request
 from services.api.text.prompts import PromptText
 

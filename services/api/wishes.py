@@ -23,7 +23,7 @@ class SloFields(StrictModel):
     """What a client wants of its stream; seconds."""
 
     ttft: float | None = Field(None, gt=0, le=MAX_WISH_S, description="From the receipt to the first token.")
-    tpot: float | None = Field(None, gt=0, le=MAX_WISH_S, description="Of each token after the first, in the mean.")
+    tpot: float | None = Field(None, gt=0, le=MAX_WISH_S, description="Between two tokens after that, in the mean.")
 
 
 class WishFields(StrictModel):

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from simulator.traffic.workload import SimRequest
 
 PAGE = 5000
-_ENDS = ("stop", "length", "abort")
-"""Finish reasons of requests with a known output; a disconnected client's output ends at the disconnect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,9 @@ def read_traffic(path: str) -> Traffic:
         ConfigError: There is no log, or it is empty.
     """
     rows = _read_redis(path) if path.startswith(("redis://", "rediss://")) else _read_sqlite(Path(path))
-    kept = [each for each in rows if each.request.finish_reason in _ENDS and each.request.output_len > 0]
+    from simulator.logged import is_known
+
+    kept = [each for each in rows if is_known(each.request)]
     if not kept:
         found = f"{len(rows)} requests, none of them with an output" if rows else "no finished requests"
         raise ConfigError("LOG", path, f"a log with traffic; this one has {found}")

@@ -28,12 +28,11 @@ from core.errors import InvalidValueError
 from core.forecast import Forecast, ForecastQuestion
 from core.messages.drains import DrainReplica
 from core.messages.forecasts import ForecastMade, ForecastsMade
-from core.messages.log import FinishedRequests, RequestTrace, RequestTraces
+from core.messages.log import FinishedRequests, LoggedWindow, RequestTrace, RequestTraces
 from core.messages.requests import Keys, Refusal, Submit
 from core.messages.status import ComponentCounts, ComponentStatus, Scale
 from core.messages.tokens import TokenDelta, TokenPoll
 from core.messages.weights import ServedWeights, Upgrade
-from core.messages.what_if import LoggedWindow
 from core.request import Request
 from kvcache.block_manager import hash_blocks, salted_root
 from policies.compose import predicts_requests

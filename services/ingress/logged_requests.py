@@ -7,8 +7,7 @@ import asyncio
 from actors.runtime.peer import PeerBook
 from core.errors import FarsightError
 from core.load_snapshot import LoadSnapshot
-from core.messages.log import FinishedRequest, LogQuery
-from core.messages.what_if import LoggedWindow, ServedAs
+from core.messages.log import FinishedRequest, LoggedWindow, LogQuery, ServedAs
 
 PAGE = 1000
 """Records of one reply: reading them takes about 10 ms of the event loop."""

@@ -8,13 +8,12 @@ from contextlib import aclosing
 
 from core.errors import CapacityError, InvalidValueError
 from core.messages.live import LiveView
-from core.messages.log import RequestTrace
+from core.messages.log import LoggedWindow, RequestTrace
 from core.messages.placement import PlacementView
 from core.messages.series import SeriesQuery, SeriesReply
 from core.messages.status import ComponentCounts, StatusReply
 from core.messages.tokens import TokenDelta
 from core.messages.weights import ServedWeights, Upgrade
-from core.messages.what_if import LoggedWindow
 from core.request import Request
 from services.api.access.caller import CURRENT
 from services.api.access.door import Door

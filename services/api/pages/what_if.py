@@ -12,8 +12,7 @@ from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel
 
 from core.errors import FarsightError, InvalidValueError
-from core.messages.log import RequestTrace
-from core.messages.what_if import WhatIfAnswer, WhatIfQuestion
+from core.messages.log import RequestTrace, WhatIfAnswer, WhatIfQuestion
 from policies.presets import PRESETS
 from services.api.access.caller import CURRENT
 from services.api.access.presented import owner_of, sent_key
@@ -21,7 +20,7 @@ from services.api.backend import GenerationBackend
 from services.api.errors import SERVER_ERROR, ApiError
 from services.api.fields import MAX_PRIORITY
 from services.api.pages.explain import ERRORS, own_traces, unknown_request
-from services.api.what_if_process import WhatIfProcess
+from services.api.pages.what_if_process import WhatIfProcess
 
 MAX_REPLICAS = 64
 PER_MINUTE = 12
@@ -34,7 +33,7 @@ SAME = 0.1
 """Times that differ by less are called about the same."""
 
 
-class Life(BaseModel):
+class LifeTimes(BaseModel):
     """Seconds from the receipt to the first token and to the end."""
 
     ttft_s: float
@@ -56,8 +55,8 @@ class WhatIf(BaseModel):
     if_: Annotated[str, Query(serialization_alias="if")]
     jct_s: float
     logged_jct_s: float
-    as_simulated: Life
-    changed: Life
+    as_simulated: LifeTimes
+    changed: LifeTimes
     text: str
 
 
@@ -181,8 +180,8 @@ def _reply(response_id: str, choice: int, change: str, answer: WhatIfAnswer) -> 
         if_=change,
         jct_s=round(answer.jct_s, 3),
         logged_jct_s=round(answer.logged_jct_s, 3),
-        as_simulated=Life(ttft_s=round(answer.before_ttft_s, 3), jct_s=round(answer.before_jct_s, 3)),
-        changed=Life(ttft_s=round(answer.after_ttft_s, 3), jct_s=round(answer.after_jct_s, 3)),
+        as_simulated=LifeTimes(ttft_s=round(answer.before_ttft_s, 3), jct_s=round(answer.before_jct_s, 3)),
+        changed=LifeTimes(ttft_s=round(answer.after_ttft_s, 3), jct_s=round(answer.after_jct_s, 3)),
         text=f"With {change} it would have taken {answer.jct_s:.2f} s instead of {answer.logged_jct_s:.2f} s, "
         f"{compared}.",
     )

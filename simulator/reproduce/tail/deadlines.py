@@ -113,8 +113,8 @@ class HindsightFleet(Fleet):
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
-    """Of one run."""
+class InTime:
+    """Requests that a run admitted, and those of them that were in time."""
 
     num: int
     in_time: int
@@ -129,16 +129,16 @@ def is_in_time(record: Record) -> bool:
     return record.ttft_s <= SLO.ttft_s and not record.tpot_s > SLO.tpot_s
 
 
-def _counted(records: Iterable[Record]) -> Admitted:
+def _counted(records: Iterable[Record]) -> InTime:
     kept = [is_in_time(record) for record in records]
-    return Admitted(len(kept), sum(kept))
+    return InTime(len(kept), sum(kept))
 
 
 def _shape(cell: CombinedCell, look_every: int) -> FleetShape:
     return FleetShape(replica_shape(cell, look_every), A100_7B)
 
 
-def honest(cell: CombinedCell, arrivals: list[SimRequest], preset: str) -> Admitted:
+def honest(cell: CombinedCell, arrivals: list[SimRequest], preset: str) -> InTime:
     """With the front door's check."""
     shape, limits = _shape(cell, 1), SchedulerLimits(cell.max_num_seqs, standby_slots=0)
     settings = PolicySettings(cost=A100_7B.cost)
@@ -146,8 +146,8 @@ def honest(cell: CombinedCell, arrivals: list[SimRequest], preset: str) -> Admit
     return _counted(fleet.run(arrivals).done)
 
 
-def hindsight(cell: CombinedCell, arrivals: list[SimRequest]) -> Admitted:
-    """Of those in time, as many as a greedy choice with true waits admits."""
+def hindsight(cell: CombinedCell, arrivals: list[SimRequest]) -> InTime:
+    """With a greedy choice by true waits."""
     limits = SchedulerLimits(cell.max_num_seqs, standby_slots=0)
     plain = [dataclasses.replace(each, slo=Slo()) for each in arrivals]
     fleet = HindsightFleet(

@@ -13,13 +13,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from core.messages.kv import KVTraffic, KVUsage
 from core.messages.live import LiveView
-from core.messages.log import ArtefactInfo, RequestTrace
+from core.messages.log import ArtefactInfo, LoggedWindow, RequestTrace
 from core.messages.placement import PlacementView
 from core.messages.series import SeriesQuery, SeriesReply
 from core.messages.status import ComponentCounts, ComponentStatus, StatusReply
 from core.messages.tokens import TokenDelta
 from core.messages.weights import ServedWeights, Upgrade
-from core.messages.what_if import LoggedWindow
 from core.request import Fault, Origin, Request, SamplingParams, Slo
 from services.api.backend import ModelInfo
 from services.api.text.prompts import PromptText

@@ -12,14 +12,13 @@ import pytest
 from core.costs import A100_7B
 from core.decisions import Decision
 from core.errors import FarsightError
-from core.messages.log import FinishedRequest
-from core.messages.what_if import LoggedWindow, ServedAs, WhatIfQuestion
+from core.messages.log import FinishedRequest, LoggedWindow, ServedAs, WhatIfQuestion
 from services.api.admin import Administration
 from services.api.app import build_app
 from services.api.pages import what_if
 from services.api.pages.what_if import PER_MINUTE, Turns
+from services.api.pages.what_if_process import WhatIfProcess
 from services.api.text.prompts import PromptEncoder
-from services.api.what_if_process import WhatIfProcess
 from simulator.experiment import Experiment, make_arrivals
 from simulator.run import run
 from tests.unit.services.api.api_support import MODEL, ScriptedBackend

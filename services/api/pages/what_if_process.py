@@ -17,7 +17,7 @@ import threading
 
 from core.codec import decode, encode
 from core.errors import FarsightError
-from core.messages.what_if import WhatIfAnswer, WhatIfQuestion
+from core.messages.log import WhatIfAnswer, WhatIfQuestion
 from services.api.child_process import LENGTH, framed, start_child
 
 MOST_CPU_S = 10.0
@@ -107,7 +107,7 @@ def _limit() -> None:
 
 
 def main() -> None:
-    """``python -m services.api.what_if_process SOCKET``"""
+    """``python -m services.api.pages.what_if_process SOCKET``"""
     from simulator.logged import answer
 
     _limit()
