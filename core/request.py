@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from core.abilities import POOLINGS
@@ -60,6 +60,43 @@ class Residency(IntEnum):
     DEVICE = 0
     HOST = 1
 
+
+def _require(ok: bool, field: str, value: object, expected: str) -> None:
+    if not ok:
+        raise InvalidValueError(field, value, expected)
+
+
+FLEX = 1 << 32
+"""Added to the priority of a request that takes what is left: a class below all priorities that a client can send."""
+
+
+def is_flex(priority: int) -> bool:
+    """Whether requests of this priority take what is left."""
+    return priority >= FLEX >> 1
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What a client wants of its stream, in seconds; infinity for no wish.
+
+    Attributes:
+        ttft_s: From the receipt to the first token.
+        tpot_s: Between two tokens after that, in the mean.
+
+    Raises:
+        InvalidValueError: A number is not positive.
+    """
+
+    ttft_s: float = math.inf
+    tpot_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        _require(self.ttft_s > 0, "slo.ttft", self.ttft_s, "a number of seconds > 0")
+        _require(self.tpot_s > 0, "slo.tpot", self.tpot_s, "a number of seconds > 0")
+
+
+NO_SLO = Slo()
+_LEAST_S = 1e-3
 
 _LARGEST_BIAS = 1e30
 """A bound well inside the range of float32, the type of logits."""
@@ -262,9 +299,8 @@ class Request:
         prompt_ids: Token ids; never empty.
         output_ids: What the client has already got from earlier attempts (a resumed request); usually empty.
         origin: Answer that it belongs to; None if its decisions need not be explained.
-        priority: Lower goes first, whatever the policies say.
-        deadline_s: Among equal priorities, the earlier deadline goes first; seconds from when a scheduler gets the
-            request.
+        priority: Lower goes first, whatever the policies say; from about ``FLEX`` on it takes what is left.
+        deadline_s: Its last token is wanted so many seconds after a scheduler gets it; None for no such wish.
         forecast: Forecast of the whole output length; None if it did not come in time.
         expected_cached_len: Prompt tokens that its replica is believed to have in its prefix cache.
         prefix_hashes: Chained hashes of the prompt's full blocks (``kvcache.block_manager``), made by the ingress;
@@ -274,6 +310,7 @@ class Request:
         source: None where no replica asks for it (``[[replica]] prompt``), or the client sent token ids.
         tenant: Who is charged for its steps; empty where no API keys are in use. The door sets it, no client can.
         weight: Share of the tenant relative to the others'; > 0.
+        slo: From when a scheduler gets the request, as ``deadline_s``.
     """
 
     request_id: str
@@ -293,6 +330,7 @@ class Request:
     tenant: str = ""
     weight: float = 1.0
     model_version: int = 0
+    slo: Slo = NO_SLO
 
     def __post_init__(self) -> None:
         _require(len(self.prompt_ids) > 0, "prompt", self.prompt_ids, "at least one token")
@@ -321,6 +359,24 @@ class Request:
         """Prompt and output together, in tokens, at most."""
         return len(self.prompt_ids) + self.sampling.max_new_tokens
 
+    @property
+    def wants_speed(self) -> bool:
+        """Whether its client has said by when it wants tokens."""
+        return self.deadline_s is not None or self.slo is not NO_SLO
+
+    def aged(self, age_s: float) -> Request:
+        """As a scheduler gets it so many seconds after it was received: what is left of its client's wishes."""
+        if not self.wants_speed:
+            return self
+        deadline_s = None if self.deadline_s is None else max(0.0, self.deadline_s - age_s)
+        slo = Slo(max(_LEAST_S, self.slo.ttft_s - age_s), self.slo.tpot_s)
+        return replace(self, deadline_s=deadline_s, slo=slo)
+
+    @property
+    def all_by_s(self) -> float:
+        """Seconds by which all of it has to be there, where it is returned as a whole; infinity for any time."""
+        return min(math.inf if self.deadline_s is None else self.deadline_s, self.slo.ttft_s)
+
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
     """
@@ -330,8 +386,3 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         index = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size)
         raise InvalidValueError(f"{field}[{index}]", token_ids[index], f"a token id from 0 to {vocab_size - 1}")
-
-
-def _require(ok: bool, field: str, value: object, expected: str) -> None:
-    if not ok:
-        raise InvalidValueError(field, value, expected)

@@ -125,7 +125,13 @@ CREATE TABLE kept_parts (
 )""",
 )
 
-STEPS = (VERSION_1, VERSION_2, VERSION_3, VERSION_4)
+# What a counterfactual needs of each request.
+VERSION_5 = (
+    "ALTER TABLE finished_requests ADD COLUMN priority INTEGER NOT NULL DEFAULT 0",
+    "ALTER TABLE finished_requests ADD COLUMN tenant TEXT NOT NULL DEFAULT ''",
+)
+
+STEPS = (VERSION_1, VERSION_2, VERSION_3, VERSION_4, VERSION_5)
 """The statements that migrate a file from each version to the next; an empty file has version 0."""
 
 SQL_SCHEMA_VERSION = len(STEPS)

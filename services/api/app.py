@@ -47,6 +47,7 @@ from services.api.pages.explain import explain_routes
 from services.api.pages.home import home_routes
 from services.api.pages.live import live_routes
 from services.api.pages.routes import docs_routes
+from services.api.pages.what_if import what_if_routes
 from services.api.promised import ANSWER, HEADERS, AnswerPromise
 from services.api.readiness import DrainGate, Readiness
 from services.api.requests import Generation, check_model, generation_of
@@ -137,6 +138,7 @@ def build_app(
         app.include_router(batch_routes(batches, _ERRORS))
         larger[FILES_PATH] = batches.files.settings.max_file_bytes + FORM_BYTES
     app.include_router(explain_routes(backend, administration.token if administration else ""))
+    app.include_router(what_if_routes(backend, administration.token if administration else ""))
     app.include_router(_operator_routes(backend, readiness))
     app.include_router(live)
     app.include_router(page_routes())

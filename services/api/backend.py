@@ -8,7 +8,7 @@ from typing import Protocol
 
 from core.abilities import Abilities
 from core.messages.live import LiveView
-from core.messages.log import RequestTrace
+from core.messages.log import LoggedWindow, RequestTrace
 from core.messages.placement import PlacementView
 from core.messages.series import SeriesQuery, SeriesReply
 from core.messages.status import ComponentCounts, StatusReply
@@ -110,6 +110,14 @@ class GenerationBackend(Protocol):
 
         Raises:
             FarsightError: The decision log cannot be read now.
+        """
+        ...
+
+    async def logged_around(self, request_id: str) -> LoggedWindow | None:
+        """The log around a request that has ended; None if the log does not hold it any more.
+
+        Raises:
+            FarsightError: The log cannot be read now, or steps have not been measured.
         """
         ...
 

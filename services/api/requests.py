@@ -48,6 +48,7 @@ class Generation:
         continuous_usage: Whether every chunk says the usage so far.
         echoes: The text put before the outputs of each prompt; empty without ``echo``.
         prompt_only: The client asked for 0 tokens; the one token that every request yields is not returned.
+        service_tier: Tier that serves it; empty where the client names none.
         response_id: The id of the client's answer.
         id_prefix: What that id begins with; empty for what its kind has.
         form: What its outputs may hold beside text; None for nothing.
@@ -70,6 +71,7 @@ class Generation:
     continuous_usage: bool = False
     echoes: tuple[Echo, ...] = ()
     prompt_only: bool = False
+    service_tier: str = ""
     response_id: str = ""
     id_prefix: str = ""
     form: OutputForm | None = None
@@ -284,6 +286,7 @@ def _shown_fields(body: SamplingFields) -> dict[str, Any]:
         "shows_token_ids": bool(body.return_token_ids),
         "names_ids": bool(body.return_tokens_as_token_ids),
         "continuous_usage": body.continuous_usage,
+        "service_tier": body.tier or "",
     }
 
 
@@ -384,8 +387,15 @@ def _request(
         why = f"a prompt of {len(prompt_ids)} tokens and the output must fit"
         raise too_long(limit.field, str(limit.max_new_tokens), room, why, model)
     sampling = _sampling(body, default if limit is None else limit.max_new_tokens, model, encoder, form)
-    fields = {"priority": body.priority or 0, "cache_salt": _salt(body), "model_version": model.version}
-    return unnamed_request(prompt_ids, sampling, **fields)
+    return unnamed_request(
+        prompt_ids,
+        sampling,
+        priority=body.request_priority,
+        deadline_s=body.deadline_s,
+        slo=body.request_slo,
+        cache_salt=_salt(body),
+        model_version=model.version,
+    )
 
 
 def _salt(body: SamplingFields) -> str:

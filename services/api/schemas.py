@@ -20,7 +20,6 @@ from services.api.fields import (
     MAX_CHOICES,
     MAX_LOGPROBS,
     MAX_N,
-    MAX_PRIORITY,
     MAX_PROMPTS,
     MAX_SEQUENCES,
     MAX_STOP_CHARS,
@@ -36,6 +35,7 @@ from services.api.fields import (
 from services.api.strict import StrictModel
 from services.api.structured import Constraint, ResponseFormat, StructuredOutputs, constraint_of
 from services.api.tools.fields import MAX_CALLS, ToolCall, ToolFields
+from services.api.wishes import WishFields
 
 MAX_TEMPLATE_CHARS = 4096
 """Limit of a request's values for the chat template, as JSON text."""
@@ -159,7 +159,7 @@ class StreamOptions(StrictModel):
     continuous_usage_stats: bool | None = Field(None, description="Extension; every chunk says the usage so far.")
 
 
-class SamplingFields(StrictModel):
+class SamplingFields(WishFields):
     """The fields that both endpoints share."""
 
     model: str | None = Field(None, description="A name that is served here; the first of them if not given.")
@@ -203,9 +203,6 @@ class SamplingFields(StrictModel):
         min_length=1,
         max_length=1024,
         description="Only requests with the same key share cached prefixes, as with cache_salt.",
-    )
-    priority: int | None = Field(
-        None, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Extension; lower goes first; 0 if not given."
     )
     prompt_logprobs: int | None = Field(
         None, ge=0, le=MAX_TOP_LOGPROBS, description="Extension; log probabilities of the prompt's tokens."

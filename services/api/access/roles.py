@@ -63,6 +63,7 @@ ROLES: Mapping[str, Access] = {
     "/v1/responses": Role.SERVE,
     "/v1/streams/{stream_id}": Role.SERVE,
     "/v1/requests/{response_id}": Everyone.ANY_KEY,
+    "/v1/requests/{response_id}/what-if": Everyone.ANY_KEY,
     "/load": Role.OBSERVE,
     "/status": Role.OBSERVE,
     "/metrics": Role.OBSERVE,

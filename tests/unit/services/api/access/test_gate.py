@@ -17,6 +17,7 @@ import pytest
 from core.config.access import AccessConfig
 from core.config.files import FilesConfig
 from core.messages.log import RequestTrace
+from core.request import FLEX
 from services.api.access.door import Door, DoorSettings, door_settings
 from services.api.access.failures import MAX_ADDRESSES, MAX_SLOWED, SLOW_S, Failures
 from services.api.access.install import route_paths
@@ -311,6 +312,18 @@ def test_a_tenant_is_in_the_salt_and_in_the_owner(guarded: GuardedServer, http: 
     address = f"/v1/requests/{traces[0].trace_id.partition('/')[0]}"
     codes = {name: http.get(address, headers=guarded.bearer(name)).status_code for name in guarded.keys}
     assert codes == {"acme-1": 200, "acme-2": 200, "serve": 404, "observe": 404, "admin": 200}
+
+
+def test_a_tenant_that_may_not_go_first_is_told_so(guarded: GuardedServer, http: httpx.Client) -> None:
+    backend = guarded.backend
+    del backend.priorities[:]
+    served = [
+        http.post("/v1/completions", json=BODY | {"service_tier": tier}, headers=guarded.bearer(name)).json()
+        for name in ("acme-1", "serve")
+        for tier in ("priority", "flex")
+    ]
+    assert [answer["service_tier"] for answer in served] == ["default", "flex", "priority", "flex"]
+    assert backend.priorities == [5, FLEX + 5, -1, FLEX]
 
 
 def test_usage_is_told_to_its_tenant(guarded: GuardedServer, http: httpx.Client) -> None:
