@@ -23,7 +23,7 @@ FAST = $(addprefix tests/unit/,core tokenization kvcache policies predictor esti
 PYTEST = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 CODE = farsight_rooms.py core tokenization kvcache policies predictor estimator engine actors simulator services benchmarks tools tests examples
 
-.PHONY: help setup setup-dev serve test test-fast test-long test-package test-attack test-sanitized test-races coverage check check-types check-rest format clean
+.PHONY: help setup setup-dev serve test test-fast test-long test-package test-clients test-attack test-sanitized test-races coverage check check-types check-rest format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
