@@ -129,12 +129,12 @@ class LineChecker:
     """Checks one line; its errors name the line, by ``where``, and the field.
 
     Attributes:
-        priority: That of its request; None leaves what the line says.
+        tier: The ``service_tier`` of its request; empty leaves what the line says.
     """
 
     where: str
     number: int
-    priority: int | None = None
+    tier: str = ""
 
     def line(self, raw: bytes, first_uses: dict[str, int]) -> BatchLine:
         fields = self._parse(raw)
@@ -153,8 +153,8 @@ class LineChecker:
             self._refuse("body", body, "an object, the request as it would be sent to url")
         if body.get("stream") is True:
             self._refuse("body.stream", True, "false or no such field; a batch keeps whole answers")
-        if self.priority is not None:
-            body = {**body, "priority": self.priority}
+        if self.tier:
+            body = {**body, "service_tier": self.tier}
         return BatchLine(self.number, custom_id, url, json.dumps(body, separators=(",", ":")).encode())
 
     def _parse(self, raw: bytes) -> dict[str, Any]:

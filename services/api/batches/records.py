@@ -11,7 +11,6 @@ from typing import Any
 from core.kept import KeptObject, ObjectName, ObjectQuery, PutObject
 from services.api.batches.shelf import BATCH, LINES, RUN, Files, not_found
 from services.api.errors import ApiError
-from services.api.fields import MAX_PRIORITY
 
 WINDOW_S = 24 * 3600.0
 ENDED = ("failed", "completed", "expired", "cancelled")
@@ -19,9 +18,9 @@ ENDED = ("failed", "completed", "expired", "cancelled")
 Metadata = dict[str, str]
 
 
-def batch_priority() -> int:
-    """The priority of a request of a batch: behind every other."""
-    return MAX_PRIORITY
+def batch_tier() -> str:
+    """The ``service_tier`` of a request of a batch: it takes what the others leave."""
+    return "flex"
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from core.kept import (
 from services.api.access.caller import CURRENT
 from services.api.access.keys import Caller
 from services.api.batches.lines import BatchLine, LineChecker, LineResult, unsent
-from services.api.batches.records import WINDOW_S, BatchError, Batches, BatchRecord, StoredBatch, batch_priority
+from services.api.batches.records import WINDOW_S, BatchError, Batches, BatchRecord, StoredBatch, batch_tier
 from services.api.batches.sender import LineSender, RetryPolicy, ServiceStalled
 from services.api.batches.shelf import LINES, PART_BYTES, RUN, FileRecord
 from services.api.errors import ApiError
@@ -439,7 +439,7 @@ async def _checked(raw: bytes, number: int, first_uses: dict[str, int], max_byte
     where = f"line {number}"
     if len(raw) > max_bytes:
         raise InvalidValueError(where, f"{len(raw)} bytes", f"at most {max_bytes} bytes")
-    checker = LineChecker(where, number, batch_priority())
+    checker = LineChecker(where, number, batch_tier())
     if len(raw) < _THREAD_BYTES:
         return checker.line(raw, first_uses)
     return await asyncio.to_thread(checker.line, raw, first_uses)

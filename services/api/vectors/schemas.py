@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, PlainValidator, model_validator
 
-from services.api.fields import COMMON_NEUTRAL, MAX_PRIORITY, NeutralOnly, refused
+from services.api.fields import COMMON_NEUTRAL, NeutralOnly, refused
 from services.api.schemas import check_prompt
-from services.api.strict import StrictModel
+from services.api.wishes import WishFields
 
 MAX_INPUTS = 2048
 """Texts of one request."""
@@ -23,20 +23,17 @@ Input = Annotated[
 ]
 
 
-class PrefillFields(StrictModel):
+class PrefillFields(WishFields):
     """What all three share."""
 
     neutral: ClassVar[Mapping[str, NeutralOnly]] = {
-        name: COMMON_NEUTRAL[name] for name in ("metadata", "safety_identifier", "request_id", "service_tier")
+        name: COMMON_NEUTRAL[name] for name in ("metadata", "safety_identifier", "request_id")
     }
 
     model: str | None = Field(None, description="A name that is served here; the first of them if not given.")
     user: str | None = Field(None, description="Names your end user; has no effect.")
     truncate_prompt_tokens: int | None = Field(
         None, ge=-1, description="Extension; keep so many first tokens of a text; -1 keeps what the model takes."
-    )
-    priority: int | None = Field(
-        None, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Extension; lower goes first; 0 if not given."
     )
 
 

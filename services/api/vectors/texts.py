@@ -129,7 +129,8 @@ def _request(
     ids: tuple[int, ...], pooling: str, body: PrefillFields, model: ModelInfo, *, second_at: int = 0
 ) -> Request:
     sampling = SamplingParams(1, pooling=pooling, second_at=second_at)
-    return unnamed_request(ids, sampling, priority=body.priority or 0, model_version=model.version)
+    wishes = {"priority": body.request_priority, "deadline_s": body.deadline_s, "slo": body.request_slo}
+    return unnamed_request(ids, sampling, model_version=model.version, **wishes)
 
 
 async def compute(

@@ -13,7 +13,8 @@ import pytest
 
 from core.errors import CapacityError
 from core.kept import PartsQuery
-from services.api.batches.records import WINDOW_S, batch_priority
+from core.request import FLEX
+from services.api.batches.records import WINDOW_S
 from services.api.batches.running import LEASE_S, BatchRunner
 from tests.unit.services.api.api_support import HELLO, ScriptedBackend
 from tests.unit.services.api.batches.conftest import BatchService, Serve
@@ -78,7 +79,7 @@ async def test_the_openai_library(serve: Serve) -> None:
     assert {line["response"]["body"]["choices"][0]["text"] for line in found} == {"Hello!"}
     (bad,) = await output(service, batch.error_file_id)
     assert (bad["custom_id"], bad["response"]["status_code"]) == ("bad", 400)
-    assert set(service.backend.priorities) == {batch_priority()}
+    assert set(service.backend.priorities) == {FLEX}
     client = library(service)
     assert [each.id async for each in await client.batches.list()] == [batch_id]
     with pytest.raises(openai.ConflictError):
