@@ -59,7 +59,7 @@ test-sanitized: setup-dev ## Run the tests of the compiled step with sanitizers 
 		LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" \
 		$(VENV)/bin/python -m pytest -q -p tests.unit.engine.native.sanitized tests/unit/engine/native $(ARGS)
 
-# Data races of the team's threads; the two libraries cannot be in one process. The step's own tests run on two threads and more.
+# Data races of the threads of the compiled step; the two kinds of sanitizer cannot be in one process.
 test-races: setup-dev ## Run the tests of the compiled step and its threads with the sanitizer for data races: takes minutes
 	FARSIGHT_SANITIZE=thread LD_PRELOAD="$$(c++ -print-file-name=libtsan.so)" \
 		$(VENV)/bin/python -m pytest -q -p tests.unit.engine.native.sanitized tests/unit/engine/native $(ARGS)
