@@ -17,6 +17,7 @@ from core.errors import FarsightError
 from services.bench.command import bench
 from services.commands.advise import advise
 from services.commands.ask import HOST_HELP, KEY_VARIABLE, ApiKeyOption, ask, key_for, server_url
+from services.commands.demo import demo
 from services.commands.evaluate import evaluate
 from services.commands.explain import explain
 from services.commands.front import front
@@ -357,6 +358,7 @@ app.add_typer(keys, name="keys")
 app.command()(bench)
 app.command()(explain)
 app.command()(front)
+app.command()(demo)
 app.command()(profile)
 app.command()(simulate)
 app.command()(compare)
