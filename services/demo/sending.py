@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import re
 import time
 from typing import Any
@@ -14,8 +15,8 @@ from services.bench.answers import SHOWN_CHARS, Answer, Failure, StreamReader, s
 from services.demo.race import RaceLane, RaceSide
 from simulator.traffic.workload import SimRequest
 
-_TOKEN = 5
-"""Token of the prompts: only their length matters to an emulated device."""
+_TOKENS = range(5, 250)
+"""Tokens of the prompts, drawn for each request, so that no two prompts share a prefix, as in the simulated run."""
 
 _ID = re.compile(rb'"id":\s*"((?:chatcmpl|cmpl)-[0-9a-f]{32})"')
 
@@ -61,7 +62,7 @@ def request_body(arrival: SimRequest, model: str) -> dict[str, Any]:
     """A completion of exactly the arrival's length, which the service's scheduler cannot see."""
     return {
         "model": model,
-        "prompt": [_TOKEN] * arrival.prompt_len,
+        "prompt": random.Random(arrival.request_id).choices(_TOKENS, k=arrival.prompt_len),
         "max_tokens": arrival.max_new_tokens,
         "benchmark_len": arrival.output_len,
         "temperature": 0,
@@ -78,7 +79,7 @@ async def warm_up(session: aiohttp.ClientSession, url: str) -> str:
     """
     async with session.get(f"{url}/v1/models") as reply:
         model = str((await reply.json())["data"][0]["id"])
-    body = json.dumps({"model": model, "prompt": [_TOKEN] * 4, "max_tokens": 2, "temperature": 0}).encode()
+    body = json.dumps({"model": model, "prompt": list(_TOKENS[:4]), "max_tokens": 2, "temperature": 0}).encode()
     async with session.post(
         f"{url}/v1/completions", data=body, headers={"Content-Type": "application/json"}
     ) as answered:
