@@ -17,7 +17,6 @@ from core.errors import FarsightError
 from services.bench.command import bench
 from services.commands.advise import advise
 from services.commands.ask import HOST_HELP, KEY_VARIABLE, ApiKeyOption, ask, key_for, server_url
-from services.commands.demo import demo
 from services.commands.evaluate import evaluate
 from services.commands.explain import explain
 from services.commands.front import front
@@ -26,6 +25,7 @@ from services.commands.profile import profile
 from services.commands.replay import replay
 from services.commands.simulate import compare, simulate
 from services.commands.train import train
+from services.demo.command import demo
 from services.launch.failures import failing_in_two_lines
 
 STATUS_TIMEOUT_S = 5.0

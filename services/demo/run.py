@@ -36,7 +36,7 @@ def run_demo(settings: DemoSettings, port: int, once: bool, record: Path | None,
     """Runs until Ctrl-C or TERM, or, with ``once``, until every request has ended.
 
     Args:
-        port: Of the page; 0 for any.
+        port: Where the page listens; 0 for any.
         record: File for the lanes at the end, from which a picture is drawn.
 
     Returns:
