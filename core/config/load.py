@@ -22,6 +22,7 @@ from core.config.placement import PlacementConfig
 from core.config.replica import ReplicaConfig
 from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.config.server import ServerConfig
+from core.config.traces import TracesConfig
 from core.errors import ConfigError
 
 
@@ -43,6 +44,7 @@ class FarsightConfig:
     actors: ActorsConfig = field(default_factory=ActorsConfig)
     predictor: PredictorConfig = field(default_factory=PredictorConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    traces: TracesConfig = field(default_factory=TracesConfig)
     replica: tuple[ReplicaConfig, ...] = ()
 
     def __post_init__(self) -> None:

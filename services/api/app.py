@@ -52,6 +52,9 @@ from services.api.streams.keeper import StreamKeeper
 from services.api.streams.routes import ResumableStreams, stream_routes, wants_resumable
 from services.api.text.prompts import PromptEncoder
 from services.api.tokens import token_routes
+from services.api.tracing.context import traced
+from services.api.tracing.exporter import SpanExporter
+from services.api.tracing.middleware import Tracing
 
 DEFAULT_MAX_BODY_BYTES = 4 * 1024 * 1024
 API_VERSION = "1"
@@ -84,6 +87,7 @@ def build_app(
     readiness: Readiness | None = None,
     keeper: StreamKeeper | None = None,
     shed: Reason | None = None,
+    spans: SpanExporter | None = None,
 ) -> FastAPI:
     """The application over one backend.
 
@@ -98,6 +102,7 @@ def build_app(
         readiness: What is known of the Supervisor and of a drain; without it there is neither.
         keeper: Runs resumable streams; without one, streams are not resumable.
         shed: Asked of each request for tokens before its body is read; without it none is refused so early.
+        spans: Takes the spans of requests; without one there are none.
     """
     app = FastAPI(
         title="Farsight",
@@ -134,6 +139,8 @@ def build_app(
         app.add_middleware(Shed, reason=shed, readiness=readiness, max_body_bytes=max_body_bytes)
     if door is not None:
         install_door(app, door)
+    if spans is not None:
+        app.add_middleware(Tracing, exporter=spans)
     app.add_middleware(Slashes)
     app.add_middleware(LastResort)
     return app
@@ -274,7 +281,7 @@ def _named(generation: Generation, request: Request, *, shares_across_keys: bool
     """Sets the id of the answer, its owner, and the cache salt that decides which requests share prefixes with it."""
     key = sent_key(request.headers)
     salt = str if shares_across_keys else functools.partial(salt_of, key)
-    return generation.named(owner_of(key), salt)
+    return traced(generation.named(owner_of(key), salt))
 
 
 async def _answer(

@@ -27,6 +27,7 @@ from services.api.middleware import LoopPace
 from services.api.readiness import Readiness
 from services.api.streams.keeper import StreamKeeper
 from services.api.text.prompts import PromptEncoder
+from services.api.tracing.exporter import SpanExporter
 from services.ingress.attendance import SUPERVISED_S, Attendance
 from services.ingress.engine_client import EngineClient
 from services.ingress.liveness import Liveness, publish
@@ -100,7 +101,16 @@ class Ingress:
             readiness=readiness,
             keeper=keeper,
             shed=client.first_check.shed,
+            spans=self._spans(client),
         )
+
+    def _spans(self, client: EngineClient) -> SpanExporter | None:
+        """Sends spans from now on, if there is an endpoint for them."""
+        if not self._site.config.traces.endpoint:
+            return None
+        exporter = SpanExporter(self._site.config.traces, client, client.registry)
+        self._tracing = asyncio.create_task(again_and_again(exporter.run, LOOK_AGAIN_S))
+        return exporter
 
     def _make_door(self, client: EngineClient) -> Door:
         """The door, which counts tenants together with the other ingress replicas from now on."""
