@@ -196,9 +196,9 @@ VLLM_DASHBOARD = {
     "vllm:request_success",
     "vllm:request_queue_time_seconds",
 }
-"""Metrics of the panels of vLLM's own dashboard (examples/online_serving/prometheus_grafana/grafana.json at 004f771) that
-vLLM itself still has. Its panels of ``vllm:time_per_output_token_seconds`` and ``vllm:gpu_cache_usage_perc`` are empty with
-vLLM too: those metrics are ``vllm:inter_token_latency_seconds`` and ``vllm:kv_cache_usage_perc`` now."""
+"""Metrics of the panels of vLLM's own dashboard (examples/online_serving/prometheus_grafana/grafana.json at 004f771)
+that vLLM still has. Two more of its panels are empty with vLLM too: ``vllm:time_per_output_token_seconds`` and
+``vllm:gpu_cache_usage_perc`` are ``vllm:inter_token_latency_seconds`` and ``vllm:kv_cache_usage_perc`` now."""
 
 NOT_HERE = {
     "vllm:request_prefill_time_seconds",

@@ -32,7 +32,7 @@ from tests.unit.services.api.api_support import MODEL, ScriptedBackend
 from tests.unit.services.api.test_api_explain import trace_of
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
-SECRET = "a prompt that nobody may read"
+SECRET = "a prompt that no collector may read"
 
 
 class Collector:
