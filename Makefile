@@ -7,7 +7,8 @@ TORCH_INDEX_URL ?=
 TORCH_VERSION = $(shell sed -n 's/^torch==//p' constraints.txt)
 ARGS ?=
 # Processes that run tests beside each other, each file in one of them; 0: this one alone.
-TEST_PROCESSES ?= 2
+# As many as the machine has cores, two at least and four at most.
+TEST_PROCESSES ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 4 ? 4 : n)))
 # The same for `make coverage`, whose tests start no server and so share no cores with one.
 COVERAGE_PROCESSES ?= 4
 # One room alone: make test ROOM=policies
@@ -45,6 +46,9 @@ test-long: setup-dev ## Run every test: all seeds of random tests, all reproduct
 
 test-package: setup-dev ## Build the wheel, and the container where an engine runs, and start them
 	$(VENV)/bin/python -m pytest -q -m package tests/e2e/test_package.py $(ARGS)
+
+test-clients: ## Install client libraries and run their examples against a running server (URL=, MODEL=)
+	examples/run_clients.sh $(or $(URL),http://127.0.0.1:8000/v1) $(or $(MODEL),farsight-embedded)
 
 test-attack: setup-dev ## Attack a server with hostile clients and peers, at full volume: within 10 minutes
 	ATTACK_VOLUME=1 FUZZ_VOLUME=20 $(PYTEST) -m "attack and not gpu" tests/attack tests/unit/services/api/test_api_fuzz.py $(ARGS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -21,17 +21,18 @@ MAX_EXAMPLES = 4000
 """Most examples of its train set, the newest: a fit to them takes about two seconds of one core."""
 
 
-def untrained(weights: str) -> TrainedModel:
+def untrained(weights: str, num_trees: int = FOREST.num_trees) -> TrainedModel:
     """The artefact that a server begins with, version 0: it knows how requests are read and nothing else.
 
     Args:
         weights: Names the served weights: lengths that other weights wrote are no examples for these.
+        num_trees: Trees of the forest that it grows.
     """
     metadata: dict[str, Any] = {
         "version": 0,
         "model": MODEL,
         "num_examples": 0,
-        "forest": asdict(FOREST),
+        "forest": asdict(replace(FOREST, num_trees=num_trees)),
         FEATURE_SET: f"{MODEL}-1 {weights}",
     }
     features, lens = np.empty((0, NUM_FEATURES), np.float32), np.empty(0, np.int32)

@@ -7,11 +7,11 @@ import time
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.api.tracing.context import TRACED, TracedAnswer, new_context
+from services.api.trace_context import TRACED, TracedAnswer, new_context
 from services.api.tracing.exporter import SpanExporter
 from services.api.tracing.spans import EndedAnswer
 
-PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"})
 """Addresses whose requests get spans."""
 
 

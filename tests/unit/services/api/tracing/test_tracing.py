@@ -23,8 +23,8 @@ from core.request import Origin, Request, SamplingParams
 from services.api.app import build_app
 from services.api.requests import unnamed_request
 from services.api.text.prompts import PromptEncoder
+from services.api.trace_context import new_context
 from services.api.tracing import exporter as exporting
-from services.api.tracing.context import new_context
 from services.api.tracing.exporter import SpanExporter
 from services.api.tracing.spans import EndedAnswer
 from tests.free_ports import free_port
