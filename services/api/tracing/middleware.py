@@ -7,7 +7,7 @@ import time
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.api.trace_context import TRACED, TracedAnswer, new_context
+from services.api.answers.trace_context import TRACED, TracedAnswer, new_context
 from services.api.tracing.exporter import SpanExporter
 from services.api.tracing.spans import EndedAnswer
 

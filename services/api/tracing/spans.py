@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from services.api.answers.trace_context import TraceContext
 from services.api.pages.explain import Explanation
 from services.api.requests import Generation
-from services.api.trace_context import TraceContext
 
 if TYPE_CHECKING:
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest

@@ -20,10 +20,10 @@ from core.config.traces import TracesConfig
 from core.decisions import Decision
 from core.errors import ConfigError
 from core.request import Origin, Request, SamplingParams
+from services.api.answers.trace_context import new_context
 from services.api.app import build_app
 from services.api.requests import unnamed_request
 from services.api.text.prompts import PromptEncoder
-from services.api.trace_context import new_context
 from services.api.tracing import exporter as exporting
 from services.api.tracing.exporter import SpanExporter
 from services.api.tracing.spans import EndedAnswer
