@@ -268,11 +268,13 @@ class Origin:
         response_id: ``id`` of the answer; an answer of several choices has several requests.
         choice: Index of the choice, from 0.
         owner: Salted hash of the API key that it was sent with; empty if there was none.
+        traceparent: W3C trace context for servers that the request is passed on to; empty if it has no span.
     """
 
     response_id: str
     choice: int = 0
     owner: bytes = b""
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from services.commands.profile import profile
 from services.commands.replay import replay
 from services.commands.simulate import compare, simulate
 from services.commands.train import train
+from services.demo.command import demo
 from services.launch.failures import failing_in_two_lines
 
 STATUS_TIMEOUT_S = 5.0
@@ -368,6 +369,7 @@ app.add_typer(keys, name="keys")
 app.command()(bench)
 app.command()(explain)
 app.command()(front)
+app.command()(demo)
 app.command()(profile)
 app.command()(simulate)
 app.command()(compare)

@@ -23,6 +23,7 @@ from core.config.placement import PlacementConfig
 from core.config.replica import ReplicaConfig
 from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.config.server import ServerConfig
+from core.config.traces import TracesConfig
 from core.errors import ConfigError
 
 
@@ -44,6 +45,7 @@ class FarsightConfig:
     actors: ActorsConfig = field(default_factory=ActorsConfig)
     predictor: PredictorConfig = field(default_factory=PredictorConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    traces: TracesConfig = field(default_factory=TracesConfig)
     files: FilesConfig = field(default_factory=FilesConfig)
     replica: tuple[ReplicaConfig, ...] = ()
 

@@ -57,6 +57,8 @@ from services.api.streams.keeper import StreamKeeper
 from services.api.streams.routes import ResumableStreams, stream_routes, wants_resumable
 from services.api.text.prompts import PromptEncoder
 from services.api.tokens import token_routes
+from services.api.tracing.exporter import SpanExporter
+from services.api.tracing.middleware import Tracing
 from services.api.vectors.routes import VectorCalls, vector_routes
 
 DEFAULT_MAX_BODY_BYTES = 4 * 1024 * 1024
@@ -90,6 +92,7 @@ def build_app(
     readiness: Readiness | None = None,
     keeper: StreamKeeper | None = None,
     shed: Reason | None = None,
+    spans: SpanExporter | None = None,
     batches: Batches | None = None,
 ) -> FastAPI:
     """The application over one backend.
@@ -105,6 +108,7 @@ def build_app(
         readiness: What is known of the Supervisor and of a drain; without it there is neither.
         keeper: Runs resumable streams; without one, streams are not resumable.
         shed: Asked of each request for tokens before its body is read; without it none is refused so early.
+        spans: Takes the spans of requests; without one there are none.
         batches: Keeps files and batches of clients; without it there are none.
     """
     app = FastAPI(
@@ -154,6 +158,8 @@ def build_app(
     if door is not None:
         install_door(app, door)
     app.add_middleware(AnthropicErrors)
+    if spans is not None:
+        app.add_middleware(Tracing, exporter=spans)
     app.add_middleware(Slashes)
     app.add_middleware(LastResort)
     return app

@@ -112,6 +112,19 @@ class Generation:
         )
         return dataclasses.replace(self, requests=requests, response_id=response_id)
 
+    def in_trace(self, traceparent: str) -> Generation:
+        """With requests that name their trace to the servers that they are passed on to."""
+        return dataclasses.replace(self, requests=tuple(_in_trace(each, traceparent) for each in self.requests))
+
+
+def _in_trace(request: Request, traceparent: str) -> Request:
+    origin = request.origin
+    return (
+        request
+        if origin is None
+        else dataclasses.replace(request, origin=dataclasses.replace(origin, traceparent=traceparent))
+    )
+
 
 def _with_next_seed(sampling: SamplingParams, number: int) -> SamplingParams:
     return dataclasses.replace(sampling, seed=(sampling.seed + number) % 2**64) if number else sampling

@@ -35,6 +35,7 @@ from services.api.readiness import Readiness
 from services.api.streams.keeper import StreamKeeper
 from services.api.text.prompts import PromptEncoder
 from services.api.text.settings import text_settings
+from services.api.tracing.exporter import SpanExporter
 from services.ingress.attendance import SUPERVISED_S, Attendance
 from services.ingress.engine_client import EngineClient
 from services.ingress.liveness import Liveness, publish
@@ -112,8 +113,17 @@ class Ingress:
             readiness=readiness,
             keeper=keeper,
             shed=client.first_check.shed,
+            spans=self._spans(client),
             batches=batches,
         )
+
+    def _spans(self, client: EngineClient) -> SpanExporter | None:
+        """Sends spans from now on, if there is an endpoint for them."""
+        if not self._site.config.traces.endpoint:
+            return None
+        exporter = SpanExporter(self._site.config.traces, client, client.registry)
+        self._tracing = asyncio.create_task(again_and_again(exporter.run, LOOK_AGAIN_S))
+        return exporter
 
     def _make_batches(self) -> Batches | None:
         settings = self._site.config.files

@@ -19,6 +19,7 @@ from services.api.access.metered import served_as
 from services.api.access.presented import owner_of, salt_of, sent_key
 from services.api.answers.replies import UsageFields, usage_of
 from services.api.answers.sse import EventStream, StreamWriter, chunks
+from services.api.answers.trace_context import traced
 from services.api.backend import GenerationBackend
 from services.api.errors import ApiError
 from services.api.generate import ChoiceResult, ClientGone, collect, while_connected
@@ -73,7 +74,7 @@ def named_for(generation: Generation, request: Request, shares_across_keys: bool
     """Sets the id of the answer, its owner, and the cache salt that decides which requests share prefixes with it."""
     key = sent_key(request.headers)
     salt = str if shares_across_keys else functools.partial(salt_of, key)
-    return served_as(generation.named(owner_of(key), salt))
+    return traced(served_as(generation.named(owner_of(key), salt)))
 
 
 def checked(kind: type[_Body], fields: dict[str, Any]) -> _Body:
