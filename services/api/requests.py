@@ -272,7 +272,7 @@ def _of_chat(body: ChatCompletionRequest, text: str, model: ModelInfo, encoder: 
 
 def _follows_text(constraint: Constraint | None) -> bool:
     """Whether all of an output has to follow something that is no JSON Schema, so that no reasoning goes before."""
-    return constraint is not None and schema_of(constraint) is None
+    return constraint is not None and constraint.kind not in ("schema", "object")
 
 
 def _prompt_text(body: ChatCompletionRequest, rendered: str) -> PromptText:
