@@ -157,11 +157,11 @@ def build_app(
         app.add_middleware(Shed, reason=shed, readiness=readiness, max_body_bytes=max_body_bytes)
     if door is not None:
         install_door(app, door)
-    app.add_middleware(AnthropicErrors)
     if spans is not None:
         app.add_middleware(Tracing, exporter=spans)
     app.add_middleware(Slashes)
     app.add_middleware(LastResort)
+    app.add_middleware(AnthropicErrors)
     return app
 
 

@@ -16,6 +16,7 @@ from services.api.backend import ModelInfo
 from services.api.errors import ApiError
 from services.api.fields import shown
 from services.api.schemas import ChatCompletionRequest, ChatTurn, CompletionRequest, SamplingFields
+from services.api.structured import Constraint
 from services.api.text.echo import Echo
 from services.api.text.grammars import grammar_of, schema_of
 from services.api.text.prompts import ChatEnd, ChatPrompt, PromptEncoder, PromptText, of_chat, of_completion
@@ -264,7 +265,7 @@ def _of_chat(body: ChatCompletionRequest, text: str, model: ModelInfo, encoder: 
         [tool.name for tool in body.usable_tools],
         forced=body.must_call,
         shows_reasoning=body.include_reasoning is not False,
-        continues=bool(body.continue_final_message),
+        reasons=not (body.continue_final_message or _follows_text(body.constraint)),
     )
     request = _request(body, prompt_ids, limit, room, model, encoder, form)
     request = _scored(request, logprobs, False, body.prompt_logprobs)
@@ -284,10 +285,16 @@ def _of_chat(body: ChatCompletionRequest, text: str, model: ModelInfo, encoder: 
     )
 
 
+def _follows_text(constraint: Constraint | None) -> bool:
+    """Whether all of an output has to follow something that is no JSON Schema, so that no reasoning goes before."""
+    return constraint is not None and constraint.kind not in ("schema", "object")
+
+
 def _prompt_text(body: ChatCompletionRequest, rendered: str) -> PromptText:
     """A server that takes text gets the rendered prompt where messages alone do not say all of it."""
     found = of_chat(_messages(body))
-    if body.shown_tools is None and not body.template_arguments and all(each.content for each in body.messages):
+    says_all = body.shown_tools is None and not body.template_arguments
+    if says_all and not any(each.role == "tool" or each.content is None for each in body.messages):
         return found
     return dataclasses.replace(found, source=PromptSource(str.__str__(rendered)))
 
@@ -473,7 +480,7 @@ def _chat_grammar(body: SamplingFields, model: ModelInfo, encoder: PromptEncoder
         if answer is None and body.usable_tools:
             expected = "null beside tools: an output can follow a JSON Schema or call tools, and nothing else"
             raise InvalidValueError(constraint.field, constraint.kind, expected)
-        if answer is None:
+        if answer is None or not (body.usable_tools or form.reasons):
             return own
     if model.emulated:
         return ""

@@ -34,7 +34,7 @@ from services.api.fields import (
 )
 from services.api.strict import StrictModel
 from services.api.structured import Constraint, ResponseFormat, StructuredOutputs, constraint_of
-from services.api.tools.fields import MAX_CALLS, ToolCall, ToolFields
+from services.api.tools.fields import MAX_CALLS, MAX_SCHEMA_DEPTH, ToolCall, ToolFields, nesting
 from services.api.wishes import WishFields
 
 MAX_TEMPLATE_CHARS = 4096
@@ -381,6 +381,8 @@ class ChatMessage(StrictModel):
 def _check_arguments(value: Any) -> Any:
     if not isinstance(value, dict):
         raise refused("", value, EXPECTED["chat_template_kwargs"])
+    if nesting(value) > MAX_SCHEMA_DEPTH:
+        raise refused("", "a deeper object", f"at most {MAX_SCHEMA_DEPTH} levels")
     if len(json.dumps(value)) > MAX_TEMPLATE_CHARS:
         raise refused("", "a larger object", f"at most {MAX_TEMPLATE_CHARS} characters")
     taken = sorted(value.keys() & OWN_TEMPLATE_NAMES)

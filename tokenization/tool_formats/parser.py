@@ -17,7 +17,7 @@ from tokenization.tool_formats.parts import CallArguments, CallStart, OutputForm
 from tokenization.tool_formats.pythonic import CALLS, MAYBE_CALLS, PythonEnd, read_call
 
 _MAX_HEADER = 1000
-"""Characters between an opener and the arguments of its call."""
+"""Most characters between an opener and the arguments of its call, and before the first call in Python."""
 
 _BETWEEN = " \t\r\n,;]`"
 """What may stand between two calls."""
@@ -124,7 +124,7 @@ class OutputParser:
                 self._python_text, self._buffer = self._buffer[: begun.end()], self._buffer[begun.end() :]
                 self._python, self._step = PythonEnd(), self._calls_in_python
                 return True
-            if not self._buffer.strip() or MAYBE_CALLS.fullmatch(self._buffer):
+            if len(self._buffer) < _MAX_HEADER and (not self._buffer.strip() or MAYBE_CALLS.fullmatch(self._buffer)):
                 return False
         found = self._pattern.search(self._buffer) if self._pattern else None
         if found is None:

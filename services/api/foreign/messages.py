@@ -12,7 +12,7 @@ from services.api.errors import ApiError
 from services.api.fields import MAX_STOP_STRINGS, NO_EFFECT, NeutralOnly
 from services.api.schemas import ChatCompletionRequest
 from services.api.strict import StrictModel
-from services.api.tools.fields import MAX_TOOLS, Name
+from services.api.tools.fields import MAX_SCHEMA_DEPTH, MAX_TOOLS, Name, nesting
 
 _BLOCK_NEUTRAL: dict[str, NeutralOnly] = {
     "cache_control": NO_EFFECT,
@@ -179,6 +179,8 @@ def chat_messages(message: MessageTurn, place: str) -> list[dict[str, Any]]:
             case "text":
                 texts.append(_needed(block.text, where, "text"))
             case "tool_use" if message.role == "assistant":
+                if nesting(block.input) > MAX_SCHEMA_DEPTH:
+                    raise _wrong(f"{where}.input", "a deeper object", f"at most {MAX_SCHEMA_DEPTH} levels")
                 function = {"name": _needed(block.name, where, "name"), "arguments": json.dumps(block.input or {})}
                 calls.append({"id": _needed(block.id, where, "id"), "type": "function", "function": function})
             case "tool_result" if message.role == "user":

@@ -42,19 +42,19 @@ class Dialect:
         *,
         forced: bool = False,
         shows_reasoning: bool = True,
-        continues: bool = False,
+        reasons: bool = True,
     ) -> OutputForm | None:
         """What an output behind this prompt may hold beside text; None for nothing.
 
         Args:
             tools: Names that it may call.
             forced: Whether it is calls alone.
-            continues: Whether the output goes on with a message of the client.
+            reasons: Whether the output may begin with reasoning, if the model does that.
         """
         if not tools and not self.reasons:
             return None
-        in_reasoning = self.reasons and not continues and rendered.rstrip().endswith(THINK_BEGIN)
-        may_reason = self.reasons and not continues
+        may_reason = self.reasons and reasons
+        in_reasoning = may_reason and rendered.rstrip().endswith(THINK_BEGIN)
         return OutputForm(self.format.name, tuple(tools), may_reason, in_reasoning, shows_reasoning, forced)
 
     def shown_ids(self) -> tuple[int, ...]:

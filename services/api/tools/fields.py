@@ -78,14 +78,14 @@ class ToolCall(StrictModel):
 def _check_size(tools: list[Any]) -> None:
     if len(tools) > MAX_TOOLS:
         raise refused(".tools", f"{len(tools)} tools", f"a list of up to {MAX_TOOLS} tools")
-    if _depth(tools) > MAX_SCHEMA_DEPTH:
+    if nesting(tools) > MAX_SCHEMA_DEPTH:
         raise refused(".tools", "schemas that are nested too deeply", f"at most {MAX_SCHEMA_DEPTH} levels")
     size = len(json.dumps(tools))
     if size > MAX_SCHEMA_CHARS:
         raise refused(".tools", f"{size} characters", f"at most {MAX_SCHEMA_CHARS} characters of all tools together")
 
 
-def _depth(value: Any) -> int:
+def nesting(value: Any) -> int:
     """Levels of a JSON value, counted up to one more than are allowed."""
     level, found = [value], 0
     while level and found <= MAX_SCHEMA_DEPTH:

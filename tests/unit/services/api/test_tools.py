@@ -10,9 +10,10 @@ import jsonschema
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from services.api.app import build_app
 from services.api.text.prompts import PromptEncoder
 from services.api.tools.fields import MAX_TOOLS
-from tests.unit.services.api.api_support import MODEL, ScriptedBackend, delta, read_events
+from tests.unit.services.api.api_support import CHATML, MODEL, ScriptedBackend, delta, read_events, write_model_dir
 from tests.unit.services.api.conftest import Connect
 
 WEATHER: dict[str, Any] = {
@@ -186,3 +187,50 @@ async def test_a_large_chat_with_tools_is_read_elsewhere_and_answered_alike(conn
     response = await client.post("/v1/chat/completions", json=padded)
     assert response.status_code == 200, response.text
     assert response.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+
+
+def nested(levels: int) -> Any:
+    value: Any = {}
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
+DEEP: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {**CHAT, **tool(parameters=nested(1))}),
+    ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": nested(1)}),
+    ("/v1/messages", {**CHAT, "tools": [{"name": "f", "input_schema": nested(1)}], "max_tokens": 1}),
+    (
+        "/v1/messages",
+        {
+            "max_tokens": 1,
+            "messages": [
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": nested(1)}]}
+            ],
+        },
+    ),
+    ("/v1/responses", {"input": "x", "tools": [{"type": "function", "name": "f", "parameters": nested(1)}]}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), DEEP)
+@pytest.mark.parametrize("levels", [100, 400, 800, 900, 940, 960, 100_000])
+async def test_what_is_nested_deeply_is_refused(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any], levels: int
+) -> None:
+    text = json.dumps(body).replace('{"a": {}}', '{"a": ' * levels + "{}" + "}" * levels)
+    for padded in (text, text + " " * 70_000):
+        headers = {"content-type": "application/json"}
+        response = await client.post(path, content=padded.encode()[:99_000], headers=headers)
+        assert response.status_code == 400, response.text
+
+
+async def test_an_expression_leaves_no_room_for_reasoning(tmp_path: Any) -> None:
+    encoder = PromptEncoder(write_model_dir(tmp_path, CHATML + "<think>\n{# </think> #}"))
+    transport = httpx.ASGITransport(build_app(ScriptedBackend([delta("yes", "stop")]), encoder))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        chat = {"messages": CHAT["messages"]}
+        answer = await client.post("/v1/chat/completions", json={**chat, "guided_choice": ["yes", "no"]})
+        assert answer.json()["choices"][0]["message"]["content"] == "yes"
+        thought = (await client.post("/v1/chat/completions", json=chat)).json()["choices"][0]["message"]
+        assert thought["reasoning_content"] == "yes" and not thought["content"]
