@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,11 +30,14 @@ _FADING = 0.02
 _MOST_CORRECTION = 4.0
 """A wait beyond that has another cause, such as the death of a worker."""
 
-_CAUTION = 2.0
-"""Mean errors that are added to a prediction before it is compared with the limit ..."""
+_SURE = 0.99
+"""Share of the requests that are to wait no longer than the limit."""
+
+_NUM_ERRORS = 500
+"""Latest errors of predictions from which it is learned how far waits exceed them: so many hold five beyond ``_SURE``."""
 
 _MOST_CAUTION = 0.5
-"""... as a share of it at most."""
+"""Share of the limit that is kept for errors at most."""
 
 
 class TooMuch(CapacityError):
@@ -98,7 +102,9 @@ class FirstCheck:
         self._unplaced: set[CountedRequest] = set()
         self._unheard: set[CountedRequest] = set()  # which the Router may not have known when it last spoke of its load
         self._running: set[CountedRequest] = set()
-        self._predicted_s = self._waited_s = self._error_s = 0.0  # sums in which older waits fade
+        self._predicted_s = self._waited_s = 0.0  # sums in which older waits fade
+        self._errors: deque[float] = deque()  # waits less their predictions, in seconds, in order of time ...
+        self._ordered: list[float] = []  # ... and of size
         self._tokens = self._tokens_s = 0.0  # the same of the tokens of those that run, and of the time between them
 
     def announcing(self) -> IngressLoad:
@@ -181,10 +187,16 @@ class FirstCheck:
         admitted.num_tokens += num_tokens
         predicted_s = admitted.predicted_s
         if predicted_s > 0 and predicted_s >= min(_LEAST_PREDICTED_S, self._limits.max_wait_s / 10):
-            error_s = abs(waited_s - self.correction * predicted_s)
+            self._note_error(waited_s - self.correction * predicted_s)
             self._predicted_s += predicted_s - self._predicted_s * _FADING
             self._waited_s += waited_s - self._waited_s * _FADING
-            self._error_s += error_s - self._error_s * _FADING
+
+    def _note_error(self, error_s: float) -> None:
+        """O(``_NUM_ERRORS``), in the memory of one list."""
+        if len(self._errors) == _NUM_ERRORS:
+            del self._ordered[bisect.bisect_left(self._ordered, self._errors.popleft())]
+        self._errors.append(error_s)
+        bisect.insort(self._ordered, error_s)
 
     def progressed(self, admitted: CountedRequest, num_tokens: int, seconds: float) -> None:
         """A request that runs had so many more tokens, so long after those before."""
@@ -200,9 +212,12 @@ class FirstCheck:
         return min(_MOST_CORRECTION, max(1 / _MOST_CORRECTION, self._waited_s / self._predicted_s))
 
     @property
-    def caution(self) -> float:
-        """Mean error of the corrected predictions of late, as a share of the waits."""
-        return min(_MOST_CAUTION, self._error_s / self._waited_s) if self._waited_s else 0.0
+    def caution_s(self) -> float:
+        """Seconds by which all but the longest waits of late exceeded their corrected predictions, at most."""
+        if not self._ordered:
+            return 0.0
+        error_s = self._ordered[int(_SURE * (len(self._ordered) - 1))]
+        return min(_MOST_CAUTION * self._limits.max_wait_s, max(0.0, error_s))
 
     def leave(self, admitted: CountedRequest) -> None:
         """It is in flight no more."""
@@ -249,19 +264,19 @@ class FirstCheck:
         if num_ahead:
             outlook = _longer(outlook, num_ahead)
         predicted_s = queue_delay_s(outlook, outlook.num_replicas) or 0.0
-        delay_s = self.correction * (1 + _CAUTION * self.caution) * predicted_s
-        if delay_s > most_s:
+        delay_s = self.correction * predicted_s + self.caution_s
+        if predicted_s and delay_s > most_s:
             message = f"predicted queue delay: {delay_s:.0f} s, limit {most_s:g} s"
-            raise TooMuch("max_wait", message, self._shorter_after_s(outlook, delay_s / predicted_s))
+            raise TooMuch("max_wait", message, self._shorter_after_s(outlook, most_s - self.caution_s))
         return predicted_s
 
-    def _shorter_after_s(self, outlook: LoadSnapshot, safety: float) -> float:
-        """Until so many have ended that the predicted delay, times ``safety``, is no longer than the limit."""
+    def _shorter_after_s(self, outlook: LoadSnapshot, limit_s: float) -> float:
+        """Until so many have ended that the predicted delay is no longer than this limit."""
         lowest, highest = 0, outlook.demand.num_requests
         while highest - lowest > 1:
             middle = (lowest + highest) // 2
             fewer = _longer(outlook, -middle)
-            if safety * (queue_delay_s(fewer, fewer.num_replicas) or 0.0) > self._limits.max_wait_s:
+            if self.correction * (queue_delay_s(fewer, fewer.num_replicas) or 0.0) > limit_s:
                 lowest = middle
             else:
                 highest = middle
