@@ -33,8 +33,9 @@ _MOST_CORRECTION = 4.0
 _SURE = 0.99
 """Share of the requests that are to wait no longer than the limit."""
 
-_NUM_ERRORS = 500
-"""Latest errors of predictions from which it is learned how far waits exceed them: so many hold five beyond ``_SURE``."""
+_NUM_ERRORS = 2000
+"""Latest errors of predictions from which it is learned how far waits exceed them. A machine stands still for a second
+now and then, more seldom than every ten seconds; under overload so many waits reach further back."""
 
 _MOST_CAUTION = 0.5
 """Share of the limit that is kept for errors at most."""
@@ -62,6 +63,7 @@ class CountedRequest:
     Attributes:
         key: Whose it is, as ``FirstCheck`` counts.
         predicted_s: Its queue delay by the cost of steps, in seconds; 0 if none could be predicted.
+        expected_s: The same, corrected by the waits before it.
         num_tokens: Output tokens so far.
         output_len: Output tokens that it will have; None if it may end at any token. A forecast is no such number: with
             forecasts that err by half, those that run end less as predicted than evenly.
@@ -70,6 +72,7 @@ class CountedRequest:
     request: Request
     key: str
     predicted_s: float
+    expected_s: float
     num_tokens: int = 0
     output_len: float | None = None
 
@@ -103,7 +106,7 @@ class FirstCheck:
         self._unheard: set[CountedRequest] = set()  # which the Router may not have known when it last spoke of its load
         self._running: set[CountedRequest] = set()
         self._predicted_s = self._waited_s = 0.0  # sums in which older waits fade
-        self._errors: deque[float] = deque()  # waits less their predictions, in seconds, in order of time ...
+        self._errors: deque[float] = deque()  # waits less what was expected, in seconds, in order of time ...
         self._ordered: list[float] = []  # ... and of size
         self._tokens = self._tokens_s = 0.0  # the same of the tokens of those that run, and of the time between them
 
@@ -156,10 +159,11 @@ class FirstCheck:
             TooMuch: A bound is reached; nothing has changed.
         """
         try:
-            admitted = CountedRequest(request, key, self._check_all(request, key))
+            predicted_s = self._check_all(request, key)
         except TooMuch as error:
             self._rejected(error.bound)
             raise
+        admitted = CountedRequest(request, key, predicted_s, self.correction * predicted_s)
         self._count(key, request, 1)
         self._unplaced.add(admitted)
         self._unheard.add(admitted)
@@ -187,7 +191,7 @@ class FirstCheck:
         admitted.num_tokens += num_tokens
         predicted_s = admitted.predicted_s
         if predicted_s > 0 and predicted_s >= min(_LEAST_PREDICTED_S, self._limits.max_wait_s / 10):
-            self._note_error(waited_s - self.correction * predicted_s)
+            self._note_error(waited_s - admitted.expected_s)
             self._predicted_s += predicted_s - self._predicted_s * _FADING
             self._waited_s += waited_s - self._waited_s * _FADING
 
@@ -213,7 +217,7 @@ class FirstCheck:
 
     @property
     def caution_s(self) -> float:
-        """Seconds by which all but the longest waits of late exceeded their corrected predictions, at most."""
+        """Seconds by which all but the longest waits of late exceeded what was expected, at most."""
         if not self._ordered:
             return 0.0
         error_s = self._ordered[int(_SURE * (len(self._ordered) - 1))]

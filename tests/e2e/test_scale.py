@@ -135,6 +135,7 @@ async def scale(server: Server, load: Load, kind: str, count: int) -> None:
     command = farsight("scale", kind, str(count), "--port", str(server.port))
     await eventually(lambda: bool(rows(server, kind)))
     before = len(rows(server, kind))
+    assert before != count, f"there are {count} of {kind} already"
     result = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(f"{kind}: {before} -> {count} after "), result.stdout
@@ -169,8 +170,10 @@ def drain(server: Server, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module", params=["fused", pytest.param("split", marks=pytest.mark.long)])
 def scaled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server of its own; ``tests/actors/test_deaths.py`` scales components in both placements."""
-    log: Path = tmp_path_factory.mktemp("log") / "server.log"
-    server = start_server(log, "--placement", request.param)
+    folder: Path = tmp_path_factory.mktemp("scaled")
+    config = folder / "config.toml"
+    config.write_text("[server]\ningress_replicas = 1\n")  # unless told, two where there are more than two processors
+    server = start_server(folder / "server.log", "--placement", request.param, "--config", str(config))
     yield server
     server.stop()
 
