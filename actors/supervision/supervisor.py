@@ -154,7 +154,7 @@ class Supervisor(Component, SupervisorCalls):
     async def attend(self, report: IngressReport) -> IngressOrders:
         drain_s = self._ingresses.report(report, time.monotonic())
         state = self._upgrade.state
-        return IngressOrders(drain_s, state.current, state.oldest)
+        return IngressOrders(drain_s, state.current, state.oldest, self._upgrade.limits())
 
     async def drain_service(self, order: DrainService) -> DrainProgress:
         return self._ingresses.order(order, time.monotonic())
@@ -315,7 +315,9 @@ class Supervisor(Component, SupervisorCalls):
 
     async def _add(self, host: str, handle: Any) -> None:
         components = self._wanted().get(host, [])
-        await handle.add.remote(components)
+        config = self.context.config
+        changed = {each: found for each in components if (found := self._upgrade.config_of(each, config)) is not None}
+        await handle.add.remote(components, changed)
         for component in components:
             self._restarts.set(component, await handle.restarts.remote())
         self._mark_started(host)

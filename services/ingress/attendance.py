@@ -30,6 +30,8 @@ class Streams(Protocol):
 
     async def use_weights(self, version: int, oldest: int) -> None: ...
 
+    def use_limits(self, limits: str) -> None: ...
+
     def end_streams(self, reason: str) -> None: ...
 
 
@@ -75,6 +77,7 @@ class Attendance:
             async with asyncio.timeout(SUPERVISED_S):
                 orders = await self._supervisor.attend(report)
                 readiness.attended()
+                self._streams.use_limits(orders.limits)
                 await self._streams.use_weights(orders.model_version, orders.oldest_version)
         except (PeerLost, TimeoutError):
             return False

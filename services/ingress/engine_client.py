@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import itertools
+import json
 import logging
 import math
 import os
@@ -23,6 +24,7 @@ from actors.runtime.health import HealthServer
 from actors.runtime.metrics import RequestMetrics, show_degraded
 from actors.runtime.names import is_backend
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, Site, again_and_again, wait_for
+from core.config.rolling import changed
 from core.degraded import Degraded
 from core.errors import InvalidValueError
 from core.forecast import Forecast, ForecastQuestion
@@ -87,12 +89,8 @@ class EngineClient(ObservedService, VersionedStreams):
         self._prefix_block_size = prefix_block_size
         self._peers = site.peers()
         self._router = self._peers.router()
-        self._limits = site.config.server
+        self._config, self._limits_changed = site.config, "{}"
         self._sends_text = any(each.prompt == "text" for each in site.config.replica)
-        self._deadline_s = self._limits.first_token_deadline_s if site.config.replica else math.inf
-        self._own_deadline_s = self._limits.max_wait_s + self._limits.first_token_deadline_s
-        if not self._limits.max_wait_s:
-            self._own_deadline_s = math.inf
         self._keep = keep
         self._ingress_id = uuid.uuid4().hex[:12]
         self._ledger = RequestLedger(self._ingress_id)
@@ -117,7 +115,7 @@ class EngineClient(ObservedService, VersionedStreams):
         self._overview = Overview(site, self._peers)
         self.registry = CollectorRegistry()
         self._metrics = RequestMetrics(self.registry, model.name)
-        self.first_check = FirstCheck(self._limits, self._metrics.rejected)
+        self.first_check = FirstCheck(site.config.server, self._metrics.rejected)
         self.tally = self._metrics.tally
         show_degraded(self.registry, lambda: [(f"ingress-{self._ingress_id}", self._degraded)])
         self._health = HealthServer(self.registry, lambda: [self._row()])
@@ -183,6 +181,21 @@ class EngineClient(ObservedService, VersionedStreams):
         self._streams[request.request_id] = stream
         self._watch_deadline(stream)
         return stream
+
+    def use_limits(self, limits: str) -> None:
+        """New requests are compared with these settings in place of those of the start; by section, as JSON."""
+        if limits != self._limits_changed:
+            self.first_check.limits = changed(self._config, json.loads(limits)).server
+            self._limits_changed = limits
+
+    @property
+    def _deadline_s(self) -> float:
+        return self.first_check.limits.first_token_deadline_s if self._config.replica else math.inf
+
+    @property
+    def _own_deadline_s(self) -> float:
+        limits = self.first_check.limits
+        return limits.max_wait_s + limits.first_token_deadline_s if limits.max_wait_s else math.inf
 
     def _watch_deadline(self, stream: ClientStream) -> None:
         """A request has its first token in time, or fails."""

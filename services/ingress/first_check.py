@@ -91,10 +91,13 @@ class FirstCheck:
 
     Args:
         rejected: Told of each refusal by its bound.
+
+    Attributes:
+        limits: May be replaced at any time; what was admitted stays.
     """
 
     def __init__(self, limits: ServerConfig, rejected: Callable[[str], None] = lambda _: None) -> None:
-        self._limits = limits
+        self.limits = limits
         self._rejected = rejected
         self._own_requests: Counter[str] = Counter()
         self._own_tokens: Counter[str] = Counter()
@@ -137,7 +140,7 @@ class FirstCheck:
             num_ahead: Requests that have come before it and that are not counted yet.
         """
         num, tokens = self.in_flight
-        limits = self._limits
+        limits = self.limits
         try:
             self._check(num + num_ahead, tokens, 0, "", limits.max_queued_requests, limits.max_queued_tokens)
             self._check_delay(num_ahead)
@@ -170,7 +173,7 @@ class FirstCheck:
         return admitted
 
     def _check_all(self, request: Request, key: str) -> float:
-        limits = self._limits
+        limits = self.limits
         num, tokens = self.in_flight
         prompt_len = request.prompt_len
         self._check(num, tokens, prompt_len, "", limits.max_queued_requests, limits.max_queued_tokens)
@@ -190,7 +193,7 @@ class FirstCheck:
         self._running.add(admitted)
         admitted.num_tokens += num_tokens
         predicted_s = admitted.predicted_s
-        if predicted_s > 0 and predicted_s >= min(_LEAST_PREDICTED_S, self._limits.max_wait_s / 10):
+        if predicted_s > 0 and predicted_s >= min(_LEAST_PREDICTED_S, self.limits.max_wait_s / 10):
             self._note_error(waited_s - admitted.expected_s)
             self._predicted_s += predicted_s - self._predicted_s * _FADING
             self._waited_s += waited_s - self._waited_s * _FADING
@@ -221,7 +224,7 @@ class FirstCheck:
         if not self._ordered:
             return 0.0
         error_s = self._ordered[int(_SURE * (len(self._ordered) - 1))]
-        return min(_MOST_CAUTION * self._limits.max_wait_s, max(0.0, error_s))
+        return min(_MOST_CAUTION * self.limits.max_wait_s, max(0.0, error_s))
 
     def leave(self, admitted: CountedRequest) -> None:
         """It is in flight no more."""
@@ -247,7 +250,7 @@ class FirstCheck:
 
     def _change(self, request: Request, num: int) -> None:
         """The load with this request more (``num`` 1) or less (-1)."""
-        if self._limits.max_wait_s and self._outlook is not None:
+        if self.limits.max_wait_s and self._outlook is not None:
             self._outlook = _changed(self._outlook, request, num)
 
     def _check(self, num: int, tokens: int, prompt_len: int, whose: str, most: int, most_tokens: int) -> None:
@@ -262,7 +265,7 @@ class FirstCheck:
 
     def _check_delay(self, num_ahead: int = 0) -> float:
         """The predicted delay behind all in flight and so many more like them."""
-        most_s, outlook = self._limits.max_wait_s, self._outlook
+        most_s, outlook = self.limits.max_wait_s, self._outlook
         if not most_s or outlook is None:
             return 0.0
         if num_ahead:

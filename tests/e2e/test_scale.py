@@ -19,7 +19,7 @@ import pytest
 from services.commands.scaling import ROW_KINDS
 from services.launch.launch import EMBEDDED_NAME
 from services.run_file import find_admin_token
-from tests.e2e.server import Server, farsight, start_server
+from tests.e2e.server import Server, farsight, one_ingress, start_server
 
 NUM_CLIENTS = 32
 NUM_TOKENS = 100
@@ -171,9 +171,8 @@ def drain(server: Server, *words: str) -> subprocess.CompletedProcess[str]:
 def scaled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server of its own; ``tests/actors/test_deaths.py`` scales components in both placements."""
     folder: Path = tmp_path_factory.mktemp("scaled")
-    config = folder / "config.toml"
-    config.write_text("[server]\ningress_replicas = 1\n")  # unless told, two where there are more than two processors
-    server = start_server(folder / "server.log", "--placement", request.param, "--config", str(config))
+    # Unless told, there are two ingress replicas from the start where there are more than two processors.
+    server = start_server(folder / "server.log", "--placement", request.param, *one_ingress(folder))
     yield server
     server.stop()
 

@@ -45,6 +45,9 @@ class OpenStreams:
     async def use_weights(self, version: int, oldest: int) -> None:
         self.model_version, self.oldest_served = version, oldest
 
+    def use_limits(self, limits: str) -> None:
+        self.limits = limits
+
     def end_streams(self, reason: str) -> None:
         self.ended.append(reason)
 

@@ -66,6 +66,15 @@ def test_prompt_tokens_count_but_one_request_alone_may_have_any_number() -> None
     check.admit(request(5))
 
 
+def test_other_limits_hold_for_the_next_request() -> None:
+    check = FirstCheck(dataclasses.replace(OFF, max_queued_requests=1))
+    check.admit(request())
+    refused(check, request())
+    check.limits = dataclasses.replace(OFF, max_queued_requests=2)
+    check.admit(request())
+    assert str(refused(check, request())).startswith("too many requests in flight: 2, limit 2")
+
+
 def test_a_key_has_its_own_share() -> None:
     check = FirstCheck(dataclasses.replace(OFF, max_queued_requests_per_key=2, max_queued_tokens_per_key=50))
     check.heard(reply(_=(9, 900), a=(1, 10)))
