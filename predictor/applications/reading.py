@@ -58,7 +58,8 @@ def raw_features(questions: Sequence[ForecastQuestion], secret: bytes) -> Floats
 def keys_of(raw: Floats, columns: slice) -> NDArray[np.int64]:
     """One key for each of the rows, which are from ``raw_features``."""
     high, middle, low = raw[:, columns].astype(np.int64).T
-    return (high << 2 * PART_BITS) | (middle << PART_BITS) | low
+    keys: NDArray[np.int64] = (high << 2 * PART_BITS) | (middle << PART_BITS) | low
+    return keys
 
 
 class ApplicationReader:

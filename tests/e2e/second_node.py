@@ -11,7 +11,18 @@ import psutil
 
 from tests.e2e.server import LONG_S, Server, wait_until
 
-_FLAGS = ("--num-cpus=1", "--object-store-memory=80000000", "--node-ip-address=127.0.0.1", "--disable-usage-stats")
+_NODE = """
+import sys
+
+from ray._private.node import Node
+from ray._private.parameter import RayParams
+
+settings = RayParams(
+    gcs_address=sys.argv[1], node_ip_address="127.0.0.1", num_cpus=1, object_store_memory=80_000_000
+)
+Node(settings, head=False, shutdown_at_exit=False, spawn_reaper=False)
+"""
+"""As ``ray start --address`` does, which takes the loopback address for that of another interface."""
 
 
 class SecondNode:
@@ -42,7 +53,7 @@ class SecondNode:
         Raises:
             CalledProcessError: Ray does not start it.
         """
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={self._address}", *_FLAGS]
+        command = [sys.executable, "-c", _NODE, self._address]
         environment = self._head.environ()
         subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL, timeout=LONG_S)
         wait_until(lambda: self.pid, "the second node has no raylet")
