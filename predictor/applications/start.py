@@ -27,7 +27,7 @@ def untrained(weights: str, secret: bytes) -> TrainedModel:
 
     Args:
         weights: Names the served weights: lengths that other weights wrote are no examples for these.
-        secret: Of the keys, as in ``raw_features``; rows with keys of another one are no examples either.
+        secret: As in ``raw_features``; rows with keys of another one are no examples either.
     """
     secret_name = hashlib.blake2b(b"name", digest_size=8, key=secret).hexdigest()
     metadata: dict[str, Any] = {

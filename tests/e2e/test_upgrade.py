@@ -91,7 +91,7 @@ async def under_load(server: Server) -> AsyncIterator[None]:
 
 
 async def any_is_refused(server: Server) -> bool:
-    """Of some that come together."""
+    """Whether one of four requests that come together is."""
 
     async def status(session: aiohttp.ClientSession, index: int) -> int:
         async with session.post("/v1/completions", json=body(index)) as reply:
