@@ -154,7 +154,8 @@ class Supervisor(Component, SupervisorCalls):
     async def attend(self, report: IngressReport) -> IngressOrders:
         drain_s = self._ingresses.report(report, time.monotonic())
         state = self._upgrade.state
-        return IngressOrders(drain_s, state.current, state.oldest, self._upgrade.limits())
+        upgrade = self._upgrade
+        return IngressOrders(drain_s, state.current, state.oldest, upgrade.switch_in_s(), upgrade.limits())
 
     async def drain_service(self, order: DrainService) -> DrainProgress:
         return self._ingresses.order(order, time.monotonic())

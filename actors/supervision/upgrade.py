@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import filecmp
 import json
+import math
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -33,6 +34,9 @@ from core.messages.status import ComponentCounts
 from core.messages.weights import ServedWeights, Upgrade, WeightsState
 
 LOOK_S = 0.1
+SWITCH_S = 1.5
+"""From the decision to the switch of new requests: three reports of an ingress replica, so all know the instant."""
+
 HEARD_S = 10.0
 """Seconds in which every ingress replica that lives has heard of a change."""
 
@@ -83,6 +87,7 @@ class RollingUpgrade:
         self._change = change
         self._renew = renew
         self.state = WeightsState(((0, model_dir),))
+        self._switch_at = -math.inf
 
     async def load(self) -> None:
         """Goes on from what an earlier Supervisor has stored."""
@@ -117,6 +122,10 @@ class RollingUpgrade:
 
     def _config_of(self, version: int, config: FarsightConfig) -> FarsightConfig:
         return changed(config, json.loads(self.state.settings_of(version)))
+
+    def switch_in_s(self) -> float:
+        """Seconds until new requests run on the current version. A Supervisor that has just started says 0."""
+        return max(0.0, self._switch_at - time.monotonic())
 
     def limits(self) -> str:
         """The settings that ingress replicas take over as they run, as JSON."""
@@ -163,6 +172,7 @@ class RollingUpgrade:
             except FarsightError:
                 await self._go_back()
                 raise
+            self._switch_at = time.monotonic() + SWITCH_S
             await self._save(dataclasses.replace(self.state, current=self.state.target))
         await self._until_heard(self._ingresses.model_version)
         if not self.state.since_of_current:

@@ -159,6 +159,17 @@ async def test_settings_roll_like_weights_and_add_up() -> None:
     assert (await fleet.restarted()).state.settings_of(3) == "{}"
 
 
+async def test_the_switch_is_told_before_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    fleet = Fleet(1)
+    assert fleet.upgrade.switch_in_s() == 0.0
+    await run(fleet)
+    assert fleet.upgrade.switch_in_s() == module.SWITCH_S
+    now += module.SWITCH_S
+    assert fleet.upgrade.switch_in_s() == 0.0
+
+
 async def test_settings_of_a_scheduler_roll_with_its_replica() -> None:
     fleet = Fleet(2)
     tables = {"scheduler": {"gamma": 0.5, "watermark": 0.8}, "engine": {"num_threads": 3}}
