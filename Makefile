@@ -7,7 +7,8 @@ TORCH_INDEX_URL ?=
 TORCH_VERSION = $(shell sed -n 's/^torch==//p' constraints.txt)
 ARGS ?=
 # Processes that run tests beside each other, each file in one of them; 0: this one alone.
-TEST_PROCESSES ?= 2
+# As many as the machine has cores, two at least and four at most.
+TEST_PROCESSES ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 4 ? 4 : n)))
 # The same for `make coverage`, whose tests start no server and so share no cores with one.
 COVERAGE_PROCESSES ?= 4
 # One room alone: make test ROOM=policies

@@ -90,6 +90,7 @@ class SamplingParams:
             prompt is computed: nothing of it may come from a cache.
         allowed_token_ids: The only tokens that may be chosen; empty for all.
         bad_words: Token ids of texts that the output must not hold.
+        shown_ids: Special tokens whose texts are part of the output's text, such as those that frame tool calls.
         grammar: What the output must follow, as ``tokenization.grammars.sources`` writes it; empty for nothing.
         benchmark_len: The output ends here as if by EOS, and EOS does not end it before; for benchmarks. Only the code
             that samples may read it: a scheduler that did would know what no scheduler can.
@@ -116,6 +117,7 @@ class SamplingParams:
     grammar: str = ""
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    shown_ids: tuple[int, ...] = ()
     plain: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -28,9 +28,15 @@ class Detokenizer:
         self._decoder = TextDecoder(tokenizer)
         self.special_ids = self._decoder.special_ids
 
-    def start(self, stop: SequenceOf[str] = (), prompt_ids: SequenceOf[int] = ()) -> OutputText:
-        """The text of an output that ends before the first of the ``stop`` strings and follows ``prompt_ids``."""
-        return OutputText(self._decoder.start(prompt_ids), stop)
+    def start(
+        self, stop: SequenceOf[str] = (), prompt_ids: SequenceOf[int] = (), shown_ids: SequenceOf[int] = ()
+    ) -> OutputText:
+        """The text of an output that ends before the first of the ``stop`` strings and follows ``prompt_ids``.
+
+        Args:
+            shown_ids: Special tokens that are part of the text.
+        """
+        return OutputText(self._decoder.start(prompt_ids, shown=shown_ids), stop)
 
 
 class OutputText:

@@ -226,7 +226,7 @@ class Worker:
 
     def _start_text(self, request: Request) -> OutputText:
         """The text so far; the client of a resumed request has got all text that its tokens completed."""
-        text = self._detokenizer.start(request.sampling.stop, request.prompt_ids)
+        text = self._detokenizer.start(request.sampling.stop, request.prompt_ids, request.sampling.shown_ids)
         for index, token in enumerate(request.output_ids):
             _push(text, token, index, request.sampling)
         return text

@@ -139,10 +139,25 @@ def configured_scheduler(config: SchedulerConfig, max_num_seqs: int, grant_lead_
 
 def configured_settings(config: SchedulerConfig) -> PolicySettings:
     """Settings of the parts on a server, before any measurement."""
-    mlfq = MlfqRules(config.quantum_s, follows_cost=True, starve_limit_s=config.starve_limit_s)
+    mlfq = MlfqRules(
+        config.quantum_s,
+        follows_cost=True,
+        ratio=config.quantum_ratio,
+        num_levels=config.num_levels or None,
+        starve_limit_s=config.starve_limit_s,
+    )
     max_gap_s = config.max_gap_ms / 1e3 if config.max_gap_ms else math.inf
     return PolicySettings(
-        watermark=config.watermark, gamma=config.gamma, tail=config.tail, max_gap_s=max_gap_s, mlfq=mlfq
+        watermark=config.watermark,
+        overcommit=config.overcommit,
+        reserve_ratio=config.reserve_ratio,
+        history_window=config.history_window,
+        gamma=config.gamma,
+        tail=config.tail,
+        max_gap_s=max_gap_s,
+        mlfq=mlfq,
+        min_idle_slots=config.min_idle_slots,
+        num_burst_levels=config.num_burst_levels,
     )
 
 
@@ -150,6 +165,10 @@ def configured_e2(config: PlacementConfig) -> E2Config:
     """The E2 settings of a server."""
     return E2Config(
         window_s=config.window_s,
+        imbalance_ratio=config.imbalance_ratio,
+        balanced_ratio=config.balanced_ratio,
+        rebalance_after=config.rebalance_after,
+        initial_output_len=config.initial_output_len,
         rebalance=config.rebalance,
         rebalance_ratio=config.rebalance_ratio,
         autoscale=config.autoscale,

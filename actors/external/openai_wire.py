@@ -155,6 +155,8 @@ def _extensions(request: Request) -> dict[str, Any]:
         body["stop_token_ids"] = list(sampling.stop_token_ids)
     if sampling.ignore_eos:
         body["ignore_eos"] = True
+    if sampling.shown_ids:
+        body["skip_special_tokens"] = False
     if sampling.min_tokens > len(request.output_ids):
         body["min_tokens"] = sampling.min_tokens - len(request.output_ids)
     return body

@@ -82,8 +82,8 @@ class TextForecasts:
                 expected = f"a directory of `farsight train` ({error})"
                 raise ConfigError("predictor.artefact", str(path), expected) from error
         else:
-            secret = await application_secret(log_store)
-            artefact = untrained(f"{context.config.model.name} {context.site.model_since:.0f}", secret)
+            weights = f"{context.config.model.name} {context.site.model_since:.0f}"
+            artefact = untrained(weights, await application_secret(log_store), settings.num_trees)
             predictor = TextPredictor(artefact, None, history)
         forecasts = cls(context, log_store, artefact, predictor, history)
         await forecasts._look_for_newer()

@@ -18,7 +18,10 @@ ROLLING: Mapping[str, tuple[str, ...]] = {
         *("kv_memory", "host_kv_memory", "max_batch_tokens", "num_threads", "gpu_memory_utilization"),
         *("backend", "compile", "weights", "kv_dtype", "speculation"),
     ),
-    "scheduler": ("gamma", "tail", "max_gap_ms", "watermark", "standby_slots", "quantum_s", "starve_limit_s"),
+    "scheduler": (
+        *("gamma", "tail", "max_gap_ms", "watermark", "standby_slots", "quantum_s", "quantum_ratio", "num_levels"),
+        *("starve_limit_s", "min_idle_slots", "num_burst_levels", "reserve_ratio", "history_window", "overcommit"),
+    ),
     AT_ONCE: (
         *("max_queued_requests", "max_queued_tokens", "max_queued_requests_per_key", "max_queued_tokens_per_key"),
         *("max_wait_s", "first_token_deadline_s"),

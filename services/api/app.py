@@ -1,7 +1,6 @@
 """The HTTP application: its routes and what each returns."""
 
 import asyncio
-import functools
 import importlib.metadata
 from typing import Any
 
@@ -14,7 +13,6 @@ from core.messages.placement import PlacementView
 from services.api.access.door import Door
 from services.api.access.install import install_door, route_paths, routes_of, usage_routes
 from services.api.access.metered import MeteredBackend
-from services.api.access.presented import owner_of, salt_of, sent_key
 from services.api.admin import Administration, admin_routes
 from services.api.answers.replies import (
     ChatCompletion,
@@ -34,6 +32,10 @@ from services.api.answers.replies import (
 from services.api.answers.sse import ChunkWriter, EventStream, chunks
 from services.api.backend import GenerationBackend
 from services.api.body_workers import BodyWorkers, read_body
+from services.api.dialects.anthropic_errors import AnthropicErrors
+from services.api.dialects.messages import message_routes
+from services.api.dialects.responses import response_routes
+from services.api.dialects.running import Running, named_for
 from services.api.errors import SERVER_ERROR, ApiError, install_error_handlers, unhealthy
 from services.api.generate import ClientGone, collect, while_connected
 from services.api.methods import Methods, Slashes
@@ -117,6 +119,9 @@ def build_app(
     streams = None if keeper is None else ResumableStreams(keeper, backend, encoder.texts, door)
     app.include_router(token_routes(backend, encoder, _ERRORS))
     app.include_router(_generation_routes(backend, encoder, workers, streams, shares_across_keys))
+    running = Running(backend, encoder, shares_across_keys)
+    app.include_router(message_routes(running, _ERRORS))
+    app.include_router(response_routes(running, _ERRORS))
     if streams is not None:
         app.include_router(stream_routes(streams, _ERRORS | _EVENTS))
     app.include_router(explain_routes(backend, administration.token if administration else ""))
@@ -134,6 +139,7 @@ def build_app(
         app.add_middleware(Shed, reason=shed, readiness=readiness, max_body_bytes=max_body_bytes)
     if door is not None:
         install_door(app, door)
+    app.add_middleware(AnthropicErrors)
     app.add_middleware(Slashes)
     app.add_middleware(LastResort)
     return app
@@ -172,7 +178,7 @@ def _generation_routes(
     async def respond(
         generation: Generation, request: Request, headers: MutableHeaders
     ) -> Completion | ChatCompletion | Response:
-        named = _named(generation, request, shares_across_keys=shares_across_keys)
+        named = named_for(generation, request, shares_across_keys)
         promise = AnswerPromise(len(named.requests))
         ANSWER.set(promise)
         if streams is not None and wants_resumable(request.headers, named):
@@ -268,13 +274,6 @@ async def _read_large(
     if workers is not None:
         return await workers.read(body, chat=chat, model=backend.model)
     return await asyncio.to_thread(read_body, body, chat=chat, model=backend.model, encoder=encoder)
-
-
-def _named(generation: Generation, request: Request, *, shares_across_keys: bool) -> Generation:
-    """Sets the id of the answer, its owner, and the cache salt that decides which requests share prefixes with it."""
-    key = sent_key(request.headers)
-    salt = str if shares_across_keys else functools.partial(salt_of, key)
-    return generation.named(owner_of(key), salt)
 
 
 async def _answer(

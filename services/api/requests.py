@@ -11,14 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from core.errors import InvalidValueError
-from core.request import Origin, Request, SamplingParams, check_token_ids
+from core.request import Origin, PromptSource, Request, SamplingParams, check_token_ids
 from services.api.backend import ModelInfo
 from services.api.errors import ApiError
 from services.api.fields import shown
 from services.api.schemas import ChatCompletionRequest, ChatTurn, CompletionRequest, SamplingFields
 from services.api.text.echo import Echo
-from services.api.text.grammars import grammar_of
-from services.api.text.prompts import ChatEnd, PromptEncoder, PromptText, of_chat, of_completion
+from services.api.text.grammars import grammar_of, schema_of
+from services.api.text.prompts import ChatEnd, ChatPrompt, PromptEncoder, PromptText, of_chat, of_completion
+from services.api.text.tool_grammars import Calls, tool_grammar
+from services.api.tools.fields import NamedTool
+from tokenization.tool_formats.parts import OutputForm
 
 DEFAULT_MAX_TOKENS = 16
 _THREAD_FROM_CHARS = 16_384
@@ -46,6 +49,8 @@ class Generation:
         echoes: The text put before the outputs of each prompt; empty without ``echo``.
         prompt_only: The client asked for 0 tokens; the one token that every request yields is not returned.
         response_id: The id of the client's answer.
+        id_prefix: What that id begins with; empty for what its kind has.
+        form: What its outputs may hold beside text; None for nothing.
         requests: ``num_tries`` of the first prompt, then those of the second, and so on; empty before ``named``.
     """
 
@@ -66,6 +71,8 @@ class Generation:
     echoes: tuple[Echo, ...] = ()
     prompt_only: bool = False
     response_id: str = ""
+    id_prefix: str = ""
+    form: OutputForm | None = None
     requests: tuple[Request, ...] = ()
 
     @property
@@ -89,7 +96,8 @@ class Generation:
             owner: As ``Origin.owner``.
             salt: From a request's own cache salt to the one that it is run with.
         """
-        response_id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
+        prefix = self.id_prefix or ("chatcmpl-" if self.chat else "cmpl-")
+        response_id = f"{prefix}{uuid.uuid4().hex}"
         tries = [(prompt, number) for prompt in self.prompts for number in range(self.num_tries)]
         requests = tuple(
             dataclasses.replace(
@@ -127,8 +135,8 @@ async def generation_of(
     """
     if isinstance(body, ChatCompletionRequest):
         check_model(body.model, model)
-        text = await encoder.render_chat_soon(*prompt_of_chat(body))
-        if len(text) < _THREAD_FROM_CHARS and body.constraint is None:
+        text = await encoder.render_chat_soon(prompt_of_chat(body))
+        if len(text) < _THREAD_FROM_CHARS and body.constraint is None and not body.tools:
             return _of_chat(body, text, model, encoder)
         return await asyncio.to_thread(_of_chat, body, text, model, encoder)
     if _size(body) < _THREAD_FROM_CHARS and body.constraint is None:
@@ -148,7 +156,7 @@ def make_generation(
     check_model(body.model, model)
     if isinstance(body, CompletionRequest):
         return _of_completion(body, model, encoder)
-    return _of_chat(body, encoder.render_chat(*prompt_of_chat(body)), model, encoder)
+    return _of_chat(body, encoder.render_chat(prompt_of_chat(body)), model, encoder)
 
 
 def _of_completion(body: CompletionRequest, model: ModelInfo, encoder: PromptEncoder) -> Generation:
@@ -211,15 +219,16 @@ def _truncated(prompt_ids: tuple[int, ...], body: SamplingFields, model: ModelIn
     return prompt_ids[-(model.max_model_len - (body.max_new_tokens or 1) if most < 0 else most) :]
 
 
-def prompt_of_chat(body: ChatTurn) -> tuple[list[dict[str, str]], ChatEnd]:
-    """The messages and where they end, as the encoder renders them."""
+def prompt_of_chat(body: ChatTurn) -> ChatPrompt:
+    """The messages, their tools and where they end, as the encoder renders them."""
+    end = ChatEnd.NEW_TURN if body.add_generation_prompt is not False else ChatEnd.AFTER_MESSAGES
     if body.continue_final_message:
-        return _messages(body), ChatEnd.IN_FINAL_MESSAGE
-    return _messages(body), ChatEnd.AFTER_MESSAGES if body.add_generation_prompt is False else ChatEnd.NEW_TURN
+        end = ChatEnd.IN_FINAL_MESSAGE
+    return ChatPrompt(_messages(body), end, body.shown_tools, body.template_arguments)
 
 
-def _messages(body: ChatTurn) -> list[dict[str, str]]:
-    return [message.model_dump(exclude_none=True) for message in body.messages or ()]
+def _messages(body: ChatTurn) -> list[dict[str, Any]]:
+    return [message.for_template() for message in body.messages or ()]
 
 
 def _of_chat(body: ChatCompletionRequest, text: str, model: ModelInfo, encoder: PromptEncoder) -> Generation:
@@ -235,13 +244,21 @@ def _of_chat(body: ChatCompletionRequest, text: str, model: ModelInfo, encoder: 
     elif body.max_tokens is not None:
         limit = _Limit("max_tokens", body.max_tokens)
     logprobs, num_tries = body.num_top_logprobs, body.n or 1
-    request = _request(body, prompt_ids, limit, room, model, encoder)
+    form = encoder.dialect.form(
+        text,
+        [tool.name for tool in body.usable_tools],
+        forced=body.must_call,
+        shows_reasoning=body.include_reasoning is not False,
+        continues=bool(body.continue_final_message),
+    )
+    request = _request(body, prompt_ids, limit, room, model, encoder, form)
     request = _scored(request, logprobs, False, body.prompt_logprobs)
     return Generation(
         prompts=(request,),
-        texts=(of_chat(_messages(body)),),
+        texts=(_prompt_text(body, text),),
         model=body.model or model.name,
         chat=True,
+        form=form,
         num_tries=num_tries,
         n=num_tries,
         stream=bool(body.stream),
@@ -250,6 +267,14 @@ def _of_chat(body: ChatCompletionRequest, text: str, model: ModelInfo, encoder: 
         num_logprobs=logprobs or 0,
         **_shown_fields(body),
     )
+
+
+def _prompt_text(body: ChatCompletionRequest, rendered: str) -> PromptText:
+    """A server that takes text gets the rendered prompt where messages alone do not say all of it."""
+    found = of_chat(_messages(body))
+    if body.shown_tools is None and not body.template_arguments and all(each.content for each in body.messages):
+        return found
+    return dataclasses.replace(found, source=PromptSource(str.__str__(rendered)))
 
 
 def _shown_fields(body: SamplingFields) -> dict[str, Any]:
@@ -339,13 +364,14 @@ def _request(
     default: int,
     model: ModelInfo,
     encoder: PromptEncoder,
+    form: OutputForm | None = None,
 ) -> Request:
     """A request without a name; the backend gives it one."""
     room = model.max_model_len - len(prompt_ids)
     if limit is not None and limit.max_new_tokens > room:
         why = f"a prompt of {len(prompt_ids)} tokens and the output must fit"
         raise _too_long(limit.field, str(limit.max_new_tokens), room, why, model)
-    sampling = _sampling(body, default if limit is None else limit.max_new_tokens, model, encoder)
+    sampling = _sampling(body, default if limit is None else limit.max_new_tokens, model, encoder, form)
     fields = {"priority": body.priority or 0, "cache_salt": _salt(body), "model_version": model.version}
     return unnamed_request(prompt_ids, sampling, **fields)
 
@@ -356,7 +382,9 @@ def _salt(body: SamplingFields) -> str:
     return salt if body.prompt_cache_key is None else f"{salt}\0{body.prompt_cache_key}"
 
 
-def _sampling(body: SamplingFields, max_new_tokens: int, model: ModelInfo, encoder: PromptEncoder) -> SamplingParams:
+def _sampling(
+    body: SamplingFields, max_new_tokens: int, model: ModelInfo, encoder: PromptEncoder, form: OutputForm | None
+) -> SamplingParams:
     """The sampling parameters of a prompt: all prompts share the client's seed; without one each draws its own."""
     if body.benchmark_len is not None and not model.benchmark_mode:
         only = "null: it is for benchmarks, and taken by `farsight serve --benchmark-mode` alone"
@@ -377,7 +405,8 @@ def _sampling(body: SamplingFields, max_new_tokens: int, model: ModelInfo, encod
         logit_bias=body.logit_bias,
         min_tokens=body.min_tokens or 0,
         benchmark_len=body.benchmark_len,
-        grammar=_grammar(body, model),
+        grammar=_grammar(body, model) if form is None else _chat_grammar(body, model, encoder, form),
+        shown_ids=() if form is None else encoder.dialect.shown_ids(),
         allowed_token_ids=tuple(dict.fromkeys(body.allowed_token_ids or ())),
         bad_words=tuple(ids for word in body.bad_words or () for ids in encoder.word_ids(word)),
     )
@@ -393,6 +422,28 @@ def _grammar(body: SamplingFields, model: ModelInfo) -> str:
         expected = "null: an emulated device makes its tokens up, so they follow nothing"
         raise InvalidValueError(constraint.field, constraint.kind, expected)
     return grammar_of(constraint)
+
+
+def _chat_grammar(body: SamplingFields, model: ModelInfo, encoder: PromptEncoder, form: OutputForm) -> str:
+    """The grammar of an output that may call tools or reason."""
+    assert isinstance(body, ChatCompletionRequest)
+    constraint = body.constraint
+    if body.must_call and model.emulated:
+        expected = "'auto' or 'none': an emulated device makes its tokens up, so they follow nothing"
+        raise InvalidValueError("tool_choice", "a forced call", expected)
+    answer = None
+    if constraint is not None and not body.must_call:
+        own = _grammar(body, model)  # refuses what cannot be followed, and names its place
+        answer = schema_of(constraint)
+        if answer is None and body.usable_tools:
+            expected = "null beside tools: an output can follow a JSON Schema or call tools, and nothing else"
+            raise InvalidValueError(constraint.field, constraint.kind, expected)
+        if answer is None:
+            return own
+    if model.emulated:
+        return ""
+    parallel = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedTool)
+    return tool_grammar(Calls(body.usable_tools, body.must_call, parallel, answer), encoder.dialect, form)
 
 
 def _given(value: float | None, default: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, cast
 
@@ -34,6 +35,14 @@ from services.api.fields import (
 )
 from services.api.strict import StrictModel
 from services.api.structured import Constraint, ResponseFormat, StructuredOutputs, constraint_of
+from services.api.tools.fields import MAX_CALLS, ToolCall, ToolFields
+
+MAX_TEMPLATE_CHARS = 4096
+"""Limit of a request's values for the chat template, as JSON text."""
+OWN_TEMPLATE_NAMES = frozenset(
+    ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token")
+)
+"""What a chat template is told by this server alone."""
 
 
 def _is_ids(value: Any) -> bool:
@@ -95,9 +104,9 @@ def _check_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
     return tuple(biases.items())
 
 
-def _check_content(value: Any) -> str:
+def _check_content(value: Any) -> str | None:
     """Text parts are joined by line breaks: templates take one string."""
-    if isinstance(value, str):
+    if isinstance(value, str | None):
         return value
     if not isinstance(value, list) or not value:
         raise refused("", value, CONTENT)
@@ -132,7 +141,9 @@ LogitBias = Annotated[
     tuple[tuple[int, float], ...],
     PlainValidator(_check_logit_bias, json_schema_input_type=_Biases | None),
 ]
-Content = Annotated[str, PlainValidator(_check_content, json_schema_input_type=str | list[dict[str, str]])]
+Content = Annotated[
+    str | None, PlainValidator(_check_content, json_schema_input_type=str | list[dict[str, str]] | None)
+]
 
 
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
@@ -325,15 +336,62 @@ class CompletionRequest(SamplingFields):
 
 
 class ChatMessage(StrictModel):
+    """``content`` is null, or not there, only beside ``tool_calls`` or ``reasoning_content``."""
+
     neutral: ClassVar[Mapping[str, NeutralOnly]] = MESSAGE_NEUTRAL
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content
     name: str | None = None
+    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_CALLS, description="Calls that this answer made.")
+    tool_call_id: str | None = Field(None, max_length=256, description="The call that a tool's message answers.")
+    reasoning_content: str | None = Field(None, description="Extension; the reasoning of an earlier answer.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_content(cls, data: Any) -> Any:
+        if (
+            isinstance(data, dict)
+            and "content" not in data
+            and (data.get("tool_calls") or data.get("reasoning_content"))
+        ):
+            return {**data, "content": None}
+        return data
+
+    @model_validator(mode="after")
+    def _check_role(self) -> ChatMessage:
+        if self.content is None and not (self.tool_calls or self.reasoning_content):
+            raise refused(".content", None, CONTENT)
+        for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool"), ("reasoning_content", "assistant")):
+            if getattr(self, name) and self.role != role:
+                raise refused(f".{name}", "a value", f"null in a message of role {self.role!r}")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates take it: a string of content, and the arguments of calls as objects."""
+        found = self.model_dump(exclude_none=True, exclude={"tool_calls"})
+        found["content"] = self.content or ""
+        if self.tool_calls:
+            found["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return found
 
 
-class ChatTurn(StrictModel):
-    """Messages, and where they end."""
+def _check_arguments(value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise refused("", value, EXPECTED["chat_template_kwargs"])
+    if len(json.dumps(value)) > MAX_TEMPLATE_CHARS:
+        raise refused("", "a larger object", f"at most {MAX_TEMPLATE_CHARS} characters")
+    taken = sorted(value.keys() & OWN_TEMPLATE_NAMES)
+    if taken or not all(name.isidentifier() for name in value):
+        raise refused("", sorted(value), f"names other than {', '.join(sorted(OWN_TEMPLATE_NAMES))}")
+    return value
+
+
+TemplateArguments = Annotated[dict[str, Any], PlainValidator(_check_arguments, json_schema_input_type=dict[str, Any])]
+
+
+class ChatTurn(ToolFields):
+    """Messages, the tools that they may call, and where they end."""
 
     messages: list[ChatMessage] | None = Field(None, min_length=1)
     add_generation_prompt: bool | None = Field(
@@ -342,6 +400,30 @@ class ChatTurn(StrictModel):
     continue_final_message: bool | None = Field(
         None, description="Extension; the output goes on with the last message instead of a new one."
     )
+
+    chat_template_kwargs: TemplateArguments | None = Field(
+        None, description="Extension; values for the chat template, such as enable_thinking."
+    )
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description="For chat templates that know it; 'none' also switches thinking off."
+    )
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """What the chat template is told beside messages and tools."""
+        found: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            found["reasoning_effort"] = self.reasoning_effort
+        if self.reasoning_effort == "none":
+            found["enable_thinking"] = False
+        return found | (self.chat_template_kwargs or {})
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]] | None:
+        """The tools as chat templates take them."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in self.tools]
 
     @model_validator(mode="after")
     def _check_continuation(self) -> ChatTurn:
@@ -360,6 +442,7 @@ class ChatCompletionRequest(SamplingFields, ChatTurn):
     max_completion_tokens: int | None = Field(None, ge=1, description="Default: the rest of the context.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="Requires logprobs.")
+    include_reasoning: bool | None = Field(None, description="Extension; false leaves the reasoning out of the answer.")
 
     @model_validator(mode="after")
     def _check_top_logprobs(self) -> ChatCompletionRequest:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,20 +81,35 @@ def read_traffic(path: str) -> Traffic:
     return Traffic(kept, len(rows) - len(kept))
 
 
-def _read_sqlite(path: Path) -> list[Logged]:
+@contextmanager
+def opened_log(path: Path, argument: str = "LOG") -> Iterator[tuple[sqlite3.Connection, int]]:
+    """A log file, read only, and the version of its schema.
+
+    Args:
+        argument: Names the path in errors.
+
+    Raises:
+        ConfigError: There is no such file, or it is no log that can be read.
+    """
     if not path.is_file():
-        raise ConfigError("LOG", str(path), "the file that [log] path names, or a redis:// URL; there is no such file")
+        expected = "the file that [log] path names, or a redis:// URL; there is no such file"
+        raise ConfigError(argument, str(path), expected)
     try:
-        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
             (application_id,) = connection.execute("PRAGMA application_id").fetchone()
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             if application_id != APPLICATION_ID or not 1 <= version <= SQL_SCHEMA_VERSION:
-                raise ConfigError("LOG", str(path), f"a log of Farsight of version {SQL_SCHEMA_VERSION} or earlier")
-            requests = [FinishedRequest(*row) for row in connection.execute(_select(_REQUEST, "finished_requests"))]
-            rows = connection.execute(_select(_FORECAST, "forecasts")) if version > 1 else ()
-            forecasts = {row[0]: _forecast(row[1], json.loads(row[2]), *row[3:]) for row in rows}
+                raise ConfigError(argument, str(path), f"a log of Farsight of version {SQL_SCHEMA_VERSION} or earlier")
+            yield connection, version
     except sqlite3.Error as error:
-        raise ConfigError("LOG", str(path), f"a log of Farsight ({error})") from error
+        raise ConfigError(argument, str(path), f"a log of Farsight ({error})") from error
+
+
+def _read_sqlite(path: Path) -> list[Logged]:
+    with opened_log(path) as (connection, version):
+        requests = [FinishedRequest(*row) for row in connection.execute(_select(_REQUEST, "finished_requests"))]
+        rows = connection.execute(_select(_FORECAST, "forecasts")) if version > 1 else ()
+        forecasts = {row[0]: _forecast(row[1], json.loads(row[2]), *row[3:]) for row in rows}
     return [Logged(request, forecasts.get(request.request_id)) for request in requests]
 
 

@@ -100,6 +100,11 @@ def of_grammar(text: str) -> str:
         raise GrammarRefused(f"it cannot be read as GBNF: {error}") from error
 
 
+def of_lark(text: str) -> str:
+    """Texts of a grammar in the syntax of Lark that this server has written itself, from checked parts."""
+    return LLMatcher.grammar_from_lark(text)
+
+
 def _check_size(text: str) -> None:
     if len(text) > MAX_SOURCE_CHARS:
         raise GrammarRefused(f"it has {len(text)} characters, at most {MAX_SOURCE_CHARS} are taken")

@@ -7,11 +7,12 @@ import time
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
 
 from core.messages.status import StatusReply
 from core.messages.tokens import TokenLogprobs
 from services.api.answers.logprobs import CompletionLogprobs, chat_logprobs, likeliest, prompt_logprobs
+from services.api.answers.parts import TakenApart, answer_of
 from services.api.backend import ModelInfo
 from services.api.generate import ChoiceResult, shown_choices
 from services.api.requests import Generation
@@ -111,10 +112,39 @@ class Completion(BaseModel):
     usage: UsageFields
 
 
+class FunctionMade(BaseModel):
+    name: str
+    arguments: str
+
+
+class CallMade(BaseModel):
+    """A call that the client is to run: it sends the result in a message of role ``tool``."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionMade
+
+
 class ChatAnswer(BaseModel):
+    """``content`` is null beside calls without text; ``tool_calls`` and ``reasoning_content`` are there if they hold
+    something."""
+
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CallMade] | None = None
+
+    @classmethod
+    def of(cls, answer: TakenApart) -> ChatAnswer:
+        calls = [CallMade.model_validate(call.fields()) for call in answer.calls]
+        return cls(content=answer.content, reasoning_content=answer.reasoning or None, tool_calls=calls or None)
+
+    @model_serializer(mode="wrap")
+    def _shown(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = write(self)
+        empty = [name for name in ("reasoning_content", "tool_calls") if fields[name] is None]
+        return {name: value for name, value in fields.items() if name not in empty}
 
 
 class TopLogprob(BaseModel):
@@ -261,7 +291,7 @@ def usage(generation: Generation, num_output_tokens: int, num_cached_tokens: int
     )
 
 
-def _usage_of(generation: Generation, results: Sequence[ChoiceResult]) -> UsageFields:
+def usage_of(generation: Generation, results: Sequence[ChoiceResult]) -> UsageFields:
     """Token counts of all requests that ran, shown or not; a prompt's cached tokens are those of its first output."""
     num_cached = sum(result.cached_len for result in results[:: generation.num_tries])
     gpu_s = sum(result.gpu_s for result in results)
@@ -296,7 +326,7 @@ def completion(generation: Generation, results: Sequence[ChoiceResult], texts: T
         created=int(time.time()),
         model=generation.model,
         choices=choices,
-        usage=_usage_of(generation, results),
+        usage=usage_of(generation, results),
     )
 
 
@@ -314,16 +344,16 @@ def chat_completion(generation: Generation, results: Sequence[ChoiceResult], tex
     texts = texts.named(by_id=generation.names_ids)
     choices = []
     for index, result in enumerate(results):
-        answer = ChatAnswer(content=result.text)
+        answer = answer_of(generation.form, result.text, generation.response_id, index)
         logprobs = None
         if generation.shows_logprobs:
             logprobs = ChatLogprobs(**chat_logprobs(texts, likeliest(result.logprobs, generation.num_logprobs)))
         choices.append(
             ChatChoice(
                 index=index,
-                message=answer,
+                message=ChatAnswer.of(answer),
                 logprobs=logprobs,
-                finish_reason=result.finish_reason,
+                finish_reason="tool_calls" if answer.calls and result.finish_reason == "stop" else result.finish_reason,
                 token_ids=result.token_ids if generation.shows_token_ids else None,
             )
         )
@@ -332,7 +362,7 @@ def chat_completion(generation: Generation, results: Sequence[ChoiceResult], tex
         created=int(time.time()),
         model=generation.model,
         choices=choices,
-        usage=_usage_of(generation, results),
+        usage=usage_of(generation, results),
         prompt_token_ids=_prompt_token_ids(generation, 0),
         prompt_logprobs=_prompt_logprobs(generation, results[0], texts),
     )

@@ -35,6 +35,15 @@ def grammar_of(constraint: Constraint) -> str:
     return grammar
 
 
+def schema_of(constraint: Constraint) -> Any:
+    """The JSON Schema of an output; None where a constraint is none."""
+    if constraint.kind == "object":
+        return sources.ANY_OBJECT
+    if constraint.kind != "schema":
+        return None
+    return json.loads(constraint.value) if isinstance(constraint.value, str) else constraint.value
+
+
 def _source(constraint: Constraint) -> str:
     value = constraint.value
     match constraint.kind:

@@ -8,11 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from core.errors import CapacityError, ConfigError, InvalidValueError
 from core.request import PromptSource
 from services.api.errors import ApiError
 from services.api.text.client_text import placed, spans_of
+from services.api.text.dialect import Dialect
 from services.api.text.echo import Echo
 from services.api.text.template_process import TemplateProcess, TemplateRefused, TemplateStopped
 from services.api.text.token_texts import TokenTexts
@@ -35,6 +37,20 @@ class ChatEnd(Enum):
     IN_FINAL_MESSAGE = "the output goes on with the last message"
 
 
+class ChatPrompt(NamedTuple):
+    """A conversation as a chat template takes it.
+
+    Attributes:
+        tools: Functions that the model may call; None for none.
+        arguments: Further values that the template may know.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    end: ChatEnd = ChatEnd.NEW_TURN
+    tools: Sequence[Mapping[str, Any]] | None = None
+    arguments: Mapping[str, Any] = {}
+
+
 class PromptEncoder:
     """The tokenizer and the chat template of one model directory.
 
@@ -45,6 +61,7 @@ class PromptEncoder:
 
     Attributes:
         texts: What single tokens stand for.
+        dialect: How the model writes tool calls and reasoning.
 
     Raises:
         ConfigError: No usable tokenizer, a template with wrong syntax, or one that takes too much time or memory.
@@ -63,6 +80,7 @@ class PromptEncoder:
         source = files.template
         self._template = None if source is None else _compile(folder, source, files.special_tokens)
         self._knows_developer = source is not None and "developer" in source
+        self.dialect = Dialect(files.tokenizer, source or "")
         self._renderer = ThreadPoolExecutor(1, "chat-template")
         self._num_waiting = 0
 
@@ -111,13 +129,13 @@ class PromptEncoder:
         Raises:
             ApiError: As ``render_chat``.
         """
-        return self.encode_rendered(self.render_chat(messages))
+        return self.encode_rendered(self.render_chat(ChatPrompt(messages)))
 
     def encode_rendered(self, text: str) -> tuple[int, ...]:
         """Token ids of what ``render_chat`` returned."""
         return self._encoder.encode(str.__str__(text), spans_of(text)).ids
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]], end: ChatEnd = ChatEnd.NEW_TURN) -> str:
+    def render_chat(self, prompt: ChatPrompt) -> str:
         """The conversation as one text that ends where the assistant is to go on.
 
         A ``developer`` message is a ``system`` message to a template that does not know the word. ``spans_of`` tells
@@ -130,17 +148,21 @@ class PromptEncoder:
             message = "messages: the served model has no chat template; use /v1/completions with a prompt instead"
             raise ApiError(message, param="messages", code="no_chat_template")
         try:
-            chat = [self._chat_message(message) for message in messages]
-            text, spans = self._template.render(chat, add_generation_prompt=end is ChatEnd.NEW_TURN)
+            text, spans = self._template.render(
+                [self._chat_message(message) for message in prompt.messages],
+                add_generation_prompt=prompt.end is ChatEnd.NEW_TURN,
+                tools=prompt.tools,
+                arguments=prompt.arguments,
+            )
         except TemplateRefused as error:
             message = f"messages: the model's chat template refused them: {error}"
             raise ApiError(message, param="messages", code="chat_template_error") from error
-        if end is ChatEnd.IN_FINAL_MESSAGE:
-            cut = _end_of_final(text, messages[-1]["content"])
+        if prompt.end is ChatEnd.IN_FINAL_MESSAGE:
+            cut = _end_of_final(text, prompt.messages[-1]["content"])
             text, spans = text[:cut], tuple((begin, min(stop, cut)) for begin, stop in spans if begin < cut)
         return placed(text, spans) if spans else text
 
-    async def render_chat_soon(self, messages: Sequence[Mapping[str, str]], end: ChatEnd = ChatEnd.NEW_TURN) -> str:
+    async def render_chat_soon(self, prompt: ChatPrompt) -> str:
         """``render_chat`` in a thread of its own: one that has to be stopped holds up other chats alone.
 
         Raises:
@@ -150,11 +172,11 @@ class PromptEncoder:
             raise CapacityError(f"chats that wait for the template: {self._num_waiting}", retry_after_s=1.0)
         self._num_waiting += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._renderer, self.render_chat, messages, end)
+            return await asyncio.get_running_loop().run_in_executor(self._renderer, self.render_chat, prompt)
         finally:
             self._num_waiting -= 1
 
-    def _chat_message(self, message: Mapping[str, str]) -> Mapping[str, str]:
+    def _chat_message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         role = message["role"]
         return {**message, "role": "system"} if role == "developer" and not self._knows_developer else message
 
@@ -208,7 +230,7 @@ class PromptText:
         return round(prompt_len * len(self.user_input) / num_chars) if num_chars else 0
 
 
-def of_chat(messages: Sequence[Mapping[str, str]]) -> PromptText:
+def of_chat(messages: Sequence[Mapping[str, Any]]) -> PromptText:
     """A conversation without a user is all instruction."""
     last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
     others = [message["content"] for i, message in enumerate(messages) if i != last]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -161,7 +162,7 @@ async def test_settings_roll_like_weights_and_add_up() -> None:
 
 async def test_the_switch_is_told_before_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(f"{module.__name__}.time", SimpleNamespace(monotonic=lambda: now, time=lambda: now))
     fleet = Fleet(1)
     assert fleet.upgrade.switch_in_s() == 0.0
     await run(fleet)

@@ -33,8 +33,11 @@ CASES = {
     "/admin/drain": 3 * VOLUME,
     "/tokenize": 7 * VOLUME,
     "/detokenize": 3 * VOLUME,
-    "/v1/completions": 115 * VOLUME,
-    "/v1/chat/completions": 112 * VOLUME,
+    "/v1/completions": 90 * VOLUME,
+    "/v1/chat/completions": 90 * VOLUME,
+    "/v1/messages": 20 * VOLUME,
+    "/v1/messages/count_tokens": 7 * VOLUME,
+    "/v1/responses": 20 * VOLUME,
     "/admin/scale": 7 * VOLUME,
     "/admin/upgrade": 3 * VOLUME,
 }
