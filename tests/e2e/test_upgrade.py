@@ -39,7 +39,7 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def upgraded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("upgraded")
     flags = ("--replicas", "2", "--dtype", "float32", "--threads", "1")
-    # Two ingress replicas hear of new weights up to half a second apart.
+    # Two ingress replicas send new requests to new weights some milliseconds apart.
     server = start_server(folder / "log", *flags, *one_ingress(folder))
     yield server
     server.stop()
