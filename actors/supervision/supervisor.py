@@ -81,6 +81,7 @@ class Supervisor(Component, SupervisorCalls):
         self._restarts = ComponentRestarts(context.registry)
         self._scaling = asyncio.Lock()
         self._acted_at = time.monotonic()
+        self._has_taken_over = False
         self._tenants = SharedBudgets(uuid.uuid4().hex)
         self._ingresses = IngressReports()
         self._history = History(context.peers, lambda: self._counts, self._tenants)
@@ -88,8 +89,20 @@ class Supervisor(Component, SupervisorCalls):
             self._store, self._site.model_dir, self._ingresses, lambda: self._counts, self._change, self._renew
         )
 
+    async def answer(self, method: str, data: bytes) -> bytes:
+        """As a component that is not there yet, until it knows what an earlier Supervisor has left: before, it would
+        tell the numbers and the weights that the service started with.
+
+        Raises:
+            PeerLost: It has not taken over yet.
+        """
+        if not self._has_taken_over:
+            raise PeerLost(self.name)
+        return await super().answer(method, data)
+
     async def start(self) -> None:
         await self._take_over(await asyncio.to_thread(list_hosts, self._site.namespace))
+        self._has_taken_over = True
         self._keep_wanted()
         self._started[self._own] = asyncio.get_running_loop().create_future()
         # Not awaited here: this process takes no other components before the Supervisor has started.
