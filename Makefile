@@ -47,6 +47,9 @@ test-long: setup-dev ## Run every test: all seeds of random tests, all reproduct
 test-package: setup-dev ## Build the wheel, and the container where an engine runs, and start them
 	$(VENV)/bin/python -m pytest -q -m package tests/e2e/test_package.py $(ARGS)
 
+test-clients: ## Install client libraries and run their examples against a running server (URL=, MODEL=)
+	examples/run_clients.sh $(or $(URL),http://127.0.0.1:8000/v1) $(or $(MODEL),farsight-embedded)
+
 test-attack: setup-dev ## Attack a server with hostile clients and peers, at full volume: within 10 minutes
 	ATTACK_VOLUME=1 FUZZ_VOLUME=20 $(PYTEST) -m "attack and not gpu" tests/attack tests/unit/services/api/test_api_fuzz.py $(ARGS)
 

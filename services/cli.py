@@ -52,6 +52,13 @@ def serve(
     model: Annotated[
         str | None, typer.Option(help="Model directory, GGUF file or hub id; default: the embedded model.")
     ] = None,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="Name that clients ask for; several times for several names.")
+    ] = None,
+    chat_template: Annotated[Path | None, typer.Option(help="File of a chat template, not the model's own.")] = None,
+    tool_format: Annotated[
+        str | None, typer.Option(help="How the model writes tool calls; default: found from the chat template.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
     device: Annotated[
         str | None,
@@ -124,6 +131,10 @@ def serve(
     overrides: dict[str, dict[str, Any]] = {
         "model": {
             "path": model,
+            "name": served_model_name[0] if served_model_name else None,
+            "also_named": ",".join(served_model_name[1:]) if served_model_name and served_model_name[1:] else None,
+            "chat_template": None if chat_template is None else str(chat_template),
+            "tool_format": tool_format,
             "dtype": dtype,
             "replicas": replicas,
             "tensor_parallel": tensor_parallel,

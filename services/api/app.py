@@ -158,12 +158,12 @@ def _model_routes(backend: GenerationBackend) -> APIRouter:
 
     @router.get("/models")
     async def list_models() -> ModelList:
-        return ModelList(data=[model_card(backend.model)])
+        return ModelList(data=[model_card(backend.model, name) for name in backend.model.names])
 
     @router.get("/models/{model_id:path}")
     async def get_model(model_id: str) -> ModelCard:
         check_model(model_id, backend.model)
-        return model_card(backend.model)
+        return model_card(backend.model, model_id)
 
     return router
 

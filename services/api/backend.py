@@ -22,7 +22,8 @@ class ModelInfo:
     """Public facts about the served model.
 
     Attributes:
-        name: The only accepted value of ``model`` in a request.
+        name: What clients call it.
+        aliases: Further names that they may use.
         created: Creation time in Unix seconds.
         max_model_len: Limit of prompt plus output, in tokens.
         pool_limited: Whether the KV pool, not the model, sets that limit.
@@ -40,6 +41,11 @@ class ModelInfo:
     benchmark_mode: bool = False
     emulated: str = ""
     version: int = 0
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
 
 
 class GenerationBackend(Protocol):

@@ -309,8 +309,9 @@ def check_model(name: str | None, model: ModelInfo) -> None:
     Raises:
         ApiError: 404: another model is served here.
     """
-    if name is not None and name != model.name:
-        message = f"model: got {shown(name)!r}, expected {model.name!r}, the one model that is served here"
+    if name is not None and name not in model.names:
+        expected = " or ".join(map(repr, model.names))
+        message = f"model: got {shown(name)!r}, expected {expected}, the one model that is served here"
         raise ApiError(message, status=404, param="model", code="model_not_found")
 
 

@@ -27,6 +27,7 @@ from services.api.middleware import LoopPace
 from services.api.readiness import Readiness
 from services.api.streams.keeper import StreamKeeper
 from services.api.text.prompts import PromptEncoder
+from services.api.text.settings import text_settings
 from services.ingress.attendance import SUPERVISED_S, Attendance
 from services.ingress.engine_client import EngineClient
 from services.ingress.liveness import Liveness, publish
@@ -60,7 +61,7 @@ class Ingress:
 
     def __init__(self, site: Site, scales_ingress: bool) -> None:
         self._site = site
-        self._encoder = PromptEncoder(Path(site.model_dir))
+        self._encoder = PromptEncoder(Path(site.model_dir), text_settings(site.config.model))
         self._administration = Administration(os.environ.get(ADMIN_TOKEN_VARIABLE, ""), scales_ingress)
 
     async def __serve_build_asgi_app__(self) -> Any:
@@ -96,7 +97,7 @@ class Ingress:
             self._administration,
             shares_across_keys=shares,
             door=door,
-            workers=BodyWorkers(self._site.model_dir),
+            workers=BodyWorkers(self._site.model_dir, text_settings(self._site.config.model)),
             readiness=readiness,
             keeper=keeper,
             shed=client.first_check.shed,
@@ -142,6 +143,7 @@ async def open_client(site: Site) -> EngineClient:
     ready = served.ready
     model = ModelInfo(
         name=site.config.model.name,
+        aliases=site.config.model.aliases,
         created=int(time.time()),
         max_model_len=ready.max_model_len,
         pool_limited=ready.pool_limited,

@@ -11,6 +11,9 @@ from tokenization.grammars.sources import WHITESPACE
 from tokenization.tool_formats.formats import THINK_BEGIN, THINK_END, ToolFormat
 from tokenization.tool_formats.parts import Tool
 
+MAX_PARALLEL = 16
+"""Most calls of one output: a model that repeats itself ends."""
+
 TokenId = Callable[[str], int | None]
 """The id of a text that is one special token, which no other token writes; None for any other text."""
 
@@ -71,7 +74,8 @@ class GrammarWriter:
         once = not parallel or bool(written.begin)
         rest = self._calls(parallel and bool(written.begin), opener)
         region = f"{self._until(opener)} {rest}"
-        return self._grammar(f"{lead} ({region})? TEXT" if once else f"{lead} ({region})* TEXT", text=True)
+        times = "?" if once else f"{{0,{MAX_PARALLEL}}}"
+        return self._grammar(f"{lead} ({region}){times} TEXT", text=True)
 
     def _grammar(self, start: str, *, text: bool = False) -> str:
         rules = [f"start: {start}", *self._rules]
@@ -119,7 +123,7 @@ class GrammarWriter:
         items = first
         if parallel and found.parallel:
             following = first if before_name == found.before_name else self._call_rule("again", found.before_name)
-            items = f"{first} ({self._text(found.separator)} {following})*"
+            items = f"{first} ({self._text(found.separator)} {following}){{0,{MAX_PARALLEL - 1}}}"
         self._rules.append(f"calls: {self._text(begin)} {items} {self._text(found.end)}")
         return "calls"
 

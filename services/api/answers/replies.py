@@ -255,10 +255,9 @@ class Status(BaseModel):
     queue_delay_s: float | None = None
 
 
-def model_card(model: ModelInfo) -> ModelCard:
-    return ModelCard(
-        id=model.name, created=model.created, max_model_len=model.max_model_len, emulated=model.emulated or None
-    )
+def model_card(model: ModelInfo, name: str) -> ModelCard:
+    """The model under one of its names."""
+    return ModelCard(id=name, created=model.created, max_model_len=model.max_model_len, emulated=model.emulated or None)
 
 
 def status_reply(reply: StatusReply, model: ModelInfo) -> Status:

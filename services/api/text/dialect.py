@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 
 from tokenization.text_stream import special_ids
-from tokenization.tool_formats.formats import THINK_BEGIN, THINK_END, ToolFormat, format_of, reasons
+from tokenization.tool_formats.formats import FORMATS, THINK_BEGIN, THINK_END, ToolFormat, format_of, reasons
 from tokenization.tool_formats.parts import OutputForm
 
 
@@ -16,14 +16,15 @@ class Dialect:
 
     Args:
         template: Source of its chat template; empty if there is none.
+        tool_format: Name of the form of its calls; ``auto`` finds it from the template.
 
     Attributes:
         format: How it writes tool calls.
         reasons: Whether it may reason before it answers.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: str) -> None:
-        self.format: ToolFormat = format_of(template)
+    def __init__(self, tokenizer: Tokenizer, template: str, tool_format: str = "auto") -> None:
+        self.format: ToolFormat = format_of(template) if tool_format == "auto" else FORMATS[tool_format]
         self.reasons = reasons(template)
         special = special_ids(tokenizer)
         markers = (*self.format.markers, THINK_BEGIN, THINK_END)

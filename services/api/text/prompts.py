@@ -16,6 +16,7 @@ from services.api.errors import ApiError
 from services.api.text.client_text import placed, spans_of
 from services.api.text.dialect import Dialect
 from services.api.text.echo import Echo
+from services.api.text.settings import TextSettings
 from services.api.text.template_process import TemplateProcess, TemplateRefused, TemplateStopped
 from services.api.text.token_texts import TokenTexts
 from tokenization.capacity import text_capacity
@@ -58,6 +59,7 @@ class PromptEncoder:
 
     Args:
         model_dir: As ``tokenization.model_files`` reads it.
+        settings: What is not as the directory says.
 
     Attributes:
         texts: What single tokens stand for.
@@ -67,7 +69,7 @@ class PromptEncoder:
         ConfigError: No usable tokenizer, a template with wrong syntax, or one that takes too much time or memory.
     """
 
-    def __init__(self, model_dir: str | Path) -> None:
+    def __init__(self, model_dir: str | Path, settings: TextSettings | None = None) -> None:
         folder = Path(model_dir)
         try:
             files = load_model_texts(folder)
@@ -77,10 +79,11 @@ class PromptEncoder:
         self._encoder = files.encoder
         self.texts = TokenTexts(files.tokenizer)
         self._capacity = text_capacity(files.tokenizer)
-        source = files.template
+        settings = settings or TextSettings()
+        source = settings.template(files.template)
         self._template = None if source is None else _compile(folder, source, files.special_tokens)
         self._knows_developer = source is not None and "developer" in source
-        self.dialect = Dialect(files.tokenizer, source or "")
+        self.dialect = Dialect(files.tokenizer, source or "", settings.tool_format)
         self._renderer = ThreadPoolExecutor(1, "chat-template")
         self._num_waiting = 0
 
