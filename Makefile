@@ -23,7 +23,7 @@ FAST = $(addprefix tests/unit/,core tokenization kvcache policies predictor esti
 PYTEST = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 CODE = farsight_rooms.py core tokenization kvcache policies predictor estimator engine actors simulator services benchmarks tools tests examples
 
-.PHONY: help setup setup-dev serve test test-fast test-long test-package test-attack test-sanitized coverage check check-types check-rest format clean
+.PHONY: help setup setup-dev serve test test-fast test-long test-package test-clients test-attack test-sanitized test-races coverage check check-types check-rest format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +57,11 @@ test-attack: setup-dev ## Attack a server with hostile clients and peers, at ful
 test-sanitized: setup-dev ## Run the tests of the compiled step with sanitizers in it: takes minutes to compile
 	FARSIGHT_SANITIZE=address,undefined ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" \
+		$(VENV)/bin/python -m pytest -q -p tests.unit.engine.native.sanitized tests/unit/engine/native $(ARGS)
+
+# Data races of the team's threads; the two libraries cannot be in one process. The step's own tests run on two threads and more.
+test-races: setup-dev ## Run the tests of the compiled step and its threads with the sanitizer for data races: takes minutes
+	FARSIGHT_SANITIZE=thread LD_PRELOAD="$$(c++ -print-file-name=libtsan.so)" \
 		$(VENV)/bin/python -m pytest -q -p tests.unit.engine.native.sanitized tests/unit/engine/native $(ARGS)
 
 # The tests that start no server and no Ray, each at the volume of `make test`: within 25 minutes on four free cores.

@@ -277,7 +277,8 @@ def configured_batch_scheduler(
 
 def build_batch_runner(max_num_seqs: int) -> ReplicaScheduler:
     """The scheduler of one replica in batch mode: it runs a given batch as a whole or not at all."""
-    return ReplicaScheduler(ReplicaPolicies(Fcfs(), WholeBatch(), SplitBatch()), SchedulerLimits(max_num_seqs, 0))
+    limits = SchedulerLimits(max_num_seqs, 0, gives_way=False)
+    return ReplicaScheduler(ReplicaPolicies(Fcfs(), WholeBatch(), SplitBatch()), limits)
 
 
 def is_batch_mode(preset: str) -> bool:

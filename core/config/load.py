@@ -15,6 +15,7 @@ from core.config.access import AccessConfig
 from core.config.actors import ActorsConfig
 from core.config.checks import require
 from core.config.engine import EngineConfig
+from core.config.files import FilesConfig
 from core.config.learning import PredictorConfig
 from core.config.log import LogConfig
 from core.config.model import ModelConfig
@@ -43,6 +44,7 @@ class FarsightConfig:
     actors: ActorsConfig = field(default_factory=ActorsConfig)
     predictor: PredictorConfig = field(default_factory=PredictorConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    files: FilesConfig = field(default_factory=FilesConfig)
     replica: tuple[ReplicaConfig, ...] = ()
 
     def __post_init__(self) -> None:

@@ -116,6 +116,14 @@ def parse_dtype(name: str, config: DecoderConfig, device: str = "cpu") -> torch.
         return torch.bfloat16 if own is torch.float32 else own
     if name == "auto":
         return _DTYPES[config.checkpoint_dtype] if num_parameters(config) > LARGE_MODEL_PARAMETERS else torch.float32
+    return dtype_of_name(name)
+
+
+def dtype_of_name(name: str) -> torch.dtype:
+    """
+    Raises:
+        InvalidValueError: not one of the known names.
+    """
     if name not in _DTYPES:
         raise InvalidValueError("dtype", name, f"one of {['auto', *_DTYPES]}")
     return _DTYPES[name]

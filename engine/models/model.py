@@ -46,10 +46,17 @@ class DecoderModel:
         Returns:
             Logits of ``layout.sample_rows``, float32 ``[R, vocab]``.
         """
+        return self.logits(self.rows(layout, pool, attention))
+
+    def rows(self, layout: StepLayout, pool: KVPool, attention: StepAttention) -> Tensor:
+        """Runs a step up to the last norm; ``layout.sample_rows`` of what it reads, ``[R, hidden]``."""
         hidden = embed(layout, self.weights.embedding, self.weights.positions)
         hidden = self._embedded(hidden)
         hidden = self._layers.run(hidden, layout, pool, attention)
-        rows = hidden.index_select(0, layout.sample_rows)
+        return hidden.index_select(0, layout.sample_rows)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """Logits of what ``rows`` returned, float32 ``[R, vocab]``."""
         weights = self.weights
         return output_logits(rows, self.config, weights.norm, weights.lm_head, weights.head_bias)
 
@@ -71,6 +78,15 @@ def embed(layout: StepLayout, embedding: Tensor, positions: Tensor | None) -> Te
     if positions is not None:
         hidden += positions.index_select(0, layout.positions)
     return hidden
+
+
+def last_hidden(rows: Tensor, config: DecoderConfig, norm: Norm | None) -> Tensor:
+    """Hidden states behind the last norm, float32 ``[R, hidden]``, of rows behind the last layer."""
+    if norm is None:
+        return rows.float()
+    like = norm.weight if norm.weight.dtype == rows.dtype else norm.weight.to(rows.dtype)
+    shown = Norm(like, None if norm.bias is None else norm.bias.to(rows.dtype))
+    return _norm(rows, shown, config).float()
 
 
 def output_logits(
@@ -204,7 +220,7 @@ class DecoderLayers:
         return each
 
     def _mlp(self, layer: LayerWeights, normed: Tensor) -> Tensor:
-        up, act = linear(normed, layer.up), _ACTIVATIONS[self.config.activation]
+        up, act = linear(normed, layer.up), ACTIVATION_FUNCTIONS[self.config.activation]
         if not self.config.blocks.gated:
             return linear(act(up), layer.down)
         gate, up = up.chunk(2, -1)
@@ -215,7 +231,7 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "relu": F.relu,
     "gelu": F.gelu,

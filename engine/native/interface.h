@@ -71,5 +71,6 @@ struct FsStep {
   const int64_t* sample_rows;  // ascending
   float* logits;               // [samples, vocab]
   int64_t* best;               // [samples]
+  float* hidden;               // [samples, hidden]: what the last norm reads, or none
 };
 }

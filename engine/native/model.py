@@ -23,7 +23,7 @@ from engine.checkpoint.quantized import JoinedLinear, QuantizedLinear
 from engine.checkpoint.rotary_config import RotaryConfig
 from engine.checkpoint.weights import LayerWeights, Linear, Matrix, ModelWeights, Norm
 from engine.kv.kv_pool import KVPool
-from engine.models.model import embedding_scale
+from engine.models.model import embedding_scale, last_hidden
 from engine.models.rotary import rotary_tables
 from engine.native.library import load_library
 from engine.sampling.sampler import StepLogits
@@ -139,7 +139,7 @@ class _Step(Structure):
         *((name, c_int32) for name in ("num_rows", "num_items", "num_samples")),
         *((name, c_void_p) for name in ("token_ids", "positions", "slot_ids", "lengths", "tables")),
         ("width", c_int32),
-        *((name, c_void_p) for name in ("sample_rows", "logits", "best")),
+        *((name, c_void_p) for name in ("sample_rows", "logits", "best", "hidden")),
     )
 
 
@@ -209,8 +209,11 @@ class NativeModel:
         head = self._linear(dataclasses.replace(whole, bias=weights.head_bias))
         self._call("fs_set_head", self._handle, byref(self._norm(weights.norm)), byref(head))
 
-    def forward(self, step: NativeStep) -> tuple[Tensor, np.ndarray]:
+    def forward(self, step: NativeStep, hidden: Tensor | None = None) -> tuple[Tensor, np.ndarray]:
         """Runs a step: writes its keys and values into the pool.
+
+        Args:
+            hidden: float32 ``[R, hidden]``; gets what the last norm reads of the sampled rows.
 
         Returns:
             Logits of the sampled rows, float32 ``[R, vocab]``, and ``engine.sampling.sampler.likeliest`` of them; the
@@ -235,6 +238,7 @@ class NativeModel:
             _address(step.sample_rows),
             self._logits.data_ptr(),
             _address(self._best),
+            None if hidden is None else hidden.data_ptr(),
         )
         self._call("fs_step", self._handle, byref(arguments))
         return self._logits[:num_samples], self._best[:num_samples]
@@ -354,6 +358,8 @@ class NativeBackend:
     ) -> None:
         self._model = NativeModel(config, weights, pool, max_len, num_threads)
         self._block_size = pool.block_size
+        self._config = config
+        self._last_norm = weights.norm
         torch.set_num_threads(1)
 
     def run(
@@ -362,10 +368,17 @@ class NativeBackend:
         order: list[int],
         sequences: Mapping[str, Sequence],
         more_rows: list[int] | None = None,
+        *,
+        with_hidden: bool = False,
     ) -> StepLogits:
         """See ``engine.steps.backends.StepBackend.run``."""
-        logits, best = self._model.forward(build_native_step(batch, order, sequences, self._block_size, more_rows))
-        return StepLogits(logits, best.tolist())
+        step = build_native_step(batch, order, sequences, self._block_size, more_rows)
+        if not with_hidden:
+            logits, best = self._model.forward(step)
+            return StepLogits(logits, best.tolist())
+        hidden = torch.empty(len(step.sample_rows), self._config.hidden_size)
+        logits, best = self._model.forward(step, hidden)
+        return StepLogits(logits, best.tolist(), last_hidden(hidden, self._config, self._last_norm))
 
     def run_ready(self, inputs: DecodeInputs) -> StepLogits:
         """See ``engine.steps.backends.ReadyBackend.run_ready``."""

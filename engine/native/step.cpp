@@ -283,6 +283,7 @@ void run(Model& m, const FsStep& s) {
     activate(m, layer, rows);
     add_product(m, *layer.down, layer.after_mlp, rows, x);
   }
+  if (s.hidden) std::copy_n(x, size_t(rows) * c.hidden, s.hidden);
   norm_rows(m, m.norm, *m.lm_head, x, rows);
   apply(m.team, *m.lm_head, m.packed.data(), rows, s.logits, false);
   m.team.share(rows, [&](int r) {

@@ -141,7 +141,7 @@ class BatchScheduler(FleetMachine):
                 self._resting[name] = frozenset(keys)
             case HistoryLearned(forecast):
                 self._waiting.set_usual_forecast(forecast)
-                self._table.mean_output_len = forecast.mean
+                self._table.learn_lengths(forecast)
             case ForecastsArrived(made):
                 self._take_forecasts(made)
         return []

@@ -31,6 +31,8 @@ from services.api.answers.replies import (
 )
 from services.api.answers.sse import ChunkWriter, EventStream, chunks
 from services.api.backend import GenerationBackend
+from services.api.batches.records import Batches
+from services.api.batches.routes import FILES_PATH, FORM_BYTES, batch_routes, file_routes
 from services.api.body_workers import BodyWorkers, read_body
 from services.api.dialects.anthropic_errors import AnthropicErrors
 from services.api.dialects.messages import message_routes
@@ -45,6 +47,7 @@ from services.api.pages.explain import explain_routes
 from services.api.pages.home import home_routes
 from services.api.pages.live import live_routes
 from services.api.pages.routes import docs_routes
+from services.api.pages.what_if import what_if_routes
 from services.api.promised import ANSWER, HEADERS, AnswerPromise
 from services.api.readiness import DrainGate, Readiness
 from services.api.requests import Generation, check_model, generation_of
@@ -54,6 +57,7 @@ from services.api.streams.keeper import StreamKeeper
 from services.api.streams.routes import ResumableStreams, stream_routes, wants_resumable
 from services.api.text.prompts import PromptEncoder
 from services.api.tokens import token_routes
+from services.api.vectors.routes import VectorCalls, vector_routes
 
 DEFAULT_MAX_BODY_BYTES = 4 * 1024 * 1024
 API_VERSION = "1"
@@ -86,6 +90,7 @@ def build_app(
     readiness: Readiness | None = None,
     keeper: StreamKeeper | None = None,
     shed: Reason | None = None,
+    batches: Batches | None = None,
 ) -> FastAPI:
     """The application over one backend.
 
@@ -100,6 +105,7 @@ def build_app(
         readiness: What is known of the Supervisor and of a drain; without it there is neither.
         keeper: Runs resumable streams; without one, streams are not resumable.
         shed: Asked of each request for tokens before its body is read; without it none is refused so early.
+        batches: Keeps files and batches of clients; without it there are none.
     """
     app = FastAPI(
         title="Farsight",
@@ -118,13 +124,21 @@ def build_app(
     app.include_router(_model_routes(backend))
     streams = None if keeper is None else ResumableStreams(keeper, backend, encoder.texts, door)
     app.include_router(token_routes(backend, encoder, _ERRORS))
+    calls = VectorCalls(backend, encoder, shares_across_keys=shares_across_keys)
+    app.include_router(vector_routes(calls, _ERRORS))
     app.include_router(_generation_routes(backend, encoder, workers, streams, shares_across_keys))
     running = Running(backend, encoder, shares_across_keys)
     app.include_router(message_routes(running, _ERRORS))
     app.include_router(response_routes(running, _ERRORS))
     if streams is not None:
         app.include_router(stream_routes(streams, _ERRORS | _EVENTS))
+    larger = {}
+    if batches is not None:
+        app.include_router(file_routes(batches.files, _ERRORS))
+        app.include_router(batch_routes(batches, _ERRORS))
+        larger[FILES_PATH] = batches.files.settings.max_file_bytes + FORM_BYTES
     app.include_router(explain_routes(backend, administration.token if administration else ""))
+    app.include_router(what_if_routes(backend, administration.token if administration else ""))
     app.include_router(_operator_routes(backend, readiness))
     app.include_router(live)
     app.include_router(page_routes())
@@ -134,7 +148,7 @@ def build_app(
     app.include_router(home_routes(route_paths(app)))
     app.add_middleware(Methods, methods=_methods(app))
     app.add_middleware(DrainGate, readiness=readiness)
-    app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes)
+    app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes, larger=larger)
     if shed is not None:
         app.add_middleware(Shed, reason=shed, readiness=readiness, max_body_bytes=max_body_bytes)
     if door is not None:

@@ -48,6 +48,7 @@ class Generation:
         continuous_usage: Whether every chunk says the usage so far.
         echoes: The text put before the outputs of each prompt; empty without ``echo``.
         prompt_only: The client asked for 0 tokens; the one token that every request yields is not returned.
+        service_tier: Tier that serves it; empty where the client names none.
         response_id: The id of the client's answer.
         id_prefix: What that id begins with; empty for what its kind has.
         form: What its outputs may hold beside text; None for nothing.
@@ -70,6 +71,7 @@ class Generation:
     continuous_usage: bool = False
     echoes: tuple[Echo, ...] = ()
     prompt_only: bool = False
+    service_tier: str = ""
     response_id: str = ""
     id_prefix: str = ""
     form: OutputForm | None = None
@@ -134,7 +136,7 @@ async def generation_of(
         CapacityError: Too many chats wait for the template.
     """
     if isinstance(body, ChatCompletionRequest):
-        check_model(body.model, model)
+        check_generates(body.model, model)
         text = await encoder.render_chat_soon(prompt_of_chat(body))
         if len(text) < _THREAD_FROM_CHARS and body.constraint is None and not body.tools:
             return _of_chat(body, text, model, encoder)
@@ -153,7 +155,7 @@ def make_generation(
     body: CompletionRequest | ChatCompletionRequest, model: ModelInfo, encoder: PromptEncoder
 ) -> Generation:
     """As ``generation_of``, in this thread."""
-    check_model(body.model, model)
+    check_generates(body.model, model)
     if isinstance(body, CompletionRequest):
         return _of_completion(body, model, encoder)
     return _of_chat(body, encoder.render_chat(prompt_of_chat(body)), model, encoder)
@@ -202,11 +204,11 @@ def _prompt_ids(
         check_token_ids(field, prompt, model.vocab_size)
         return _truncated(tuple(prompt), body, model), None
     if body.truncate_prompt_tokens is None:
-        _check_text_len(field, prompt, model, encoder)
+        check_text_len(field, prompt, model, encoder)
     encoded = encoder.encode_prompt(
         prompt, parse_special=bool(body.parse_special), add_special_tokens=body.add_special_tokens is not False
     )
-    _check_encoded(field, encoded.ids, model)
+    check_encoded(field, encoded.ids, model)
     prompt_ids = _truncated(encoded.ids, body, model)
     return prompt_ids, encoded.offsets if len(prompt_ids) == len(encoded.ids) else None
 
@@ -233,9 +235,9 @@ def _messages(body: ChatTurn) -> list[dict[str, Any]]:
 
 def _of_chat(body: ChatCompletionRequest, text: str, model: ModelInfo, encoder: PromptEncoder) -> Generation:
     if body.truncate_prompt_tokens is None:
-        _check_text_len("messages", text, model, encoder)
+        check_text_len("messages", text, model, encoder)
     prompt_ids = encoder.encode_rendered(text)
-    _check_encoded("messages", prompt_ids, model)
+    check_encoded("messages", prompt_ids, model)
     prompt_ids = _truncated(prompt_ids, body, model)
     room = _check_prompt_len("messages", len(prompt_ids), model)
     limit = None
@@ -284,6 +286,7 @@ def _shown_fields(body: SamplingFields) -> dict[str, Any]:
         "shows_token_ids": bool(body.return_token_ids),
         "names_ids": bool(body.return_tokens_as_token_ids),
         "continuous_usage": body.continuous_usage,
+        "service_tier": body.tier or "",
     }
 
 
@@ -315,15 +318,26 @@ def check_model(name: str | None, model: ModelInfo) -> None:
         raise ApiError(message, status=404, param="model", code="model_not_found")
 
 
-def _check_text_len(field: str, text: str, model: ModelInfo, encoder: PromptEncoder) -> None:
+def check_generates(name: str | None, model: ModelInfo) -> None:
+    """
+    Raises:
+        ApiError: 404: another model is served here; 400: it continues no text.
+    """
+    check_model(name, model)
+    if not model.abilities.generates:
+        message = f"model: {model.name!r} is an encoder and generates no text; it serves {model.abilities.offers}"
+        raise ApiError(message, param="model", code="model_cannot_generate")
+
+
+def check_text_len(field: str, text: str, model: ModelInfo, encoder: PromptEncoder) -> None:
     """Refuses a text that cannot fit, however its tokens fall, before it is tokenised."""
     least = encoder.least_tokens(text, model.max_model_len)
     if least >= model.max_model_len:
         found = f"{len(text)} characters, which are {least} tokens or more"
-        raise _too_long(field, found, model.max_model_len - 1, "one more must fit", model)
+        raise too_long(field, found, model.max_model_len - 1, "one more must fit", model)
 
 
-def _check_encoded(field: str, prompt_ids: tuple[int, ...], model: ModelInfo) -> None:
+def check_encoded(field: str, prompt_ids: tuple[int, ...], model: ModelInfo) -> None:
     """Refuses tokens beyond the vocabulary: a tokenizer may have added tokens that the model cannot embed."""
     highest = max(prompt_ids, default=0)
     if highest >= model.vocab_size:
@@ -337,11 +351,11 @@ def _check_prompt_len(field: str, prompt_len: int, model: ModelInfo) -> int:
         raise ApiError(f"{field}: got no tokens, expected at least one", param=field, code="invalid_value")
     room = model.max_model_len - prompt_len
     if room < 1:
-        raise _too_long(field, f"{prompt_len} tokens", model.max_model_len - 1, "one more must fit", model)
+        raise too_long(field, f"{prompt_len} tokens", model.max_model_len - 1, "one more must fit", model)
     return room
 
 
-def _too_long(field: str, found: str, limit: int, why: str, model: ModelInfo) -> ApiError:
+def too_long(field: str, found: str, limit: int, why: str, model: ModelInfo) -> ApiError:
     bound = f"the context of {model.max_model_len} tokens"
     if model.pool_limited:
         bound = f"the KV pool's {model.max_model_len} tokens; --kv-memory raises it"
@@ -371,10 +385,17 @@ def _request(
     room = model.max_model_len - len(prompt_ids)
     if limit is not None and limit.max_new_tokens > room:
         why = f"a prompt of {len(prompt_ids)} tokens and the output must fit"
-        raise _too_long(limit.field, str(limit.max_new_tokens), room, why, model)
+        raise too_long(limit.field, str(limit.max_new_tokens), room, why, model)
     sampling = _sampling(body, default if limit is None else limit.max_new_tokens, model, encoder, form)
-    fields = {"priority": body.priority or 0, "cache_salt": _salt(body), "model_version": model.version}
-    return unnamed_request(prompt_ids, sampling, **fields)
+    return unnamed_request(
+        prompt_ids,
+        sampling,
+        priority=body.request_priority,
+        deadline_s=body.deadline_s,
+        slo=body.request_slo,
+        cache_salt=_salt(body),
+        model_version=model.version,
+    )
 
 
 def _salt(body: SamplingFields) -> str:

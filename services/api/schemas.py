@@ -20,7 +20,6 @@ from services.api.fields import (
     MAX_CHOICES,
     MAX_LOGPROBS,
     MAX_N,
-    MAX_PRIORITY,
     MAX_PROMPTS,
     MAX_SEQUENCES,
     MAX_STOP_CHARS,
@@ -36,6 +35,7 @@ from services.api.fields import (
 from services.api.strict import StrictModel
 from services.api.structured import Constraint, ResponseFormat, StructuredOutputs, constraint_of
 from services.api.tools.fields import MAX_CALLS, ToolCall, ToolFields
+from services.api.wishes import WishFields
 
 MAX_TEMPLATE_CHARS = 4096
 """Limit of a request's values for the chat template, as JSON text."""
@@ -49,7 +49,12 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int for item in value)
 
 
-def _check_prompt(value: Any) -> str | list[str] | list[int] | list[list[int]]:
+def check_prompt(value: Any, most: int = MAX_PROMPTS) -> str | list[str] | list[int] | list[list[int]]:
+    """A field that holds one or several prompts, each as text or token ids.
+
+    Raises:
+        PydanticCustomError: It holds something else, or more than ``most`` of them.
+    """
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
@@ -57,8 +62,8 @@ def _check_prompt(value: Any) -> str | list[str] | list[int] | list[list[int]]:
     if _is_ids(value):
         return value
     several = all(isinstance(item, str) for item in value) or all(isinstance(item, list) for item in value)
-    if several and len(value) > MAX_PROMPTS:
-        raise refused("", f"{len(value)} prompts", f"at most {MAX_PROMPTS} prompts in a request")
+    if several and len(value) > most:
+        raise refused("", f"{len(value)} prompts", f"at most {most} prompts in a request")
     for index, item in enumerate(value):
         _check_prompt_item(value[0], index, item)
     return value
@@ -128,7 +133,7 @@ def _part_text(index: int, part: Any) -> str:
 
 Prompt = Annotated[
     str | list[str] | list[int] | list[list[int]],
-    PlainValidator(_check_prompt, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    PlainValidator(check_prompt, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
 ]
 _StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 _StopStrings = Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS)]
@@ -154,7 +159,7 @@ class StreamOptions(StrictModel):
     continuous_usage_stats: bool | None = Field(None, description="Extension; every chunk says the usage so far.")
 
 
-class SamplingFields(StrictModel):
+class SamplingFields(WishFields):
     """The fields that both endpoints share."""
 
     model: str | None = Field(None, description="A name that is served here; the first of them if not given.")
@@ -198,9 +203,6 @@ class SamplingFields(StrictModel):
         min_length=1,
         max_length=1024,
         description="Only requests with the same key share cached prefixes, as with cache_salt.",
-    )
-    priority: int | None = Field(
-        None, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Extension; lower goes first; 0 if not given."
     )
     prompt_logprobs: int | None = Field(
         None, ge=0, le=MAX_TOP_LOGPROBS, description="Extension; log probabilities of the prompt's tokens."

@@ -8,20 +8,27 @@ import dataclasses
 import functools
 import os
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
 from actors.runtime.garbage import collect_when_quiet, leave_full_collections_to_us
 from actors.runtime.hosts import keep_supervisor
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, Site, again_and_again
+from core.abilities import Abilities
 from core.config.server import ServerConfig, is_loopback
 from core.errors import CapacityError
 from core.messages.fleet import ServedModel
+from engine.checkpoint.encoder_config import abilities_of
 from estimator.device_profile import profile_label
 from services.api.access.door import Door, door_settings
+from services.api.access.metered import MeteredBackend
 from services.api.admin import Administration
 from services.api.app import build_app
 from services.api.backend import ModelInfo
+from services.api.batches.records import Batches
+from services.api.batches.running import BatchRunner, RunningPlace
+from services.api.batches.shelf import Files
 from services.api.body_workers import BodyWorkers
 from services.api.middleware import LoopPace
 from services.api.readiness import Readiness
@@ -90,6 +97,10 @@ class Ingress:
         keeper = StreamKeeper(self._site.peers().stream_store())
         self._keeping = asyncio.create_task(again_and_again(keeper.run, LOOK_AGAIN_S))
         shares = server.prefix_sharing == "all" or (server.prefix_sharing == "auto" and door.is_open)
+        workers = BodyWorkers(self._site.model_dir, text_settings(self._site.config.model))
+        batches = self._make_batches()
+        if batches is not None:
+            self._running = asyncio.create_task(self._run_batches(batches, client, door, workers, shares=shares))
         return build_app(
             client,
             self._encoder,
@@ -97,11 +108,27 @@ class Ingress:
             self._administration,
             shares_across_keys=shares,
             door=door,
-            workers=BodyWorkers(self._site.model_dir, text_settings(self._site.config.model)),
+            workers=workers,
             readiness=readiness,
             keeper=keeper,
             shed=client.first_check.shed,
+            batches=batches,
         )
+
+    def _make_batches(self) -> Batches | None:
+        settings = self._site.config.files
+        return Batches(Files(self._site.peers().log_store(), settings)) if settings.max_file_bytes else None
+
+    async def _run_batches(
+        self, batches: Batches, client: EngineClient, door: Door, workers: BodyWorkers, *, shares: bool
+    ) -> None:
+        """Runs the lines of batches on an application that asks for no key: each line belongs to its batch's tenant."""
+        server = self._site.config.server
+        metered = MeteredBackend(client, door, shares_prefixes=shares)
+        app = build_app(metered, self._encoder, server.max_body_bytes, workers=workers)
+        place = RunningPlace(app, door.caller_of, client.first_check.has_room, server.max_body_bytes)
+        runner = BatchRunner(batches, place, uuid.uuid4().hex[:12], uses_keys=not door.is_open)
+        await again_and_again(runner.run, LOOK_AGAIN_S)
 
     def _make_door(self, client: EngineClient) -> Door:
         """The door, which counts tenants together with the other ingress replicas from now on."""
@@ -150,10 +177,18 @@ async def open_client(site: Site) -> EngineClient:
         vocab_size=ready.vocab_size,
         benchmark_mode=site.config.engine.benchmark_mode,
         emulated=profile_label(site.config.engine.profile),
+        abilities=served_abilities(site),
     )
     client = EngineClient(site, model, lambda: keep_supervisor(site), prefix_block_size=served.prefix_block_size)
     await client.start()
     return client
+
+
+def served_abilities(site: Site) -> Abilities:
+    """What the replicas can do: those of our own engine; other servers generate."""
+    if not site.config.model.replicas or site.config.engine.profile:
+        return Abilities()
+    return abilities_of(Path(site.model_dir))
 
 
 async def _wait_for_model(site: Site) -> ServedModel:

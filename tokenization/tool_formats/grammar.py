@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tokenization.grammars.sources import WHITESPACE
+from tokenization.grammars.sources import inline_schema
 from tokenization.tool_formats.formats import THINK_BEGIN, THINK_END, ToolFormat
 from tokenization.tool_formats.parts import Tool
 
@@ -52,7 +52,7 @@ class GrammarWriter:
         """
         lead = self._lead(reasons, in_reasoning)
         head = self._text("<|channel|>final<|message|>") if self._format.style == "harmony" else ""
-        self._rules.append(f"answer: {head} {_json(answer if isinstance(answer, dict) else {})}")
+        self._rules.append(f"answer: {head} {inline_schema(answer if isinstance(answer, dict) else {})}")
         options = f"(answer | {self._calls(parallel)})" if self._tools else "answer"
         return self._grammar(f"{lead} {options}")
 
@@ -142,7 +142,7 @@ class GrammarWriter:
         if self._format.style == "pythonic":
             self._keywords(index, schema)
         else:
-            self._rules.append(f"arguments_{index}: {_json(schema)}")
+            self._rules.append(f"arguments_{index}: {inline_schema(schema)}")
 
     def _keywords(self, index: int, schema: dict[str, Any]) -> None:
         """``a=1, b="x"``: the required ones, then any of the others, each in the order of the schema."""
@@ -209,16 +209,12 @@ _PYTHONIC_KEYS = frozenset(
 _COMMA = '", "'
 
 
-def _json(schema: dict[str, Any]) -> str:
-    return f"%json {json.dumps({'x-guidance': {'whitespace_pattern': WHITESPACE}, **schema})}"
-
-
 def _python_value(schema: Any, shared: dict[str, Any]) -> str:
     if isinstance(schema, dict) and schema.get("type") == "boolean" and not schema.keys() & {"enum", "const"}:
         return '("True" | "False")'
     if isinstance(schema, dict) and schema.get("type") == "null":
         return '"None"'
-    return _json({**shared, **schema} if isinstance(schema, dict) else {})
+    return inline_schema({**shared, **schema} if isinstance(schema, dict) else {})
 
 
 def _listed(keywords: Sequence[tuple[str, bool]]) -> str:

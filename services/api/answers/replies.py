@@ -103,6 +103,9 @@ class CompletionChoice(BaseModel):
     prompt_logprobs: PromptLogprobs = None
 
 
+ServedTier = Annotated[str | None, Field(description="Tier that served it; null without service_tier.")]
+
+
 class Completion(BaseModel):
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -110,6 +113,7 @@ class Completion(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: UsageFields
+    service_tier: ServedTier = None
 
 
 class FunctionMade(BaseModel):
@@ -177,6 +181,7 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: UsageFields
+    service_tier: ServedTier = None
     prompt_token_ids: TokenIds = None
     prompt_logprobs: PromptLogprobs = None
 
@@ -326,6 +331,7 @@ def completion(generation: Generation, results: Sequence[ChoiceResult], texts: T
         model=generation.model,
         choices=choices,
         usage=usage_of(generation, results),
+        service_tier=generation.service_tier or None,
     )
 
 
@@ -362,6 +368,7 @@ def chat_completion(generation: Generation, results: Sequence[ChoiceResult], tex
         model=generation.model,
         choices=choices,
         usage=usage_of(generation, results),
+        service_tier=generation.service_tier or None,
         prompt_token_ids=_prompt_token_ids(generation, 0),
         prompt_logprobs=_prompt_logprobs(generation, results[0], texts),
     )

@@ -201,6 +201,8 @@ class ChunkWriter:
             "created": int(time.time()) if created is None else created,
             "model": generation.model,
         }
+        if generation.service_tier:
+            self._head["service_tier"] = generation.service_tier
 
     def opening(self) -> bytes:
         """The first chunk of each choice: a chat's names the role, a completion has none."""

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse, Response
 
+from services.api.access.metered import served_as
 from services.api.access.presented import owner_of, salt_of, sent_key
 from services.api.answers.replies import UsageFields, usage_of
 from services.api.answers.sse import EventStream, StreamWriter, chunks
@@ -72,7 +73,7 @@ def named_for(generation: Generation, request: Request, shares_across_keys: bool
     """Sets the id of the answer, its owner, and the cache salt that decides which requests share prefixes with it."""
     key = sent_key(request.headers)
     salt = str if shares_across_keys else functools.partial(salt_of, key)
-    return generation.named(owner_of(key), salt)
+    return served_as(generation.named(owner_of(key), salt))
 
 
 def checked(kind: type[_Body], fields: dict[str, Any]) -> _Body:

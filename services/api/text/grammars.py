@@ -57,6 +57,9 @@ def _source(constraint: Constraint) -> str:
             return sources.of_choices(value)
         case "grammar":
             return sources.of_grammar(value)
+        case "tags":
+            tags = [sources.Tag(each.begin, each.schema_, each.end) for each in value.structures]
+            return sources.of_tags(tags, value.triggers)
 
 
 def _of_schema(schema: Any, compact: bool) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,6 +102,26 @@ class PromptEncoder:
         """
         client = () if parse_special else ((0, len(text)),)
         return self._encoder.encode(text, client, add_special_tokens=add_special_tokens)
+
+    def encode_pair(self, first: str, second: str) -> tuple[tuple[int, ...], int]:
+        """Token ids of two texts that a model reads at once, and the index of the first token of the second."""
+        before, between, behind = self._pair_frame
+        ids = [self.encode_prompt(text, add_special_tokens=False).ids for text in (first, second)]
+        head = before + ids[0] + between
+        return head + ids[1] + behind, len(head)
+
+    @cached_property
+    def _pair_frame(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """The tokens that the tokenizer puts before, between and behind two texts."""
+        pair = self._tokenizer.encode("a", "b")
+        frame: list[list[int]] = [[], [], []]
+        last = 0
+        for token_id, is_special, sequence in zip(pair.ids, pair.special_tokens_mask, pair.sequence_ids, strict=True):
+            if not is_special and sequence is not None:
+                last = sequence + 1
+            elif is_special:
+                frame[last].append(token_id)
+        return tuple(frame[0]), tuple(frame[1]), tuple(frame[2])
 
     def word_ids(self, word: str) -> tuple[tuple[int, ...], ...]:
         """Token ids of a text inside of an output: as it is, and behind a space."""

@@ -80,6 +80,19 @@ COMMON_CASES = [
     ({"min_p": True}, 400, "min_p", ["got True"]),
     ({"priority": 1.5}, 400, "priority", ["got 1.5", "integer from -2147483647"]),
     ({"priority": 2**31}, 400, "priority", ["got 2147483648", "to 2147483647"]),
+    ({"deadline_s": 0}, 400, "deadline_s", ["got 0", "seconds > 0 and <= 86400"]),
+    ({"deadline_s": -1.5}, 400, "deadline_s", ["got -1.5"]),
+    ({"deadline_s": "5"}, 400, "deadline_s", ["got '5'", "a number of seconds"]),
+    ({"deadline_s": True}, 400, "deadline_s", ["got True"]),
+    ({"deadline_s": 86401}, 400, "deadline_s", ["got 86401"]),
+    ({"deadline_s": float("inf")}, 400, "deadline_s", ["got inf"]),
+    ({"slo": 5}, 400, "slo", ["got 5", "an object with ttft and tpot"]),
+    ({"slo": {"ttft": 0}}, 400, "slo.ttft", ["got 0", "seconds > 0"]),
+    ({"slo": {"tpot": "fast"}}, 400, "slo.tpot", ["got 'fast'", "a number of seconds"]),
+    ({"slo": {"tpott": 1}}, 400, "slo.tpott", ["unknown field", "tpot"]),
+    ({"service_tier": "scale"}, 400, "service_tier", ["got 'scale'", "'auto', 'default', 'priority' or 'flex'"]),
+    ({"service_tier": 1}, 400, "service_tier", ["got 1"]),
+    ({"service_tier": "priority", "priority": 2}, 400, "priority", ["got 2", "null where service_tier is 'priority'"]),
     ({"cache_salt": ""}, 400, "cache_salt", ["got ''", "1 to 1024 characters"]),
     ({"cache_salt": 5}, 400, "cache_salt", ["got 5"]),
     ({"min_tokens": -1}, 400, "min_tokens", ["got -1", "integer >= 0"]),
@@ -265,7 +278,7 @@ async def test_accepted_content_types(client: httpx.AsyncClient, headers: dict[s
     assert response.status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/nothing", "/v1", "/v1/nothing", "/v1/embeddings"])
+@pytest.mark.parametrize("path", ["/nothing", "/v1", "/v1/nothing", "/v1/images"])
 async def test_unknown_address(client: httpx.AsyncClient, path: str) -> None:
     error = _check_error(await client.post(path, json={}), 404, None, "POST", path)
     assert error["code"] == "not_found"

@@ -10,7 +10,7 @@ from core.config.server import ServerConfig
 from core.costs import StepCost
 from core.load_snapshot import Demand, LoadSnapshot
 from core.messages.requests import AnnounceReply, IngressLoad, total_load
-from core.request import Request, SamplingParams
+from core.request import Request, SamplingParams, Slo
 from policies.fleet.queue_delay import ended_after_s, queue_delay_s
 from services.ingress.first_check import RETRY_AFTER_S, CountedRequest, FirstCheck, TooMuch
 
@@ -293,3 +293,17 @@ def test_loads_add_up_by_key() -> None:
     one, other = IngressLoad((("", 1, 10), ("a", 2, 20))), IngressLoad((("a", 3, 30), ("b", 4, 40)))
     assert set(total_load([one, other]).by_key) == {("", 1, 10), ("a", 5, 50), ("b", 4, 40)}
     assert total_load([]) == IngressLoad()
+
+
+def test_a_request_that_cannot_be_in_time_is_refused_with_the_predicted_time() -> None:
+    told: list[str] = []
+    check = FirstCheck(OFF, told.append)
+    wanted = dataclasses.replace(request(), slo=Slo(ttft_s=1e-3))
+    check.admit(wanted)
+    assert not told, "nothing is known yet"
+    check.heard(reply(outlook(0)))
+    error = refused(check, wanted)
+    assert told == ["deadline"] and error.retry_after_s >= 1.0
+    assert "predicted time to the first token" in str(error) and "slo.ttft is 0.001 s" in str(error)
+    check.admit(request())
+    check.admit(dataclasses.replace(request(), slo=Slo(ttft_s=60.0), deadline_s=600.0))
