@@ -27,8 +27,8 @@ class PrefillFields(StrictModel):
     """What all three share."""
 
     neutral: ClassVar[Mapping[str, NeutralOnly]] = {
-        name: COMMON_NEUTRAL[name] for name in ("metadata", "safety_identifier", "request_id", "service_tier")
-    }
+        name: COMMON_NEUTRAL[name] for name in ("metadata", "safety_identifier", "request_id")
+    } | {"service_tier": NeutralOnly(("auto", "default"), "it has one tier, priority says what goes first")}
 
     model: str | None = Field(None, description="A name that is served here; the first of them if not given.")
     user: str | None = Field(None, description="Names your end user; has no effect.")
