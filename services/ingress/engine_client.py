@@ -88,12 +88,8 @@ class EngineClient(ObservedService, VersionedStreams):
         self._prefix_block_size = prefix_block_size
         self._peers = site.peers()
         self._router = self._peers.router()
-        self._limits = site.config.server
+        self._config = site.config
         self._sends_text = any(each.prompt == "text" for each in site.config.replica)
-        self._deadline_s = self._limits.first_token_deadline_s if site.config.replica else math.inf
-        self._own_deadline_s = self._limits.max_wait_s + self._limits.first_token_deadline_s
-        if not self._limits.max_wait_s:
-            self._own_deadline_s = math.inf
         self._keep = keep
         self._ingress_id = uuid.uuid4().hex[:12]
         self._ledger = RequestLedger(self._ingress_id)
@@ -119,7 +115,7 @@ class EngineClient(ObservedService, VersionedStreams):
         self._overview = Overview(site, self._peers)
         self.registry = CollectorRegistry()
         self._metrics = RequestMetrics(self.registry, model.name)
-        self.first_check = FirstCheck(self._limits, self._metrics.rejected)
+        self.first_check = FirstCheck(site.config.server, self._metrics.rejected)
         self.tally = self._metrics.tally
         show_degraded(self.registry, lambda: [(f"ingress-{self._ingress_id}", self._degraded)])
         self._health = HealthServer(self.registry, lambda: [self._row()])
