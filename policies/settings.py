@@ -147,6 +147,7 @@ class PolicySettings:
     theta: float = 4.0
     gamma: float = 0.1
     tail: float = 1.0
+    max_pause_s: float = 0.0
     max_gap_s: float = math.inf
     mlfq: MlfqRules = field(default_factory=MlfqRules)
     cost: StepCost = PRIOR_COST

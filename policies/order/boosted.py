@@ -34,6 +34,7 @@ SPREAD = 8.0
 """Boosts of jobs down to exp(-8) = 1/3000 of the yardstick still differ below ``max_boost_s``."""
 
 _LEAST_S = 1e-9
+STREAMS, MEM, YARD = 3.0, 0.6, True
 
 
 def boosts(ranks: FloatArray, yardstick_s: float, max_boost_s: float) -> FloatArray:
@@ -71,28 +72,66 @@ class Boosted(Gittins):
     """
 
     def __init__(
-        self, price: DecodePrice, *, theta: float = 4.0, tail: float = 1.0, max_boost_s: float = MAX_BOOST_S
+        self,
+        price: DecodePrice,
+        *,
+        theta: float = 4.0,
+        tail: float = 1.0,
+        max_boost_s: float = MAX_BOOST_S,
+        max_pause_s: float = 0.0,
     ) -> None:
         super().__init__(price, theta=theta)
         if not 0 < tail < math.inf:
             raise InvalidValueError("tail", tail, "a number > 0")
         if not 0 < max_boost_s < math.inf:
             raise InvalidValueError("max_boost_s", max_boost_s, "seconds > 0")
-        self._tail, self._max_boost_s = tail, max_boost_s
+        if not 0 <= max_pause_s < math.inf:
+            raise InvalidValueError("max_pause_s", max_pause_s, "seconds >= 0")
+        self._tail, self._max_boost_s, self._max_pause_s = tail, max_boost_s, max_pause_s
 
     @property
     def yardstick_s(self) -> float:
         """Expected work of jobs that have not begun over ``tail``, as far as ``max_boost_s`` leaves room; seconds."""
-        backlog_s = float(self._column("expected")[self._column("generated") == 0].sum())
+        waits = self._column("generated") == 0
+        if YARD:
+            waits = waits | (self._column("ran_at") < self._ranked_at - 0.3)
+        backlog_s = float(self._column("expected")[waits].sum())
         return max(min(backlog_s / self._tail, self._max_boost_s / SPREAD), _LEAST_S)
 
+    def add(self, job: Job, now: float) -> None:
+        super().add(job, now)
+        self._column("ran_at")[self._known_row(job)] = job.last_ran_at
+
+    def ran(self, job: Job, duration_s: float, now: float) -> None:
+        row = self._table.row(job)
+        if row is not None:
+            self._column("ran_at")[row] = now
+        super().ran(job, duration_s, now)
+
     def _keys(self, rows: slice | NDArray[np.int64], now: float) -> list[NDArray[Any]]:
+        self._ranked_at = now
         resident, arrived_at = self._column("resident")[rows], self._column("arrived_at")[rows]
         rank = self._column("rank")[rows].copy()
         rank[resident] /= self._theta
         boosted_at = arrived_at - self._boosts(rank, self._column("tokens")[rows])
-        phase = np.where(self._column("generated")[rows] > 0, np.where(resident, 0, 1), 2)
+        begun = self._column("generated")[rows] > 0
+        if self._takes_turns():
+            ran_at = self._column("ran_at")[rows]
+            overdue = begun & (ran_at <= now - self._max_pause_s)
+            phase = np.where(overdue, 0, 2)
+            boosted_at = np.where(overdue, ran_at, boosted_at)
+        else:
+            phase = np.where(begun, np.where(resident, 0, 1), 2)
         return [self._column("priority")[rows], self._column("deadline_at")[rows], phase, boosted_at, arrived_at]
+
+    def _takes_turns(self) -> bool:
+        """Whether streams that have begun may stand still for others, each at most ``max_pause_s``."""
+        if not self._max_pause_s:
+            return False
+        begun = self._column("generated") > 0
+        if int(begun.sum()) > STREAMS * self._price.max_num_seqs:
+            return False
+        return bool(self._column("context")[begun].sum() <= MEM * self._price.capacity)
 
     def _boosts(self, ranks: FloatArray, tokens: FloatArray) -> FloatArray:
         boost = boosts(ranks, self.yardstick_s, self._max_boost_s)
@@ -115,4 +154,4 @@ def build_boosted(context: ReplicaContext) -> Boosted:
     """Arrival, less a boost that is large for small Gittins ranks; streams that have begun go on."""
     settings = context.settings
     price = DecodePrice(settings.cost, context.max_num_seqs, PRIOR_CAPACITY)
-    return Boosted(price, theta=settings.theta, tail=settings.tail)
+    return Boosted(price, theta=settings.theta, tail=settings.tail, max_pause_s=settings.max_pause_s)
