@@ -142,7 +142,12 @@ def configured_settings(config: SchedulerConfig) -> PolicySettings:
     mlfq = MlfqRules(config.quantum_s, follows_cost=True, starve_limit_s=config.starve_limit_s)
     max_gap_s = config.max_gap_ms / 1e3 if config.max_gap_ms else math.inf
     return PolicySettings(
-        watermark=config.watermark, gamma=config.gamma, tail=config.tail, max_gap_s=max_gap_s, mlfq=mlfq
+        watermark=config.watermark,
+        gamma=config.gamma,
+        tail=config.tail,
+        max_pause_s=config.max_pause_s,
+        max_gap_s=max_gap_s,
+        mlfq=mlfq,
     )
 
 

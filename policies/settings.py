@@ -129,6 +129,7 @@ class PolicySettings:
         max_new_tokens: Output length that Past-Future expects before any request has finished.
         eviction_risk: Probability of an eviction that the admission by forecast accepts.
         tail: How much of the mean the boosted order gives for the tail; as ``SchedulerConfig.tail``.
+        max_pause_s: How long the boosted order lets a stream stand still; as ``SchedulerConfig.max_pause_s``.
         max_gap_s: As in ``StepBudget``.
         mlfq: Rules of the skip-join MLFQ.
         theta: Hysteresis of the Gittins order.
