@@ -25,7 +25,7 @@ from services.bench.workloads import make_workload
 VLLM = "vllm"
 WORKLOADS = ("hol", "texts")
 CV = 2.0
-"""Of the gaps between arrivals."""
+"""Coefficient of variation of the gaps between arrivals."""
 
 IN_FLIGHT = 64
 """Requests in flight while the capacity is measured: four for each place of the default."""
@@ -42,7 +42,7 @@ class System:
 
     Attributes:
         name: In tables.
-        preset: Of Farsight; empty for vLLM.
+        preset: The preset of a Farsight server; empty for vLLM.
         settings: Entries of ``[scheduler]`` as TOML, in place of the preset's own.
     """
 
@@ -104,9 +104,10 @@ class Bench:
             more = ("--max-num-seqs", str(self.max_num_seqs))
             return vllm_command(PeerOptions(self.peer_venv, self.model, threads=self.threads, more=more))
         config = folder / f"{system.name}.toml"
-        config.write_text("\n".join(["[scheduler]", *system.settings, ""]), "utf-8")
+        engine = ["[engine]", f"max_num_seqs = {self.max_num_seqs}"]
+        config.write_text("\n".join([*engine, "[scheduler]", *system.settings, ""]), "utf-8")
         options = ["--config", str(config), "--preset", system.preset, "--dtype", "bfloat16"]
-        options += ["--threads", str(self.threads), "--max-num-seqs", str(self.max_num_seqs)]
+        options += ["--threads", str(self.threads)]
         return farsight_command(self.model, options)
 
 
