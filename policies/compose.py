@@ -154,6 +154,7 @@ def configured_settings(config: SchedulerConfig) -> PolicySettings:
         history_window=config.history_window,
         gamma=config.gamma,
         tail=config.tail,
+        max_pause_s=config.max_pause_s,
         max_gap_s=max_gap_s,
         mlfq=mlfq,
         min_idle_slots=config.min_idle_slots,

@@ -130,6 +130,7 @@ class PolicySettings:
         max_new_tokens: Output length that Past-Future expects before any request has finished.
         eviction_risk: Probability of an eviction that the admission by forecast accepts.
         tail: How much of the mean the boosted order gives for the tail; as ``SchedulerConfig.tail``.
+        max_pause_s: How long the boosted order lets a stream stand still; as ``SchedulerConfig.max_pause_s``.
         max_gap_s: As in ``StepBudget``.
         mlfq: Rules of the skip-join MLFQ.
         min_idle_slots: As in ``EnstOffload``.
@@ -151,6 +152,7 @@ class PolicySettings:
     theta: float = 4.0
     gamma: float = 0.1
     tail: float = 1.0
+    max_pause_s: float = 0.0
     max_gap_s: float = math.inf
     mlfq: MlfqRules = field(default_factory=MlfqRules)
     min_idle_slots: int = 1

@@ -27,6 +27,10 @@ class SchedulerConfig:
             short requests go first almost always, and the longest wait for all of them; at 10 the order is almost
             that of arrival. In simulated overloads 1 made the slowest percent take 2 to 21 % longer than in order of
             arrival, for means that were 4 to 53 % lower.
+        max_pause_s: Seconds after which a stream that stands still for others goes first, under the order
+            ``boosted``. 0: streams that have begun are not stopped for others. A client sees this pause and a turn of
+            about 0.15 s. In simulated overloads of 16 places 0.4 made the mean 30 to 41 % lower than 0 did where
+            lengths are not known ahead, with ``tail`` 0.3.
         max_gap_ms: Longest gap between two tokens of a stream that the prompts of other requests may make, in
             milliseconds: so many prompt tokens go into a step as its measured cost allows. Streams that take more than
             half of it by themselves leave prompts as much time as they take. 0 for no bound but
@@ -62,6 +66,7 @@ class SchedulerConfig:
     execution: str = "ragged"
     gamma: float = 0.1
     tail: float = 1.0
+    max_pause_s: float = 0.0
     max_gap_ms: float = 0.0
     watermark: float = 0.95
     standby_slots: int = 16
@@ -81,6 +86,7 @@ class SchedulerConfig:
         require(self.execution in EXECUTIONS, "scheduler.execution", self.execution, f"one of {executions}")
         require(self.gamma >= 0, "scheduler.gamma", self.gamma, "a number >= 0")
         require(0 < self.tail < math.inf, "scheduler.tail", self.tail, "a number > 0")
+        require(0 <= self.max_pause_s < math.inf, "scheduler.max_pause_s", self.max_pause_s, "seconds >= 0")
         require(0 <= self.max_gap_ms < math.inf, "scheduler.max_gap_ms", self.max_gap_ms, "milliseconds >= 0")
         require(0 < self.watermark <= 1, "scheduler.watermark", self.watermark, "a number > 0 and <= 1")
         require(self.standby_slots >= 0, "scheduler.standby_slots", self.standby_slots, "an integer >= 0")

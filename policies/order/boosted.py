@@ -34,6 +34,14 @@ SPREAD = 8.0
 """Boosts of jobs down to exp(-8) = 1/3000 of the yardstick still differ below ``max_boost_s``."""
 
 _LEAST_S = 1e-9
+STREAMS_A_PLACE = 4
+"""Streams take turns while at most so many have begun for each place: more could not keep their pauses short."""
+
+SHARE_OF_KV = 0.6
+"""... and while those that have begun fill at most this share of the memory: beyond it KV would be moved for turns."""
+
+STANDS_S = 0.3
+"""A stream that has not run for so long counts as waiting work."""
 
 
 def boosts(ranks: FloatArray, yardstick_s: float, max_boost_s: float) -> FloatArray:
@@ -54,8 +62,10 @@ def boosts(ranks: FloatArray, yardstick_s: float, max_boost_s: float) -> FloatAr
 class Boosted(Gittins):
     """``Order`` by urgency, then streams that have begun, then by boosted arrival.
 
-    A stream that has begun is not preempted for a job that has not: it stands still only where memory is short, and
-    then goes before all that have not begun.
+    Without ``max_pause_s`` a stream that has begun is not preempted for a job that has not: it stands still only where
+    memory is short, and then goes before all that have not begun. With it, streams that have begun go by boosted
+    arrival among the others while few enough have begun (``STREAMS_A_PLACE``, ``SHARE_OF_KV``), and one that has
+    stood still for ``max_pause_s`` goes before all others until it has run.
 
     Costs are those of ``Gittins``, and a sum over all jobs for each ``ranked``.
 
@@ -65,34 +75,76 @@ class Boosted(Gittins):
         tail: How much of the mean is given for the tail; > 0. Near 0 the order is that of the ranks, large values
             make it first come, first served.
         max_boost_s: Seconds > 0.
+        max_pause_s: Seconds after which a stream that stands still goes first; 0: streams do not stand still for
+            others.
 
     Raises:
         InvalidValueError: A parameter is out of range.
     """
 
     def __init__(
-        self, price: DecodePrice, *, theta: float = 4.0, tail: float = 1.0, max_boost_s: float = MAX_BOOST_S
+        self,
+        price: DecodePrice,
+        *,
+        theta: float = 4.0,
+        tail: float = 1.0,
+        max_boost_s: float = MAX_BOOST_S,
+        max_pause_s: float = 0.0,
     ) -> None:
         super().__init__(price, theta=theta)
         if not 0 < tail < math.inf:
             raise InvalidValueError("tail", tail, "a number > 0")
         if not 0 < max_boost_s < math.inf:
             raise InvalidValueError("max_boost_s", max_boost_s, "seconds > 0")
-        self._tail, self._max_boost_s = tail, max_boost_s
+        if not 0 <= max_pause_s < math.inf:
+            raise InvalidValueError("max_pause_s", max_pause_s, "seconds >= 0")
+        self._tail, self._max_boost_s, self._max_pause_s = tail, max_boost_s, max_pause_s
 
     @property
     def yardstick_s(self) -> float:
-        """Expected work of jobs that have not begun over ``tail``, as far as ``max_boost_s`` leaves room; seconds."""
-        backlog_s = float(self._column("expected")[self._column("generated") == 0].sum())
+        """Expected work of jobs that wait, over ``tail``, as far as ``max_boost_s`` leaves room; seconds.
+
+        Those are the jobs that have not begun and, where streams take turns, the streams that stand still.
+        """
+        waits = self._column("generated") == 0
+        if self._max_pause_s:
+            waits |= self._column("ran_at") < self._ranked_at - STANDS_S
+        backlog_s = float(self._column("expected")[waits].sum())
         return max(min(backlog_s / self._tail, self._max_boost_s / SPREAD), _LEAST_S)
 
+    def add(self, job: Job, now: float) -> None:
+        super().add(job, now)
+        self._column("ran_at")[self._known_row(job)] = job.last_ran_at
+
+    def ran(self, job: Job, duration_s: float, now: float) -> None:
+        row = self._table.row(job)
+        if row is not None:
+            self._column("ran_at")[row] = now
+        super().ran(job, duration_s, now)
+
     def _keys(self, rows: slice | NDArray[np.int64], now: float) -> list[NDArray[Any]]:
+        self._ranked_at = now
         resident, arrived_at = self._column("resident")[rows], self._column("arrived_at")[rows]
         rank = self._column("rank")[rows].copy()
         rank[resident] /= self._theta
         boosted_at = arrived_at - self._boosts(rank, self._column("tokens")[rows])
-        phase = np.where(self._column("generated")[rows] > 0, np.where(resident, 0, 1), 2)
-        return [self._column("priority")[rows], self._column("deadline_at")[rows], phase, boosted_at, arrived_at]
+        begun = self._column("generated")[rows] > 0
+        if self._take_turns():
+            ran_at = self._column("ran_at")[rows]
+            is_due = begun & (ran_at <= now - self._max_pause_s)
+            phase, key = np.where(is_due, 0, 2), np.where(is_due, ran_at, boosted_at)
+        else:
+            phase, key = np.where(begun, np.where(resident, 0, 1), 2), boosted_at
+        return [self._column("priority")[rows], self._column("deadline_at")[rows], phase, key, arrived_at]
+
+    def _take_turns(self) -> bool:
+        """Whether streams may stand still for others: none for longer than ``max_pause_s`` and a turn."""
+        if not self._max_pause_s:
+            return False
+        has_begun = self._column("generated") > 0
+        if int(has_begun.sum()) > STREAMS_A_PLACE * self._price.max_num_seqs:
+            return False
+        return bool(self._column("context")[has_begun].sum() <= SHARE_OF_KV * self._price.capacity)
 
     def _boosts(self, ranks: FloatArray, tokens: FloatArray) -> FloatArray:
         boost = boosts(ranks, self.yardstick_s, self._max_boost_s)
@@ -115,4 +167,4 @@ def build_boosted(context: ReplicaContext) -> Boosted:
     """Arrival, less a boost that is large for small Gittins ranks; streams that have begun go on."""
     settings = context.settings
     price = DecodePrice(settings.cost, context.max_num_seqs, PRIOR_CAPACITY)
-    return Boosted(price, theta=settings.theta, tail=settings.tail)
+    return Boosted(price, theta=settings.theta, tail=settings.tail, max_pause_s=settings.max_pause_s)

@@ -134,6 +134,7 @@ _COLUMNS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "due": (np.bool_, ()),  # the job has changed: it is ranked before anybody asks
     "stale": (np.bool_, ()),  # the history or the price has: it is ranked in its turn
     "resident": (np.bool_, ()),
+    "ran_at": (np.float64, ()),  # kept by orders that look at pauses
 }
 
 

@@ -24,6 +24,7 @@ from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import LinearLatency
 from simulator.cluster.records import Record
 from simulator.cluster.replica import ReplicaShape
+from simulator.predictors import Noisy
 from simulator.traffic.workload import SimRequest
 
 STEP = StepCost(base_s=0.010, prefill_token_s=0.1e-3, decode_seq_s=0.1e-3, context_token_s=0.0)
@@ -83,6 +84,30 @@ def test_streams_go_on_then_come_back_and_then_others_start() -> None:
     urgent = job("urgent", 4000.0, 70.0, priority=-1)
     order.add(urgent, 70.0)
     assert names(order)[0] == "urgent"
+
+
+def test_streams_take_turns_and_none_stands_for_longer_than_the_pause() -> None:
+    order = Boosted(DecodePrice(STEP, 2, 100_000), tail=0.01, max_boost_s=1e4, max_pause_s=0.4)
+    long = [job(f"long{number}", 300.0, 9.9, output_len=40, computed_len=139) for number in range(2)]
+    for each in [*long, *(job(f"new{number}", 2.0, 10.0) for number in range(50))]:
+        order.add(each, 10.0)
+    for each in long:
+        order.ran(each, 0.1, 10.0)
+    assert names(order, 10.1)[-2:] == ["long0", "long1"]
+    order.ran(long[0], 0.1, 10.3)
+    assert names(order, 10.45)[:2] == ["long1", "new0"], "who has stood still for 0.4 s goes first ..."
+    order.ran(long[1], 0.1, 10.5)
+    assert names(order, 10.5)[-2:] == ["long0", "long1"], "... until it has run"
+
+
+@pytest.mark.parametrize(("num_streams", "prompt_len"), [(9, 100), (2, 40_000)])
+def test_streams_go_on_where_too_many_have_begun_or_memory_is_short(num_streams: int, prompt_len: int) -> None:
+    order = Boosted(DecodePrice(STEP, 2, 100_000), tail=0.01, max_boost_s=1e4, max_pause_s=0.4)
+    crowd = {"prompt_len": prompt_len, "output_len": 40, "computed_len": prompt_len + 39, "max_new_tokens": 9000}
+    for number in range(num_streams):
+        order.add(job(f"long{number}", 3000.0, **crowd), 0.0)
+    order.add(job("new", 2.0, 10.0), 10.0)
+    assert names(order, 10.1)[-1] == "new"
 
 
 def overtakes(ranked: Iterator[Job], max_boost_s: float) -> list[str]:
@@ -166,13 +191,33 @@ def test_a_closed_loop_of_short_requests_does_not_starve_a_long_one() -> None:
     assert long.max_gap_s < 0.1, "a stream that has begun goes on"
 
 
+@pytest.mark.parametrize(("max_pause_s", "least", "most"), [(0.0, 0.0, 0.1), (0.2, 0.15, 0.3)])
+def test_streams_stand_still_for_newcomers_no_longer_than_the_pause(
+    max_pause_s: float, least: float, most: float
+) -> None:
+    replica = ReplicaShape(400, 16, num_host_blocks=40, max_num_seqs=2, look_every=1)
+    settings = PolicySettings(watermark=1.0, cost=STEP, tail=0.01, max_pause_s=max_pause_s)
+
+    def build(_: int) -> ReplicaScheduler:
+        return build_scheduler("farsight", SchedulerLimits(2, 0), settings, order="boosted")
+
+    fleet = Fleet(FleetShape(replica, LinearLatency(STEP)), build_router("farsight"), build)
+    long = [SimRequest(f"long{number}", 0.0, 32, 200, 400) for number in range(2)]
+    short = [SimRequest(f"short{number}", 0.5, 32, 2, 400) for number in range(200)]
+    pauses_s = [each.max_gap_s for each in fleet.run(Noisy(0.1, 1)([*long, *short])).done if each.num_tokens == 200]
+    assert len(pauses_s) == 2
+    assert least <= max(pauses_s) < most
+
+
 def test_without_a_bound_it_would_wait_for_their_end() -> None:
     done = closed_loop(1000.0, num_short=400)
     (long,) = (each for each in done if each.arrival.request_id == "long")
     assert long.first_token_at > 0.9 * max(each.finished_at for each in done if each is not long)
 
 
-@pytest.mark.parametrize("options", [{"tail": 0.0}, {"tail": math.inf}, {"max_boost_s": 0.0}, {"theta": 0.5}])
+@pytest.mark.parametrize(
+    "options", [{"tail": 0.0}, {"tail": math.inf}, {"max_boost_s": 0.0}, {"theta": 0.5}, {"max_pause_s": -1.0}]
+)
 def test_parameters_out_of_range_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(InvalidValueError, match=next(iter(options))):
         Boosted(DecodePrice(STEP, 64, 10_000), **options)

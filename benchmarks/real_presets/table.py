@@ -1,0 +1,97 @@
+"""The table and the picture of all cells that have been measured into a folder."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from services.bench.report import markdown_table
+from simulator.compare import paired_ratio
+
+Runs = Mapping[int, Mapping[str, float]]
+"""Metrics by seed."""
+
+Setting = tuple[str, float]
+"""Workload and load."""
+
+METRICS = {
+    "mean": "jct_ms_mean",
+    "median": "jct_ms_p50",
+    "p99": "jct_ms_p99",
+    "longest pause, p99": "mtpot_ms_p99",
+    "tokens/s": "output_tokens_per_s",
+}
+
+
+def read(folder: Path) -> dict[Setting, dict[str, dict[int, dict[str, float]]]]:
+    """Metrics by setting, system and seed."""
+    found: dict[Setting, dict[str, dict[int, dict[str, float]]]] = defaultdict(lambda: defaultdict(dict))
+    for path in sorted(folder.glob("*-*-*-*.json")):
+        cell: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        found[cell["workload"], cell["load"]][cell["system"]][cell["seed"]] = cell["metrics"]
+    return {setting: dict(systems) for setting, systems in sorted(found.items())}
+
+
+def table(folder: Path, bases: Sequence[str]) -> str:
+    """A row for each setting and system: medians over seeds, seconds, and ratios to each base, over shared seeds."""
+    rows = []
+    for (workload, load), systems in read(folder).items():
+        for name, runs in systems.items():
+            row = [f"{workload} {load:g}", name, str(len(runs))]
+            row += [_figure(metric, runs) for metric in METRICS.values()]
+            row += [_ratios(runs, systems.get(base, {})) if base != name else "" for base in bases]
+            rows.append(row)
+    header = ["cell", "system", "seeds", *METRICS, *(f"mean, p99, pause / {base}" for base in bases)]
+    return markdown_table(header, rows)
+
+
+def _figure(metric: str, runs: Runs) -> str:
+    value = statistics.median(each[metric] for each in runs.values())
+    return f"{value:.0f}" if metric == METRICS["tokens/s"] else f"{value / 1000:.2f}"
+
+
+def _ratios(runs: Runs, base: Runs) -> str:
+    seeds = sorted(runs.keys() & base.keys())
+    if not seeds:
+        return ""
+    return ", ".join(_ratio([(runs[seed][name], base[seed][name]) for seed in seeds]) for name in _COMPARED)
+
+
+_COMPARED = ("jct_ms_mean", "jct_ms_p99", "mtpot_ms_p99")
+
+
+def _ratio(pairs: Sequence[tuple[float, float]]) -> str:
+    ratio = paired_ratio(pairs)
+    if ratio is None:
+        return "-"
+    return f"{ratio.mean:.2f}" if ratio.low is None else f"{ratio.mean:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+
+
+def plot(folder: Path, path: Path) -> None:
+    """Bars of mean, 99th percentile and longest pause for each setting; a colour for each system."""
+    from matplotlib.figure import Figure
+
+    settings = read(folder)
+    systems = list(dict.fromkeys(name for each in settings.values() for name in each))
+    figure = Figure(figsize=(11.0, 3.4), layout="constrained")
+    for panel, (title, metric) in zip(figure.subplots(1, 3), _PANELS.items(), strict=True):
+        for place, name in enumerate(systems):
+            bars = [(at, _median_s(each[name], metric)) for at, each in enumerate(settings.values()) if name in each]
+            shifted = [at + 0.8 * (place - (len(systems) - 1) / 2) / len(systems) for at, _ in bars]
+            panel.bar(shifted, [value for _, value in bars], 0.8 / len(systems), label=name)
+        panel.set_xticks(range(len(settings)), [f"{workload}\n{load:g}" for workload, load in settings])
+        panel.set(title=title, ylabel="s")
+    figure.axes[0].legend()
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+_PANELS = {"Mean time of a request": "jct_ms_mean", "Its 99th percentile": "jct_ms_p99"}
+_PANELS |= {"Longest pause of a stream, 99th percentile": "mtpot_ms_p99"}
+
+
+def _median_s(runs: Runs, metric: str) -> float:
+    return statistics.median(each[metric] for each in runs.values()) / 1000
