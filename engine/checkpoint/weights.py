@@ -314,7 +314,9 @@ class Allocation:
         if "{}" not in names.expert_down:
             return ExpertWeights(Linear(router, None), *self._stacked(prefix, experts))
         pairs = [
-            self._gated(prefix, [name.format(i) for name in names.expert_up], names.expert_down.format(i), experts.inner)
+            self._gated(
+                prefix, [name.format(i) for name in names.expert_up], names.expert_down.format(i), experts.inner
+            )
             for i in range(experts.count)
         ]
         return ExpertWeights(Linear(router, None), tuple(up for up, _ in pairs), tuple(down for _, down in pairs))

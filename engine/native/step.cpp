@@ -282,7 +282,9 @@ void make_room(Model& m, const FsStep& s, size_t query_words) {
   size_t widest = m.config.hidden, longest = m.lm_head->stride;
   for (const Layer& layer : m.layers) {
     const Linear* router = layer.experts ? layer.experts->router.get() : nullptr;
-    for (const Linear* linear : {layer.qkv.get(), layer.out.get(), layer.up.get(), layer.down.get(), router}) {
+    const std::initializer_list<const Linear*> all{layer.qkv.get(), layer.out.get(), layer.up.get(), layer.down.get(),
+                                                   router};
+    for (const Linear* linear : all) {
       if (!linear) continue;
       widest = std::max<size_t>(widest, linear->n);
       longest = std::max<size_t>(longest, linear->stride);

@@ -45,6 +45,13 @@ def odd_shape(seed: int) -> dict[str, Any]:
         fields["rope_parameters"] = fields["rope_parameters"] | factors
     if "rotary_dim" in fields:
         fields["rotary_dim"] = 2 * rng.randint(1, head_dim // 2)
+    for each in ("num_experts", "num_local_experts"):
+        if each in fields:
+            fields[each] = rng.randint(1, 20)
+            fields["num_experts_per_tok"] = rng.randint(1, fields[each])
+    for each in ("moe_intermediate_size", "shared_expert_intermediate_size"):
+        if each in fields:
+            fields[each] = 2 * rng.randint(1, 50)
     layers = rng.randint(1, 3)
     if "layer_types" in fields:
         fields["layer_types"] = [rng.choice(["sliding_attention", "full_attention"]) for _ in range(layers)]
