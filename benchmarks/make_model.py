@@ -1,4 +1,4 @@
-"""Makes a small checkpoint of Llama or Qwen3-MoE with random weights, offline: ``python -m benchmarks.make_model --out DIR``."""
+"""Makes a small checkpoint with random weights, offline: ``python -m benchmarks.make_model --out DIR``."""
 
 from __future__ import annotations
 
