@@ -60,7 +60,7 @@ class ExpertWeights:
 
     Attributes:
         router: ``[experts, hidden]``, and a last row if the shared experts have a gate; never quantised.
-        up, down: Of each expert, as those of an MLP.
+        up, down: Those of each expert, as of an MLP.
     """
 
     router: Linear

@@ -42,7 +42,7 @@ def mix(
     logits = linear(normed, weights.router).float()
     chosen, factors = route(experts, logits[:, : experts.count])
     mixed = torch.zeros_like(normed)
-    for expert in chosen.unique().tolist():
+    for expert in sorted(set(chosen.flatten().tolist())):
         rows, place = (chosen == expert).nonzero(as_tuple=True)
         part = mlp(weights.up[expert], weights.down[expert], normed[rows])
         mixed.index_add_(0, rows, part * factors[rows, place, None].to(part.dtype))

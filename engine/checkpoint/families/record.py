@@ -94,8 +94,8 @@ class TensorNames:
         qkv: One tensor each, or a single one.
         up: Gate and up, or a single one.
         router: Scores the experts of a layer that has them.
-        expert_up, expert_down: Of expert ``{}``; a name without a number is that of all of them, one below the other.
-        shared_up, shared_down, shared_gate: Of the experts that every token takes.
+        expert_up, expert_down: As ``up`` and ``down``, for expert ``{}``; a name without a number holds all experts.
+        shared_up, shared_down, shared_gate: The same for the experts that every token takes.
         aliases: Other names that checkpoints have for tensors of the whole model.
         ignored: Ends of names that carry nothing.
         transposed: Matrices of the layers lie as ``[inputs, outputs]``.
