@@ -18,6 +18,8 @@ from engine.checkpoint.quantized import QuantizedLinear
 from engine.checkpoint.rotary_config import RotaryConfig
 from engine.checkpoint.weights import LayerWeights, Matrix, ModelWeights, Norm
 from engine.kv.kv_pool import KVPool
+from engine.models.experts import mix
+from engine.models.linear import linear
 from engine.models.rotary import rotary_tables
 
 Rotation = tuple[Tensor, Tensor]
@@ -220,11 +222,21 @@ class DecoderLayers:
         return each
 
     def _mlp(self, layer: LayerWeights, normed: Tensor) -> Tensor:
-        up, act = linear(normed, layer.up), ACTIVATION_FUNCTIONS[self.config.activation]
+        shared = None
+        if layer.up is not None and layer.down is not None:
+            shared = self._one_mlp(layer.up, layer.down, normed)
+        if layer.experts is None:
+            assert shared is not None, "a layer has an MLP or experts"
+            return shared
+        assert self.config.experts is not None, "weights are of the configuration"
+        return mix(self.config.experts, layer.experts, normed, shared, self._one_mlp)
+
+    def _one_mlp(self, first: Matrix, second: Matrix, normed: Tensor) -> Tensor:
+        up, act = linear(normed, first), ACTIVATION_FUNCTIONS[self.config.activation]
         if not self.config.blocks.gated:
-            return linear(act(up), layer.down)
+            return linear(act(up), second)
         gate, up = up.chunk(2, -1)
-        return linear(act(gate).mul_(up), layer.down)
+        return linear(act(gate).mul_(up), second)
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -275,8 +287,3 @@ def _rotate(heads: Tensor, rotation: Rotation) -> Tensor:
     turned = heads[..., :rotary_dim]
     turned.copy_(torch.addcmul(turned * cos, turned.roll(rotary_dim // 2, -1), sin))
     return heads
-
-
-def linear(rows: Tensor, layer: Matrix) -> Tensor:
-    """A layer of ``rows``, ``[T, outputs]``; quantised weights are unpacked each time: slow, and the reference."""
-    return F.linear(rows, layer.dense(rows.dtype), layer.bias)
