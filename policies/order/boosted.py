@@ -99,6 +99,7 @@ class Boosted(Gittins):
         if not 0 <= max_pause_s < math.inf:
             raise InvalidValueError("max_pause_s", max_pause_s, "seconds >= 0")
         self._tail, self._max_boost_s, self._max_pause_s = tail, max_boost_s, max_pause_s
+        self._asked_at = 0.0  # the instant of the latest keys
 
     @property
     def yardstick_s(self) -> float:
@@ -108,7 +109,7 @@ class Boosted(Gittins):
         """
         waits = self._column("generated") == 0
         if self._max_pause_s:
-            waits |= self._column("ran_at") < self._ranked_at - STANDS_S
+            waits |= self._column("ran_at") < self._asked_at - STANDS_S
         backlog_s = float(self._column("expected")[waits].sum())
         return max(min(backlog_s / self._tail, self._max_boost_s / SPREAD), _LEAST_S)
 
@@ -117,13 +118,14 @@ class Boosted(Gittins):
         self._column("ran_at")[self._known_row(job)] = job.last_ran_at
 
     def ran(self, job: Job, duration_s: float, now: float) -> None:
-        row = self._table.row(job)
+        row = self._table.row(job) if self._max_pause_s else None
         if row is not None:
             self._column("ran_at")[row] = now
+            self._ranking = None
         super().ran(job, duration_s, now)
 
     def _keys(self, rows: slice | NDArray[np.int64], now: float) -> list[NDArray[Any]]:
-        self._ranked_at = now
+        self._asked_at = now
         resident, arrived_at = self._column("resident")[rows], self._column("arrived_at")[rows]
         rank = self._column("rank")[rows].copy()
         rank[resident] /= self._theta

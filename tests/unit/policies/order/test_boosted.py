@@ -100,6 +100,21 @@ def test_streams_take_turns_and_none_stands_for_longer_than_the_pause() -> None:
     assert names(order, 10.5)[-2:] == ["long0", "long1"], "... until it has run"
 
 
+def test_a_turn_is_seen_at_once_and_whatever_was_asked_between() -> None:
+    order = Boosted(DecodePrice(STEP, 2, 100_000), tail=0.01, max_boost_s=1e4, max_pause_s=0.4)
+    long = [job(f"long{number}", 300.0, 9.9, output_len=40, computed_len=139) for number in range(2)]
+    for each in [*long, *(job(f"new{number}", 2.0, 10.0) for number in range(50))]:
+        order.add(each, 10.0)
+    for each in long:
+        order.ran(each, 0.1, 10.0)
+    assert names(order, 10.1)[-2:] == ["long0", "long1"]
+    order.among(long, 10.5)
+    assert names(order, 10.5)[:2] == ["long0", "long1"], "not the order of an earlier instant"
+    order.ran(long[0], 0.1, 10.5)
+    assert names(order, 10.5)[0] == "long1"
+    assert names(order, 10.5)[-1] == "long0"
+
+
 @pytest.mark.parametrize(("num_streams", "prompt_len"), [(9, 100), (2, 40_000)])
 def test_streams_go_on_where_too_many_have_begun_or_memory_is_short(num_streams: int, prompt_len: int) -> None:
     order = Boosted(DecodePrice(STEP, 2, 100_000), tail=0.01, max_boost_s=1e4, max_pause_s=0.4)
