@@ -23,6 +23,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from engine.checkpoint.model_config import load_model_config
+from engine.checkpoint.names import active_parameters, num_parameters
+
 VOCAB_SIZE = 4096
 MAX_MODEL_LEN = 2048
 SEED = 0
@@ -82,8 +85,9 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
-    num_parameters = sum(weight.numel() for weight in model.parameters())
-    facts = {"preset": args.preset, "dtype": args.dtype, "parameters": num_parameters, "vocab": len(tokenizer)}
+    config = load_model_config(args.out)
+    facts = {"preset": args.preset, "dtype": args.dtype, "parameters": num_parameters(config)}
+    facts |= {"active": active_parameters(config), "vocab": len(tokenizer)}
     print(json.dumps({"out": str(args.out), **facts}))
 
 

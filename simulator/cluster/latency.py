@@ -79,13 +79,32 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a decoder model."""
+    """The sizes of a decoder model.
+
+    Attributes:
+        num_params: All parameters, as they lie in memory.
+        kv_share: KV heads / attention heads.
+        expert_params: How many of them are in mixtures of experts.
+        expert_share: Experts that a token takes / experts.
+    """
 
     name: str
     num_layers: int
     hidden_size: int
     num_params: float
-    kv_share: float = 1.0  # KV heads / attention heads
+    kv_share: float = 1.0
+    expert_params: float = 0.0
+    expert_share: float = 1.0
+
+    @property
+    def active_params(self) -> float:
+        """Parameters that one token is multiplied with."""
+        return self.num_params - self.expert_params * (1 - self.expert_share)
+
+    def read_params(self, tokens: float) -> float:
+        """Parameters that a step of so many tokens reads, if each takes its experts at random."""
+        untouched: float = (1 - self.expert_share) ** tokens
+        return self.num_params - self.expert_params * untouched
 
     @property
     def kv_bytes(self) -> int:
@@ -116,6 +135,7 @@ MODELS = {
         ModelShape("opt-13b", 40, 5120, 13e9),
         ModelShape("opt-66b", 64, 9216, 66e9),
         ModelShape("llama-3-70b", 80, 8192, 70e9, kv_share=0.125),
+        ModelShape("mixtral-8x7b", 32, 4096, 46.7e9, kv_share=0.25, expert_params=45.1e9, expert_share=2 / 8),
         ModelShape("gpt-3-175b", 96, 12288, 175e9),
     )
 }
@@ -144,8 +164,8 @@ class Roofline:
     def step_s(self, prefill_tokens: int, decode_seqs: int, context_tokens: int, prefill_pairs: int = 0) -> float:
         tokens = (prefill_tokens + decode_seqs) / self.pipeline_parallel
         context = context_tokens / self.pipeline_parallel
-        flops = 2 * self.model.num_params * tokens
-        traffic = 2 * self.model.num_params + self.model.kv_bytes * (context + tokens)
+        flops = 2 * self.model.active_params * tokens
+        traffic = 2 * self.model.read_params(tokens) + self.model.kv_bytes * (context + tokens)
         return self.overhead_s + max(flops / self._flops, traffic / self._bandwidth)
 
     @property
@@ -170,7 +190,7 @@ class Roofline:
         weights_s = 2 * self.model.num_params / self._bandwidth
         return StepCost(
             base_s=self.overhead_s + weights_s,
-            prefill_token_s=2 * self.model.num_params / self._flops / self.pipeline_parallel,
+            prefill_token_s=2 * self.model.active_params / self._flops / self.pipeline_parallel,
             decode_seq_s=0.0,
             context_token_s=self.model.kv_bytes / self._bandwidth / self.pipeline_parallel,
         )

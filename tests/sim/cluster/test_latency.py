@@ -57,3 +57,14 @@ def test_the_linear_cost_of_a_roofline_is_its_own_where_memory_binds() -> None:
 def test_a_link_needs_a_bandwidth() -> None:
     with pytest.raises(InvalidValueError, match="copy_bandwidth"):
         LinearLatency(StepCost(1, 0, 0, 0), copy_bandwidth=0)
+
+
+def test_a_token_is_multiplied_with_its_experts_and_a_large_step_reads_all() -> None:
+    """Mixtral 8x7B: 12.9 of 46.7 billion parameters for one token."""
+    model = MODELS["mixtral-8x7b"]
+    assert model.active_params == model.read_params(1) == pytest.approx(12.9e9, rel=0.01)
+    assert model.read_params(2) > model.active_params
+    assert model.read_params(64) == pytest.approx(model.num_params)
+    plain = Roofline(GPUS["a100-80g"], model, efficiency=1.0, overhead_s=0.0)
+    assert plain.step_s(0, 1, 1) == pytest.approx(2 * model.active_params / 2.04e12, rel=1e-3)
+    assert plain.step_s(4096, 0, 0) == pytest.approx(2 * model.active_params * 4096 / 312e12)

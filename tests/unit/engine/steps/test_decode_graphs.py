@@ -30,6 +30,8 @@ from engine.steps.decode_graphs import DecodeGraphs, DecodeSize, StaticInputs
 from engine.steps.model_runner import ModelRunner
 from kvcache import StepBatch, StepItem
 from tests.unit.engine.driver import Driver
+from tests.unit.engine.families.shapes import FAMILIES
+from tests.unit.engine.small_models import save_model
 
 BLOCK = 4
 
@@ -71,28 +73,45 @@ class Recorder:
 MakeRunners = Callable[..., tuple[ModelRunner, ModelRunner]]
 
 
+def make_runners(directory: Path, recorder: Recorder, max_rows: int = 6) -> tuple[ModelRunner, ModelRunner]:
+    """The same model with recorded steps and without, over pools full of NaN."""
+    config = load_model_config(directory)
+    weights = load_weights(directory, config, torch.float32)
+    made, sizes = [], StepSizes(max_rows, 256 // BLOCK)
+    for graphs in (True, False):
+        pool = KVPool(config, num_blocks=200, block_size=BLOCK, dtype=torch.float32)
+        for cache in (*pool.keys, *pool.values):
+            cache.fill_(float("nan"))
+        attention = TorchAttention(config.sliding_windows)
+        backend = (
+            GraphBackend(config, weights, pool, 256, attention, sizes, recorder, recorder.synchronize)
+            if graphs
+            else TorchBackend(config, weights, pool, 256, attention)
+        )
+        made.append(ModelRunner(config, pool, backend, 256))
+    return made[0], made[1]
+
+
 @pytest.fixture
 def runners(model_dir: Callable[[str], Path]) -> MakeRunners:
-    """The same model with recorded steps and without, over pools full of NaN."""
-
     def make(shape: str, recorder: Recorder, max_rows: int = 6) -> tuple[ModelRunner, ModelRunner]:
-        config = load_model_config(model_dir(shape))
-        weights = load_weights(model_dir(shape), config, torch.float32)
-        made, sizes = [], StepSizes(max_rows, 256 // BLOCK)
-        for graphs in (True, False):
-            pool = KVPool(config, num_blocks=200, block_size=BLOCK, dtype=torch.float32)
-            for cache in (*pool.keys, *pool.values):
-                cache.fill_(float("nan"))
-            attention = TorchAttention(config.sliding_windows)
-            backend = (
-                GraphBackend(config, weights, pool, 256, attention, sizes, recorder, recorder.synchronize)
-                if graphs
-                else TorchBackend(config, weights, pool, 256, attention)
-            )
-            made.append(ModelRunner(config, pool, backend, 256))
-        return made[0], made[1]
+        return make_runners(model_dir(shape), recorder, max_rows)
 
     return make
+
+
+def test_steps_with_experts_are_computed_not_replayed(tmp_path: Path) -> None:
+    """Which experts compute depends on the tokens: a recording would compute those of the step that was recorded."""
+    recorder = Recorder()
+    drivers = [Driver(runner) for runner in make_runners(save_model(tmp_path, **FAMILIES["mixtral"]), recorder)]
+    for driver in drivers:
+        for name in ("a", "b"):
+            driver.add(name, [5, 6, 7 + len(driver.sequences)], temperature=0.0)
+        driver.step(a=3, b=3)
+    for _ in range(5):
+        found, expected = (driver.step(a=1, b=1) for driver in drivers)
+        assert found == expected
+    assert recorder.num_recorded == recorder.num_replayed == 0
 
 
 @pytest.mark.parametrize("shape", ["gqa", "mistral", "opt", "qwen3"])
