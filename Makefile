@@ -7,7 +7,8 @@ TORCH_INDEX_URL ?=
 TORCH_VERSION = $(shell sed -n 's/^torch==//p' constraints.txt)
 ARGS ?=
 # Processes that run tests beside each other, each file in one of them; 0: this one alone.
-TEST_PROCESSES ?= 2
+# As many as the machine has cores, two at least and four at most.
+TEST_PROCESSES ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 4 ? 4 : n)))
 # The same for `make coverage`, whose tests start no server and so share no cores with one.
 COVERAGE_PROCESSES ?= 4
 # One room alone: make test ROOM=policies
@@ -22,7 +23,7 @@ FAST = $(addprefix tests/unit/,core tokenization kvcache policies predictor esti
 PYTEST = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 CODE = farsight_rooms.py core tokenization kvcache policies predictor estimator engine actors simulator services benchmarks tools tests examples
 
-.PHONY: help setup setup-dev serve test test-fast test-long test-package test-attack test-sanitized coverage check check-types check-rest format clean
+.PHONY: help setup setup-dev serve test test-fast test-long test-package test-clients test-attack test-sanitized test-races coverage check check-types check-rest format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +47,9 @@ test-long: setup-dev ## Run every test: all seeds of random tests, all reproduct
 test-package: setup-dev ## Build the wheel, and the container where an engine runs, and start them
 	$(VENV)/bin/python -m pytest -q -m package tests/e2e/test_package.py $(ARGS)
 
+test-clients: ## Install client libraries and run their examples against a running server (URL=, MODEL=)
+	examples/run_clients.sh $(or $(URL),http://127.0.0.1:8000/v1) $(or $(MODEL),farsight-embedded)
+
 test-attack: setup-dev ## Attack a server with hostile clients and peers, at full volume: within 10 minutes
 	ATTACK_VOLUME=1 FUZZ_VOLUME=20 $(PYTEST) -m "attack and not gpu" tests/attack tests/unit/services/api/test_api_fuzz.py $(ARGS)
 
@@ -53,6 +57,11 @@ test-attack: setup-dev ## Attack a server with hostile clients and peers, at ful
 test-sanitized: setup-dev ## Run the tests of the compiled step with sanitizers in it: takes minutes to compile
 	FARSIGHT_SANITIZE=address,undefined ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" \
+		$(VENV)/bin/python -m pytest -q -p tests.unit.engine.native.sanitized tests/unit/engine/native $(ARGS)
+
+# Data races of the threads of the compiled step; the two kinds of sanitizer cannot be in one process.
+test-races: setup-dev ## Run the tests of the compiled step and its threads with the sanitizer for data races: takes minutes
+	FARSIGHT_SANITIZE=thread LD_PRELOAD="$$(c++ -print-file-name=libtsan.so)" \
 		$(VENV)/bin/python -m pytest -q -p tests.unit.engine.native.sanitized tests/unit/engine/native $(ARGS)
 
 # The tests that start no server and no Ray, each at the volume of `make test`: within 25 minutes on four free cores.

@@ -18,7 +18,7 @@ import numpy as np
 
 from core.config.scheduling import BatchConfig
 from core.forecast import Example, Forecast
-from predictor.applications.reading import raw_features
+from predictor.applications.reading import SECRET_BYTES, raw_features
 from predictor.applications.start import GROWTH, MAX_EXAMPLES, untrained
 from predictor.artefact import TrainedModel, from_bytes
 from predictor.history import HistoryPredictor
@@ -35,6 +35,7 @@ from simulator.traffic.arrivals import Poisson
 from simulator.traffic.workload import SimRequest
 from simulator.traffic.workloads import retime
 
+SECRET = bytes(SECRET_BYTES)
 MAX_NEW_TOKENS = 1024
 CHECKPOINTS = (100, 300, 1000, 2000, 3000)
 NUM_TRAINED_ON = 2000
@@ -55,7 +56,7 @@ def read(data: Path, seed: int) -> list[Example]:
 
 def prequential(examples: Sequence[Example], batch: int = 10) -> list[Forecast]:
     """Forecasts, each made before its own length and those of later requests were known."""
-    history, first, forecasts = HistoryPredictor(), untrained("benchmark"), []
+    history, first, forecasts = HistoryPredictor(), untrained("benchmark", SECRET), []
     learning: ContinuousLearning[Sample, TrainedModel] = ContinuousLearning(
         score, first, growth=GROWTH, max_examples=MAX_EXAMPLES
     )
@@ -65,7 +66,7 @@ def prequential(examples: Sequence[Example], batch: int = 10) -> list[Forecast]:
         questions = [each.question for each in now]
         forecasts += predictor.forecast(questions)
         history.learn([each.output_len for each in now])
-        rows = zip(raw_features(questions), now, strict=True)
+        rows = zip(raw_features(questions, SECRET), now, strict=True)
         learning.observe(PredictionOutcome(Sample(row, each.output_len), None, each.output_len) for row, each in rows)
         current = learning.current
         assert current is not None

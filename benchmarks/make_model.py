@@ -1,4 +1,4 @@
-"""Makes a small Llama checkpoint with random weights, offline: ``python -m benchmarks.make_model --out DIR``."""
+"""Makes a small checkpoint with random weights, offline: ``python -m benchmarks.make_model --out DIR``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 VOCAB_SIZE = 4096
 MAX_MODEL_LEN = 2048
@@ -32,13 +39,15 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a Llama model."""
+    """The sizes of a Llama model, or of a Qwen3-MoE where it has experts; an expert is ``intermediate_size`` wide."""
 
     hidden_size: int
     intermediate_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
+    num_experts: int = 0
+    experts_per_token: int = 0
 
     @property
     def head_dim(self) -> int:
@@ -49,6 +58,15 @@ PRESETS = {
     "tiny": Shape(hidden_size=256, intermediate_size=688, num_layers=4, num_heads=8, num_kv_heads=4),
     "medium": Shape(hidden_size=768, intermediate_size=2048, num_layers=12, num_heads=12, num_kv_heads=4),
     "large": Shape(hidden_size=1536, intermediate_size=4608, num_layers=20, num_heads=24, num_kv_heads=8),
+    "experts": Shape(
+        hidden_size=512,
+        intermediate_size=256,
+        num_layers=8,
+        num_heads=8,
+        num_kv_heads=4,
+        num_experts=32,
+        experts_per_token=4,
+    ),
 }
 
 
@@ -106,26 +124,41 @@ def _corpus() -> Iterator[str]:
         yield text
 
 
-def random_model(shape: Shape, tokenizer: PreTrainedTokenizerFast, dtype: torch.dtype) -> LlamaForCausalLM:
+def random_model(shape: Shape, tokenizer: PreTrainedTokenizerFast, dtype: torch.dtype) -> PreTrainedModel:
     """The same weights for the same shape and dtype, always."""
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=MAX_MODEL_LEN,
-        tie_word_embeddings=False,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": MAX_MODEL_LEN,
+        "tie_word_embeddings": False,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
     torch.manual_seed(SEED)
-    model: Any = LlamaForCausalLM(config)
+    model: Any = _with_experts(shape, sizes) if shape.num_experts else LlamaForCausalLM(LlamaConfig(**sizes))
     torch.nn.init.normal_(model.lm_head.weight, std=LOGIT_STD)
     return model.to(dtype).eval()
+
+
+def _with_experts(shape: Shape, sizes: dict[str, Any]) -> Qwen3MoeForCausalLM:
+    config = Qwen3MoeConfig(
+        **sizes,
+        moe_intermediate_size=shape.intermediate_size,
+        num_experts=shape.num_experts,
+        num_experts_per_tok=shape.experts_per_token,
+        norm_topk_prob=True,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    for name, weights in model.named_parameters():
+        if name.endswith("gate.weight"):  # zeros would send every token to the same experts
+            torch.nn.init.normal_(weights, std=LOGIT_STD / shape.hidden_size**0.5)
+    return model
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ class Demand:
         known_tokens: Tokens of prompts, and of outputs of earlier attempts.
         cached_tokens: Known tokens that are believed to be in the prefix cache of their replica.
         output_tokens: Predicted tokens that are still to come.
+        output_variance: Variance of that sum by the laws of the lengths, in tokens squared.
+        num_wishing: Requests that have a deadline or an SLO, and so go before the others once they can wait no longer.
     """
 
     num_requests: int
@@ -26,6 +28,21 @@ class Demand:
     known_tokens: float
     cached_tokens: float
     output_tokens: float
+    output_variance: float = 0.0
+    num_wishing: int = 0
+
+    def scaled(self, share: float) -> Demand:
+        """So much of it, 0 to 1, in the same mixture; on as many replicas."""
+        return Demand(
+            round(self.num_requests * share),
+            round(self.num_waiting * share),
+            self.num_busy,
+            self.known_tokens * share,
+            self.cached_tokens * share,
+            self.output_tokens * share,
+            self.output_variance * share,
+            round(self.num_wishing * share),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +55,7 @@ class LoadSnapshot:
         kv_tokens: KV tokens that the smallest of them holds; 0 if there is none.
         joins: Whether a request joins what runs (continuous batching), or waits for a replica that is idle.
         cost: Measured cost of a step; None before enough steps have been measured.
+        lengths: Output lengths of late, at the levels of ``core.forecast.QUANTILES``; none before any has ended.
     """
 
     demand: Demand
@@ -46,3 +64,4 @@ class LoadSnapshot:
     kv_tokens: int
     joins: bool
     cost: StepCost | None
+    lengths: tuple[float, ...] = ()

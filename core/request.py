@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
+from core.abilities import POOLINGS
 from core.errors import InvalidValueError
 from core.forecast import Forecast
 
@@ -60,6 +61,43 @@ class Residency(IntEnum):
     HOST = 1
 
 
+def _require(ok: bool, field: str, value: object, expected: str) -> None:
+    if not ok:
+        raise InvalidValueError(field, value, expected)
+
+
+FLEX = 1 << 32
+"""Added to the priority of a request that takes what is left: a class below all priorities that a client can send."""
+
+
+def is_flex(priority: int) -> bool:
+    """Whether requests of this priority take what is left."""
+    return priority >= FLEX >> 1
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What a client wants of its stream, in seconds; infinity for no wish.
+
+    Attributes:
+        ttft_s: From the receipt to the first token.
+        tpot_s: Between two tokens after that, in the mean.
+
+    Raises:
+        InvalidValueError: A number is not positive.
+    """
+
+    ttft_s: float = math.inf
+    tpot_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        _require(self.ttft_s > 0, "slo.ttft", self.ttft_s, "a number of seconds > 0")
+        _require(self.tpot_s > 0, "slo.tpot", self.tpot_s, "a number of seconds > 0")
+
+
+NO_SLO = Slo()
+_LEAST_S = 1e-3
+
 _LARGEST_BIAS = 1e30
 """A bound well inside the range of float32, the type of logits."""
 
@@ -90,6 +128,11 @@ class SamplingParams:
             prompt is computed: nothing of it may come from a cache.
         allowed_token_ids: The only tokens that may be chosen; empty for all.
         bad_words: Token ids of texts that the output must not hold.
+        shown_ids: Special tokens whose texts are part of the output's text, such as those that frame tool calls.
+        pooling: What the request gets of the hidden states of its prompt in place of tokens; empty if it generates.
+            Such a request is a prefill alone: its one step that would draw a token ends it.
+        second_at: Index in the prompt of the first token of the second of two texts that a classifier reads at once;
+            0 for one text.
         grammar: What the output must follow, as ``tokenization.grammars.sources`` writes it; empty for nothing.
         benchmark_len: The output ends here as if by EOS, and EOS does not end it before; for benchmarks. Only the code
             that samples may read it: a scheduler that did would know what no scheduler can.
@@ -116,6 +159,9 @@ class SamplingParams:
     grammar: str = ""
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    shown_ids: tuple[int, ...] = ()
+    pooling: str = ""
+    second_at: int = 0
     plain: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -134,6 +180,7 @@ class SamplingParams:
         _require(ok, "prompt_logprobs", self.prompt_logprobs, "false where there are no logprobs")
         ok = not (self.grammar and (self.ignore_eos or self.benchmark_len is not None))
         _require(ok, "ignore_eos", True, "false where the output follows a grammar: EOS ends it")
+        self._check_pooling()
         plain = self.greedy and not self.looks_back and self.logprobs is None
         object.__setattr__(self, "plain", plain)
 
@@ -146,6 +193,12 @@ class SamplingParams:
             _require(-2 <= value <= 2, name, value, "a number from -2 to 2")
         ok = all(token_id >= 0 and -_LARGEST_BIAS <= bias <= _LARGEST_BIAS for token_id, bias in self.logit_bias)
         _require(ok, "logit_bias", self.logit_bias, "token ids >= 0 with numbers from -1e30 to 1e30")
+
+    def _check_pooling(self) -> None:
+        _require(self.pooling in POOLINGS, "pooling", self.pooling, f"one of {', '.join(filter(None, POOLINGS))}")
+        ok = not self.pooling or self.max_new_tokens == 1
+        _require(ok, "max_tokens", self.max_new_tokens, "1 where nothing is generated: the step that ends the prompt")
+        _require(self.second_at >= 0, "second_at", self.second_at, "an integer >= 0")
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """
@@ -172,7 +225,14 @@ class SamplingParams:
             return "logprobs"
         if self.grammar:
             return "structured_outputs"
+        if self.pooling:
+            return "pooling"
         return "" if self.benchmark_len is None else "benchmark_len"
+
+    @property
+    def computes_prompt(self) -> bool:
+        """Whether it needs every position of its prompt computed: nothing of it may come from a cache."""
+        return self.prompt_logprobs or self.pooling == "mean"
 
     @property
     def greedy(self) -> bool:
@@ -208,11 +268,13 @@ class Origin:
         response_id: ``id`` of the answer; an answer of several choices has several requests.
         choice: Index of the choice, from 0.
         owner: Salted hash of the API key that it was sent with; empty if there was none.
+        traceparent: W3C trace context for servers that the request is passed on to; empty if it has no span.
     """
 
     response_id: str
     choice: int = 0
     owner: bytes = b""
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,9 +301,8 @@ class Request:
         prompt_ids: Token ids; never empty.
         output_ids: What the client has already got from earlier attempts (a resumed request); usually empty.
         origin: Answer that it belongs to; None if its decisions need not be explained.
-        priority: Lower goes first, whatever the policies say.
-        deadline_s: Among equal priorities, the earlier deadline goes first; seconds from when a scheduler gets the
-            request.
+        priority: Lower goes first, whatever the policies say; from about ``FLEX`` on it takes what is left.
+        deadline_s: Its last token is wanted so many seconds after a scheduler gets it; None for no such wish.
         forecast: Forecast of the whole output length; None if it did not come in time.
         expected_cached_len: Prompt tokens that its replica is believed to have in its prefix cache.
         prefix_hashes: Chained hashes of the prompt's full blocks (``kvcache.block_manager``), made by the ingress;
@@ -251,6 +312,7 @@ class Request:
         source: None where no replica asks for it (``[[replica]] prompt``), or the client sent token ids.
         tenant: Who is charged for its steps; empty where no API keys are in use. The door sets it, no client can.
         weight: Share of the tenant relative to the others'; > 0.
+        slo: From when a scheduler gets the request, as ``deadline_s``.
     """
 
     request_id: str
@@ -270,6 +332,7 @@ class Request:
     tenant: str = ""
     weight: float = 1.0
     model_version: int = 0
+    slo: Slo = NO_SLO
 
     def __post_init__(self) -> None:
         _require(len(self.prompt_ids) > 0, "prompt", self.prompt_ids, "at least one token")
@@ -284,6 +347,11 @@ class Request:
         return len(self.prompt_ids)
 
     @property
+    def prefill_only(self) -> bool:
+        """Whether it ends with its prompt and generates nothing."""
+        return bool(self.sampling.pooling)
+
+    @property
     def known_len(self) -> int:
         """Tokens known when the attempt begins: prompt and resumed output."""
         return len(self.prompt_ids) + len(self.output_ids)
@@ -292,6 +360,24 @@ class Request:
     def max_total_len(self) -> int:
         """Prompt and output together, in tokens, at most."""
         return len(self.prompt_ids) + self.sampling.max_new_tokens
+
+    @property
+    def wants_speed(self) -> bool:
+        """Whether its client has said by when it wants tokens."""
+        return self.deadline_s is not None or self.slo is not NO_SLO
+
+    def aged(self, age_s: float) -> Request:
+        """As a scheduler gets it so many seconds after it was received: what is left of its client's wishes."""
+        if not self.wants_speed:
+            return self
+        deadline_s = None if self.deadline_s is None else max(0.0, self.deadline_s - age_s)
+        slo = Slo(max(_LEAST_S, self.slo.ttft_s - age_s), self.slo.tpot_s)
+        return replace(self, deadline_s=deadline_s, slo=slo)
+
+    @property
+    def all_by_s(self) -> float:
+        """Seconds by which all of it has to be there, where it is returned as a whole; infinity for any time."""
+        return min(math.inf if self.deadline_s is None else self.deadline_s, self.slo.ttft_s)
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
@@ -302,8 +388,3 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         index = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size)
         raise InvalidValueError(f"{field}[{index}]", token_ids[index], f"a token id from 0 to {vocab_size - 1}")
-
-
-def _require(ok: bool, field: str, value: object, expected: str) -> None:
-    if not ok:
-        raise InvalidValueError(field, value, expected)

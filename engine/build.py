@@ -12,6 +12,7 @@ from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError
 from core.messages.plans import WorkerReady
 from engine.checkpoint.check import check_checkpoint
+from engine.checkpoint.encoder_config import EncoderConfig, check_encoder, load_encoder_config, resolve_encoder_len
 from engine.checkpoint.model_config import load_model_config, resolve_max_model_len
 from engine.devices.device import Device
 from engine.devices.emulated_device import emulate_device
@@ -46,6 +47,10 @@ def check_worker(model_dir: Path, engine: EngineConfig, mesh: Mesh = ALONE) -> N
     Raises:
         InvalidValueError: the directory, the model or a setting cannot be used; names the field.
     """
+    encoder = load_encoder_config(model_dir)
+    if encoder is not None:
+        _check_encoder(model_dir, encoder, engine, mesh)
+        return
     config = load_model_config(model_dir)
     if mesh.size > 1:
         check_parallel(mesh, config, engine)
@@ -54,6 +59,15 @@ def check_worker(model_dir: Path, engine: EngineConfig, mesh: Mesh = ALONE) -> N
     else:
         resolve_max_model_len(config, engine.max_model_len)
         check_checkpoint(model_dir, config)
+
+
+def _check_encoder(model_dir: Path, config: EncoderConfig, engine: EngineConfig, mesh: Mesh) -> None:
+    require(mesh.size == 1, "model.tensor_parallel", mesh.size, "1: an encoder is not spread over ranks")
+    require(not engine.profile, "engine.device", engine.profile, "cpu: an encoder is not emulated")
+    require(engine.device == "cpu", "engine.device", engine.device, "cpu: the processor computes an encoder")
+    require(engine.weights in ("auto", "full"), "engine.weights", engine.weights, "auto or full for an encoder")
+    resolve_encoder_len(config, engine.max_model_len)
+    check_encoder(model_dir, config)
 
 
 def build_worker(
@@ -81,10 +95,17 @@ def build_worker(
     swaps = swaps_kv(scheduler)
     if static:  # no sequence is paused, so no KV moves; and the paper's batches share nothing
         engine = dataclasses.replace(engine, host_kv_memory="0", prefix_cache=False)
-    config = load_model_config(model_dir)
+    encoder = load_encoder_config(model_dir)
+    if encoder is not None:
+        engine = dataclasses.replace(engine, host_kv_memory="0", prefix_cache=False, speculation="off")
+    config = encoder or load_model_config(model_dir)
     tokenizer = load_tokenizer(model_dir)
     weights = find_preset(scheduler.preset).weights if engine.weights == "auto" else engine.weights
-    if ranks is not None:
+    if isinstance(config, EncoderConfig):
+        from engine.devices.encoder_device import load_encoder_device
+
+        device = load_encoder_device(model_dir, config, dtype_name, engine, num_replicas)
+    elif ranks is not None:
         from engine.parallel.device import load_parallel_device
 
         if weights != "full":
@@ -132,15 +153,17 @@ def build_worker(
     )
     if engine.prefix_cache and follows_prefixes(scheduler):
         executor.tell_cache()
+    eos_token_ids = () if isinstance(config, EncoderConfig) else config.eos_token_ids
+    generates = encoder is None and not engine.profile
     return Worker(
         device.runner,
         executor,
         Detokenizer(tokenizer),
-        config.eos_token_ids,
+        eos_token_ids,
         ready,
         prefix_cache=engine.prefix_cache,
         copier=device.copier,
-        grammars=None if engine.profile else GrammarCompiler(tokenizer, config.vocab_size, config.eos_token_ids),
+        grammars=GrammarCompiler(tokenizer, config.vocab_size, eos_token_ids) if generates else None,
         speculation=_speculation(
             engine, static=static, num_ranks=1 if ranks is None else ranks.mesh.size, device=device
         ),

@@ -5,18 +5,28 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 from engine.sequence import Sequence
-from kvcache import PlanExecutor, StepBatch
+from kvcache import PlanExecutor, StepBatch, StepItem
 from policies.speculation.base import Speculation
-from policies.speculation.pace import LookPace
-
-FULL_LOOKS = 4
-"""After so many steps in which no guess was worth its price, a sample of the sequences is looked at ..."""
+from policies.speculation.purse import Purse
 
 SAMPLE = 4
-"""... of this size, until it shows a guess that is worth it."""
+"""So many of the requests that have won nothing are looked at in a step, others each time."""
+
+FIRST_LOOK = 0.3
+"""What the looks of a step are believed to cost before any was measured, in tokens."""
+
+MOST_LOOK = 2.0
+"""What they cost at most: looks that took longer were held up."""
+
+LOOK_RATE = 0.1
+"""Weight of one step's looks in what the next are believed to cost."""
+
+MOST_PAUSE = 63
+"""Most steps in a row that are not looked at, while the purse fills."""
 
 PLAIN_SHARE = 16
 """One in so many of the steps that are not looked at is measured."""
@@ -51,15 +61,32 @@ class DraftedSteps:
     def __init__(self, policy: Speculation) -> None:
         self._policy = policy
         self.counts = DraftCounts()
-        self._pace = LookPace()
-        self._look_s = 0.0  # of the step that is computed now; 0 if it was not looked at
+        self._purse = Purse()
+        self._look_cost = FIRST_LOOK
+        self._next_look = 0  # where the looks of the next step begin
+        self._pause = 0  # steps that are not looked at now
 
     def rests(self, num_seqs: int) -> bool:
         """Whether the next step of so many sequences gets no guesses, whatever the tokens before it are.
 
         A step of which this is said is not shown to ``with_drafts``.
         """
-        return self._pace.rests() or self._policy.price(num_seqs) == math.inf
+        if self._pause:
+            self._pause -= 1
+            return True
+        price = self._policy.price(num_seqs)
+        if price == math.inf:
+            return True
+        needed = price + self._look_cost
+        purse = self._purse
+        if purse.common >= min(needed, purse.full(num_seqs)) or (purse.owners and self._has_owner(price)):
+            return False
+        self._pause = min(MOST_PAUSE, purse.steps_until(needed, num_seqs))
+        purse.earn(num_seqs, 1 + self._pause)
+        return True
+
+    def _has_owner(self, price: float) -> bool:
+        return any(self._purse.left(each) >= price for each in self._purse.owners)
 
     def with_drafts(self, batch: StepBatch, sequences: Mapping[str, Sequence], executor: PlanExecutor) -> StepBatch:
         """The step with guesses behind the single tokens that it computes, as many as limits and blocks allow."""
@@ -67,46 +94,53 @@ class DraftedSteps:
         if self.rests(len(items)):
             return batch
         began_s = time.perf_counter()
+        self._purse.earn(len(items))
         price = self._policy.price(len(items))
         drafted = None
-        left = -1
-        for i in self._places(len(items)):
+        left = executor.limits.max_batch_tokens - batch.num_tokens
+        for i in self._places(items, price):
             item = items[i]
-            sequence = sequences[item.request_id]
-            if item.num_tokens > 1 or sequence.sampling.logprobs is not None or sequence.sampling.prompt_logprobs:
-                continue
-            if sequence.drafter is None:
-                sequence.drafter = self._policy.open()
-            drafts = sequence.drafter.draft(sequence.token_ids, price)
-            if drafts and sequence.matcher is not None:
-                drafts = sequence.allowed_drafts(drafts)
-            if not drafts:
-                continue
-            if left < 0:
-                left = executor.limits.max_batch_tokens - batch.num_tokens
-            drafts = drafts[: max(0, min(left, executor.draft_room(item)))]
+            drafts = self._drafts(item, sequences[item.request_id], price)
+            drafts = drafts[: max(0, min(left, executor.draft_room(item)))] if drafts else ()
             if drafts:
                 drafted = drafted or list(items)
                 drafted[i] = item.with_drafts(tuple(drafts))
                 left -= len(drafts)
-        look_s = time.perf_counter() - began_s
-        if drafted is None:
-            self._pace.barren(self._policy.gain(len(items), 0, 0, look_s))
-            return batch
-        self._look_s = look_s
-        return StepBatch(tuple(drafted), batch.padding)
+                self._purse.pay(item.request_id, price * len(drafts))
+        cost = min(MOST_LOOK, self._policy.tokens(len(items), time.perf_counter() - began_s))
+        self._look_cost += LOOK_RATE * (cost - self._look_cost)
+        self._purse.pay_look(cost, barren=drafted is None)
+        return batch if drafted is None else StepBatch(tuple(drafted), batch.padding)
 
-    def _places(self, num: int) -> range:
-        """The items of a step to look at: all, or others each time where a sample is enough."""
-        num_barren = self._pace.num_barren
-        if num_barren < FULL_LOOKS:
-            return range(num)
-        first = num_barren * SAMPLE % num
-        return range(first, min(first + SAMPLE, num))
+    def _drafts(self, item: StepItem, sequence: Sequence, price: float) -> SequenceOf[int]:
+        """The guesses for an item that are worth their price and that its request can pay."""
+        if item.num_tokens > 1 or sequence.sampling.logprobs is not None or sequence.sampling.prompt_logprobs:
+            return ()
+        if sequence.drafter is None:
+            sequence.drafter = self._policy.open()
+        drafts = sequence.drafter.draft(sequence.token_ids, price)
+        if drafts and sequence.matcher is not None:
+            drafts = sequence.allowed_drafts(drafts)
+        return drafts[: self._purse.most_guesses(item.request_id, price)]
+
+    def _places(self, items: tuple[StepItem, ...], price: float) -> list[int]:
+        """The items of a step to look at: those that can pay guesses themselves, and a sample of the others."""
+        purse, num = self._purse, len(items)
+        if purse.owners:  # of requests that have ended as well
+            purse.keep({item.request_id for item in items})
+        owners = purse.owners
+        sampled = range(0)
+        if purse.common >= price:
+            sampled = range(self._next_look, self._next_look + min(SAMPLE, num))
+            self._next_look = sampled.stop % num
+        places = {i % num for i in sampled}
+        if owners:
+            places |= {i for i, item in enumerate(items) if item.request_id in owners}
+        return sorted(places)
 
     def observe(self, batch: StepBatch, further: Mapping[str, int], duration_s: float) -> None:
         """Books a step that ran, and how many tokens beyond the first it has yielded for which request."""
-        if self._pace.pause % PLAIN_SHARE:
+        if self._pause % PLAIN_SHARE:
             return
         num_known = num_drafts = num_drafted = 0
         for item in batch.items:
@@ -118,6 +152,7 @@ class DraftedSteps:
             drafts, tokens, accepted = self.counts
             num_right = sum(further.values())
             self.counts = DraftCounts(drafts + num_drafts, tokens + num_drafted, accepted + num_right)
-            self._pace.drafted(self._policy.gain(len(batch.items), num_drafted, num_right, self._look_s))
+            for request_id, num in further.items():
+                self._purse.win(request_id, num, len(batch.items))
         if num_known - num_drafted == len(batch.items):
             self._policy.observe(len(batch.items), num_drafted, duration_s)

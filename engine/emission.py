@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from core.messages.plans import FinishedSequence
 from core.messages.tokens import DeltaLogprobs, TokenDelta, joined
-from engine.sampling.logged_tokens import NoToken
+from engine.sampling.logged_tokens import LoggedTokens, NoToken
 from engine.sequence import Sequence
 
 
@@ -32,6 +32,7 @@ class Emission:
         end: Set if the last of them ends the output.
         logprobs: Log probabilities that the client asked for.
         failure: Why the sequence ends without a new token.
+        vector: As in ``TokenDelta``.
     """
 
     sequence: Sequence
@@ -42,6 +43,19 @@ class Emission:
     end: FinishedSequence | None = None
     logprobs: DeltaLogprobs | None = None
     failure: NoToken | None = None
+    vector: bytes = b""
+
+
+def ended_by_prompt(sequence: Sequence, token: int, tokens: list[int | None], index: int) -> Emission:
+    """The end of a sequence that generates nothing; the token is kept for the books alone.
+
+    Args:
+        tokens: The step's; ``index`` is that of its item.
+    """
+    assert isinstance(tokens, LoggedTokens), "a runner that ends such a sequence says its vector"
+    vector = tokens.pooled.pop(index).plus(sequence.pooled).vector()
+    sequence.token_ids.append(token)
+    return Emission(sequence, (), 0, "", sequence.cached_len or 0, vector=vector)
 
 
 class HeldBack:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -136,6 +137,21 @@ class Engine:
             for delta in self.step():
                 deltas[delta.request_id].append(delta)
         return [_completion(prompt_ids, deltas[rid]) for prompt_ids, rid in zip(encoded, order, strict=True)]
+
+    def embed(self, prompts: SequenceOf[Prompt], pooling: str = "last") -> list[list[float]]:
+        """Vectors of the prompts, in their order, as the pooling leaves them: not brought to any length.
+
+        Raises:
+            InvalidValueError: As ``submit``; or the model does not compute this.
+        """
+        order = [self.submit(prompt, SamplingParams(1, pooling=pooling)) for prompt in prompts]
+        found: dict[str, list[float]] = {}
+        while not self.idle:
+            for delta in self.step():
+                if delta.error is not None:
+                    raise InvalidValueError("pooling", pooling, delta.error)
+                found[delta.request_id] = array("f", delta.vector).tolist()
+        return [found[request_id] for request_id in order]
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):

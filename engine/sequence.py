@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from core.messages.tokens import TokenLogprobs
 from core.request import Request, SamplingParams
+from engine.pooled_rows import PooledRows
 from engine.text.stop_strings import StopStrings
 from kvcache import SequenceState
 from policies.speculation.base import Drafter
@@ -28,9 +29,15 @@ class Detokenizer:
         self._decoder = TextDecoder(tokenizer)
         self.special_ids = self._decoder.special_ids
 
-    def start(self, stop: SequenceOf[str] = (), prompt_ids: SequenceOf[int] = ()) -> OutputText:
-        """The text of an output that ends before the first of the ``stop`` strings and follows ``prompt_ids``."""
-        return OutputText(self._decoder.start(prompt_ids), stop)
+    def start(
+        self, stop: SequenceOf[str] = (), prompt_ids: SequenceOf[int] = (), shown_ids: SequenceOf[int] = ()
+    ) -> OutputText:
+        """The text of an output that ends before the first of the ``stop`` strings and follows ``prompt_ids``.
+
+        Args:
+            shown_ids: Special tokens that are part of the text.
+        """
+        return OutputText(self._decoder.start(prompt_ids, shown=shown_ids), stop)
 
 
 class OutputText:
@@ -80,6 +87,7 @@ class Sequence(SequenceState):
         text: What its tokens have become; set before it runs.
         prompt_logprobs: Known log probabilities of the prompt's tokens except the first; None if the client did not
             ask.
+        pooled: What its steps have brought of the vector that it asks for in place of tokens.
         block_hashes: Hashes of its first full blocks, as many as were needed so far (``kvcache.block_manager``).
         matcher: Follows its output in its grammar; None without one.
         grammar_problem: Why its grammar cannot be followed; empty if it can.
@@ -92,6 +100,7 @@ class Sequence(SequenceState):
     token_ids: list[int]
     text: OutputText = field(init=False, repr=False)
     prompt_logprobs: list[TokenLogprobs] | None = None
+    pooled: PooledRows | None = None
     block_hashes: list[int] = field(default_factory=list)
     drafter: Drafter | None = None
     matcher: TokenMatcher | None = None
@@ -134,6 +143,10 @@ class Sequence(SequenceState):
             self.matcher = grammars.follow(self.sampling.grammar, self.request.output_ids)
         except GrammarRefused as refused:
             self.grammar_problem = refused.reason
+
+    def keep_pooled(self, rows: PooledRows) -> None:
+        """Adds what a step has brought of the vector."""
+        self.pooled = rows.plus(self.pooled)
 
     def current_matcher(self) -> TokenMatcher | None:
         """The matcher, behind all known tokens of the output; None without one. One thread at a time."""

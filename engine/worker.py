@@ -17,7 +17,7 @@ from core.messages.requests import Key
 from core.messages.tokens import DeltaLogprobs, TokenDelta
 from core.request import Fault, Request, SamplingParams, SequenceStatus
 from engine.drafted_steps import DraftedSteps
-from engine.emission import Emission, HeldBack, Output, joined_outputs
+from engine.emission import Emission, HeldBack, Output, ended_by_prompt, joined_outputs
 from engine.sampling.logged_tokens import LoggedTokens
 from engine.sequence import Detokenizer, OutputText, Sequence
 from engine.step_fault import StepFault
@@ -226,7 +226,7 @@ class Worker:
 
     def _start_text(self, request: Request) -> OutputText:
         """The text so far; the client of a resumed request has got all text that its tokens completed."""
-        text = self._detokenizer.start(request.sampling.stop, request.prompt_ids)
+        text = self._detokenizer.start(request.sampling.stop, request.prompt_ids, request.sampling.shown_ids)
         for index, token in enumerate(request.output_ids):
             _push(text, token, index, request.sampling)
         return text
@@ -273,7 +273,7 @@ class Worker:
         for item in batch.items:
             sequence = self._sequences[item.request_id]
             sampling = sequence.sampling
-            if sampling.stop or sampling.benchmark_len is not None or self._held_back is not None:
+            if sampling.stop or sampling.benchmark_len is not None or self._held_back is not None or sampling.pooling:
                 return None
             if sampling.eos_ends:
                 tokens |= self._eos
@@ -302,7 +302,10 @@ class Worker:
             if token is None or not self.executor.counts(batch, item.request_id):
                 continue
             sequence = sequences[item.request_id]
-            emission, ends = self._append(sequence, (token, *verified.get(i, ())))
+            if sequence.sampling.pooling:
+                emission, ends = ended_by_prompt(sequence, token, tokens, i), True
+            else:
+                emission, ends = self._append(sequence, (token, *verified.get(i, ())))
             emissions[item.request_id] = emission
             if len(emission.token_ids) > 1:
                 further[item.request_id] = len(emission.token_ids) - 1
@@ -310,6 +313,8 @@ class Worker:
                 stopped.add(item.request_id)
         if isinstance(tokens, LoggedTokens):
             self._attach_logprobs(batch, tokens, emissions)
+            for i, rows in tokens.pooled.items():  # of prompts that go on; none where steps overlap
+                self._sequences[batch.items[i].request_id].keep_pooled(rows)
         emissions |= failed
         if self.speculation is not None:
             self.speculation.observe(batch, further, duration_s)
@@ -397,6 +402,7 @@ class Worker:
             cached_len=emission.cached_len,
             logprobs=emission.logprobs,
             gpu_s=0.0 if end is None else sequence.gpu_s,
+            vector=emission.vector,
         )
         return Output(sequence.request.ingress_id, delta)
 
@@ -480,7 +486,7 @@ class Worker:
 
 def _root(request: Request) -> int:
     """Root hash of the prefixes that a request shares."""
-    if request.sampling.prompt_logprobs:  # they come with the computation: no other request's can be taken
+    if request.sampling.computes_prompt:  # what is asked for comes with it: no other request's can be taken
         return root_of(request.request_id, b"request")
     return salted_root(request.cache_salt)
 

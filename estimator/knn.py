@@ -6,7 +6,7 @@ import hashlib
 import io
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, Protocol
 
@@ -93,10 +93,14 @@ class BatchTimes:
     Args:
         cost: Cost of a step, until it is measured (``price``).
         batches: Batches known before; the last ``MAX_BATCHES`` are kept.
+        num_neighbours: k, at most ``MIN_BATCHES``.
     """
 
-    def __init__(self, cost: StepCost, batches: Iterable[ServedBatch] = ()) -> None:
+    def __init__(
+        self, cost: StepCost, batches: Iterable[ServedBatch] = (), *, num_neighbours: int = NUM_NEIGHBOURS
+    ) -> None:
         self._cost = cost
+        self._num_neighbours = num_neighbours
         self._batches = deque(batches, maxlen=MAX_BATCHES)
         self._served: deque[ServedBatch] = deque(maxlen=MAX_BATCHES)
         self._schedule = Schedule(PERIOD_S)
@@ -107,15 +111,20 @@ class BatchTimes:
         """Number of batches behind the estimates."""
         return len(self._batches)
 
+    @property
+    def unlearned(self) -> tuple[ServedBatch, ...]:
+        """Batches that ended since learning was last due."""
+        return tuple(self._served)
+
     def price(self, cost: StepCost) -> None:
         """Takes a newly measured cost of steps."""
         self._cost = cost
 
     def __call__(self, batch_size: int, prompt_len: int, output_len: int) -> float:
         """Estimated seconds of a batch; ``output_len`` is the longest predicted output. O(log batches known)."""
-        return self._estimates_s([(batch_size, prompt_len, output_len)])[0]
+        return self.estimates_s([(batch_size, prompt_len, output_len)])[0]
 
-    def _estimates_s(self, queries: list[tuple[int, int, int]]) -> list[float]:
+    def estimates_s(self, queries: Sequence[tuple[int, int, int]]) -> list[float]:
         """Estimates several batches; together they cost little more than one alone."""
         if self._neighbours is None:
             return [padded_batch_s(self._cost, *query) for query in queries]
@@ -147,7 +156,7 @@ class BatchTimes:
     def _wrong(self, served: list[ServedBatch]) -> list[ServedBatch]:
         if not served:
             return []
-        estimates_s = self._estimates_s([(each.batch_size, each.prompt_len, each.output_len) for each in served])
+        estimates_s = self.estimates_s([(each.batch_size, each.prompt_len, each.output_len) for each in served])
         pairs = zip(served, estimates_s, strict=True)
         return [batch for batch, estimate_s in pairs if RULE.is_wrong(estimate_s, batch.duration_s)]
 
@@ -162,7 +171,7 @@ class BatchTimes:
         self._mean, spread = features.mean(axis=0), features.std(axis=0)
         self._spread = np.where(spread > 0, spread, 1.0)
         # A tree, because the search of all rows starts threads, which costs more than it saves.
-        self._neighbours = KNeighborsRegressor(NUM_NEIGHBOURS, algorithm="kd_tree")
+        self._neighbours = KNeighborsRegressor(self._num_neighbours, algorithm="kd_tree")
         self._neighbours.fit((features - self._mean) / self._spread, rows[:, 3])
 
     def _rows(self) -> _Array:
@@ -176,7 +185,7 @@ class BatchTimes:
         return buffer.getvalue()
 
     @classmethod
-    def from_bytes(cls, data: bytes, cost: StepCost) -> BatchTimes:
+    def from_bytes(cls, data: bytes, cost: StepCost, num_neighbours: int = NUM_NEIGHBOURS) -> BatchTimes:
         """An estimator from the result of ``to_bytes``; it estimates the same for the same step cost.
 
         Raises:
@@ -192,7 +201,7 @@ class BatchTimes:
         if not np.array_equal(checksum, _checksum(rows)):
             raise InvalidValueError("batch times: checksum", checksum.tobytes().hex(), "that of its rows")
         batches = [ServedBatch(int(size), int(prompt), int(output), took_s) for size, prompt, output, took_s in rows]
-        return cls(cost, batches)
+        return cls(cost, batches, num_neighbours=num_neighbours)
 
 
 def _checksum(rows: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:

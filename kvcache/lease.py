@@ -27,6 +27,7 @@ class BatchDraft:
         prompts_left: Prompt tokens that it may still take.
         arising: Hashes of the full blocks that the first ``num_seen`` items compute.
         refused: Whether a sequence was not started that might be in the next step, though nothing has happened.
+        rests: Whether a sequence was left out that has to let others go first.
     """
 
     tokens_left: int
@@ -39,6 +40,7 @@ class BatchDraft:
     short_blocks: int = 0
     out_of_grants: bool = False
     refused: bool = False
+    rests: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +207,9 @@ class LeaseExecutor(PlanExecutor):
                 continue
             if held.request_id in self._busy:
                 continue
+            if held.slot.rests and within_grants:
+                draft.rests = True
+                continue
             wanted = self._runnable_tokens(held, within_grants)
             if wanted == 0:
                 draft.out_of_grants = True
@@ -218,6 +223,8 @@ class LeaseExecutor(PlanExecutor):
                 credit -= held.slot.standby
             else:
                 draft.refused = True
+        if draft.rests and all(map(_decodes, draft.chosen)):  # those that it lets go first may all have begun
+            draft.out_of_grants = True
         return draft
 
     def step_after(self, batch: StepBatch) -> StepBatch | None:

@@ -139,15 +139,26 @@ def configured_scheduler(config: SchedulerConfig, max_num_seqs: int, grant_lead_
 
 def configured_settings(config: SchedulerConfig) -> PolicySettings:
     """Settings of the parts on a server, before any measurement."""
-    mlfq = MlfqRules(config.quantum_s, follows_cost=True, starve_limit_s=config.starve_limit_s)
+    mlfq = MlfqRules(
+        config.quantum_s,
+        follows_cost=True,
+        ratio=config.quantum_ratio,
+        num_levels=config.num_levels or None,
+        starve_limit_s=config.starve_limit_s,
+    )
     max_gap_s = config.max_gap_ms / 1e3 if config.max_gap_ms else math.inf
     return PolicySettings(
         watermark=config.watermark,
+        overcommit=config.overcommit,
+        reserve_ratio=config.reserve_ratio,
+        history_window=config.history_window,
         gamma=config.gamma,
         tail=config.tail,
         max_pause_s=config.max_pause_s,
         max_gap_s=max_gap_s,
         mlfq=mlfq,
+        min_idle_slots=config.min_idle_slots,
+        num_burst_levels=config.num_burst_levels,
     )
 
 
@@ -155,6 +166,10 @@ def configured_e2(config: PlacementConfig) -> E2Config:
     """The E2 settings of a server."""
     return E2Config(
         window_s=config.window_s,
+        imbalance_ratio=config.imbalance_ratio,
+        balanced_ratio=config.balanced_ratio,
+        rebalance_after=config.rebalance_after,
+        initial_output_len=config.initial_output_len,
         rebalance=config.rebalance,
         rebalance_ratio=config.rebalance_ratio,
         autoscale=config.autoscale,
@@ -263,7 +278,8 @@ def configured_batch_scheduler(
 
 def build_batch_runner(max_num_seqs: int) -> ReplicaScheduler:
     """The scheduler of one replica in batch mode: it runs a given batch as a whole or not at all."""
-    return ReplicaScheduler(ReplicaPolicies(Fcfs(), WholeBatch(), SplitBatch()), SchedulerLimits(max_num_seqs, 0))
+    limits = SchedulerLimits(max_num_seqs, 0, gives_way=False)
+    return ReplicaScheduler(ReplicaPolicies(Fcfs(), WholeBatch(), SplitBatch()), limits)
 
 
 def is_batch_mode(preset: str) -> bool:

@@ -19,7 +19,7 @@ from core.errors import IntegrityError
 from core.forecast import Forecast
 from core.messages.cache import StartedRequest
 from core.messages.plans import Slot, SlotProgress
-from core.request import Request, Residency
+from core.request import Request, Residency, is_flex
 from policies.parts import Parts
 from policies.settings import PolicySettings
 
@@ -33,7 +33,8 @@ class Job:
     Attributes:
         arrived_at: Arrival of the request; unchanged by preemptions and requeues.
         priority: Lower goes first (as in vLLM); the first sort key of every order.
-        deadline_at: At equal priority the earlier deadline goes first; infinity for none.
+        deadline_at: At equal priority the earlier one goes first; infinity for none. A ``ReplicaScheduler`` sets it
+            only when the job can wait no longer (``policies.outlook.just_enough``).
         forecast: Prediction of the whole output length; None without one.
         cached_len: Prompt tokens known or believed to be in the replica's prefix cache.
         output_len: Tokens generated so far.
@@ -70,7 +71,7 @@ class Job:
             prompt_len=request.prompt_len,
             max_new_tokens=request.sampling.max_new_tokens,
             priority=request.priority,
-            deadline_at=math.inf if request.deadline_s is None else now + request.deadline_s,
+            deadline_at=now + request.all_by_s,
             forecast=request.forecast,
             cached_len=request.expected_cached_len,
             output_len=len(request.output_ids),
@@ -78,6 +79,11 @@ class Job:
             weight=request.weight,
             **own,
         )
+
+    @property
+    def is_flex(self) -> bool:
+        """Whether it takes what is left."""
+        return is_flex(self.priority)
 
     @property
     def urgency(self) -> tuple[int, float]:
@@ -135,6 +141,7 @@ class ScheduledRequest(Job):
         told: The worker's last word on it, if nothing has been booked here since: said again it changes nothing.
         slot: As the last plan had it.
         counted_on_host: ``blocks_on_host`` as the mirror's sum has it.
+        rests: It computes nothing by the latest decision, though it keeps what it has.
     """
 
     request: Request
@@ -157,6 +164,7 @@ class ScheduledRequest(Job):
     told: SlotProgress | None = None
     slot: Slot | None = None
     counted_on_host: int = 0
+    rests: bool = False
 
     @property
     def blocks_on_host(self) -> int:
@@ -212,9 +220,11 @@ class ScheduledRequest(Job):
 
 def make_scheduled(request: Request, now: float, number: int = 0) -> ScheduledRequest:
     """The record of a request that has just come."""
-    return ScheduledRequest.of(
+    scheduled = ScheduledRequest.of(
         request, now, request=request, number=number, max_total_len=request.max_total_len, waits_since=now
     )
+    scheduled.deadline_at = math.inf
+    return scheduled
 
 
 OrderT = TypeVar("OrderT", bound="Order")

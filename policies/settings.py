@@ -126,12 +126,15 @@ class PolicySettings:
         watermark: Share of the KV pool that the watermark admission fills, in (0, 1].
         overcommit: The conservative admission counts the pool as so many times its size.
         reserve_ratio: Share of the pool that Past-Future keeps free.
+        history_window: w: finished requests whose lengths Past-Future predicts from.
         max_new_tokens: Output length that Past-Future expects before any request has finished.
         eviction_risk: Probability of an eviction that the admission by forecast accepts.
         tail: How much of the mean the boosted order gives for the tail; as ``SchedulerConfig.tail``.
         max_pause_s: How long the boosted order lets a stream stand still; as ``SchedulerConfig.max_pause_s``.
         max_gap_s: As in ``StepBudget``.
         mlfq: Rules of the skip-join MLFQ.
+        min_idle_slots: As in ``EnstOffload``.
+        num_burst_levels: As in ``EnstOffload``.
         theta: Hysteresis of the Gittins order.
         gamma: Ageing of the Gittins order; as ``SchedulerConfig.gamma``.
         cost: Cost of steps until it has been measured.
@@ -143,6 +146,7 @@ class PolicySettings:
     watermark: float = 0.95
     overcommit: float = 1.0
     reserve_ratio: float = 0.05
+    history_window: int = 1000
     max_new_tokens: int = 4096
     eviction_risk: float = 0.05
     theta: float = 4.0
@@ -151,6 +155,8 @@ class PolicySettings:
     max_pause_s: float = 0.0
     max_gap_s: float = math.inf
     mlfq: MlfqRules = field(default_factory=MlfqRules)
+    min_idle_slots: int = 1
+    num_burst_levels: int = 2
     cost: StepCost = PRIOR_COST
     block_size: int = 64
     e2: E2Config = field(default_factory=E2Config)

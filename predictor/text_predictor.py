@@ -9,7 +9,7 @@ import numpy as np
 from core.errors import InvalidValueError
 from core.forecast import QUANTILES, Forecast, ForecastQuestion
 from predictor.applications.reading import MODEL as APPLICATIONS
-from predictor.applications.reading import ApplicationReader
+from predictor.applications.reading import SECRET, ApplicationReader
 from predictor.artefact import ArtefactError, TrainedModel
 from predictor.embedding_cache import EmbeddingCache
 from predictor.encoders import Encoder
@@ -112,7 +112,7 @@ def encoder_of(artefact: TrainedModel) -> str | None:
 def _reader(artefact: TrainedModel, encoder: Encoder | None, cache_size: int) -> Reader:
     metadata = artefact.metadata
     if metadata["model"] == APPLICATIONS:
-        return ApplicationReader()
+        return ApplicationReader(artefact.arrays[SECRET].tobytes())
     if encoder_of(artefact) is None:
         return WordReader(WordScorer(artefact.arrays["words"]))
     trained_with, dim = metadata["encoder"], int(metadata["dim"])

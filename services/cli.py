@@ -25,6 +25,7 @@ from services.commands.profile import profile
 from services.commands.replay import replay
 from services.commands.simulate import compare, simulate
 from services.commands.train import train
+from services.demo.command import demo
 from services.launch.failures import failing_in_two_lines
 
 STATUS_TIMEOUT_S = 5.0
@@ -51,6 +52,13 @@ def main(
 def serve(
     model: Annotated[
         str | None, typer.Option(help="Model directory, GGUF file or hub id; default: the embedded model.")
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="Name that clients ask for; several times for several names.")
+    ] = None,
+    chat_template: Annotated[Path | None, typer.Option(help="File of a chat template, not the model's own.")] = None,
+    tool_format: Annotated[
+        str | None, typer.Option(help="How the model writes tool calls; default: found from the chat template.")
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
     device: Annotated[
@@ -124,6 +132,10 @@ def serve(
     overrides: dict[str, dict[str, Any]] = {
         "model": {
             "path": model,
+            "name": served_model_name[0] if served_model_name else None,
+            "also_named": ",".join(served_model_name[1:]) if served_model_name and served_model_name[1:] else None,
+            "chat_template": None if chat_template is None else str(chat_template),
+            "tool_format": tool_format,
             "dtype": dtype,
             "replicas": replicas,
             "tensor_parallel": tensor_parallel,
@@ -357,6 +369,7 @@ app.add_typer(keys, name="keys")
 app.command()(bench)
 app.command()(explain)
 app.command()(front)
+app.command()(demo)
 app.command()(profile)
 app.command()(simulate)
 app.command()(compare)

@@ -8,6 +8,7 @@ from functools import partial
 
 from core.config.scheduling import SchedulerConfig
 from core.errors import IntegrityError, InvalidValueError
+from core.request import NO_SLO, is_flex
 from estimator.knn import padded_batch_s
 from policies.compose import (
     build_batch_runner,
@@ -108,10 +109,15 @@ def _replica_shape(experiment: Experiment, arrivals: Workload) -> ReplicaShape:
         num_host_blocks=experiment.host_kv_tokens // experiment.block_size,
         max_num_seqs=experiment.max_num_seqs,
         max_batch_tokens=experiment.max_batch_tokens,
-        look_every=0 if is_steady(preset) else 1,
+        look_every=0 if is_steady(preset) and not _any_gives_way(arrivals) else 1,
         shares_prefixes=any(arrival.prefix for arrival in arrivals),
         execution="static" if preset.mode == "batch" else "ragged",
     )
+
+
+def _any_gives_way(arrivals: Workload) -> bool:
+    """Whether time alone may change what a preset decides: requests that cannot wait longer, or may compute again."""
+    return any(each.deadline_s is not None or each.slo is not NO_SLO or is_flex(each.priority) for each in arrivals)
 
 
 def _continuous_fleet(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from tokenizers import Tokenizer
@@ -52,15 +52,18 @@ class TextDecoder:
         self._anchored: dict[Ids, str] = {}
         self._anchor: Ids | None = None
 
-    def start(self, context: Sequence[int] = (), *, shows_special: bool = False) -> TextStream:
+    def start(
+        self, context: Sequence[int] = (), *, shows_special: bool = False, shown: Collection[int] = ()
+    ) -> TextStream:
         """A stream of the text that follows the tokens of ``context``.
 
         Args:
             context: Tokens before, which are not part of the text. Where they are a text themselves, the decoder
                 does not drop a leading space as it does at the beginning of a text.
             shows_special: Whether special tokens are text.
+            shown: Special tokens that are text nevertheless.
         """
-        hidden = frozenset() if shows_special else self.special_ids
+        hidden = frozenset() if shows_special else self.special_ids.difference(shown)
         if self._byte_level:
             return _ByteStream(self, hidden)
         follows = any(token_id not in hidden for token_id in reversed(context))

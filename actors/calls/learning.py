@@ -7,7 +7,14 @@ from typing import Protocol
 from actors.calls.message import message
 from core.forecast import Forecast
 from core.messages.forecasts import ForecastQuestions, Forecasts
-from core.messages.step_times import ReplicaStepProfile, StepProfileReply, StepSamples
+from core.messages.step_times import (
+    BatchEstimates,
+    BatchShapes,
+    ReplicaStepProfile,
+    ServedBatchTimes,
+    StepProfileReply,
+    StepSamples,
+)
 
 
 class LengthPredictorCalls(Protocol):
@@ -32,3 +39,11 @@ class ServingTimeEstimatorCalls(Protocol):
     @message()
     async def profile(self) -> StepProfileReply:
         """What steps cost, by replica in the order in which they were first heard of."""
+
+    @message()
+    async def estimate_batches(self, shapes: BatchShapes) -> BatchEstimates:
+        """Seconds of each of these batches (Magnus III-D)."""
+
+    @message()
+    async def observe_batches(self, batches: ServedBatchTimes) -> None:
+        """Batches that have ended, to learn from."""

@@ -5,6 +5,18 @@ from __future__ import annotations
 from typing import Protocol
 
 from actors.calls.message import message
+from core.kept import (
+    AddParts,
+    DropExpired,
+    ObjectName,
+    ObjectPage,
+    ObjectQuery,
+    ObjectReply,
+    PartsPage,
+    PartsQuery,
+    PutObject,
+    PutVerdict,
+)
 from core.messages.log import (
     Artefact,
     ArtefactList,
@@ -73,6 +85,34 @@ class LogStoreCalls(Protocol):
     @message()
     async def artefacts(self) -> ArtefactList:
         """All versions that are kept, without their data."""
+
+    @message()
+    async def put_object(self, order: PutObject) -> PutVerdict:
+        """Keeps a new object, or the next revision of one."""
+
+    @message()
+    async def find_object(self, name: ObjectName) -> ObjectReply:
+        """A kept object, without its parts."""
+
+    @message()
+    async def list_objects(self, query: ObjectQuery) -> ObjectPage:
+        """Kept objects of one owner."""
+
+    @message()
+    async def drop_object(self, name: ObjectName) -> ObjectPage:
+        """Drops an object with its parts; answers what it was, or nothing if it was not there."""
+
+    @message()
+    async def add_parts(self, order: AddParts) -> None:
+        """Adds parts of an object; answers when they are on disk."""
+
+    @message()
+    async def read_parts(self, query: PartsQuery) -> PartsPage:
+        """Parts of an object, from one on."""
+
+    @message()
+    async def drop_expired(self, order: DropExpired) -> None:
+        """Drops every kept object whose time is over."""
 
 
 class StreamStoreCalls(Protocol):

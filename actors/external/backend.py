@@ -189,6 +189,7 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
                 self._put(request, _end(request, output_len, "error", f"{self._replica}: {reason}"))
             case RequestStarted(started):
                 self._started.append(started)
+                self._queues.started(started.queue_s)
             case RequestEnded(finished):
                 self._ended.append(finished)
                 self._events_due.set()

@@ -206,6 +206,8 @@ class OpenAIServer:
         assert self._session is not None
         url = self._config.base_url + call.path
         headers = {"Content-Type": "application/json"}
+        if call.traceparent:
+            headers["traceparent"] = call.traceparent
         # Where a server sends us is no address that an operator has named: it might be one of the inner network.
         return self._session.post(url, data=json.dumps(call.body), headers=headers, allow_redirects=False)
 

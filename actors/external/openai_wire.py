@@ -74,14 +74,19 @@ class ListedModel:
 
 @dataclass(frozen=True, slots=True)
 class ServerCall:
-    """Path and body of a POST request."""
+    """Path and body of a POST request, and the trace that it belongs to, if any."""
 
     path: str
     body: dict[str, Any]
+    traceparent: str = ""
 
 
 Decode = Callable[[Sequence[int], Sequence[int]], str]
 """(preceding token ids, token ids) -> text of the latter."""
+
+
+def _traceparent(request: Request) -> str:
+    return "" if request.origin is None else request.origin.traceparent
 
 
 def by_tokens(request: Request, model: str) -> ServerCall:
@@ -96,7 +101,7 @@ def by_tokens(request: Request, model: str) -> ServerCall:
     body = {"model": model, "prompt": prompt, **_sampling(request), **_extensions(request)}
     if request.cache_salt:  # hashed to a length that every server takes
         body["cache_salt"] = hashlib.blake2b(request.cache_salt.encode(), digest_size=16).hexdigest()
-    return ServerCall(COMPLETIONS, body)
+    return ServerCall(COMPLETIONS, body, _traceparent(request))
 
 
 def by_text(request: Request, model: str, decode: Decode) -> ServerCall:
@@ -114,12 +119,12 @@ def by_text(request: Request, model: str, decode: Decode) -> ServerCall:
     rest = {**_sampling(request), **extensions}
     if not source.messages:
         prompt = source.text + decode(request.output_ids, request.prompt_ids)
-        return ServerCall(COMPLETIONS, {"model": model, "prompt": prompt, **rest})
+        return ServerCall(COMPLETIONS, {"model": model, "prompt": prompt, **rest}, _traceparent(request))
     if request.output_ids:
         message = "another replica began to answer this chat; a server that takes text cannot continue it"
         raise failed("request", message, of_request=True)
     messages = [{"role": role, "content": content} for role, content in source.messages]
-    return ServerCall(CHATS, {"model": model, "messages": messages, **rest})
+    return ServerCall(CHATS, {"model": model, "messages": messages, **rest}, _traceparent(request))
 
 
 def _sampling(request: Request) -> dict[str, Any]:
@@ -155,6 +160,8 @@ def _extensions(request: Request) -> dict[str, Any]:
         body["stop_token_ids"] = list(sampling.stop_token_ids)
     if sampling.ignore_eos:
         body["ignore_eos"] = True
+    if sampling.shown_ids:
+        body["skip_special_tokens"] = False
     if sampling.min_tokens > len(request.output_ids):
         body["min_tokens"] = sampling.min_tokens - len(request.output_ids)
     return body

@@ -123,7 +123,7 @@ class LengthPredictor(Component, LengthPredictorCalls):
     def _learn(self, records: Sequence[FinishedRequest]) -> None:
         since = self.context.site.model_since  # outputs of earlier weights tell nothing about these
         known = (each for each in records if each.received_at >= since and each.finish_reason in _COMPLETE)
-        self._predictor.learn([each.output_len for each in known])
+        self._predictor.learn([each.output_len for each in known if each.output_len])  # 0: nothing was to be generated
         self._show()
 
     def _start_over(self) -> None:

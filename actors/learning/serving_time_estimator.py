@@ -1,4 +1,4 @@
-"""Learns how long the steps of each replica take."""
+"""Learns how long the steps of each replica take, and how long batches take."""
 
 from __future__ import annotations
 
@@ -8,16 +8,32 @@ import time
 from prometheus_client import CollectorRegistry, Gauge
 
 from actors.calls.learning import ServingTimeEstimatorCalls
+from actors.learning.batch_time_learner import BatchTimeLearner
 from actors.runtime.component import Component, ComponentContext
-from core.messages.step_times import ReplicaStepProfile, StepProfileReply, StepSamples
+from actors.runtime.peer import again_and_again
+from core.messages.step_times import (
+    BatchEstimates,
+    BatchShapes,
+    ReplicaStepProfile,
+    ServedBatchTimes,
+    StepProfileReply,
+    StepSamples,
+)
 from estimator.step_profile import StepProfile
+from policies.compose import is_batch_mode
+
+PAUSE_S = 2.0
+"""After a fault in learning: estimates are answered meanwhile."""
 
 TERMS = ("step", "prefill_token", "decode_seq", "context_token", "prefill_pair")
 """Names of the coefficients, in the order of ``StepProfile.coefficients``."""
 
 
 class ServingTimeEstimator(Component, ServingTimeEstimatorCalls):
-    """Keeps one step-time profile for each replica, from the samples that the Schedulers send."""
+    """Keeps one step-time profile for each replica, and in batch mode the nearest neighbours of Magnus.
+
+    The Schedulers send the samples of steps, the Batcher batches that have ended.
+    """
 
     kind = "ServingTimeEstimator"
 
@@ -26,6 +42,11 @@ class ServingTimeEstimator(Component, ServingTimeEstimatorCalls):
         self._gauge = _gauge(context.registry)
         self._profiles: dict[str, StepProfile] = {}
         self._observed_at: float | None = None
+        self._batches = BatchTimeLearner(context)
+
+    async def start(self) -> None:
+        if is_batch_mode(self.context.config.scheduler.preset):
+            self.spawn(again_and_again(self._batches.run, PAUSE_S))
 
     @property
     def last_step_age_s(self) -> float | None:
@@ -37,10 +58,20 @@ class ServingTimeEstimator(Component, ServingTimeEstimatorCalls):
         for term, value_s in zip(TERMS, profile.coefficients(), strict=True):
             self._gauge.labels(samples.replica, term).set(value_s)
         self._observed_at = time.monotonic()
+        best = max(self._profiles.values(), key=lambda each: each.num_samples)
+        if (cost := best.cost()) is not None:
+            self._batches.price(cost)
         return None if profile.cost() is None else _row(samples.replica, profile)
 
     async def profile(self) -> StepProfileReply:
         return StepProfileReply(tuple(_row(name, profile) for name, profile in self._profiles.items()))
+
+    async def estimate_batches(self, shapes: BatchShapes) -> BatchEstimates:
+        return BatchEstimates(tuple(self._batches.estimates_s(shapes.shapes)))
+
+    async def observe_batches(self, batches: ServedBatchTimes) -> None:
+        for batch in batches.batches:
+            self._batches.ended(batch)
 
 
 def _row(replica: str, profile: StepProfile) -> ReplicaStepProfile:

@@ -12,6 +12,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from actors.calls.log_store import LogStoreCalls
+from actors.learning.application_secret import application_secret
 from actors.learning.forecasting import ForecastAnswer, ForecastServer
 from actors.learning.length_learner import LengthLearner
 from actors.learning.model_registry import ModelRegistry
@@ -81,7 +82,8 @@ class TextForecasts:
                 expected = f"a directory of `farsight train` ({error})"
                 raise ConfigError("predictor.artefact", str(path), expected) from error
         else:
-            artefact = untrained(f"{context.config.model.name} {context.site.model_since:.0f}")
+            weights = f"{context.config.model.name} {context.site.model_since:.0f}"
+            artefact = untrained(weights, await application_secret(log_store), settings.num_trees)
             predictor = TextPredictor(artefact, None, history)
         forecasts = cls(context, log_store, artefact, predictor, history)
         await forecasts._look_for_newer()

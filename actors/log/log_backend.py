@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from actors.log.kept_backend import KeptBackend
 from core.errors import MessageError
 from core.messages.log import (
     Artefact,
@@ -56,9 +57,13 @@ class LogBackend(Protocol):
 
     Attributes:
         errors: Exceptions that every operation may raise when the storage fails.
+        kept: What clients have left in the same storage.
     """
 
     errors: tuple[type[Exception], ...]
+
+    @property
+    def kept(self) -> KeptBackend: ...
 
     async def open(self) -> None:
         """Opens the log; creates it if there is none, and migrates a log of an earlier version.

@@ -16,6 +16,7 @@ from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from actors.log import log_redis_scripts
+from actors.log.kept_redis import KeptRedis
 from actors.log.log_backend import (
     MAX_INT,
     RECORD_KINDS,
@@ -114,6 +115,7 @@ class RedisLog:
         self._put = self._redis.register_script(log_redis_scripts.PUT)
         self._set_current = self._redis.register_script(log_redis_scripts.SET_CURRENT)
         self._get_artefact = self._redis.register_script(log_redis_scripts.GET_ARTEFACT)
+        self.kept = KeptRedis(self._redis)
 
     async def open(self) -> None:
         try:

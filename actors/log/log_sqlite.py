@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import aiosqlite
 
+from actors.log.kept_sqlite import KeptSqlite
 from actors.log.log_backend import (
     MAX_INT,
     RECORD_KINDS,
@@ -98,6 +99,7 @@ class SqliteLog:
         self._connection: aiosqlite.Connection | None = None
         self._lock = asyncio.Lock()  # so that a reader sees no row before its commit
         self._num_rows: dict[type[Record], int] = {}
+        self.kept = KeptSqlite(self._transaction, self._reading)
 
     async def open(self) -> None:
         try:

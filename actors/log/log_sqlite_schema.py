@@ -100,7 +100,38 @@ CREATE TABLE traces (
 )""",
 )
 
-STEPS = (VERSION_1, VERSION_2, VERSION_3)
+# What clients leave for a while: files, batches, and what batches have brought.
+VERSION_4 = (
+    """
+CREATE TABLE kept_objects (
+    kind TEXT NOT NULL,
+    object_id TEXT NOT NULL,
+    owner TEXT NOT NULL,
+    created_at REAL NOT NULL,
+    expires_at REAL NOT NULL,
+    revision INTEGER NOT NULL,
+    num_bytes INTEGER NOT NULL,
+    record BLOB NOT NULL,
+    PRIMARY KEY (kind, object_id)
+)""",
+    "CREATE INDEX kept_by_owner ON kept_objects (kind, owner, created_at, object_id)",
+    """
+CREATE TABLE kept_parts (
+    kind TEXT NOT NULL,
+    object_id TEXT NOT NULL,
+    part INTEGER NOT NULL,
+    data BLOB NOT NULL,
+    PRIMARY KEY (kind, object_id, part)
+)""",
+)
+
+# What a counterfactual needs of each request.
+VERSION_5 = (
+    "ALTER TABLE finished_requests ADD COLUMN priority INTEGER NOT NULL DEFAULT 0",
+    "ALTER TABLE finished_requests ADD COLUMN tenant TEXT NOT NULL DEFAULT ''",
+)
+
+STEPS = (VERSION_1, VERSION_2, VERSION_3, VERSION_4, VERSION_5)
 """The statements that migrate a file from each version to the next; an empty file has version 0."""
 
 SQL_SCHEMA_VERSION = len(STEPS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
@@ -22,6 +23,18 @@ from actors.runtime.component import Component, ComponentContext
 from actors.runtime.names import RUN_DIR_VARIABLE
 from core.degraded import LOG_READ, LOG_WRITE
 from core.errors import ConfigError, FarsightError, MessageError
+from core.kept import (
+    AddParts,
+    DropExpired,
+    ObjectName,
+    ObjectPage,
+    ObjectQuery,
+    ObjectReply,
+    PartsPage,
+    PartsQuery,
+    PutObject,
+    PutVerdict,
+)
 from core.messages.log import (
     Artefact,
     ArtefactList,
@@ -47,6 +60,9 @@ MAX_PAGE = 10_000
 
 MAX_EXAMPLES = 250
 """Most examples in one ``ExamplePage``: decoding and encoding so many blocks the event loop for about 6 ms."""
+
+MAX_OBJECTS = 1000
+"""Most kept objects in one page."""
 
 MAX_COMMIT = 10_000
 """A commit takes no further message once it has so many records."""
@@ -161,6 +177,37 @@ class LogStore(Component, LogStoreCalls):
     async def artefacts(self) -> ArtefactList:
         with self._open("read") as backend:
             return ArtefactList(await backend.artefacts())
+
+    async def put_object(self, order: PutObject) -> PutVerdict:
+        with self._open("write") as backend:
+            return await backend.kept.put(order)
+
+    async def find_object(self, name: ObjectName) -> ObjectReply:
+        with self._open("read") as backend:
+            return ObjectReply(await backend.kept.find(name))
+
+    async def list_objects(self, query: ObjectQuery) -> ObjectPage:
+        limited = dataclasses.replace(query, limit=min(max(query.limit, 0), MAX_OBJECTS))
+        with self._open("read") as backend:
+            return ObjectPage(await backend.kept.list(limited))
+
+    async def drop_object(self, name: ObjectName) -> ObjectPage:
+        with self._open("write") as backend:
+            kept = await backend.kept.find(name)
+            dropped = await backend.kept.drop(name)
+            return ObjectPage((kept,) if kept is not None and dropped else ())
+
+    async def add_parts(self, order: AddParts) -> None:
+        with self._open("write") as backend:
+            await backend.kept.add_parts(order)
+
+    async def read_parts(self, query: PartsQuery) -> PartsPage:
+        with self._open("read") as backend:
+            return PartsPage(await backend.kept.parts(query))
+
+    async def drop_expired(self, order: DropExpired) -> None:
+        with self._open("write") as backend:
+            await backend.kept.drop_expired(order.now)
 
     def _make_backend(self) -> LogBackend:
         log = self.context.config.log

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import socket
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -20,6 +22,7 @@ from actors.runtime.peer import PeerLost, Site
 from actors.runtime.remote import listen
 from actors.runtime.watching import Lives, own_node, period_s
 from core.codec import encode
+from core.config.load import FarsightConfig
 from core.messages.pulse import Pulse
 from core.messages.status import ComponentRows, ComponentStatus
 
@@ -57,8 +60,11 @@ class ComponentHost:
         self._failure: BaseException | None = None
         self._broken = asyncio.Event()
 
-    async def add(self, names: list[str]) -> None:
+    async def add(self, names: list[str], configs: Mapping[str, FarsightConfig] | None = None) -> None:
         """Hosts and starts these components; those it has already stay as they are. Returns when they have started.
+
+        Args:
+            configs: By name, what a component reads in place of the host's own configuration.
 
         Raises:
             FarsightError: one of them cannot start.
@@ -69,7 +75,7 @@ class ComponentHost:
                 await self._begin_beating()
             new = [name for name in names if name not in self._components]
             for name in new:
-                self._components[name] = self._make(name)
+                self._components[name] = self._make(name, (configs or {}).get(name, self._site.config))
             for name in new:
                 try:
                     await self._components[name].start()
@@ -150,9 +156,10 @@ class ComponentHost:
         while True:  # noqa: ASYNC110, the turns are what it is for
             await asyncio.sleep(period_s(self._site.config.actors.silence_s))
 
-    def _make(self, name: str) -> Component:
-        context = ComponentContext(name, self._site, self._restarts, self._peers, self._registry, self._refused.count)
-        component = component_class(name, self._site.config)(context)
+    def _make(self, name: str, config: FarsightConfig) -> Component:
+        site = dataclasses.replace(self._site, config=config)
+        context = ComponentContext(name, site, self._restarts, self._peers, self._registry, self._refused.count)
+        component = component_class(name, config)(context)
         component.failed.add_done_callback(self._component_failed)
         return component
 

@@ -105,6 +105,14 @@ class EngineMetrics:
         self._waiting = _family(
             registry, Gauge, "vllm:num_requests_waiting", "Requests that wait to be started.", _LABELS
         )
+        self._queue_time = _family(
+            registry,
+            Histogram,
+            "vllm:request_queue_time_seconds",
+            "From a request's arrival at its replica to its first step.",
+            _LABELS,
+            buckets=JCT_BUCKETS_S,
+        )
         self._kv_usage = _family(
             registry, Gauge, "vllm:kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all of them.", _LABELS
         )
@@ -206,6 +214,10 @@ class EngineMetrics:
         """The scheduler has computed for so long."""
         self._scheduling_cpu.labels(**self._labels).inc(cpu_s)
 
+    def started(self, queue_s: float) -> None:
+        """A request has run for the first time, so long after its arrival."""
+        self._queue_time.labels(**self._labels).observe(queue_s)
+
     def prefix_cache(self, queries: int, hits: int) -> None:
         """So many more prompt tokens were looked for and found; zeros at the start show the series."""
         self._prefix_queries.labels(**self._labels).inc(queries)
@@ -224,7 +236,7 @@ class EngineMetrics:
     def remove(self) -> None:
         """Forgets this replica, which is not served any more: its gauges must not stand still."""
         for family in (
-            *(self._running, self._waiting, self._kv_usage, self._cache_config),
+            *(self._running, self._waiting, self._queue_time, self._kv_usage, self._cache_config),
             *(self._preemptions, self._step_tokens, self._prefix_queries, self._prefix_hits),
             *(self._kv_blocks, self._kv_pool_blocks, self._kv_moves, self._kv_moved_bytes),
             *(self._refused_offloads, self._recomputed_tokens, self._scheduling_cpu),

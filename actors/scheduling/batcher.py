@@ -10,7 +10,7 @@ from actors.log.log_outbox import LogOutbox
 from actors.runtime.component import ComponentContext
 from actors.runtime.metrics import BatchMetrics
 from actors.runtime.peer import again_and_again, wait_for
-from actors.scheduling.batch_times import LiveBatchTimes
+from actors.scheduling.batch_estimates import EstimatedTimes
 from actors.scheduling.event_recorder import EventRecorder, recorded
 from actors.scheduling.router import FleetShell
 from core.messages.fleet import ReplicaState
@@ -50,7 +50,7 @@ class Batcher(FleetShell):
         wait_s = FORECAST_WAIT_S if predicts_requests(config) else 0.0
         machine_config = BatchMachineConfig(config.scheduler, config.batch, max_num_seqs, wait_s)
         self._recorder = EventRecorder(context.name, machine_config) if config.scheduler.event_log else None
-        self._times = LiveBatchTimes(context.peers)
+        self._times = EstimatedTimes(context, lambda: self._batches.timed())
         asked = self._times if self._recorder is None else self._recorder.asking(self._times)
         self._batches = configured_batch_scheduler(config.scheduler, config.batch, max_num_seqs, asked, wait_s)
         self._tell = recorded(self._batches.handle, self._recorder)
@@ -93,6 +93,7 @@ class Batcher(FleetShell):
                     self._metrics.ended(instruction.duration_s)
                     self._times.ended(instruction)
                     self._log.add(self._record(instruction))
+        self._times.look()
         self._due_changed.set()
         return instructions
 

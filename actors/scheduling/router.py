@@ -408,6 +408,7 @@ class FleetShell(Component, RouterCalls):
             kv_tokens=min((ready.num_blocks * ready.block_size for ready in takers), default=0),
             joins=not is_batch_mode(preset),
             cost=self._cost,
+            lengths=self._machine.usual_lengths(),
         )
 
 

@@ -193,6 +193,7 @@ class Scheduler(Component, SchedulerCalls):
                     refusals.append(Refusal(request_id, attempt, field, message))
                 case RequestStarted(started):
                     self._started.append(started)
+                    self._metrics.started(started.queue_s)
                     self._events_due.set()
                 case CacheTold(notice):
                     self._told.append(notice)

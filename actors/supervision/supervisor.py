@@ -81,6 +81,7 @@ class Supervisor(Component, SupervisorCalls):
         self._restarts = ComponentRestarts(context.registry)
         self._scaling = asyncio.Lock()
         self._acted_at = time.monotonic()
+        self._has_taken_over = False
         self._tenants = SharedBudgets(uuid.uuid4().hex)
         self._ingresses = IngressReports()
         self._history = History(context.peers, lambda: self._counts, self._tenants)
@@ -88,8 +89,20 @@ class Supervisor(Component, SupervisorCalls):
             self._store, self._site.model_dir, self._ingresses, lambda: self._counts, self._change, self._renew
         )
 
+    async def answer(self, method: str, data: bytes) -> bytes:
+        """As a component that is not there yet, until it knows what an earlier Supervisor has left: before, it would
+        tell the numbers and the weights that the service started with.
+
+        Raises:
+            PeerLost: It has not taken over yet.
+        """
+        if not self._has_taken_over:
+            raise PeerLost(self.name)
+        return await super().answer(method, data)
+
     async def start(self) -> None:
         await self._take_over(await asyncio.to_thread(list_hosts, self._site.namespace))
+        self._has_taken_over = True
         self._keep_wanted()
         self._started[self._own] = asyncio.get_running_loop().create_future()
         # Not awaited here: this process takes no other components before the Supervisor has started.
@@ -154,7 +167,8 @@ class Supervisor(Component, SupervisorCalls):
     async def attend(self, report: IngressReport) -> IngressOrders:
         drain_s = self._ingresses.report(report, time.monotonic())
         state = self._upgrade.state
-        return IngressOrders(drain_s, state.current, state.oldest)
+        upgrade = self._upgrade
+        return IngressOrders(drain_s, state.current, state.oldest, upgrade.switch_in_s(), upgrade.limits())
 
     async def drain_service(self, order: DrainService) -> DrainProgress:
         return self._ingresses.order(order, time.monotonic())
@@ -315,7 +329,9 @@ class Supervisor(Component, SupervisorCalls):
 
     async def _add(self, host: str, handle: Any) -> None:
         components = self._wanted().get(host, [])
-        await handle.add.remote(components)
+        config = self.context.config
+        changed = {each: found for each in components if (found := self._upgrade.config_of(each, config)) is not None}
+        await handle.add.remote(components, changed)
         for component in components:
             self._restarts.set(component, await handle.restarts.remote())
         self._mark_started(host)

@@ -6,26 +6,37 @@ import asyncio
 import dataclasses
 import filecmp
 import json
+import math
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import ray
 
 from actors.runtime.cluster_store import ClusterStore
-from actors.runtime.names import is_length_predictor, length_predictor_name, own_replicas, rank_of
+from actors.runtime.names import (
+    is_length_predictor,
+    length_predictor_name,
+    own_replicas,
+    rank_of,
+    replica_of,
+    scheduler_name,
+)
 from actors.runtime.peer import Site
 from actors.runtime.rank_groups import gpus_per_rank
 from actors.supervision.counts import without_drains
 from core.codec import decode, encode
 from core.config.load import FarsightConfig
-from core.config.rolling import rolling_settings
+from core.config.rolling import AT_ONCE, Changes, changed, differing, merged, only, rolling_settings
 from core.errors import FarsightError, InvalidValueError, MessageError
 from core.messages.status import ComponentCounts
 from core.messages.weights import ServedWeights, Upgrade, WeightsState
 
 LOOK_S = 0.1
+SWITCH_S = 1.5
+"""From the decision to the switch of new requests: three reports of an ingress replica, so all know the instant."""
+
 HEARD_S = 10.0
 """Seconds in which every ingress replica that lives has heard of a change."""
 
@@ -76,6 +87,7 @@ class RollingUpgrade:
         self._change = change
         self._renew = renew
         self.state = WeightsState(((0, model_dir),))
+        self._switch_at = -math.inf
 
     async def load(self) -> None:
         """Goes on from what an earlier Supervisor has stored."""
@@ -99,12 +111,29 @@ class RollingUpgrade:
         if rank is None:
             return site
         version = self.state.of(rank[0])
-        engine = dataclasses.replace(site.config.engine, **json.loads(self.state.settings_of(version)))
-        config = dataclasses.replace(site.config, engine=engine)
+        config = self._config_of(version, site.config)
         return dataclasses.replace(site, config=config, model_dir=self.state.dir_of(version), model_version=version)
 
+    def config_of(self, component: str, config: FarsightConfig) -> FarsightConfig | None:
+        """What a component is to read in place of its host's configuration; None for the host's own."""
+        if not component.startswith(scheduler_name("")):
+            return None
+        return self._config_of(self.state.of(replica_of(component)), config)
+
+    def _config_of(self, version: int, config: FarsightConfig) -> FarsightConfig:
+        return changed(config, json.loads(self.state.settings_of(version)))
+
+    def switch_in_s(self) -> float:
+        """Seconds until new requests run on the current version. A Supervisor that has just started says 0."""
+        return max(0.0, self._switch_at - time.monotonic())
+
+    def limits(self) -> str:
+        """The settings that ingress replicas take over as they run, as JSON."""
+        return only(self.state.settings_of(self.state.current), AT_ONCE)
+
     async def begin(self, order: Upgrade, config: FarsightConfig) -> bool:
-        """Stores that an upgrade is under way; nothing else has changed. False where everything is so already.
+        """Stores that an upgrade is under way; nothing else has changed. False where everything is so already, also
+        because no process has to start again for it.
 
         Args:
             config: What the service started with.
@@ -116,7 +145,10 @@ class RollingUpgrade:
         settings = state.settings_of(state.current)
         if order.settings:
             settings = new_settings(config, json.loads(settings), order.settings)
-            if not order.model_dir and settings == state.settings_of(state.current):
+            running = state.settings_of(state.current)
+            if not order.model_dir and only(settings, AT_ONCE, without=True) == only(running, AT_ONCE, without=True):
+                if settings != running:
+                    await self._save(state.with_settings(settings))
                 return False
         counts = self._counts()
         replicas = own_replicas(counts)
@@ -140,6 +172,7 @@ class RollingUpgrade:
             except FarsightError:
                 await self._go_back()
                 raise
+            self._switch_at = time.monotonic() + SWITCH_S
             await self._save(dataclasses.replace(self.state, current=self.state.target))
         await self._until_heard(self._ingresses.model_version)
         if not self.state.since_of_current:
@@ -220,12 +253,12 @@ class RollingUpgrade:
         await self._store.put(_STATE, encode(state))
 
 
-def new_settings(config: FarsightConfig, changed: dict[str, Any], tables: str) -> str:
-    """What the workers' settings are to differ in from those of the start, as JSON with sorted keys.
+def new_settings(config: FarsightConfig, before: Changes, tables: str) -> str:
+    """What the settings are to differ in from those of the start, by section, as JSON with sorted keys.
 
     Args:
         config: What the service started with.
-        changed: What earlier changes have made of it.
+        before: What earlier changes have made of it.
         tables: Tables of a configuration file, as JSON.
 
     Raises:
@@ -235,12 +268,10 @@ def new_settings(config: FarsightConfig, changed: dict[str, Any], tables: str) -
         wanted = json.loads(tables)
         if not isinstance(wanted, dict):
             raise MessageError("config", wanted, "tables of settings")
-        engine = dataclasses.replace(config.engine, **changed)
-        found = changed | rolling_settings(dataclasses.replace(config, engine=engine), wanted)
+        found = merged(before, rolling_settings(changed(config, before), wanted))
     except InvalidValueError as error:
         raise MessageError(error.field, error.value, error.expected) from error
-    kept = {name: value for name, value in found.items() if value != getattr(config.engine, name)}
-    return json.dumps(kept, sort_keys=True)
+    return differing(config, found)
 
 
 def check_room(config: FarsightConfig) -> None:

@@ -16,6 +16,8 @@ class PredictorConfig:
             learns them from its own traffic (``from_traffic``).
         from_traffic: Without an artefact, learn output lengths by application from the server's own requests, from the
             first hundred on. With false every request is predicted by the lengths of the last outputs.
+        num_trees: Trees of the forest that a server grows from its own traffic (Magnus, section III-B, which gives no
+            number); ``farsight train --trees`` says it for an artefact.
         device: Where an encoder runs, as torch names it.
         cpu_share: Share of one core that predictions may take; beyond it they use fewer features.
         wait_s: Seconds that a request waits for its forecast before the ingress sends it; a later forecast follows it.
@@ -25,6 +27,7 @@ class PredictorConfig:
 
     artefact: str = ""
     from_traffic: bool = True
+    num_trees: int = 50
     device: str = "cpu"
     cpu_share: float = 0.05
     wait_s: float = 0.0
@@ -32,6 +35,7 @@ class PredictorConfig:
     learn_every_s: float = 180.0
 
     def __post_init__(self) -> None:
+        require(1 <= self.num_trees <= 1000, "predictor.num_trees", self.num_trees, "an integer from 1 to 1000")
         require(self.cpu_share > 0, "predictor.cpu_share", self.cpu_share, "a number > 0")
         require(self.wait_s >= 0, "predictor.wait_s", self.wait_s, "a number >= 0")
         require(self.learn_every_s > 0, "predictor.learn_every_s", self.learn_every_s, "a number > 0")

@@ -15,6 +15,7 @@ from core.config.access import AccessConfig
 from core.config.actors import ActorsConfig
 from core.config.checks import require
 from core.config.engine import EngineConfig
+from core.config.files import FilesConfig
 from core.config.learning import PredictorConfig
 from core.config.log import LogConfig
 from core.config.model import ModelConfig
@@ -22,6 +23,7 @@ from core.config.placement import PlacementConfig
 from core.config.replica import ReplicaConfig
 from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.config.server import ServerConfig
+from core.config.traces import TracesConfig
 from core.errors import ConfigError
 
 
@@ -43,6 +45,8 @@ class FarsightConfig:
     actors: ActorsConfig = field(default_factory=ActorsConfig)
     predictor: PredictorConfig = field(default_factory=PredictorConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    traces: TracesConfig = field(default_factory=TracesConfig)
+    files: FilesConfig = field(default_factory=FilesConfig)
     replica: tuple[ReplicaConfig, ...] = ()
 
     def __post_init__(self) -> None:

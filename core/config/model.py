@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from core.config.checks import require
 
+TOOL_FORMATS = (
+    *("auto", "hermes", "llama3", "mistral", "mistral-args", "granite", "deepseek-v3", "deepseek-v3.1", "harmony"),
+    "pythonic",
+)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -16,6 +20,9 @@ class ModelConfig:
     Attributes:
         path: A directory, a GGUF file or a hub id; empty means the embedded model.
         name: The name clients ask for; empty means the name of the directory or the file.
+        also_named: Further names that clients may ask for, separated by commas.
+        chat_template: A file with the chat template, in place of the model's own; every machine has it.
+        tool_format: How the model writes tool calls, such as ``hermes``; ``auto`` finds it from the chat template.
         dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
         replicas: Copies of the model on our own engine, each with a worker and a scheduler of its own. In a file with
             ``[[replica]]`` tables that does not say, there are none.
@@ -31,6 +38,9 @@ class ModelConfig:
 
     path: str = ""
     name: str = ""
+    also_named: str = ""
+    chat_template: str = ""
+    tool_format: str = "auto"
     dtype: str = "auto"
     replicas: int = 1
     tensor_parallel: int = 1
@@ -50,12 +60,19 @@ class ModelConfig:
             require(self.replicas >= self.min_replicas, "model.min_replicas", self.min_replicas, f"<= {self.replicas}")
         for name in ("target_queue_delay_s", "scale_down_after_s"):
             require(getattr(self, name) > 0, f"model.{name}", getattr(self, name), "a number > 0")
+        forms = ", ".join(TOOL_FORMATS)
+        require(self.tool_format in TOOL_FORMATS, "model.tool_format", self.tool_format, f"one of {forms}")
         require(self.dtype in DTYPES, "model.dtype", self.dtype, f"one of {', '.join(DTYPES)}")
 
     @property
     def most_replicas(self) -> int:
         """Most replicas without a request for more: they share the memory of one machine."""
         return max(self.replicas, self.max_replicas)
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """The names in ``also_named``."""
+        return tuple(name.strip() for name in self.also_named.split(",") if name.strip())
 
     @property
     def num_ranks(self) -> int:

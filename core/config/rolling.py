@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Mapping
 from typing import Any
 
 from core.config.load import FarsightConfig, load_config
 from core.errors import ConfigError
 
-ROLLING = (
-    *("kv_memory", "host_kv_memory", "max_batch_tokens", "num_threads", "gpu_memory_utilization"),
-    *("backend", "compile", "weights", "kv_dtype", "speculation"),
-)
-"""Settings of ``[engine]`` that the workers of a replica alone read, and read when they start."""
+AT_ONCE = "server"
+"""Section whose rolling settings the ingress replicas take over as they run; no process starts again for them."""
+
+ROLLING: Mapping[str, tuple[str, ...]] = {
+    "engine": (
+        *("kv_memory", "host_kv_memory", "max_batch_tokens", "num_threads", "gpu_memory_utilization"),
+        *("backend", "compile", "weights", "kv_dtype", "speculation"),
+    ),
+    "scheduler": (
+        *("gamma", "tail", "max_gap_ms", "watermark", "standby_slots", "quantum_s", "quantum_ratio", "num_levels"),
+        *("starve_limit_s", "min_idle_slots", "num_burst_levels", "reserve_ratio", "history_window", "overcommit"),
+    ),
+    AT_ONCE: (
+        *("max_queued_requests", "max_queued_tokens", "max_queued_requests_per_key", "max_queued_tokens_per_key"),
+        *("max_wait_s", "first_token_deadline_s"),
+    ),
+}
+"""By section: what the workers of a replica alone read, and its Scheduler alone, when they start; what the ingress
+replicas alone compare requests with."""
+
+Changes = dict[str, dict[str, Any]]
+"""Settings by section that differ from those of the start."""
 
 
-def rolling_settings(running: FarsightConfig, tables: dict[str, Any]) -> dict[str, Any]:
-    """The settings of ``[engine]`` that a configuration file names and a rolling change can make so.
+def rolling_settings(running: FarsightConfig, tables: dict[str, Any]) -> Changes:
+    """The settings that a configuration file names and a rolling change can make so.
 
     Settings that the file does not name stay as they are.
 
@@ -32,13 +51,49 @@ def rolling_settings(running: FarsightConfig, tables: dict[str, Any]) -> dict[st
         if not isinstance(values, dict):
             raise ConfigError(name, values, "a table of settings")
     wanted = load_config(None, tables)
-    found = {}
+    found: Changes = {}
     for section, key in ((section, key) for section, values in tables.items() for key in values):
         old, new = (getattr(getattr(config, section), key) for config in (running, wanted))
-        if section == "engine" and key in ROLLING:
-            found[key] = new
+        if key in ROLLING.get(section, ()):
+            found.setdefault(section, {})[key] = new
         elif new != old:
-            expected = f"{old!r}, the running value; it changes with a restart (what rolls: {', '.join(ROLLING)})"
+            expected = f"{old!r}, the running value; it changes with a restart ({_what_rolls(section)})"
             raise ConfigError(f"{section}.{key}", new, expected)
-    dataclasses.replace(running.engine, **found)  # raises where they contradict a setting that stays
+    changed(running, found)  # raises where they contradict a setting that stays
     return found
+
+
+def _what_rolls(section: str) -> str:
+    if section in ROLLING:
+        return f"what rolls in [{section}]: {', '.join(ROLLING[section])}"
+    return f"settings of {', '.join(f'[{each}]' for each in ROLLING)} roll"
+
+
+def changed(config: FarsightConfig, changes: Changes) -> FarsightConfig:
+    """The configuration with these settings.
+
+    Raises:
+        ConfigError: They contradict others.
+    """
+    sections = {name: dataclasses.replace(getattr(config, name), **values) for name, values in changes.items()}
+    return dataclasses.replace(config, **sections)
+
+
+def differing(config: FarsightConfig, changes: Changes) -> str:
+    """Those of the changes that the configuration does not have, as JSON with sorted keys."""
+    kept = {
+        section: {name: value for name, value in values.items() if value != getattr(getattr(config, section), name)}
+        for section, values in changes.items()
+    }
+    return json.dumps({section: values for section, values in kept.items() if values}, sort_keys=True)
+
+
+def merged(one: Changes, other: Changes) -> Changes:
+    """Both; of two values of one setting the other's."""
+    return {section: one.get(section, {}) | other.get(section, {}) for section in {*one, *other}}
+
+
+def only(changes: str, section: str, *, without: bool = False) -> str:
+    """Those of one section, or all but those, as JSON."""
+    found: Changes = json.loads(changes)
+    return json.dumps({name: values for name, values in found.items() if (name == section) != without}, sort_keys=True)

@@ -40,7 +40,19 @@ class SchedulerConfig:
         quantum_s: Shortest first quantum of skip-join MLFQ, in seconds; where a step of one sequence takes longer,
             that is the quantum. A quantum should outlast four round trips between Scheduler and worker, of some 5 ms
             each.
-        starve_limit_s: Skip-join MLFQ promotes a request that has waited so many seconds to the first queue.
+        quantum_ratio: Quantum of a level of skip-join MLFQ divided by that of the level above it (FastServe, section
+            4.1).
+        num_levels: Levels of skip-join MLFQ; the last is then unbounded. 0 makes levels as they are needed.
+        starve_limit_s: STARVE_LIMIT: skip-join MLFQ promotes a request that has waited so many seconds to the first
+            queue (FastServe, algorithm 1).
+        min_idle_slots: K: proactive offload keeps free what so many running requests hold (FastServe, section 4.2).
+        num_burst_levels: K': it keeps as many slots free as requests are in so many of the highest levels, if that is
+            more.
+        reserve_ratio: Share of the KV pool that Past-Future keeps free ("reserved" in its table 1), in [0, 1).
+        history_window: w: output lengths that Past-Future predicts from, those of the last so many finished requests
+            (section 3.2).
+        overcommit: The admission ``conservative`` counts the KV pool as so many times its size ("overcommit" in
+            Past-Future, table 1).
         event_log: Directory in which every Scheduler, and in batch mode the Batcher, records the events and
             instructions of its state machine; ``python -m services.commands.conformance`` replays them to a fresh one.
             Empty records nothing.
@@ -59,7 +71,14 @@ class SchedulerConfig:
     watermark: float = 0.95
     standby_slots: int = 16
     quantum_s: float = 0.02
+    quantum_ratio: float = 2.0
+    num_levels: int = 0
     starve_limit_s: float = 30.0
+    min_idle_slots: int = 1
+    num_burst_levels: int = 2
+    reserve_ratio: float = 0.05
+    history_window: int = 1000
+    overcommit: float = 1.0
     event_log: str = ""
 
     def __post_init__(self) -> None:
@@ -73,6 +92,15 @@ class SchedulerConfig:
         require(self.standby_slots >= 0, "scheduler.standby_slots", self.standby_slots, "an integer >= 0")
         for name in ("quantum_s", "starve_limit_s"):
             require(getattr(self, name) > 0, f"scheduler.{name}", getattr(self, name), "a number > 0")
+        self._check_papers()
+
+    def _check_papers(self) -> None:
+        require(1 < self.quantum_ratio < math.inf, "scheduler.quantum_ratio", self.quantum_ratio, "a number > 1")
+        for name in ("num_levels", "min_idle_slots", "num_burst_levels"):
+            require(getattr(self, name) >= 0, f"scheduler.{name}", getattr(self, name), "an integer >= 0")
+        require(0 <= self.reserve_ratio < 1, "scheduler.reserve_ratio", self.reserve_ratio, "a number >= 0 and < 1")
+        require(self.history_window >= 1, "scheduler.history_window", self.history_window, "an integer >= 1")
+        require(1 <= self.overcommit < math.inf, "scheduler.overcommit", self.overcommit, "a number >= 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +109,27 @@ class BatchConfig:
 
     Attributes:
         batch_size: Most requests of a batch; 0 is the preset's own number. Never more than ``engine.max_num_seqs``.
-        wma_threshold: A request joins a batch only if the wasted memory accesses stay below this; in tokens (Magnus).
-        num_bins: Bins of output lengths (Multi-Bin).
+        wma_threshold: Phi: a request joins a batch only if the wasted memory accesses stay below this; in tokens
+            (Magnus, section III-C).
+        knn_neighbours: k: the serving time of a batch is the mean of so many served batches like it (Magnus,
+            section III-D, which gives no number).
+        artefact: Directory that ``farsight train --estimator`` wrote: batches whose times are known from the start;
+            empty: a batch is estimated by the sum of its steps until 200 batches have run.
+        num_bins: k: bins of output lengths (Multi-Bin, section 4).
         max_wait_s: Seconds that a request waits for others of its bin; then its batch runs as it is (Multi-Bin).
     """
 
     batch_size: int = 0
     wma_threshold: float = 50_000.0
+    knn_neighbours: int = 5
+    artefact: str = ""
     num_bins: int = 4
     max_wait_s: float = 1.0
 
     def __post_init__(self) -> None:
         require(self.batch_size >= 0, "batch.batch_size", self.batch_size, "an integer >= 0")
         require(self.wma_threshold >= 0, "batch.wma_threshold", self.wma_threshold, "a number >= 0")
+        neighbours = self.knn_neighbours
+        require(1 <= neighbours <= 200, "batch.knn_neighbours", neighbours, "an integer from 1 to 200")
         require(self.num_bins >= 1, "batch.num_bins", self.num_bins, "an integer >= 1")
         require(self.max_wait_s >= 0, "batch.max_wait_s", self.max_wait_s, "a number >= 0")

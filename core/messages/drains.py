@@ -31,11 +31,16 @@ class IngressOrders:
         drain_s: Seconds after which open requests end with an error; None as long as the service does not drain.
         model_version: Version of the weights for new requests.
         oldest_version: Open requests of lower versions are ended with an error.
+        switch_in_s: The weights for new requests are those of this version only after so many seconds: at one instant
+            at all ingress replicas, though they hear of it one after the other.
+        limits: Settings of ``[server]`` that differ from those of the start, by section, as JSON.
     """
 
     drain_s: float | None = None
     model_version: int = 0
     oldest_version: int = 0
+    switch_in_s: float = 0.0
+    limits: str = "{}"
 
 
 @dataclass(frozen=True, slots=True)

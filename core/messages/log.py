@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+from core.costs import StepCost
 from core.errors import InvalidValueError
 from core.forecast import QUANTILES
 
@@ -28,6 +29,7 @@ class FinishedRequest:
         received_at: When the request came, in seconds since the epoch.
         ttft_s: Seconds from receipt to the first token; None if there was none.
         jct_s: Seconds from receipt to the end.
+        priority, tenant: As in ``core.request.Request``.
     """
 
     request_id: str
@@ -40,6 +42,8 @@ class FinishedRequest:
     received_at: float
     ttft_s: float | None
     jct_s: float
+    priority: int = 0
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +285,57 @@ class ArtefactList:
     """From the LogStore: all kept artefacts, by kind and version."""
 
     artefacts: tuple[ArtefactInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAs:
+    """How the service runs requests, for the process that simulates.
+
+    Attributes:
+        kv_tokens, max_num_seqs, cost: As in ``LoadSnapshot``.
+    """
+
+    preset: str
+    num_replicas: int
+    kv_tokens: int
+    max_num_seqs: int
+    cost: StepCost
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedWindow:
+    """One request, those that ended around it, and how they were served."""
+
+    request_id: str
+    served: ServedAs
+    records: tuple[FinishedRequest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIfQuestion:
+    """``preset``, ``replicas`` and ``priority`` are the change; empty or None is as it was."""
+
+    window: LoggedWindow
+    preset: str = ""
+    replicas: int | None = None
+    priority: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIfAnswer:
+    """What would have become of that request; seconds.
+
+    Attributes:
+        problem: Why there is no answer; else empty.
+    """
+
+    logged_jct_s: float = 0.0
+    jct_s: float = 0.0
+    before_ttft_s: float = 0.0
+    before_jct_s: float = 0.0
+    after_ttft_s: float = 0.0
+    after_jct_s: float = 0.0
+    problem: str = ""
 
 
 def _require(ok: bool, field: str, value: object, expected: str) -> None:

@@ -24,6 +24,7 @@ class Slot:
         residency: Where the Scheduler wants its KV; with KV on the host it does not run.
         num_moves: How often the scheduler has changed ``residency``, ever. The worker obeys when the number exceeds
             the one it has seen, so a late or repeated plan moves nothing twice.
+        rests: It keeps what it has and computes nothing, unless there is nothing else to compute.
     """
 
     request_id: str
@@ -35,6 +36,7 @@ class Slot:
     request: Request | None
     residency: Residency = Residency.DEVICE
     num_moves: int = 0
+    rests: bool = False
 
 
 @dataclass(frozen=True, slots=True)

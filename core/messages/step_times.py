@@ -1,4 +1,5 @@
-"""Measured steps and the step profiles fitted to them: Scheduler -> ServingTimeEstimator -> Scheduler."""
+"""Measured times and what is learned from them, to and from the ServingTimeEstimator: of steps, from and to the
+Schedulers, and of whole batches, from and to the Batcher (Magnus III-D)."""
 
 from __future__ import annotations
 
@@ -54,3 +55,54 @@ class StepProfileReply:
     """From the ServingTimeEstimator: the profile of every replica that has sent steps."""
 
     profiles: tuple[ReplicaStepProfile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """What the time of a batch is estimated from.
+
+    Attributes:
+        num_requests: Number of requests.
+        batch_len: L(B): tokens of its longest prompt.
+        generation_len: G(B): tokens of its longest output, predicted or true.
+    """
+
+    num_requests: int
+    batch_len: int
+    generation_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShapes:
+    """To the ServingTimeEstimator: which batches to estimate."""
+
+    shapes: tuple[BatchShape, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchEstimates:
+    """From the ServingTimeEstimator: seconds of each batch, in the order of the question."""
+
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedBatchTime:
+    """A batch that has run to its end.
+
+    Attributes:
+        shape: With the true lengths.
+        estimated_s: Seconds that it was estimated to take when it began.
+        duration_s: Seconds that it took.
+    """
+
+    shape: BatchShape
+    estimated_s: float
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ServedBatchTimes:
+    """To the ServingTimeEstimator: batches that have ended, in the order of their ends."""
+
+    batches: tuple[ServedBatchTime, ...]

@@ -39,6 +39,8 @@ class TokenDelta:
         num_unnamed: Tokens after ``token_ids`` whose ids another server did not tell, only their text.
         fault: Cause of the failure, where there is an ``error``.
         gpu_s: GPU-seconds that the attempt took (``core.costs.row_shares``), on its last delta; 0 from another server.
+        vector: What a request that generates nothing has asked for (``SamplingParams.pooling``), float32 little-endian;
+            on its only delta.
     """
 
     request_id: str
@@ -53,6 +55,7 @@ class TokenDelta:
     num_unnamed: int = 0
     fault: Fault = Fault.SERVICE
     gpu_s: float = 0.0
+    vector: bytes = b""
 
     @property
     def num_tokens(self) -> int:

@@ -52,7 +52,7 @@ class WeightsState:
         drain_s: As of ``Upgrade``.
         since: When every request on other weights had come in, in seconds since the epoch; 0 if there was none.
         since_of_current: Whether ``since`` is known for the current version.
-        settings: For each version in use, what its workers' settings differ in from those of the start, as JSON.
+        settings: For each version in use, what its settings differ in from those of the start, by section, as JSON.
     """
 
     dirs: tuple[tuple[int, str], ...]
@@ -76,6 +76,10 @@ class WeightsState:
 
     def settings_of(self, version: int) -> str:
         return dict(self.settings).get(version, "{}")
+
+    def with_settings(self, settings: str) -> WeightsState:
+        """New requests have these settings; what runs goes on."""
+        return dataclasses.replace(self, settings=tuple((dict(self.settings) | {self.current: settings}).items()))
 
     def with_replica(self, replica: str, version: int) -> WeightsState:
         """That replica runs that version from its next start on."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from core.errors import ConfigError, InvalidValueError
 from engine.checkpoint.architectures import ARCHITECTURES, Architecture, Windows
 from engine.checkpoint.config_fields import Fields, UnsupportedModelError, read_json
+from engine.checkpoint.families.experts import Experts
 from engine.checkpoint.families.record import ACTIVATIONS, Biases, Blocks, TensorNames, of_config
 from engine.checkpoint.gguf_model import gguf_config, rope_factors
 from engine.checkpoint.quantization import Quantization, read_quantization
@@ -55,6 +56,7 @@ class DecoderConfig:
         blocks: How layers are put together.
         names: The checkpoint's names of its tensors.
         rotaries: The rotary embedding by layer, where layers differ; then ``rotary`` is one of them.
+        experts: The mixture of experts that some of its layers have; None without.
         quantization: How the matrices of a safetensors checkpoint are stored; None in a float type, and for GGUF
             files, which say it of each tensor.
     """
@@ -80,12 +82,17 @@ class DecoderConfig:
     blocks: Blocks
     names: TensorNames
     rotaries: tuple[RotaryConfig | None, ...] | None = None
+    experts: Experts | None = None
     quantization: Quantization | None = None
 
     @property
     def up_size(self) -> int:
         """Outputs of the MLP's first layer: gate and up where it is gated."""
         return self.intermediate_size * (2 if self.blocks.gated else 1)
+
+    def mixture(self, layer: int) -> Experts | None:
+        """The experts of a layer; None where it has a plain MLP."""
+        return self.experts if self.experts is not None and self.experts.layers[layer] else None
 
     @property
     def qkv_size(self) -> int:
@@ -106,6 +113,7 @@ class DecoderConfig:
             and self.rotaries is None
             and self.names.in_order
             and not self.biases.head
+            and self.experts is None
         )
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
@@ -245,6 +253,7 @@ def _read(config: Fields, name: str, generation: dict[str, Any]) -> DecoderConfi
         blocks=of_config(architecture.blocks, config),
         names=of_config(architecture.names, config),
         rotaries=rotaries,
+        experts=architecture.experts(config, num_layers) if architecture.experts else None,
     )
 
 

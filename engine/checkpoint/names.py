@@ -6,6 +6,7 @@ import math
 from collections.abc import Container, Iterator, Sequence, Set, Sized
 
 from engine.checkpoint.config_fields import CheckpointError, Shape
+from engine.checkpoint.families.experts import Experts
 from engine.checkpoint.model_config import DecoderConfig
 
 
@@ -19,7 +20,7 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, Shape]:
         shapes[f"{names.positions}.weight"] = (config.max_position_embeddings + names.unused_positions, hidden)
     for index in range(config.num_hidden_layers):
         prefix = names.layer(index)
-        shapes.update((prefix + name, shape) for name, shape in _layer_shapes(config))
+        shapes.update((prefix + name, shape) for name, shape in _layer_shapes(config, index))
     if names.norm:
         shapes.update(_norm(names.norm, config))
     if not config.tie_word_embeddings:
@@ -49,9 +50,18 @@ def head_norm_sizes(config: DecoderConfig) -> tuple[int, int]:
     return config.head_dim, config.head_dim
 
 
-def _layer_shapes(config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
+def active_parameters(config: DecoderConfig) -> int:
+    """Numbers in the tensors that one token is computed with: of each mixture, its own experts alone."""
+    experts = config.experts
+    if experts is None:
+        return num_parameters(config)
+    each = experts.inner * config.hidden_size * (1 + config.up_size // config.intermediate_size)
+    return num_parameters(config) - sum(experts.layers) * (experts.count - experts.active) * each
+
+
+def _layer_shapes(config: DecoderConfig, layer: int) -> Iterator[tuple[str, Shape]]:
     names, biases = config.names, config.biases
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden, experts = config.hidden_size, config.mixture(layer)
     query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     for name in layer_norms(config):
         yield from _norm(name, config)
@@ -60,8 +70,32 @@ def _layer_shapes(config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
         for name, size in zip((names.q_norm, names.k_norm), head_norm_sizes(config), strict=True):
             yield f"{name}.weight", (size,)
     yield from _linear([names.out], [hidden], query, config, bias=biases.out)
-    yield from _linear(names.up, [inner] * (config.up_size // inner), hidden, config, bias=biases.mlp)
-    yield from _linear([names.down], [hidden], inner, config, bias=biases.mlp)
+    if experts is None:
+        yield from _mlp_shapes(config, names.up, names.down, config.intermediate_size)
+        return
+    yield f"{names.router}.weight", (experts.count, hidden)
+    yield from _expert_shapes(config, experts)
+    if experts.shared_inner:
+        yield from _mlp_shapes(config, names.shared_up, names.shared_down, experts.shared_inner)
+    if experts.shared_gate:
+        yield f"{names.shared_gate}.weight", (1, hidden)
+
+
+def _mlp_shapes(config: DecoderConfig, up: Sequence[str], down: str, inner: int) -> Iterator[tuple[str, Shape]]:
+    halves = config.up_size // config.intermediate_size
+    yield from _linear(up, [inner] * halves, config.hidden_size, config, bias=config.biases.mlp)
+    yield from _linear([down], [config.hidden_size], inner, config, bias=config.biases.mlp)
+
+
+def _expert_shapes(config: DecoderConfig, experts: Experts) -> Iterator[tuple[str, Shape]]:
+    """Each expert in tensors of its own, or all in one with their number as first dimension."""
+    up, down = config.names.expert_up, config.names.expert_down
+    if "{}" not in down:
+        for name, shape in _mlp_shapes(config, up, down, experts.inner):
+            yield name, (experts.count, *shape)
+        return
+    for i in range(experts.count):
+        yield from _mlp_shapes(config, [name.format(i) for name in up], down.format(i), experts.inner)
 
 
 def _norm(name: str, config: DecoderConfig) -> Iterator[tuple[str, Shape]]:

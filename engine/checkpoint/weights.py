@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from core.errors import InvalidValueError
 from engine.checkpoint.config_fields import CheckpointError as CheckpointError
+from engine.checkpoint.families.experts import Experts
 from engine.checkpoint.model_config import DecoderConfig
 from engine.checkpoint.names import head_norm_sizes, num_parameters
 from engine.checkpoint.quantized import JoinedLinear, QuantizedLinear, join_records
@@ -54,6 +55,20 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The mixture of experts of a layer.
+
+    Attributes:
+        router: ``[experts, hidden]``, and a last row if the shared experts have a gate; never quantised.
+        up, down: Those of each expert, as of an MLP.
+    """
+
+    router: Linear
+    up: tuple[Matrix, ...]
+    down: tuple[Matrix, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One decoder layer.
 
@@ -64,7 +79,9 @@ class LayerWeights:
         k_norm: The same for the keys.
         post_norm: Before the MLP; that before attention where both read one.
         up: ``[2 * intermediate, hidden]``, gate, then up, where the MLP is gated; else ``[intermediate, hidden]``.
+            A layer with experts has here those that every token takes, and None without.
         after_attention, after_mlp: For what they add to the residual stream; None without.
+        experts: None in a layer with a plain MLP.
     """
 
     input_norm: Norm | None
@@ -73,10 +90,18 @@ class LayerWeights:
     k_norm: Tensor | None
     out: Matrix
     post_norm: Norm | None
-    up: Matrix
-    down: Matrix
+    up: Matrix | None
+    down: Matrix | None
     after_attention: Norm | None = None
     after_mlp: Norm | None = None
+    experts: ExpertWeights | None = None
+
+    @property
+    def matrices(self) -> Iterator[Matrix]:
+        """Every matrix that may be quantised."""
+        yield from (each for each in (self.qkv, self.out, self.up, self.down) if each is not None)
+        if self.experts is not None:
+            yield from (*self.experts.up, *self.experts.down)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +141,14 @@ def parse_dtype(name: str, config: DecoderConfig, device: str = "cpu") -> torch.
         return torch.bfloat16 if own is torch.float32 else own
     if name == "auto":
         return _DTYPES[config.checkpoint_dtype] if num_parameters(config) > LARGE_MODEL_PARAMETERS else torch.float32
+    return dtype_of_name(name)
+
+
+def dtype_of_name(name: str) -> torch.dtype:
+    """
+    Raises:
+        InvalidValueError: not one of the known names.
+    """
     if name not in _DTYPES:
         raise InvalidValueError("dtype", name, f"one of {['auto', *_DTYPES]}")
     return _DTYPES[name]
@@ -223,12 +256,13 @@ class Allocation:
 
     def layers(self) -> tuple[LayerWeights, ...]:
         first = self._first_layer
-        return tuple(self._layer(self.names.layer(first + i)) for i in range(self._config.num_hidden_layers))
+        layers = range(self._config.num_hidden_layers)
+        return tuple(self._layer(self.names.layer(first + i), self._config.mixture(i)) for i in layers)
 
     def final_norm(self) -> Norm | None:
         return self._norm(self.names.norm) if self.names.norm else None
 
-    def _layer(self, prefix: str) -> LayerWeights:
+    def _layer(self, prefix: str, experts: Experts | None) -> LayerWeights:
         config, names, biases, blocks = self._config, self.names, self._config.biases, self._config.blocks
         hidden = config.hidden_size
         query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
@@ -236,6 +270,7 @@ class Allocation:
         own = blocks.norm_before and not blocks.one_norm
         q_norm, k_norm = self._head_norms(prefix)
         order = None if names.in_order else qkv_order(config)
+        up, down = self._mlp(prefix, experts)
         return LayerWeights(
             input_norm=before,
             qkv=self._linear(prefix, names.qkv, [query, kv, kv], hidden, bias=biases.qkv, order=order),
@@ -243,10 +278,11 @@ class Allocation:
             k_norm=k_norm,
             out=self._linear(prefix, [names.out], [hidden], query, bias=biases.out),
             post_norm=self._norm(prefix + names.post_norm) if own else before,
-            up=self._linear(prefix, names.up, self._up_sizes(), hidden, bias=biases.mlp),
-            down=self._linear(prefix, [names.down], [hidden], config.intermediate_size, bias=biases.mlp),
+            up=up,
+            down=down,
             after_attention=self._norm(prefix + names.after_attention) if blocks.norm_after else None,
             after_mlp=self._norm(prefix + names.after_mlp) if blocks.norm_after else None,
+            experts=None if experts is None else self._experts(prefix, experts),
         )
 
     def _head_norms(self, prefix: str) -> tuple[Tensor | None, Tensor | None]:
@@ -261,8 +297,47 @@ class Allocation:
                 self._reorder(weight, turned_order(config, len(weight) // config.head_dim))
         return q_norm, k_norm
 
-    def _up_sizes(self) -> list[int]:
-        return [self._config.intermediate_size] * (self._config.up_size // self._config.intermediate_size)
+    def _mlp(self, prefix: str, experts: Experts | None) -> tuple[Matrix | None, Matrix | None]:
+        """The MLP that every token takes."""
+        names = self.names
+        if experts is None:
+            return self._gated(prefix, names.up, names.down, self._config.intermediate_size)
+        if not experts.shared_inner:
+            return None, None
+        return self._gated(prefix, names.shared_up, names.shared_down, experts.shared_inner)
+
+    def _gated(self, prefix: str, up: Sequence[str], down: str, inner: int) -> tuple[Matrix, Matrix]:
+        bias, hidden = self._config.biases.mlp, self._config.hidden_size
+        return (
+            self._linear(prefix, up, self._up_sizes(inner), hidden, bias=bias),
+            self._linear(prefix, [down], [hidden], inner, bias=bias),
+        )
+
+    def _experts(self, prefix: str, experts: Experts) -> ExpertWeights:
+        names, hidden = self.names, self._config.hidden_size
+        router = self._empty(experts.router_rows, hidden)
+        self.targets[f"{prefix}{names.router}.weight"] = router[: experts.count]
+        if experts.shared_gate:
+            self.targets[f"{prefix}{names.shared_gate}.weight"] = router[experts.count :]
+        if "{}" not in names.expert_down:
+            return ExpertWeights(Linear(router, None), *self._stacked(prefix, experts))
+        pairs = [
+            self._gated(
+                prefix, [name.format(i) for name in names.expert_up], names.expert_down.format(i), experts.inner
+            )
+            for i in range(experts.count)
+        ]
+        return ExpertWeights(Linear(router, None), tuple(up for up, _ in pairs), tuple(down for _, down in pairs))
+
+    def _stacked(self, prefix: str, experts: Experts) -> tuple[tuple[Matrix, ...], tuple[Matrix, ...]]:
+        """Experts that lie in one tensor each for all first and all second products."""
+        [name], hidden = self.names.expert_up, self._config.hidden_size
+        up = self.tensor(f"{prefix}{name}.weight", experts.count, sum(self._up_sizes(experts.inner)), hidden)
+        down = self.tensor(f"{prefix}{self.names.expert_down}.weight", experts.count, hidden, experts.inner)
+        return tuple(Linear(each, None) for each in up), tuple(Linear(each, None) for each in down)
+
+    def _up_sizes(self, inner: int) -> list[int]:
+        return [inner] * (self._config.up_size // self._config.intermediate_size)
 
     def _linear(
         self,

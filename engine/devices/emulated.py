@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from core.costs import StepCost
 from core.messages.tokens import TokenLogprobs
-from core.request import Request, Residency
+from core.request import Fault, Request, Residency
 from engine.kv.copies import Copies
-from engine.sampling.logged_tokens import ItemLogprobs, LoggedTokens
+from engine.sampling.logged_tokens import ItemLogprobs, LoggedTokens, NoToken
 from engine.sequence import Sequence
 from engine.step_fault import StepFault
 from kvcache import KVCopy, StepBatch, StepItem
@@ -92,8 +92,9 @@ class EmulatedRunner:
         self._free_at += step_s
         tokens = [self._token(sequences[item.request_id]) if item.samples else None for item in batch.items]
         logprobs = _logprobs(batch, tokens, sequences)
+        failures = _no_vectors(batch, tokens, sequences)
         self._pace.wait_until(max(self._free_at, now + LEAST_SHARE * step_s))
-        return LoggedTokens(tokens, logprobs) if logprobs else tokens
+        return LoggedTokens(tokens, logprobs, failures) if logprobs or failures else tokens
 
     def rest(self) -> None:
         """Books that no step can run: the next step begins when it comes."""
@@ -132,6 +133,16 @@ def _logprobs(batch: StepBatch, tokens: list[int | None], sequences: Mapping[str
             output = None if token is None else _certain(token)
             found[i] = ItemLogprobs(output, _prompt_logprobs(item, sequence))
     return found
+
+
+def _no_vectors(batch: StepBatch, tokens: list[int | None], sequences: Mapping[str, Sequence]) -> dict[int, NoToken]:
+    """Fails the items that ask for embeddings, by their index; their tokens are taken out."""
+    failures = {}
+    for i, item in enumerate(batch.items):
+        if item.samples and sequences[item.request_id].sampling.pooling:
+            tokens[i] = None
+            failures[i] = NoToken("an emulated device computes no embeddings", Fault.REQUEST)
+    return failures
 
 
 def _prompt_logprobs(item: StepItem, sequence: Sequence) -> list[TokenLogprobs]:

@@ -8,7 +8,8 @@ from engine.attention.attention import StepAttention, StepLayout
 from engine.checkpoint.model_config import DecoderConfig
 from engine.kv.kv_pool import KVPool
 from engine.models import fused
-from engine.models.model import DecoderLayers, linear
+from engine.models.linear import linear
+from engine.models.model import DecoderLayers
 
 
 def can_fuse(config: DecoderConfig) -> bool:
@@ -25,6 +26,7 @@ class FusedLayers(DecoderLayers):
         eps, delta = self.config.norm_eps, None
         for i, layer in enumerate(self._layers):
             assert layer.input_norm is not None and layer.post_norm is not None, "plain"
+            assert layer.up is not None and layer.down is not None, "plain"
             normed = fused.add_norm(hidden, delta, layer.input_norm.weight, eps)
             heads, value = self._split(linear(normed, layer.qkv), layer)
             pages = pool.keys[i], pool.values[i]

@@ -18,6 +18,8 @@ from engine.checkpoint.quantized import QuantizedLinear
 from engine.checkpoint.rotary_config import RotaryConfig
 from engine.checkpoint.weights import LayerWeights, Matrix, ModelWeights, Norm
 from engine.kv.kv_pool import KVPool
+from engine.models.experts import mix
+from engine.models.linear import linear
 from engine.models.rotary import rotary_tables
 
 Rotation = tuple[Tensor, Tensor]
@@ -46,10 +48,17 @@ class DecoderModel:
         Returns:
             Logits of ``layout.sample_rows``, float32 ``[R, vocab]``.
         """
+        return self.logits(self.rows(layout, pool, attention))
+
+    def rows(self, layout: StepLayout, pool: KVPool, attention: StepAttention) -> Tensor:
+        """Runs a step up to the last norm; ``layout.sample_rows`` of what it reads, ``[R, hidden]``."""
         hidden = embed(layout, self.weights.embedding, self.weights.positions)
         hidden = self._embedded(hidden)
         hidden = self._layers.run(hidden, layout, pool, attention)
-        rows = hidden.index_select(0, layout.sample_rows)
+        return hidden.index_select(0, layout.sample_rows)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """Logits of what ``rows`` returned, float32 ``[R, vocab]``."""
         weights = self.weights
         return output_logits(rows, self.config, weights.norm, weights.lm_head, weights.head_bias)
 
@@ -71,6 +80,15 @@ def embed(layout: StepLayout, embedding: Tensor, positions: Tensor | None) -> Te
     if positions is not None:
         hidden += positions.index_select(0, layout.positions)
     return hidden
+
+
+def last_hidden(rows: Tensor, config: DecoderConfig, norm: Norm | None) -> Tensor:
+    """Hidden states behind the last norm, float32 ``[R, hidden]``, of rows behind the last layer."""
+    if norm is None:
+        return rows.float()
+    like = norm.weight if norm.weight.dtype == rows.dtype else norm.weight.to(rows.dtype)
+    shown = Norm(like, None if norm.bias is None else norm.bias.to(rows.dtype))
+    return _norm(rows, shown, config).float()
 
 
 def output_logits(
@@ -204,18 +222,28 @@ class DecoderLayers:
         return each
 
     def _mlp(self, layer: LayerWeights, normed: Tensor) -> Tensor:
-        up, act = linear(normed, layer.up), _ACTIVATIONS[self.config.activation]
+        shared = None
+        if layer.up is not None and layer.down is not None:
+            shared = self._one_mlp(layer.up, layer.down, normed)
+        if layer.experts is None:
+            assert shared is not None, "a layer has an MLP or experts"
+            return shared
+        assert self.config.experts is not None, "weights are of the configuration"
+        return mix(self.config.experts, layer.experts, normed, shared, self._one_mlp)
+
+    def _one_mlp(self, first: Matrix, second: Matrix, normed: Tensor) -> Tensor:
+        up, act = linear(normed, first), ACTIVATION_FUNCTIONS[self.config.activation]
         if not self.config.blocks.gated:
-            return linear(act(up), layer.down)
+            return linear(act(up), second)
         gate, up = up.chunk(2, -1)
-        return linear(act(gate).mul_(up), layer.down)
+        return linear(act(gate).mul_(up), second)
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "relu": F.relu,
     "gelu": F.gelu,
@@ -259,8 +287,3 @@ def _rotate(heads: Tensor, rotation: Rotation) -> Tensor:
     turned = heads[..., :rotary_dim]
     turned.copy_(torch.addcmul(turned * cos, turned.roll(rotary_dim // 2, -1), sin))
     return heads
-
-
-def linear(rows: Tensor, layer: Matrix) -> Tensor:
-    """A layer of ``rows``, ``[T, outputs]``; quantised weights are unpacked each time: slow, and the reference."""
-    return F.linear(rows, layer.dense(rows.dtype), layer.bias)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.quantized import NIBBLE_CENTER, JoinedLinear, QuantizedLinear, pack_nibbles
-from engine.checkpoint.weights import LayerWeights, Linear, Matrix, ModelWeights
+from engine.checkpoint.weights import ExpertWeights, LayerWeights, Linear, Matrix, ModelWeights
 
 GROUPS = {8: 128, 4: 32}
 """Neighbours that share a scale, by bits; fewer where the length of a row asks for it."""
@@ -37,8 +37,16 @@ def quantize_weights(weights: ModelWeights, bits: int) -> ModelWeights:
 
 
 def _quantize_layer(layer: LayerWeights, bits: int) -> LayerWeights:
-    qkv, out, up, down = (quantize_linear(linear, bits) for linear in (layer.qkv, layer.out, layer.up, layer.down))
-    return dataclasses.replace(layer, qkv=qkv, out=out, up=up, down=down)
+    qkv, out = quantize_linear(layer.qkv, bits), quantize_linear(layer.out, bits)
+    up, down = (None if linear is None else quantize_linear(linear, bits) for linear in (layer.up, layer.down))
+    experts = None if layer.experts is None else _quantize_experts(layer.experts, bits)
+    return dataclasses.replace(layer, qkv=qkv, out=out, up=up, down=down, experts=experts)
+
+
+def _quantize_experts(experts: ExpertWeights, bits: int) -> ExpertWeights:
+    """The router stays: its rounding would decide which experts are taken."""
+    up, down = (tuple(quantize_linear(each, bits) for each in group) for group in (experts.up, experts.down))
+    return dataclasses.replace(experts, up=up, down=down)
 
 
 def quantize_linear(linear: Matrix, bits: int) -> Matrix:

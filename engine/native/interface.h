@@ -46,18 +46,30 @@ struct FsLinear {
   int32_t num_parts;
 };
 
+// A mixture of experts in place of an MLP.
+struct FsExperts {
+  int32_t count, active;  // 0: the layer has none
+  int32_t normalized;     // the weights of a row's experts are divided by their sum
+  int32_t shared_gate;    // the router's last output is the gate of `up` and `down` of the layer
+  float scale;            // of the weights
+  FsLinear router;
+  const FsLinear* up;     // [count]
+  const FsLinear* down;
+};
+
 struct FsLayer {
   FsNorm input_norm, post_norm;
   FsNorm after_attention, after_mlp;  // of what they add
   const float* q_norm;                // or none
   const float* k_norm;
-  FsLinear qkv, out, up, down;
+  FsLinear qkv, out, up, down;  // with experts: up and down of those that every row takes, or none
   const float* cos;  // [positions, rotary_dim / 2], or none
   const float* sin;
   int32_t rotary_dim;
   int32_t window;  // 0: none
   void* keys;
   void* values;
+  FsExperts experts;
 };
 
 struct FsStep {
@@ -71,5 +83,6 @@ struct FsStep {
   const int64_t* sample_rows;  // ascending
   float* logits;               // [samples, vocab]
   int64_t* best;               // [samples]
+  float* hidden;               // [samples, hidden]: what the last norm reads, or none
 };
 }

@@ -18,7 +18,7 @@ namespace farsight {
 
 constexpr int kPanel = 64;               // outputs that are computed together: 4 vectors
 constexpr int kMaxRows = 6;              // rows of a tile: 6 x 4 sums and 4 weights fill the 32 registers of AVX-512
-constexpr int kChunkBytes = 128 * 1024;  // of packed input that stays in the second-level cache
+constexpr int kChunkBytes = 512 * 1024;  // most packed input of a task: with a panel it fits the second-level cache
 
 // Brings the next panel into the second-level cache while the tiles of a panel compute. For each 256 bytes of the panel
 // that it reads, a tile reads two lines ahead: the first tile the first two, the second tile the others. A single tile
@@ -88,7 +88,9 @@ inline void finish_panel(const Linear& linear, int p, const float* bias, const f
   }
 }
 
-// out[rows, n] = (or +=) the product of packed rows, for the panels first .. last.
+// out[rows, n] = (or +=) the product of packed rows, for the panels first .. last. Where the rows are cut into chunks, all
+// chunks of a panel follow each other: a panel comes from memory once, and the rows stay in the caches, which are larger
+// than the rows and smaller than the weights.
 inline void apply(Team& team, const Linear& linear, const uint32_t* packed, int rows, float* out, bool add, int first,
                   int last) {
   if (rows == 0) return;
@@ -98,10 +100,10 @@ inline void apply(Team& team, const Linear& linear, const uint32_t* packed, int 
   // So few panels that some threads would wait for the others: each panel is cut into several tasks.
   while (chunks * panels < 3 * team.size() && rows >= 2 * kMaxRows * chunks) ++chunks;
   team.share(chunks * panels, [&](int task) {
-    const int chunk = task / panels, panel = first + task % panels;
+    const int chunk = task % chunks, panel = first + task / chunks;
     const int begin = int(int64_t(rows) * chunk / chunks), end = int(int64_t(rows) * (chunk + 1) / chunks);
     // Three threads keep the memory busy by themselves, and none of them knows which panel it will claim.
-    const int next = team.size() == 1 && panel + 1 < last ? panel + 1 : -1;
+    const int next = team.size() == 1 && chunk + 1 == chunks && panel + 1 < last ? panel + 1 : -1;
     linear.multiply(panel, packed + size_t(begin) * linear.stride, end - begin, out + size_t(begin) * linear.n, add,
                     next);
   });

@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "dense.h"
+#include "experts.h"
 #include "interface.h"
 #include "linear.h"
 #include "quantized_linear.h"
@@ -17,7 +18,8 @@ namespace farsight {
 struct Layer {
   FsNorm input_norm, post_norm, after_attention, after_mlp;
   const float *q_norm, *k_norm;
-  std::unique_ptr<Linear> qkv, out, up, down;
+  std::unique_ptr<Linear> qkv, out, up, down;  // up and down may be missing beside experts
+  std::unique_ptr<Experts> experts;
   const float *cos, *sin;
   int rotary_dim, window;
   Cache cache;
@@ -39,20 +41,33 @@ struct Model {
   // Scratch, kept from step to step: fresh memory would cost page faults.
   std::vector<float> hidden, wide, sampled, attended, entered;
   std::vector<uint32_t> packed, picked, queries;
+  ExpertRows expert_rows;
   std::unique_ptr<std::atomic<int>[]> parts_left;  // of each item, tasks of attention that are not done
   size_t num_parts_left = 0;
 };
 
-template <class V>
-void ensure(V& v, size_t n) {
-  if (v.size() < n) v.resize(n);
-}
-
 inline std::unique_ptr<Linear> make_linear(const FsConfig& config, const FsLinear& from) {
+  if (!from.n) return nullptr;
   if (from.num_parts) return std::make_unique<QuantizedLinear>(from.parts, from.num_parts, from.bias);
   if (config.bf16)
     return std::make_unique<DenseLinear<Bf16>>(static_cast<const uint16_t*>(from.weight), from.bias, from.n, from.k);
   return std::make_unique<DenseLinear<F32>>(static_cast<const float*>(from.weight), from.bias, from.n, from.k);
+}
+
+inline std::unique_ptr<Experts> make_experts(const FsConfig& config, const FsExperts& from) {
+  if (!from.count) return nullptr;
+  auto experts = std::make_unique<Experts>();
+  experts->count = from.count;
+  experts->active = from.active;
+  experts->normalized = from.normalized;
+  experts->shared_gate = from.shared_gate;
+  experts->scale = from.scale;
+  experts->router = make_linear(config, from.router);
+  for (int i = 0; i < from.count; ++i) {
+    experts->up.push_back(make_linear(config, from.up[i]));
+    experts->down.push_back(make_linear(config, from.down[i]));
+  }
+  return experts;
 }
 
 inline Layer make_layer(const FsConfig& config, const FsLayer& from) {
@@ -67,6 +82,7 @@ inline Layer make_layer(const FsConfig& config, const FsLayer& from) {
   layer.out = make_linear(config, from.out);
   layer.up = make_linear(config, from.up);
   layer.down = make_linear(config, from.down);
+  layer.experts = make_experts(config, from.experts);
   layer.cos = from.cos;
   layer.sin = from.sin;
   layer.rotary_dim = from.rotary_dim;

@@ -21,9 +21,9 @@ from engine.checkpoint.architectures import ARCHITECTURES
 from engine.checkpoint.model_config import DecoderConfig
 from engine.checkpoint.quantized import JoinedLinear, QuantizedLinear
 from engine.checkpoint.rotary_config import RotaryConfig
-from engine.checkpoint.weights import LayerWeights, Linear, Matrix, ModelWeights, Norm
+from engine.checkpoint.weights import ExpertWeights, LayerWeights, Linear, Matrix, ModelWeights, Norm
 from engine.kv.kv_pool import KVPool
-from engine.models.model import embedding_scale
+from engine.models.model import embedding_scale, last_hidden
 from engine.models.rotary import rotary_tables
 from engine.native.library import load_library
 from engine.sampling.sampler import StepLogits
@@ -121,6 +121,15 @@ class _Linear(Structure):
     )
 
 
+class _Experts(Structure):
+    _fields_ = (
+        *((name, c_int32) for name in ("count", "active", "normalized", "shared_gate")),
+        ("scale", c_float),
+        ("router", _Linear),
+        *((name, POINTER(_Linear)) for name in ("up", "down")),
+    )
+
+
 class _Layer(Structure):
     _fields_ = (
         *((name, _Norm) for name in ("input_norm", "post_norm", "after_attention", "after_mlp")),
@@ -131,6 +140,7 @@ class _Layer(Structure):
         *((name, c_int32) for name in ("rotary_dim", "window")),
         ("keys", c_void_p),
         ("values", c_void_p),
+        ("experts", _Experts),
     )
 
 
@@ -139,7 +149,7 @@ class _Step(Structure):
         *((name, c_int32) for name in ("num_rows", "num_items", "num_samples")),
         *((name, c_void_p) for name in ("token_ids", "positions", "slot_ids", "lengths", "tables")),
         ("width", c_int32),
-        *((name, c_void_p) for name in ("sample_rows", "logits", "best")),
+        *((name, c_void_p) for name in ("sample_rows", "logits", "best", "hidden")),
     )
 
 
@@ -153,15 +163,17 @@ def native_problem(config: DecoderConfig, dtype: torch.dtype, block_size: int) -
         return f"head_dim {config.head_dim}: multiples of {_VECTOR} up to {_MAX_HEAD_DIM} are compiled"
     if block_size % _VECTOR:
         return f"block_size {block_size}: multiples of {_VECTOR} are compiled"
-    if config.hidden_size % 2 or config.intermediate_size % 2:
-        return "hidden_size and intermediate_size must be even"
+    experts = config.experts
+    inner = [] if experts is None else [experts.inner, experts.shared_inner]
+    if any(size % 2 for size in (config.hidden_size, config.intermediate_size, *inner)):
+        return "hidden_size, intermediate_size and the sizes of experts must be even"
     return None
 
 
 def matrix_problem(weights: ModelWeights) -> str | None:
     """Why the compiled step cannot multiply with these matrices; None if it can."""
     for layer in weights.layers:
-        for matrix in (layer.qkv, layer.out, layer.up, layer.down):
+        for matrix in layer.matrices:
             if isinstance(matrix, JoinedLinear) and any(part.outputs % _PANEL for part in matrix.parts[:-1]):
                 return f"quantised parts of other than multiples of {_PANEL} outputs"
             parts = matrix.parts if isinstance(matrix, JoinedLinear) else (matrix,)
@@ -209,8 +221,11 @@ class NativeModel:
         head = self._linear(dataclasses.replace(whole, bias=weights.head_bias))
         self._call("fs_set_head", self._handle, byref(self._norm(weights.norm)), byref(head))
 
-    def forward(self, step: NativeStep) -> tuple[Tensor, np.ndarray]:
+    def forward(self, step: NativeStep, hidden: Tensor | None = None) -> tuple[Tensor, np.ndarray]:
         """Runs a step: writes its keys and values into the pool.
+
+        Args:
+            hidden: float32 ``[R, hidden]``; gets what the last norm reads of the sampled rows.
 
         Returns:
             Logits of the sampled rows, float32 ``[R, vocab]``, and ``engine.sampling.sampler.likeliest`` of them; the
@@ -235,6 +250,7 @@ class NativeModel:
             _address(step.sample_rows),
             self._logits.data_ptr(),
             _address(self._best),
+            None if hidden is None else hidden.data_ptr(),
         )
         self._call("fs_step", self._handle, byref(arguments))
         return self._logits[:num_samples], self._best[:num_samples]
@@ -299,12 +315,21 @@ class NativeModel:
             *(self._norm(norm) for norm in norms),
             self._floats(layer.q_norm),
             self._floats(layer.k_norm),
-            *(self._linear(linear) for linear in (layer.qkv, layer.out, layer.up, layer.down)),
+            *(self._linear(linear) for linear in (layer.qkv, layer.out)),
+            *(_Linear() if linear is None else self._linear(linear) for linear in (layer.up, layer.down)),
             *self._tables[config.layer_rotaries[index]],
             config.sliding_windows[index] or 0,
             pool.keys[index].data_ptr(),
             pool.values[index].data_ptr(),
+            _Experts() if layer.experts is None else self._experts(layer.experts, config),
         )
+
+    def _experts(self, weights: ExpertWeights, config: DecoderConfig) -> _Experts:
+        experts = config.experts
+        assert experts is not None, "weights are of the configuration"
+        up, down = ((_Linear * experts.count)(*map(self._linear, each)) for each in (weights.up, weights.down))
+        sizes = experts.count, experts.active, int(experts.normalized), int(experts.shared_gate)
+        return _Experts(*sizes, experts.scale, self._linear(weights.router), up, down)
 
     def _norm(self, norm: Norm | None) -> _Norm:
         return _Norm(None, None) if norm is None else _Norm(self._floats(norm.weight), self._floats(norm.bias))
@@ -354,6 +379,8 @@ class NativeBackend:
     ) -> None:
         self._model = NativeModel(config, weights, pool, max_len, num_threads)
         self._block_size = pool.block_size
+        self._config = config
+        self._last_norm = weights.norm
         torch.set_num_threads(1)
 
     def run(
@@ -362,10 +389,17 @@ class NativeBackend:
         order: list[int],
         sequences: Mapping[str, Sequence],
         more_rows: list[int] | None = None,
+        *,
+        with_hidden: bool = False,
     ) -> StepLogits:
         """See ``engine.steps.backends.StepBackend.run``."""
-        logits, best = self._model.forward(build_native_step(batch, order, sequences, self._block_size, more_rows))
-        return StepLogits(logits, best.tolist())
+        step = build_native_step(batch, order, sequences, self._block_size, more_rows)
+        if not with_hidden:
+            logits, best = self._model.forward(step)
+            return StepLogits(logits, best.tolist())
+        hidden = torch.empty(len(step.sample_rows), self._config.hidden_size)
+        logits, best = self._model.forward(step, hidden)
+        return StepLogits(logits, best.tolist(), last_hidden(hidden, self._config, self._last_norm))
 
     def run_ready(self, inputs: DecodeInputs) -> StepLogits:
         """See ``engine.steps.backends.ReadyBackend.run_ready``."""

@@ -15,6 +15,10 @@
 
 namespace farsight {
 
+// Rows of a tile of 4-bit weights. Their groups are small: with more rows, what the registers do not hold of the float sums
+// comes and goes with each group, which costs more than to unpack the weights again for the next tile.
+constexpr int kMaxRowsOf4Bits = 4;
+
 // acc + the products of 4 unsigned bytes of w and 4 signed bytes of x, lane by lane; x is the same for all lanes.
 // VPMADDUBSW would be shorter without VNNI, but it saturates.
 inline i32v dot4(i32v acc, u32v w, int32_t x) {
@@ -140,7 +144,8 @@ class QuantizedLinear final : public Linear {
   void multiply(int p, const uint32_t* packed, int rows, float* out, bool add, int next) const override {
     const Part* part = part_of(p);
     const uint8_t *here = part->panel(p), *following = next < 0 ? nullptr : part_of(next)->panel(next);
-    const int tiles = (rows + kMaxRows - 1) / kMaxRows;  // of nearly equal height
+    const int most = part->weights.bits == 8 ? kMaxRows : kMaxRowsOf4Bits;
+    const int tiles = (rows + most - 1) / most;  // of nearly equal height
     for (int t = 0; t < tiles; ++t) {
       const int begin = rows * t / tiles, end = rows * (t + 1) / tiles;
       const uint8_t* x = reinterpret_cast<const uint8_t*>(packed + size_t(begin) * stride) + part->at;

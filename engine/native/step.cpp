@@ -152,23 +152,24 @@ void attend_items(Model& m, const Layer& layer, const std::vector<Item>& items) 
   });
 }
 
+// Applies the activation to a row of the first product of an MLP; it becomes n inputs of the second.
+void activate_row(const FsConfig& c, float* x, int n) {
+  if (c.gated && c.activation == kSilu) return gate_up(x, x + n, n);
+  switch (c.activation) {
+    case kSilu: silu(x, n); break;
+    case kRelu: relu(x, n); break;
+    case kGelu: gelu(x, n); break;
+    default: gelu_tanh(x, n);
+  }
+  if (c.gated) multiply(x, x + n, n);
+}
+
 // Applies the activation to every row of the first product of the MLP and packs it for the second.
 void activate(Model& m, const Layer& layer, int rows) {
-  const int n = m.config.intermediate;
   m.team.share_ranges(rows, [&](int begin, int end) {
     for (int row = begin; row < end; ++row) {
       float* x = m.wide.data() + size_t(row) * layer.up->n;
-      if (m.config.gated && m.config.activation == kSilu) {
-        gate_up(x, x + n, n);
-      } else {
-        switch (m.config.activation) {
-          case kSilu: silu(x, n); break;
-          case kRelu: relu(x, n); break;
-          case kGelu: gelu(x, n); break;
-          default: gelu_tanh(x, n);
-        }
-        if (m.config.gated) multiply(x, x + n, n);
-      }
+      activate_row(m.config, x, layer.down->k);
       layer.down->pack(x, m.packed.data() + size_t(row) * layer.down->stride);
     }
   });
@@ -185,6 +186,51 @@ void add_product(Model& m, const Linear& linear, const FsNorm& norm, int rows, f
       float *from = m.wide.data() + size_t(row) * n, *to = x + size_t(row) * n;
       if (norm.weight) apply_norm(m.config, norm, from, n, from);
       for (int i = 0; i < n; ++i) to[i] += from[i] * scale;
+    }
+  });
+}
+
+// Adds what the experts of each row make of the norm of `from` to the rows of x, with those that every row takes.
+void add_mixture(Model& m, const Layer& layer, const float* from, int rows, float* x) {
+  const Experts& experts = *layer.experts;
+  const int n = m.config.hidden;
+  ExpertRows& r = m.expert_rows;
+  ensure(r.normed, size_t(rows) * n), ensure(r.scores, size_t(rows) * experts.router->n);
+  m.team.share_ranges(rows, [&](int begin, int end) {
+    for (int row = begin; row < end; ++row) {
+      float* normed = r.normed.data() + size_t(row) * n;
+      if (layer.post_norm.weight)
+        apply_norm(m.config, layer.post_norm, from + size_t(row) * n, n, normed);
+      else
+        std::copy_n(from + size_t(row) * n, n, normed);
+      experts.router->pack(normed, m.packed.data() + size_t(row) * experts.router->stride);
+    }
+  });
+  apply(m.team, *experts.router, m.packed.data(), rows, r.scores.data(), false);
+  run_experts(m.team, experts, rows, r, [&](float* wide) { activate_row(m.config, wide, experts.down[0]->k); });
+  if (layer.up) {  // into m.attended, which attention has done with
+    m.team.share_ranges(rows, [&](int begin, int end) {
+      for (int row = begin; row < end; ++row)
+        layer.up->pack(r.normed.data() + size_t(row) * n, m.packed.data() + size_t(row) * layer.up->stride);
+    });
+    apply(m.team, *layer.up, m.packed.data(), rows, m.wide.data(), false);
+    activate(m, layer, rows);
+    apply(m.team, *layer.down, m.packed.data(), rows, m.attended.data(), false);
+  }
+  m.team.share_ranges(rows, [&](int begin, int end) {
+    std::vector<float> sums(n);
+    for (int row = begin; row < end; ++row) {
+      std::fill(sums.begin(), sums.end(), 0.0f);
+      add_experts(experts, r, row, n, sums.data());
+      if (layer.up) {
+        const float* shared = m.attended.data() + size_t(row) * n;
+        const float* scores = r.scores.data() + size_t(row) * experts.router->n;
+        const float gate = experts.shared_gate ? sigmoid(scores[experts.count]) : 1.0f;
+        for (int i = 0; i < n; ++i) sums[i] += gate * shared[i];
+      }
+      if (layer.after_mlp.weight) apply_norm(m.config, layer.after_mlp, sums.data(), n, sums.data());
+      float* to = x + size_t(row) * n;
+      for (int i = 0; i < n; ++i) to[i] += sums[i] * m.config.residual_scale;
     }
   });
 }
@@ -235,9 +281,14 @@ void make_room(Model& m, const FsStep& s, size_t query_words) {
   const size_t rows = s.num_rows;
   size_t widest = m.config.hidden, longest = m.lm_head->stride;
   for (const Layer& layer : m.layers) {
-    widest = std::max<size_t>({widest, size_t(layer.qkv->n), size_t(layer.up->n)});
-    for (const Linear* linear : {layer.qkv.get(), layer.out.get(), layer.up.get(), layer.down.get()})
+    const Linear* router = layer.experts ? layer.experts->router.get() : nullptr;
+    const std::initializer_list<const Linear*> all{layer.qkv.get(), layer.out.get(), layer.up.get(), layer.down.get(),
+                                                   router};
+    for (const Linear* linear : all) {
+      if (!linear) continue;
+      widest = std::max<size_t>(widest, linear->n);
       longest = std::max<size_t>(longest, linear->stride);
+    }
   }
   ensure(m.hidden, rows * m.config.hidden);
   ensure(m.sampled, size_t(s.num_samples) * m.config.hidden);
@@ -245,7 +296,7 @@ void make_room(Model& m, const FsStep& s, size_t query_words) {
   ensure(m.wide, rows * widest);
   ensure(m.packed, rows * longest);
   ensure(m.queries, rows * query_words);
-  ensure(m.attended, rows * m.config.heads * m.config.head_dim);
+  ensure(m.attended, rows * std::max(m.config.heads * m.config.head_dim, m.config.hidden));
   if (m.num_parts_left < rows) {
     m.parts_left.reset(new std::atomic<int>[rows]);
     m.num_parts_left = rows;
@@ -278,11 +329,17 @@ void run(Model& m, const FsStep& s) {
     attend_items<Kv>(m, layer, work.items);
     if (c.parallel) std::copy_n(x, size_t(rows) * c.hidden, m.entered.data());
     add_product(m, *layer.out, layer.after_attention, rows, x);
-    norm_rows(m, layer.post_norm, *layer.up, c.parallel ? m.entered.data() : x, rows);
+    const float* entered = c.parallel ? m.entered.data() : x;
+    if (layer.experts) {
+      add_mixture(m, layer, entered, rows, x);
+      continue;
+    }
+    norm_rows(m, layer.post_norm, *layer.up, entered, rows);
     apply(m.team, *layer.up, m.packed.data(), rows, m.wide.data(), false);
     activate(m, layer, rows);
     add_product(m, *layer.down, layer.after_mlp, rows, x);
   }
+  if (s.hidden) std::copy_n(x, size_t(rows) * c.hidden, s.hidden);
   norm_rows(m, m.norm, *m.lm_head, x, rows);
   apply(m.team, *m.lm_head, m.packed.data(), rows, s.logits, false);
   m.team.share(rows, [&](int r) {

@@ -174,8 +174,10 @@ class ParallelBackend:
         order: list[int],
         sequences: Mapping[str, Sequence],
         more_rows: list[int] | None = None,
+        *,
+        with_hidden: bool = False,
     ) -> StepLogits:
-        """See ``StepBackend.run``; ``next_order`` is this step."""
+        """See ``StepBackend.run``; ``next_order`` is this step. The ranks tell no hidden states."""
         assert self.next_order is not None, "a step begins before it is run"
         return StepLogits(self._lead.finish_step(self.next_order), None)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from core.messages.tokens import TokenLogprobs
 from core.request import Fault
+from engine.pooled_rows import PooledRows
 
 
 @dataclass(slots=True)
@@ -41,6 +42,7 @@ class LoggedTokens(list[int | None]):
         logprobs: By index of the item in the step's batch.
         failures: Likewise, for items that should have got a token and have None.
         further: Likewise, the tokens after the first of items whose drafts turned out right.
+        pooled: Likewise, for items of requests that generate nothing; the token of such an item means nothing.
     """
 
     def __init__(
@@ -49,13 +51,15 @@ class LoggedTokens(list[int | None]):
         logprobs: dict[int, ItemLogprobs],
         failures: dict[int, NoToken] | None = None,
         further: dict[int, list[int]] | None = None,
+        pooled: dict[int, PooledRows] | None = None,
     ) -> None:
         super().__init__(tokens)
         self.logprobs = logprobs
         self.failures = failures or {}
         self.further = further or {}
+        self.pooled = pooled or {}
 
     @property
     def tells_more(self) -> bool:
         """Whether there is more than one token or none for each item."""
-        return bool(self.logprobs or self.failures or self.further)
+        return bool(self.logprobs or self.failures or self.further or self.pooled)

@@ -45,10 +45,12 @@ class StepLogits(NamedTuple):
     Attributes:
         logits: float32 ``[R, vocab]``.
         best: The likeliest token of each row (``likeliest``), where the step has computed it.
+        hidden: Their hidden states behind the last norm, float32 ``[R, hidden]``, where they were asked for.
     """
 
     logits: Tensor
     best: list[int] | None
+    hidden: Tensor | None = None
 
 
 def likeliest(scores: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from engine.attention.torch_attention import TorchAttention
 from engine.checkpoint.model_config import DecoderConfig
 from engine.checkpoint.weights import ModelWeights
 from engine.kv.kv_pool import KVPool
-from engine.models.model import DecoderModel
+from engine.models.model import DecoderModel, last_hidden
 from engine.native.library import NativeUnavailable
 from engine.native.model import NativeBackend, matrix_problem, native_problem
 from engine.sampling.sampler import StepLogits
@@ -37,11 +37,14 @@ class StepBackend(Protocol):
         order: list[int],
         sequences: Mapping[str, Sequence],
         more_rows: list[int] | None = None,
+        *,
+        with_hidden: bool = False,
     ) -> StepLogits:
         """Runs a step, its items in ``order``: writes keys and values into the pool.
 
         Args:
             more_rows: Further rows of the step whose logits are wanted, beside those that sample.
+            with_hidden: Whether their hidden states are wanted too.
 
         Raises:
             IntegrityError: an item asks for tokens or blocks that are not there.
@@ -86,10 +89,13 @@ class TorchBackend:
         order: list[int],
         sequences: Mapping[str, Sequence],
         more_rows: list[int] | None = None,
+        *,
+        with_hidden: bool = False,
     ) -> StepLogits:
         """See ``StepBackend.run``."""
         size, vocab_size = self._pool.block_size, self._model.config.vocab_size
-        return self._forward(build_layout(batch, order, sequences, size, vocab_size, self._pool.device, more_rows))
+        layout = build_layout(batch, order, sequences, size, vocab_size, self._pool.device, more_rows)
+        return self._forward(layout, with_hidden=with_hidden)
 
     @torch.inference_mode()
     def run_ready(self, inputs: DecodeInputs) -> StepLogits:
@@ -97,11 +103,15 @@ class TorchBackend:
         check_row_tokens(inputs.rows, self._model.config.vocab_size)
         return self._forward(layout_of(inputs.items, inputs.rows, self._pool.block_size, self._pool.device))
 
-    def _forward(self, layout: StepLayout) -> StepLogits:
+    def _forward(self, layout: StepLayout, *, with_hidden: bool = False) -> StepLogits:
         if self._attention.reads_whole_blocks and len(layout.opened_blocks):
             self._pool.clear_blocks(layout.opened_blocks)
         attention = self._attention.begin_step(layout, self._pool)
-        return StepLogits(self._model.forward(layout, self._pool, attention), None)
+        if not with_hidden:
+            return StepLogits(self._model.forward(layout, self._pool, attention), None)
+        rows = self._model.rows(layout, self._pool, attention)
+        hidden = last_hidden(rows, self._model.config, self._model.weights.norm)
+        return StepLogits(self._model.logits(rows), None, hidden)
 
 
 class GraphBackend(TorchBackend):
@@ -138,12 +148,14 @@ class GraphBackend(TorchBackend):
         order: list[int],
         sequences: Mapping[str, Sequence],
         more_rows: list[int] | None = None,
+        *,
+        with_hidden: bool = False,
     ) -> StepLogits:
         """See ``StepBackend.run``."""
         items = [batch.items[i] for i in order]
-        size = None if more_rows or not items else self._graphs.find(items)
+        size = None if more_rows or with_hidden or not items else self._graphs.find(items)
         if size is None:
-            found = super().run(batch, order, sequences, more_rows)
+            found = super().run(batch, order, sequences, more_rows, with_hidden=with_hidden)
             if not len(found.logits):
                 self._synchronize()
             return found

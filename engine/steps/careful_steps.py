@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from engine.pooled_rows import PooledRows
 from engine.sampling.logged_tokens import ItemLogprobs, LoggedTokens, NoToken
 from engine.sequence import Sequence
 from engine.step_fault import StepFault
@@ -86,6 +87,7 @@ class CarefulSteps:
         tokens: list[int | None] = [None] * len(batch.items)
         logprobs: dict[int, ItemLogprobs] = {}
         failures: dict[int, NoToken] = {}
+        pooled: dict[int, PooledRows] = {}
         todo = [(i, item.without_drafts()) for i, item in enumerate(batch.items) if counts(batch, item.request_id)]
         while todo:
             part, rest = cut_step(todo, self.max_tokens or batch.num_tokens, sequences)
@@ -97,8 +99,10 @@ class CarefulSteps:
             if isinstance(found, LoggedTokens):
                 logprobs |= {part[i][0]: each for i, each in found.logprobs.items()}
                 failures |= {part[i][0]: each for i, each in found.failures.items()}
+                pooled |= {part[i][0]: each for i, each in found.pooled.items()}
             todo = rest
-        return LoggedTokens(tokens, logprobs, failures) if logprobs or failures else tokens
+        whole_step = LoggedTokens(tokens, logprobs, failures, pooled=pooled)
+        return whole_step if whole_step.tells_more else tokens
 
     def _attempt(self, run: Run, batch: StepBatch, *, last: bool = False) -> list[int | None] | None:
         """The step's tokens; None if it did not fit, which is an error of the ``last`` attempt."""
@@ -130,8 +134,8 @@ _Items = list[tuple[int, StepItem]]
 def cut_step(items: _Items, max_tokens: int, sequences: Mapping[str, Sequence]) -> tuple[_Items, _Items]:
     """The first items, with at most ``max_tokens`` together but at least one token, and the remaining items.
 
-    An item may be cut in two parts, of which the second samples. An item with log probabilities of its prompt is not
-    cut.
+    An item may be cut in two parts, of which the second samples. An item of which every position brings something, such
+    as log probabilities of its prompt, is not cut.
     """
     part: _Items = []
     num_tokens = 0
@@ -149,7 +153,8 @@ def cut_step(items: _Items, max_tokens: int, sequences: Mapping[str, Sequence]) 
 
 
 def _whole(item: StepItem, sequences: Mapping[str, Sequence]) -> bool:
-    return sequences[item.request_id].prompt_logprobs is not None
+    sequence = sequences[item.request_id]
+    return sequence.prompt_logprobs is not None or sequence.sampling.pooling == "mean"
 
 
 def _is_smallest(part: _Items, sequences: Mapping[str, Sequence]) -> bool:

@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 
 from core.errors import IntegrityError
-from core.request import Request, SamplingParams
+from core.request import Fault, Request, SamplingParams
 from engine.attention.decode_inputs import DecodeInputs
 from engine.attention.layout import find_sample_rows, order_items
 from engine.checkpoint.model_config import DecoderConfig, load_model_config, resolve_max_model_len
 from engine.checkpoint.weights import load_weights
 from engine.kv.kv_pool import KVPool, pool_dtype
 from engine.models.quantize import quantize_weights
+from engine.pooled_rows import PooledRows
 from engine.sampling.drafts import sampled_rows, tokens_that_stand
-from engine.sampling.logged_tokens import ItemLogprobs, LoggedTokens
+from engine.sampling.logged_tokens import ItemLogprobs, LoggedTokens, NoToken
+from engine.sampling.pooled import RowsToPool, find_rows_to_pool, pool_rows
 from engine.sampling.sampler import (
     NO_TOKEN,
     PromptRows,
@@ -138,7 +140,9 @@ class ModelRunner:
             sampling looks at the tokens so far.
         """
         taking_part = [sequences[item.request_id] for item in batch.items]
-        if not isinstance(self.backend, ReadyBackend) or any(each.prompt_logprobs is not None for each in taking_part):
+        if not isinstance(self.backend, ReadyBackend):
+            return False
+        if any(each.prompt_logprobs is not None or each.sampling.pooling for each in taking_part):
             return False
         order = order_items(batch)
         inputs = DecodeInputs.ahead([batch.items[i] for i in order], sequences, self.pool.block_size)
@@ -192,12 +196,12 @@ class ModelRunner:
         prompts = find_prompt_rows(batch, order, sequences)
         sampled = [i for i in order if batch.items[i].samples]
         masks = self._begin_masks([batch.items[i] for i in sampled], sequences)
-        if prompts:
-            step, prompt_logits = self._run_with_prompts(batch, order, sequences, prompts)
+        pools = find_rows_to_pool(batch, order, sequences)
+        if prompts or pools:
+            step, logprobs, pooled = self._run_with_more(batch, order, sequences, prompts, pools)
         else:
-            step = self.backend.run(batch, order, sequences)
-        logprobs = self._prompt_logprobs(prompt_logits, prompts, batch, sequences) if prompts else {}
-        found = LoggedTokens([None] * len(batch.items), logprobs)
+            step, logprobs, pooled = self.backend.run(batch, order, sequences), {}, {}
+        found = LoggedTokens([None] * len(batch.items), logprobs, pooled=pooled)
         if sampled:
             self._sample(step, sampled, batch, sequences, found, masks)
         del found[num_items:]
@@ -231,17 +235,28 @@ class ModelRunner:
         pads = tuple(item._replace(request_id=_PADS) for item in batch.padding.items)
         return StepBatch(batch.items + pads), {**sequences, _PADS: self._pads}
 
-    def _run_with_prompts(
-        self, batch: StepBatch, order: list[int], sequences: Mapping[str, Sequence], prompts: list[PromptRows]
-    ) -> tuple[StepLogits, Tensor]:
-        """Runs a step; returns ``StepBackend.run`` without ``more_rows``, and the logits of the rows of ``prompts``."""
+    def _run_with_more(
+        self,
+        batch: StepBatch,
+        order: list[int],
+        sequences: Mapping[str, Sequence],
+        prompts: list[PromptRows],
+        pools: list[RowsToPool],
+    ) -> tuple[StepLogits, dict[int, ItemLogprobs], dict[int, PooledRows]]:
+        """Runs a step; returns ``StepBackend.run`` without ``more_rows``, and what the other rows bring."""
         more = [row for part in prompts for row in range(part.row, part.row + part.num_rows)]
         wanted = find_sample_rows([batch.items[i] for i in order])
-        step = self.backend.run(batch, order, sequences, more)
-        place = {row: i for i, row in enumerate(sorted([*wanted, *more]))}
+        rows = sorted({*wanted, *more, *(row for part in pools for row in range(part.row, part.row + part.num_rows))})
+        further = sorted(set(rows).difference(wanted))
+        step = self.backend.run(batch, order, sequences, further, with_hidden=bool(pools))
+        place = {row: i for i, row in enumerate(rows)}
         chosen = [place[row] for row in wanted]
         best = None if step.best is None else [step.best[i] for i in chosen]
-        return StepLogits(step.logits[chosen], best), step.logits[[place[row] for row in more]]
+        logprobs = {}
+        if prompts:
+            logprobs = self._prompt_logprobs(step.logits[[place[row] for row in more]], prompts, batch, sequences)
+        pooled = {} if step.hidden is None else pool_rows(step.hidden, place, pools)
+        return StepLogits(step.logits[chosen], best), logprobs, pooled
 
     @torch.inference_mode()
     def _sample(
@@ -261,7 +276,9 @@ class ModelRunner:
         row = 0
         for i in items:
             drafts = batch.items[i].drafts
-            if sampled[row] == NO_TOKEN:
+            if params[row].pooling and i not in found.pooled:
+                found.failures[i] = NoToken("a model on several ranks computes no embeddings", Fault.REQUEST)
+            elif sampled[row] == NO_TOKEN:
                 why = None if masks is None else masks.problems.get(row)
                 found.failures[i] = why or self._sampler.why_no_token(step.logits[row], params[row], histories[row])
             else:

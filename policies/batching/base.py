@@ -15,6 +15,7 @@ from itertools import count
 
 from sortedcontainers import SortedDict
 
+from core.decisions import Facts
 from core.errors import IntegrityError
 from policies.interfaces import Job
 from policies.parts import Parts
@@ -187,6 +188,15 @@ class Batcher(ABC):
 
     def hold(self, memory_tokens: float, now: float) -> None:
         """Sets the KV capacity of a worker, in tokens."""
+
+    def story(self, batch: FormedBatch, now: float) -> Facts:
+        """Why the batch that was just pulled is as it is, and why it has the turn; nothing where there is no more to
+        tell."""
+        return {}
+
+    def timed(self) -> Iterable[FormedBatch]:
+        """Batches whose times the choice may ask for at the next ``pull``; none where it asks for no times."""
+        return ()
 
     def next_due_at(self) -> float | None:
         """The instant when ``pull`` has a batch without any arrival or removal; None if only such an event helps."""

@@ -22,6 +22,9 @@ from policies.order.first_rows import in_order
 from policies.order.job_table import JobTable
 from policies.settings import ServingTime
 
+RIVALS = 3
+"""Other batches whose response ratio an explanation shows, the highest ones."""
+
 
 def response_ratio(waited_s: float, service_s: float) -> float:
     """R; infinity for an estimate of 0 s."""
@@ -39,14 +42,32 @@ class HighestResponseRatio:
 
     def __init__(self, serving_time_s: ServingTime) -> None:
         self._serving_time_s = serving_time_s
+        self._service_s: dict[int, float] = {}  # by the ids of the batches of the last choice
+        self._rivals: Sequence[FormedBatch] = ()
 
     def __call__(self, batches: Sequence[FormedBatch], now: float) -> FormedBatch:
-        return min(batches, key=lambda batch: (-self.ratio(batch, now), batch.arrived_at, batch.batch_id))
+        times = [self._serving_time_s(len(batch), batch.prompt_len, batch.predicted_len) for batch in batches]
+        self._rivals = batches
+        self._service_s = {batch.batch_id: time_s for batch, time_s in zip(batches, times, strict=True)}
+        return min(batches, key=lambda batch: (-self._ratio(batch, now), batch.arrived_at, batch.batch_id))
 
-    def ratio(self, batch: FormedBatch, now: float) -> float:
-        """R of the batch at this instant."""
-        service_s = self._serving_time_s(len(batch), batch.prompt_len, batch.predicted_len)
-        return response_ratio(now - batch.arrived_at, service_s)
+    def _ratio(self, batch: FormedBatch, now: float) -> float:
+        """R of a batch of the last choice, at this instant."""
+        return response_ratio(now - batch.arrived_at, self._service_s[batch.batch_id])
+
+    def story(self, batch: FormedBatch, now: float) -> Facts:
+        """What the last choice compared; nothing about a batch that it did not choose from."""
+        ratio = self._ratio(batch, now) if batch.batch_id in self._service_s else math.inf
+        if ratio == math.inf:
+            return {}
+        rivals = sorted((self._ratio(each, now) for each in self._rivals if each is not batch), reverse=True)
+        return {
+            "queued_s": now - batch.arrived_at,
+            "service_s": self._service_s[batch.batch_id],
+            "response_ratio": ratio,
+            "num_rivals": len(rivals),
+            "rival_ratios": ", ".join(f"{ratio:.2f}" for ratio in rivals[:RIVALS]),
+        }
 
 
 ESTIMATES = 64

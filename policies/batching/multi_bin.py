@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from core.decisions import Facts
 from core.errors import IntegrityError, InvalidValueError
 from policies.batching.base import BATCHERS, BatchContext, Batcher, BatchQueue, FormedBatch, first_sealed, predicted_len
 from policies.interfaces import Job
@@ -114,6 +115,13 @@ class MultiBinBatcher(Batcher):
     def bin_of(self, length: float) -> int:
         """The bin of a predicted length, from 0."""
         return bisect_right(self._inner, length)
+
+    def story(self, batch: FormedBatch, now: float) -> Facts:
+        """The bin that the batch filled, and whether it was full."""
+        index = self.bin_of(batch.predicted_len)
+        edges = {"bin_from_tokens": self.edges[index], "bin_to_tokens": self.edges[index + 1]}
+        finite = {name: edge for name, edge in edges.items() if math.isfinite(edge)}
+        return {"bin": index + 1, "num_bins": len(self.edges) - 1, "full_size": self.batch_size, **finite}
 
     def add(self, job: Job, now: float) -> None:
         self._enter(job, now)

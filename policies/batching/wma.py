@@ -19,6 +19,8 @@ later because of the others in its batch, and the threshold bounds the run time 
 
 from __future__ import annotations
 
+import itertools
+import math
 from bisect import bisect_left
 from collections.abc import Iterable
 from typing import TypeVar
@@ -26,6 +28,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from core.decisions import Facts
 from core.errors import IntegrityError, InvalidValueError
 from policies.batching.base import (
     BATCHERS,
@@ -42,6 +45,10 @@ from policies.interfaces import Job
 
 IntArray = NDArray[np.int64]
 Lengths = TypeVar("Lengths", int, IntArray)
+
+
+STORY_LOOK = 64
+"""Most waiting requests that an explanation compares a batch with."""
 
 
 def wasted_memory_accesses(batch: FormedBatch) -> int:
@@ -83,6 +90,7 @@ class WmaBatcher(Batcher):
         self.memory_tokens = memory_tokens
         self.wma_threshold = wma_threshold
         self.max_batch_size = max_batch_size
+        self._choose = choose
         self._queue = BatchQueue(choose)
         self._open = _OpenBatches()
 
@@ -111,6 +119,9 @@ class WmaBatcher(Batcher):
             else:
                 self._open.delete(index)
 
+    def timed(self) -> Iterable[FormedBatch]:
+        return self._queue
+
     def pull(self, now: float) -> FormedBatch | None:
         batch = self._queue.peek(now)
         if batch is not None:
@@ -132,6 +143,26 @@ class WmaBatcher(Batcher):
         prompt_len, output_len = job.known_len, predicted_len(job)
         is_no_longer = prompt_len <= batch.prompt_len and output_len <= batch.predicted_len
         return is_no_longer and longest - _reads(prompt_len, output_len) < self.wma_threshold
+
+    def story(self, batch: FormedBatch, now: float) -> Facts:
+        """WMA against Phi, the waiting request that would waste least beside these, and what the choice compared.
+
+        It looks at ``STORY_LOOK`` waiting requests at most.
+        """
+        facts: dict[str, float | str] = {
+            "waste_tokens": wasted_memory_accesses(batch),
+            "waste_limit_tokens": self.wma_threshold,
+            "memory_tokens": memory_tokens(batch),
+        }
+        if math.isfinite(self.memory_tokens):  # else no worker has said yet what it holds
+            facts["memory_limit_tokens"] = self.memory_tokens
+        waiting = itertools.islice((job for other in self._queue for job in other.jobs), STORY_LOOK)
+        nearest = min((_waste_with(batch, job) for job in waiting), default=None)
+        if nearest is not None:
+            facts["next_waste_tokens"], facts["next_memory_tokens"] = nearest
+        if isinstance(self._choose, HighestResponseRatio):
+            facts.update(self._choose.story(batch, now))
+        return facts
 
     def restore(self, batch: FormedBatch) -> None:
         self._queue.restore(batch)
@@ -188,6 +219,14 @@ class WmaBatcher(Batcher):
             and wasted_memory_accesses(batch) < self.wma_threshold
             and (self.max_batch_size is None or len(batch) <= self.max_batch_size)
         )
+
+
+def _waste_with(batch: FormedBatch, job: Job) -> tuple[int, int]:
+    """WMA and memory of the batch if it held this job as well, both in tokens. O(batch)."""
+    prompt_len, output_len = job.known_len, predicted_len(job)
+    longest_prompt, longest_output = max(batch.prompt_len, prompt_len), max(batch.predicted_len, output_len)
+    waste = _reads(longest_prompt, longest_output) - min(_least_reads(batch), _reads(prompt_len, output_len))
+    return waste, (len(batch) + 1) * (longest_prompt + longest_output)
 
 
 class _OpenBatches:

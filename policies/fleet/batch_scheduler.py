@@ -15,6 +15,7 @@ from core.messages.forecasts import ForecastMade
 from core.messages.requests import Key, OpenRequest
 from core.request import Request
 from policies.batching.base import Batcher, FormedBatch
+from policies.fleet.batch_choice import batch_choices
 from policies.fleet.central_queue import CentralQueue, Member
 from policies.fleet.events import (
     BatchEnded,
@@ -37,7 +38,6 @@ from policies.fleet.events import (
 from policies.fleet.request_table import Entry
 from policies.fleet.scheduler import FleetMachine
 from policies.interfaces import Job
-from policies.placement.base import Choice
 from policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
 from policies.settings import ServingTime
 
@@ -89,6 +89,10 @@ class BatchScheduler(FleetMachine):
         """Number of requests that no replica has taken."""
         return self._table.num_queued
 
+    def timed(self) -> Iterable[FormedBatch]:
+        """Batches whose times the next choice may ask for; an idle worker that pulls asks for all of them at once."""
+        return self._waiting.timed()
+
     @property
     def next_due_at(self) -> float | None:
         """The instant at which the next ``TimePassed`` is due; None if nothing is."""
@@ -137,7 +141,7 @@ class BatchScheduler(FleetMachine):
                 self._resting[name] = frozenset(keys)
             case HistoryLearned(forecast):
                 self._waiting.set_usual_forecast(forecast)
-                self._table.mean_output_len = forecast.mean
+                self._table.learn_lengths(forecast)
             case ForecastsArrived(made):
                 self._take_forecasts(made)
         return []
@@ -215,9 +219,9 @@ class BatchScheduler(FleetMachine):
         return replica is not None and replica.fits(self._queued(job.request_id))
 
     def _run(self, name: str, batch: FormedBatch) -> PlaceRequests:
-        choice = Choice(name, f"idle; pulled a batch of {len(batch)}")
         requests = tuple(self._queued(job.request_id) for job in batch.jobs)
-        for request in requests:
+        choices = batch_choices(name, batch, self._waiting.story(batch, self._now))
+        for request, choice in zip(requests, choices, strict=True):
             self._table.place(request, choice, self._now)
         estimated_s = self._serving_time_s(len(batch), batch.prompt_len, batch.predicted_len)
         left = {request.request_id: len(request.output_ids) for request in requests}

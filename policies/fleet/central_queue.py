@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from core.decisions import Facts
 from core.errors import IntegrityError
 from core.forecast import Forecast
 from core.messages.requests import Key
@@ -99,6 +100,14 @@ class CentralQueue:
     def set_usual_forecast(self, forecast: Forecast) -> None:
         """Takes the forecast for requests that have none of their own: the lengths of outputs that have ended."""
         self._usual = forecast
+
+    def story(self, batch: FormedBatch, now: float) -> Facts:
+        """As in ``Batcher``."""
+        return self._batcher.story(batch, now)
+
+    def timed(self) -> Iterable[FormedBatch]:
+        """As in ``Batcher``."""
+        return self._batcher.timed()
 
     def hold(self, memory_tokens: float, now: float) -> None:
         """Sets the KV tokens that every worker holds at least."""

@@ -7,8 +7,16 @@ requests in flight, as many are in their prefill as the prefill takes of the tim
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+
+import numpy as np
+
 from core.costs import StepCost
+from core.forecast import QUANTILES
 from core.load_snapshot import Demand, LoadSnapshot
+from core.request import Request
 
 
 def queue_delay_s(outlook: LoadSnapshot, num_replicas: int) -> float | None:
@@ -24,22 +32,97 @@ def queue_delay_s(outlook: LoadSnapshot, num_replicas: int) -> float | None:
     Returns:
         None where that cannot be said: nobody serves, or there are requests, but steps have not been measured.
     """
+    found = delay_law(outlook, num_replicas)
+    return None if found is None else found.mean_s
+
+
+@dataclass(frozen=True, slots=True)
+class DelayLaw:
+    """A queue delay as a law: about normal, since many lengths add up."""
+
+    mean_s: float
+    sd_s: float = 0.0
+
+    def quantile(self, level: float) -> float:
+        """Seconds, at least 0."""
+        return max(0.0, self.mean_s + self.sd_s * _NORMAL.inv_cdf(level))
+
+
+def delay_law(outlook: LoadSnapshot, num_replicas: int) -> DelayLaw | None:
+    """As ``queue_delay_s``, as a law.
+
+    Departures follow each other like the ends of independent lengths: the delay behind k of them has k times the
+    variance of one interval, which is as uncertain as the lengths of those in flight.
+    """
     demand, cost = outlook.demand, outlook.cost
     if not num_replicas:
         return None
     if not demand.num_requests:
-        return 0.0
+        return DelayLaw(0.0)
     if cost is None or not outlook.kv_tokens:
         return None
     each = _MeanRequest(demand, cost)
     places = min(outlook.max_num_seqs, max(1, int(outlook.kv_tokens / each.context_len)))
     if not outlook.joins:
-        return _batches_s(demand, each, places, num_replicas)
+        return DelayLaw(_batches_s(demand, each, places, num_replicas))
     running = min(places, -(-demand.num_requests // num_replicas))
     ahead = max(0, demand.num_requests + 1 - places * num_replicas)
     prefill_s, decode_s = each.prefill_s, each.decode_s(running)
     prompts_s = running * prefill_s * prefill_s / (prefill_s + decode_s) if decode_s else running * prefill_s
-    return ahead * each.batch_s(running) / running / num_replicas + prompts_s
+    interval_s = each.batch_s(running) / running / num_replicas
+    return DelayLaw(ahead * interval_s + prompts_s, interval_s * each.spread * math.sqrt(ahead))
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a request that came now could be told, at one level of its law; seconds from now.
+
+    Attributes:
+        tpot_s: Between two tokens after that.
+    """
+
+    ttft_s: float
+    tpot_s: float
+    end_s: float
+
+    def later(self, factor: float) -> Prediction:
+        """With so many times the time to the first token."""
+        more_s = (factor - 1.0) * self.ttft_s
+        return Prediction(self.ttft_s + more_s, self.tpot_s, self.end_s + more_s)
+
+
+def predict(outlook: LoadSnapshot, request: Request, level: float) -> Prediction | None:
+    """When a request with a wish would have its tokens, with a probability of ``level``; None where nothing is known.
+
+    Only requests with wishes count as before it: the others give way to it in the end.
+    """
+    demand, cost = outlook.demand, outlook.cost
+    if cost is None or not outlook.num_replicas:
+        return None
+    share = demand.num_wishing / demand.num_requests if demand.num_requests else 1.0
+    delay = delay_law(replace(outlook, demand=demand.scaled(share)), outlook.num_replicas)
+    if delay is None:
+        return None
+    context_len = request.known_len
+    running = min(outlook.max_num_seqs, -(-demand.num_requests // outlook.num_replicas) + 1)
+    if demand.num_requests and outlook.kv_tokens:
+        context_len = round(_MeanRequest(demand, cost).context_len)
+        running = min(running, max(1, outlook.kv_tokens // context_len))
+    tpot_s = cost.step_s(0, running, running * context_len)
+    ttft_s = delay.quantile(level) + cost.prefill_s(request.known_len) + tpot_s
+    return Prediction(ttft_s, tpot_s, ttft_s + _own_tokens(outlook, request, level) * tpot_s)
+
+
+def _own_tokens(outlook: LoadSnapshot, request: Request, level: float) -> float:
+    """Output tokens after the first, at most."""
+    most = request.sampling.max_new_tokens - len(request.output_ids) - 1
+    lengths = outlook.lengths if request.forecast is None else request.forecast.quantiles
+    if request.sampling.ignore_eos or not lengths:
+        return most
+    return min(float(most), float(np.interp(level, QUANTILES, lengths)))
+
+
+_NORMAL = NormalDist()
 
 
 def ended_after_s(outlook: LoadSnapshot, num_requests: int) -> float | None:
@@ -72,12 +155,14 @@ class _MeanRequest:
     Attributes:
         context_len: Tokens that it holds, in the mean over its life.
         prefill_s: Until its prompt is computed, without the base of the steps, which decode others as well.
+        spread: Standard deviation of an output's predicted length, as a share of the mean.
     """
 
     def __init__(self, demand: Demand, cost: StepCost) -> None:
         num = demand.num_requests
         known_len, cached_len = demand.known_tokens / num, demand.cached_tokens / num
         self._output_len = demand.output_tokens / num
+        self.spread = math.sqrt(demand.output_variance / num) / self._output_len if self._output_len else 0.0
         self._cost = cost
         self.context_len = max(1.0, known_len + self._output_len / 2)
         self.prefill_s = cost.prefill_s(round(known_len - cached_len), round(cached_len)) - cost.base_s

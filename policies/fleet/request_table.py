@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from core.errors import IntegrityError
+from core.forecast import Forecast
 from core.load_snapshot import Demand
 from core.messages.forecasts import ForecastMade
 from core.messages.placement import ReplicaView
@@ -20,6 +21,7 @@ from core.messages.plans import FinishedSequence, WorkerReady
 from core.messages.requests import Key, OpenRequest
 from core.request import Request, SequenceStatus
 from policies.fleet.events import AbortOnReplica, AskReplica, GlobalInstruction, ReportLost
+from policies.lengths.law import variance as length_variance
 from policies.placement.base import Choice, ReplicaLoad
 from policies.replica.events import RefuseRequest
 
@@ -33,6 +35,8 @@ class Entry:
         waited_s: Until a replica took requests.
         known_len: Tokens of its prompt, and of its output in earlier attempts, when it was placed.
         expected_len: Output tokens predicted beyond these, at most ``most_len``.
+        variance: How uncertain that is, in tokens squared.
+        wishes: Whether its client has said by when it wants tokens.
     """
 
     attempt: int
@@ -44,6 +48,8 @@ class Entry:
     known_len: float = 0.0
     expected_len: float = 0.0
     most_len: float = 0.0
+    variance: float = 0.0
+    wishes: bool = False
 
     @property
     def hit_len(self) -> int:
@@ -128,6 +134,7 @@ class RequestTable:
 
     Attributes:
         mean_output_len: Output tokens expected of a request without a forecast; None if that is not known.
+        usual: Forecast of such a request; None likewise.
     """
 
     def __init__(self, on_removed: OnRemoved) -> None:
@@ -140,6 +147,13 @@ class RequestTable:
         self._open_max_len = 0  # tokens that a sequence may reach on each of them
         self._open_version: int | None = None  # of the weights of each of them; None if they differ
         self.mean_output_len: float | None = None
+        self.usual: Forecast | None = None
+        self._usual_variance = 0.0
+
+    def learn_lengths(self, usual: Forecast) -> None:
+        """The forecast of requests that have none of their own."""
+        self.mean_output_len, self.usual = usual.mean, usual
+        self._usual_variance = length_variance(usual)
 
     # -- Replicas
 
@@ -244,6 +258,8 @@ class RequestTable:
             known_tokens=sum(entry.known_len for entry in placed) + sum(request.known_len for request in waiting),
             cached_tokens=sum(entry.hit_len for entry in placed),
             output_tokens=sum(entry.expected_len for entry in placed) + sum(map(self._expected_len, waiting)),
+            output_variance=sum(entry.variance for entry in placed) + sum(map(self._variance, waiting)),
+            num_wishing=sum(entry.wishes for entry in placed) + sum(request.wants_speed for request in waiting),
         )
 
     def accept(self, requests: Iterable[Request]) -> tuple[list[Request], list[GlobalInstruction]]:
@@ -305,6 +321,8 @@ class RequestTable:
             known_len=request.known_len,
             expected_len=self._expected_len(request),
             most_len=request.max_total_len - request.known_len,
+            variance=self._variance(request),
+            wishes=request.wants_speed,
         )
         self._enter(request.request_id, entry, self._work(request))
 
@@ -324,6 +342,12 @@ class RequestTable:
         predicted = self.mean_output_len if request.forecast is None else request.forecast.mean
         return most if predicted is None else min(most, max(1.0, predicted - len(request.output_ids)))
 
+    def _variance(self, request: Request) -> float:
+        """How uncertain ``_expected_len`` is, in tokens squared."""
+        if request.sampling.ignore_eos:
+            return 0.0
+        return self._usual_variance if request.forecast is None else length_variance(request.forecast)
+
     def foresee(self, made: Iterable[ForecastMade]) -> tuple[list[ForecastMade], list[ForecastMade]]:
         """Takes in forecasts made after their requests had arrived: those of queued ones, and of placed ones."""
         queued, placed = [], []
@@ -339,7 +363,10 @@ class RequestTable:
             placed.append(each)
             entry = self._placed[each.request_id]
             if entry.attempt == 0:  # later ones bring theirs with them
-                self._placed[each.request_id] = replace(entry, expected_len=min(entry.most_len, each.forecast.mean))
+                expected_len = min(entry.most_len, each.forecast.mean)
+                self._placed[each.request_id] = replace(
+                    entry, expected_len=expected_len, variance=length_variance(each.forecast)
+                )
         return queued, placed
 
     def remove(self, request_id: str, output_len: int | None = None) -> None:

@@ -96,6 +96,10 @@ class FleetMachine(ABC):
         """As ``RequestTable.demand``."""
         return self._table.demand()
 
+    def usual_lengths(self) -> tuple[float, ...]:
+        """As ``LoadSnapshot.lengths``."""
+        return () if self._table.usual is None else self._table.usual.quantiles
+
     def placed(self, request_id: str, attempt: int) -> Placed:
         """Where an attempt was placed; an empty replica if it waits."""
         entry = self._table.entry(request_id)
@@ -166,7 +170,7 @@ class GlobalScheduler(FleetMachine):
             case ReplicaGone(name):
                 self._drop_replica(name)
             case HistoryLearned(forecast):
-                self._table.mean_output_len = forecast.mean
+                self._table.learn_lengths(forecast)
             case ForecastsArrived(made):
                 self._foresee(made)
             case RequestsStarted(started):

@@ -248,4 +248,5 @@ class EnstOffload(KvPolicy):
 @KV_POLICIES.register("enst-proactive", needs="skip-join-mlfq", swaps=True)
 def build_enst_proactive(context: ReplicaContext) -> EnstOffload:
     """Moves KV out and back ahead of need, by the estimated next scheduled time."""
-    return EnstOffload(context.order_as(SkipJoinMlfq))
+    settings = context.settings
+    return EnstOffload(context.order_as(SkipJoinMlfq), settings.min_idle_slots, settings.num_burst_levels)

@@ -20,6 +20,9 @@ LEVELS: FloatArray = (np.arange(NUM_POINTS) + 0.5) / NUM_POINTS
 """Middles of 32 equal shares of probability."""
 UNKNOWN: FloatArray = np.full(NUM_POINTS, np.inf)
 """Points of a missing half."""
+NORMAL_SPAN = 2.563
+"""Standard deviations of a normal law between the levels 0.1 and 0.9, the first and the fifth of ``QUANTILES``."""
+
 MIN_REMAINING = 16
 """Least remaining tokens predicted for a job that has outlived its law."""
 
@@ -30,6 +33,12 @@ def forecast_points(forecast: Forecast) -> FloatArray:
     Linear between the levels of ``QUANTILES``, flat outside; rounded up to whole tokens.
     """
     return np.ceil(np.interp(LEVELS, QUANTILES, forecast.quantiles))
+
+
+def variance(forecast: Forecast) -> float:
+    """How uncertain the output length is, in tokens squared, as of a normal law with the same tenth and nine tenths."""
+    deviation = (forecast.quantiles[4] - forecast.quantiles[0]) / NORMAL_SPAN
+    return deviation * deviation
 
 
 def merged(forecasts: FloatArray, history: FloatArray | None) -> tuple[FloatArray, BoolArray]:

@@ -64,6 +64,10 @@ class PromiseMaker:
         self._beside = _RunningMean()
         self._outputs = _RunningMean()
 
+    def listen(self) -> None:
+        """Lengths are learned from now on, as after a first question."""
+        self._is_asked = True
+
     def promise(self, arrived: Iterable[Job], standing: Standing, cost: StepCost, now: float) -> list[Outlook]:
         """When jobs that have just come will end; their ends are learned from. All from one roll-out."""
         self._is_asked = True

@@ -36,6 +36,7 @@ class WorkerMirror:
     Attributes:
         scheduled: All requests, by id.
         admitted: Those with a place, in order of admission.
+        flex: Those that take what the others leave.
         hosted: Those with KV on the host, or on its way there.
         shipped: Those that a plan of this lease has named.
         worker: None while there is none.
@@ -49,6 +50,7 @@ class WorkerMirror:
     def __init__(self, changed: Callable[[Job], None]) -> None:
         self.requests: dict[str, ScheduledRequest] = {}
         self.admitted: dict[str, ScheduledRequest] = {}
+        self.flex: dict[str, ScheduledRequest] = {}
         self.hosted: dict[str, ScheduledRequest] = {}
         self.shipped: dict[str, ScheduledRequest] = {}
         self.worker: WorkerReady | None = None
@@ -107,6 +109,8 @@ class WorkerMirror:
 
     def add(self, request: Request, now: float) -> ScheduledRequest:
         scheduled = self.requests[request.request_id] = make_scheduled(request, now, next(self._numbers))
+        if scheduled.is_flex:
+            self.flex[request.request_id] = scheduled
         if self.cache.seq is not None:
             self._hits.add(scheduled)
         return scheduled
@@ -114,7 +118,7 @@ class WorkerMirror:
     def remove(self, request_id: str) -> ScheduledRequest:
         scheduled = self.requests.pop(request_id)
         self._count_host(scheduled, 0, is_leaving=False)
-        for table in (self.admitted, self.hosted, self.shipped, self._undelivered):
+        for table in (self.admitted, self.flex, self.hosted, self.shipped, self._undelivered):
             table.pop(request_id, None)
         self._hits.remove(request_id)
         return scheduled
@@ -144,7 +148,7 @@ class WorkerMirror:
         self._shared_blocks = self.short_blocks = self._on_host = 0
         self._leaving.clear()
         self.plan_seq = self.report_seq = self._applied_plan_seq = self._preempted_in = 0
-        for table in (self.requests, self.admitted, self.hosted, self.shipped, self._undelivered):
+        for table in (self.requests, self.admitted, self.flex, self.hosted, self.shipped, self._undelivered):
             table.clear()
 
     def apply_report(self, report: StepReport) -> bool:
@@ -196,15 +200,16 @@ class WorkerMirror:
             self.shipped[scheduled.request_id] = scheduled
             self._undelivered[scheduled.request_id] = scheduled
 
-    def drop_kv(self, scheduled: ScheduledRequest) -> None:
-        """Its KV is ordered dropped, wherever it is."""
+    def drop_kv(self, scheduled: ScheduledRequest, *, answers: bool = True) -> None:
+        """Its KV is ordered dropped, wherever it is; ``answers``: because memory is short."""
         scheduled.drop_kv()
         self._changed(scheduled)
         if scheduled.residency is Residency.HOST:
             self.move(scheduled, Residency.DEVICE)
         self.recount_host(scheduled)
         self.stale = True
-        self.mark_preemption()
+        if answers:
+            self.mark_preemption()
 
     def move(self, scheduled: ScheduledRequest, residency: Residency) -> None:
         """Its KV is ordered to the host, or back."""
@@ -239,12 +244,18 @@ class WorkerMirror:
         else:
             self._leaving.discard(scheduled.request_id)
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool, with those that sequences share counted for each."""
+        assert self.worker is not None
+        return self.worker.num_blocks + self._shared_blocks
+
     def capacity(self) -> int:
         """KV tokens that jobs may hold: the pool, with what they share counted for each, less unused ends of blocks."""
         assert self.worker is not None
         size = self.worker.block_size
         ends = sum([-each.known_len % size for each in self.admitted.values()])
-        return (self.worker.num_blocks + self._shared_blocks) * size - ends
+        return self.num_blocks * size - ends
 
     def view(self, running: list[Job]) -> KvView:
         """Where KV is if these are to execute. What is to leave counts as gone; what is to come is still needed."""

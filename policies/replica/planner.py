@@ -112,6 +112,7 @@ class ReplicaPlans:
             request=None if scheduled.delivered else scheduled.request,
             residency=scheduled.residency,
             num_moves=scheduled.num_moves,
+            rests=scheduled.rests,
         )
         return scheduled.slot
 

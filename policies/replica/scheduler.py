@@ -20,6 +20,7 @@ from core.request import Request, Residency, SequenceStatus
 from kvcache.cache_journal import CacheMirror
 from policies.budget.step_budget import NO_BUDGET, StepBudget
 from policies.interfaces import ReplicaPolicies, ScheduledRequest
+from policies.outlook.just_enough import JustEnough, ServicePace
 from policies.outlook.promises import Outlook, PromiseMaker, Standing
 from policies.outlook.rollout import MAX_LISTED
 from policies.replica.decision_trace import Account, DecisionTrace, promise_facts
@@ -73,12 +74,14 @@ class SchedulerLimits:
             grant and the plan that follows the report of it; they last twice as long at least. 0 where reports and
             plans take no time.
         budget: How many prompt tokens a step may carry beside streams.
+        gives_way: As in ``StepSelector``.
     """
 
     max_num_seqs: int
     standby_slots: int
     grant_lead_s: float = 0.0
     budget: StepBudget = NO_BUDGET
+    gives_way: bool = True
 
 
 class ReplicaScheduler:
@@ -95,8 +98,10 @@ class ReplicaScheduler:
         self._mirror = mirror = WorkerMirror(policies.order.changed)
         self.shares = shares = FairShares(limits.max_num_seqs)
         self._trace = DecisionTrace(policies, limits.max_num_seqs, mirror.requests, mirror.admitted, shares)
-        self.selector = StepSelector(policies, limits.max_num_seqs, mirror, shares)
         self._promises = PromiseMaker(limits.max_num_seqs)
+        self._just_enough = JustEnough(self._promises.laws, limits.grant_lead_s)
+        due, gives_way = self._just_enough.due, limits.gives_way
+        self.selector = StepSelector(policies, limits.max_num_seqs, mirror, shares, due=due, gives_way=gives_way)
         self._planner = ReplicaPlans(policies.order, limits.budget, limits.grant_lead_s, mirror)
 
     @property
@@ -285,8 +290,14 @@ class ReplicaScheduler:
     def _enter(self, scheduled: ScheduledRequest, at: float) -> None:
         self.order.add(scheduled, at)
         self.shares.add(scheduled)
+        if self.limits.gives_way:
+            self._just_enough.add(scheduled, at)
+            if scheduled.request.wants_speed:
+                self._promises.listen()
 
     def _exit(self, scheduled: ScheduledRequest) -> None:
+        if self.limits.gives_way:
+            self._just_enough.remove(scheduled.request_id)
         self.order.remove(scheduled)
         self.shares.remove(scheduled)
 
@@ -396,9 +407,12 @@ class ReplicaScheduler:
         scheduled.output_len = finished.output_len
         yield EndReached(scheduled, finished.status)
         censored = finished.status is not SequenceStatus.FINISHED_STOPPED
-        self.order.learn(scheduled, censored=censored)
-        self.admission.learn(finished.output_len, censored=censored)
-        self._promises.ended(scheduled, now, censored=censored)
+        if not scheduled.request.prefill_only:  # its length is none that an output may have
+            self.order.learn(scheduled, censored=censored)
+            self.admission.learn(finished.output_len, censored=censored)
+            self._promises.ended(scheduled, now, censored=censored)
+        else:
+            self._promises.left(finished.request_id)
         forecast = scheduled.forecast
         yield RequestEnded(finished, scheduled.arrived_at, now, None if forecast is None else forecast.mean)
 
@@ -407,9 +421,21 @@ class ReplicaScheduler:
     def _decide(self, now: float) -> Iterator[Fact | Instruction]:
         if self._mirror.worker is None:
             return
+        self._hurry(now)
         fits = yield from self.selector.choose(now)
         if not fits:
             yield from self._break_off()
+
+    def _hurry(self, now: float) -> None:
+        """Those that can wait no longer go first from now on."""
+        cost = self._planner.cost
+        if cost is None or not self._just_enough.is_to_look(now):
+            return
+        pace = ServicePace.beside(self.selector.running, cost, self.limits.max_num_seqs)
+        for job, latest_at in self._just_enough.became_due(pace, now):
+            self.order.remove(job)
+            job.deadline_at = latest_at
+            self.order.add(job, now)
 
     def _break_off(self) -> Iterator[Fact | Instruction]:
         """Forgets everything; what the worker has of it is free at the next step boundary."""
@@ -426,7 +452,7 @@ class ReplicaScheduler:
         if self._mirror.worker is None:
             return
         selector, running = self.selector, self.selector.running
-        standby = [job.request_id for job in itertools.islice(selector.waiting(now), self.limits.standby_slots)]
+        standby = selector.standbys(self.limits.standby_slots, now)
         if not self._planner.is_due(running, standby):
             return
         if self.order.preemptive:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+import math
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from core.errors import IntegrityError
 from core.request import Residency
-from policies.interfaces import Admission, Job, KvMoves, RanksSome, ReplicaPolicies
+from policies.interfaces import Admission, Job, KvMoves, RanksSome, ReplicaPolicies, ScheduledRequest
+from policies.replica import flex
 from policies.replica.facts import Admitted, Evicted, Fact, NotAdmitted
 from policies.replica.mirror import WorkerMirror
 from policies.tenancy.fair_shares import FairShares
@@ -20,11 +24,13 @@ class Selection:
 
     Attributes:
         refused: Whom admission has said no to.
+        displaced: Flex jobs whose KV is in the way of others.
     """
 
     running: list[Job] = field(default_factory=list)
     newcomers: list[Job] = field(default_factory=list)
     refused: list[Job] = field(default_factory=list)
+    displaced: list[ScheduledRequest] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -164,25 +170,40 @@ class StepSelector:
     Args:
         max_num_seqs: As in ``SchedulerLimits``.
         shares: Puts what the order ranks into the order of the tenants' turns.
+        due: Jobs that can wait no longer, by id, as they are at each scheduling point.
+        gives_way: Whether jobs step aside for those that are due, and flex jobs for all others; not inside a batch.
 
     Attributes:
         running: Those of the admitted that are to execute, best first.
         num_preemptions: Ordered so far, of all requests.
     """
 
-    def __init__(self, policies: ReplicaPolicies, max_num_seqs: int, mirror: WorkerMirror, shares: FairShares) -> None:
+    def __init__(
+        self,
+        policies: ReplicaPolicies,
+        max_num_seqs: int,
+        mirror: WorkerMirror,
+        shares: FairShares,
+        *,
+        due: Mapping[str, ScheduledRequest] = MappingProxyType({}),
+        gives_way: bool = True,
+    ) -> None:
         self.order, self.admission, self.kv = policies.order, policies.admission, policies.kv
         self.running: list[Job] = []
         self.num_preemptions = 0
         self._max_num_seqs = max_num_seqs
         self._mirror = mirror
         self._shares = shares
+        self._due = due
+        self._gives_way = gives_way
 
     def choose(self, now: float) -> Generator[Fact, None, bool]:
         """A scheduling point, while there is a worker; False if all that is here has to go: a batch has no room."""
         mirror = self._mirror
         self.order.refresh(now)
         selection = self._select(now)
+        for displaced in selection.displaced:
+            yield from self._preempt(displaced, Residency.DEVICE, answers=mirror.short_blocks > 0)
         for job in selection.newcomers:
             yield self._admit(job)
         if selection.refused:
@@ -207,6 +228,10 @@ class StepSelector:
 
         return self._shares.ranked(self.order, now, waits, admitted.values())
 
+    def standbys(self, num: int, now: float) -> list[str]:
+        """Those that a worker may start by itself, best first."""
+        return [job.request_id for job in itertools.islice(self._firm(self.waiting(now)), num)]
+
     def reserve_blocks(self) -> int:
         """Blocks that the worker's own starts leave free for growth: none where KV can be made to leave for it."""
         worker = self._mirror.worker
@@ -216,30 +241,133 @@ class StepSelector:
 
     def _select(self, now: float) -> Selection:
         """Who is to execute next; those that rest are left out."""
+        awake: list[Job] = [each for each in self._mirror.admitted.values() if not each.stalled]
+        if not (self._gives_way and self._mirror.flex):
+            return self._walk(awake, now)
+        firm = [job for job in awake if not job.is_flex]
+        selection = self._walk(firm, now)
+        self._add_flex(selection, is_behind=len(firm) > len(selection.running) - len(selection.newcomers), now=now)
+        return selection
+
+    def _add_flex(self, selection: Selection, *, is_behind: bool, now: float) -> None:
+        """Adds the flex jobs that run on, and others where there is room; displaces those whose KV is in the way.
+
+        Args:
+            is_behind: Whether a firm job with a place does not execute.
+        """
+        mirror = self._mirror
+        worker = mirror.worker
+        assert worker is not None
+        firm = [job for job in (*mirror.admitted.values(), *selection.newcomers) if not job.is_flex]
+        used = self.reserve_blocks() + sum(flex.next_blocks(job, worker.block_size) for job in firm)
+        spare = [each for each in mirror.flex.values() if each.request_id in mirror.admitted]
+        kept = flex.with_room(spare, mirror.num_blocks - used, worker.block_size)
+        selection.displaced = spare[len(kept) :]
+        waits = is_behind or not flex.all_stream(selection.running) or self._firm_waits(now)
+        for each in kept:
+            each.rests = waits
+        room = self._max_num_seqs - len(selection.running)
+        if waits or not room:
+            return
+        running = [each for each in kept if not each.stalled][:room]
+        selection.running += running
+        if len(running) < room and not selection.displaced:
+            self._start_flex(selection, room - len(running), now)
+
+    def _start_flex(self, selection: Selection, room: int, now: float) -> None:
+        mirror = self._mirror
+        holding = list[Job](mirror.admitted.values())
+        may_start = functools.partial(self._may_start, holding)
+        selector = Selector(self.admission, room, mirror.capacity(), may_start)
+        started = selector.select(self.waiting(now), mirror.admitted, holding)
+        selection.running += started.running
+        selection.newcomers += started.newcomers
+        for job in started.newcomers:
+            mirror.flex[job.request_id].rests = False
+
+    def _firm_waits(self, now: float) -> bool:
+        """Whether a firm job has no place."""
+        best = next(self.waiting(now), None)
+        return best is not None and not best.is_flex
+
+    def _walk(self, residents: list[Job], now: float) -> Selection:
+        """Who of the firm is to execute next.
+
+        Args:
+            residents: Those with a place.
+        """
         mirror = self._mirror
         admitted = mirror.admitted
-        residents: list[Job] = [each for each in admitted.values() if not each.stalled]
         if mirror.short_blocks > 0:  # the last of them lose their KV: those of the tenant that is furthest ahead
             residents = self._shares.arranged(residents)
         if not self.order.preemptive and (mirror.num_waiting == 0 or (mirror.is_answering and not self.kv.evicts)):
-            return Selection(residents)  # the blocks that a preemption frees are for those it was made for
+            return Selection(self._due_first(residents))  # freed blocks are for those that they were freed for
         selector = Selector(
             self.admission,
             self._max_num_seqs,
             mirror.capacity(),
-            may_start=lambda: self.kv.may_start(mirror.view(residents)),
+            may_start=functools.partial(self._may_start, residents),
         )
-        fixed = None if self.kv.evicts else list[Job](admitted.values())
+        fixed = None if self.kv.evicts else self._fixed()
         if self.order.preemptive:
             scheduled = mirror.requests
             ranked = self._shares.ranked(self.order, now, lambda job: not scheduled[job.request_id].stalled)
-            return selector.select(ranked, admitted, fixed, lambda: self._holders(now))
-        return selector.select(itertools.chain(residents, self.waiting(now)), admitted, fixed)
+            return selector.select(self._firm(ranked), admitted, fixed, lambda: self._holders(now))
+        first, aside = self._aside(self._due_first(residents)) if self._due else (residents, [])
+        taken = {job.request_id for job in first} if aside else ()
+        others = (job for job in self._firm(self.waiting(now)) if job.request_id not in taken)
+        selection = selector.select(itertools.chain(first, others), admitted, fixed)
+        selection.running += aside[: self._max_num_seqs - len(selection.running)]
+        return selection
+
+    def _may_start(self, residents: list[Job]) -> bool:
+        return self.kv.may_start(self._mirror.view(residents))
+
+    def _fixed(self) -> list[Job]:
+        """Those with a place whose memory is not to be had."""
+        jobs = self._mirror.admitted.values()
+        return [job for job in jobs if not job.is_flex] if self._yields_to_firm else list(jobs)
+
+    @property
+    def _yields_to_firm(self) -> bool:
+        return self._gives_way and bool(self._mirror.flex)
+
+    def _firm(self, ranked: Iterator[Job]) -> Iterator[Job]:
+        """Rankings have all flex jobs behind the firm ones."""
+        return itertools.takewhile(lambda job: not job.is_flex, ranked) if self._yields_to_firm else ranked
+
+    @staticmethod
+    def _due_first(residents: list[Job]) -> list[Job]:
+        if all(job.deadline_at == math.inf for job in residents):
+            return residents
+        return sorted(residents, key=_deadline)
+
+    def _aside(self, residents: list[Job]) -> tuple[list[Job], list[Job]]:
+        """Residents step aside for jobs of their tenant that are due and wait while there is no place.
+
+        Returns:
+            Residents and due jobs, best first; those that stepped aside: they keep what they have, and go on as soon
+            as there is a place.
+        """
+        admitted = self._mirror.admitted
+        late = sorted((job for rid, job in self._due.items() if rid not in admitted and not job.stalled), key=_deadline)
+        room = max(0, self._max_num_seqs - len(residents))
+        first, aside = list(residents), list[Job]()
+        for job in late[room:]:
+            victims = (each for each in reversed(first) if _may_step_aside(each, job))
+            victim = next(victims, None)
+            if victim is not None:
+                first.remove(victim)
+                first.append(job)
+                aside.append(victim)
+        return first, aside[::-1]
 
     def _holders(self, now: float) -> list[Job]:
         """Those with a place or with KV that do not rest, best first."""
         mirror = self._mirror
         jobs = [each for each in (mirror.admitted | mirror.hosted).values() if not each.stalled]
+        if self._yields_to_firm:
+            jobs = [each for each in jobs if not each.is_flex]
         if isinstance(self.order, RanksSome):
             return self._shares.arranged(self.order.among(jobs, now))
         wanted = {job.request_id for job in jobs}
@@ -262,8 +390,12 @@ class StepSelector:
             mirror.move(scheduled, Residency.DEVICE)
         return Admitted(scheduled, returns, ahead)
 
-    def _preempt(self, job: Job, to: Residency) -> Iterator[Fact]:
-        """It gives up its place; its KV is moved to the host, or dropped wherever it is."""
+    def _preempt(self, job: Job, to: Residency, *, answers: bool = True) -> Iterator[Fact]:
+        """It gives up its place; its KV is moved to the host, or dropped wherever it is.
+
+        Args:
+            answers: As in ``WorkerMirror.drop_kv``.
+        """
         mirror = self._mirror
         scheduled = mirror.requests[job.request_id]
         to_host = to is Residency.HOST
@@ -271,10 +403,11 @@ class StepSelector:
         if mirror.admitted.pop(job.request_id, None) is not None:
             self.running = [each for each in self.running if each is not job]
         self.num_preemptions += 1
+        scheduled.rests = scheduled.is_flex  # the worker may not start it by itself
         if to_host:
             mirror.move(scheduled, to)
         else:
-            mirror.drop_kv(scheduled)
+            mirror.drop_kv(scheduled, answers=answers)
 
     def _make_way(self, now: float) -> Iterator[Fact]:
         """Where somebody waits, sequences that rest give up their KV and their places: their clients do not read."""
@@ -291,3 +424,11 @@ class StepSelector:
         """Raises IntegrityError unless those that are to execute have places."""
         if not {job.request_id for job in self.running} <= self._mirror.admitted.keys():
             raise IntegrityError("a request that is not admitted is to execute")
+
+
+def _deadline(job: Job) -> float:
+    return job.deadline_at
+
+
+def _may_step_aside(job: Job, due: Job) -> bool:
+    return job.tenant == due.tenant and job.priority >= due.priority and job.deadline_at == math.inf and job.is_resident

@@ -45,13 +45,8 @@ class Speculation(ABC):
         """A step that decoded ``num_seqs`` sequences and verified ``num_drafts`` guesses took so many seconds."""
 
     @abstractmethod
-    def gain(self, num_seqs: int, num_drafts: int, num_right: int, look_s: float) -> float:
-        """Steps that a look for guesses has saved, less what it and its guesses have cost; negative: it has not paid.
-
-        Args:
-            num_right: Tokens that came because a guess was right.
-            look_s: Seconds that the look took.
-        """
+    def tokens(self, num_seqs: int, seconds: float) -> float:
+        """Tokens that steps of so many sequences bring in so many seconds; 0 while no such step was measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,10 @@ RESUME_FOR = 8
 FORWARD = 64
 """A match is searched so many tokens behind the latest copy first, then from the end."""
 
+MARGIN = 0.25
+"""Tokens that guesses must be expected to bring beyond the price of their rows: a step with guesses takes the host
+longer, however few they are."""
+
 MAX_EDITS = 256
 """Edits that are remembered of a request; then they are learned again."""
 
@@ -234,10 +238,9 @@ class NgramDrafter(Drafter):
         self._resume = -1
 
     def _worthwhile(self, copy: CopyState, token_ids: Sequence[int], price: float) -> Sequence[int]:
-        """The guesses that are right with a probability above the price."""
+        """The guesses that are right with a probability above the price, if together they bring enough."""
         probability = self._share(copy.kind)
-        if probability <= price:
-            return ()
+        expected = 0.0
         ahead = CopyState(copy.source, copy.length, copy.kind, copy.insert, copy.edited_at)
         drafts: list[int] = []
         while probability > price and len(drafts) < MAX_DRAFTS:
@@ -245,8 +248,9 @@ class NgramDrafter(Drafter):
                 ahead.source = copy.source  # the output repeats what it has just begun to repeat
             drafts.append(ahead.insert[0] if ahead.insert else token_ids[ahead.source])
             ahead.advance(token_ids, self._edits)
+            expected += probability - price
             probability *= self._share(ahead.kind)
-        return drafts
+        return drafts if expected >= MARGIN else ()
 
     def _share(self, kind: int) -> float:
         """How often a guess of this class is right for this request."""
@@ -278,8 +282,8 @@ class NgramSpeculation(Speculation):
     def observe(self, num_seqs: int, num_drafts: int, duration_s: float) -> None:
         self._price.add(num_seqs, num_drafts, duration_s)
 
-    def gain(self, num_seqs: int, num_drafts: int, num_right: int, look_s: float) -> float:
-        return self._price.gain(num_seqs, num_drafts, num_right, look_s)
+    def tokens(self, num_seqs: int, seconds: float) -> float:
+        return self._price.tokens(num_seqs, seconds)
 
 
 @SPECULATIONS.register("ngram")

@@ -105,18 +105,10 @@ class StepPrice:
             return math.inf
         return self._price(num_seqs, steps.step_s)
 
-    def gain(self, num_seqs: int, num_drafts: int, num_right: int, look_s: float) -> float:
-        """Steps that guesses have saved, less what they and the look for them have cost.
-
-        Args:
-            num_right: Tokens that came because a guess was right.
-            look_s: Seconds that the look for guesses took.
-        """
+    def tokens(self, num_seqs: int, seconds: float) -> float:
+        """Tokens that steps of so many sequences bring in so many seconds; 0 while no such step was measured."""
         steps = self._steps.get(_key(num_seqs))
-        if steps is None:
-            return 0.0
-        price = self._price(num_seqs, steps.step_s)
-        return (num_right - price * num_drafts) / num_seqs - look_s / steps.step_s
+        return 0.0 if steps is None else seconds / steps.step_s * num_seqs
 
     def _price(self, num_seqs: int, step_s: float) -> float:
         return FIRST_PRICE if self._row_s < 0 else max(LEAST_PRICE, self._row_s * num_seqs / step_s)

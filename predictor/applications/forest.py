@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from predictor.applications.reading import KEYS
+from predictor.applications.reading import KEYS, keys_of
 from predictor.features import Floats
 from predictor.forest import Forest
 from predictor.quantiles import LengthDistributions
@@ -47,8 +47,8 @@ class KeyStatistics:
         """
         total = self.sums[-1:] / max(self.sums[-1, 0], 1.0)
         known = np.repeat(total[:, 1:], len(raw), axis=0)
-        for column in reversed(KEYS):  # the opening first: it is the level above the instruction
-            own = self._sums_of(raw[:, column].astype(np.int64))
+        for columns in reversed(KEYS):  # the opening first: it is the level above the instruction
+            own = self._sums_of(keys_of(raw, columns))
             known = (own[:, 1:] + SHRINK * known) / (own[:, :1] + SHRINK)
         by_ratio = known[:, 1] + np.log1p(raw[:, 0])
         spread = np.sqrt(np.maximum(known[:, 2] - known[:, 0] ** 2, 0.0))
@@ -67,8 +67,7 @@ def statistics_of(raw: Floats, output_lens: NDArray[np.integer]) -> KeyStatistic
     """Statistics of examples: raw features (rows, NUM_FEATURES) and output lengths (rows,) in tokens."""
     log_lens = np.log1p(np.asarray(output_lens, np.float64))
     values = np.stack([np.ones(len(raw)), log_lens, log_lens - np.log1p(raw[:, 0]), log_lens**2], axis=1)
-    columns = [raw[:, column].astype(np.int64) for column in KEYS]
-    keys, places = np.unique(np.concatenate(columns), return_inverse=True)
+    keys, places = np.unique(np.concatenate([keys_of(raw, columns) for columns in KEYS]), return_inverse=True)
     sums = np.zeros((len(keys) + 1, NUM_STATISTICS))
     np.add.at(sums, places, np.concatenate([values] * len(KEYS)))
     sums[-1] = values.sum(axis=0)

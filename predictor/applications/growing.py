@@ -47,7 +47,8 @@ def grow_by_application(raw: Floats, output_lens: NDArray[np.integer], options: 
     known = statistics_of(raw, output_lens)
     unknown = rng.permutation(len(raw))[: max(round(UNKNOWN * len(raw)), 1)]
     nameless = raw[unknown]
-    nameless[:, KEYS] = NO_KEY
+    for columns in KEYS:
+        nameless[:, columns] = NO_KEY
     rows = np.concatenate([derived, known.derived(nameless)])
     forest = grow(rows, np.concatenate([output_lens, output_lens[unknown]]), options)
     return ApplicationForest(

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from core.forecast import ForecastQuestion
 from predictor.features import Floats
@@ -13,14 +14,17 @@ from predictor.features import Floats
 MODEL = "applications"
 """Name of the model in an artefact."""
 
-NUM_FEATURES = 5
+KEY_PARTS, PART_BITS = 3, 21
+"""A key has 63 bits. It is kept in numbers of 21 bits, each of which float32 holds exactly."""
+
+NUM_FEATURES = 3 + 2 * KEY_PARTS
 """Length of the user input, of the rest of the prompt, the limit of the output, and two keys."""
 
-KEYS = (3, 4)
+KEYS = (slice(3, 3 + KEY_PARTS), slice(3 + KEY_PARTS, NUM_FEATURES))
 """Columns of the keys: the whole instruction, and the opening of the prompt."""
 
 NO_KEY = -1
-"""No application has this key."""
+"""In all columns of a key: no application has it."""
 
 OPENING_WORDS = 8
 """Words of the opening: applications without an instruction of their own often begin their prompts alike."""
@@ -28,33 +32,56 @@ OPENING_WORDS = 8
 READ_CHARS = 4096
 """Most characters of an instruction that its key depends on: bounds the time of a forecast."""
 
-_KEY_BYTES = 3
-"""A key is an integer below 2**24, which float32 holds exactly."""
+SECRET, SECRET_BYTES = "key.secret", 32
+"""Array of an artefact that holds the secret of its keys, and its length."""
 
 
-def raw_features(questions: Sequence[ForecastQuestion]) -> Floats:
-    """What is logged of the questions, shape (rows, NUM_FEATURES)."""
+def raw_features(questions: Sequence[ForecastQuestion], secret: bytes) -> Floats:
+    """What is logged of the questions, shape (rows, NUM_FEATURES).
+
+    Args:
+        secret: ``SECRET_BYTES`` bytes that clients do not know, the same for all rows that are learned from together.
+    """
     rows = [
         (
             each.user_input_len,
             max(each.prompt_len - each.user_input_len, 0),
             each.max_new_tokens,
-            _key(each.tenant, "instruction", each.instruction[:READ_CHARS]),
-            _key(each.tenant, "opening", _opening(each)),
+            *_key(secret, each.tenant, "instruction", each.instruction[:READ_CHARS]),
+            *_key(secret, each.tenant, "opening", _opening(each)),
         )
         for each in questions
     ]
     return np.array(rows, np.float32).reshape(-1, NUM_FEATURES)
 
 
+def keys_of(raw: Floats, columns: slice) -> NDArray[np.int64]:
+    """One key for each of the rows, which are from ``raw_features``."""
+    high, middle, low = raw[:, columns].astype(np.int64).T
+    keys: NDArray[np.int64] = (high << 2 * PART_BITS) | (middle << PART_BITS) | low
+    return keys
+
+
 class ApplicationReader:
-    """``Reader`` of raw features; reading everything costs some microseconds."""
+    """``Reader`` of raw features; reading everything costs some microseconds.
+
+    Args:
+        secret: As in ``raw_features``.
+
+    Raises:
+        ValueError: The secret has another length than ``SECRET_BYTES``.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        if len(secret) != SECRET_BYTES:
+            raise ValueError(f"a secret of {SECRET_BYTES} bytes")
+        self._secret = secret
 
     def full(self, questions: Sequence[ForecastQuestion]) -> Floats:
-        return raw_features(questions)
+        return raw_features(questions, self._secret)
 
     def length(self, questions: Sequence[ForecastQuestion]) -> tuple[list[int], Floats]:
-        return list(range(len(questions))), raw_features(questions)
+        return list(range(len(questions))), raw_features(questions, self._secret)
 
 
 def _opening(question: ForecastQuestion) -> str:
@@ -62,10 +89,9 @@ def _opening(question: ForecastQuestion) -> str:
     return " ".join(text.split(maxsplit=OPENING_WORDS)[:OPENING_WORDS])
 
 
-def _key(tenant: str, kind: str, text: str) -> int:
-    """The tenant is part of the key, so that its lengths by application serve its own requests.
-
-    The hash has no secret: a tenant who knows another's name and text can search for a text with the same key.
-    """
-    digest = hashlib.blake2b(repr((tenant, kind, text)).encode("utf-8", "backslashreplace"), digest_size=_KEY_BYTES)
-    return int.from_bytes(digest.digest())
+def _key(secret: bytes, tenant: str, kind: str, text: str) -> tuple[int, ...]:
+    """The tenant is part of the key, so that its lengths by application serve its own requests; the secret keeps a
+    tenant from searching for a text with the key of another tenant's."""
+    text_bytes = repr((tenant, kind, text)).encode("utf-8", "backslashreplace")
+    number = int.from_bytes(hashlib.blake2b(text_bytes, digest_size=8, key=secret).digest())
+    return tuple((number >> part * PART_BITS) & ((1 << PART_BITS) - 1) for part in reversed(range(KEY_PARTS)))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import hashlib
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
-from predictor.applications.reading import MODEL, NUM_FEATURES
+from predictor.applications.reading import MODEL, NUM_FEATURES, SECRET
 from predictor.artefact import TrainedModel
 from predictor.retraining import FEATURE_SET, TRAIN_FEATURES, TRAIN_LENS
 from predictor.trainer import ForestOptions
@@ -21,18 +22,22 @@ MAX_EXAMPLES = 4000
 """Most examples of its train set, the newest: a fit to them takes about two seconds of one core."""
 
 
-def untrained(weights: str) -> TrainedModel:
+def untrained(weights: str, secret: bytes, num_trees: int = FOREST.num_trees) -> TrainedModel:
     """The artefact that a server begins with, version 0: it knows how requests are read and nothing else.
 
     Args:
         weights: Names the served weights: lengths that other weights wrote are no examples for these.
+        secret: As in ``raw_features``; rows with keys of another one are no examples either.
+        num_trees: Trees of the forest that it grows.
     """
+    secret_name = hashlib.blake2b(b"name", digest_size=8, key=secret).hexdigest()
     metadata: dict[str, Any] = {
         "version": 0,
         "model": MODEL,
         "num_examples": 0,
-        "forest": asdict(FOREST),
-        FEATURE_SET: f"{MODEL}-1 {weights}",
+        "forest": asdict(replace(FOREST, num_trees=num_trees)),
+        FEATURE_SET: f"{MODEL}-2 {secret_name} {weights}",
     }
     features, lens = np.empty((0, NUM_FEATURES), np.float32), np.empty(0, np.int32)
-    return TrainedModel(metadata, {TRAIN_FEATURES: features, TRAIN_LENS: lens})
+    kept = np.frombuffer(secret, np.uint8)
+    return TrainedModel(metadata, {TRAIN_FEATURES: features, TRAIN_LENS: lens, SECRET: kept})

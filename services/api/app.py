@@ -1,7 +1,6 @@
 """The HTTP application: its routes and what each returns."""
 
 import asyncio
-import functools
 import importlib.metadata
 from typing import Any
 
@@ -14,7 +13,6 @@ from core.messages.placement import PlacementView
 from services.api.access.door import Door
 from services.api.access.install import install_door, route_paths, routes_of, usage_routes
 from services.api.access.metered import MeteredBackend
-from services.api.access.presented import owner_of, salt_of, sent_key
 from services.api.admin import Administration, admin_routes
 from services.api.answers.replies import (
     ChatCompletion,
@@ -33,7 +31,13 @@ from services.api.answers.replies import (
 )
 from services.api.answers.sse import ChunkWriter, EventStream, chunks
 from services.api.backend import GenerationBackend
+from services.api.batches.records import Batches
+from services.api.batches.routes import FILES_PATH, FORM_BYTES, batch_routes, file_routes
 from services.api.body_workers import BodyWorkers, read_body
+from services.api.dialects.anthropic_errors import AnthropicErrors
+from services.api.dialects.messages import message_routes
+from services.api.dialects.responses import response_routes
+from services.api.dialects.running import Running, named_for
 from services.api.errors import SERVER_ERROR, ApiError, install_error_handlers, unhealthy
 from services.api.generate import ClientGone, collect, while_connected
 from services.api.methods import Methods, Slashes
@@ -43,6 +47,7 @@ from services.api.pages.explain import explain_routes
 from services.api.pages.home import home_routes
 from services.api.pages.live import live_routes
 from services.api.pages.routes import docs_routes
+from services.api.pages.what_if import what_if_routes
 from services.api.promised import ANSWER, HEADERS, AnswerPromise
 from services.api.readiness import DrainGate, Readiness
 from services.api.requests import Generation, check_model, generation_of
@@ -52,6 +57,9 @@ from services.api.streams.keeper import StreamKeeper
 from services.api.streams.routes import ResumableStreams, stream_routes, wants_resumable
 from services.api.text.prompts import PromptEncoder
 from services.api.tokens import token_routes
+from services.api.tracing.exporter import SpanExporter
+from services.api.tracing.middleware import Tracing
+from services.api.vectors.routes import VectorCalls, vector_routes
 
 DEFAULT_MAX_BODY_BYTES = 4 * 1024 * 1024
 API_VERSION = "1"
@@ -84,6 +92,8 @@ def build_app(
     readiness: Readiness | None = None,
     keeper: StreamKeeper | None = None,
     shed: Reason | None = None,
+    spans: SpanExporter | None = None,
+    batches: Batches | None = None,
 ) -> FastAPI:
     """The application over one backend.
 
@@ -98,6 +108,8 @@ def build_app(
         readiness: What is known of the Supervisor and of a drain; without it there is neither.
         keeper: Runs resumable streams; without one, streams are not resumable.
         shed: Asked of each request for tokens before its body is read; without it none is refused so early.
+        spans: Takes the spans of requests; without one there are none.
+        batches: Keeps files and batches of clients; without it there are none.
     """
     app = FastAPI(
         title="Farsight",
@@ -116,10 +128,21 @@ def build_app(
     app.include_router(_model_routes(backend))
     streams = None if keeper is None else ResumableStreams(keeper, backend, encoder.texts, door)
     app.include_router(token_routes(backend, encoder, _ERRORS))
+    calls = VectorCalls(backend, encoder, shares_across_keys=shares_across_keys)
+    app.include_router(vector_routes(calls, _ERRORS))
     app.include_router(_generation_routes(backend, encoder, workers, streams, shares_across_keys))
+    running = Running(backend, encoder, shares_across_keys)
+    app.include_router(message_routes(running, _ERRORS))
+    app.include_router(response_routes(running, _ERRORS))
     if streams is not None:
         app.include_router(stream_routes(streams, _ERRORS | _EVENTS))
+    larger = {}
+    if batches is not None:
+        app.include_router(file_routes(batches.files, _ERRORS))
+        app.include_router(batch_routes(batches, _ERRORS))
+        larger[FILES_PATH] = batches.files.settings.max_file_bytes + FORM_BYTES
     app.include_router(explain_routes(backend, administration.token if administration else ""))
+    app.include_router(what_if_routes(backend, administration.token if administration else ""))
     app.include_router(_operator_routes(backend, readiness))
     app.include_router(live)
     app.include_router(page_routes())
@@ -129,13 +152,16 @@ def build_app(
     app.include_router(home_routes(route_paths(app)))
     app.add_middleware(Methods, methods=_methods(app))
     app.add_middleware(DrainGate, readiness=readiness)
-    app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes)
+    app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes, larger=larger)
     if shed is not None:
         app.add_middleware(Shed, reason=shed, readiness=readiness, max_body_bytes=max_body_bytes)
     if door is not None:
         install_door(app, door)
+    if spans is not None:
+        app.add_middleware(Tracing, exporter=spans)
     app.add_middleware(Slashes)
     app.add_middleware(LastResort)
+    app.add_middleware(AnthropicErrors)
     return app
 
 
@@ -152,12 +178,12 @@ def _model_routes(backend: GenerationBackend) -> APIRouter:
 
     @router.get("/models")
     async def list_models() -> ModelList:
-        return ModelList(data=[model_card(backend.model)])
+        return ModelList(data=[model_card(backend.model, name) for name in backend.model.names])
 
     @router.get("/models/{model_id:path}")
     async def get_model(model_id: str) -> ModelCard:
         check_model(model_id, backend.model)
-        return model_card(backend.model)
+        return model_card(backend.model, model_id)
 
     return router
 
@@ -172,7 +198,7 @@ def _generation_routes(
     async def respond(
         generation: Generation, request: Request, headers: MutableHeaders
     ) -> Completion | ChatCompletion | Response:
-        named = _named(generation, request, shares_across_keys=shares_across_keys)
+        named = named_for(generation, request, shares_across_keys)
         promise = AnswerPromise(len(named.requests))
         ANSWER.set(promise)
         if streams is not None and wants_resumable(request.headers, named):
@@ -268,13 +294,6 @@ async def _read_large(
     if workers is not None:
         return await workers.read(body, chat=chat, model=backend.model)
     return await asyncio.to_thread(read_body, body, chat=chat, model=backend.model, encoder=encoder)
-
-
-def _named(generation: Generation, request: Request, *, shares_across_keys: bool) -> Generation:
-    """Sets the id of the answer, its owner, and the cache salt that decides which requests share prefixes with it."""
-    key = sent_key(request.headers)
-    salt = str if shares_across_keys else functools.partial(salt_of, key)
-    return generation.named(owner_of(key), salt)
 
 
 async def _answer(

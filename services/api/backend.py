@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from core.abilities import Abilities
 from core.messages.live import LiveView
-from core.messages.log import RequestTrace
+from core.messages.log import LoggedWindow, RequestTrace
 from core.messages.placement import PlacementView
 from core.messages.series import SeriesQuery, SeriesReply
 from core.messages.status import ComponentCounts, StatusReply
@@ -22,7 +23,8 @@ class ModelInfo:
     """Public facts about the served model.
 
     Attributes:
-        name: The only accepted value of ``model`` in a request.
+        name: What clients call it.
+        aliases: Further names that they may use.
         created: Creation time in Unix seconds.
         max_model_len: Limit of prompt plus output, in tokens.
         pool_limited: Whether the KV pool, not the model, sets that limit.
@@ -30,6 +32,7 @@ class ModelInfo:
         benchmark_mode: Whether a request may set its exact output length.
         emulated: Profile name of an emulated device, whose answers are made up; empty if a model computes.
         version: Version of the weights that new requests run on.
+        abilities: What it can do.
     """
 
     name: str
@@ -40,6 +43,12 @@ class ModelInfo:
     benchmark_mode: bool = False
     emulated: str = ""
     version: int = 0
+    abilities: Abilities = field(default_factory=Abilities)
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
 
 
 class GenerationBackend(Protocol):
@@ -101,6 +110,14 @@ class GenerationBackend(Protocol):
 
         Raises:
             FarsightError: The decision log cannot be read now.
+        """
+        ...
+
+    async def logged_around(self, request_id: str) -> LoggedWindow | None:
+        """The log around a request that has ended; None if the log does not hold it any more.
+
+        Raises:
+            FarsightError: The log cannot be read now, or steps have not been measured.
         """
         ...
 

@@ -33,6 +33,7 @@ from services.api.middleware import parse_object
 from services.api.requests import Generation, make_generation
 from services.api.schemas import ChatCompletionRequest, CompletionRequest
 from services.api.text.prompts import PromptEncoder
+from services.api.text.settings import TextSettings
 
 NUM_PROCESSES = 2
 """In each ingress replica; each starts when there is a body for it, and stays."""
@@ -68,11 +69,12 @@ class BodyWorkers:
     """Gives bodies to its processes, first come, first served.
 
     Args:
-        model_dir: As for ``PromptEncoder``.
+        model_dir, settings: As for ``PromptEncoder``.
     """
 
-    def __init__(self, model_dir: str | Path) -> None:
-        self._model_dir = str(model_dir)
+    def __init__(self, model_dir: str | Path, settings: TextSettings | None = None) -> None:
+        settings = settings or TextSettings()
+        self._arguments = str(model_dir), settings.chat_template, settings.tool_format
         self._free: list[_Worker] = []
         self._turn = asyncio.Semaphore(NUM_PROCESSES)
         self._num_bytes = 0
@@ -107,7 +109,7 @@ class BodyWorkers:
             task.exception()  # its caller may have left
 
     async def _read(self, data: bytes, chat: bool, model: ModelInfo) -> Generation:
-        worker = self._free.pop() if self._free else await _Worker.start(self._model_dir)
+        worker = self._free.pop() if self._free else await _Worker.start(self._arguments)
         try:
             async with asyncio.timeout(READ_S):
                 reply = await worker.ask(msgpack.packb([chat, encode(model), data]))
@@ -143,8 +145,8 @@ class _Worker:
         self._reader, self._writer = streams
 
     @classmethod
-    async def start(cls, model_dir: str) -> _Worker:
-        process, connection = await asyncio.to_thread(start_child, "services.api.body_workers", model_dir)
+    async def start(cls, arguments: tuple[str, ...]) -> _Worker:
+        process, connection = await asyncio.to_thread(start_child, "services.api.body_workers", *arguments)
         connection.setblocking(False)
         return cls(process, await asyncio.open_connection(sock=connection))
 
@@ -194,12 +196,13 @@ async def _generation(reply: bytes) -> Generation:
 
 
 def main() -> None:
-    """``python -m services.api.body_workers MODEL_DIR SOCKET``: reads bodies until the other end is closed."""
+    """Reads bodies until the other end closes: ``python -m services.api.body_workers MODEL TEMPLATE FORMAT SOCKET``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     with contextlib.suppress(OSError):
         os.nice(_NICE)
-    encoder = PromptEncoder(sys.argv[1])
-    with socket.socket(fileno=int(sys.argv[2])) as connection, connection.makefile("rwb") as stream:
+    model_dir, template, tool_format, number = sys.argv[1:]
+    encoder = PromptEncoder(model_dir, TextSettings(template, tool_format))
+    with socket.socket(fileno=int(number)) as connection, connection.makefile("rwb") as stream:
         while head := stream.read(LENGTH.size):
             chat, model, data = msgpack.unpackb(stream.read(LENGTH.unpack(head)[0]))
             info = decode(model, ModelInfo)

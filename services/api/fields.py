@@ -42,7 +42,22 @@ EXPECTED: dict[str, str] = {
     "model": "the name of the served model, as a string",
     "prompt": PROMPT,
     "messages": "a non-empty list of messages",
-    "messages.role": "'system', 'developer', 'user' or 'assistant'",
+    "messages.role": "'system', 'developer', 'user', 'assistant' or 'tool'",
+    "messages.tool_calls": "a list of calls, each with id, type 'function' and function",
+    "messages.tool_calls.function.arguments": "a JSON object as text, in a string",
+    "messages.tool_call_id": "the id of the call that this message answers, as a string",
+    "messages.reasoning_content": "a string or null",
+    "tools": "a list of functions",
+    "tools.type": "'function'",
+    "tools.function": "an object with name, description and parameters",
+    "tools.function.name": "1 to 128 characters out of a-z, A-Z, 0-9, '_', '-' and '.'",
+    "tools.function.parameters": "a JSON Schema of an object",
+    "tools.function.strict": "true or false",
+    "tool_choice": "'auto', 'none', 'required' or the name of a function in an object",
+    "parallel_tool_calls": "true or false",
+    "chat_template_kwargs": "an object of values that the chat template knows",
+    "reasoning_effort": "'none', 'minimal', 'low', 'medium', 'high' or 'xhigh'",
+    "include_reasoning": "true or false",
     "messages.content": CONTENT,
     "messages.name": "a string or null",
     "max_tokens": "an integer >= 1",
@@ -63,6 +78,11 @@ EXPECTED: dict[str, str] = {
     "logprobs": f"an integer from 0 to {MAX_LOGPROBS} for a completion, true or false for a chat",
     "top_logprobs": f"an integer from 0 to {MAX_TOP_LOGPROBS}",
     "priority": f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}",
+    "deadline_s": "a number of seconds > 0 and <= 86400",
+    "slo": "an object with ttft and tpot, numbers of seconds",
+    "slo.ttft": "a number of seconds > 0 and <= 86400",
+    "slo.tpot": "a number of seconds > 0 and <= 86400",
+    "service_tier": "'auto', 'default', 'priority' or 'flex'",
     "cache_salt": "a string of 1 to 1024 characters",
     "prompt_cache_key": "a string of 1 to 1024 characters",
     "benchmark_len": "an integer >= 1",
@@ -84,11 +104,11 @@ EXPECTED: dict[str, str] = {
     "stream_options": "an object and stream to be true",
     "stream_options.include_usage": "true or false",
     "user": "a string",
-    "response_format": "an object with type 'text', 'json_object' or 'json_schema'",
-    "response_format.type": "'text', 'json_object' or 'json_schema'",
+    "response_format": "an object with type 'text', 'json_object', 'json_schema' or 'structural_tag'",
+    "response_format.type": "'text', 'json_object', 'json_schema' or 'structural_tag'",
     "response_format.json_schema": "an object with 'schema'",
     "response_format.json_schema.schema": "a JSON Schema, as an object",
-    "structured_outputs": "an object with one of json, json_object, regex, choice and grammar",
+    "structured_outputs": "an object with one of json, json_object, regex, choice, grammar and structural_tag",
     "guided_json": "a JSON Schema, as an object or as its text",
     "guided_regex": "a non-empty regular expression, as a string",
     "guided_choice": f"a list of 1 to {MAX_CHOICES} strings",
@@ -131,9 +151,6 @@ class NeutralOnly:
         return f"{shown}: {self.hint}"
 
 
-_NO_TOOLS = NeutralOnly(([],), "tools are not supported, describe them in a message and parse the answer")
-_NO_TOOL_CHOICE = NeutralOnly(("none", "auto"), "tools are not supported")
-
 NO_EFFECT = NeutralOnly((), "", any=True)
 """A field that says something about a request, and nothing about its answer."""
 
@@ -147,7 +164,6 @@ COMMON_NEUTRAL: dict[str, NeutralOnly] = {
     "request_id": NO_EFFECT,
     "guided_decoding_backend": NO_EFFECT,
     "prompt_cache_retention": NO_EFFECT,
-    "service_tier": NeutralOnly(("auto", "default"), "there is one tier, priority says what goes first"),
     "store": NeutralOnly((False,), "answers are not stored"),
     "skip_special_tokens": NeutralOnly((True,), "texts hold no special tokens, return_token_ids shows them"),
     "spaces_between_special_tokens": NeutralOnly((True, False), "texts hold no special tokens"),
@@ -173,28 +189,21 @@ CHAT_NEUTRAL: dict[str, NeutralOnly] = {
     **COMMON_NEUTRAL,
     "best_of": NeutralOnly((1,), "n draws several outputs"),
     "chat_template": NeutralOnly(("",), "the model's own template is used, chat_template.jinja"),
-    "chat_template_kwargs": NeutralOnly(({},), "templates take no arguments from requests"),
     "documents": NeutralOnly(([],), "put the documents into a message"),
     "echo": NeutralOnly((False,), "an answer does not repeat its messages"),
-    "include_reasoning": NeutralOnly((True, False), "reasoning is part of the answer"),
     "audio": NeutralOnly((), "only text can be generated"),
-    "function_call": _NO_TOOL_CHOICE,
-    "functions": _NO_TOOLS,
+    "function_call": NeutralOnly(("none", "auto"), "use tool_choice"),
+    "functions": NeutralOnly(([],), "use tools"),
     "modalities": NeutralOnly((["text"],), "only text can be generated"),
-    "parallel_tool_calls": NeutralOnly((True, False), "tools are not supported"),
     "prediction": NeutralOnly((), "predicted outputs are not supported"),
-    "reasoning_effort": NeutralOnly(("none",), "reasoning effort is not supported"),
-    "tool_choice": _NO_TOOL_CHOICE,
-    "tools": _NO_TOOLS,
     "web_search_options": NeutralOnly((), "web search is not supported"),
 }
 
 MESSAGE_NEUTRAL: dict[str, NeutralOnly] = {
     "annotations": NeutralOnly(([],), "only the text of earlier answers is used"),
     "audio": NeutralOnly((), "only text is understood"),
-    "function_call": NeutralOnly((), "tools are not supported"),
+    "function_call": NeutralOnly((), "use tool_calls"),
     "refusal": NeutralOnly((), "put the text into content"),
-    "tool_calls": NeutralOnly(([],), "tools are not supported"),
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from starlette.types import Receive
 
 from core.messages.tokens import TokenDelta, TokenLogprobs
-from core.request import Fault
+from core.request import Fault, Request
 from services.api.backend import GenerationBackend
 from services.api.errors import INVALID_REQUEST, SERVER_ERROR, ApiError
 from services.api.requests import Generation
@@ -146,6 +146,22 @@ async def _run_one(
             if delta.finish_reason is not None:
                 return
     raise ApiError("The generation ended early.", status=500, kind=SERVER_ERROR, code="internal_error")
+
+
+async def run_prefill(backend: GenerationBackend, request: Request) -> TokenDelta:
+    """The one delta of a request that generates nothing.
+
+    Raises:
+        ApiError: The request failed after its start, or its stream ended early.
+        Exception: Any error that the backend raised.
+    """
+    async with aclosing(backend.stream(request)) as deltas:
+        async for delta in deltas:
+            if delta.finish_reason in ("error", "abort"):
+                raise _failed(delta)
+            if delta.finish_reason is not None:
+                return delta
+    raise ApiError("The computation ended early.", status=500, kind=SERVER_ERROR, code="internal_error")
 
 
 async def _run_several(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -25,6 +25,9 @@ _DROP_FACTOR = 4
 _DROP_S = 5.0
 """How much of a refused body is still read: a multiple of the size limit, and a number of seconds."""
 
+MAX_LARGER = 4
+"""Bodies of more than the usual limit that are read at once."""
+
 _HEAVY_BYTES = 4096
 """Bytes of a body whose parsing and tokenising takes about as long as the rest of a request ..."""
 
@@ -40,20 +43,48 @@ class BodyLimit:
 
     A request with a body continues when ``pace`` has room for it: parsing, tokenising and submitting block the event
     loop.
+
+    Args:
+        larger: Limits of paths that take larger bodies; ``MAX_LARGER`` of them are read at once, others get 429.
     """
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int, pace: LoopPace | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        max_body_bytes: int,
+        pace: LoopPace | None = None,
+        larger: Mapping[str, int] | None = None,
+    ) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
+        self._larger = larger or {}
+        self._num_larger = 0
         self._pace = LoopPace() if pace is None else pace
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        most = self._larger.get(scope["path"]) if scope["method"] == "POST" else None
+        if most is None:
+            await self._read(self._max_body_bytes, scope, receive, send)
+        elif self._num_larger >= MAX_LARGER:
+            message = f"{self._num_larger} files are being received; send this one again."
+            headers = {"Connection": "close", "Retry-After": "1"}
+            error = ApiError(message, status=429, code="too_many_uploads", headers=headers)
+            await error.response()(scope, receive, send)
+        else:
+            self._num_larger += 1
+            try:
+                await self._read(most, scope, receive, send)
+            finally:
+                self._num_larger -= 1
+
+    async def _read(self, most: int, scope: Scope, receive: Receive, send: Send) -> None:
+        """Reads a body of at most so many bytes and passes it on."""
         declared = _content_length(scope)
-        if declared > self._max_body_bytes:
-            await self._refuse(f"{declared} bytes", scope, receive, send)
+        if declared > most:
+            await self._refuse(f"{declared} bytes", most, scope, receive, send)
             return
         body = bytearray()
         more = True
@@ -63,18 +94,18 @@ class BodyLimit:
                 return
             body += message.get("body", b"")
             more = message.get("more_body", False)
-            if len(body) > self._max_body_bytes:
+            if len(body) > most:
                 body.clear()
-                await self._refuse(f"more than {self._max_body_bytes} bytes", scope, receive, send)
+                await self._refuse(f"more than {most} bytes", most, scope, receive, send)
                 return
         if body:
             await self._pace.turn(min(1 + len(body) // _HEAVY_BYTES, _MAX_WEIGHT))
         await self._app(scope, _replay(bytes(body), receive), send)
 
-    async def _refuse(self, found: str, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _refuse(self, found: str, most: int, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuses with 413 and closes the connection, since the rest of the body will not be read."""
         await drop_body(receive, self._max_body_bytes)
-        message = f"The request body has {found}; the limit is {self._max_body_bytes} bytes."
+        message = f"The request body has {found}; the limit is {most} bytes."
         headers = {"Connection": "close"}
         error = ApiError(message, status=413, code="request_too_large", headers=headers)
         await error.response()(scope, receive, send)

@@ -11,14 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from core.errors import InvalidValueError
-from core.request import Origin, Request, SamplingParams, check_token_ids
+from core.request import Origin, PromptSource, Request, SamplingParams, check_token_ids
 from services.api.backend import ModelInfo
 from services.api.errors import ApiError
 from services.api.fields import shown
 from services.api.schemas import ChatCompletionRequest, ChatTurn, CompletionRequest, SamplingFields
+from services.api.structured import Constraint
 from services.api.text.echo import Echo
-from services.api.text.grammars import grammar_of
-from services.api.text.prompts import ChatEnd, PromptEncoder, PromptText, of_chat, of_completion
+from services.api.text.grammars import grammar_of, schema_of
+from services.api.text.prompts import ChatEnd, ChatPrompt, PromptEncoder, PromptText, of_chat, of_completion
+from services.api.text.tool_grammars import Calls, tool_grammar
+from services.api.tools.fields import NamedTool
+from tokenization.tool_formats.parts import OutputForm
 
 DEFAULT_MAX_TOKENS = 16
 _THREAD_FROM_CHARS = 16_384
@@ -45,7 +49,10 @@ class Generation:
         continuous_usage: Whether every chunk says the usage so far.
         echoes: The text put before the outputs of each prompt; empty without ``echo``.
         prompt_only: The client asked for 0 tokens; the one token that every request yields is not returned.
+        service_tier: Tier that serves it; empty where the client names none.
         response_id: The id of the client's answer.
+        id_prefix: What that id begins with; empty for what its kind has.
+        form: What its outputs may hold beside text; None for nothing.
         requests: ``num_tries`` of the first prompt, then those of the second, and so on; empty before ``named``.
     """
 
@@ -65,7 +72,10 @@ class Generation:
     continuous_usage: bool = False
     echoes: tuple[Echo, ...] = ()
     prompt_only: bool = False
+    service_tier: str = ""
     response_id: str = ""
+    id_prefix: str = ""
+    form: OutputForm | None = None
     requests: tuple[Request, ...] = ()
 
     @property
@@ -89,7 +99,8 @@ class Generation:
             owner: As ``Origin.owner``.
             salt: From a request's own cache salt to the one that it is run with.
         """
-        response_id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
+        prefix = self.id_prefix or ("chatcmpl-" if self.chat else "cmpl-")
+        response_id = f"{prefix}{uuid.uuid4().hex}"
         tries = [(prompt, number) for prompt in self.prompts for number in range(self.num_tries)]
         requests = tuple(
             dataclasses.replace(
@@ -101,6 +112,19 @@ class Generation:
             for choice, (prompt, number) in enumerate(tries)
         )
         return dataclasses.replace(self, requests=requests, response_id=response_id)
+
+    def in_trace(self, traceparent: str) -> Generation:
+        """With requests that name their trace to the servers that they are passed on to."""
+        return dataclasses.replace(self, requests=tuple(_in_trace(each, traceparent) for each in self.requests))
+
+
+def _in_trace(request: Request, traceparent: str) -> Request:
+    origin = request.origin
+    return (
+        request
+        if origin is None
+        else dataclasses.replace(request, origin=dataclasses.replace(origin, traceparent=traceparent))
+    )
 
 
 def _with_next_seed(sampling: SamplingParams, number: int) -> SamplingParams:
@@ -126,9 +150,9 @@ async def generation_of(
         CapacityError: Too many chats wait for the template.
     """
     if isinstance(body, ChatCompletionRequest):
-        check_model(body.model, model)
-        text = await encoder.render_chat_soon(*prompt_of_chat(body))
-        if len(text) < _THREAD_FROM_CHARS and body.constraint is None:
+        check_generates(body.model, model)
+        text = await encoder.render_chat_soon(prompt_of_chat(body))
+        if len(text) < _THREAD_FROM_CHARS and body.constraint is None and not body.tools:
             return _of_chat(body, text, model, encoder)
         return await asyncio.to_thread(_of_chat, body, text, model, encoder)
     if _size(body) < _THREAD_FROM_CHARS and body.constraint is None:
@@ -145,10 +169,10 @@ def make_generation(
     body: CompletionRequest | ChatCompletionRequest, model: ModelInfo, encoder: PromptEncoder
 ) -> Generation:
     """As ``generation_of``, in this thread."""
-    check_model(body.model, model)
+    check_generates(body.model, model)
     if isinstance(body, CompletionRequest):
         return _of_completion(body, model, encoder)
-    return _of_chat(body, encoder.render_chat(*prompt_of_chat(body)), model, encoder)
+    return _of_chat(body, encoder.render_chat(prompt_of_chat(body)), model, encoder)
 
 
 def _of_completion(body: CompletionRequest, model: ModelInfo, encoder: PromptEncoder) -> Generation:
@@ -194,11 +218,11 @@ def _prompt_ids(
         check_token_ids(field, prompt, model.vocab_size)
         return _truncated(tuple(prompt), body, model), None
     if body.truncate_prompt_tokens is None:
-        _check_text_len(field, prompt, model, encoder)
+        check_text_len(field, prompt, model, encoder)
     encoded = encoder.encode_prompt(
         prompt, parse_special=bool(body.parse_special), add_special_tokens=body.add_special_tokens is not False
     )
-    _check_encoded(field, encoded.ids, model)
+    check_encoded(field, encoded.ids, model)
     prompt_ids = _truncated(encoded.ids, body, model)
     return prompt_ids, encoded.offsets if len(prompt_ids) == len(encoded.ids) else None
 
@@ -211,22 +235,23 @@ def _truncated(prompt_ids: tuple[int, ...], body: SamplingFields, model: ModelIn
     return prompt_ids[-(model.max_model_len - (body.max_new_tokens or 1) if most < 0 else most) :]
 
 
-def prompt_of_chat(body: ChatTurn) -> tuple[list[dict[str, str]], ChatEnd]:
-    """The messages and where they end, as the encoder renders them."""
+def prompt_of_chat(body: ChatTurn) -> ChatPrompt:
+    """The messages, their tools and where they end, as the encoder renders them."""
+    end = ChatEnd.NEW_TURN if body.add_generation_prompt is not False else ChatEnd.AFTER_MESSAGES
     if body.continue_final_message:
-        return _messages(body), ChatEnd.IN_FINAL_MESSAGE
-    return _messages(body), ChatEnd.AFTER_MESSAGES if body.add_generation_prompt is False else ChatEnd.NEW_TURN
+        end = ChatEnd.IN_FINAL_MESSAGE
+    return ChatPrompt(_messages(body), end, body.shown_tools, body.template_arguments)
 
 
-def _messages(body: ChatTurn) -> list[dict[str, str]]:
-    return [message.model_dump(exclude_none=True) for message in body.messages or ()]
+def _messages(body: ChatTurn) -> list[dict[str, Any]]:
+    return [message.for_template() for message in body.messages or ()]
 
 
 def _of_chat(body: ChatCompletionRequest, text: str, model: ModelInfo, encoder: PromptEncoder) -> Generation:
     if body.truncate_prompt_tokens is None:
-        _check_text_len("messages", text, model, encoder)
+        check_text_len("messages", text, model, encoder)
     prompt_ids = encoder.encode_rendered(text)
-    _check_encoded("messages", prompt_ids, model)
+    check_encoded("messages", prompt_ids, model)
     prompt_ids = _truncated(prompt_ids, body, model)
     room = _check_prompt_len("messages", len(prompt_ids), model)
     limit = None
@@ -235,13 +260,21 @@ def _of_chat(body: ChatCompletionRequest, text: str, model: ModelInfo, encoder: 
     elif body.max_tokens is not None:
         limit = _Limit("max_tokens", body.max_tokens)
     logprobs, num_tries = body.num_top_logprobs, body.n or 1
-    request = _request(body, prompt_ids, limit, room, model, encoder)
+    form = encoder.dialect.form(
+        text,
+        [tool.name for tool in body.usable_tools],
+        forced=body.must_call,
+        shows_reasoning=body.include_reasoning is not False,
+        reasons=not (body.continue_final_message or _follows_text(body.constraint)),
+    )
+    request = _request(body, prompt_ids, limit, room, model, encoder, form)
     request = _scored(request, logprobs, False, body.prompt_logprobs)
     return Generation(
         prompts=(request,),
-        texts=(of_chat(_messages(body)),),
+        texts=(_prompt_text(body, text),),
         model=body.model or model.name,
         chat=True,
+        form=form,
         num_tries=num_tries,
         n=num_tries,
         stream=bool(body.stream),
@@ -252,6 +285,20 @@ def _of_chat(body: ChatCompletionRequest, text: str, model: ModelInfo, encoder: 
     )
 
 
+def _follows_text(constraint: Constraint | None) -> bool:
+    """Whether all of an output has to follow something that is no JSON Schema, so that no reasoning goes before."""
+    return constraint is not None and constraint.kind not in ("schema", "object")
+
+
+def _prompt_text(body: ChatCompletionRequest, rendered: str) -> PromptText:
+    """A server that takes text gets the rendered prompt where messages alone do not say all of it."""
+    found = of_chat(_messages(body))
+    says_all = body.shown_tools is None and not body.template_arguments
+    if says_all and not any(each.role == "tool" or each.content is None for each in body.messages):
+        return found
+    return dataclasses.replace(found, source=PromptSource(str.__str__(rendered)))
+
+
 def _shown_fields(body: SamplingFields) -> dict[str, Any]:
     """Fields of ``Generation`` that completions and chats share."""
     return {
@@ -259,6 +306,7 @@ def _shown_fields(body: SamplingFields) -> dict[str, Any]:
         "shows_token_ids": bool(body.return_token_ids),
         "names_ids": bool(body.return_tokens_as_token_ids),
         "continuous_usage": body.continuous_usage,
+        "service_tier": body.tier or "",
     }
 
 
@@ -284,20 +332,32 @@ def check_model(name: str | None, model: ModelInfo) -> None:
     Raises:
         ApiError: 404: another model is served here.
     """
-    if name is not None and name != model.name:
-        message = f"model: got {shown(name)!r}, expected {model.name!r}, the one model that is served here"
+    if name is not None and name not in model.names:
+        expected = " or ".join(map(repr, model.names))
+        message = f"model: got {shown(name)!r}, expected {expected}, the one model that is served here"
         raise ApiError(message, status=404, param="model", code="model_not_found")
 
 
-def _check_text_len(field: str, text: str, model: ModelInfo, encoder: PromptEncoder) -> None:
+def check_generates(name: str | None, model: ModelInfo) -> None:
+    """
+    Raises:
+        ApiError: 404: another model is served here; 400: it continues no text.
+    """
+    check_model(name, model)
+    if not model.abilities.generates:
+        message = f"model: {model.name!r} is an encoder and generates no text; it serves {model.abilities.offers}"
+        raise ApiError(message, param="model", code="model_cannot_generate")
+
+
+def check_text_len(field: str, text: str, model: ModelInfo, encoder: PromptEncoder) -> None:
     """Refuses a text that cannot fit, however its tokens fall, before it is tokenised."""
     least = encoder.least_tokens(text, model.max_model_len)
     if least >= model.max_model_len:
         found = f"{len(text)} characters, which are {least} tokens or more"
-        raise _too_long(field, found, model.max_model_len - 1, "one more must fit", model)
+        raise too_long(field, found, model.max_model_len - 1, "one more must fit", model)
 
 
-def _check_encoded(field: str, prompt_ids: tuple[int, ...], model: ModelInfo) -> None:
+def check_encoded(field: str, prompt_ids: tuple[int, ...], model: ModelInfo) -> None:
     """Refuses tokens beyond the vocabulary: a tokenizer may have added tokens that the model cannot embed."""
     highest = max(prompt_ids, default=0)
     if highest >= model.vocab_size:
@@ -311,11 +371,11 @@ def _check_prompt_len(field: str, prompt_len: int, model: ModelInfo) -> int:
         raise ApiError(f"{field}: got no tokens, expected at least one", param=field, code="invalid_value")
     room = model.max_model_len - prompt_len
     if room < 1:
-        raise _too_long(field, f"{prompt_len} tokens", model.max_model_len - 1, "one more must fit", model)
+        raise too_long(field, f"{prompt_len} tokens", model.max_model_len - 1, "one more must fit", model)
     return room
 
 
-def _too_long(field: str, found: str, limit: int, why: str, model: ModelInfo) -> ApiError:
+def too_long(field: str, found: str, limit: int, why: str, model: ModelInfo) -> ApiError:
     bound = f"the context of {model.max_model_len} tokens"
     if model.pool_limited:
         bound = f"the KV pool's {model.max_model_len} tokens; --kv-memory raises it"
@@ -339,15 +399,23 @@ def _request(
     default: int,
     model: ModelInfo,
     encoder: PromptEncoder,
+    form: OutputForm | None = None,
 ) -> Request:
     """A request without a name; the backend gives it one."""
     room = model.max_model_len - len(prompt_ids)
     if limit is not None and limit.max_new_tokens > room:
         why = f"a prompt of {len(prompt_ids)} tokens and the output must fit"
-        raise _too_long(limit.field, str(limit.max_new_tokens), room, why, model)
-    sampling = _sampling(body, default if limit is None else limit.max_new_tokens, model, encoder)
-    fields = {"priority": body.priority or 0, "cache_salt": _salt(body), "model_version": model.version}
-    return unnamed_request(prompt_ids, sampling, **fields)
+        raise too_long(limit.field, str(limit.max_new_tokens), room, why, model)
+    sampling = _sampling(body, default if limit is None else limit.max_new_tokens, model, encoder, form)
+    return unnamed_request(
+        prompt_ids,
+        sampling,
+        priority=body.request_priority,
+        deadline_s=body.deadline_s,
+        slo=body.request_slo,
+        cache_salt=_salt(body),
+        model_version=model.version,
+    )
 
 
 def _salt(body: SamplingFields) -> str:
@@ -356,7 +424,9 @@ def _salt(body: SamplingFields) -> str:
     return salt if body.prompt_cache_key is None else f"{salt}\0{body.prompt_cache_key}"
 
 
-def _sampling(body: SamplingFields, max_new_tokens: int, model: ModelInfo, encoder: PromptEncoder) -> SamplingParams:
+def _sampling(
+    body: SamplingFields, max_new_tokens: int, model: ModelInfo, encoder: PromptEncoder, form: OutputForm | None
+) -> SamplingParams:
     """The sampling parameters of a prompt: all prompts share the client's seed; without one each draws its own."""
     if body.benchmark_len is not None and not model.benchmark_mode:
         only = "null: it is for benchmarks, and taken by `farsight serve --benchmark-mode` alone"
@@ -377,7 +447,8 @@ def _sampling(body: SamplingFields, max_new_tokens: int, model: ModelInfo, encod
         logit_bias=body.logit_bias,
         min_tokens=body.min_tokens or 0,
         benchmark_len=body.benchmark_len,
-        grammar=_grammar(body, model),
+        grammar=_grammar(body, model) if form is None else _chat_grammar(body, model, encoder, form),
+        shown_ids=() if form is None else encoder.dialect.shown_ids(),
         allowed_token_ids=tuple(dict.fromkeys(body.allowed_token_ids or ())),
         bad_words=tuple(ids for word in body.bad_words or () for ids in encoder.word_ids(word)),
     )
@@ -393,6 +464,28 @@ def _grammar(body: SamplingFields, model: ModelInfo) -> str:
         expected = "null: an emulated device makes its tokens up, so they follow nothing"
         raise InvalidValueError(constraint.field, constraint.kind, expected)
     return grammar_of(constraint)
+
+
+def _chat_grammar(body: SamplingFields, model: ModelInfo, encoder: PromptEncoder, form: OutputForm) -> str:
+    """The grammar of an output that may call tools or reason."""
+    assert isinstance(body, ChatCompletionRequest)
+    constraint = body.constraint
+    if body.must_call and model.emulated:
+        expected = "'auto' or 'none': an emulated device makes its tokens up, so they follow nothing"
+        raise InvalidValueError("tool_choice", "a forced call", expected)
+    answer = None
+    if constraint is not None and not body.must_call:
+        own = _grammar(body, model)  # refuses what cannot be followed, and names its place
+        answer = schema_of(constraint)
+        if answer is None and body.usable_tools:
+            expected = "null beside tools: an output can follow a JSON Schema or call tools, and nothing else"
+            raise InvalidValueError(constraint.field, constraint.kind, expected)
+        if answer is None or not (body.usable_tools or form.reasons):
+            return own
+    if model.emulated:
+        return ""
+    parallel = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedTool)
+    return tool_grammar(Calls(body.usable_tools, body.must_call, parallel, answer), encoder.dialect, form)
 
 
 def _given(value: float | None, default: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, cast
 
@@ -19,7 +20,6 @@ from services.api.fields import (
     MAX_CHOICES,
     MAX_LOGPROBS,
     MAX_N,
-    MAX_PRIORITY,
     MAX_PROMPTS,
     MAX_SEQUENCES,
     MAX_STOP_CHARS,
@@ -34,13 +34,27 @@ from services.api.fields import (
 )
 from services.api.strict import StrictModel
 from services.api.structured import Constraint, ResponseFormat, StructuredOutputs, constraint_of
+from services.api.tools.fields import MAX_CALLS, MAX_SCHEMA_DEPTH, ToolCall, ToolFields, nesting
+from services.api.wishes import WishFields
+
+MAX_TEMPLATE_CHARS = 4096
+"""Limit of a request's values for the chat template, as JSON text."""
+OWN_TEMPLATE_NAMES = frozenset(
+    ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token")
+)
+"""What a chat template is told by this server alone."""
 
 
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int for item in value)
 
 
-def _check_prompt(value: Any) -> str | list[str] | list[int] | list[list[int]]:
+def check_prompt(value: Any, most: int = MAX_PROMPTS) -> str | list[str] | list[int] | list[list[int]]:
+    """A field that holds one or several prompts, each as text or token ids.
+
+    Raises:
+        PydanticCustomError: It holds something else, or more than ``most`` of them.
+    """
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
@@ -48,8 +62,8 @@ def _check_prompt(value: Any) -> str | list[str] | list[int] | list[list[int]]:
     if _is_ids(value):
         return value
     several = all(isinstance(item, str) for item in value) or all(isinstance(item, list) for item in value)
-    if several and len(value) > MAX_PROMPTS:
-        raise refused("", f"{len(value)} prompts", f"at most {MAX_PROMPTS} prompts in a request")
+    if several and len(value) > most:
+        raise refused("", f"{len(value)} prompts", f"at most {most} prompts in a request")
     for index, item in enumerate(value):
         _check_prompt_item(value[0], index, item)
     return value
@@ -95,9 +109,9 @@ def _check_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
     return tuple(biases.items())
 
 
-def _check_content(value: Any) -> str:
+def _check_content(value: Any) -> str | None:
     """Text parts are joined by line breaks: templates take one string."""
-    if isinstance(value, str):
+    if isinstance(value, str | None):
         return value
     if not isinstance(value, list) or not value:
         raise refused("", value, CONTENT)
@@ -119,7 +133,7 @@ def _part_text(index: int, part: Any) -> str:
 
 Prompt = Annotated[
     str | list[str] | list[int] | list[list[int]],
-    PlainValidator(_check_prompt, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    PlainValidator(check_prompt, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
 ]
 _StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 _StopStrings = Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS)]
@@ -132,7 +146,9 @@ LogitBias = Annotated[
     tuple[tuple[int, float], ...],
     PlainValidator(_check_logit_bias, json_schema_input_type=_Biases | None),
 ]
-Content = Annotated[str, PlainValidator(_check_content, json_schema_input_type=str | list[dict[str, str]])]
+Content = Annotated[
+    str | None, PlainValidator(_check_content, json_schema_input_type=str | list[dict[str, str]] | None)
+]
 
 
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
@@ -143,7 +159,7 @@ class StreamOptions(StrictModel):
     continuous_usage_stats: bool | None = Field(None, description="Extension; every chunk says the usage so far.")
 
 
-class SamplingFields(StrictModel):
+class SamplingFields(WishFields):
     """The fields that both endpoints share."""
 
     model: str | None = Field(None, description="A name that is served here; the first of them if not given.")
@@ -187,9 +203,6 @@ class SamplingFields(StrictModel):
         min_length=1,
         max_length=1024,
         description="Only requests with the same key share cached prefixes, as with cache_salt.",
-    )
-    priority: int | None = Field(
-        None, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Extension; lower goes first; 0 if not given."
     )
     prompt_logprobs: int | None = Field(
         None, ge=0, le=MAX_TOP_LOGPROBS, description="Extension; log probabilities of the prompt's tokens."
@@ -325,15 +338,64 @@ class CompletionRequest(SamplingFields):
 
 
 class ChatMessage(StrictModel):
+    """``content`` is null, or not there, only beside ``tool_calls`` or ``reasoning_content``."""
+
     neutral: ClassVar[Mapping[str, NeutralOnly]] = MESSAGE_NEUTRAL
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content
     name: str | None = None
+    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_CALLS, description="Calls that this answer made.")
+    tool_call_id: str | None = Field(None, max_length=256, description="The call that a tool's message answers.")
+    reasoning_content: str | None = Field(None, description="Extension; the reasoning of an earlier answer.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_content(cls, data: Any) -> Any:
+        if (
+            isinstance(data, dict)
+            and "content" not in data
+            and (data.get("tool_calls") or data.get("reasoning_content"))
+        ):
+            return {**data, "content": None}
+        return data
+
+    @model_validator(mode="after")
+    def _check_role(self) -> ChatMessage:
+        if self.content is None and not (self.tool_calls or self.reasoning_content):
+            raise refused(".content", None, CONTENT)
+        for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool"), ("reasoning_content", "assistant")):
+            if getattr(self, name) and self.role != role:
+                raise refused(f".{name}", "a value", f"null in a message of role {self.role!r}")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates take it: a string of content, and the arguments of calls as objects."""
+        found = self.model_dump(exclude_none=True, exclude={"tool_calls"})
+        found["content"] = self.content or ""
+        if self.tool_calls:
+            found["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return found
 
 
-class ChatTurn(StrictModel):
-    """Messages, and where they end."""
+def _check_arguments(value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise refused("", value, EXPECTED["chat_template_kwargs"])
+    if nesting(value) > MAX_SCHEMA_DEPTH:
+        raise refused("", "a deeper object", f"at most {MAX_SCHEMA_DEPTH} levels")
+    if len(json.dumps(value)) > MAX_TEMPLATE_CHARS:
+        raise refused("", "a larger object", f"at most {MAX_TEMPLATE_CHARS} characters")
+    taken = sorted(value.keys() & OWN_TEMPLATE_NAMES)
+    if taken or not all(name.isidentifier() for name in value):
+        raise refused("", sorted(value), f"names other than {', '.join(sorted(OWN_TEMPLATE_NAMES))}")
+    return value
+
+
+TemplateArguments = Annotated[dict[str, Any], PlainValidator(_check_arguments, json_schema_input_type=dict[str, Any])]
+
+
+class ChatTurn(ToolFields):
+    """Messages, the tools that they may call, and where they end."""
 
     messages: list[ChatMessage] | None = Field(None, min_length=1)
     add_generation_prompt: bool | None = Field(
@@ -342,6 +404,30 @@ class ChatTurn(StrictModel):
     continue_final_message: bool | None = Field(
         None, description="Extension; the output goes on with the last message instead of a new one."
     )
+
+    chat_template_kwargs: TemplateArguments | None = Field(
+        None, description="Extension; values for the chat template, such as enable_thinking."
+    )
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description="For chat templates that know it; 'none' also switches thinking off."
+    )
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """What the chat template is told beside messages and tools."""
+        found: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            found["reasoning_effort"] = self.reasoning_effort
+        if self.reasoning_effort == "none":
+            found["enable_thinking"] = False
+        return found | (self.chat_template_kwargs or {})
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]] | None:
+        """The tools as chat templates take them."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in self.tools]
 
     @model_validator(mode="after")
     def _check_continuation(self) -> ChatTurn:
@@ -360,6 +446,7 @@ class ChatCompletionRequest(SamplingFields, ChatTurn):
     max_completion_tokens: int | None = Field(None, ge=1, description="Default: the rest of the context.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="Requires logprobs.")
+    include_reasoning: bool | None = Field(None, description="Extension; false leaves the reasoning out of the answer.")
 
     @model_validator(mode="after")
     def _check_top_logprobs(self) -> ChatCompletionRequest:

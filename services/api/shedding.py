@@ -18,7 +18,7 @@ from services.api.readiness import Readiness
 Reason = Callable[[], CapacityError | None]
 """Why a request for tokens that comes now is refused whatever it holds, counting it; None if it may be admitted."""
 
-_GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions")
+_GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
 _REQUEST_LINES = tuple(f"POST {path} HTTP/".encode() for path in _GENERATION_PATHS)
 
 

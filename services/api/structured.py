@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field, PlainValidator, model_validator
 
 from services.api.fields import MAX_CHOICES, NeutralOnly, refused
 from services.api.strict import StrictModel
@@ -14,18 +15,22 @@ Schema = dict[str, Any] | bool
 """A JSON Schema; ``true`` describes every JSON value."""
 
 
+MAX_TAGS = 128
+"""Structures, and triggers, of a structural tag."""
+
+
 class Constraint(NamedTuple):
     """What an output must follow.
 
     Attributes:
         field: Field of the request that says so.
-        kind: ``schema``, ``object`` (any JSON object), ``regex``, ``choice`` or ``grammar``.
+        kind: ``schema``, ``object`` (any JSON object), ``regex``, ``choice``, ``grammar`` or ``tags``.
         value: As the client wrote it.
         compact: Whether JSON holds no white space outside of strings.
     """
 
     field: str
-    kind: Literal["schema", "object", "regex", "choice", "grammar"]
+    kind: Literal["schema", "object", "regex", "choice", "grammar", "tags"]
     value: Any
     compact: bool = False
 
@@ -39,11 +44,53 @@ class JsonSchemaFormat(StrictModel):
     schema_: Schema = Field(alias="schema", description="JSON Schema, draft 2020-12.")
 
 
-class ResponseFormat(StrictModel):
-    """OpenAI's spelling."""
+class TagStructure(StrictModel):
+    """JSON of a schema between two texts."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    begin: str = Field(min_length=1)
+    schema_: Schema = Field(alias="schema")
+    end: str = Field(min_length=1)
+
+
+class StructuralTag(StrictModel):
+    """Free text in which each trigger is the beginning of one of the structures."""
+
+    type: Literal["structural_tag"] = "structural_tag"
+    structures: list[TagStructure] = Field(min_length=1, max_length=MAX_TAGS)
+    triggers: list[Annotated[str, Field(min_length=1)]] = Field(min_length=1, max_length=MAX_TAGS)
+
+
+def _check_structural_tag(value: Any) -> StructuralTag:
+    """vLLM takes it as text as well."""
+    try:
+        return StructuralTag.model_validate(json.loads(value) if isinstance(value, str) else value)
+    except (ValueError, RecursionError) as error:  # a ValidationError is a ValueError
+        raise refused("", value, "an object with structures (begin, schema, end) and triggers, or its text") from error
+
+
+class ResponseFormat(StrictModel):
+    """OpenAI's spelling; ``structural_tag`` is vLLM's."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    structures: list[TagStructure] | None = Field(None, min_length=1, max_length=MAX_TAGS)
+    triggers: list[Annotated[str, Field(min_length=1)]] | None = Field(None, min_length=1, max_length=MAX_TAGS)
+
+    @model_validator(mode="after")
+    def _check_tags(self) -> ResponseFormat:
+        for name in ("structures", "triggers"):
+            if (getattr(self, name) is None) == (self.type == "structural_tag"):
+                found = None if getattr(self, name) is None else "a list"
+                expected = "a list" if self.type == "structural_tag" else f"null where type is {self.type!r}"
+                raise refused(f".{name}", found, expected)
+        return self
+
+    @property
+    def tags(self) -> StructuralTag | None:
+        """What a structural tag describes."""
+        if self.structures is None or self.triggers is None:
+            return None
+        return StructuralTag.model_construct(structures=self.structures, triggers=self.triggers)
 
     @model_validator(mode="after")
     def _check_schema(self) -> ResponseFormat:
@@ -53,14 +100,17 @@ class ResponseFormat(StrictModel):
         return self
 
 
+StructuralTagField = Annotated[
+    StructuralTag, PlainValidator(_check_structural_tag, json_schema_input_type=StructuralTag | str)
+]
 Choices = list[str]
 
 
 class StructuredOutputs(StrictModel):
-    """vLLM's spelling; exactly one of ``json``, ``json_object``, ``regex``, ``choice`` and ``grammar`` is given."""
+    """vLLM's spelling; exactly one of ``json``, ``json_object``, ``regex``, ``choice``, ``grammar`` and
+    ``structural_tag`` is given."""
 
     neutral: ClassVar[Mapping[str, NeutralOnly]] = {
-        "structural_tag": NeutralOnly((), "structural tags are not supported, write a grammar"),
         "disable_additional_properties": NeutralOnly((False,), 'write "additionalProperties": false into the schema'),
         "whitespace_pattern": NeutralOnly((), "only disable_any_whitespace is supported"),
         "disable_fallback": NeutralOnly((True, False), "there is one engine of grammars"),
@@ -71,6 +121,7 @@ class StructuredOutputs(StrictModel):
     regex: str | None = Field(None, min_length=1)
     choice: Choices | None = Field(None, min_length=1, max_length=MAX_CHOICES)
     grammar: str | None = Field(None, min_length=1, description="In the syntax of Lark, or GBNF.")
+    structural_tag: StructuralTagField | None = Field(None, description="Free text with JSON between tags.")
     disable_any_whitespace: bool | None = None
 
     def constraints(self) -> list[Constraint]:
@@ -78,12 +129,14 @@ class StructuredOutputs(StrictModel):
         found = _named("structured_outputs.", self.json_, self.regex, self.choice, self.grammar)
         if self.json_object:
             found.append(Constraint("structured_outputs.json_object", "object", True))
+        if self.structural_tag is not None:
+            found.append(Constraint("structured_outputs.structural_tag", "tags", self.structural_tag))
         return [each._replace(compact=compact) for each in found]
 
     @model_validator(mode="after")
     def _check_one(self) -> StructuredOutputs:
         if len(self.constraints()) != 1:
-            expected = "exactly one of json, json_object, regex, choice and grammar"
+            expected = "exactly one of json, json_object, regex, choice, grammar and structural_tag"
             raise refused("", f"{len(self.constraints())} of them", expected)
         return self
 
@@ -109,6 +162,8 @@ def constraint_of(
     if response_format is not None and response_format.json_schema is not None:
         schema = response_format.json_schema.schema_
         found.append(Constraint("response_format.json_schema.schema", "schema", schema))
+    if response_format is not None and response_format.tags is not None:
+        found.append(Constraint("response_format", "tags", response_format.tags))
     if len(found) > 1:
         names = " and ".join(each.field for each in found)
         raise refused(f".{found[1].field}", "a second constraint", f"null: the output can follow only one of {names}")

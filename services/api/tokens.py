@@ -6,7 +6,7 @@ import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from core.request import check_token_ids
 from services.api.backend import GenerationBackend
@@ -20,6 +20,8 @@ from services.api.text.prompts import PromptEncoder
 
 class TokenizeRequest(ChatTurn):
     """A prompt, as for a completion, or messages, as for a chat."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]})
 
     model: str | None = None
     prompt: str | None = None
@@ -74,7 +76,7 @@ def token_routes(
 
 async def _ids(body: TokenizeRequest, encoder: PromptEncoder) -> tuple[int, ...]:
     if body.prompt is None:
-        rendered = await encoder.render_chat_soon(*prompt_of_chat(body))
+        rendered = await encoder.render_chat_soon(prompt_of_chat(body))
         return await asyncio.to_thread(encoder.encode_rendered, rendered)
     special = body.add_special_tokens is not False
     encoded = await asyncio.to_thread(encoder.encode_prompt, body.prompt, add_special_tokens=special)

@@ -20,6 +20,7 @@ from actors.runtime.peer import Site
 from core.config.load import FarsightConfig
 from services.api.backend import GenerationBackend
 from services.api.text.prompts import PromptEncoder
+from services.api.text.settings import text_settings
 from services.ingress.ingress import open_client
 from services.launch.cluster import ServiceFailed
 from services.launch.launch import find_model, find_site, start_components
@@ -49,7 +50,7 @@ async def open_backend(
         await _start(site, stages)
         client = await open_client(site)
         try:
-            yield client, PromptEncoder(Path(site.model_dir))
+            yield client, PromptEncoder(Path(site.model_dir), text_settings(site.config.model))
         finally:
             await client.close()
             holder.cancel()

@@ -14,8 +14,8 @@ import uvloop
 from core.children import end_with_parent
 from core.config.load import FarsightConfig, load_config
 from services.api.app import build_app
+from services.api.batches.lines import Batch, read_batch
 from services.batch.backend import open_backend
-from services.batch.lines import Batch, read_batch
 from services.batch.progress import ProgressStore
 from services.batch.runner import DEFAULT_CONCURRENCY, run_batch
 from services.launch.failures import failing_in_two_lines

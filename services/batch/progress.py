@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from core.errors import FarsightError, IntegrityError, InvalidValueError
-from services.batch.lines import Batch, LineResult, read_result
+from services.api.batches.lines import Batch, LineResult, read_result
 
 FORMAT_VERSION = 1
 

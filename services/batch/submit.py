@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import psutil
 
 from core.errors import FarsightError, InvalidValueError
-from services.batch.lines import read_batch
+from services.api.batches.lines import read_batch
 from services.batch.progress import ProgressStore, partial_path
 from services.batch.runner import DEFAULT_CONCURRENCY
 from services.launch.signals import INTERRUPTED, StopSignal

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from simulator.traffic.workload import SimRequest
 
 PAGE = 5000
-_ENDS = ("stop", "length", "abort")
-"""Finish reasons of requests with a known output; a disconnected client's output ends at the disconnect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +45,10 @@ class Traffic:
 
     def arrivals(self) -> list[SimRequest]:
         """Arrivals for the simulator, from instant 0 on. A forecast counts as known at its request's arrival."""
-        from simulator.traffic.workload import SimRequest
+        from simulator.logged import as_arrival
 
         begin = min((each.request.received_at for each in self.logged), default=0.0)
-        return [
-            SimRequest(
-                each.request.request_id,
-                each.request.received_at - begin,
-                each.request.prompt_len,
-                each.request.output_len,
-                max(each.request.max_new_tokens, each.request.output_len),
-                forecast=each.forecast,
-            )
-            for each in self.logged
-        ]
+        return [as_arrival(each.request, begin, each.forecast) for each in self.logged]
 
 
 def read_traffic(path: str) -> Traffic:
@@ -73,7 +61,9 @@ def read_traffic(path: str) -> Traffic:
         ConfigError: There is no log, or it is empty.
     """
     rows = _read_redis(path) if path.startswith(("redis://", "rediss://")) else _read_sqlite(Path(path))
-    kept = [each for each in rows if each.request.finish_reason in _ENDS and each.request.output_len > 0]
+    from simulator.logged import is_known
+
+    kept = [each for each in rows if is_known(each.request)]
     if not kept:
         found = f"{len(rows)} requests, none of them with an output" if rows else "no finished requests"
         raise ConfigError("LOG", path, f"a log with traffic; this one has {found}")
@@ -81,20 +71,36 @@ def read_traffic(path: str) -> Traffic:
     return Traffic(kept, len(rows) - len(kept))
 
 
-def _read_sqlite(path: Path) -> list[Logged]:
+@contextmanager
+def opened_log(path: Path, argument: str = "LOG") -> Iterator[tuple[sqlite3.Connection, int]]:
+    """A log file, read only, and the version of its schema.
+
+    Args:
+        argument: Names the path in errors.
+
+    Raises:
+        ConfigError: There is no such file, or it is no log that can be read.
+    """
     if not path.is_file():
-        raise ConfigError("LOG", str(path), "the file that [log] path names, or a redis:// URL; there is no such file")
+        expected = "the file that [log] path names, or a redis:// URL; there is no such file"
+        raise ConfigError(argument, str(path), expected)
     try:
-        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
             (application_id,) = connection.execute("PRAGMA application_id").fetchone()
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             if application_id != APPLICATION_ID or not 1 <= version <= SQL_SCHEMA_VERSION:
-                raise ConfigError("LOG", str(path), f"a log of Farsight of version {SQL_SCHEMA_VERSION} or earlier")
-            requests = [FinishedRequest(*row) for row in connection.execute(_select(_REQUEST, "finished_requests"))]
-            rows = connection.execute(_select(_FORECAST, "forecasts")) if version > 1 else ()
-            forecasts = {row[0]: _forecast(row[1], json.loads(row[2]), *row[3:]) for row in rows}
+                raise ConfigError(argument, str(path), f"a log of Farsight of version {SQL_SCHEMA_VERSION} or earlier")
+            yield connection, version
     except sqlite3.Error as error:
-        raise ConfigError("LOG", str(path), f"a log of Farsight ({error})") from error
+        raise ConfigError(argument, str(path), f"a log of Farsight ({error})") from error
+
+
+def _read_sqlite(path: Path) -> list[Logged]:
+    with opened_log(path) as (connection, version):
+        columns = _REQUEST if version > 4 else _REQUEST[:-2]  # without priority and tenant
+        requests = [FinishedRequest(*row) for row in connection.execute(_select(columns, "finished_requests"))]
+        rows = connection.execute(_select(_FORECAST, "forecasts")) if version > 1 else ()
+        forecasts = {row[0]: _forecast(row[1], json.loads(row[2]), *row[3:]) for row in rows}
     return [Logged(request, forecasts.get(request.request_id)) for request in requests]
 
 

@@ -1,4 +1,4 @@
-"""``farsight train``: trains a predictor of output lengths on finished requests."""
+"""``farsight train``: trains a predictor of output lengths on finished requests, or of times on finished batches."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from core.errors import ConfigError, FarsightError, InvalidValueError
+from services.commands.logged_traffic import opened_log
 
 if TYPE_CHECKING:
+    from estimator.knn import ServedBatch
     from predictor.training import Recipe
 
 _FLAGS = {"num_trees": "--trees", "examples": "DATA"}
@@ -19,6 +21,10 @@ _FLAGS = {"num_trees": "--trees", "examples": "DATA"}
 
 _MAX_SHOWN = 10
 """Most rejected rows that are listed one by one."""
+
+_BATCH = "num_requests, batch_len, generation_len, serving_time_s"
+_FIRST_WITH_BATCHES = 2
+"""Schema version of the log from which on it holds batches."""
 
 DataArgument = Annotated[
     Path,
@@ -54,9 +60,19 @@ def train(
     max_features: Annotated[float, typer.Option(help="Share of the features tried at each split of a tree.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Random seed; the same seed and data give the same predictor.")] = 0,
     strict: StrictOption = False,
+    estimator: Annotated[
+        bool,
+        typer.Option(
+            "--estimator", help="Learn how long batches take; DATA is then the log file of a server in batch mode."
+        ),
+    ] = False,
 ) -> None:
-    """Train a predictor of output lengths on finished requests."""
+    """Train a predictor of output lengths on finished requests; with --estimator, of times on finished batches."""
     with one_line_errors():
+        if estimator:
+            path, num_batches = _train_estimator(data, out)
+            typer.echo(f"{path}: learned from {num_batches} batches; serve with [batch] artefact = {str(out)!r}")
+            return
         forest = {"num_trees": trees, "max_features": max_features, "seed": seed}
         recipe = _recipe(kind, encoder, d_user, d_app, forest)
         _train(data, out, recipe, encoder, device, tokenizer, strict)
@@ -108,6 +124,37 @@ def _train(
     left_out = sum(each.censored for each in found.examples)
     note = f", {left_out} left out that were cut off" if left_out else ""
     typer.echo(f"{path}: version {version}, trained on {artefact.metadata['num_examples']} requests{note}")
+
+
+def _train_estimator(log: Path, out: Path) -> tuple[Path, int]:
+    """Writes what the batches of a log teach; returns the file and the number of batches.
+
+    Raises:
+        ConfigError: There is no log, it holds no batches, or the directory cannot be written.
+    """
+    from core.costs import A100_7B
+    from estimator.batch_times_file import write_batch_times
+    from estimator.knn import BatchTimes
+
+    batches = _served_batches(log)
+    if not batches:
+        raise ConfigError("DATA", str(log), "the log of a server that ran in batch mode; this one has no batches")
+    times = BatchTimes(A100_7B, batches)  # The file holds no step cost: a server measures its own.
+    try:
+        return write_batch_times(out, times), times.num_batches
+    except OSError as error:
+        raise ConfigError("--out", str(out), f"a directory, new or not ({error.strerror})") from error
+
+
+def _served_batches(log: Path) -> list[ServedBatch]:
+    """Batches that generated something, in the order of their ends."""
+    from estimator.knn import ServedBatch
+
+    with opened_log(log, "DATA") as (connection, version):
+        if version < _FIRST_WITH_BATCHES:
+            return []
+        rows = connection.execute(f"SELECT {_BATCH} FROM finished_batches ORDER BY finished_at").fetchall()
+    return [ServedBatch(*row) for row in rows if min(row[:3]) >= 1 and row[3] > 0]
 
 
 def report_rejected(rejected: Sequence[str]) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from contextlib import suppress
 from typing import Protocol
 
 from actors.runtime.peer import LOOK_AGAIN_S, PeerBook, PeerLost
-from core.messages.drains import IngressReport
+from core.messages.drains import IngressOrders, IngressReport
 from services.api.readiness import Readiness
 
 ATTEND_S = 0.5
@@ -30,6 +31,8 @@ class Streams(Protocol):
 
     async def use_weights(self, version: int, oldest: int) -> None: ...
 
+    def use_limits(self, limits: str) -> None: ...
+
     def end_streams(self, reason: str) -> None: ...
 
 
@@ -50,11 +53,17 @@ class Attendance:
         self._ingress_id = uuid.uuid4().hex
         self._ends_at = 0.0
         self._end: asyncio.TimerHandle | None = None
+        self._switch: asyncio.Task[None] | None = None
 
     async def join(self) -> None:
-        """Returns once a Supervisor has answered: before that the weights for new requests are not known."""
-        while not await self.attend():  # noqa: ASYNC110, it asks another process
+        """Returns once a Supervisor has answered: before that the weights for new requests are not known. While others
+        wait for a switch of weights, it waits as well."""
+        while not await self.attend() or self._switches:  # noqa: ASYNC110, it asks another process
             await asyncio.sleep(LOOK_AGAIN_S)
+
+    @property
+    def _switches(self) -> bool:
+        return self._switch is not None and not self._switch.done()
 
     async def run(self) -> None:
         while True:
@@ -75,12 +84,27 @@ class Attendance:
             async with asyncio.timeout(SUPERVISED_S):
                 orders = await self._supervisor.attend(report)
                 readiness.attended()
-                await self._streams.use_weights(orders.model_version, orders.oldest_version)
+                self._streams.use_limits(orders.limits)
+                await self._use_weights(orders)
         except (PeerLost, TimeoutError):
             return False
         if orders.drain_s is not None:
             self._drain(orders.drain_s)
         return True
+
+    async def _use_weights(self, orders: IngressOrders) -> None:
+        """Now, or at the instant that the orders name, which the next report makes more exact."""
+        if self._switch is not None:
+            self._switch.cancel()
+        if orders.switch_in_s > 0 and orders.model_version > self._streams.model_version:
+            self._switch = asyncio.create_task(self._switch_later(orders))
+        else:
+            await self._streams.use_weights(orders.model_version, orders.oldest_version)
+
+    async def _switch_later(self, orders: IngressOrders) -> None:
+        await asyncio.sleep(orders.switch_in_s)
+        with suppress(PeerLost):  # the next report tries again
+            await self._streams.use_weights(orders.model_version, orders.oldest_version)
 
     def _drain(self, drain_s: float) -> None:
         """A later order may end the drain sooner, never later."""

@@ -28,7 +28,7 @@ from core.errors import InvalidValueError
 from core.forecast import Forecast, ForecastQuestion
 from core.messages.drains import DrainReplica
 from core.messages.forecasts import ForecastMade, ForecastsMade
-from core.messages.log import FinishedRequests, RequestTrace, RequestTraces
+from core.messages.log import FinishedRequests, LoggedWindow, RequestTrace, RequestTraces
 from core.messages.requests import Keys, Refusal, Submit
 from core.messages.status import ComponentCounts, ComponentStatus, Scale
 from core.messages.tokens import TokenDelta, TokenPoll
@@ -41,6 +41,7 @@ from services.api.text.prompts import PromptText
 from services.ingress.explanations import Explanations
 from services.ingress.first_check import CountedRequest, FirstCheck
 from services.ingress.ledger import RequestLedger
+from services.ingress.logged_requests import LoggedRequests
 from services.ingress.observed import ObservedService
 from services.ingress.overview import Overview
 from services.ingress.predictor_client import PredictorClient
@@ -87,12 +88,8 @@ class EngineClient(ObservedService, VersionedStreams):
         self._prefix_block_size = prefix_block_size
         self._peers = site.peers()
         self._router = self._peers.router()
-        self._limits = site.config.server
+        self._config = site.config
         self._sends_text = any(each.prompt == "text" for each in site.config.replica)
-        self._deadline_s = self._limits.first_token_deadline_s if site.config.replica else math.inf
-        self._own_deadline_s = self._limits.max_wait_s + self._limits.first_token_deadline_s
-        if not self._limits.max_wait_s:
-            self._own_deadline_s = math.inf
         self._keep = keep
         self._ingress_id = uuid.uuid4().hex[:12]
         self._ledger = RequestLedger(self._ingress_id)
@@ -105,6 +102,7 @@ class EngineClient(ObservedService, VersionedStreams):
         self._log = LogOutbox(log_store.append, FinishedRequests, self._degraded)
         self._traces = LogOutbox(log_store.append_traces, RequestTraces, self._degraded)
         self._explanations = Explanations(self._peers)
+        self._logged = LoggedRequests(self._peers, site.config.scheduler.preset)
         self._made: list[ForecastMade] = []
         self._forecaster: PredictorClient | None = None
         if predicts_requests(site.config):
@@ -117,7 +115,7 @@ class EngineClient(ObservedService, VersionedStreams):
         self._overview = Overview(site, self._peers)
         self.registry = CollectorRegistry()
         self._metrics = RequestMetrics(self.registry, model.name)
-        self.first_check = FirstCheck(self._limits, self._metrics.rejected)
+        self.first_check = FirstCheck(site.config.server, self._metrics.rejected)
         self.tally = self._metrics.tally
         show_degraded(self.registry, lambda: [(f"ingress-{self._ingress_id}", self._degraded)])
         self._health = HealthServer(self.registry, lambda: [self._row()])
@@ -209,7 +207,7 @@ class EngineClient(ObservedService, VersionedStreams):
 
     def _prefix_hashes(self, request: Request) -> tuple[int, ...]:
         """Made here, once: there are several ingress replicas, and one Router."""
-        if not self._prefix_block_size or request.sampling.prompt_logprobs:
+        if not self._prefix_block_size or request.sampling.computes_prompt:
             return ()
         return tuple(hash_blocks(request.prompt_ids, self._prefix_block_size, salted_root(request.cache_salt)))
 
@@ -289,7 +287,7 @@ class EngineClient(ObservedService, VersionedStreams):
                 self._streams[request.request_id].trace.note("resumed", facts)
 
     async def _submit(self, requests: tuple[Request, ...]) -> None:
-        reply = await self._router.submit(Submit(requests))
+        reply = await self._router.submit(Submit(tuple(map(self._aged, requests))))
         for stream in filter(None, (self._streams.get(request.request_id) for request in requests)):
             self.first_check.placed(stream.admitted)
         for promise in reply.promises:
@@ -297,6 +295,10 @@ class EngineClient(ObservedService, VersionedStreams):
                 self._streams[promise.request_id].note_end(promise)
         self._end_refused(self._ledger.submitted(reply))
         self._follow({placed.replica for placed in reply.placed if placed.replica})
+
+    def _aged(self, request: Request) -> Request:
+        stream = self._streams.get(request.request_id)
+        return request if stream is None else request.aged(time.monotonic() - stream.began)
 
     async def _pump_announcements(self) -> None:
         while True:
@@ -447,6 +449,14 @@ class EngineClient(ObservedService, VersionedStreams):
             if stream.trace.is_of(response_id):
                 own += stream.trace.so_far()
         return await self._explanations.find(response_id, own)
+
+    async def logged_around(self, request_id: str) -> LoggedWindow | None:
+        """The log around a request that has ended; None if it is not among the latest.
+
+        Raises:
+            FarsightError: The log cannot be read now, or steps have not been measured.
+        """
+        return await self._logged.around(request_id, self.first_check.snapshot)
 
     async def drain(self, replica: str, *, cancel: bool) -> ComponentCounts:
         """Takes a replica out, or back; answers when that is done.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from core.load_snapshot import Demand, LoadSnapshot
 from core.messages.requests import AnnounceReply, IngressLoad
 from core.request import Request
 from policies.fleet.queue_delay import ended_after_s, queue_delay_s
+from policies.fleet.wishes import WishCheck
 
 RETRY_AFTER_S = 1.0
 """Where nothing is known of what requests take."""
@@ -29,11 +31,15 @@ _FADING = 0.02
 _MOST_CORRECTION = 4.0
 """A wait beyond that has another cause, such as the death of a worker."""
 
-_CAUTION = 2.0
-"""Mean errors that are added to a prediction before it is compared with the limit ..."""
+_SURE = 0.99
+"""Share of the requests that are to wait no longer than the limit."""
+
+_NUM_ERRORS = 2000
+"""Latest errors of predictions from which it is learned how far waits exceed them. A machine stands still for a second
+now and then, more seldom than every ten seconds; under overload so many waits reach further back."""
 
 _MOST_CAUTION = 0.5
-"""... as a share of it at most."""
+"""Share of the limit that is kept for errors at most."""
 
 
 class TooMuch(CapacityError):
@@ -58,16 +64,20 @@ class CountedRequest:
     Attributes:
         key: Whose it is, as ``FirstCheck`` counts.
         predicted_s: Its queue delay by the cost of steps, in seconds; 0 if none could be predicted.
+        expected_s: The same, corrected by the waits before it.
         num_tokens: Output tokens so far.
         output_len: Output tokens that it will have; None if it may end at any token. A forecast is no such number: with
             forecasts that err by half, those that run end less as predicted than evenly.
+        wish_s: Predicted time to the first token of a request with a wish; 0 without one.
     """
 
     request: Request
     key: str
     predicted_s: float
+    expected_s: float
     num_tokens: int = 0
     output_len: float | None = None
+    wish_s: float = 0.0
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
@@ -84,10 +94,13 @@ class FirstCheck:
 
     Args:
         rejected: Told of each refusal by its bound.
+
+    Attributes:
+        limits: May be replaced at any time; what was admitted stays.
     """
 
     def __init__(self, limits: ServerConfig, rejected: Callable[[str], None] = lambda _: None) -> None:
-        self._limits = limits
+        self.limits = limits
         self._rejected = rejected
         self._own_requests: Counter[str] = Counter()
         self._own_tokens: Counter[str] = Counter()
@@ -98,8 +111,16 @@ class FirstCheck:
         self._unplaced: set[CountedRequest] = set()
         self._unheard: set[CountedRequest] = set()  # which the Router may not have known when it last spoke of its load
         self._running: set[CountedRequest] = set()
-        self._predicted_s = self._waited_s = self._error_s = 0.0  # sums in which older waits fade
+        self._wishes, self._wish_s = WishCheck(), 0.0
+        self._predicted_s = self._waited_s = 0.0  # sums in which older waits fade
+        self._errors: deque[float] = deque()  # waits less what was expected, in seconds, in order of time ...
+        self._ordered: list[float] = []  # ... and of size
         self._tokens = self._tokens_s = 0.0  # the same of the tokens of those that run, and of the time between them
+
+    @property
+    def snapshot(self) -> LoadSnapshot | None:
+        """The load as the Router last told it, with what has changed since; None before that."""
+        return self._outlook
 
     def announcing(self) -> IngressLoad:
         """What this replica has in flight; the answer to the announcement that is made now goes to ``heard``."""
@@ -128,7 +149,7 @@ class FirstCheck:
             num_ahead: Requests that have come before it and that are not counted yet.
         """
         num, tokens = self.in_flight
-        limits = self._limits
+        limits = self.limits
         try:
             self._check(num + num_ahead, tokens, 0, "", limits.max_queued_requests, limits.max_queued_tokens)
             self._check_delay(num_ahead)
@@ -150,17 +171,19 @@ class FirstCheck:
             TooMuch: A bound is reached; nothing has changed.
         """
         try:
-            admitted = CountedRequest(request, key, self._check_all(request, key))
+            predicted_s = self._check_all(request, key)
         except TooMuch as error:
             self._rejected(error.bound)
             raise
+        expected_s = self.correction * predicted_s
+        admitted = CountedRequest(request, key, predicted_s, expected_s, wish_s=self._wish_s)
         self._count(key, request, 1)
         self._unplaced.add(admitted)
         self._unheard.add(admitted)
         return admitted
 
     def _check_all(self, request: Request, key: str) -> float:
-        limits = self._limits
+        limits = self.limits
         num, tokens = self.in_flight
         prompt_len = request.prompt_len
         self._check(num, tokens, prompt_len, "", limits.max_queued_requests, limits.max_queued_tokens)
@@ -169,7 +192,21 @@ class FirstCheck:
             tokens = self._own_tokens[key] + self._others_tokens[key]
             most = limits.max_queued_requests_per_key, limits.max_queued_tokens_per_key
             self._check(num, tokens, prompt_len, " of your tenant", *most)
+        self._check_wishes(request)
         return self._check_delay()
+
+    def has_room(self) -> bool:
+        """Whether nothing waited when the Router last spoke of its load."""
+        return self._outlook is None or self._outlook.demand.num_waiting == 0
+
+    def _check_wishes(self, request: Request) -> None:
+        """A request that cannot have its tokens by when its client wants them is refused at once."""
+        self._wish_s = 0.0
+        if not request.wants_speed or self._outlook is None:
+            return
+        missed, self._wish_s = self._wishes.look(self._outlook, request)
+        if missed is not None:
+            raise TooMuch("deadline", missed.message, max(RETRY_AFTER_S, missed.late_s))
 
     def placed(self, admitted: CountedRequest) -> None:
         """The Router has it, and counts it in its load from now on."""
@@ -179,12 +216,20 @@ class FirstCheck:
         """A request had its first tokens so long after it was admitted."""
         self._running.add(admitted)
         admitted.num_tokens += num_tokens
+        if admitted.wish_s:
+            self._wishes.errors.add(admitted.wish_s, waited_s)
         predicted_s = admitted.predicted_s
-        if predicted_s > 0 and predicted_s >= min(_LEAST_PREDICTED_S, self._limits.max_wait_s / 10):
-            error_s = abs(waited_s - self.correction * predicted_s)
+        if predicted_s > 0 and predicted_s >= min(_LEAST_PREDICTED_S, self.limits.max_wait_s / 10):
+            self._note_error(waited_s - admitted.expected_s)
             self._predicted_s += predicted_s - self._predicted_s * _FADING
             self._waited_s += waited_s - self._waited_s * _FADING
-            self._error_s += error_s - self._error_s * _FADING
+
+    def _note_error(self, error_s: float) -> None:
+        """O(``_NUM_ERRORS``), in the memory of one list."""
+        if len(self._errors) == _NUM_ERRORS:
+            del self._ordered[bisect.bisect_left(self._ordered, self._errors.popleft())]
+        self._errors.append(error_s)
+        bisect.insort(self._ordered, error_s)
 
     def progressed(self, admitted: CountedRequest, num_tokens: int, seconds: float) -> None:
         """A request that runs had so many more tokens, so long after those before."""
@@ -200,9 +245,12 @@ class FirstCheck:
         return min(_MOST_CORRECTION, max(1 / _MOST_CORRECTION, self._waited_s / self._predicted_s))
 
     @property
-    def caution(self) -> float:
-        """Mean error of the corrected predictions of late, as a share of the waits."""
-        return min(_MOST_CAUTION, self._error_s / self._waited_s) if self._waited_s else 0.0
+    def caution_s(self) -> float:
+        """Seconds by which all but the longest waits of late exceeded what was expected, at most."""
+        if not self._ordered:
+            return 0.0
+        error_s = self._ordered[int(_SURE * (len(self._ordered) - 1))]
+        return min(_MOST_CAUTION * self.limits.max_wait_s, max(0.0, error_s))
 
     def leave(self, admitted: CountedRequest) -> None:
         """It is in flight no more."""
@@ -228,7 +276,7 @@ class FirstCheck:
 
     def _change(self, request: Request, num: int) -> None:
         """The load with this request more (``num`` 1) or less (-1)."""
-        if self._limits.max_wait_s and self._outlook is not None:
+        if self.limits.max_wait_s and self._outlook is not None:
             self._outlook = _changed(self._outlook, request, num)
 
     def _check(self, num: int, tokens: int, prompt_len: int, whose: str, most: int, most_tokens: int) -> None:
@@ -243,25 +291,25 @@ class FirstCheck:
 
     def _check_delay(self, num_ahead: int = 0) -> float:
         """The predicted delay behind all in flight and so many more like them."""
-        most_s, outlook = self._limits.max_wait_s, self._outlook
+        most_s, outlook = self.limits.max_wait_s, self._outlook
         if not most_s or outlook is None:
             return 0.0
         if num_ahead:
             outlook = _longer(outlook, num_ahead)
         predicted_s = queue_delay_s(outlook, outlook.num_replicas) or 0.0
-        delay_s = self.correction * (1 + _CAUTION * self.caution) * predicted_s
-        if delay_s > most_s:
+        delay_s = self.correction * predicted_s + self.caution_s
+        if predicted_s and delay_s > most_s:
             message = f"predicted queue delay: {delay_s:.0f} s, limit {most_s:g} s"
-            raise TooMuch("max_wait", message, self._shorter_after_s(outlook, delay_s / predicted_s))
+            raise TooMuch("max_wait", message, self._shorter_after_s(outlook, most_s - self.caution_s))
         return predicted_s
 
-    def _shorter_after_s(self, outlook: LoadSnapshot, safety: float) -> float:
-        """Until so many have ended that the predicted delay, times ``safety``, is no longer than the limit."""
+    def _shorter_after_s(self, outlook: LoadSnapshot, limit_s: float) -> float:
+        """Until so many have ended that the predicted delay is no longer than this limit."""
         lowest, highest = 0, outlook.demand.num_requests
         while highest - lowest > 1:
             middle = (lowest + highest) // 2
             fewer = _longer(outlook, -middle)
-            if safety * (queue_delay_s(fewer, fewer.num_replicas) or 0.0) > self._limits.max_wait_s:
+            if self.correction * (queue_delay_s(fewer, fewer.num_replicas) or 0.0) > limit_s:
                 lowest = middle
             else:
                 highest = middle
@@ -307,8 +355,10 @@ def _changed(seen: LoadSnapshot, request: Request, num: int) -> LoadSnapshot:
         max(0.0, demand.known_tokens + num * request.prompt_len),
         demand.cached_tokens,
         max(0.0, demand.output_tokens + num * output_len),
+        max(0.0, demand.output_variance * (1 + num / before)) if before else 0.0,
+        max(0, demand.num_wishing + num * request.wants_speed),
     )
-    return LoadSnapshot(changed, seen.num_replicas, seen.max_num_seqs, seen.kv_tokens, seen.joins, seen.cost)
+    return dataclasses.replace(seen, demand=changed)
 
 
 def _longer(seen: LoadSnapshot, num: int) -> LoadSnapshot:
@@ -325,5 +375,6 @@ def _longer(seen: LoadSnapshot, num: int) -> LoadSnapshot:
         known_tokens=demand.known_tokens * share,
         cached_tokens=demand.cached_tokens * share,
         output_tokens=demand.output_tokens * share,
+        output_variance=demand.output_variance * share,
     )
     return dataclasses.replace(seen, demand=longer)

@@ -8,25 +8,34 @@ import dataclasses
 import functools
 import os
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
 from actors.runtime.garbage import collect_when_quiet, leave_full_collections_to_us
 from actors.runtime.hosts import keep_supervisor
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, Site, again_and_again
+from core.abilities import Abilities
 from core.config.server import ServerConfig, is_loopback
 from core.errors import CapacityError
 from core.messages.fleet import ServedModel
+from engine.checkpoint.encoder_config import abilities_of
 from estimator.device_profile import profile_label
 from services.api.access.door import Door, door_settings
+from services.api.access.metered import MeteredBackend
 from services.api.admin import Administration
 from services.api.app import build_app
 from services.api.backend import ModelInfo
+from services.api.batches.records import Batches
+from services.api.batches.running import BatchRunner, RunningPlace
+from services.api.batches.shelf import Files
 from services.api.body_workers import BodyWorkers
 from services.api.middleware import LoopPace
 from services.api.readiness import Readiness
 from services.api.streams.keeper import StreamKeeper
 from services.api.text.prompts import PromptEncoder
+from services.api.text.settings import text_settings
+from services.api.tracing.exporter import SpanExporter
 from services.ingress.attendance import SUPERVISED_S, Attendance
 from services.ingress.engine_client import EngineClient
 from services.ingress.liveness import Liveness, publish
@@ -60,7 +69,7 @@ class Ingress:
 
     def __init__(self, site: Site, scales_ingress: bool) -> None:
         self._site = site
-        self._encoder = PromptEncoder(Path(site.model_dir))
+        self._encoder = PromptEncoder(Path(site.model_dir), text_settings(site.config.model))
         self._administration = Administration(os.environ.get(ADMIN_TOKEN_VARIABLE, ""), scales_ingress)
 
     async def __serve_build_asgi_app__(self) -> Any:
@@ -89,6 +98,10 @@ class Ingress:
         keeper = StreamKeeper(self._site.peers().stream_store())
         self._keeping = asyncio.create_task(again_and_again(keeper.run, LOOK_AGAIN_S))
         shares = server.prefix_sharing == "all" or (server.prefix_sharing == "auto" and door.is_open)
+        workers = BodyWorkers(self._site.model_dir, text_settings(self._site.config.model))
+        batches = self._make_batches()
+        if batches is not None:
+            self._running = asyncio.create_task(self._run_batches(batches, client, door, workers, shares=shares))
         return build_app(
             client,
             self._encoder,
@@ -96,11 +109,36 @@ class Ingress:
             self._administration,
             shares_across_keys=shares,
             door=door,
-            workers=BodyWorkers(self._site.model_dir),
+            workers=workers,
             readiness=readiness,
             keeper=keeper,
             shed=client.first_check.shed,
+            spans=self._spans(client),
+            batches=batches,
         )
+
+    def _spans(self, client: EngineClient) -> SpanExporter | None:
+        """Sends spans from now on, if there is an endpoint for them."""
+        if not self._site.config.traces.endpoint:
+            return None
+        exporter = SpanExporter(self._site.config.traces, client, client.registry)
+        self._tracing = asyncio.create_task(again_and_again(exporter.run, LOOK_AGAIN_S))
+        return exporter
+
+    def _make_batches(self) -> Batches | None:
+        settings = self._site.config.files
+        return Batches(Files(self._site.peers().log_store(), settings)) if settings.max_file_bytes else None
+
+    async def _run_batches(
+        self, batches: Batches, client: EngineClient, door: Door, workers: BodyWorkers, *, shares: bool
+    ) -> None:
+        """Runs the lines of batches on an application that asks for no key: each line belongs to its batch's tenant."""
+        server = self._site.config.server
+        metered = MeteredBackend(client, door, shares_prefixes=shares)
+        app = build_app(metered, self._encoder, server.max_body_bytes, workers=workers)
+        place = RunningPlace(app, door.caller_of, client.first_check.has_room, server.max_body_bytes)
+        runner = BatchRunner(batches, place, uuid.uuid4().hex[:12], uses_keys=not door.is_open)
+        await again_and_again(runner.run, LOOK_AGAIN_S)
 
     def _make_door(self, client: EngineClient) -> Door:
         """The door, which counts tenants together with the other ingress replicas from now on."""
@@ -142,16 +180,25 @@ async def open_client(site: Site) -> EngineClient:
     ready = served.ready
     model = ModelInfo(
         name=site.config.model.name,
+        aliases=site.config.model.aliases,
         created=int(time.time()),
         max_model_len=ready.max_model_len,
         pool_limited=ready.pool_limited,
         vocab_size=ready.vocab_size,
         benchmark_mode=site.config.engine.benchmark_mode,
         emulated=profile_label(site.config.engine.profile),
+        abilities=served_abilities(site),
     )
     client = EngineClient(site, model, lambda: keep_supervisor(site), prefix_block_size=served.prefix_block_size)
     await client.start()
     return client
+
+
+def served_abilities(site: Site) -> Abilities:
+    """What the replicas can do: those of our own engine; other servers generate."""
+    if not site.config.model.replicas or site.config.engine.profile:
+        return Abilities()
+    return abilities_of(Path(site.model_dir))
 
 
 async def _wait_for_model(site: Site) -> ServedModel:

@@ -199,6 +199,8 @@ class ClientStream(OpenStream):
             received_at=self.received_at,
             ttft_s=self.ttft_s,
             jct_s=now - self.began,
+            priority=self.request.priority,
+            tenant=self.request.tenant,
         )
 
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
+import math
 import time
 
 from actors.calls.scheduling import RouterCalls
+from core.config.load import FarsightConfig
+from core.config.rolling import changed
 from core.request import Request
 from services.api.backend import ModelInfo
+from services.ingress.first_check import FirstCheck
 from services.ingress.ledger import RequestLedger
 from services.ingress.streams import ClientStream, fail_stream
 
@@ -21,15 +26,34 @@ class VersionedStreams:
     Attributes:
         model: What clients may know about the model.
         model_version: Version of the weights that new requests run on.
+        first_check: What new requests are compared with.
     """
 
     model: ModelInfo
     model_version: int = 0
+    first_check: FirstCheck
+    _config: FarsightConfig
+    _limits_changed: str = "{}"
     _oldest_served: int = 0
     _streams: dict[str, ClientStream]
     _router: RouterCalls
     _ledger: RequestLedger
     _outgoing_due: asyncio.Event
+
+    def use_limits(self, limits: str) -> None:
+        """New requests are compared with these settings in place of those of the start; by section, as JSON."""
+        if limits != self._limits_changed:
+            self.first_check.limits = changed(self._config, json.loads(limits)).server
+            self._limits_changed = limits
+
+    @property
+    def _deadline_s(self) -> float:
+        return self.first_check.limits.first_token_deadline_s if self._config.replica else math.inf
+
+    @property
+    def _own_deadline_s(self) -> float:
+        limits = self.first_check.limits
+        return limits.max_wait_s + limits.first_token_deadline_s if limits.max_wait_s else math.inf
 
     @property
     def oldest_version(self) -> int:

@@ -93,6 +93,7 @@ def find_model(config: FarsightConfig) -> LocatedModel:
     from engine.parallel.mesh import Mesh
     from engine.text.vocabulary import vocabulary_size
     from services.api.text.prompts import PromptEncoder
+    from services.api.text.settings import text_settings
 
     model = LocatedModel(EMBEDDED_MODEL, config.model.name or EMBEDDED_NAME)
     if config.model.path:
@@ -104,7 +105,12 @@ def find_model(config: FarsightConfig) -> LocatedModel:
         check_worker(model.directory, config.engine, mesh)
     else:
         vocabulary_size(model.directory)
-    return dataclasses.replace(model, chats=PromptEncoder(model.directory).chats)
+    return dataclasses.replace(model, chats=PromptEncoder(model.directory, text_settings(config.model)).chats)
+
+
+def _absolute(path: str) -> str:
+    """For processes with other working directories; empty stays empty."""
+    return path and str(Path(path).absolute())
 
 
 def _name_of(path: str) -> str:
@@ -124,7 +130,7 @@ def find_site(config: FarsightConfig, model: LocatedModel) -> Site:
     log = dataclasses.replace(config.log, path=str(Path(config.log.path).absolute())) if is_file else config.log
     named = dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, name=model.name),
+        model=dataclasses.replace(config.model, name=model.name, chat_template=_absolute(config.model.chat_template)),
         engine=dataclasses.replace(config.engine, device=resolve_device(config.engine.device)),
         log=log,
         predictor=_find_predictor(config.predictor),

@@ -25,6 +25,7 @@ from policies.replica.events import (
     CostLearned,
     Event,
     RequestEnded,
+    RequestsAborted,
     RequestsArrived,
     SendPlan,
     StepsRan,
@@ -180,6 +181,12 @@ class Replica:
                 self._records[promise.request_id].promise = promise
         if self._run is None:
             self._begin(now)
+
+    def drop(self, request_id: str, now: float) -> None:
+        """Forgets a request that has not begun: its client has left."""
+        del self._records[request_id]
+        self._hashes.pop(request_id, None)
+        self._tell(RequestsAborted(((request_id, 0),)), now)
 
     def wake(self, now: float) -> None:
         """Handles the event at ``wakes_at``: steps or copies are over."""

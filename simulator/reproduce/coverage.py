@@ -19,8 +19,6 @@ class Gap:
     why: str
 
 
-_CURVES = "only panel (a) is run"
-
 GAPS: tuple[Gap, ...] = (
     Gap("Magnus", "Fig 2", "lengths of inputs and outputs of three models, which are not at hand"),
     Gap("Magnus", "Table I", "correlations of those lengths; the ones of ChatGLM-6B are put in, not found"),
@@ -29,12 +27,6 @@ GAPS: tuple[Gap, ...] = (
     Gap("Multi-Bin", "Fig 1 (a)", "throughput of a device by batch size; the latency model takes it from data sheets"),
     Gap("Multi-Bin", "Fig 5", "seconds a token of a device; its 0.0366 s are put in"),
     Gap("Multi-Bin", "Fig 10", "confusion matrices of a BERT, printed as colours; its accuracies are put in"),
-    Gap("FastServe", "Fig 10 (b)", f"design choices by CV, up to 7.8 times; {_CURVES}"),
-    Gap("FastServe", "Fig 10 (c)", f"design choices by theta, up to 32 times; {_CURVES}"),
-    Gap("FastServe", "Fig 10 (d)", f"design choices by quantum ratio, 3.6 to 41 times; {_CURVES}"),
-    Gap("FastServe", "Fig 11 (b)", f"Defer and Reactive by CV, up to 3.5 and 1.4 times; {_CURVES}"),
-    Gap("FastServe", "Fig 11 (c)", f"Defer and Reactive by theta; {_CURVES}"),
-    Gap("FastServe", "Fig 11 (d)", f"Defer and Reactive by KV slots, up to 1.8 times; {_CURVES}"),
     Gap("Past-Future", "Fig 3 (a) to (e)", "BurstGPT and the authors' traces; other public traces in their place"),
     Gap("Past-Future", "Fig 7, 13B and 70B", "the 7B model alone is run, on two distributions and a fitted one"),
     Gap("Past-Future", "Fig 9", "other frameworks on several devices, which are not simulated"),

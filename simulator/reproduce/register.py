@@ -11,6 +11,7 @@ from simulator.reproduce.placements import PLACEMENTS
 from simulator.reproduce.preble import PREBLE_RESULTS
 from simulator.reproduce.rows import Reproduction
 from simulator.reproduce.tail.cells import TAIL
+from simulator.reproduce.tail.deadlines import DEADLINES
 from simulator.reproduce.tail.promise import PROMISE
 
 _ALL: tuple[Reproduction, ...] = (
@@ -23,6 +24,7 @@ _ALL: tuple[Reproduction, ...] = (
     *COMBINED,
     *TAIL,
     *PROMISE,
+    *DEADLINES,
 )
 
 REPRODUCTIONS: dict[str, Reproduction] = {each.name: each for each in _ALL}

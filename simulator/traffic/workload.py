@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from core.forecast import Forecast
-from core.request import Request, SamplingParams
+from core.request import NO_SLO, Request, SamplingParams, Slo
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class SimRequest:
         prefix: Names of the prompt's shareable blocks, from the first token on.
         app: The kind of request, for tables.
         forecast: The predictor's forecast.
-        tenant, weight: As in ``Request``.
+        tenant, weight, slo: As in ``Request``.
     """
 
     request_id: str
@@ -35,6 +35,7 @@ class SimRequest:
     forecast: Forecast | None = None
     tenant: str = ""
     weight: float = 1.0
+    slo: Slo = NO_SLO
 
 
 Workload = Sequence[SimRequest]
@@ -59,6 +60,7 @@ def as_request(arrival: SimRequest, prefix_hashes: tuple[int, ...] = ()) -> Requ
         prefix_hashes=prefix_hashes,
         tenant=arrival.tenant,
         weight=arrival.weight,
+        slo=arrival.slo,
     )
 
 

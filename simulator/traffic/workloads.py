@@ -12,6 +12,7 @@ import numpy as np
 from core.errors import InvalidValueError
 from simulator.traffic.arrivals import AllAtOnce, ArrivalProcess, Gamma, Poisson, debatch, rescale
 from simulator.traffic.lengths import D1, D2, D3, GSM8K_LIKE, SHAREGPT_LIKE, LengthPair, ZipfLengths
+from simulator.traffic.mixed import chat_and_reports
 from simulator.traffic.prefixes import LAWS, PrefixLaw, mooncake_blocks, prefix_workload, real_prefixes
 from simulator.traffic.traces import find_data, read_texts, read_trace
 from simulator.traffic.workload import SimRequest
@@ -103,6 +104,10 @@ def _real(kind: str, rng: np.random.Generator, num: int, rate: float | None, dat
     return real_prefixes(rng, _process(rate).sample(rng, num).tolist(), path, kind, BLOCK_SIZE)
 
 
+def _mixed(rng: np.random.Generator, num: int, rate: float | None, _: Path | None) -> list[SimRequest]:
+    return chat_and_reports(rng, num, _process(rate))
+
+
 def _process(rate: float | None, cv: float = 1.0) -> ArrivalProcess:
     if rate is None:
         return AllAtOnce()
@@ -116,6 +121,7 @@ WORKLOADS: dict[str, Builder] = {
     "gsm8k-like": partial(_drawn, "gsm8k-like", GSM8K_LIKE, 1.0),
     "sharegpt-like": partial(_drawn, "sharegpt-like", SHAREGPT_LIKE, 1.0),
     "zipf": partial(_drawn, "zipf", ZIPF, 4.0),
+    "chat-and-reports": _mixed,
     "azure-conv": partial(_traced, "azure2023_conv.csv.gz"),
     "azure-code": partial(_traced, "azure2023_code.csv.gz"),
     "mooncake": partial(_traced, "mooncake_conversation.jsonl.gz"),

@@ -1,12 +1,14 @@
 """Resumable streams while one process after the other is killed: complete, in order, and token for token the same.
 
 ``make test-long`` kills for ``CHAOS_S`` seconds (1800); the short run kills each kind once that only these streams
-survive. What cannot be survived is not killed: the process of ``farsight serve``, GCS and the raylet of its one node.
+survive. What cannot be survived is not killed: the process of ``farsight serve``, GCS and the raylet of its head node.
+The long run has a second node with a replica of its own, whose raylet is one of the kinds.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import json
 import os
@@ -27,7 +29,8 @@ import pytest
 from benchmarks.common.resumable import Client, clients
 from benchmarks.common.streams import open_streams, stream_body
 from services.launch.launch import EMBEDDED_NAME
-from tests.e2e.server import LONG_S, Server, start_server, wait_until
+from tests.e2e.second_node import SecondNode
+from tests.e2e.server import LONG_S, Server, farsight, start_server, wait_until
 
 NUM_STREAMS = 64
 NUM_TOKENS = 400
@@ -44,6 +47,11 @@ PROGRAMS = {"haproxy": "haproxy", "controller": "ServeController", "serve-proxy"
 """Words in the command lines of processes that are no components."""
 
 HTTP_SIDE = ("haproxy", "ingress")
+
+RAYLET = "second raylet"
+"""That of the second node, with the replica that lives there."""
+
+AWAY = "worker-1"
 
 pytestmark = pytest.mark.timeout(3600 + CHAOS_S)
 
@@ -106,10 +114,37 @@ class Kill:
 
 @dataclass
 class Chaos:
-    """Kills one process after the other."""
+    """Kills one process after the other.
+
+    Attributes:
+        node: Where there is a second node, worker 1 lives there between two kills.
+    """
 
     server: Server
+    node: SecondNode | None = None
     kills: list[Kill] = field(default_factory=list)
+
+    def strike_raylet(self) -> None:
+        """Kills the raylet of the second node; returns when its replica lives elsewhere and all is well."""
+        assert self.node is not None
+        worker = self.server.pid_of(AWAY)
+        assert self.node.holds(worker), "the second replica is not on the second node"
+        kill = Kill(RAYLET, time.monotonic())
+        os.kill(self.node.pid, signal.SIGKILL)
+        wait_until(lambda: self._replaced(AWAY, {worker}), f"no successor of {AWAY}")
+        kill.recovered_at = time.monotonic()
+        self.kills.append(kill)
+
+    def move_away(self) -> None:
+        """Adds a second node; replica 1 begins again there."""
+        assert self.node is not None
+        self.node.start()
+        for count in ("1", "2"):
+            command = farsight("scale", "replica", count, "--port", str(self.server.port))
+            done = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S)
+            assert done.returncode == 0, done.stderr
+        wait_until(lambda: is_well(self.server), "the service is not well with two nodes")
+        assert self.node.holds(self.server.pid_of(AWAY)), "the second replica is not on the second node"
 
     def strike(self, kind: str) -> None:
         """Kills one; returns when its successor is there and all is well."""
@@ -136,15 +171,19 @@ def check_complete(found: list[Client], undisturbed: list[object]) -> None:
             assert stream.outcome == undisturbed[client.index], f"stream {client.index} is not what it should be"
 
 
-async def strike(server: Server, undisturbed: list[object], kinds: Iterator[str], seconds: float) -> list[str]:
+async def strike(
+    server: Server, undisturbed: list[object], kinds: Iterator[str], seconds: float, node: SecondNode | None = None
+) -> list[str]:
     """Kills in turn under load; returns lines of the table."""
-    chaos = Chaos(server)
+    chaos = Chaos(server, node)
     async with clients(server.base_url, NUM_STREAMS, NUM_TOKENS) as found:
         began = time.monotonic()
         while time.monotonic() - began < seconds and (kind := next(kinds, None)) is not None:
-            await asyncio.to_thread(chaos.strike, kind)
+            await asyncio.to_thread(chaos.strike_raylet if kind == RAYLET else functools.partial(chaos.strike, kind))
             await asyncio.sleep(PAUSE_S)
             chaos.kills[-1].next_at = time.monotonic()
+            if kind == RAYLET:
+                await asyncio.to_thread(chaos.move_away)
     check_complete(found, undisturbed)
     assert sum(len(client.done) for client in found) >= NUM_STREAMS
     statuses: dict[int, int] = {}
@@ -187,10 +226,12 @@ def test_every_stream_survives_the_death_of_the_http_side(
 def test_every_stream_survives_any_death_for_long(
     server: Server, undisturbed: list[object], request: pytest.FixtureRequest
 ) -> None:
-    every = [*PROGRAMS, *COMPONENTS, "ingress"]
+    every = [RAYLET, *PROGRAMS, *COMPONENTS, AWAY, "ingress"]
     rng = random.Random(7)
     kinds = itertools.chain(every, iter(lambda: rng.choice(every), None))
-    show(request, asyncio.run(strike(server, undisturbed, kinds, CHAOS_S)))
+    node = SecondNode(server)
+    Chaos(server, node).move_away()
+    show(request, asyncio.run(strike(server, undisturbed, kinds, CHAOS_S, node)))
 
 
 def run_example(name: str, *arguments: str) -> subprocess.Popen[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Iterator
 
 import openai
@@ -183,3 +185,33 @@ def test_streamed_chat_choices_with_logprobs(client: openai.OpenAI, model_name: 
         assert choice.logprobs is not None and choice.logprobs.content is not None
         tokens = [token.token for each in own if each.logprobs for token in each.logprobs.content or ()]
         assert tokens == [token.token for token in choice.logprobs.content]
+
+
+def test_embeddings(client: openai.OpenAI, model_name: str) -> None:
+    """A model that generates also makes embeddings: the state of each text's last token."""
+    answer = client.embeddings.create(model=model_name, input=["The cat", "A dog and", "The cat"])
+    one, other, same = (row.embedding for row in answer.data)
+    assert sum(each * each for each in one) == pytest.approx(1, rel=1e-4)
+    assert one == pytest.approx(same, abs=1e-6)
+    assert one != pytest.approx(other, abs=1e-2)
+    assert answer.usage.prompt_tokens > 3
+
+
+def test_a_batch(client: openai.OpenAI, model_name: str) -> None:
+    body = {"model": model_name, "max_tokens": 4, "temperature": 0}
+    lines = [
+        {"custom_id": f"c{i}", "method": "POST", "url": "/v1/completions", "body": {**body, "prompt": [5, 6 + i]}}
+        for i in range(40)
+    ]
+    content = "\n".join(map(json.dumps, lines)).encode()
+    made = client.files.create(file=("in.jsonl", content), purpose="batch")
+    batch = client.batches.create(input_file_id=made.id, endpoint="/v1/completions", completion_window="24h")
+    while batch.status not in ("completed", "failed", "expired", "cancelled"):
+        time.sleep(0.1)
+        batch = client.batches.retrieve(batch.id)
+    assert batch.status == "completed", batch
+    found = [json.loads(line) for line in client.files.content(str(batch.output_file_id)).text.splitlines()]
+    assert [line["custom_id"] for line in found] == [f"c{i}" for i in range(40)]
+    alone = client.completions.create(model=model_name, prompt=[5, 6], max_tokens=4, temperature=0)
+    assert found[0]["response"]["body"]["choices"][0]["text"] == alone.choices[0].text
+    assert client.files.delete(made.id).deleted

@@ -19,7 +19,7 @@ import pytest
 from services.commands.scaling import ROW_KINDS
 from services.launch.launch import EMBEDDED_NAME
 from services.run_file import find_admin_token
-from tests.e2e.server import Server, farsight, start_server
+from tests.e2e.server import Server, farsight, one_ingress, start_server
 
 NUM_CLIENTS = 32
 NUM_TOKENS = 100
@@ -135,6 +135,7 @@ async def scale(server: Server, load: Load, kind: str, count: int) -> None:
     command = farsight("scale", kind, str(count), "--port", str(server.port))
     await eventually(lambda: bool(rows(server, kind)))
     before = len(rows(server, kind))
+    assert before != count, f"there are {count} of {kind} already"
     result = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(f"{kind}: {before} -> {count} after "), result.stdout
@@ -169,8 +170,9 @@ def drain(server: Server, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module", params=["fused", pytest.param("split", marks=pytest.mark.long)])
 def scaled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server of its own; ``tests/actors/test_deaths.py`` scales components in both placements."""
-    log: Path = tmp_path_factory.mktemp("log") / "server.log"
-    server = start_server(log, "--placement", request.param)
+    folder: Path = tmp_path_factory.mktemp("scaled")
+    # Unless told, there are two ingress replicas from the start where there are more than two processors.
+    server = start_server(folder / "server.log", "--placement", request.param, *one_ingress(folder))
     yield server
     server.stop()
 

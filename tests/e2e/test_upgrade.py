@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from services.launch.launch import EMBEDDED_MODEL, EMBEDDED_NAME
 from tests.e2e.server import Server, farsight, one_ingress, start_server
-from tests.e2e.test_scale import NUM_CLIENTS, TIMEOUT_S, eventually, read, rows
+from tests.e2e.test_scale import NUM_CLIENTS, TIMEOUT_S, body, eventually, read, rows
 
 WEIGHTS = "model.safetensors"
 
@@ -39,7 +39,7 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def upgraded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("upgraded")
     flags = ("--replicas", "2", "--dtype", "float32", "--threads", "1")
-    # Two ingress replicas hear of new weights up to half a second apart.
+    # Two ingress replicas send new requests to new weights some milliseconds apart.
     server = start_server(folder / "log", *flags, *one_ingress(folder))
     yield server
     server.stop()
@@ -90,6 +90,18 @@ async def under_load(server: Server) -> AsyncIterator[None]:
         assert old[index] not in answers[switched:], "after an answer by the new weights came one by the old"
 
 
+async def any_is_refused(server: Server) -> bool:
+    """Whether one of four requests that come together is."""
+
+    async def status(session: aiohttp.ClientSession, index: int) -> int:
+        async with session.post("/v1/completions", json=body(index)) as reply:
+            await reply.read()
+            return reply.status
+
+    async with session_of(server) as session:
+        return 429 in await asyncio.gather(*(status(session, index) for index in range(4)))
+
+
 def workers(server: Server) -> dict[str, str]:
     """The states of the workers by name."""
     return {row["name"]: row["state"] for row in rows(server, "replica")}
@@ -127,7 +139,8 @@ async def test_settings_change_under_load_and_no_answer_does(upgraded: Server, t
 
     before, expected = await asyncio.to_thread(kv_blocks), await texts(upgraded)
     config = tmp_path / "new.toml"
-    config.write_text('[model]\ndtype = "float32"\n[engine]\nkv_memory = "8MiB"\n')
+    others = "[scheduler]\ngamma = 0.5\n[server]\nmax_wait_s = 200\n"
+    config.write_text(f'[model]\ndtype = "float32"\n[engine]\nkv_memory = "8MiB"\n{others}')
     over = asyncio.Event()
     clients = [asyncio.create_task(ask_until(upgraded, over, index)) for index in range(NUM_CLIENTS)]
     result = await asyncio.to_thread(upgrade, upgraded, "--config", str(config))
@@ -137,6 +150,12 @@ async def test_settings_change_under_load_and_no_answer_does(upgraded: Server, t
     await eventually(lambda: workers(upgraded) == ALL_READY)
     await eventually(lambda: 0 < kv_blocks() < before)
     assert [set(answers) <= {text} for answers, text in zip(got, expected, strict=True)] == [True] * NUM_CLIENTS
+    config.write_text("[server]\nmax_queued_requests = 1\n")
+    assert (await asyncio.to_thread(upgrade, upgraded, "--config", str(config))).returncode == 0
+    await eventually(lambda: asyncio.run(any_is_refused(upgraded)))
+    config.write_text("[server]\nmax_queued_requests = 2048\n")
+    assert (await asyncio.to_thread(upgrade, upgraded, "--config", str(config))).returncode == 0
+    await eventually(lambda: not asyncio.run(any_is_refused(upgraded)))
     config.write_text(f"[server]\nport = {upgraded.port + 1}\n")
     refused = await asyncio.to_thread(upgrade, upgraded, "--config", str(config))
     assert (refused.returncode, "server.port" in refused.stderr) == (1, True), refused

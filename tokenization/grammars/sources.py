@@ -7,7 +7,9 @@ request carries it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher
@@ -98,6 +100,54 @@ def of_grammar(text: str) -> str:
         return LLMatcher.grammar_from_lark(any_to_lark(text))
     except Exception as error:  # the reader of GBNF raises what it meets
         raise GrammarRefused(f"it cannot be read as GBNF: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """A place in free text that holds JSON of a schema, between two texts."""
+
+    begin: str
+    schema: Any
+    end: str
+
+
+def of_tags(tags: Sequence[Tag], triggers: Sequence[str]) -> str:
+    """Free text; behind a trigger, one of the tags that begin with it follows.
+
+    Raises:
+        GrammarRefused: They are too large together, or a tag begins with no trigger.
+    """
+    _check_size("".join([*triggers, *(f"{tag.begin}{json.dumps(tag.schema)}{tag.end}" for tag in tags)]))
+    for tag in tags:
+        if not any(tag.begin.startswith(trigger) for trigger in triggers):
+            raise GrammarRefused(f"{tag.begin!r} begins with none of the triggers")
+    rules = ["TEXT: /(?s:.*)/"]
+    regions = []
+    for number, trigger in enumerate(triggers):
+        inner = [
+            f"{json.dumps(tag.begin[len(trigger) :])} {inline_schema(tag.schema)} {json.dumps(tag.end)}"
+            for tag in tags
+            if tag.begin.startswith(trigger)
+        ]
+        if inner:
+            escaped = re.escape(trigger).replace("/", "\\/")
+            rules += [
+                f"until_{number}[lazy]: /(?s:.*){escaped}/",
+                f"tag_{number}: until_{number} ({' | '.join(inner)})",
+            ]
+            regions.append(f"tag_{number}")
+    return of_lark("\n".join([f"start: ({' | '.join(regions)})* TEXT", *rules]))
+
+
+def inline_schema(schema: Any) -> str:
+    """JSON of a schema, as a part of a grammar in the syntax of Lark."""
+    fields = schema if isinstance(schema, dict) else {}
+    return f"%json {json.dumps({'x-guidance': {'whitespace_pattern': WHITESPACE}, **fields})}"
+
+
+def of_lark(text: str) -> str:
+    """Texts of a grammar in the syntax of Lark that this server has written itself, from checked parts."""
+    return LLMatcher.grammar_from_lark(text)
 
 
 def _check_size(text: str) -> None:

@@ -19,7 +19,7 @@ from engine.checkpoint.families.record import (
 from engine.checkpoint.rotary_config import RotaryConfig, read_rotary
 
 
-def _optional_biases(config: Fields) -> Biases:
+def optional_biases(config: Fields) -> Biases:
     attention = config.flag("attention_bias")
     return Biases(attention, attention, config.flag("mlp_bias"))
 
@@ -148,7 +148,7 @@ _GLM_NAMES = TensorNames(
 )
 
 
-def _granite_blocks(config: Fields) -> Blocks:
+def granite_blocks(config: Fields) -> Blocks:
     return Blocks(
         embedding_scale=config.positive("embedding_multiplier"),
         residual_scale=config.positive("residual_multiplier"),
@@ -165,7 +165,7 @@ LLAMA_LIKE: Mapping[str, Architecture] = {
     "LlamaForCausalLM": Architecture(
         _LLAMA,
         Evidence("Llama 2 and 3, Vicuna, SmolLM2, Yi, and others"),
-        biases=_optional_biases,
+        biases=optional_biases,
         fixed={"layer_types": None},
     ),
     "MistralForCausalLM": Architecture(
@@ -184,7 +184,7 @@ LLAMA_LIKE: Mapping[str, Architecture] = {
     "Qwen3ForCausalLM": Architecture(
         _QWEN3,
         Evidence("Qwen 3 (dense)"),
-        biases=_optional_biases,
+        biases=optional_biases,
         windows=_qwen_windows,
         fixed={"mlp_bias": False},
         blocks=Blocks(head_norm="each"),
@@ -201,17 +201,17 @@ LLAMA_LIKE: Mapping[str, Architecture] = {
     "SmolLM3ForCausalLM": Architecture(
         _SMOLLM3,
         Evidence("SmolLM3 (every fourth layer without positions)"),
-        biases=_optional_biases,
+        biases=optional_biases,
         windows=_smollm_windows,
         rotaries=_smollm_rotaries,
     ),
     "GraniteForCausalLM": Architecture(
-        _GRANITE, Evidence("Granite 3 (dense)"), biases=_optional_biases, blocks=_granite_blocks
+        _GRANITE, Evidence("Granite 3 (dense)"), biases=optional_biases, blocks=granite_blocks
     ),
     "Olmo2ForCausalLM": Architecture(
         _OLMO2,
         Evidence("OLMo 2"),
-        biases=_optional_biases,
+        biases=optional_biases,
         fixed={"mlp_bias": False},
         blocks=Blocks(norm_before=False, norm_after=True, head_norm="all"),
     ),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from engine.checkpoint.config_fields import Fields
+from engine.checkpoint.families.experts import Experts
 from engine.checkpoint.rotary_config import RotaryConfig
 
 Windows = tuple[int | None, ...]
@@ -92,6 +93,9 @@ class TensorNames:
         layers: Prefix of the layers; names of a layer's tensors follow behind ``layers.N.``.
         qkv: One tensor each, or a single one.
         up: Gate and up, or a single one.
+        router: Scores the experts of a layer that has them.
+        expert_up, expert_down: As ``up`` and ``down``, for expert ``{}``; a name without a number holds all experts.
+        shared_up, shared_down, shared_gate: The same for the experts that every token takes.
         aliases: Other names that checkpoints have for tensors of the whole model.
         ignored: Ends of names that carry nothing.
         transposed: Matrices of the layers lie as ``[inputs, outputs]``.
@@ -116,6 +120,12 @@ class TensorNames:
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     after_mlp: str = "post_feedforward_layernorm"
+    router: str = "mlp.gate"
+    expert_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
+    expert_down: str = "mlp.experts.{}.down_proj"
+    shared_up: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
+    shared_down: str = "mlp.shared_experts.down_proj"
+    shared_gate: str = "mlp.shared_expert_gate"
     aliases: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     transposed: bool = False
@@ -183,6 +193,7 @@ class Architecture:
         rope_kinds: The ``rope_type`` values that are computed; none: positions are not turned.
         partial_rotary: Whether a part of each head can stay unrotated.
         rotaries: The rotary embedding by layer, where layers differ.
+        experts: Its mixture of experts, by the configuration and the number of layers.
         compiled: Whether the compiled step has all of its blocks; otherwise torch operations compute it.
     """
 
@@ -200,6 +211,7 @@ class Architecture:
     rope_kinds: tuple[str, ...] = ROPE_KINDS
     partial_rotary: bool = False
     rotaries: Rotaries | None = None
+    experts: Callable[[Fields, int], Experts] | None = None
     compiled: bool = True
 
 

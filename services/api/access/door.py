@@ -138,6 +138,11 @@ class Door:
             self._reload()
         return self._keys.find(key)
 
+    def caller_of(self, tenant: str) -> Caller | None:
+        """Who runs what a tenant has left to be run later; None if no key belongs to it any more."""
+        found = self._keys.tenant(tenant)
+        return None if found is None else Caller("batch", found, frozenset((Role.SERVE,)))
+
     def _load(self) -> None:
         path = self.settings.key_file
         if path is None:

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from core.request import FLEX, is_flex
+
 PREFIX = "fsk"
 MAX_KEY_LEN = 512
 """Bytes; a longer key is refused without a hash."""
@@ -53,7 +55,9 @@ class Tenant:
     weight: float = 1.0
 
     def priority(self, wanted: int) -> int:
-        """The wanted priority, moved into the tenant's range."""
+        """The wanted priority, moved into the tenant's range; what takes what is left keeps to that."""
+        if is_flex(wanted):
+            return FLEX + self.priority(wanted - FLEX)
         if self.priority_min is not None:
             wanted = max(wanted, self.priority_min)
         return wanted if self.priority_max is None else min(wanted, self.priority_max)
@@ -145,6 +149,10 @@ class KeyRing:
 
     def __len__(self) -> int:
         return len(self._callers)
+
+    def tenant(self, name: str) -> Tenant | None:
+        """The tenant of that name, if a key belongs to it."""
+        return next((each.tenant for each in self._callers.values() if each.tenant.name == name), None)
 
     def find(self, key: bytes) -> Caller | None:
         """Whose key it is. An unknown id costs one hash as a known one does."""

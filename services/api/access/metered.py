@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 from core.errors import CapacityError, InvalidValueError
 from core.messages.live import LiveView
-from core.messages.log import RequestTrace
+from core.messages.log import LoggedWindow, RequestTrace
 from core.messages.placement import PlacementView
 from core.messages.series import SeriesQuery, SeriesReply
 from core.messages.status import ComponentCounts, StatusReply
@@ -21,7 +21,9 @@ from services.api.access.keys import Caller, Role
 from services.api.access.presented import owner_of, owns, salt_of
 from services.api.backend import GenerationBackend, ModelInfo
 from services.api.generate import first_cached_len
+from services.api.requests import Generation
 from services.api.text.prompts import PromptText
+from services.api.wishes import PRIORITY_TIER
 
 
 class MeteredBackend:
@@ -107,6 +109,9 @@ class MeteredBackend:
             return ()
         return tuple(dataclasses.replace(trace, owner=b"") for trace in traces)
 
+    async def logged_around(self, request_id: str) -> LoggedWindow | None:
+        return await self._backend.logged_around(request_id)
+
     async def status(self) -> StatusReply:
         return await self._backend.status()
 
@@ -133,6 +138,14 @@ class MeteredBackend:
 
     async def healthy(self) -> bool:
         return await self._backend.healthy()
+
+
+def served_as(generation: Generation) -> Generation:
+    """With the tier that the caller's tenant gets: one that may not go first is served as the others."""
+    caller = CURRENT.get()
+    if caller is None or generation.service_tier != "priority" or caller.tenant.priority(PRIORITY_TIER) < 0:
+        return generation
+    return dataclasses.replace(generation, service_tier="default")
 
 
 def _may_see(caller: Caller, trace: RequestTrace) -> bool:

@@ -7,11 +7,12 @@ import time
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
 
 from core.messages.status import StatusReply
 from core.messages.tokens import TokenLogprobs
 from services.api.answers.logprobs import CompletionLogprobs, chat_logprobs, likeliest, prompt_logprobs
+from services.api.answers.parts import TakenApart, answer_of
 from services.api.backend import ModelInfo
 from services.api.generate import ChoiceResult, shown_choices
 from services.api.requests import Generation
@@ -102,6 +103,9 @@ class CompletionChoice(BaseModel):
     prompt_logprobs: PromptLogprobs = None
 
 
+ServedTier = Annotated[str | None, Field(description="Tier that served it; null without service_tier.")]
+
+
 class Completion(BaseModel):
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -109,12 +113,42 @@ class Completion(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: UsageFields
+    service_tier: ServedTier = None
+
+
+class FunctionMade(BaseModel):
+    name: str
+    arguments: str
+
+
+class CallMade(BaseModel):
+    """A call that the client is to run: it sends the result in a message of role ``tool``."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionMade
 
 
 class ChatAnswer(BaseModel):
+    """``content`` is null beside calls without text; ``tool_calls`` and ``reasoning_content`` are there if they hold
+    something."""
+
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CallMade] | None = None
+
+    @classmethod
+    def of(cls, answer: TakenApart) -> ChatAnswer:
+        calls = [CallMade.model_validate(call.fields()) for call in answer.calls]
+        return cls(content=answer.content, reasoning_content=answer.reasoning or None, tool_calls=calls or None)
+
+    @model_serializer(mode="wrap")
+    def _shown(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = write(self)
+        empty = [name for name in ("reasoning_content", "tool_calls") if fields[name] is None]
+        return {name: value for name, value in fields.items() if name not in empty}
 
 
 class TopLogprob(BaseModel):
@@ -147,6 +181,7 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: UsageFields
+    service_tier: ServedTier = None
     prompt_token_ids: TokenIds = None
     prompt_logprobs: PromptLogprobs = None
 
@@ -225,10 +260,9 @@ class Status(BaseModel):
     queue_delay_s: float | None = None
 
 
-def model_card(model: ModelInfo) -> ModelCard:
-    return ModelCard(
-        id=model.name, created=model.created, max_model_len=model.max_model_len, emulated=model.emulated or None
-    )
+def model_card(model: ModelInfo, name: str) -> ModelCard:
+    """The model under one of its names."""
+    return ModelCard(id=name, created=model.created, max_model_len=model.max_model_len, emulated=model.emulated or None)
 
 
 def status_reply(reply: StatusReply, model: ModelInfo) -> Status:
@@ -261,7 +295,7 @@ def usage(generation: Generation, num_output_tokens: int, num_cached_tokens: int
     )
 
 
-def _usage_of(generation: Generation, results: Sequence[ChoiceResult]) -> UsageFields:
+def usage_of(generation: Generation, results: Sequence[ChoiceResult]) -> UsageFields:
     """Token counts of all requests that ran, shown or not; a prompt's cached tokens are those of its first output."""
     num_cached = sum(result.cached_len for result in results[:: generation.num_tries])
     gpu_s = sum(result.gpu_s for result in results)
@@ -296,7 +330,8 @@ def completion(generation: Generation, results: Sequence[ChoiceResult], texts: T
         created=int(time.time()),
         model=generation.model,
         choices=choices,
-        usage=_usage_of(generation, results),
+        usage=usage_of(generation, results),
+        service_tier=generation.service_tier or None,
     )
 
 
@@ -314,16 +349,16 @@ def chat_completion(generation: Generation, results: Sequence[ChoiceResult], tex
     texts = texts.named(by_id=generation.names_ids)
     choices = []
     for index, result in enumerate(results):
-        answer = ChatAnswer(content=result.text)
+        answer = answer_of(generation.form, result.text, generation.response_id, index)
         logprobs = None
         if generation.shows_logprobs:
             logprobs = ChatLogprobs(**chat_logprobs(texts, likeliest(result.logprobs, generation.num_logprobs)))
         choices.append(
             ChatChoice(
                 index=index,
-                message=answer,
+                message=ChatAnswer.of(answer),
                 logprobs=logprobs,
-                finish_reason=result.finish_reason,
+                finish_reason="tool_calls" if answer.calls and result.finish_reason == "stop" else result.finish_reason,
                 token_ids=result.token_ids if generation.shows_token_ids else None,
             )
         )
@@ -332,7 +367,8 @@ def chat_completion(generation: Generation, results: Sequence[ChoiceResult], tex
         created=int(time.time()),
         model=generation.model,
         choices=choices,
-        usage=_usage_of(generation, results),
+        usage=usage_of(generation, results),
+        service_tier=generation.service_tier or None,
         prompt_token_ids=_prompt_token_ids(generation, 0),
         prompt_logprobs=_prompt_logprobs(generation, results[0], texts),
     )

@@ -8,19 +8,20 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
 from json.encoder import encode_basestring
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from core.messages.tokens import DeltaLogprobs, TokenDelta
 from services.api.answers.logprobs import CompletionLogprobs, chat_logprobs
+from services.api.answers.parts import ChoiceParts
 from services.api.answers.replies import UsageFields, completion_logprobs, first_prompt_entry, usage
 from services.api.backend import GenerationBackend
-from services.api.errors import as_api_error
+from services.api.errors import ApiError, as_api_error
 from services.api.generate import ClientGone, first_cached_len, run_requests, while_connected
 from services.api.promised import ANSWER
 from services.api.requests import Generation
@@ -32,8 +33,28 @@ EARLY_S = 5.0
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
+class StreamWriter(Protocol):
+    """Writes the events of one answer in the form of one API."""
+
+    def opening(self) -> bytes:
+        """The events before the first output."""
+        ...
+
+    def output(self, index: int, delta: TokenDelta) -> bytes:
+        """The events of one delta of a choice; may be empty."""
+        ...
+
+    def end(self, used: UsageFields) -> bytes:
+        """The last events."""
+        ...
+
+    def failure(self, error: ApiError) -> bytes:
+        """The last events of an answer that fails after its beginning."""
+        ...
+
+
 async def chunks(
-    backend: GenerationBackend, generation: Generation, writer: ChunkWriter
+    backend: GenerationBackend, generation: Generation, writer: StreamWriter
 ) -> AsyncGenerator[bytes, None]:
     """The events of one answer.
 
@@ -50,18 +71,22 @@ async def chunks(
                 gpu_s += delta.gpu_s
                 if delta.cached_len and index % generation.num_tries == 0:
                     num_cached += first_cached_len(delta)
-                chunk = writer.output(index, delta)
-                if not started:
-                    chunk = writer.opening() + chunk
+                chunk = b"" if started else writer.opening()
+                chunk += writer.output(index, delta)
                 if chunk:
                     started = True
                     yield chunk
-        tail = writer.usage(usage(generation, num_tokens, num_cached, gpu_s))
+        tail = writer.end(usage(generation, num_tokens, num_cached, gpu_s))
     except Exception as error:
         if not started:
             raise
-        tail = event(as_api_error(error).body())
-    yield tail + DONE
+        tail = writer.failure(as_api_error(error))
+    yield tail
+
+
+def failed_chunk(error: ApiError) -> bytes:
+    """As a stream of chunks ends that fails."""
+    return event(error.body()) + DONE
 
 
 class EventStream(Response):
@@ -73,10 +98,16 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        headers: Mapping[str, str] | None = None,
+        failure: Callable[[ApiError], bytes] = failed_chunk,
+    ) -> None:
         super().__init__(headers={**_HEADERS, **(headers or {})})
         del self.headers["content-length"]
         self._events = events
+        self._failure = failure
         self._promise = ANSWER.get()
         self._begun: asyncio.Task[None] | None = None
 
@@ -109,7 +140,7 @@ class EventStream(Response):
         except Exception as error:
             if self._begun is None:
                 raise
-            return event(as_api_error(error).body()) + DONE
+            return self._failure(as_api_error(error))
         finally:
             timer.cancel()
             if self._begun is not None:
@@ -148,7 +179,11 @@ class ChunkWriter:
         self._include_usage = generation.include_usage
         self._generation = generation
         self._texts = texts = texts.named(by_id=generation.names_ids)
-        self._is_plain = not (generation.continuous_usage or generation.shows_token_ids)
+        self._parts: list[ChoiceParts] = []  # of each choice, where outputs may hold more than text
+        if generation.form is not None:
+            choices = range(len(generation.requests))
+            self._parts = [ChoiceParts(generation.form, generation.response_id, choice) for choice in choices]
+        self._is_plain = not (generation.continuous_usage or generation.shows_token_ids or self._parts)
         self._so_far = (0, 0, 0.0)  # output tokens, cached tokens, GPU-seconds
         self._unnamed = set(range(len(generation.requests)))  # choices whose prompt's tokens are not shown yet
         # Echoed prompt by choice, until it is written; in a stream every request is a choice.
@@ -166,6 +201,8 @@ class ChunkWriter:
             "created": int(time.time()) if created is None else created,
             "model": generation.model,
         }
+        if generation.service_tier:
+            self._head["service_tier"] = generation.service_tier
 
     def opening(self) -> bytes:
         """The first chunk of each choice: a chat's names the role, a completion has none."""
@@ -221,14 +258,21 @@ class ChunkWriter:
 
     def _chat_output(self, index: int, delta: TokenDelta) -> bytes:
         content = b""
-        named = self._token_ids(index, delta)
+        named: Mapping[str, list[int]] | None = self._token_ids(index, delta)
         shown = delta.logprobs if self._generation.shows_logprobs else None
-        if delta.text or shown is not None or named:
-            logprobs = None if shown is None else chat_logprobs(self._texts, shown.output)
-            content = self._chat_event(index, {"content": delta.text}, logprobs, None, named)
-        if delta.finish_reason is None:
-            return content
-        return content + self._chat_event(index, {}, None, delta.finish_reason)
+        logprobs = None if shown is None else chat_logprobs(self._texts, shown.output)
+        reason = delta.finish_reason
+        if self._parts:
+            deltas = self._parts[index].deltas(delta.text, ended=reason is not None)
+            reason = self._parts[index].finish_reason(reason)
+        else:
+            deltas = [{"content": delta.text}] if delta.text else []
+        if not deltas and (shown is not None or named):
+            deltas = [{"content": ""}]
+        for each in deltas:
+            content += self._chat_event(index, each, logprobs, None, named)
+            logprobs = named = None  # both belong to the tokens, which the first event stands for
+        return content if reason is None else content + self._chat_event(index, {}, None, reason)
 
     def _completion_logprobs(self, index: int, logprobs: DeltaLogprobs) -> dict[str, Any]:
         if index not in self._echoes:
@@ -236,13 +280,19 @@ class ChunkWriter:
         first = first_prompt_entry(self._generation, index // self._generation.n)
         return self._logprobs[index].add(logprobs.output, [first, *logprobs.prompt])
 
+    def end(self, used: UsageFields) -> bytes:
+        return self.usage(used) + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return failed_chunk(error)
+
     def usage(self, usage: UsageFields) -> bytes:
         return event({**self._head, "choices": [], "usage": usage.model_dump()}) if self._include_usage else b""
 
     def _chat_event(
         self,
         index: int,
-        delta: dict[str, str],
+        delta: dict[str, Any],
         logprobs: Any,
         finish_reason: str | None,
         named: Mapping[str, list[int]] | None = None,

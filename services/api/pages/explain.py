@@ -24,7 +24,7 @@ from services.api.pages.sentences import sentence
 
 RESPONSE_ID = re.compile(r"(chatcmpl|cmpl)-[0-9a-f]{32}")
 
-_ERRORS: dict[int | str, dict[str, Any]] = {
+ERRORS: dict[int | str, dict[str, Any]] = {
     404: {"model": ErrorReply, "description": "No request that was sent with this key has that id."},
     503: {"model": ErrorReply, "description": "The decision log is not available now."},
 }
@@ -104,23 +104,34 @@ class Explanation(BaseModel):
 
 def explain_routes(backend: GenerationBackend, admin_token: str) -> APIRouter:
     """The route. A client may ask about requests sent with its own key; the admin token opens all requests."""
-    router = APIRouter(prefix="/v1", tags=["generation"], responses=_ERRORS)
+    router = APIRouter(prefix="/v1", tags=["generation"], responses=ERRORS)
 
     @router.get("/requests/{response_id}")
     async def explain(response_id: str, request: Request) -> Explanation:
-        key = sent_key(request.headers)
-        traces: Sequence[RequestTrace] = ()
-        if RESPONSE_ID.fullmatch(response_id):
-            try:
-                traces = await backend.explain(response_id)
-            except FarsightError as error:
-                raise ApiError(str(error), status=503, kind=SERVER_ERROR, code="unavailable") from error
-        is_operator = bool(admin_token) and hmac.compare_digest(key.encode(), admin_token.encode())
-        if not traces or not (is_operator or all(owns(key, trace.owner) for trace in traces)):
-            raise unknown_request(response_id)
+        traces = await own_traces(backend, response_id, sent_key(request.headers), admin_token)
         return explanation(response_id, traces)
 
     return router
+
+
+async def own_traces(
+    backend: GenerationBackend, response_id: str, key: str, admin_token: str
+) -> Sequence[RequestTrace]:
+    """The traces behind an answer, at least one.
+
+    Raises:
+        ApiError: 404 for an answer that is not known, or that is not the key's to see; 503 without the log.
+    """
+    traces: Sequence[RequestTrace] = ()
+    if RESPONSE_ID.fullmatch(response_id):
+        try:
+            traces = await backend.explain(response_id)
+        except FarsightError as error:
+            raise ApiError(str(error), status=503, kind=SERVER_ERROR, code="unavailable") from error
+    is_operator = bool(admin_token) and hmac.compare_digest(key.encode(), admin_token.encode())
+    if not traces or not (is_operator or all(owns(key, trace.owner) for trace in traces)):
+        raise unknown_request(response_id)
+    return traces
 
 
 def unknown_request(response_id: str) -> ApiError:

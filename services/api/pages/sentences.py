@@ -56,6 +56,8 @@ def _placed(facts: Facts) -> str:
     waited = f" after {_seconds(facts, 'waited_s')} with no replica available" if "waited_s" in facts else ""
     where = f"The router placed it on replica {facts.get('replica', '?')}{waited}"
     reason = str(facts.get("reason", ""))
+    if "batch_size" in facts:
+        return f"{where}. {_batch(facts)}"
     if reason in _E2_REASONS:
         cost_s = sum(float(facts.get(name, 0.0)) for name in ("load_s", "evict_s", "prefill_s"))
         parts = (
@@ -74,6 +76,49 @@ def _placed(facts: Facts) -> str:
         busiest = "" if beside == "the only one" else f"; {beside} had {most}"
         return f"{where}, {'the one with the least work' if busiest else beside}: {least} of work in flight{busiest}."
     return f"{where} ({reason})."
+
+
+def _batch(facts: Facts) -> str:
+    """The batch of a request in batch mode: what it holds, why no more, and why it ran before the others."""
+    prompt, output = _tokens(facts, "batch_len"), _tokens(facts, "generation_len")
+    shape = (
+        f"An idle worker pulled a batch of {_count(facts, 'batch_size')}: longest prompt {prompt}, "
+        f"longest predicted output {output}, {_count(facts, 'own_generation_len')} for this one."
+    )
+    parts = [shape, _waste(facts), _bin(facts), _ratio(facts)]
+    return " ".join(part for part in parts if part)
+
+
+def _waste(facts: Facts) -> str:
+    if "waste_tokens" not in facts:
+        return ""
+    limit = _count(facts, "waste_limit_tokens")
+    wasted = f"Wasted memory accesses: {_tokens(facts, 'waste_tokens')}, below the limit of {limit}"
+    if "next_waste_tokens" not in facts:
+        return f"{wasted}."
+    room = f" of {_count(facts, 'memory_limit_tokens')}" if "memory_limit_tokens" in facts else ""
+    memory = f"{_tokens(facts, 'next_memory_tokens')} of KV{room}"
+    return f"{wasted}; with the nearest request that still waits, {_count(facts, 'next_waste_tokens')} and {memory}."
+
+
+def _bin(facts: Facts) -> str:
+    if "bin" not in facts:
+        return ""
+    last = f"to {_count(facts, 'bin_to_tokens')}" if "bin_to_tokens" in facts else "or more"
+    which = f"bin {_count(facts, 'bin')} of {_count(facts, 'num_bins')}"
+    full = f"{_count(facts, 'full_size')} fill a batch"
+    return f"It is of {which}, {_count(facts, 'bin_from_tokens')} {last} predicted tokens; {full}."
+
+
+def _ratio(facts: Facts) -> str:
+    if "response_ratio" not in facts:
+        return ""
+    queued, service = _seconds(facts, "queued_s"), _seconds(facts, "service_s")
+    ratio = f"{float(facts['response_ratio']):.2f}"
+    number = facts.get("num_rivals", 0)
+    others = "the other batch" if number == 1 else f"the first of {_count(facts, 'num_rivals')} other batches"
+    rivals = f"; {others}: {facts.get('rival_ratios')}" if number else ""
+    return f"Response ratio ({queued} queued + {service} predicted) / {service} = {ratio}{rivals}."
 
 
 def _forecast_price(facts: Facts) -> str:

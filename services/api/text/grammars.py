@@ -35,6 +35,15 @@ def grammar_of(constraint: Constraint) -> str:
     return grammar
 
 
+def schema_of(constraint: Constraint) -> Any:
+    """The JSON Schema of an output; None where a constraint is none."""
+    if constraint.kind == "object":
+        return sources.ANY_OBJECT
+    if constraint.kind != "schema":
+        return None
+    return json.loads(constraint.value) if isinstance(constraint.value, str) else constraint.value
+
+
 def _source(constraint: Constraint) -> str:
     value = constraint.value
     match constraint.kind:
@@ -48,6 +57,9 @@ def _source(constraint: Constraint) -> str:
             return sources.of_choices(value)
         case "grammar":
             return sources.of_grammar(value)
+        case "tags":
+            tags = [sources.Tag(each.begin, each.schema_, each.end) for each in value.structures]
+            return sources.of_tags(tags, value.triggers)
 
 
 def _of_schema(schema: Any, compact: bool) -> str:

@@ -7,13 +7,17 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from core.errors import CapacityError, ConfigError, InvalidValueError
 from core.request import PromptSource
 from services.api.errors import ApiError
 from services.api.text.client_text import placed, spans_of
+from services.api.text.dialect import Dialect
 from services.api.text.echo import Echo
+from services.api.text.settings import TextSettings
 from services.api.text.template_process import TemplateProcess, TemplateRefused, TemplateStopped
 from services.api.text.token_texts import TokenTexts
 from tokenization.capacity import text_capacity
@@ -35,6 +39,20 @@ class ChatEnd(Enum):
     IN_FINAL_MESSAGE = "the output goes on with the last message"
 
 
+class ChatPrompt(NamedTuple):
+    """A conversation as a chat template takes it.
+
+    Attributes:
+        tools: Functions that the model may call; None for none.
+        arguments: Further values that the template may know.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    end: ChatEnd = ChatEnd.NEW_TURN
+    tools: Sequence[Mapping[str, Any]] | None = None
+    arguments: Mapping[str, Any] = {}
+
+
 class PromptEncoder:
     """The tokenizer and the chat template of one model directory.
 
@@ -42,15 +60,17 @@ class PromptEncoder:
 
     Args:
         model_dir: As ``tokenization.model_files`` reads it.
+        settings: What is not as the directory says.
 
     Attributes:
         texts: What single tokens stand for.
+        dialect: How the model writes tool calls and reasoning.
 
     Raises:
         ConfigError: No usable tokenizer, a template with wrong syntax, or one that takes too much time or memory.
     """
 
-    def __init__(self, model_dir: str | Path) -> None:
+    def __init__(self, model_dir: str | Path, settings: TextSettings | None = None) -> None:
         folder = Path(model_dir)
         try:
             files = load_model_texts(folder)
@@ -60,9 +80,11 @@ class PromptEncoder:
         self._encoder = files.encoder
         self.texts = TokenTexts(files.tokenizer)
         self._capacity = text_capacity(files.tokenizer)
-        source = files.template
+        settings = settings or TextSettings()
+        source = settings.template(files.template)
         self._template = None if source is None else _compile(folder, source, files.special_tokens)
         self._knows_developer = source is not None and "developer" in source
+        self.dialect = Dialect(files.tokenizer, source or "", settings.tool_format)
         self._renderer = ThreadPoolExecutor(1, "chat-template")
         self._num_waiting = 0
 
@@ -80,6 +102,26 @@ class PromptEncoder:
         """
         client = () if parse_special else ((0, len(text)),)
         return self._encoder.encode(text, client, add_special_tokens=add_special_tokens)
+
+    def encode_pair(self, first: str, second: str) -> tuple[tuple[int, ...], int]:
+        """Token ids of two texts that a model reads at once, and the index of the first token of the second."""
+        before, between, behind = self._pair_frame
+        ids = [self.encode_prompt(text, add_special_tokens=False).ids for text in (first, second)]
+        head = before + ids[0] + between
+        return head + ids[1] + behind, len(head)
+
+    @cached_property
+    def _pair_frame(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """The tokens that the tokenizer puts before, between and behind two texts."""
+        pair = self._tokenizer.encode("a", "b")
+        frame: list[list[int]] = [[], [], []]
+        last = 0
+        for token_id, is_special, sequence in zip(pair.ids, pair.special_tokens_mask, pair.sequence_ids, strict=True):
+            if not is_special and sequence is not None:
+                last = sequence + 1
+            elif is_special:
+                frame[last].append(token_id)
+        return tuple(frame[0]), tuple(frame[1]), tuple(frame[2])
 
     def word_ids(self, word: str) -> tuple[tuple[int, ...], ...]:
         """Token ids of a text inside of an output: as it is, and behind a space."""
@@ -111,13 +153,13 @@ class PromptEncoder:
         Raises:
             ApiError: As ``render_chat``.
         """
-        return self.encode_rendered(self.render_chat(messages))
+        return self.encode_rendered(self.render_chat(ChatPrompt(messages)))
 
     def encode_rendered(self, text: str) -> tuple[int, ...]:
         """Token ids of what ``render_chat`` returned."""
         return self._encoder.encode(str.__str__(text), spans_of(text)).ids
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]], end: ChatEnd = ChatEnd.NEW_TURN) -> str:
+    def render_chat(self, prompt: ChatPrompt) -> str:
         """The conversation as one text that ends where the assistant is to go on.
 
         A ``developer`` message is a ``system`` message to a template that does not know the word. ``spans_of`` tells
@@ -130,17 +172,21 @@ class PromptEncoder:
             message = "messages: the served model has no chat template; use /v1/completions with a prompt instead"
             raise ApiError(message, param="messages", code="no_chat_template")
         try:
-            chat = [self._chat_message(message) for message in messages]
-            text, spans = self._template.render(chat, add_generation_prompt=end is ChatEnd.NEW_TURN)
+            text, spans = self._template.render(
+                [self._chat_message(message) for message in prompt.messages],
+                add_generation_prompt=prompt.end is ChatEnd.NEW_TURN,
+                tools=prompt.tools,
+                arguments=prompt.arguments,
+            )
         except TemplateRefused as error:
             message = f"messages: the model's chat template refused them: {error}"
             raise ApiError(message, param="messages", code="chat_template_error") from error
-        if end is ChatEnd.IN_FINAL_MESSAGE:
-            cut = _end_of_final(text, messages[-1]["content"])
+        if prompt.end is ChatEnd.IN_FINAL_MESSAGE:
+            cut = _end_of_final(text, prompt.messages[-1]["content"])
             text, spans = text[:cut], tuple((begin, min(stop, cut)) for begin, stop in spans if begin < cut)
         return placed(text, spans) if spans else text
 
-    async def render_chat_soon(self, messages: Sequence[Mapping[str, str]], end: ChatEnd = ChatEnd.NEW_TURN) -> str:
+    async def render_chat_soon(self, prompt: ChatPrompt) -> str:
         """``render_chat`` in a thread of its own: one that has to be stopped holds up other chats alone.
 
         Raises:
@@ -150,11 +196,11 @@ class PromptEncoder:
             raise CapacityError(f"chats that wait for the template: {self._num_waiting}", retry_after_s=1.0)
         self._num_waiting += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._renderer, self.render_chat, messages, end)
+            return await asyncio.get_running_loop().run_in_executor(self._renderer, self.render_chat, prompt)
         finally:
             self._num_waiting -= 1
 
-    def _chat_message(self, message: Mapping[str, str]) -> Mapping[str, str]:
+    def _chat_message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         role = message["role"]
         return {**message, "role": "system"} if role == "developer" and not self._knows_developer else message
 
@@ -208,7 +254,7 @@ class PromptText:
         return round(prompt_len * len(self.user_input) / num_chars) if num_chars else 0
 
 
-def of_chat(messages: Sequence[Mapping[str, str]]) -> PromptText:
+def of_chat(messages: Sequence[Mapping[str, Any]]) -> PromptText:
     """A conversation without a user is all instruction."""
     last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
     others = [message["content"] for i, message in enumerate(messages) if i != last]

@@ -43,7 +43,8 @@ _MAX_REASON = 1000
 _ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONDONTWRITEBYTECODE")
 """What the process has of its parent's environment: no keys, no tokens."""
 
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
 
 
 class TemplateRefused(Exception):
@@ -73,18 +74,25 @@ class TemplateProcess:
             self._ready()
 
     def render(
-        self, messages: Messages, *, add_generation_prompt: bool = True
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Tools | None = None,
+        arguments: Mapping[str, Any] | None = None,
     ) -> tuple[str, tuple[tuple[int, int], ...]]:
         """The text of a conversation, and the places in it that clients wrote (``ClientText.spans``).
 
         Args:
             add_generation_prompt: Whether it ends where the assistant's turn begins.
+            tools: Functions that the model may call.
+            arguments: Further values that the template may know.
 
         Raises:
             TemplateRefused: The template does not render it.
             TemplateStopped: It took too much time or memory.
         """
-        data = _packed([messages, add_generation_prompt])
+        data = _packed([messages, add_generation_prompt, tools, dict(arguments or {})])
         with self._turn:
             try:
                 text, spans = self._ready().ask(data)
@@ -221,7 +229,7 @@ def _reason(error: Exception) -> str:
 
 def main() -> None:
     """``python -m services.api.text.template_process SOCKET``"""
-    from services.api.text.client_text import client_value, compile_template, spans_of
+    from services.api.text.client_text import client_value, client_value_of, compile_template, spans_of
 
     with socket.socket(fileno=int(sys.argv[1])) as connection, connection.makefile("rwb") as stream:
         source, variables = _receive(stream)
@@ -230,7 +238,9 @@ def main() -> None:
         stream.write(framed(_answer(lambda: compiled.append(compile_template(source)))))
         stream.flush()
 
-        def render(messages: Messages, add_generation_prompt: bool) -> tuple[str, tuple[tuple[int, int], ...]]:
+        def render(
+            messages: Messages, add_generation_prompt: bool, tools: Tools | None, arguments: Mapping[str, Any]
+        ) -> tuple[str, tuple[tuple[int, int], ...]]:
             """The role is one of a few words; all else is the client's own."""
             chat = [
                 {name: value if name == "role" else client_value(value) for name, value in message.items()}
@@ -238,10 +248,10 @@ def main() -> None:
             ]
             text = compiled[0].render(
                 messages=chat,
-                tools=None,
+                tools=client_value(tools),
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **variables,
+                **{**client_value_of(arguments), **variables},
             )
             if len(text) > MAX_CHARS:
                 raise MemoryError(f"it writes {len(text)} characters, at most {MAX_CHARS} are taken")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, expect
+from playwright.sync_api import Browser, ConsoleMessage, Page, Route, expect
 
 from core.decisions import Decision, pack_decisions
 from core.errors import FarsightError
@@ -151,6 +151,28 @@ def test_live_requests_are_sorted_and_opened(page: Page, filled: LiveServer) -> 
     expect(detail).to_contain_text("prompt_tokens = 3")
     detail.get_by_role("button", name="Close").click()
     expect(detail).to_be_hidden()
+
+
+def test_what_if_is_asked_by_a_button_and_its_answer_is_text(page: Page, filled: LiveServer) -> None:
+    asked: list[str] = []
+
+    def answer(route: Route) -> None:
+        asked.append(route.request.url)
+        route.fulfill(json={"text": f"With preset=fcfs it would have taken 4.12 s. {HOSTILE}"})
+
+    page.route("**/what-if?*", answer)
+    visit(page, filled, "/dashboard/requests")
+    page.get_by_test_id("live").locator("tbody tr button").first.click()
+    form = page.get_by_test_id("what-if")
+    form.get_by_role("button").click()
+    expect(page.get_by_test_id("what-if-answer")).to_contain_text("Fill in at least one")
+    assert not asked
+    form.get_by_label("Preset").fill("fcfs")
+    form.get_by_label("Replicas").fill("3")
+    form.get_by_role("button").click()
+    expect(page.get_by_test_id("what-if-answer")).to_contain_text(f"4.12 s. {HOSTILE}")
+    [url] = asked
+    assert url.endswith("/what-if?preset=fcfs&replicas=3")
 
 
 def test_schedulers_and_forecasts(page: Page, filled: LiveServer) -> None:

@@ -71,8 +71,8 @@ class Oracle(Speculation):
     def observe(self, num_seqs: int, num_drafts: int, duration_s: float) -> None:
         self.guesses += num_drafts
 
-    def gain(self, num_seqs: int, num_drafts: int, num_right: int, look_s: float) -> float:
-        return 1.0
+    def tokens(self, num_seqs: int, seconds: float) -> float:
+        return 0.0
 
 
 @dataclass

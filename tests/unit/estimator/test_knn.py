@@ -187,3 +187,10 @@ def test_a_batch_that_cannot_be_is_refused(field: str, value: float) -> None:
 def test_sklearn_is_loaded_only_where_neighbours_are_asked() -> None:
     code = f"import sys; import {knn.__name__}; sys.exit('sklearn' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_estimate_is_the_mean_of_as_many_neighbours_as_told() -> None:
+    batches = [ServedBatch(4, 100, 10 + i, float(i + 1)) for i in range(MIN_BATCHES)]
+    assert BatchTimes(COST, batches, num_neighbours=1)(4, 100, 10) == 1.0
+    again = BatchTimes.from_bytes(BatchTimes(COST, batches).to_bytes(), COST, num_neighbours=3)
+    assert again(4, 100, 10) == pytest.approx(2.0)

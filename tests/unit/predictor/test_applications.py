@@ -11,7 +11,7 @@ import pytest
 from core.errors import InvalidValueError
 from core.forecast import Forecast, ForecastQuestion
 from predictor.applications.growing import grow_by_application
-from predictor.applications.reading import NUM_FEATURES, raw_features
+from predictor.applications.reading import KEYS, NUM_FEATURES, SECRET_BYTES, keys_of, raw_features
 from predictor.applications.start import FOREST, GROWTH, MAX_EXAMPLES, untrained
 from predictor.artefact import ArtefactError, TrainedModel, from_bytes
 from predictor.history import HistoryPredictor
@@ -21,6 +21,7 @@ from predictor.retraining import Sample, can_be_retrained, feature_set, retrain,
 from predictor.shedding import Effort
 from predictor.text_predictor import TextPredictor
 
+SECRET = bytes(range(SECRET_BYTES))
 LENGTHS = {"Translate:": 20, "Explain in detail:": 300}
 
 
@@ -35,9 +36,9 @@ def asked(num: int, tenant: str = "") -> list[tuple[ForecastQuestion, int]]:
 
 
 def trained(rows: Sequence[tuple[ForecastQuestion, int]]) -> TrainedModel:
-    features = raw_features([each for each, _ in rows])
+    features = raw_features([each for each, _ in rows], SECRET)
     samples = [Sample(row, length) for row, (_, length) in zip(features, rows, strict=True)]
-    return from_bytes(retrain(retraining(untrained("w"), samples)))
+    return from_bytes(retrain(retraining(untrained("w", SECRET), samples)))
 
 
 def forecasts(artefact: TrainedModel, *questions: ForecastQuestion, effort: Effort = Effort.FULL) -> list[Forecast]:
@@ -47,15 +48,15 @@ def forecasts(artefact: TrainedModel, *questions: ForecastQuestion, effort: Effo
 def test_untrained_it_answers_like_the_history_and_notes_what_to_learn_from() -> None:
     history = HistoryPredictor()
     history.learn([7, 9, 11])
-    predictor = TextPredictor(untrained("w"), None, history)
+    predictor = TextPredictor(untrained("w", SECRET), None, history)
     for effort in Effort:
         answers, features = predictor.forecast_with_features([question(1, "Translate:")], effort)
         assert answers == [history.current()]
         assert (features[0] is not None) == (effort is Effort.FULL)
     row = predictor.forecast_with_features([question(1, "Translate:")])[1][0]
     assert row is not None and row.shape == (NUM_FEATURES,)
-    assert can_be_retrained(untrained("w")) and samples_of(untrained("w")) == []
-    assert feature_set(untrained("w")) != feature_set(untrained("other weights"))
+    assert can_be_retrained(untrained("w", SECRET)) and samples_of(untrained("w", SECRET)) == []
+    assert feature_set(untrained("w", SECRET)) != feature_set(untrained("other weights", SECRET))
 
 
 def test_a_hundred_requests_tell_the_applications_apart() -> None:
@@ -102,15 +103,38 @@ def test_a_tenants_lengths_by_application_stay_its_own() -> None:
     assert foreign[0] == foreign[1] == foreign[2]
 
 
+def test_a_text_with_the_key_of_another_tenants_cannot_be_searched_for() -> None:
+    """The attacker knows the victim's name, its instruction and this source text, but not the secret: a text whose key
+    is the victim's in 12 bits under a guessed secret has an unrelated one under the true secret."""
+    bits, guessed = (1 << 12) - 1, bytes(SECRET_BYTES)
+
+    def key(text: str, tenant: str, secret: bytes) -> int:
+        return int(keys_of(raw_features([question(0, text, tenant)], secret), KEYS[0])[0])
+
+    wanted = key("Translate:", "victim", guessed) & bits
+    found = next(text for text in map(str, range(10**6)) if key(text, "attacker", guessed) & bits == wanted)
+    assert key(found, "attacker", SECRET) & bits != key("Translate:", "victim", SECRET) & bits
+    many = keys_of(raw_features([question(0, str(i)) for i in range(4000)], SECRET), KEYS[0])
+    assert len(set(many.tolist())) == 4000, "24 bits would have collided"
+    assert 1 << 61 < int(many.max()) < 1 << 63 and int(many.min()) >= 0
+
+
+def test_a_secret_of_another_length_is_refused() -> None:
+    with pytest.raises(ArtefactError, match="a secret of 32 bytes"):
+        TextPredictor(untrained("w", b"short"), None, HistoryPredictor())
+    assert feature_set(untrained("w", SECRET)) != feature_set(untrained("w", bytes(SECRET_BYTES)))
+    assert SECRET.hex() not in feature_set(untrained("w", SECRET))
+
+
 def test_it_serves_only_if_it_beats_the_best_history() -> None:
     """Lengths that nothing tells apart: no version may pretend to know better than their quantiles."""
     rng = np.random.default_rng(1)
-    rows = raw_features([question(i, "one for all") for i in range(300)])
+    rows = raw_features([question(i, "one for all") for i in range(300)], SECRET)
     outcomes = [
         PredictionOutcome(Sample(row, int(n)), None, int(n))
         for row, n in zip(rows, rng.geometric(0.01, 300), strict=True)
     ]
-    first = untrained("w")
+    first = untrained("w", SECRET)
     learning: ContinuousLearning[Sample, TrainedModel] = ContinuousLearning(score, first, growth=GROWTH)
     learning.observe(outcomes)
     verdict = learning.learn(0.0, lambda samples: from_bytes(retrain(retraining(first, samples))))

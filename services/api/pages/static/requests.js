@@ -141,7 +141,7 @@ function choose(id) {
   close.addEventListener("click", () => choose(null));
   const body = make("div");
   body.id = "explanation";
-  byId("detail").replaceChildren(make("div", "head", make("h2", "", id), close), body);
+  byId("detail").replaceChildren(make("div", "head", make("h2", "", id), close), body, ...whatIfForm(id));
   byId("detail").scrollIntoView({block: "nearest"});
   showChosen();
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.learning import length_learner, text_forecasts
+from actors.learning import application_secret, length_learner, text_forecasts
 from actors.learning.length_predictor import LengthPredictor
 from actors.log import log_outbox
 from actors.log.log_store import LogStore
@@ -21,6 +21,7 @@ from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError, FarsightError
 from core.forecast import Example, Forecast, ForecastQuestion
 from core.messages.forecasts import ForecastQuestions
+from predictor.applications.reading import SECRET_BYTES
 from predictor.shedding import Effort
 from predictor.trainer import ForestOptions
 from predictor.training import Recipe, train
@@ -182,3 +183,28 @@ async def test_an_artefact_that_is_not_there_is_named(tmp_path: Path) -> None:
         with pytest.raises(FarsightError, match=r"no predictor\.artefact"):
             await predict(plain, question(1, "Explain:"))
         await plain.stop()
+
+
+async def test_predictors_of_one_log_key_applications_by_one_secret_that_outlives_them(tmp_path: Path) -> None:
+    path = str(tmp_path / "log")
+    found = []
+    for _ in range(2):
+        async with opened(path=path) as store, predicting(store, None) as one, predicting(store, None, 1) as other:
+            for component in (one, other):
+                assert component._reader is not None
+                found.append(component._reader._feature_set)
+            (kept,) = [each for each in (await store.artefacts()).artefacts if each.kind == application_secret.KIND]
+            assert kept.num_bytes == SECRET_BYTES
+    assert len(set(found)) == 1
+    async with opened(path=str(tmp_path / "another")) as store, predicting(store, None) as component:
+        assert component._reader is not None and component._reader._feature_set not in found
+
+
+async def test_without_a_log_a_predictor_takes_a_secret_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Away:
+        async def read_artefact(self, name: object) -> None:
+            raise FarsightError("the log is away")
+
+    monkeypatch.setattr(application_secret, "PAUSE_S", 0.0)
+    found = {await application_secret.application_secret(Away()) for _ in range(2)}  # type: ignore[arg-type]
+    assert {len(each) for each in found} == {SECRET_BYTES} and len(found) == 2

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from actors.learning.batch_time_learner import KIND
 from actors.learning.serving_time_estimator import ServingTimeEstimator
 from actors.log.log_store import LogStore
 from actors.runtime.component import ComponentContext
 from actors.runtime.peer import Site
-from actors.scheduling.batch_times import KIND
 from actors.scheduling.batcher import Batcher
 from core.codec import decode, encode
 from core.config.learning import PredictorConfig
@@ -70,6 +70,7 @@ class Shop:
     scheduler: FakeScheduler
     estimator: ServingTimeEstimator
     registry: CollectorRegistry
+    local: dict[str, Any]
 
     async def up(self) -> None:
         await self.batcher.replica_state(ReplicaState("0", READY, ()))
@@ -104,14 +105,22 @@ async def shop(preset: str, log_store: Any, **batch: Any) -> AsyncIterator[Shop]
     local: dict[str, Any] = {"scheduler-0": scheduler, "length-predictor-0": FakePredictor(), "log-store": log_store}
     local["supervisor"] = FakeSupervisor()
     name = "serving-time-estimator-0"
-    estimator = local[name] = ServingTimeEstimator(ComponentContext(name, site, 0, site.peers(), registry))
+    estimator = local[name] = ServingTimeEstimator(ComponentContext(name, site, 0, site.peers(local), registry))
     batcher = Batcher(ComponentContext("router", site, 0, site.peers(local), registry))
+    await estimator.start()
     await batcher.start()
     try:
-        yield Shop(batcher, scheduler, estimator, registry)
+        yield Shop(batcher, scheduler, estimator, registry, local)
         assert not batcher.failed.done(), batcher.failed.exception()
     finally:
         await batcher.stop()
+        await estimator.stop()
+
+
+def waiting_s(shop: Shop) -> list[float]:
+    """Estimated seconds of the batches that wait."""
+    times, batches = shop.batcher._times, shop.batcher._batches.timed()
+    return [times(len(batch), batch.prompt_len, batch.predicted_len) for batch in batches]
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
@@ -172,18 +181,35 @@ async def test_a_bin_that_is_not_full_goes_when_its_time_has_come() -> None:
         assert time.monotonic() - began > 0.099, "not before"
 
 
-async def test_what_was_learnt_outlives_the_batcher_and_estimates_come_from_it() -> None:
-    """A stored version of known batches is what the next Batcher asks; what it learns becomes the next version."""
+async def test_what_was_learned_outlives_the_estimator_and_estimates_come_from_it() -> None:
+    """A stored version of known batches is what the next estimator answers from; a batch that waits is asked about."""
     known = BatchTimes(PRIOR_COST, [ServedBatch(1, 8, 10 + i % 50, 77.0) for i in range(MIN_BATCHES)])
     async with opened() as log_store:
         await log_store.put_artefact(Artefact(KIND, 3, 0.0, None, MIN_BATCHES, "", known.to_bytes()))
         await log_store.set_current(ArtefactName(KIND, 3))
         async with shop("magnus", log_store) as found:
-            await eventually(lambda: found.batcher._times(1, 8, 30) == pytest.approx(77.0))
-            await found.up()
             await found.submit("a")
+            await eventually(lambda: waiting_s(found) == [pytest.approx(77.0)])
+            await found.up()
             await found.end("a")
             assert (await first_batch(log_store)).estimated_time_s == pytest.approx(77.0)
+
+
+async def test_an_estimator_that_is_away_delays_no_batch_and_its_successor_is_asked() -> None:
+    async with opened() as log_store, shop("magnus", log_store) as found:
+        peers = found.local
+        estimator = peers.pop("serving-time-estimator-0")
+        await found.up()
+        await found.submit("a")
+        assert found.placed() == [["a"]]
+        await found.submit("b")
+        (before_s,) = waiting_s(found)
+        samples = tuple(StepSample(0, seqs, 100 * seqs, 0.5) for seqs in (1, 2, 4, 8) for _ in range(50))
+        await estimator.observe(StepSamples("0", samples))
+        peers["serving-time-estimator-0"] = estimator
+        await eventually(lambda: waiting_s(found)[0] > 10 * before_s)
+        await found.end("a")
+        assert found.placed() == [["a"], ["b"]]
 
 
 async def test_estimates_follow_the_measured_steps_until_batches_are_known() -> None:
@@ -197,7 +223,7 @@ async def test_estimates_follow_the_measured_steps_until_batches_are_known() -> 
 async def test_every_two_minutes_a_version_is_stored_with_the_error_of_the_one_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("actors.scheduling.batch_times.LOOK_S", 0.01)
+    monkeypatch.setattr("actors.learning.batch_time_learner.LOOK_S", 0.01)
     monkeypatch.setattr("estimator.knn.PERIOD_S", 0.05)
     async with opened() as log_store, shop("magnus", log_store) as found:
         await found.up()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -159,10 +160,57 @@ async def test_settings_roll_like_weights_and_add_up() -> None:
     assert (await fleet.restarted()).state.settings_of(3) == "{}"
 
 
+async def test_the_switch_is_told_before_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(f"{module.__name__}.time", SimpleNamespace(monotonic=lambda: now, time=lambda: now))
+    fleet = Fleet(1)
+    assert fleet.upgrade.switch_in_s() == 0.0
+    await run(fleet)
+    assert fleet.upgrade.switch_in_s() == module.SWITCH_S
+    now += module.SWITCH_S
+    assert fleet.upgrade.switch_in_s() == 0.0
+
+
+async def test_settings_of_a_scheduler_roll_with_its_replica() -> None:
+    fleet = Fleet(2)
+    tables = {"scheduler": {"gamma": 0.5, "watermark": 0.8}, "engine": {"num_threads": 3}}
+    assert await fleet.upgrade.begin(Upgrade("", settings=json.dumps(tables)), SITE.config)
+    seen = fleet.upgrade.config_of("scheduler-0", SITE.config)
+    assert seen == SITE.config, "its replica has not followed"
+    await fleet.upgrade.run()
+    for replica in ("0", "1"):
+        rolled = fleet.upgrade.config_of(f"scheduler-{replica}", SITE.config)
+        assert rolled is not None
+        assert (rolled.scheduler.gamma, rolled.scheduler.watermark, rolled.engine.num_threads) == (0.5, 0.8, 3)
+        assert fleet.upgrade.site_of(f"worker-{replica}", SITE).config == rolled
+    assert fleet.upgrade.config_of("router", SITE.config) is None
+    assert fleet.upgrade.limits() == "{}"
+
+
+async def test_limits_at_the_door_change_at_once_and_no_process_starts_again() -> None:
+    fleet = Fleet(2)
+    order = Upgrade("", settings='{"server": {"max_wait_s": 7.0, "max_queued_requests": 9, "port": 8000}}')
+    assert not await fleet.upgrade.begin(order, SITE.config)
+    assert (fleet.steps, fleet.upgrade.is_under_way) == ([], False)
+    successor = await fleet.restarted()
+    assert json.loads(successor.limits()) == {"server": {"max_queued_requests": 9, "max_wait_s": 7.0}}
+    assert await successor.begin(Upgrade("", settings='{"engine": {"num_threads": 2}}'), SITE.config)
+    assert json.loads(successor.limits())["server"]["max_wait_s"] == 7.0
+    await successor.run()
+    assert fleet.running == {"0": 1, "1": 1} and json.loads(successor.limits())["server"]["max_wait_s"] == 7.0
+    assert not await successor.begin(
+        Upgrade("", settings='{"server": {"max_wait_s": 300.0, "max_queued_requests": 2048}}'), SITE.config
+    )
+    assert successor.limits() == "{}"
+
+
 @pytest.mark.parametrize(
     ("tables", "field"),
     [
         ('{"server": {"port": 9000}}', "server.port"),
+        ('{"server": {"max_wait_s": -1}}', "server.max_wait_s"),
+        ('{"scheduler": {"gamma": -1}}', "scheduler.gamma"),
+        ('{"batch": {"num_bins": 7}}', "batch.num_bins"),
         ('{"engine": {"max_num_seqs": 2}}', "engine.max_num_seqs"),
         ('{"engine": {"kv_memory": "many"}}', "engine.kv_memory"),
         ('{"engine": {"kv_memory": 3}}', "engine.kv_memory"),

@@ -45,6 +45,13 @@ def odd_shape(seed: int) -> dict[str, Any]:
         fields["rope_parameters"] = fields["rope_parameters"] | factors
     if "rotary_dim" in fields:
         fields["rotary_dim"] = 2 * rng.randint(1, head_dim // 2)
+    for each in ("num_experts", "num_local_experts"):
+        if each in fields:
+            fields[each] = rng.randint(1, 20)
+            fields["num_experts_per_tok"] = rng.randint(1, fields[each])
+    for each in ("moe_intermediate_size", "shared_expert_intermediate_size"):
+        if each in fields:
+            fields[each] = 2 * rng.randint(1, 50)
     layers = rng.randint(1, 3)
     if "layer_types" in fields:
         fields["layer_types"] = [rng.choice(["sliding_attention", "full_attention"]) for _ in range(layers)]
@@ -64,6 +71,7 @@ def save(out: Path, fields: dict[str, Any], seed: int) -> Any:
     config = model_class.config_class(**fields)
     if config._attn_implementation is None:
         config._attn_implementation = "eager"
+    config._experts_implementation = "eager"  # the other ones ask for sizes that are multiples of 4
     model = model_class(config).eval()
     randomize(model)
     model.save_pretrained(out)

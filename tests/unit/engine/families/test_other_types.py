@@ -18,6 +18,8 @@ LARGEST_ERROR = 0.12
 """Mean error of a logit over the mean size of one. A block that is left out changes logits by as much as they are."""
 
 PROMPT = [(7 * i) % 290 + 5 for i in range(41)]
+PLAIN = ["bloom", "gemma2", "gemma3", "glm4", "gptj whole heads", "granite", "olmo2", "phi"]
+WITH_EXPERTS = ["granite moe", "mixtral", "qwen2 moe", "qwen3 moe"]
 TYPES: dict[str, dict[str, Any]] = {
     "torch": {"backend": "torch", "dtype": torch.bfloat16},
     "compiled": {"backend": "native", "dtype": torch.bfloat16},
@@ -36,7 +38,7 @@ def logits(model_dir: Path, **how: Any) -> Tensor:
     return found.clone()
 
 
-@pytest.mark.parametrize("name", ["bloom", "gemma2", "gemma3", "glm4", "gptj whole heads", "granite", "olmo2", "phi"])
+@pytest.mark.parametrize("name", [*PLAIN, *WITH_EXPERTS])
 def test_other_types_compute_nearly_the_same(name: str, tmp_path: Path) -> None:
     model_dir = save_model(tmp_path, **FAMILIES[name])
     exact = logits(model_dir, backend="torch", dtype=torch.float32)

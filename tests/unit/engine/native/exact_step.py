@@ -13,6 +13,7 @@ from engine.checkpoint.model_config import DecoderConfig
 from engine.checkpoint.quantized import QuantizedLinear
 from engine.checkpoint.weights import LayerWeights, Linear, Matrix, ModelWeights, Norm
 from engine.models.rotary import rotary_tables
+from tests.unit.engine.native.exact_experts import exact_mixture
 from tests.unit.engine.native.exact_fma import F32, fma
 from tests.unit.engine.native.exact_quantized import exact_product, round_rows
 
@@ -101,10 +102,20 @@ class ExactStep:
         for layer, window in zip(weights.layers, config.sliding_windows, strict=True):
             attended = self._attend(layer, self._norm(hidden, layer.input_norm), window)
             hidden = hidden + self._linear(attended, layer.out)
-            up = self._linear(self._norm(hidden, layer.post_norm), layer.up)
-            hidden = hidden + self._linear(self._activate(up), layer.down)
+            hidden = hidden + self._rest(layer, self._norm(hidden, layer.post_norm))
         head = weights.lm_head if isinstance(weights.lm_head, QuantizedLinear) else Linear(weights.lm_head, None)
         return self._linear(self._norm(hidden, weights.norm), head)
+
+    def _rest(self, layer: LayerWeights, normed: np.ndarray) -> np.ndarray:
+        """What the MLP or the experts add."""
+        whole = None if layer.up is None or layer.down is None else self._mlp(normed, layer.up, layer.down)
+        if layer.experts is None or self._config.experts is None:
+            assert whole is not None, "a layer has an MLP or experts"
+            return whole
+        return exact_mixture(self._config.experts, layer.experts, normed, whole, self._linear, self._mlp, exp)
+
+    def _mlp(self, rows: np.ndarray, up: Matrix, down: Matrix) -> np.ndarray:
+        return self._linear(self._activate(self._linear(rows, up)), down)
 
     def _norm(self, x: np.ndarray, norm: Norm | None) -> np.ndarray:
         if norm is None:

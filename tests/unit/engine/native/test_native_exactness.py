@@ -17,6 +17,7 @@ from engine.checkpoint.weights import load_weights
 from engine.sequence import Sequence
 from engine.steps.model_runner import ModelRunner
 from kvcache import StepBatch, StepItem
+from tests.unit.engine.families.shapes import FAMILIES
 from tests.unit.engine.native.exact_step import ExactStep
 from tests.unit.engine.small_models import SHAPES, save_model
 
@@ -27,6 +28,8 @@ MODELS = {
     **{name: SHAPES[name] for name in ("mha", "gqa", "mqa", "biases", "mistral", "qwen3", "phi3", "opt", "opt_gelu")},
     "odd": {**ODD, "num_key_value_heads": 1},
     "odd_mha": {**ODD, "num_key_value_heads": 3},
+    "experts": FAMILIES["qwen3 moe"],
+    "shared_experts": FAMILIES["qwen2 moe"],
     "long_window": {"architecture": "MistralForCausalLM", "num_key_value_heads": 2, "sliding_window": 140},
 }
 LENGTHS = (161, 130, 65, 37, 33, 16, *range(1, 13), *range(1, 16))
@@ -185,7 +188,7 @@ def test_a_row_does_not_depend_on_what_it_is_computed_with(saved: dict[str, Path
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_threads", [2, 3, 4, 7])
-@pytest.mark.parametrize("shape", ["mha", "odd"])
+@pytest.mark.parametrize("shape", ["mha", "odd", "experts"])
 def test_a_row_does_not_depend_on_the_threads(saved: dict[str, Path], shape: str, num_threads: int, dtype: str) -> None:
     """In few steps: threads of a step wait for each other, which takes long where others use the cores."""
     tokens = _random_tokens(LENGTHS[:12])
@@ -198,7 +201,7 @@ def test_a_row_does_not_depend_on_the_threads(saved: dict[str, Path], shape: str
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_threads", [1, 3])
-@pytest.mark.parametrize("shape", ["gqa", "odd", "biases", "qwen3", "opt", "long_window"])
+@pytest.mark.parametrize("shape", ["gqa", "odd", "biases", "qwen3", "opt", "long_window", "experts"])
 def test_the_last_layer_computes_queries_of_sampled_rows_alone(
     saved: dict[str, Path], shape: str, num_threads: int, dtype: str
 ) -> None:
@@ -248,7 +251,9 @@ def test_a_prefix_that_another_request_has_computed(saved: dict[str, Path], dtyp
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", ["gqa", "odd", "biases", "qwen3", "phi3", "opt", "long_window"])
+@pytest.mark.parametrize(
+    "shape", ["gqa", "odd", "biases", "qwen3", "phi3", "opt", "long_window", "experts", "shared_experts"]
+)
 def test_the_roundings_are_those_of_the_contract(saved: dict[str, Path], shape: str, dtype: str) -> None:
     """Not only always the same: the bits are those that the ADR promises."""
     (tokens,) = _random_tokens((150,))

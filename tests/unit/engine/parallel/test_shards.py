@@ -35,6 +35,7 @@ def outputs(config: DecoderConfig, layer: LayerWeights, x: torch.Tensor) -> list
         assert isinstance(linear, Linear), "the checkpoint is not quantised"
         return list(torch.nn.functional.linear(x, linear.weight, linear.bias).split(sizes, -1))
 
+    assert layer.up is not None, "the model has no experts"
     kv = config.num_key_value_heads * config.head_dim
     qkv = apply(layer.qkv, [config.num_attention_heads * config.head_dim, kv, kv])
     return qkv + apply(layer.up, [config.intermediate_size] * (config.up_size // config.intermediate_size))

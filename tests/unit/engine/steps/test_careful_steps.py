@@ -35,8 +35,10 @@ class SmallDevice(TorchBackend):
         order: list[int],
         sequences: Mapping[str, Sequence],
         more_rows: list[int] | None = None,
+        *,
+        with_hidden: bool = False,
     ) -> StepLogits:
-        found = super().run(batch, order, sequences, more_rows)
+        found = super().run(batch, order, sequences, more_rows, with_hidden=with_hidden)
         if batch.num_tokens > self.room:
             raise torch.OutOfMemoryError("CUDA out of memory")
         self.num_tokens.append(batch.num_tokens)

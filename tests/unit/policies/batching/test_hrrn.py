@@ -66,7 +66,8 @@ def test_the_longest_wait_and_the_shape_of_the_whole_batch_count() -> None:
     batch = FormedBatch(0, 0.0)
     batch.insert(make_job("a", 7, 3, arrived_at=40))
     batch.insert(make_job("b", 5, 9, arrived_at=20))
-    assert choice.ratio(batch, 100) == 9
+    choice([batch], 100)
+    assert choice.story(batch, 100)["response_ratio"] == 9
     assert asked == [(2, 7, 9)]
 
 
@@ -142,6 +143,24 @@ def test_ranks_follow_time_and_progress() -> None:
     order.ran(long, 1.0, 130)
     order.refresh(130)
     assert [job.request_id for job in order.ranked(130)] == ["long", "short"]
+
+
+def test_the_story_of_a_choice_has_the_rivals_ratios() -> None:
+    """R = (T_q + T_s) / T_s: 3 of the chosen one, 2 and 1.5 of the others."""
+    queue = BatchQueue(choice := HighestResponseRatio(tokens_per_second))
+    chosen = _batch(queue, "a", waited_s=20, service_s=10)
+    _batch(queue, "b", waited_s=10, service_s=20)
+    _batch(queue, "c", waited_s=10, service_s=10)
+    assert queue.pull(100) is chosen
+    story = choice.story(chosen, 100)
+    assert story == {
+        "queued_s": 20,
+        "service_s": 10,
+        "response_ratio": 3,
+        "num_rivals": 2,
+        "rival_ratios": "2.00, 1.50",
+    }
+    assert choice.story(FormedBatch(99, 0.0), 100) == {}, "it was not chosen from"
 
 
 def test_urgency_comes_before_the_ratio() -> None:

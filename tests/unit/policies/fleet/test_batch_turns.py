@@ -108,6 +108,30 @@ def test_company_is_what_the_rule_of_the_batch_takes() -> None:
     assert [job.request_id for job in strict.company(first, others)] == ["alike"]
 
 
+def test_a_story_says_why_a_batch_holds_no_more_and_ran_first() -> None:
+    batcher = build_batcher("magnus", SETTINGS)
+    for name, prompt_len, predicted in (("a", 50, 100.0), ("b", 40, 90.0), ("far", 50, 3000.0)):
+        batcher.add(make_job(name, prompt_len, predicted), 0.0)
+    batch = batcher.pull(5.0)
+    assert batch is not None and [job.request_id for job in batch.jobs] == ["a", "b"]
+    story = batcher.story(batch, 5.0)
+    reads = [50 * 100 + 100 * 99 // 2, 40 * 90 + 90 * 89 // 2, 50 * 3000 + 3000 * 2999 // 2]
+    assert story["waste_tokens"] == reads[0] - reads[1]
+    assert (story["next_waste_tokens"], story["waste_limit_tokens"]) == (reads[2] - reads[1], 50_000)
+    assert (story["next_memory_tokens"], story["memory_limit_tokens"]) == (3 * (50 + 3000), 4000)
+    assert (story["queued_s"], story["service_s"], story["response_ratio"]) == (5.0, 100, 1.05)
+    assert (story["num_rivals"], story["rival_ratios"]) == (1, "1.00")
+
+
+def test_a_bin_tells_its_edges() -> None:
+    bins = build_batcher("multi-bin", replace(SETTINGS, batch_size=1))
+    bins.add(make_job("short", 50, 20.0), 0.0)
+    bins.add(make_job("long", 50, 200.0), 0.0)
+    stories = [bins.story(batch, 0.0) for batch in (bins.pull(0.0), bins.pull(0.0)) if batch is not None]
+    assert stories[0] == {"bin": 1, "num_bins": 2, "full_size": 1, "bin_from_tokens": 0.0, "bin_to_tokens": 100.0}
+    assert stories[1] == {"bin": 2, "num_bins": 2, "full_size": 1, "bin_from_tokens": 100.0}, "it has no upper edge"
+
+
 def test_company_in_a_bin_is_of_the_bin_as_far_as_it_has_room() -> None:
     bins = build_batcher("multi-bin", replace(SETTINGS, batch_size=3))
     for number in range(3):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import AsyncGenerator, Callable, Iterable
 from pathlib import Path
@@ -12,13 +13,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from core.messages.kv import KVTraffic, KVUsage
 from core.messages.live import LiveView
-from core.messages.log import ArtefactInfo, RequestTrace
+from core.messages.log import ArtefactInfo, LoggedWindow, RequestTrace
 from core.messages.placement import PlacementView
 from core.messages.series import SeriesQuery, SeriesReply
 from core.messages.status import ComponentCounts, ComponentStatus, StatusReply
 from core.messages.tokens import TokenDelta
 from core.messages.weights import ServedWeights, Upgrade
-from core.request import Fault, Origin, Request, SamplingParams
+from core.request import Fault, Origin, Request, SamplingParams, Slo
 from services.api.backend import ModelInfo
 from services.api.text.prompts import PromptText
 
@@ -68,6 +69,7 @@ class ScriptedBackend:
         self.keys: list[str] = []
         self.is_healthy = True
         self.origins: list[Origin | None] = []
+        self.wishes: list[tuple[float | None, Slo]] = []
         self.traces: list[RequestTrace] = []
         self.scaled: list[tuple[str, int]] = []
         self.scale_error: Exception | None = None
@@ -76,6 +78,7 @@ class ScriptedBackend:
         self.placements: PlacementView | Exception = PlacementView("round-robin")
         self.history: SeriesReply | Exception = SeriesReply((), ())
         self.on_replicas = LiveView(())
+        self.logged: LoggedWindow | Exception | None = None
         self.num_opened = 0
         self.num_closed = 0
         self.num_completed = 0
@@ -88,6 +91,7 @@ class ScriptedBackend:
         self.texts.append(text)
         self.origins.append(request.origin)
         self.priorities.append(request.priority)
+        self.wishes.append((request.deadline_s, request.slo))
         self.salts.append(request.cache_salt)
         self.keys.append(key)
         self.num_opened += 1
@@ -124,6 +128,11 @@ class ScriptedBackend:
 
     async def explain(self, response_id: str) -> tuple[RequestTrace, ...]:
         return tuple(trace for trace in self.traces if trace.trace_id.startswith(f"{response_id}/"))
+
+    async def logged_around(self, request_id: str) -> LoggedWindow | None:
+        if isinstance(self.logged, Exception):
+            raise self.logged
+        return None if self.logged is None else dataclasses.replace(self.logged, request_id=request_id)
 
     async def drain(self, replica: str, *, cancel: bool) -> ComponentCounts:
         if self.scale_error is not None:

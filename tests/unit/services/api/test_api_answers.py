@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from core.errors import CapacityError, InvalidValueError
-from core.request import Fault, SamplingParams
+from core.request import FLEX, NO_SLO, Fault, SamplingParams, Slo
 from services.api.app import build_app
 from services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.api_support import (
@@ -69,6 +69,7 @@ async def test_completion(client: httpx.AsyncClient, backend: ScriptedBackend, e
             }
         ],
         "usage": used(prompt_len, 4),
+        "service_tier": None,
     }
     assert backend.num_closed == backend.num_completed == 1
 
@@ -124,6 +125,26 @@ async def test_priority_reaches_the_backend(client: httpx.AsyncClient, backend: 
         for given in ({"priority": -3, "n": 2}, {"priority": 7}, {"priority": None}, {}):
             assert (await _post(client, base, **given)).status_code == 200
     assert backend.priorities == [-3, -3, 7, 0, 0] * 2
+
+
+async def test_tiers_are_priorities_and_the_answer_names_them(
+    client: httpx.AsyncClient, backend: ScriptedBackend
+) -> None:
+    tiers = {"auto": "default", "default": "default", "priority": "priority", "flex": "flex", None: None}
+    for base in (COMPLETION, CHAT):
+        for asked, served in tiers.items():
+            reply = await _post(client, base, service_tier=asked)
+            assert reply.json()["service_tier"] == served
+        chunks = read_events((await _post(client, base, service_tier="flex", priority=3, stream=True)).text)
+        assert {chunk["service_tier"] for chunk in chunks} == {"flex"}
+    assert backend.priorities == [0, 0, -1, FLEX, 0, FLEX + 3] * 2
+
+
+async def test_wishes_reach_the_backend(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
+    for base in (COMPLETION, CHAT):
+        for given in ({"deadline_s": 3, "slo": {"ttft": 0.5}}, {"slo": {"tpot": 0.1, "ttft": None}}, {"slo": None}):
+            assert (await _post(client, base, **given)).status_code == 200
+    assert backend.wishes == [(3.0, Slo(ttft_s=0.5)), (None, Slo(tpot_s=0.1)), (None, NO_SLO)] * 2
 
 
 async def test_salts_reach_the_backend(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:

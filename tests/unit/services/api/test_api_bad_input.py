@@ -80,6 +80,19 @@ COMMON_CASES = [
     ({"min_p": True}, 400, "min_p", ["got True"]),
     ({"priority": 1.5}, 400, "priority", ["got 1.5", "integer from -2147483647"]),
     ({"priority": 2**31}, 400, "priority", ["got 2147483648", "to 2147483647"]),
+    ({"deadline_s": 0}, 400, "deadline_s", ["got 0", "seconds > 0 and <= 86400"]),
+    ({"deadline_s": -1.5}, 400, "deadline_s", ["got -1.5"]),
+    ({"deadline_s": "5"}, 400, "deadline_s", ["got '5'", "a number of seconds"]),
+    ({"deadline_s": True}, 400, "deadline_s", ["got True"]),
+    ({"deadline_s": 86401}, 400, "deadline_s", ["got 86401"]),
+    ({"deadline_s": float("inf")}, 400, "deadline_s", ["got inf"]),
+    ({"slo": 5}, 400, "slo", ["got 5", "an object with ttft and tpot"]),
+    ({"slo": {"ttft": 0}}, 400, "slo.ttft", ["got 0", "seconds > 0"]),
+    ({"slo": {"tpot": "fast"}}, 400, "slo.tpot", ["got 'fast'", "a number of seconds"]),
+    ({"slo": {"tpott": 1}}, 400, "slo.tpott", ["unknown field", "tpot"]),
+    ({"service_tier": "scale"}, 400, "service_tier", ["got 'scale'", "'auto', 'default', 'priority' or 'flex'"]),
+    ({"service_tier": 1}, 400, "service_tier", ["got 1"]),
+    ({"service_tier": "priority", "priority": 2}, 400, "priority", ["got 2", "null where service_tier is 'priority'"]),
     ({"cache_salt": ""}, 400, "cache_salt", ["got ''", "1 to 1024 characters"]),
     ({"cache_salt": 5}, 400, "cache_salt", ["got 5"]),
     ({"min_tokens": -1}, 400, "min_tokens", ["got -1", "integer >= 0"]),
@@ -167,7 +180,7 @@ CHAT_CASES = [
     ({"messages": ["hello"]}, 400, "messages[0]", ["got 'hello'", "an object"]),
     ({"messages": [{"role": "user"}]}, 400, "messages[0].content", ["missing", "string"]),
     ({"messages": [{"content": "x"}]}, 400, "messages[0].role", ["missing", "'user'"]),
-    (_message(role="tool"), 400, "messages[1].role", ["got 'tool'", "'assistant'"]),
+    (_message(role="wizard"), 400, "messages[1].role", ["got 'wizard'", "'assistant'"]),
     (_message(role=5), 400, "messages[1].role", ["got 5"]),
     (_message(content=5), 400, "messages[1].content", ["got 5", "string"]),
     (_message(content=None), 400, "messages[1].content", ["got None"]),
@@ -177,13 +190,13 @@ CHAT_CASES = [
     (_message(content=[{"type": "text"}]), 400, "messages[1].content[0].text", ["a string"]),
     (_message(content=[{"type": "text", "text": "a", "x": 1}]), 400, "messages[1].content[0].x", ["only the fields"]),
     (_message(contents="x"), 400, "messages[1].contents", ["did you mean 'content'"]),
-    (_message(tool_calls=[{}]), 400, "messages[1].tool_calls", ["not supported"]),
+    (_message(tool_calls=[{}]), 400, "messages[1].tool_calls[0].id", ["missing"]),
     (_message(content="hello " * 60), 400, "messages", ["tokens", "at most 63"]),
     ({"max_completion_tokens": 64}, 400, "max_completion_tokens", ["got 64"]),
     ({"max_completion_tokens": 0}, 400, "max_completion_tokens", ["integer >= 1"]),
-    ({"tools": [{"type": "function"}]}, 400, "tools", ["not supported"]),
-    ({"tool_choice": "required"}, 400, "tool_choice", ["not supported"]),
-    ({"functions": [{}]}, 400, "functions", ["not supported"]),
+    ({"tools": [{"type": "function"}]}, 400, "tools[0].function", ["missing"]),
+    ({"tool_choice": "required"}, 400, "tool_choice", ["no tools"]),
+    ({"functions": [{}]}, 400, "functions", ["use tools"]),
     ({"response_format": {"type": "xml"}}, 400, "response_format.type", ["json_schema"]),
     ({"modalities": ["audio"]}, 400, "modalities", ["only text"]),
     ({"audio": {}}, 400, "audio", ["only text"]),
@@ -265,7 +278,7 @@ async def test_accepted_content_types(client: httpx.AsyncClient, headers: dict[s
     assert response.status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/nothing", "/v1", "/v1/nothing", "/v1/embeddings"])
+@pytest.mark.parametrize("path", ["/nothing", "/v1", "/v1/nothing", "/v1/images"])
 async def test_unknown_address(client: httpx.AsyncClient, path: str) -> None:
     error = _check_error(await client.post(path, json={}), 404, None, "POST", path)
     assert error["code"] == "not_found"

@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 
+from engine.checkpoint.encoder_config import abilities_of
 from services.api.admin import Administration
 from services.api.app import build_app
 from services.api.text.prompts import PromptEncoder
@@ -33,8 +34,14 @@ CASES = {
     "/admin/drain": 3 * VOLUME,
     "/tokenize": 7 * VOLUME,
     "/detokenize": 3 * VOLUME,
-    "/v1/completions": 115 * VOLUME,
-    "/v1/chat/completions": 112 * VOLUME,
+    "/v1/completions": 81 * VOLUME,
+    "/v1/embeddings": 3 * VOLUME,
+    "/v1/score": 3 * VOLUME,
+    "/v1/rerank": 3 * VOLUME,
+    "/v1/chat/completions": 90 * VOLUME,
+    "/v1/messages": 20 * VOLUME,
+    "/v1/messages/count_tokens": 7 * VOLUME,
+    "/v1/responses": 20 * VOLUME,
     "/admin/scale": 7 * VOLUME,
     "/admin/upgrade": 3 * VOLUME,
 }
@@ -74,7 +81,7 @@ class House:
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     folder = write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
     backend = EngineBackend(folder)
-    backend.model = dataclasses.replace(backend.model, benchmark_mode=True)
+    backend.model = dataclasses.replace(backend.model, benchmark_mode=True, abilities=abilities_of(folder))
     house = House(build_app(backend, PromptEncoder(folder), administration=Administration(TOKEN)))
     yield house
     house.close()

@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from core.errors import ConfigError
-from services.api.text.prompts import PromptEncoder
+from services.api.text.prompts import ChatPrompt, PromptEncoder
 from tests.unit.services.api.api_support import CHATML, write_model_dir
 
 LLAMA_2 = """
@@ -74,7 +74,9 @@ def test_same_as_transformers(tmp_path: Path, template: str, messages: list[dict
     )
     encoder = PromptEncoder(folder)
     arguments: dict[str, Any] = {"add_generation_prompt": True, "return_dict": False}
-    assert encoder.render_chat(messages) == reference.apply_chat_template(messages, tokenize=False, **arguments)
+    assert encoder.render_chat(ChatPrompt(messages)) == reference.apply_chat_template(
+        messages, tokenize=False, **arguments
+    )
     assert list(encoder.encode_chat(messages)) == reference.apply_chat_template(messages, tokenize=True, **arguments)
     for message in messages:
         assert list(encoder.encode_text(message["content"])) == reference.encode(message["content"])
@@ -88,24 +90,24 @@ def test_text_gets_the_tokenizers_special_tokens_and_chat_only_the_templates(tmp
 
 def test_template_file_wins_over_the_config(tmp_path: Path) -> None:
     folder = write_model_dir(tmp_path, "from config")
-    assert PromptEncoder(folder).render_chat([USER]) == "from config"
+    assert PromptEncoder(folder).render_chat(ChatPrompt([USER])) == "from config"
     (folder / "chat_template.jinja").write_text("from file", encoding="utf-8")
-    assert PromptEncoder(folder).render_chat([USER]) == "from file"
+    assert PromptEncoder(folder).render_chat(ChatPrompt([USER])) == "from file"
 
 
 def test_named_templates(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     folder = write_model_dir(tmp_path, None)
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}), encoding="utf-8")
-    assert PromptEncoder(folder).render_chat([USER]) == "plain"
+    assert PromptEncoder(folder).render_chat(ChatPrompt([USER])) == "plain"
 
 
 def test_developer_is_kept_for_a_template_that_knows_it(tmp_path: Path) -> None:
     message = {"role": "developer", "content": "x"}
     knows = write_model_dir(tmp_path / "a", "{{ 'dev!' if messages[0].role == 'developer' }}")
     knows_not = write_model_dir(tmp_path / "b", "{{ messages[0].role }}")
-    assert PromptEncoder(knows).render_chat([message]) == "dev!"
-    assert PromptEncoder(knows_not).render_chat([message]) == "system"
+    assert PromptEncoder(knows).render_chat(ChatPrompt([message])) == "dev!"
+    assert PromptEncoder(knows_not).render_chat(ChatPrompt([message])) == "system"
 
 
 def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from services.api.text.client_text import ClientText, client_value, compile_template, spans_of
-from services.api.text.prompts import PromptEncoder
+from services.api.text.prompts import ChatPrompt, PromptEncoder
 from tests.unit.services.api.api_support import CHATML, write_model_dir
 from tests.unit.tokenization.kinds import KINDS
 
@@ -127,7 +127,7 @@ def test_ordinary_chats_have_their_usual_ids(
     kind: str, template: str, base: Path, messages: list[dict[str, str]]
 ) -> None:
     encoder = encoder_of(folder_of(kind, template, base))
-    text = str.__str__(encoder.render_chat(messages))
+    text = str.__str__(encoder.render_chat(ChatPrompt(messages)))
     tokenizer = Tokenizer.from_file(str(folder_of(kind, template, base) / "tokenizer.json"))
     assert list(encoder.encode_chat(messages)) == tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -220,7 +220,7 @@ def test_reasoning_that_the_template_moves(base: Path) -> None:
     folder = folder_of("byte_level", "qwen", base)
     encoder = encoder_of(folder)
     messages = [{"role": "assistant", "content": "<think>the dog</think>\n\nhello<think>"}]
-    text = str.__str__(encoder.render_chat(messages))
+    text = str.__str__(encoder.render_chat(ChatPrompt(messages)))
     assert text.startswith("<|im_start|>assistant\n<think>\nthe dog\n</think>\n\nhello<think><|im_end|>")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     control = control_of(encoder, tokenizer, encoder.encode_chat(messages))

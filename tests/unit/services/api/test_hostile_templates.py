@@ -17,7 +17,7 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 from core.errors import CapacityError, ConfigError, InvalidValueError
 from services.api.errors import ApiError
 from services.api.text import prompts
-from services.api.text.prompts import PromptEncoder
+from services.api.text.prompts import ChatPrompt, PromptEncoder
 from services.api.text.template_process import RENDER_CPU_S, TemplateProcess, TemplateRefused, TemplateStopped
 from tests.unit.services.api.api_support import write_model_dir
 
@@ -103,7 +103,7 @@ def test_a_client_gets_an_error_and_others_go_on(tmp_path: Path) -> None:
     encoder = PromptEncoder(write_model_dir(tmp_path, GUARDED))
 
     async def talk() -> float:
-        bomb = asyncio.create_task(encoder.render_chat_soon([BOMB]))
+        bomb = asyncio.create_task(encoder.render_chat_soon(ChatPrompt([BOMB])))
         turns, longest, last = 0, 0.0, time.thread_time()
         while not bomb.done():
             await asyncio.sleep(0)
@@ -112,7 +112,7 @@ def test_a_client_gets_an_error_and_others_go_on(tmp_path: Path) -> None:
         with pytest.raises(ApiError, match="processor time") as caught:
             await bomb
         assert (caught.value.status, caught.value.code, caught.value.param) == (400, "chat_template_error", "messages")
-        assert str(await encoder.render_chat_soon([USER])) == "fine"
+        assert str(await encoder.render_chat_soon(ChatPrompt([USER]))) == "fine"
         assert turns > 100
         return longest
 
@@ -124,11 +124,13 @@ def test_few_chats_wait_for_the_template(tmp_path: Path, monkeypatch: pytest.Mon
     encoder = PromptEncoder(write_model_dir(tmp_path, "fine"))
 
     async def ask() -> list[Any]:
-        return await asyncio.gather(*(encoder.render_chat_soon([USER]) for _ in range(4)), return_exceptions=True)
+        return await asyncio.gather(
+            *(encoder.render_chat_soon(ChatPrompt([USER])) for _ in range(4)), return_exceptions=True
+        )
 
     found = asyncio.run(ask())
     assert [type(each) for each in found] == [str, str, CapacityError, CapacityError]
-    assert asyncio.run(encoder.render_chat_soon([USER])) == "fine"
+    assert asyncio.run(encoder.render_chat_soon(ChatPrompt([USER]))) == "fine"
 
 
 def test_a_process_that_is_killed_costs_no_chat() -> None:

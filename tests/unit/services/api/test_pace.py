@@ -125,5 +125,7 @@ async def test_a_body_is_weighed_by_its_size_within_bounds_and_a_look_is_not() -
         async def receive(size: int = size) -> dict[str, Any]:
             return {"type": "http.request", "body": b"x" * size}
 
-        await BodyLimit(app, 5_000_000, pace)({"type": "http", "headers": []}, receive, send)
+        await BodyLimit(app, 5_000_000, pace)(
+            {"type": "http", "method": "POST", "path": "/", "headers": []}, receive, send
+        )
     assert pace.weights == [1, 3, 4 * PER_TURN]

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from services.api.structured import Constraint
 from services.api.text.grammars import grammar_of
@@ -54,6 +55,30 @@ async def test_text_is_free(client: httpx.AsyncClient, backend: ScriptedBackend)
     assert backend.calls[0][1].grammar == ""
 
 
+FUNCTION = {"begin": "<function=f>", "schema": SCHEMA, "end": "</function>"}
+
+
+@pytest.mark.parametrize("spelling", ["response_format", "object", "text"])
+async def test_structural_tags_hold_json_in_free_text(
+    client: httpx.AsyncClient, backend: ScriptedBackend, spelling: str
+) -> None:
+    tags = {"type": "structural_tag", "structures": [FUNCTION], "triggers": ["<function="]}
+    written = {"structured_outputs": {"structural_tag": json.dumps(tags) if spelling == "text" else tags}}
+    fields = {"response_format": tags} if spelling == "response_format" else written
+    answer = await client.post("/v1/chat/completions", json={**CHAT, **fields})
+    assert answer.status_code == 200, answer.text
+    vocabulary = LLTokenizer("byte")
+    matcher = LLMatcher(vocabulary, backend.calls[0][1].grammar)
+    for text, is_allowed in (
+        ("free <function", True),
+        ('It is <function=f>{"a": 1}</function> and <function=f>{"a":2}</function>.', True),
+        ("<function=f>{}", False),
+        ("<function=g>", False),
+    ):
+        ids = vocabulary.tokenize_str(text)
+        assert (matcher.validate_tokens(ids) == len(ids)) is is_allowed, text
+
+
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "schema"),
@@ -66,7 +91,13 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", ""),
-    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "grammar"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "structures"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format.structures", "a list"),
+    (
+        {"response_format": {"type": "structural_tag", "structures": [FUNCTION], "triggers": ["<call="]}},
+        "response_format",
+        "none of the triggers",
+    ),
     ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "only one of"),
     ({"guided_regex": "("}, "guided_regex", "guided_regex"),
     ({"guided_json": "{"}, "guided_json", "JSON"),

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.batch.lines import read_batch
+from services.api.batches.lines import read_batch
 from services.batch.progress import ProgressStore
 from services.batch.runner import run_batch
 from tests.unit.services.api.api_support import ScriptedBackend, Step

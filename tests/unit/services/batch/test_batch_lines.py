@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from core.errors import InvalidValueError
-from services.batch.lines import answered, read_batch, read_result, unsent
+from services.api.batches.lines import answered, read_batch, read_result, unsent
 from tests.unit.services.batch.batch_support import CHAT, request, write_batch
 
 
@@ -47,8 +47,13 @@ def test_sha256_is_of_the_bytes(tmp_path: Path) -> None:
         ({"custom_id": ""}, "custom_id", "''", "a non-empty string"),
         ({"custom_id": "first"}, "custom_id", "'first'", "one that no other line has; line 1 has it"),
         ({"method": "GET"}, "method", "'GET'", "'POST'"),
-        ({"url": "/v1/embeddings"}, "url", "'/v1/embeddings'", "'/v1/chat/completions' or '/v1/completions'"),
-        ({"url": ["x"]}, "url", "['x']", "'/v1/chat/completions' or '/v1/completions'"),
+        (
+            {"url": "/v1/models"},
+            "url",
+            "'/v1/models'",
+            "'/v1/chat/completions' or '/v1/completions' or '/v1/embeddings'",
+        ),
+        ({"url": ["x"]}, "url", "['x']", "'/v1/chat/completions' or '/v1/completions' or '/v1/embeddings'"),
         ({"body": None}, "body", "None", "an object, the request as it would be sent to url"),
         ({"body": {"stream": True}}, "body.stream", "True", "false or no such field; a batch keeps whole answers"),
     ],

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from core.errors import FarsightError, IntegrityError, InvalidValueError
-from services.batch.lines import Batch
+from services.api.batches.lines import Batch
 from services.batch.progress import ProgressStore, partial_path
 from tests.unit.services.batch.batch_support import numbered, read_output, result
 

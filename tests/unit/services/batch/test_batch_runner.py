@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from core.errors import CapacityError, FarsightError
-from services.batch.lines import Batch, LineResult, read_batch
+from services.api.batches.lines import Batch, LineResult, read_batch
+from services.api.batches.sender import RetryPolicy, ServiceStalled
 from services.batch.progress import ProgressStore
-from services.batch.runner import GROUP_S, RetryPolicy, ServiceStalled, run_batch
+from services.batch.runner import GROUP_S, run_batch
 from tests.unit.services.api.api_support import ScriptedBackend
 from tests.unit.services.batch.batch_support import (
     CHAT,

@@ -45,6 +45,9 @@ class OpenStreams:
     async def use_weights(self, version: int, oldest: int) -> None:
         self.model_version, self.oldest_served = version, oldest
 
+    def use_limits(self, limits: str) -> None:
+        self.limits = limits
+
     def end_streams(self, reason: str) -> None:
         self.ended.append(reason)
 
@@ -81,6 +84,30 @@ async def test_an_order_is_kept_without_the_supervisor_and_ends_what_is_left() -
     await attendance.attend()
     await asyncio.sleep(0.01)
     assert streams.ended == [STOPPED]
+
+
+async def test_replicas_that_hear_of_new_weights_one_after_the_other_switch_at_one_instant() -> None:
+    """The one that hears first waits; one that begins meanwhile takes no request before; one that hears late does so
+    at once."""
+    overseer, _, _, first, attendance = replica()
+    overseer.orders = IngressOrders(model_version=1, switch_in_s=1000.0)
+    await attendance.attend()
+    assert first.model_version == 0
+    newcomer, _, _, streams, beginning = replica()
+    newcomer.orders = overseer.orders
+    joining = asyncio.create_task(beginning.join())
+    overseer.orders = IngressOrders(model_version=1, switch_in_s=0.01)
+    await attendance.attend()
+    assert first.model_version == 0 and not joining.done()
+    assert attendance._switch is not None
+    await attendance._switch
+    assert first.model_version == 1
+    newcomer.orders = IngressOrders(model_version=1)
+    await joining
+    assert streams.model_version == 1
+    overseer.orders = IngressOrders(model_version=1, switch_in_s=500.0, oldest_version=1)
+    await attendance.attend()
+    assert (first.model_version, first.oldest_served) == (1, 1), "it has switched already"
 
 
 async def test_new_requests_follow_the_weights_that_the_supervisor_names() -> None:

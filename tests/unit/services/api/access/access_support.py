@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 import time
@@ -12,15 +13,19 @@ from pathlib import Path
 import uvicorn
 from prometheus_client import CollectorRegistry
 
+from core.config.files import FilesConfig
 from services.api.access.door import Door, DoorSettings
 from services.api.access.key_file import KeyFile, changed_key_file
 from services.api.access.keys import Role, Tenant, make_key
 from services.api.admin import Administration
 from services.api.app import build_app
+from services.api.batches.records import Batches
+from services.api.batches.shelf import Files
 from services.api.streams.keeper import StreamKeeper
 from services.api.text.prompts import PromptEncoder
 from tests.free_ports import free_port
 from tests.unit.services.api.api_support import MODEL, ScriptedBackend
+from tests.unit.services.api.batches.kept_support import SqliteShelf
 from tests.unit.services.api.streams.stream_support import ShelfStore
 
 LONG_S = 120.0
@@ -81,6 +86,7 @@ def guarded_server(folder: Path, encoder: PromptEncoder, **settings: object) -> 
     clock, registry, backend = Clock(), CollectorRegistry(), ScriptedBackend()
     made = DoorSettings(key_file=path, admin_token=ADMIN_TOKEN, **settings)  # type: ignore[arg-type]
     door = Door(made, registry, now=clock)
+    shelf = SqliteShelf(folder / "log.sqlite")
     app = build_app(
         backend,
         encoder,
@@ -89,6 +95,7 @@ def guarded_server(folder: Path, encoder: PromptEncoder, **settings: object) -> 
         shares_across_keys=False,
         door=door,
         keeper=StreamKeeper(ShelfStore()),
+        batches=Batches(Files(shelf, FilesConfig())),
     )
     config = uvicorn.Config(app, port=free_port(), log_level="error", lifespan="off")
     server = uvicorn.Server(config)
@@ -101,3 +108,4 @@ def guarded_server(folder: Path, encoder: PromptEncoder, **settings: object) -> 
     yield GuardedServer(config.port, path, keys, door, registry, backend, clock)
     server.should_exit = True
     thread.join(LONG_S)
+    asyncio.run(shelf.log.close())

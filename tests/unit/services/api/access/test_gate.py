@@ -15,7 +15,9 @@ import httpx
 import pytest
 
 from core.config.access import AccessConfig
+from core.config.files import FilesConfig
 from core.messages.log import RequestTrace
+from core.request import FLEX
 from services.api.access.door import Door, DoorSettings, door_settings
 from services.api.access.failures import MAX_ADDRESSES, MAX_SLOWED, SLOW_S, Failures
 from services.api.access.install import route_paths
@@ -23,6 +25,8 @@ from services.api.access.key_file import KeyFile, changed_key_file
 from services.api.access.keys import Role, Tenant
 from services.api.access.roles import ROLES, Everyone, RouteRoles
 from services.api.app import build_app
+from services.api.batches.records import Batches
+from services.api.batches.shelf import Files
 from services.api.middleware import LARGE_BODY_BYTES
 from services.api.streams.keeper import StreamKeeper
 from services.api.text.prompts import PromptEncoder
@@ -35,10 +39,19 @@ from tests.unit.services.api.access.access_support import (
     guarded_server,
 )
 from tests.unit.services.api.api_support import MODEL, ScriptedBackend, delta
+from tests.unit.services.api.batches.kept_support import SqliteShelf
 from tests.unit.services.api.streams.stream_support import ShelfStore
 
 POSTS = {"/v1/completions", "/v1/chat/completions", "/admin/scale", "/admin/drain", "/admin/upgrade"}
-EXAMPLES = {"{model_id:path}": MODEL, "{response_id}": "cmpl-" + "0" * 32, "{stream_id}": "0" * 32}
+POSTS |= {"/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank"}
+POSTS |= {"/v1/files", "/v1/batches", "/v1/batches/{batch_id}/cancel"}
+EXAMPLES = {
+    "{model_id:path}": MODEL,
+    "{response_id}": "cmpl-" + "0" * 32,
+    "{stream_id}": "0" * 32,
+    "{file_id}": "file-0",
+    "{batch_id}": "batch_0",
+}
 
 
 def example(path: str) -> str:
@@ -56,9 +69,10 @@ def check_error(reply: httpx.Response, status: int, code: str) -> dict[str, Any]
     return error
 
 
-def test_every_route_has_a_declared_role(guarded: GuardedServer, encoder: PromptEncoder) -> None:
+def test_every_route_has_a_declared_role(guarded: GuardedServer, encoder: PromptEncoder, tmp_path: Path) -> None:
     """A new route without a line in ``ROLES`` fails here; until it has one, it asks for ``admin``."""
-    app = build_app(ScriptedBackend(), encoder, door=guarded.door, keeper=StreamKeeper(ShelfStore()))
+    batches = Batches(Files(SqliteShelf(tmp_path / "log.sqlite"), FilesConfig()))
+    app = build_app(ScriptedBackend(), encoder, door=guarded.door, keeper=StreamKeeper(ShelfStore()), batches=batches)
     paths = set(route_paths(app))
     assert paths == set(ROLES), "declare the role of each route in services/api/access/roles.py, and of no other"
     assert RouteRoles(["/new"]).of({"type": "http", "path": "/new"}) is Role.ADMIN
@@ -298,6 +312,18 @@ def test_a_tenant_is_in_the_salt_and_in_the_owner(guarded: GuardedServer, http: 
     address = f"/v1/requests/{traces[0].trace_id.partition('/')[0]}"
     codes = {name: http.get(address, headers=guarded.bearer(name)).status_code for name in guarded.keys}
     assert codes == {"acme-1": 200, "acme-2": 200, "serve": 404, "observe": 404, "admin": 200}
+
+
+def test_a_tenant_that_may_not_go_first_is_told_so(guarded: GuardedServer, http: httpx.Client) -> None:
+    backend = guarded.backend
+    del backend.priorities[:]
+    served = [
+        http.post("/v1/completions", json=BODY | {"service_tier": tier}, headers=guarded.bearer(name)).json()
+        for name in ("acme-1", "serve")
+        for tier in ("priority", "flex")
+    ]
+    assert [answer["service_tier"] for answer in served] == ["default", "flex", "priority", "flex"]
+    assert backend.priorities == [5, FLEX + 5, -1, FLEX]
 
 
 def test_usage_is_told_to_its_tenant(guarded: GuardedServer, http: httpx.Client) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from core.errors import InvalidValueError
 
-URLS = ("/v1/chat/completions", "/v1/completions")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def read_batch(path: Path) -> Batch:
     for number, raw in enumerate(data.split(b"\n"), start=1):
         if not raw.strip():
             continue
-        line = _Checker(path, number).line(raw, first_uses)
+        line = LineChecker(f"{path} line {number}", number).line(raw, first_uses)
         first_uses[line.custom_id] = number
         lines.append(line)
     if not lines:
@@ -125,11 +125,16 @@ def _result(custom_id: str, failed: bool, response: dict[str, Any] | None, error
 
 
 @dataclass(frozen=True, slots=True)
-class _Checker:
-    """Checks one line; its errors name file, line and field."""
+class LineChecker:
+    """Checks one line; its errors name the line, by ``where``, and the field.
 
-    path: Path
+    Attributes:
+        tier: The ``service_tier`` of its request; empty leaves what the line says.
+    """
+
+    where: str
     number: int
+    tier: str = ""
 
     def line(self, raw: bytes, first_uses: dict[str, int]) -> BatchLine:
         fields = self._parse(raw)
@@ -148,6 +153,8 @@ class _Checker:
             self._refuse("body", body, "an object, the request as it would be sent to url")
         if body.get("stream") is True:
             self._refuse("body.stream", True, "false or no such field; a batch keeps whole answers")
+        if self.tier:
+            body = {**body, "service_tier": self.tier}
         return BatchLine(self.number, custom_id, url, json.dumps(body, separators=(",", ":")).encode())
 
     def _parse(self, raw: bytes) -> dict[str, Any]:
@@ -167,8 +174,8 @@ class _Checker:
         return fields
 
     def _refuse(self, field: str, value: Any, expected: str) -> NoReturn:
-        where = f"{self.path} line {self.number}"
-        raise InvalidValueError(f"{where}, {field}" if field else where, value, expected) from None
+        where = f"{self.where}, {field}" if field else self.where
+        raise InvalidValueError(where, value, expected) from None
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -1,0 +1,138 @@
+"""How long batches take: learned from what ran, kept in the log."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from actors.calls.log_store import LogStoreCalls
+from actors.runtime.component import ComponentContext
+from actors.runtime.peer import PeerLost
+from core.costs import StepCost
+from core.errors import ConfigError, FarsightError, InvalidValueError
+from core.messages.log import Artefact, ArtefactName
+from core.messages.step_times import BatchShape, ServedBatchTime
+from estimator.batch_times_file import read_batch_times
+from estimator.knn import MIN_BATCHES, BatchTimes, ServedBatch
+from policies.settings import PRIOR_COST
+
+KIND = "batch-times"
+"""Kind of the artefact."""
+
+LOOK_S = 2.0
+"""How often it is seen whether learning is due."""
+
+NUM_SCORED = 200
+"""Estimates that a version's score is the mean error of."""
+
+logger = logging.getLogger(__name__)
+
+
+class BatchTimeLearner:
+    """A ``BatchTimes`` with what it needs around it: step costs of the same component, versions in the log store.
+
+    Every ServingTimeEstimator hears of every batch and learns by itself. The first one stores each version that has
+    learned something, so that the next process goes on from there.
+
+    Raises:
+        ConfigError: The artefact that the configuration names cannot be read.
+    """
+
+    def __init__(self, context: ComponentContext) -> None:
+        settings = context.config.batch
+        self._log_store: LogStoreCalls = context.peers.log_store()
+        self._num_neighbours = settings.knn_neighbours
+        self._stores = context.index == "0"
+        self._times = _trained(settings.artefact, settings.knn_neighbours)
+        self._cost = PRIOR_COST
+        self._errors_s: deque[float] = deque(maxlen=NUM_SCORED)
+        self._num_observed = 0
+        self._unsaved = False
+
+    def price(self, cost: StepCost) -> None:
+        """Takes a newly measured cost of steps."""
+        self._cost = cost
+        self._times.price(cost)
+
+    def estimates_s(self, shapes: Sequence[BatchShape]) -> list[float]:
+        """Seconds of each batch."""
+        return self._times.estimates_s([(each.num_requests, each.batch_len, each.generation_len) for each in shapes])
+
+    def ended(self, batch: ServedBatchTime) -> None:
+        """A batch has run to its end."""
+        shape = batch.shape
+        try:
+            served = ServedBatch(shape.num_requests, shape.batch_len, shape.generation_len, batch.duration_s)
+        except InvalidValueError:
+            return  # it generated nothing
+        self._times.observe(served)
+        self._num_observed += 1
+        self._errors_s.append(abs(batch.estimated_s - batch.duration_s))
+
+    async def run(self) -> None:
+        """Until cancelled. While the log store is away nothing is lost: the next version holds what this one would."""
+        is_loaded = await self._load()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            is_loaded = is_loaded or await self._load()
+            if is_loaded:
+                await self._learn()
+
+    async def _load(self) -> bool:
+        """Goes on from what an earlier life has learned; False if that cannot be known yet."""
+        try:
+            artefact = (await self._log_store.read_artefact(ArtefactName(KIND))).artefact
+        except FarsightError:
+            return False  # it is not there, or has not opened its file yet
+        if artefact is not None:
+            try:
+                times = await asyncio.to_thread(BatchTimes.from_bytes, artefact.data, self._cost, self._num_neighbours)
+            except InvalidValueError as error:
+                logger.error("version %d of %s cannot be read, learning starts over: %s", artefact.version, KIND, error)
+            else:
+                times.price(self._cost)
+                for batch in self._times.unlearned:
+                    times.observe(batch)
+                self._times = times
+        return True
+
+    async def _learn(self) -> None:
+        if self._num_observed + self._times.num_batches >= MIN_BATCHES:
+            await asyncio.to_thread(importlib.import_module, "sklearn.neighbors")  # half a second, once
+        self._unsaved |= self._times.learn(time.monotonic()) > 0
+        if self._unsaved and self._stores:
+            await self._save()
+
+    async def _save(self) -> None:
+        """Stores what is known as the next version, and makes it the current one."""
+        score = sum(self._errors_s) / len(self._errors_s) if self._errors_s else None
+        note = "learned while serving; the score is the mean error of the estimates before, in seconds"
+        try:
+            kept = (await self._log_store.artefacts()).artefacts
+            version = max((info.version for info in kept if info.kind == KIND), default=0) + 1
+            data = self._times.to_bytes()
+            artefact = Artefact(KIND, version, time.time(), score, self._times.num_batches, note, data)
+            await self._log_store.put_artefact(artefact)
+            await self._log_store.set_current(ArtefactName(KIND, version))
+        except PeerLost:
+            return  # it comes back
+        except FarsightError:
+            logger.exception("%s could not be stored", KIND)
+            return
+        self._unsaved = False
+
+
+def _trained(directory: str, num_neighbours: int) -> BatchTimes:
+    """What ``farsight train --estimator`` has learned; without it, one that knows no batch."""
+    if not directory:
+        return BatchTimes(PRIOR_COST, num_neighbours=num_neighbours)
+    try:
+        return read_batch_times(Path(directory), PRIOR_COST, num_neighbours)
+    except (FarsightError, OSError) as error:
+        expected = f"a directory of `farsight train --estimator` ({error})"
+        raise ConfigError("batch.artefact", directory, expected) from error

@@ -1,0 +1,62 @@
+"""Encoders: models that read a whole text at once and generate nothing. BERT and the families that share its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from engine.checkpoint.families.record import Evidence
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderArchitecture:
+    """One class of a ``config.json``.
+
+    Attributes:
+        defaults: Defaults of the fields of its ``config.json``, as in transformers.
+        prefix: What may stand before the names of its tensors.
+        evidence: What it has been compared with.
+        after_padding: Positions count from behind the padding token's id, as in RoBERTa.
+        classifier: How its scores are made of the first token's state: ``pooled`` goes through BERT's pooler, ``two``
+            through the two layers of RoBERTa's head; empty if it makes embeddings.
+    """
+
+    defaults: Mapping[str, Any]
+    prefix: str
+    evidence: Evidence
+    after_padding: bool = False
+    classifier: Literal["", "pooled", "two"] = ""
+
+
+_BERT: Mapping[str, Any] = {
+    "vocab_size": 30522,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "hidden_act": "gelu",
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+    "layer_norm_eps": 1e-12,
+    "pad_token_id": 0,
+    "position_embedding_type": "absolute",
+}
+_ROBERTA: Mapping[str, Any] = {**_BERT, "vocab_size": 50265, "pad_token_id": 1}
+_XLM: Mapping[str, Any] = {**_ROBERTA, "vocab_size": 30522}
+
+ENCODERS: Mapping[str, EncoderArchitecture] = {
+    "BertModel": EncoderArchitecture(_BERT, "bert.", Evidence("all-MiniLM, LaBSE, BGE, E5")),
+    "BertForSequenceClassification": EncoderArchitecture(
+        _BERT, "bert.", Evidence("ms-marco-MiniLM cross-encoders"), classifier="pooled"
+    ),
+    "RobertaModel": EncoderArchitecture(_ROBERTA, "roberta.", Evidence("all-roberta"), after_padding=True),
+    "RobertaForSequenceClassification": EncoderArchitecture(
+        _ROBERTA, "roberta.", Evidence("RoBERTa cross-encoders"), after_padding=True, classifier="two"
+    ),
+    "XLMRobertaModel": EncoderArchitecture(_XLM, "roberta.", Evidence("BGE-M3, multilingual-E5"), after_padding=True),
+    "XLMRobertaForSequenceClassification": EncoderArchitecture(
+        _XLM, "roberta.", Evidence("BGE rerankers"), after_padding=True, classifier="two"
+    ),
+}
+"""Encoders by their name in ``config.json``."""

@@ -1,0 +1,146 @@
+"""Requests whose clients have said by when they want tokens get just enough service: they wait as others do, until they
+can wait no longer.
+
+The latest start of a job is the instant from which on it still ends in time if it is served at once and as long as the
+upper quantile of its law (the idea of JITServe, arXiv 2504.20068). From then on it goes before the others of its tenant
+and class; before that it has the rank that the preset's order gives it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from core.costs import StepCost
+from policies.interfaces import Job, ScheduledRequest
+from policies.outlook.laws import FloatArray, RemainingLaws, drawn
+
+LEVEL = 0.9
+"""Quantile of a job's length that it has to be in time for."""
+
+LOOK_S = 0.1
+"""Latest starts are worked out again after so many seconds: lengths, prices and neighbours change."""
+
+STEPS_AHEAD = 2
+"""Steps with a long prompt before its latest start that a job is due: one is under way, another may have begun."""
+
+MOST_PROMPT = 2048
+"""Prompt tokens of a step: few devices take more at once."""
+
+SLOWER = 1.1
+"""Steps may take so many times as long as they do now: prompts of newcomers come in bursts."""
+
+FADING = 0.99
+"""Share of the longest prompt that is left at each arrival."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServicePace:
+    """How fast a job would be served now.
+
+    Attributes:
+        cost: What a step costs.
+        step_s: Seconds of a step as the running jobs have measured it, or as it costs beside them if that is longer;
+            ``SLOWER`` times that.
+    """
+
+    cost: StepCost
+    step_s: float
+
+    @classmethod
+    def beside(cls, running: Sequence[Job], cost: StepCost, most: int) -> ServicePace:
+        """One job more than those that run, of ``most`` at most."""
+        num = min(most, len(running) + 1)
+        contexts = sum(job.prompt_len + job.output_len for job in running)
+        step_s = cost.step_s(0, num, contexts * num // max(1, len(running)))
+        tokens = ran_s = 0.0
+        for job in running:
+            if isinstance(job, ScheduledRequest) and job.output_len > 0:
+                tokens += job.output_len
+                ran_s += job.ran_s
+        return cls(cost, SLOWER * max(step_s, ran_s / tokens if tokens else 0.0))
+
+    def prompt_s(self, job: Job) -> float:
+        """Until its prompt is computed."""
+        if job.decodes:
+            return 0.0
+        return self.cost.prefill_s(job.missing_len, min(job.cached_len, job.prompt_len))
+
+
+class JustEnough:
+    """Finds the jobs that can wait no longer. O(jobs with a wish) every ``LOOK_S``, else O(1).
+
+    Args:
+        laws: What is known of the tokens still to come.
+        lead_s: Seconds between a decision and the worker's next step.
+
+    Attributes:
+        due: Jobs that can wait no longer, by id.
+    """
+
+    def __init__(self, laws: RemainingLaws, lead_s: float) -> None:
+        self.due: dict[str, ScheduledRequest] = {}
+        self._laws, self._lead_s = laws, lead_s
+        self._wishing: dict[str, ScheduledRequest] = {}
+        self._began: dict[str, float] = {}  # when their first tokens were seen
+        self._looks_at = math.inf
+        self._longest = 0.0  # prompt of late, in tokens
+
+    @property
+    def has_wishes(self) -> bool:
+        """Whether a job here, due or not, has a wish."""
+        return bool(self._wishing or self.due)
+
+    def add(self, job: ScheduledRequest, now: float) -> None:
+        """A job has come, with a wish or without."""
+        self._longest = max(FADING * self._longest, min(job.missing_len, MOST_PROMPT))
+        if job.request.wants_speed:
+            self._wishing[job.request_id] = job
+            self._looks_at = now
+
+    def remove(self, request_id: str) -> None:
+        """A job has left; unknown ones are ignored."""
+        if self._wishing or self.due:
+            self._wishing.pop(request_id, None)
+            self.due.pop(request_id, None)
+            self._began.pop(request_id, None)
+
+    def is_to_look(self, now: float) -> bool:
+        """Whether ``became_due`` would look."""
+        return bool(self._wishing) and now >= self._looks_at
+
+    def became_due(self, pace: ServicePace, now: float) -> list[tuple[ScheduledRequest, float]]:
+        """Jobs that can wait no longer since now, and their latest starts."""
+        jobs = list(self._wishing.values())
+        latest = self.latest_starts(jobs, pace, now)
+        found = [(job, at) for job, at in zip(jobs, latest, strict=True) if at <= now]
+        for job, _ in found:
+            self.due[job.request_id] = self._wishing.pop(job.request_id)
+        self._looks_at = min(min((at for at in latest if at > now), default=math.inf), now + LOOK_S)
+        return found
+
+    def latest_starts(self, jobs: Sequence[ScheduledRequest], pace: ServicePace, now: float) -> list[float]:
+        """The instant from which on each of these jobs cannot wait."""
+        tokens = self._tokens([job for job in jobs if job.request.deadline_s is not None])
+        margin_s = self._lead_s + STEPS_AHEAD * (pace.step_s + pace.cost.prefill_token_s * self._longest)
+        return [self._latest(job, tokens.get(job.request_id, 0.0), pace, now) - margin_s for job in jobs]
+
+    def _tokens(self, jobs: Sequence[ScheduledRequest]) -> dict[str, float]:
+        if not jobs:
+            return {}
+        levels: FloatArray = np.full((len(jobs), 1), LEVEL)
+        left = drawn(*self._laws.remaining(jobs), levels)[:, 0]
+        return {job.request_id: float(num) for job, num in zip(jobs, left, strict=True)}
+
+    def _latest(self, job: ScheduledRequest, tokens: float, pace: ServicePace, now: float) -> float:
+        request, prompt_s = job.request, pace.prompt_s(job)
+        latest = math.inf
+        if request.deadline_s is not None:
+            latest = job.arrived_at + request.deadline_s - prompt_s - tokens * pace.step_s
+        if job.output_len == 0:
+            return min(latest, job.arrived_at + request.slo.ttft_s - prompt_s)
+        began_at = self._began.setdefault(job.request_id, now)
+        return min(latest, began_at + request.slo.tpot_s * job.output_len - prompt_s)

@@ -1,0 +1,122 @@
+"""What guessing may lose: guesses are bets, which are paid from a purse.
+
+Estimates of how often guesses are right come too late for the first requests of another kind of task. A purse bounds
+what they lose, whatever the estimates say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+ALLOWANCE = 0.006
+"""Tokens that guessing may lose for each token of the steps that go by."""
+
+FULL = 1.5
+"""Most tokens that the common purse holds for a single sequence in flight ..."""
+
+FULL_FOR_EACH = 1 / 4
+"""... and for each further one."""
+
+OWN_FULL = 8.0
+"""Most tokens that a request's own purse holds."""
+
+KEPT = 0.5
+"""What the first guesses of a request leave of the common purse, so that several can be wrong."""
+
+RESERVE_FULL = 5.0
+"""Most tokens of the reserve, as a multiple of those of the common purse."""
+
+TRICKLE = 0.3
+"""Tokens that go from the reserve to the common purse for each token of the steps that go by, where there is room."""
+
+BARREN = 0.8
+"""What a look without a guess worth its price leaves of the reserve."""
+
+
+class Purse:
+    """Tokens that guesses may still cost: in common, and for each request what its own right guesses have brought.
+
+    A token is worth the time that a sequence waits for one. The common purse receives ``ALLOWANCE`` for each token, up
+    to a limit of little more than one token; it pays for the looks and for the first guesses of each request. What
+    right guesses bring fills the common purse first, then the request's own, which pays for further guesses of this
+    request, and a reserve, from which the common purse fills faster while requests go on to repeat themselves. So a
+    copy is guessed in growing strides, a request loses no more than it has won and the common purse holds, and after a
+    change of task all requests together lose no more than the allowance, a common purse and a reserve, of which each
+    look that finds nothing takes a fifth.
+    """
+
+    def __init__(self) -> None:
+        self._common = FULL
+        self._reserve = 0.0
+        self._own: dict[str, float] = {}
+
+    @property
+    def common(self) -> float:
+        """Tokens that any request may bet; below 0 after a look that cost more than there was."""
+        return self._common
+
+    @property
+    def owners(self) -> Collection[str]:
+        """The requests with purses of their own."""
+        return self._own.keys()
+
+    @staticmethod
+    def full(num_seqs: int) -> float:
+        """Most tokens that the common purse holds while so many sequences are in flight."""
+        return FULL + FULL_FOR_EACH * (num_seqs - 1)
+
+    def left(self, request_id: str) -> float:
+        """Tokens that a request may lose."""
+        return self._common + self._own.get(request_id, 0.0)
+
+    def most_guesses(self, request_id: str, price: float) -> int:
+        """Guesses of this price that a request may bet in a step: one at least if it can pay it."""
+        left = self.left(request_id)
+        if left < price:
+            return 0
+        return max(1, int((left - max(0.0, self._common) * KEPT) / price))
+
+    def steps_until(self, common: float, num_seqs: int) -> int:
+        """Steps of so many sequences that go by, at least, before the common purse holds so much."""
+        rate = ALLOWANCE + TRICKLE if self._reserve > 0 else ALLOWANCE
+        return max(0, int((min(common, self.full(num_seqs)) - self._common) / (rate * num_seqs)))
+
+    def earn(self, num_seqs: int, num_steps: int = 1) -> None:
+        """Steps of so many sequences go by."""
+        tokens = num_seqs * num_steps
+        full = self.full(num_seqs)
+        self._common += max(0.0, min(ALLOWANCE * tokens, full - self._common))
+        moved = max(0.0, min(self._reserve, TRICKLE * tokens, full - self._common))
+        self._common += moved
+        self._reserve -= moved
+
+    def pay(self, request_id: str, tokens: float) -> None:
+        """Takes the price of a request's guesses, from its own purse first."""
+        own = self._own.pop(request_id, 0.0)
+        if own > tokens:
+            self._own[request_id] = own - tokens
+        else:
+            self._common -= tokens - own
+
+    def pay_look(self, tokens: float, *, barren: bool) -> None:
+        """Takes what the looks of a step have cost.
+
+        Args:
+            barren: They found no guess worth its price.
+        """
+        self._common -= tokens
+        if barren:
+            self._reserve *= BARREN
+
+    def win(self, request_id: str, tokens: int, num_seqs: int) -> None:
+        """So many tokens came because guesses for a request were right."""
+        to_common = min(float(tokens), max(0.0, self.full(num_seqs) - self._common))
+        self._common += to_common
+        if tokens > to_common:
+            rest = tokens - to_common
+            self._own[request_id] = min(OWN_FULL, self._own.get(request_id, 0.0) + rest)
+            self._reserve = min(RESERVE_FULL * self.full(num_seqs), self._reserve + rest)
+
+    def keep(self, request_ids: Collection[str]) -> None:
+        """Forgets the purses of all other requests."""
+        self._own = {request_id: own for request_id, own in self._own.items() if request_id in request_ids}

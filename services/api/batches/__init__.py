@@ -1,0 +1,1 @@
+"""Files that clients leave, and batches of requests from them, in OpenAI's format."""

@@ -1,0 +1,484 @@
+"""Runs the batches that clients have left, beside their other requests.
+
+Every ingress replica looks for batches that are to be run, and takes one by writing its name and a time into the log
+store: the next revision of a record is written once. If it dies, that time passes and another replica goes on. The
+result of a line is written once too, whichever replica has computed it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass, replace
+
+from starlette.types import ASGIApp
+
+from core.errors import FarsightError, InvalidValueError
+from core.kept import (
+    AddParts,
+    DropExpired,
+    KeptObject,
+    ObjectName,
+    ObjectPart,
+    ObjectQuery,
+    PartsQuery,
+    PutObject,
+)
+from services.api.access.caller import CURRENT
+from services.api.access.keys import Caller
+from services.api.batches.lines import BatchLine, LineChecker, LineResult, unsent
+from services.api.batches.records import WINDOW_S, BatchError, Batches, BatchRecord, StoredBatch, batch_tier
+from services.api.batches.sender import LineSender, RetryPolicy, ServiceStalled
+from services.api.batches.shelf import LINES, PART_BYTES, RUN, FileRecord
+from services.api.errors import ApiError
+
+LEASE_S = 10.0
+"""So long a batch stays with an ingress replica that says nothing more."""
+
+LOOK_S = 1.0
+"""How often a replica looks for batches, renews what it has, and sees whether one has been cancelled."""
+
+ROOM_S = 0.02
+"""How often it is looked whether a line may begin while others wait."""
+
+SWEEP_S = 60.0
+MAX_AT_ONCE = 4
+"""Batches that a replica runs at once; they share its places."""
+
+GROUP_LINES, GROUP_S = 32, 0.5
+"""Results are written in groups: at most so many, or those of so many seconds."""
+
+MAX_ERRORS = 20
+"""Wrong lines that are told of an input."""
+
+_TURN_BYTES = 32 * 1024
+"""Bytes of an input that are checked before others on the event loop have a turn."""
+
+_THREAD_BYTES = 64 * 1024
+_OUTPUT, _ERROR = b"o", b"e"
+"""First byte of a kept result: which file it belongs to."""
+
+logger = logging.getLogger(__name__)
+
+
+class _Stopped(Exception):
+    """The batch is no longer to be run here."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningPlace:
+    """Where lines run.
+
+    Attributes:
+        app: Answers them, without asking for a key.
+        caller_of: Who a tenant's lines run for; None for a tenant that is not known.
+        has_room: Whether one more may begin now.
+        max_body_bytes: As of the application.
+    """
+
+    app: ASGIApp
+    caller_of: Callable[[str], Caller | None]
+    has_room: Callable[[], bool]
+    max_body_bytes: int
+
+
+class BatchRunner:
+    """
+    Args:
+        name: That of this ingress replica.
+        uses_keys: Whether a batch needs a tenant.
+    """
+
+    def __init__(
+        self,
+        batches: Batches,
+        place: RunningPlace,
+        name: str,
+        *,
+        uses_keys: bool = False,
+        retry: RetryPolicy | None = None,
+        look_s: float = LOOK_S,
+    ) -> None:
+        self._batches = batches
+        self._shelf = batches.shelf
+        self._place = place
+        self._name = name
+        self._uses_keys = uses_keys
+        self._retry = retry or RetryPolicy()
+        self._look_s = look_s
+        self._room = asyncio.Semaphore(batches.files.settings.batch_in_flight)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._swept_at = -SWEEP_S
+
+    @property
+    def _now(self) -> float:
+        return self._batches.files.now()
+
+    async def run(self) -> None:
+        """Runs batches until it is cancelled; then its leases run out.
+
+        Raises:
+            FarsightError: The log store cannot be had now.
+        """
+        try:
+            while True:
+                await self._look()
+                await asyncio.sleep(self._look_s)
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _look(self) -> None:
+        if time.monotonic() - self._swept_at >= SWEEP_S:
+            self._swept_at = time.monotonic()
+            await self._shelf.drop_expired(DropExpired(self._now))
+        self._tasks = {name: task for name, task in self._tasks.items() if not task.done()}
+        if len(self._tasks) >= MAX_AT_ONCE:
+            return
+        for run in (await self._shelf.list_objects(ObjectQuery(RUN, "", 1000))).objects:
+            if run.object_id in self._tasks or len(self._tasks) >= MAX_AT_ONCE:
+                continue
+            held = _Lease(self._batches, run, self._name)
+            if await held.take():
+                self._tasks[run.object_id] = asyncio.create_task(self._run_held(held))
+
+    async def _run_held(self, held: _Lease) -> None:
+        """Runs a batch as long as this replica has it."""
+        work = asyncio.create_task(self._run_batch(held))
+        try:
+            while not work.done():
+                await asyncio.wait((work,), timeout=self._look_s)
+                if not work.done() and not await held.renew():
+                    work.cancel()
+                    return
+            work.result()
+        except (FarsightError, _Stopped) as error:
+            logger.warning("%s waits for another try: %s", held.batch_id, error)
+        except Exception:
+            logger.exception("%s waits for another try", held.batch_id)
+        finally:
+            work.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await work
+
+    async def _run_batch(self, held: _Lease) -> None:
+        batch = await self._batches.look(held.batch_id)
+        if batch is None:
+            if held.age_s > SWEEP_S:  # else it is being written
+                await held.drop()
+            return
+        if not batch.record.ended:
+            job = _Job(self._batches, self._place, self._room, batch)
+            await job.run(self._retry, uses_keys=self._uses_keys)
+        await self._shelf.drop_object(ObjectName(LINES, held.batch_id))
+        await held.drop()
+
+
+class _Lease:
+    """That a batch is run by one ingress replica, for a while."""
+
+    def __init__(self, batches: Batches, run: KeptObject, name: str) -> None:
+        self.batch_id = run.object_id
+        self._batches = batches
+        self._run = run
+        self._name = name
+        self._until = 0.0
+
+    @property
+    def age_s(self) -> float:
+        return self._batches.files.now() - self._run.created_at
+
+    async def take(self) -> bool:
+        told = json.loads(self._run.record)
+        if told.get("until", 0.0) > self._batches.files.now() and told.get("holder") != self._name:
+            return False
+        return await self._write()
+
+    async def renew(self) -> bool:
+        """Whether the batch is still ours; writes only when a part of the time is over."""
+        now = self._batches.files.now()
+        if now < self._until - LEASE_S / 2:
+            return True
+        try:
+            return await self._write()
+        except FarsightError:
+            return now < self._until
+
+    async def _write(self) -> bool:
+        until = self._batches.files.now() + LEASE_S
+        record = json.dumps({"holder": self._name, "until": until}).encode()
+        changed = replace(self._run, revision=self._run.revision + 1, record=record)
+        if not (await self._batches.shelf.put_object(PutObject(changed))).stored:
+            return False
+        self._run, self._until = changed, until
+        return True
+
+    async def drop(self) -> None:
+        await self._batches.shelf.drop_object(ObjectName(RUN, self.batch_id))
+
+
+class _Job:
+    """One batch, from its input to its files; everything that it has done is in the log store."""
+
+    def __init__(self, batches: Batches, place: RunningPlace, room: asyncio.Semaphore, batch: StoredBatch) -> None:
+        self._batches = batches
+        self._files = batches.files
+        self._place = place
+        self._room = room
+        self._batch_id = batch.kept.object_id
+        self._owner = batch.kept.owner
+        self._record = batch.record
+        self._deadline = batch.kept.created_at + WINDOW_S
+
+    async def run(self, retry: RetryPolicy, *, uses_keys: bool) -> None:
+        caller = self._place.caller_of(self._owner) if uses_keys else None
+        if uses_keys and caller is None:
+            await self._fail([BatchError("tenant_unknown", f"no API key belongs to the tenant {self._owner!r}")])
+            return
+        CURRENT.set(caller)
+        lines, errors = await self._read()
+        if errors:
+            await self._fail(errors)
+            return
+        self._record = await self._change(
+            lambda record: (
+                replace(record, total=len(lines)).at("in_progress", self._files.now())
+                if record.status == "validating"
+                else None
+            )
+        )
+        expires_at = self._deadline + self._files.settings.max_age_s
+        kept = KeptObject(LINES, self._batch_id, self._owner, self._files.now(), expires_at, 1, 0, b"{}")
+        await self._batches.shelf.put_object(PutObject(kept))
+        await self._run_lines(lines, LineSender(self._place.app, retry))
+        await self._finish(lines)
+
+    async def _read(self) -> tuple[list[BatchLine], list[BatchError]]:
+        try:
+            data = await self._files.read(self._owner, self._record.input_file_id)
+        except ApiError as error:
+            return [], [BatchError("file_not_found", error.message, "input_file_id")]
+        settings = self._files.settings
+        return await read_lines(data, self._record.endpoint, settings.max_batch_lines, self._place.max_body_bytes)
+
+    async def _done(self) -> set[int]:
+        query = PartsQuery(LINES, self._batch_id, 0, 0, only_indices=True)
+        return {part.index for part in (await self._batches.shelf.read_parts(query)).parts}
+
+    async def _run_lines(self, lines: list[BatchLine], sender: LineSender) -> None:
+        """Runs the lines without a result; returns when they have one, or when the batch is to end."""
+        done = await self._done()
+        pending = iter([each for each in enumerate(lines) if each[0] not in done])
+        results: asyncio.Queue[tuple[int, LineResult] | None] = asyncio.Queue(GROUP_LINES)
+
+        async def work() -> None:
+            while True:
+                async with self._room:
+                    while not self._place.has_room():  # noqa: ASYNC110 - told by another process twice a second
+                        await asyncio.sleep(ROOM_S)
+                    index, line = next(pending, (-1, None))
+                    if line is None:
+                        return
+                    result = await sender.send(line)
+                await results.put((index, result))
+
+        async def work_all() -> None:
+            async with asyncio.TaskGroup() as workers:
+                for _ in range(min(self._files.settings.batch_in_flight, len(lines))):
+                    workers.create_task(work())
+            await results.put(None)
+
+        work_task = asyncio.create_task(work_all())
+        keep_task = asyncio.create_task(self._keep(results, len(done)))
+        watch_task = asyncio.create_task(self._watch())
+        tasks = (work_task, keep_task, watch_task)
+        try:
+            await asyncio.wait((keep_task, watch_task), return_when=asyncio.FIRST_COMPLETED)
+            if work_task.done() and not work_task.cancelled():
+                _raise_first(work_task)
+            if keep_task.done():
+                keep_task.result()
+            if watch_task.done():
+                watch_task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        """Returns when the batch is to end before its lines have."""
+        while self._files.now() < self._deadline:
+            found = await self._batches.look(self._batch_id)
+            if found is None:
+                raise _Stopped("it has been deleted")
+            if found.record.status == "cancelling":
+                return
+            await asyncio.sleep(LOOK_S)
+
+    async def _keep(self, results: asyncio.Queue[tuple[int, LineResult] | None], num_done: int) -> None:
+        """Writes results until it gets None."""
+        num_failed = self._record.failed
+        ended = False
+        while not ended:
+            group: list[tuple[int, LineResult]] = []
+            ended = await _collect(results, group)
+            if not group:
+                continue
+            parts = [ObjectPart(index, _marked(result)) for index, result in group]
+            await self._batches.shelf.add_parts(AddParts(LINES, self._batch_id, tuple(parts)))
+            num_done += len(group)
+            num_failed += sum(result.failed for _, result in group)
+            counts = {"completed": max(0, num_done - num_failed), "failed": num_failed}
+            await self._change(lambda record, counts=counts: replace(record, **counts))  # type: ignore[misc]
+
+    async def _finish(self, lines: list[BatchLine]) -> None:
+        """Makes the files of what is there, and ends the batch."""
+        missing = [index for index in range(len(lines)) if index not in await self._done()]
+        last = "completed"
+        if missing and self._files.now() >= self._deadline:
+            last = "expired"
+            await self._keep_expired(lines, missing)
+        elif missing:
+            last = "cancelled"
+        else:
+            await self._change(lambda record: _unless_ended(record.at("finalizing", self._files.now()), record))
+        counts = dict.fromkeys((_OUTPUT, _ERROR), 0)
+        for mark, file_id, name in (
+            (_OUTPUT, self._record.output_id, "output"),
+            (_ERROR, self._record.error_id, "error"),
+        ):
+            content = self._content(mark, counts)
+            first = await anext(content, None)
+            if first is not None:
+                filename = f"{self._batch_id}_{name}.jsonl"
+                record = FileRecord(filename, "batch_output", 0)
+                expires_at = self._files.now() + self._record.output_age_s
+                chunks = _behind(first, content)
+                await self._files.write(file_id, self._owner, record, chunks, expires_at, bounded=False)
+        ended = {"completed": counts[_OUTPUT], "failed": counts[_ERROR]}
+        ended |= {"has_output": counts[_OUTPUT] > 0, "has_errors": counts[_ERROR] > 0}
+        await self._change(lambda record: replace(record, **ended).at(last, self._files.now()))  # type: ignore[arg-type]
+
+    async def _keep_expired(self, lines: list[BatchLine], missing: list[int]) -> None:
+        for first in range(0, len(missing), 1000):
+            parts = [
+                ObjectPart(
+                    index, _marked(unsent(lines[index].custom_id, "batch_expired", "The batch's time was over."))
+                )
+                for index in missing[first : first + 1000]
+            ]
+            await self._batches.shelf.add_parts(AddParts(LINES, self._batch_id, tuple(parts)))
+
+    async def _content(self, mark: bytes, counts: dict[bytes, int]) -> AsyncGenerator[bytes, None]:
+        """The results that belong to one file, in the order of the lines; counts them."""
+        index = 0
+        while parts := (
+            await self._batches.shelf.read_parts(PartsQuery(LINES, self._batch_id, index, PART_BYTES))
+        ).parts:
+            index = parts[-1].index + 1
+            for part in parts:
+                if part.data[:1] == mark:
+                    counts[mark] += 1
+                    yield part.data[1:]
+
+    async def _fail(self, errors: list[BatchError]) -> None:
+        await self._change(lambda record: replace(record, errors=tuple(errors)).at("failed", self._files.now()))
+
+    async def _change(self, how: Callable[[BatchRecord], BatchRecord | None]) -> BatchRecord:
+        """
+        Raises:
+            _Stopped: The batch has been deleted.
+        """
+        changed = await self._batches.change(self._batch_id, how)
+        if changed is None:
+            raise _Stopped("it has been deleted")
+        self._record = changed.record
+        return changed.record
+
+
+async def read_lines(
+    data: bytes, endpoint: str, max_lines: int, max_line_bytes: int
+) -> tuple[list[BatchLine], list[BatchError]]:
+    """The requests of an input, or what is wrong with it; others on the event loop have their turns."""
+    lines: list[BatchLine] = []
+    errors: list[BatchError] = []
+    first_uses: dict[str, int] = {}
+    num_bytes = 0
+    for number, raw in enumerate(data.split(b"\n"), start=1):
+        if len(errors) >= MAX_ERRORS:
+            break
+        if not raw.strip():
+            continue
+        num_bytes += len(raw)
+        if num_bytes > _TURN_BYTES:
+            num_bytes = 0
+            await asyncio.sleep(0)
+        try:
+            line = await _checked(raw, number, first_uses, max_line_bytes)
+        except InvalidValueError as error:
+            errors.append(BatchError("invalid_line", str(error), line=number))
+            continue
+        first_uses[line.custom_id] = number
+        if line.url != endpoint:
+            message = f"line {number}, url: got {line.url!r}, expected {endpoint!r}, the endpoint of the batch"
+            errors.append(BatchError("mismatched_url", message, "url", number))
+        if len(lines) >= max_lines:
+            return [], [BatchError("too_many_lines", f"the input has more than {max_lines} requests", line=number)]
+        lines.append(line)
+    if not lines and not errors:
+        errors.append(BatchError("empty_file", "the input has no request", "input_file_id"))
+    return lines, errors
+
+
+async def _checked(raw: bytes, number: int, first_uses: dict[str, int], max_bytes: int) -> BatchLine:
+    where = f"line {number}"
+    if len(raw) > max_bytes:
+        raise InvalidValueError(where, f"{len(raw)} bytes", f"at most {max_bytes} bytes")
+    checker = LineChecker(where, number, batch_tier())
+    if len(raw) < _THREAD_BYTES:
+        return checker.line(raw, first_uses)
+    return await asyncio.to_thread(checker.line, raw, first_uses)
+
+
+async def _collect(results: asyncio.Queue[tuple[int, LineResult] | None], group: list[tuple[int, LineResult]]) -> bool:
+    """Fills a group; returns whether it holds the last result."""
+    result = await results.get()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(GROUP_S):
+            while result is not None:
+                group.append(result)
+                if len(group) == GROUP_LINES:
+                    return False
+                result = await results.get()
+            return True
+    return False
+
+
+def _marked(result: LineResult) -> bytes:
+    return (_ERROR if result.failed else _OUTPUT) + result.data
+
+
+def _unless_ended(changed: BatchRecord, record: BatchRecord) -> BatchRecord | None:
+    return None if record.ended or record.status == "finalizing" else changed
+
+
+async def _behind(first: bytes, others: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    yield first
+    async for each in others:
+        yield each
+
+
+def _raise_first(task: asyncio.Task[None]) -> None:
+    """Raises what a task group has ended with; a service that stands still is no error of a line."""
+    error = task.exception()
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, ServiceStalled):
+        raise _Stopped(str(error)) from error
+    if error is not None:
+        raise error

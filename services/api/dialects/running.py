@@ -1,0 +1,110 @@
+"""Runs the chat that a request of another API has become."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
+from starlette.datastructures import MutableHeaders
+from starlette.responses import JSONResponse, Response
+
+from services.api.access.metered import served_as
+from services.api.access.presented import owner_of, salt_of, sent_key
+from services.api.answers.replies import UsageFields, usage_of
+from services.api.answers.sse import EventStream, StreamWriter, chunks
+from services.api.answers.trace_context import traced
+from services.api.backend import GenerationBackend
+from services.api.errors import ApiError
+from services.api.generate import ChoiceResult, ClientGone, collect, while_connected
+from services.api.middleware import parse_object
+from services.api.promised import ANSWER, AnswerPromise
+from services.api.requests import Generation, generation_of
+from services.api.schemas import ChatCompletionRequest
+from services.api.text.prompts import PromptEncoder
+
+_CLIENT_CLOSED_REQUEST = 499
+_Body = TypeVar("_Body", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """What every answer needs.
+
+    Attributes:
+        shares_across_keys: Whether requests of different keys share cached prefixes.
+    """
+
+    backend: GenerationBackend
+    encoder: PromptEncoder
+    shares_across_keys: bool
+
+    async def begin(self, chat: ChatCompletionRequest, request: Request, id_prefix: str) -> Generation:
+        """The chat as it will run, under a new id; from here on the answer has a promise."""
+        generation = await generation_of(chat, self.backend.model, self.encoder)
+        named = named_for(dataclasses.replace(generation, id_prefix=id_prefix), request, self.shares_across_keys)
+        ANSWER.set(AnswerPromise(len(named.requests)))
+        return named
+
+    async def whole(
+        self, request: Request, generation: Generation, reply: Callable[[ChoiceResult, UsageFields], dict[str, Any]]
+    ) -> Response:
+        """The complete answer; empty if the client has disconnected."""
+        try:
+            results = await while_connected(request.receive, collect(self.backend, generation))
+        except ClientGone:
+            return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        headers = MutableHeaders()
+        promise = ANSWER.get()
+        if promise is not None:
+            headers.update(promise.headers())
+        return JSONResponse(reply(results[0], usage_of(generation, results)), headers=dict(headers))
+
+    def stream(self, generation: Generation, writer: StreamWriter) -> Response:
+        return EventStream(chunks(self.backend, generation, writer), failure=writer.failure)
+
+
+def named_for(generation: Generation, request: Request, shares_across_keys: bool) -> Generation:
+    """Sets the id of the answer, its owner, and the cache salt that decides which requests share prefixes with it."""
+    key = sent_key(request.headers)
+    salt = str if shares_across_keys else functools.partial(salt_of, key)
+    return traced(served_as(generation.named(owner_of(key), salt)))
+
+
+def checked(kind: type[_Body], fields: dict[str, Any]) -> _Body:
+    """A body of this kind.
+
+    Raises:
+        RequestValidationError: It is none; the fields are named as their client wrote them.
+    """
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise body_error(error) from error
+
+
+def body_error(error: ValidationError) -> RequestValidationError:
+    return RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)])
+
+
+async def read_whole(kind: type[_Body], body: bytes) -> _Body:
+    """A large body, read in a thread."""
+    return await asyncio.to_thread(lambda: checked(kind, parse_object(body)))
+
+
+def as_chat(fields: Callable[[], ChatCompletionRequest]) -> ChatCompletionRequest:
+    """The chat, or what of it is wrong as an error of the request."""
+    try:
+        return fields()
+    except ValidationError as error:
+        raise body_error(error) from error
+
+
+def unsupported(field: str, value: Any, expected: str) -> ApiError:
+    return ApiError(f"{field}: got {value!r}, expected {expected}", param=field, code="invalid_value")

@@ -1,0 +1,1 @@
+"""Request bodies of other APIs, and the chats that they become."""

@@ -1,0 +1,243 @@
+"""OpenAI's ``POST /v1/responses``: its fields, and the chat that they become."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from services.api.errors import ApiError
+from services.api.fields import MAX_TOP_LOGPROBS, NO_EFFECT, NeutralOnly, is_empty
+from services.api.schemas import ChatCompletionRequest
+from services.api.strict import StrictModel
+from services.api.structured import Schema
+from services.api.tools.fields import MAX_TOOLS, Name
+
+MAX_ITEMS = 4096
+"""Items of one input."""
+
+
+class ContentPart(StrictModel):
+    neutral: ClassVar[Mapping[str, NeutralOnly]] = {
+        "annotations": NO_EFFECT,
+        "logprobs": NO_EFFECT,
+        "prompt_cache_breakpoint": NO_EFFECT,
+    }
+
+    type: str
+    text: str | None = None
+
+
+class InputItem(StrictModel):
+    """A message, a call of a function, its output, or reasoning; ``chat_messages`` checks which fields it has."""
+
+    neutral: ClassVar[Mapping[str, NeutralOnly]] = {
+        "status": NO_EFFECT,
+        "phase": NO_EFFECT,
+        "encrypted_content": NO_EFFECT,
+        "namespace": NO_EFFECT,
+        "caller": NO_EFFECT,
+    }
+
+    type: str = "message"
+    id: str | None = Field(None, max_length=256)
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[ContentPart] | None = None
+    call_id: str | None = Field(None, max_length=256)
+    name: str | None = Field(None, max_length=256)
+    arguments: str | None = None
+    output: str | list[ContentPart] | None = None
+    summary: list[ContentPart] | None = None
+
+
+class FunctionTool(StrictModel):
+    neutral: ClassVar[Mapping[str, NeutralOnly]] = {
+        "defer_loading": NeutralOnly((False,), "all tools are shown to the model"),
+        "allowed_callers": NO_EFFECT,
+        "output_schema": NO_EFFECT,
+    }
+
+    type: Literal["function"]
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedFunctionTool(StrictModel):
+    type: Literal["function"]
+    name: Name
+
+
+class TextFormat(StrictModel):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = Field(None, max_length=256)
+    description: str | None = None
+    strict: bool | None = None
+    schema_: Schema | None = Field(None, alias="schema")
+
+
+class TextConfig(StrictModel):
+    neutral: ClassVar[Mapping[str, NeutralOnly]] = {"verbosity": NO_EFFECT}
+
+    format: TextFormat | None = None
+
+
+class Reasoning(StrictModel):
+    neutral: ClassVar[Mapping[str, NeutralOnly]] = {
+        "summary": NO_EFFECT,
+        "generate_summary": NO_EFFECT,
+        "context": NO_EFFECT,
+        "mode": NO_EFFECT,
+    }
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+
+
+class ResponsesRequest(StrictModel):
+    """``POST /v1/responses``"""
+
+    neutral: ClassVar[Mapping[str, NeutralOnly]] = {
+        "safety_identifier": NO_EFFECT,
+        "stream_options": NO_EFFECT,
+        "prompt_cache_retention": NO_EFFECT,
+        "include": NO_EFFECT,
+        "max_tool_calls": NO_EFFECT,
+        "service_tier": NeutralOnly(("auto", "default"), "there is one tier"),
+        "store": NeutralOnly((False,), "answers are not stored, send the conversation as items of input"),
+        "previous_response_id": NeutralOnly((), "answers are not stored, send the conversation as items of input"),
+        "conversation": NeutralOnly((), "conversations are not stored, send them as items of input"),
+        "background": NeutralOnly((False,), "an answer is sent when it is complete, or as a stream"),
+        "prompt": NeutralOnly((), "prompts are not stored, send the text as input"),
+        "truncation": NeutralOnly(("disabled",), "a conversation that is too long is refused"),
+        "moderation": NeutralOnly((), "nothing is moderated"),
+    }
+
+    model: str | None = None
+    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_ITEMS)]
+    instructions: str | None = None
+    tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    stream: bool | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    prompt_cache_key: str | None = Field(None, min_length=1, max_length=1024)
+    seed: int | None = Field(None, ge=-1, lt=2**64, description="Extension; as for a chat.")
+    stop: str | list[str] | None = Field(None, description="Extension; as for a chat.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Extension; as for a chat.")
+
+    def chat(self) -> ChatCompletionRequest:
+        """The chat that this is.
+
+        Raises:
+            ApiError, ValidationError: A field cannot be in a chat.
+        """
+        messages = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        if isinstance(self.input, str):
+            messages.append({"role": "user", "content": self.input})
+        else:
+            messages += chat_messages(self.input)
+        same = ("model", "temperature", "top_p", "stream", "prompt_cache_key", "user", "seed", "stop")
+        fields: dict[str, Any] = {name: getattr(self, name) for name in (*same, "chat_template_kwargs")}
+        fields |= {"messages": messages, "max_completion_tokens": self.max_output_tokens, **self._tool_fields()}
+        if self.reasoning is not None:
+            fields["reasoning_effort"] = self.reasoning.effort
+        if self.text is not None and self.text.format is not None:
+            fields["response_format"] = _response_format(self.text.format)
+        return ChatCompletionRequest.model_validate(fields)
+
+    def _tool_fields(self) -> dict[str, Any]:
+        if not self.tools:
+            return {} if isinstance(self.tool_choice, NamedFunctionTool) else {"tool_choice": self.tool_choice}
+        functions = [tool.model_dump(exclude_none=True, exclude={"type"}) for tool in self.tools]
+        choice: Any = self.tool_choice
+        if isinstance(choice, NamedFunctionTool):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        return {
+            "tools": [{"type": "function", "function": function} for function in functions],
+            "tool_choice": choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+        }
+
+
+def _response_format(given: TextFormat) -> dict[str, Any]:
+    if given.type != "json_schema":
+        return {"type": given.type}
+    if given.schema_ is None:
+        raise _wrong("text.format.schema", None, "a JSON Schema")
+    return {"type": "json_schema", "json_schema": {"name": given.name, "schema": given.schema_}}
+
+
+def chat_messages(items: list[InputItem]) -> list[dict[str, Any]]:
+    """The messages of a chat: calls that follow each other are those of one answer.
+
+    Raises:
+        ApiError: 400: an item that cannot be in a chat.
+    """
+    messages: list[dict[str, Any]] = []
+    for index, item in enumerate(items):
+        place = f"input[{index}]"
+        match item.type:
+            case "message":
+                role = _needed(item.role, place, "role")
+                _assistant(messages, role).update({"content": _text(item.content, f"{place}.content")})
+            case "function_call":
+                function = {
+                    "name": _needed(item.name, place, "name"),
+                    "arguments": _needed(item.arguments, place, "arguments"),
+                }
+                call = {"id": _needed(item.call_id, place, "call_id"), "type": "function", "function": function}
+                _assistant(messages, "assistant", open_only=True).setdefault("tool_calls", []).append(call)
+            case "function_call_output":
+                called = _needed(item.call_id, place, "call_id")
+                content = _text(item.output, f"{place}.output")
+                messages.append({"role": "tool", "tool_call_id": called, "content": content})
+            case "reasoning":
+                parts = item.content or item.summary or []
+                if not is_empty(parts):
+                    messages.append({"role": "assistant", "reasoning_content": _text(parts, place)})
+            case _:
+                expected = "'message', 'function_call', 'function_call_output' or 'reasoning'"
+                raise _wrong(f"{place}.type", item.type, expected)
+    return messages
+
+
+def _assistant(messages: list[dict[str, Any]], role: str, *, open_only: bool = False) -> dict[str, Any]:
+    """The message that an item belongs to: that of the assistant before it, where it goes on with it."""
+    last = messages[-1] if messages else {}
+    goes_on = role == "assistant" and last.get("role") == "assistant" and (open_only or "content" not in last)
+    if not goes_on:
+        messages.append({"role": role})
+    return messages[-1]
+
+
+_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
+
+def _text(content: str | list[ContentPart] | None, place: str) -> str:
+    if isinstance(content, str):
+        return content
+    for index, part in enumerate(content or ()):
+        if part.type not in _TEXTS or part.text is None:
+            raise _wrong(f"{place}[{index}].type", part.type, "'input_text' or 'output_text', with a text")
+    if content is None:
+        raise _wrong(place, None, "a string or a list of texts")
+    return "\n".join(part.text or "" for part in content)
+
+
+def _needed(value: str | None, place: str, name: str) -> str:
+    if value is None:
+        raise _wrong(f"{place}.{name}", None, "a string")
+    return value
+
+
+def _wrong(field: str, value: Any, expected: str) -> ApiError:
+    return ApiError(f"{field}: got {value!r}, expected {expected}", param=field, code="invalid_value")

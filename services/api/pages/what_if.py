@@ -1,0 +1,187 @@
+"""``GET /v1/requests/{id}/what-if``: what would have become of a request of one's own under other conditions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query, Request
+from pydantic import BaseModel
+
+from core.errors import FarsightError, InvalidValueError
+from core.messages.log import RequestTrace, WhatIfAnswer, WhatIfQuestion
+from policies.presets import PRESETS
+from services.api.access.caller import CURRENT
+from services.api.access.presented import owner_of, sent_key
+from services.api.backend import GenerationBackend
+from services.api.errors import SERVER_ERROR, ApiError
+from services.api.fields import MAX_PRIORITY
+from services.api.pages.explain import ERRORS, own_traces, unknown_request
+from services.api.pages.what_if_process import WhatIfProcess
+
+MAX_REPLICAS = 64
+PER_MINUTE = 12
+"""Questions of one key."""
+
+MAX_KEYS = 1024
+"""Keys whose questions are counted; the ones that asked longest ago are forgotten."""
+
+SAME = 0.1
+"""Times that differ by less are called about the same."""
+
+
+class LifeTimes(BaseModel):
+    """Seconds from the receipt to the first token and to the end."""
+
+    ttft_s: float
+    jct_s: float
+
+
+class WhatIf(BaseModel):
+    """A request with and without a change; seconds.
+
+    Attributes:
+        jct_s: What it would have taken: what it took, times the ratio of both simulated runs.
+        as_simulated, changed: The runs as it was and with the change.
+        text: The answer as a sentence.
+    """
+
+    id: str
+    object: Literal["request.what_if"] = "request.what_if"
+    choice: int
+    if_: Annotated[str, Query(serialization_alias="if")]
+    jct_s: float
+    logged_jct_s: float
+    as_simulated: LifeTimes
+    changed: LifeTimes
+    text: str
+
+
+class Turns:
+    """One question at a time, and ``PER_MINUTE`` of each key."""
+
+    def __init__(self) -> None:
+        self._is_taken = False
+        self._asked: OrderedDict[bytes, deque[float]] = OrderedDict()
+
+    def take(self, owner: bytes, now: float) -> float:
+        """Takes the turn; else seconds after which it may be free. 0 if it is taken."""
+        times = self._asked.setdefault(owner, deque())
+        self._asked.move_to_end(owner)
+        if len(self._asked) > MAX_KEYS:
+            self._asked.popitem(last=False)
+        while times and now - times[0] >= 60.0:
+            times.popleft()
+        if len(times) >= PER_MINUTE:
+            return 60.0 - (now - times[0])
+        if self._is_taken:
+            return 1.0
+        times.append(now)
+        self._is_taken = True
+        return 0.0
+
+    def give_back(self) -> None:
+        self._is_taken = False
+
+
+def what_if_routes(backend: GenerationBackend, admin_token: str) -> APIRouter:
+    """The route, for the requests that ``explain_routes`` shows to the same caller."""
+    router = APIRouter(prefix="/v1", tags=["generation"], responses=ERRORS)
+    turns, process = Turns(), WhatIfProcess()
+
+    @router.get("/requests/{response_id}/what-if")
+    async def what_if(
+        response_id: str,
+        request: Request,
+        preset: str = "",
+        replicas: int | None = None,
+        priority: int | None = None,
+        choice: Annotated[int, Query(ge=0)] = 0,
+    ) -> WhatIf:
+        change = _change(preset, replicas, priority)
+        traces = await own_traces(backend, response_id, sent_key(request.headers), admin_token)
+        request_id = _ended(response_id, traces, choice)
+        wait_s = turns.take(_asker(request), time.monotonic())
+        if wait_s:
+            message = f"the simulation is busy, or you asked {PER_MINUTE} times a minute; retry in {wait_s:.0f} s"
+            headers = {"Retry-After": str(max(1, round(wait_s)))}
+            raise ApiError(message, status=429, kind="rate_limit_error", code="what_if_busy", headers=headers)
+        try:
+            window = await backend.logged_around(request_id)
+            if window is None:
+                raise unknown_request(response_id)
+            question = WhatIfQuestion(window, preset, replicas, _allowed(priority))
+            answer = await asyncio.shield(asyncio.to_thread(process.ask, question))
+        except FarsightError as error:
+            raise _unavailable(str(error)) from error
+        finally:
+            turns.give_back()
+        if answer.problem:
+            raise _unavailable(answer.problem)
+        return _reply(response_id, choice, change, answer)
+
+    return router
+
+
+def _asker(request: Request) -> bytes:
+    """Who is counted: the tenant, or the holder of a key that the service does not know."""
+    caller = CURRENT.get()
+    return owner_of(sent_key(request.headers) if caller is None else caller.identity)
+
+
+def _change(preset: str, replicas: int | None, priority: int | None) -> str:
+    """The change as a text.
+
+    Raises:
+        InvalidValueError: It is none, or out of range.
+    """
+    if preset and preset not in PRESETS:
+        raise InvalidValueError("preset", preset, f"one of {', '.join(PRESETS)}")
+    if replicas is not None and not 1 <= replicas <= MAX_REPLICAS:
+        raise InvalidValueError("replicas", replicas, f"an integer from 1 to {MAX_REPLICAS}")
+    if priority is not None and not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        raise InvalidValueError("priority", priority, f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}")
+    given = {"preset": preset or None, "replicas": replicas, "priority": priority}
+    change = ",".join(f"{name}={value}" for name, value in given.items() if value is not None)
+    if not change:
+        raise InvalidValueError("preset", None, "a preset, or replicas or priority: something that is different")
+    return change
+
+
+def _allowed(priority: int | None) -> int | None:
+    """Within the range of the caller's tenant: no simulation tells of a class that it may not use."""
+    caller = CURRENT.get()
+    return priority if priority is None or caller is None else caller.tenant.priority(priority)
+
+
+def _ended(response_id: str, traces: Sequence[RequestTrace], choice: int) -> str:
+    """The id of the request behind a choice, which has ended."""
+    own = [trace for trace in traces if trace.choice == choice]
+    if not own:
+        raise ApiError(f"choice: got {choice}, expected one of the answer's", param="choice", code="invalid_value")
+    if not all(trace.ended for trace in own if trace.source == "ingress"):
+        raise ApiError(f"id: {response_id!r} has not ended yet", status=409, param="id", code="request_running")
+    return own[0].request_id
+
+
+def _unavailable(message: str) -> ApiError:
+    return ApiError(message, status=503, kind=SERVER_ERROR, code="unavailable")
+
+
+def _reply(response_id: str, choice: int, change: str, answer: WhatIfAnswer) -> WhatIf:
+    ratio = answer.jct_s / answer.logged_jct_s if answer.logged_jct_s else 1.0
+    compared = "about the same" if abs(ratio - 1) < SAME else f"{ratio:.2f} times that"
+    return WhatIf(
+        id=response_id,
+        choice=choice,
+        if_=change,
+        jct_s=round(answer.jct_s, 3),
+        logged_jct_s=round(answer.logged_jct_s, 3),
+        as_simulated=LifeTimes(ttft_s=round(answer.before_ttft_s, 3), jct_s=round(answer.before_jct_s, 3)),
+        changed=LifeTimes(ttft_s=round(answer.after_ttft_s, 3), jct_s=round(answer.after_jct_s, 3)),
+        text=f"With {change} it would have taken {answer.jct_s:.2f} s instead of {answer.logged_jct_s:.2f} s, "
+        f"{compared}.",
+    )

@@ -1,0 +1,62 @@
+"""How the served model writes tool calls and reasoning: found from its chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+from tokenization.text_stream import special_ids
+from tokenization.tool_formats.formats import FORMATS, THINK_BEGIN, THINK_END, ToolFormat, format_of, reasons
+from tokenization.tool_formats.parts import OutputForm
+
+
+class Dialect:
+    """The format of one model.
+
+    Args:
+        template: Source of its chat template; empty if there is none.
+        tool_format: Name of the form of its calls; ``auto`` finds it from the template.
+
+    Attributes:
+        format: How it writes tool calls.
+        reasons: Whether it may reason before it answers.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: str, tool_format: str = "auto") -> None:
+        self.format: ToolFormat = format_of(template) if tool_format == "auto" else FORMATS[tool_format]
+        self.reasons = reasons(template)
+        special = special_ids(tokenizer)
+        markers = (*self.format.markers, THINK_BEGIN, THINK_END)
+        found = {marker: tokenizer.token_to_id(marker) for marker in markers}
+        self._special = {marker: token_id for marker, token_id in found.items() if token_id in special}
+
+    def token_id(self, text: str) -> int | None:
+        """The special token that a text is; None for any other text."""
+        return self._special.get(text)
+
+    def form(
+        self,
+        rendered: str,
+        tools: Sequence[str],
+        *,
+        forced: bool = False,
+        shows_reasoning: bool = True,
+        reasons: bool = True,
+    ) -> OutputForm | None:
+        """What an output behind this prompt may hold beside text; None for nothing.
+
+        Args:
+            tools: Names that it may call.
+            forced: Whether it is calls alone.
+            reasons: Whether the output may begin with reasoning, if the model does that.
+        """
+        if not tools and not self.reasons:
+            return None
+        may_reason = self.reasons and reasons
+        in_reasoning = may_reason and rendered.rstrip().endswith(THINK_BEGIN)
+        return OutputForm(self.format.name, tuple(tools), may_reason, in_reasoning, shows_reasoning, forced)
+
+    def shown_ids(self) -> tuple[int, ...]:
+        """Special tokens that a parser has to see."""
+        return tuple(sorted(self._special.values()))

@@ -1,0 +1,1 @@
+"""Embeddings, scores and rankings: what a model makes of texts without generating any."""

