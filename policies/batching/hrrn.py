@@ -6,6 +6,7 @@ long one that arrived a little earlier; each second of waiting raises the ratio 
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -42,32 +43,37 @@ class HighestResponseRatio:
 
     def __init__(self, serving_time_s: ServingTime) -> None:
         self._serving_time_s = serving_time_s
-        self._service_s: dict[int, float] = {}  # by the ids of the batches of the last choice
-        self._rivals: Sequence[FormedBatch] = ()
+        self._choices: Sequence[FormedBatch] = ()  # of the last choice, and the estimate of each
+        self._times: Sequence[float] = ()
 
     def __call__(self, batches: Sequence[FormedBatch], now: float) -> FormedBatch:
-        times = [self._serving_time_s(len(batch), batch.prompt_len, batch.predicted_len) for batch in batches]
-        self._rivals = batches
-        self._service_s = {batch.batch_id: time_s for batch, time_s in zip(batches, times, strict=True)}
-        return min(batches, key=lambda batch: (-self._ratio(batch, now), batch.arrived_at, batch.batch_id))
+        estimate = self._serving_time_s
+        times = [estimate(len(batch), batch.prompt_len, batch.predicted_len) for batch in batches]
+        self._choices, self._times = batches, times
 
-    def _ratio(self, batch: FormedBatch, now: float) -> float:
-        """R of a batch of the last choice, at this instant."""
-        return response_ratio(now - batch.arrived_at, self._service_s[batch.batch_id])
+        def standing(index: int) -> tuple[float, float, int]:
+            batch = batches[index]
+            return -response_ratio(now - batch.arrived_at, times[index]), batch.arrived_at, batch.batch_id
+
+        return batches[min(range(len(batches)), key=standing)]
 
     def story(self, batch: FormedBatch, now: float) -> Facts:
         """What the last choice compared; nothing about a batch that it did not choose from."""
-        ratio = self._ratio(batch, now) if batch.batch_id in self._service_s else math.inf
-        if ratio == math.inf:
+        service_s = next((time_s for each, time_s in self._compared() if each is batch), 0.0)
+        if service_s <= 0:
             return {}
-        rivals = sorted((self._ratio(each, now) for each in self._rivals if each is not batch), reverse=True)
+        others = ((each, time_s) for each, time_s in self._compared() if each is not batch)
+        ratios = heapq.nlargest(RIVALS, (response_ratio(now - each.arrived_at, time_s) for each, time_s in others))
         return {
             "queued_s": now - batch.arrived_at,
-            "service_s": self._service_s[batch.batch_id],
-            "response_ratio": ratio,
-            "num_rivals": len(rivals),
-            "rival_ratios": ", ".join(f"{ratio:.2f}" for ratio in rivals[:RIVALS]),
+            "service_s": service_s,
+            "response_ratio": response_ratio(now - batch.arrived_at, service_s),
+            "num_rivals": len(self._choices) - 1,
+            "rival_ratios": ", ".join(f"{ratio:.2f}" for ratio in ratios),
         }
+
+    def _compared(self) -> Iterator[tuple[FormedBatch, float]]:
+        return zip(self._choices, self._times, strict=True)
 
 
 ESTIMATES = 64

@@ -78,7 +78,7 @@ class LaggingText:
 
 
 class LaggingDetokenizer:
-    def start(self, stop: Values[str] = (), prompt_ids: Values[int] = ()) -> LaggingText:
+    def start(self, stop: Values[str] = (), prompt_ids: Values[int] = (), shown_ids: Values[int] = ()) -> LaggingText:
         return LaggingText()
 
 
