@@ -230,6 +230,10 @@ class BatchQueue:
     def num_jobs(self) -> int:
         return len(self._batch_of)
 
+    @property
+    def num_batches(self) -> int:
+        return len(self._batches)
+
     def __iter__(self) -> Iterator[FormedBatch]:
         """In order of addition."""
         return iter(self._batches.values())

@@ -6,10 +6,9 @@ long one that arrived a little earlier; each second of waiting raises the ratio 
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,8 @@ from policies.order.first_rows import in_order
 from policies.order.job_table import JobTable
 from policies.settings import ServingTime
 
-RIVALS = 3
-"""Other batches whose response ratio an explanation shows, the highest ones."""
+RIVALS = 4
+"""Most other batches whose response ratio an explanation shows: those that have waited longest in the queue."""
 
 
 def response_ratio(waited_s: float, service_s: float) -> float:
@@ -43,37 +42,27 @@ class HighestResponseRatio:
 
     def __init__(self, serving_time_s: ServingTime) -> None:
         self._serving_time_s = serving_time_s
-        self._choices: Sequence[FormedBatch] = ()  # of the last choice, and the estimate of each
-        self._times: Sequence[float] = ()
 
     def __call__(self, batches: Sequence[FormedBatch], now: float) -> FormedBatch:
-        estimate = self._serving_time_s
-        times = [estimate(len(batch), batch.prompt_len, batch.predicted_len) for batch in batches]
-        self._choices, self._times = batches, times
+        return min(batches, key=lambda batch: (-self.ratio(batch, now), batch.arrived_at, batch.batch_id))
 
-        def standing(index: int) -> tuple[float, float, int]:
-            batch = batches[index]
-            return -response_ratio(now - batch.arrived_at, times[index]), batch.arrived_at, batch.batch_id
+    def ratio(self, batch: FormedBatch, now: float) -> float:
+        """R of the batch at this instant."""
+        service_s = self._serving_time_s(len(batch), batch.prompt_len, batch.predicted_len)
+        return response_ratio(now - batch.arrived_at, service_s)
 
-        return batches[min(range(len(batches)), key=standing)]
-
-    def story(self, batch: FormedBatch, now: float) -> Facts:
-        """What the last choice compared; nothing about a batch that it did not choose from."""
-        service_s = next((time_s for each, time_s in self._compared() if each is batch), 0.0)
+    def story(self, batch: FormedBatch, others: Iterable[FormedBatch], now: float) -> Facts:
+        """The chosen batch's ratio beside that of ``RIVALS`` others, the highest first."""
+        service_s = self._serving_time_s(len(batch), batch.prompt_len, batch.predicted_len)
         if service_s <= 0:
             return {}
-        others = ((each, time_s) for each, time_s in self._compared() if each is not batch)
-        ratios = heapq.nlargest(RIVALS, (response_ratio(now - each.arrived_at, time_s) for each, time_s in others))
+        ratios = sorted((self.ratio(each, now) for each in itertools.islice(others, RIVALS)), reverse=True)
         return {
             "queued_s": now - batch.arrived_at,
             "service_s": service_s,
             "response_ratio": response_ratio(now - batch.arrived_at, service_s),
-            "num_rivals": len(self._choices) - 1,
             "rival_ratios": ", ".join(f"{ratio:.2f}" for ratio in ratios),
         }
-
-    def _compared(self) -> Iterator[tuple[FormedBatch, float]]:
-        return zip(self._choices, self._times, strict=True)
 
 
 ESTIMATES = 64

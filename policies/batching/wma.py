@@ -47,7 +47,7 @@ IntArray = NDArray[np.int64]
 Lengths = TypeVar("Lengths", int, IntArray)
 
 
-STORY_LOOK = 16
+STORY_LOOK = 8
 """Most waiting requests that an explanation compares a batch with."""
 
 
@@ -149,20 +149,21 @@ class WmaBatcher(Batcher):
 
         It looks at ``STORY_LOOK`` waiting requests at most.
         """
+        least = _least_reads(batch)
         facts: dict[str, float | str] = {
-            "waste_tokens": wasted_memory_accesses(batch),
+            "waste_tokens": _reads(batch.prompt_len, batch.predicted_len) - least,
             "waste_limit_tokens": self.wma_threshold,
             "memory_tokens": memory_tokens(batch),
         }
         if math.isfinite(self.memory_tokens):  # else no worker has said yet what it holds
             facts["memory_limit_tokens"] = self.memory_tokens
         waiting = itertools.islice((job for other in self._queue for job in other.jobs), STORY_LOOK)
-        least = _least_reads(batch)
         nearest = min((_with(batch, least, job) for job in waiting), default=None)
         if nearest is not None:
             facts["next_waste_tokens"], facts["next_memory_tokens"] = nearest
         if isinstance(self._choose, HighestResponseRatio):
-            facts.update(self._choose.story(batch, now))
+            facts.update(self._choose.story(batch, self._queue, now))
+            facts["num_rivals"] = self._queue.num_batches
         return facts
 
     def restore(self, batch: FormedBatch) -> None:

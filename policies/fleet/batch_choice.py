@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from core.decisions import Facts
@@ -12,29 +11,21 @@ from policies.placement.base import Choice
 
 @dataclass(frozen=True, slots=True)
 class BatchChoice(Choice):
-    """An idle worker pulled the batch of a request.
+    """An idle worker pulled a batch; one choice for all its requests.
 
     Attributes:
-        batch_size: Requests in it.
-        batch_len: L(B): its longest prompt, in tokens; ``generation_len`` is G(B), its longest predicted output.
-        own_generation_len: G(p), the predicted output of this request.
-        story: What the batcher knows beside that (``Batcher.story``).
+        told: Its facts: ``batch_size`` requests, ``batch_len`` L(B) and ``generation_len`` G(B), its longest prompt
+            and its longest predicted output in tokens, and the batcher's story (``Batcher.story``).
     """
 
-    batch_size: int = 0
-    batch_len: int = 0
-    generation_len: int = 0
-    own_generation_len: int = 0
-    story: Mapping[str, float | str] = field(default_factory=dict)
+    told: Facts = field(default_factory=dict)
 
     def facts(self) -> Facts:
-        """All fields by name, and the story's."""
-        names = ("replica", "reason", "batch_size", "batch_len", "generation_len", "own_generation_len")
-        return {name: getattr(self, name) for name in names} | dict(self.story)
+        return self.told
 
 
-def batch_choices(replica: str, batch: FormedBatch, story: Facts) -> list[BatchChoice]:
-    """One for each request of a pulled batch, in its order."""
+def batch_choice(replica: str, batch: FormedBatch, story: Facts) -> BatchChoice:
+    """The choice of a replica whose worker pulled this batch."""
     reason = f"idle; pulled a batch of {len(batch)}"
-    shape = len(batch), batch.prompt_len, batch.predicted_len
-    return [BatchChoice(replica, reason, 0, 0, *shape, own, story) for own in batch.predicted_lens]
+    shape = {"batch_size": len(batch), "batch_len": batch.prompt_len, "generation_len": batch.predicted_len}
+    return BatchChoice(replica, reason, told={"replica": replica, "reason": reason, **shape, **story})

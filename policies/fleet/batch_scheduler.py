@@ -15,7 +15,7 @@ from core.messages.forecasts import ForecastMade
 from core.messages.requests import Key, OpenRequest
 from core.request import Request
 from policies.batching.base import Batcher, FormedBatch
-from policies.fleet.batch_choice import batch_choices
+from policies.fleet.batch_choice import batch_choice
 from policies.fleet.central_queue import CentralQueue, Member
 from policies.fleet.events import (
     BatchEnded,
@@ -220,8 +220,8 @@ class BatchScheduler(FleetMachine):
 
     def _run(self, name: str, batch: FormedBatch) -> PlaceRequests:
         requests = tuple(self._queued(job.request_id) for job in batch.jobs)
-        choices = batch_choices(name, batch, self._waiting.story(batch, self._now))
-        for request, choice in zip(requests, choices, strict=True):
+        choice = batch_choice(name, batch, self._waiting.story(batch, self._now))
+        for request in requests:
             self._table.place(request, choice, self._now)
         estimated_s = self._serving_time_s(len(batch), batch.prompt_len, batch.predicted_len)
         left = {request.request_id: len(request.output_ids) for request in requests}

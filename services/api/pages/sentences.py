@@ -83,7 +83,7 @@ def _batch(facts: Facts) -> str:
     prompt, output = _tokens(facts, "batch_len"), _tokens(facts, "generation_len")
     shape = (
         f"An idle worker pulled a batch of {_count(facts, 'batch_size')}: longest prompt {prompt}, "
-        f"longest predicted output {output}, {_count(facts, 'own_generation_len')} for this one."
+        f"longest predicted output {output}."
     )
     parts = [shape, _waste(facts), _bin(facts), _ratio(facts)]
     return " ".join(part for part in parts if part)
@@ -116,7 +116,7 @@ def _ratio(facts: Facts) -> str:
     queued, service = _seconds(facts, "queued_s"), _seconds(facts, "service_s")
     ratio = f"{float(facts['response_ratio']):.2f}"
     number = facts.get("num_rivals", 0)
-    others = "the other batch" if number == 1 else f"the first of {_count(facts, 'num_rivals')} other batches"
+    others = "of the other batch" if number == 1 else f"of the longest in the queue of {_count(facts, 'num_rivals')}"
     rivals = f"; {others}: {facts.get('rival_ratios')}" if number else ""
     return f"Response ratio ({queued} queued + {service} predicted) / {service} = {ratio}{rivals}."
 

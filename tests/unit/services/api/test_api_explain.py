@@ -197,20 +197,20 @@ def test_a_sentence_needs_no_number(kind: str) -> None:
         (
             "placed",
             {"replica": "0", "reason": "idle", "batch_size": 2, "batch_len": 50, "generation_len": 100}
-            | {"own_generation_len": 90, "waste_tokens": 2345, "waste_limit_tokens": 50_000.0}
+            | {"waste_tokens": 2345, "waste_limit_tokens": 50_000.0}
             | {"next_waste_tokens": 60_000, "next_memory_tokens": 9150, "memory_limit_tokens": 4000}
             | {"queued_s": 5.0, "service_s": 2.0, "response_ratio": 3.5, "num_rivals": 2, "rival_ratios": "1.20, 1.00"},
             "The router placed it on replica 0. An idle worker pulled a batch of 2: longest prompt 50 tokens, longest "
-            "predicted output 100 tokens, 90 for this one. Wasted memory accesses: 2,345 tokens, below the limit of "
+            "predicted output 100 tokens. Wasted memory accesses: 2,345 tokens, below the limit of "
             "50,000; with the nearest request that still waits, 60,000 and 9,150 tokens of KV of 4,000. Response ratio "
-            "(5.00 s queued + 2.00 s predicted) / 2.00 s = 3.50; the first of 2 other batches: 1.20, 1.00.",
+            "(5.00 s queued + 2.00 s predicted) / 2.00 s = 3.50; of the longest in the queue of 2: 1.20, 1.00.",
         ),
         (
             "placed",
             {"replica": "0", "reason": "idle", "batch_size": 8, "batch_len": 50, "generation_len": 300}
-            | {"own_generation_len": 210, "bin": 2, "num_bins": 4, "bin_from_tokens": 200.0, "full_size": 8},
+            | {"bin": 2, "num_bins": 4, "bin_from_tokens": 200.0, "full_size": 8},
             "The router placed it on replica 0. An idle worker pulled a batch of 8: longest prompt 50 tokens, longest "
-            "predicted output 300 tokens, 210 for this one. It is of bin 2 of 4, 200 or more predicted tokens; 8 fill "
+            "predicted output 300 tokens. It is of bin 2 of 4, 200 or more predicted tokens; 8 fill "
             "a batch.",
         ),
         (
