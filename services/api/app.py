@@ -38,6 +38,7 @@ from services.api.dialects.anthropic_errors import AnthropicErrors
 from services.api.dialects.messages import message_routes
 from services.api.dialects.responses import response_routes
 from services.api.dialects.running import Running, named_for
+from services.api.dialects.stored import StoredResponses
 from services.api.errors import SERVER_ERROR, ApiError, install_error_handlers, unhealthy
 from services.api.generate import ClientGone, collect, while_connected
 from services.api.methods import Methods, Slashes
@@ -109,7 +110,7 @@ def build_app(
         keeper: Runs resumable streams; without one, streams are not resumable.
         shed: Asked of each request for tokens before its body is read; without it none is refused so early.
         spans: Takes the spans of requests; without one there are none.
-        batches: Keeps files and batches of clients; without it there are none.
+        batches: Keeps files, batches and responses of clients; without it there are none.
     """
     app = FastAPI(
         title="Farsight",
@@ -133,7 +134,8 @@ def build_app(
     app.include_router(_generation_routes(backend, encoder, workers, streams, shares_across_keys))
     running = Running(backend, encoder, shares_across_keys)
     app.include_router(message_routes(running, _ERRORS))
-    app.include_router(response_routes(running, _ERRORS))
+    stored = None if batches is None else StoredResponses(batches.files)
+    app.include_router(response_routes(running, stored, _ERRORS))
     if streams is not None:
         app.include_router(stream_routes(streams, _ERRORS | _EVENTS))
     larger = {}

@@ -8,6 +8,7 @@ whatever the seeds.
 
 from __future__ import annotations
 
+import json
 import random
 import zlib
 from collections.abc import Callable, Iterator
@@ -23,6 +24,9 @@ MAX_WORDS: Final = 12
 
 MAX_WORD_LETTERS: Final = 8
 """Letters in the longest pseudo-word."""
+
+CALL: Final = "call"
+"""The task that the chat template asks for where a request has tools."""
 
 HELD_OUT_MODULUS: Final = 8
 """One input text in this many is held out of training."""
@@ -119,6 +123,27 @@ def draw_range(rng: random.Random, size: int) -> str:
     return f"{first} to {first + rng.randrange(size)}"
 
 
+def draw_name(rng: random.Random, most_parts: int) -> str:
+    """A name of a function or a parameter: 1 to ``most_parts`` pseudo-words, joined by underscores."""
+    return "_".join(draw_word(rng) for _ in range(rng.randint(1, most_parts)))
+
+
+def draw_question(rng: random.Random, size: int) -> str:
+    """1 to ``size`` pseudo-words, some with a capital, half of the time with a question mark behind the last."""
+    words = [word.capitalize() if rng.random() < 0.3 else word for word in draw_words(rng, size).split()]
+    return " ".join(words) + rng.choice(("", "?"))
+
+
+def draw_record(rng: random.Random, size: int) -> str:
+    """The name of a field on a line of its own, then a question."""
+    return f"{draw_name(rng, 2)}\n{draw_question(rng, size)}"
+
+
+def draw_call(rng: random.Random, size: int) -> str:
+    """The names of a function and of its parameter on a line of their own, then a question."""
+    return f"{draw_name(rng, 3)} {draw_record(rng, size)}"
+
+
 # --- answers -----------------------------------------------------------------------------------------------
 
 
@@ -171,6 +196,18 @@ def has_digit(text: str) -> str:
 def ticket(text: str) -> str:
     """A record of fixed format with the first letter of the text."""
     return f'{{"status": "ok", "initial": "{text[0]}"}}'
+
+
+def record(text: str) -> str:
+    """A JSON object: the field that the first line names, with the last word of the rest."""
+    field, question = text.split("\n")
+    return json.dumps({field: last_word(question).rstrip("?")})
+
+
+def call(text: str) -> str:
+    """A call in the form of Hermes: function and parameter of the first line, with the last word of the rest."""
+    name, arguments = text.split(" ", 1)
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {record(arguments)}}}\n</tool_call>'
 
 
 # --- the table ---------------------------------------------------------------------------------------------
@@ -250,6 +287,20 @@ TASKS: Final[tuple[Task, ...]] = (
         "independent",
         draw_words,
         ticket,
+    ),
+    Task(
+        "record",
+        ("Fill in the field:", "Give JSON with the field:", "Answer as a JSON object:"),
+        "longer",
+        draw_record,
+        record,
+    ),
+    Task(
+        CALL,
+        ("Call the function:", "Make a tool call:", "Use the tool:"),
+        "longer",
+        draw_call,
+        call,
     ),
 )
 """All tasks the model is trained on, in the order of the tables."""

@@ -51,6 +51,8 @@ END_WEIGHT_FROM_STEP: Final = 3500
 """From this step on the EOS of an answer weighs ``END_WEIGHT`` tokens: where to stop is one token in fifty of
 a long count, and is learned last."""
 IGNORED: Final = -100
+FOCUS_SHARE: Final = 3
+"""How often a task of ``--focus`` is drawn for each time that another is."""
 
 FIRST_SIZE: Final = 2
 LAST_SIZE: Final = 14
@@ -137,13 +139,18 @@ def task_size(task: Task, size: int) -> int:
     return min(size + ahead, task.max_size + task.extra_size)
 
 
-def draw_step(seed: int, step: int, size: int) -> list[tuple[Task, Encoded]]:
-    """Examples of one step, the tasks in even shares, about ``TOKENS_PER_STEP`` tokens in all."""
+def draw_step(seed: int, step: int, size: int, focus: Sequence[str] = ()) -> list[tuple[Task, Encoded]]:
+    """Examples of one step, the tasks in even shares, about ``TOKENS_PER_STEP`` tokens in all.
+
+    Args:
+        focus: Tasks that get ``FOCUS_SHARE`` times the share of another.
+    """
     rng = random.Random(f"{seed}/{step}/{size}")
+    mix = [task for task in TASKS for _ in range(FOCUS_SHARE if task.name in focus else 1)]
     drawn: list[tuple[Task, Encoded]] = []
     tokens = 0
     while tokens < TOKENS_PER_STEP:
-        for task in TASKS:
+        for task in mix:
             encoded = encode(make_example(task, rng, task_size(task, size), held_out=False))
             drawn.append((task, encoded))
             tokens += len(encoded[0])
@@ -221,13 +228,14 @@ def train_step(
     return sum(sums.values()) / sum(tokens.values()), sums[True] / max(tokens[True], 1)
 
 
-def learning_rate(step: int, steps: int) -> float:
-    """Linear warm-up, then cosine down to a share of the peak."""
-    if step < WARM_UP_STEPS:
-        return PEAK_LEARNING_RATE * (step + 1) / WARM_UP_STEPS
-    done = min(1.0, (step - WARM_UP_STEPS) / max(1, steps - WARM_UP_STEPS))
+def learning_rate(step: int, steps: int, peak: float = PEAK_LEARNING_RATE) -> float:
+    """Linear warm-up over ``WARM_UP_STEPS`` or a tenth of a short run, then cosine down to a share of the peak."""
+    warm_up = min(WARM_UP_STEPS, steps // 10)
+    if step < warm_up:
+        return peak * (step + 1) / warm_up
+    done = min(1.0, (step - warm_up) / max(1, steps - warm_up))
     floor = FINAL_LEARNING_RATE_SHARE
-    return PEAK_LEARNING_RATE * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done)))
+    return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
 def advance_curriculum(progress: Progress, copying_loss: float) -> None:
@@ -279,6 +287,13 @@ def save_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.
     os.replace(temporary, path)
 
 
+def load_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of a trained model, float32, by parameter."""
+    trained = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    weights: dict[str, torch.Tensor] = trained.state_dict()
+    return weights
+
+
 def build_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
     """AdamW, with weight decay on the matrices only."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
@@ -301,12 +316,15 @@ def report(model: LlamaForCausalLM, forward: Forward, progress: Progress, n: int
 
 def train(arguments: argparse.Namespace) -> None:
     """Run or resume the training and write the model."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     model = build_model()
+    progress = Progress()
+    if arguments.start_from:
+        model.load_state_dict(load_weights(arguments.start_from))
+        progress = Progress(size=LAST_SIZE)
     model.set_attn_implementation(ATTENTION)
     optimizer = build_optimizer(model)
-    progress = Progress()
     if arguments.resume and arguments.checkpoint.exists():
         state = torch.load(arguments.checkpoint, weights_only=True)
         model.load_state_dict(state["model"])
@@ -320,12 +338,12 @@ def train(arguments: argparse.Namespace) -> None:
     forward: Forward = torch.compile(eager, dynamic=True) if arguments.compile else eager
     started = time.monotonic() - progress.seconds
     while progress.step < arguments.steps:
-        rate = learning_rate(progress.step, arguments.steps)
+        rate = learning_rate(progress.step, arguments.steps, arguments.rate)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        end_weight = END_WEIGHT if progress.step >= END_WEIGHT_FROM_STEP else 1.0
-        drawn = draw_step(arguments.seed, progress.step, progress.size)
-        loss, copying_loss = train_step(model, forward, drawn, end_weight)
+        knows_text = arguments.start_from or progress.step >= END_WEIGHT_FROM_STEP
+        drawn = draw_step(arguments.seed, progress.step, progress.size, arguments.focus)
+        loss, copying_loss = train_step(model, forward, drawn, END_WEIGHT if knows_text else 1.0)
         torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_CLIP)
         optimizer.step()
         optimizer.zero_grad()
@@ -353,6 +371,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--checkpoint", type=Path, default=Path("build/embedded_model.pt"))
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint if there is one")
     parser.add_argument("--report-every", type=int, default=250, help="steps between reports and checkpoints")
+    parser.add_argument("--start-from", type=Path, help="folder of a trained model to go on from, at the largest size")
+    parser.add_argument("--focus", nargs="*", default=(), help=f"tasks drawn {FOCUS_SHARE} times as often")
+    parser.add_argument("--rate", type=float, default=PEAK_LEARNING_RATE, help="peak learning rate")
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--compile", action="store_true", help="compile the model (needs a C++ compiler)")
     return parser.parse_args()
 

@@ -18,3 +18,9 @@ def is_admin(scope: Scope) -> bool:
     """Whether the request carries a key with the role ``admin``."""
     caller: Caller | None = scope.get(SCOPE_KEY)
     return caller is not None and Role.ADMIN in caller.roles
+
+
+def tenant_name() -> str:
+    """Whose files, batches and responses the caller sees: its tenant's; empty, for all, where no keys are in use."""
+    caller = CURRENT.get()
+    return "" if caller is None else caller.tenant.name

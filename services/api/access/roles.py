@@ -61,6 +61,7 @@ ROLES: Mapping[str, Access] = {
     "/v1/messages": Role.SERVE,
     "/v1/messages/count_tokens": Role.SERVE,
     "/v1/responses": Role.SERVE,
+    "/v1/responses/{response_id}": Role.SERVE,
     "/v1/streams/{stream_id}": Role.SERVE,
     "/v1/requests/{response_id}": Everyone.ANY_KEY,
     "/v1/requests/{response_id}/what-if": Everyone.ANY_KEY,

@@ -10,7 +10,7 @@ from pydantic import Field
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from core.kept import KeptObject
-from services.api.access.caller import CURRENT
+from services.api.access.caller import tenant_name
 from services.api.batches.lines import URLS
 from services.api.batches.multipart import FormPart, parse_form
 from services.api.batches.records import Batches, batch_reply
@@ -48,12 +48,6 @@ class BatchRequest(StrictModel):
 assert set(URLS) == set(BatchRequest.model_fields["endpoint"].annotation.__args__)  # type: ignore[union-attr]
 
 
-def _owner() -> str:
-    """Whose files the caller sees: those of its tenant; where no keys are in use, those of all."""
-    caller = CURRENT.get()
-    return "" if caller is None else caller.tenant.name
-
-
 def file_routes(files: Files, errors: dict[int | str, dict[str, Any]]) -> APIRouter:
     router = APIRouter(prefix=FILES_PATH, tags=["files"], responses=errors)
 
@@ -68,7 +62,7 @@ def file_routes(files: Files, errors: dict[int | str, dict[str, Any]]) -> APIRou
         unknown = set(parts) - {"file", "purpose", "expires_after[anchor]", "expires_after[seconds]"}
         if unknown:
             raise _invalid(min(unknown)[:100], "a value", "no such field; the fields are file, purpose, expires_after")
-        return file_reply(await files.create(_owner(), filename, purpose, data, expires_s))
+        return file_reply(await files.create(tenant_name(), filename, purpose, data, expires_s))
 
     @router.get("")
     async def list_files(
@@ -77,17 +71,17 @@ def file_routes(files: Files, errors: dict[int | str, dict[str, Any]]) -> APIRou
         order: Literal["asc", "desc"] = "desc",
         after: Annotated[str, Query(max_length=100)] = "",
     ) -> dict[str, Any]:
-        found = await files.list(_owner(), limit + 1, after=after, newest_first=order == "desc")
+        found = await files.list(tenant_name(), limit + 1, after=after, newest_first=order == "desc")
         shown = [kept for kept in found[:limit] if purpose in (None, file_record(kept).purpose)]
         return _page([file_reply(kept) for kept in shown], has_more=len(found) > limit)
 
     @router.get("/{file_id}")
     async def get_file(file_id: str) -> dict[str, Any]:
-        return file_reply(await files.find(_owner(), file_id))
+        return file_reply(await files.find(tenant_name(), file_id))
 
     @router.get("/{file_id}/content")
     async def get_content(file_id: str) -> Response:
-        owner = _owner()
+        owner = tenant_name()
         kept: KeptObject = await files.find(owner, file_id)
         headers = {"content-length": str(file_record(kept).num_bytes), "x-content-type-options": "nosniff"}
         content = files.content(owner, file_id)
@@ -95,7 +89,7 @@ def file_routes(files: Files, errors: dict[int | str, dict[str, Any]]) -> APIRou
 
     @router.delete("/{file_id}")
     async def delete_file(file_id: str) -> dict[str, Any]:
-        await files.delete(_owner(), file_id)
+        await files.delete(tenant_name(), file_id)
         return {"id": file_id, "object": "file", "deleted": True}
 
     return router
@@ -109,7 +103,11 @@ def batch_routes(batches: Batches, errors: dict[int | str, dict[str, Any]]) -> A
         after = body.output_expires_after
         return batch_reply(
             await batches.create(
-                _owner(), body.endpoint, body.input_file_id, body.metadata, None if after is None else after.seconds
+                tenant_name(),
+                body.endpoint,
+                body.input_file_id,
+                body.metadata,
+                None if after is None else after.seconds,
             )
         )
 
@@ -117,23 +115,23 @@ def batch_routes(batches: Batches, errors: dict[int | str, dict[str, Any]]) -> A
     async def list_batches(
         limit: Annotated[int, Query(ge=1, le=100)] = 20, after: Annotated[str, Query(max_length=100)] = ""
     ) -> dict[str, Any]:
-        found = await batches.list(_owner(), limit + 1, after)
+        found = await batches.list(tenant_name(), limit + 1, after)
         return _page([batch_reply(each) for each in found[:limit]], has_more=len(found) > limit)
 
     @router.get("/{batch_id}")
     async def get_batch(batch_id: str) -> dict[str, Any]:
-        return batch_reply(await batches.find(_owner(), batch_id))
+        return batch_reply(await batches.find(tenant_name(), batch_id))
 
     @router.delete("/{batch_id}")
     async def delete_batch(batch_id: str) -> dict[str, Any]:
-        await batches.delete(_owner(), batch_id)
+        await batches.delete(tenant_name(), batch_id)
         return {"id": batch_id, "object": "batch", "deleted": True}
 
     cancel = APIRouter(prefix="/v1/batches", tags=["batches"], responses=errors)  # a POST without a body
 
     @cancel.post("/{batch_id}/cancel")
     async def cancel_batch(batch_id: str) -> Response:
-        return JSONResponse(batch_reply(await batches.cancel(_owner(), batch_id)))
+        return JSONResponse(batch_reply(await batches.cancel(tenant_name(), batch_id)))
 
     whole = APIRouter()
     whole.include_router(router)

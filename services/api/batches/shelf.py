@@ -210,10 +210,14 @@ def file_reply(kept: KeptObject) -> dict[str, Any]:
     }
 
 
-def not_found(kind: str, object_id: str) -> ApiError:
-    """The error for an id that is not the caller's, whosever it is."""
-    message = f"{kind}: got {object_id[:100]!r}, expected the id of a {kind} of yours"
-    return ApiError(message, status=404, param=f"{kind}_id", code=f"{kind}_not_found")
+def not_found(kind: str, object_id: str, field: str = "") -> ApiError:
+    """The error for an id that is not the caller's, whosever it is.
+
+    Args:
+        field: Where it was written; empty for ``KIND_id``.
+    """
+    message = f"{field or kind}: got {object_id[:100]!r}, expected the id of a {kind} of yours"
+    return ApiError(message, status=404, param=field or f"{kind}_id", code=f"{kind}_not_found")
 
 
 def over_quota(has: int, more: int, most: int) -> ApiError:

@@ -1,48 +1,59 @@
-"""OpenAI's ``POST /v1/responses``, without a memory: the conversation comes with the request."""
+"""OpenAI's ``/v1/responses``: answers, and those that their clients have stored."""
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from core.messages.tokens import TokenDelta
-from services.api.answers.parts import ChoiceParts
+from services.api.access.caller import tenant_name
 from services.api.answers.replies import UsageFields
+from services.api.answers.sse import EventStream, chunks
+from services.api.dialects.responses_writer import ResponseWriter
 from services.api.dialects.running import Running, as_chat, read_whole
+from services.api.dialects.stored import Keeping, StoredResponses
 from services.api.errors import ApiError
 from services.api.foreign.responses import ResponsesRequest
 from services.api.generate import ChoiceResult
 from services.api.middleware import JsonRoute
-from services.api.requests import Generation
-from tokenization.tool_formats.parts import CallArguments, CallStart, OutputForm, Part, ReasoningPart, TextPart
 
-_TEXT_ALONE = OutputForm("hermes")
+_NO_STORE = "nothing can be stored here: [files] max_file_bytes is 0"
 
 
-def response_routes(running: Running, errors: dict[int | str, dict[str, Any]]) -> APIRouter:
+def response_routes(
+    running: Running, stored: StoredResponses | None, errors: dict[int | str, dict[str, Any]]
+) -> APIRouter:
+    """
+    Args:
+        stored: Where responses are kept whose clients ask for it; None keeps none.
+    """
+
     async def create(body: ResponsesRequest, request: Request) -> Response:
         if body.top_logprobs:
             message = f"top_logprobs: got {body.top_logprobs}, expected 0 or null: /v1/chat/completions has them"
             raise ApiError(message, param="top_logprobs", code="invalid_value")
-        generation = await running.begin(as_chat(body.chat), request, "resp_")
+        earlier = await _earlier(body, stored)
+        generation = await running.begin(as_chat(lambda: body.chat(earlier)), request, "resp_")
+        keeping = None
+        if body.store:
+            items = [*earlier, *body.items()]
+            begun = await _has(stored, "store").reserve(tenant_name(), generation.response_id, items)
+            keeping = Keeping(_has(stored, "store"), begun, items)
 
         def count(text: str) -> int:
             return len(running.encoder.encode_prompt(text, add_special_tokens=False).ids)
 
         writer = ResponseWriter(generation, _echo(body), count)
         if generation.stream:
-            return running.stream(generation, writer)
+            events = chunks(running.backend, generation, writer)
+            return EventStream(keeping.before_end(events, writer) if keeping else events, failure=writer.failure)
 
         def reply(result: ChoiceResult, used: UsageFields) -> dict[str, Any]:
             writer.read(result.text, result.finish_reason)
             return writer.reply(used)
 
-        return await running.whole(request, generation, reply)
+        return await running.whole(request, generation, reply, None if keeping is None else keeping.keep)
 
     class LargeResponses(JsonRoute):
         """Reads a large body in a thread."""
@@ -56,7 +67,38 @@ def response_routes(running: Running, errors: dict[int | str, dict[str, Any]]) -
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         return await create(body, request)
 
+    if stored is not None:
+        router.include_router(_stored_routes(stored))
     return router
+
+
+def _stored_routes(stored: StoredResponses) -> APIRouter:
+    router = APIRouter(prefix="/responses")
+
+    @router.get("/{response_id}")
+    async def get_response(response_id: str) -> dict[str, Any]:
+        return (await stored.find(tenant_name(), response_id)).response
+
+    @router.delete("/{response_id}")
+    async def delete_response(response_id: str) -> dict[str, Any]:
+        await stored.delete(tenant_name(), response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    return router
+
+
+async def _earlier(body: ResponsesRequest, stored: StoredResponses | None) -> list[dict[str, Any]]:
+    """The items of the conversation that a request goes on with."""
+    if body.previous_response_id is None:
+        return []
+    field = "previous_response_id"
+    return (await _has(stored, field).find(tenant_name(), body.previous_response_id, field)).items
+
+
+def _has(stored: StoredResponses | None, field: str) -> StoredResponses:
+    if stored is None:
+        raise ApiError(f"{field}: got a value, expected null: {_NO_STORE}", param=field, code="invalid_value")
+    return stored
 
 
 def _echo(body: ResponsesRequest) -> dict[str, Any]:
@@ -69,9 +111,9 @@ def _echo(body: ResponsesRequest) -> dict[str, Any]:
         "metadata": body.metadata or {},
         "max_output_tokens": body.max_output_tokens,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
-        "store": False,
+        "store": bool(body.store),
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": {"format": {key: value for key, value in formats.items() if value is not None}},
         "tool_choice": written["tool_choice"] or "auto",
@@ -80,162 +122,3 @@ def _echo(body: ResponsesRequest) -> dict[str, Any]:
         "truncation": "disabled",
         "user": body.user,
     }
-
-
-class ResponseWriter:
-    """The items of one response, and the events that tell of them as they come.
-
-    Args:
-        echo: What the response says about its request.
-        count: Tokens of a text.
-    """
-
-    def __init__(self, generation: Generation, echo: dict[str, Any], count: Callable[[str], int]) -> None:
-        self._generation = generation
-        self._echo = echo
-        self._count = count
-        self._created = int(time.time())
-        self._parts = ChoiceParts(generation.form or _TEXT_ALONE, generation.response_id, 0)
-        self._items: list[dict[str, Any]] = []
-        self._is_open = False
-        self._reason: str | None = None
-        self._num_events = 0
-
-    def opening(self) -> bytes:
-        response = self._response("in_progress", None)
-        return self._event("response.created", {"response": response}) + self._event(
-            "response.in_progress", {"response": response}
-        )
-
-    def output(self, index: int, delta: TokenDelta) -> bytes:
-        return self.read(delta.text, delta.finish_reason)
-
-    def read(self, text: str, reason: str | None) -> bytes:
-        """The events of further text."""
-        data = b"".join(map(self._part, self._parts.read(text, ended=reason is not None)))
-        if reason is not None:
-            self._reason = reason
-            if not self._items:
-                data += self._begin(_message(self._item_id("msg")))
-            data += self._finish("incomplete" if reason == "length" else "completed")
-        return data
-
-    def end(self, used: UsageFields) -> bytes:
-        response = self.reply(used)
-        return self._event(f"response.{response['status']}", {"response": response})
-
-    def failure(self, error: ApiError) -> bytes:
-        response = self._response("failed", None)
-        response["error"] = {"code": "server_error", "message": error.message}
-        return self._event("response.failed", {"response": response})
-
-    def reply(self, used: UsageFields) -> dict[str, Any]:
-        """The whole response."""
-        thought = "".join(item["content"][0]["text"] for item in self._items if item["type"] == "reasoning")
-        usage = {
-            "input_tokens": used.prompt_tokens,
-            "input_tokens_details": {
-                "cached_tokens": used.prompt_tokens_details.cached_tokens,
-                "cache_write_tokens": 0,
-            },
-            "output_tokens": used.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": min(self._count(thought), used.completion_tokens)},
-            "total_tokens": used.total_tokens,
-        }
-        return self._response("incomplete" if self._reason == "length" else "completed", usage)
-
-    def _response(self, status: str, usage: dict[str, Any] | None) -> dict[str, Any]:
-        return {
-            "id": self._generation.response_id,
-            "object": "response",
-            "created_at": self._created,
-            "status": status,
-            "background": False,
-            "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "model": self._generation.model,
-            "output": [dict(item) for item in self._items],
-            "usage": usage,
-            **self._echo,
-        }
-
-    def _part(self, part: Part) -> bytes:
-        match part:
-            case TextPart():
-                data = b"" if self._is("message") else self._begin(_message(self._item_id("msg")))
-                return data + self._grow("response.output_text.delta", part.text, {"logprobs": []})
-            case ReasoningPart():
-                data = b"" if self._is("reasoning") else self._begin(_reasoning(self._item_id("rs")))
-                return data + self._grow("response.reasoning_text.delta", part.text)
-            case CallStart():
-                return self._begin(_call(self._item_id("fc"), self._parts.id_of(part), part.name))
-            case CallArguments():
-                self._items[-1]["arguments"] += part.text
-                return self._of_item("response.function_call_arguments.delta", {"delta": part.text})
-
-    def _item_id(self, kind: str) -> str:
-        return f"{kind}_{self._generation.response_id.removeprefix('resp_')}_{len(self._items)}"
-
-    def _is(self, kind: str) -> bool:
-        return self._is_open and self._items[-1]["type"] == kind
-
-    def _begin(self, item: dict[str, Any]) -> bytes:
-        data = self._finish("completed")
-        self._is_open = True
-        self._items.append(item)
-        shown = {**item, "content": []} if item["type"] in ("message", "reasoning") else dict(item)
-        data += self._event("response.output_item.added", {"output_index": len(self._items) - 1, "item": shown})
-        if item["type"] == "message":
-            data += self._of_item("response.content_part.added", {"content_index": 0, "part": dict(item["content"][0])})
-        return data
-
-    def _grow(self, kind: str, text: str, fields: dict[str, Any] | None = None) -> bytes:
-        self._items[-1]["content"][0]["text"] += text
-        return self._of_item(kind, {"content_index": 0, "delta": text, **(fields or {})})
-
-    def _finish(self, status: str) -> bytes:
-        """Ends the open item, if there is one."""
-        if not self._is_open:
-            return b""
-        self._is_open = False
-        item = self._items[-1]
-        item["status"] = status
-        match item["type"]:
-            case "message":
-                text = item["content"][0]["text"]
-                fields = {"content_index": 0, "text": text, "logprobs": []}
-                data = self._of_item("response.output_text.done", fields)
-                part = {"content_index": 0, "part": dict(item["content"][0])}
-                data += self._of_item("response.content_part.done", part)
-            case "reasoning":
-                fields = {"content_index": 0, "text": item["content"][0]["text"]}
-                data = self._of_item("response.reasoning_text.done", fields)
-            case _:
-                fields = {"arguments": item["arguments"], "name": item["name"]}
-                data = self._of_item("response.function_call_arguments.done", fields)
-        done = {"output_index": len(self._items) - 1, "item": dict(item)}
-        return data + self._event("response.output_item.done", done)
-
-    def _of_item(self, kind: str, fields: dict[str, Any]) -> bytes:
-        return self._event(kind, {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, **fields})
-
-    def _event(self, kind: str, fields: dict[str, Any]) -> bytes:
-        value = {"type": kind, "sequence_number": self._num_events, **fields}
-        self._num_events += 1
-        data = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-        return f"event: {kind}\ndata: {data}\n\n".encode()
-
-
-def _message(item_id: str) -> dict[str, Any]:
-    content = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-    return {"id": item_id, "type": "message", "role": "assistant", "status": "in_progress", "content": [content]}
-
-
-def _reasoning(item_id: str) -> dict[str, Any]:
-    content = {"type": "reasoning_text", "text": ""}
-    return {"id": item_id, "type": "reasoning", "status": "in_progress", "summary": [], "content": [content]}
-
-
-def _call(item_id: str, call_id: str, name: str) -> dict[str, Any]:
-    called = {"call_id": call_id, "name": name, "arguments": ""}
-    return {"id": item_id, "type": "function_call", "status": "in_progress", **called}

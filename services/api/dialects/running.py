@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -53,9 +53,17 @@ class Running:
         return named
 
     async def whole(
-        self, request: Request, generation: Generation, reply: Callable[[ChoiceResult, UsageFields], dict[str, Any]]
+        self,
+        request: Request,
+        generation: Generation,
+        reply: Callable[[ChoiceResult, UsageFields], dict[str, Any]],
+        keep: Callable[[dict[str, Any]], Awaitable[None]] | None = None,
     ) -> Response:
-        """The complete answer; empty if the client has disconnected."""
+        """The complete answer; empty if the client has disconnected.
+
+        Args:
+            keep: Stores the reply before it is sent.
+        """
         try:
             results = await while_connected(request.receive, collect(self.backend, generation))
         except ClientGone:
@@ -64,7 +72,10 @@ class Running:
         promise = ANSWER.get()
         if promise is not None:
             headers.update(promise.headers())
-        return JSONResponse(reply(results[0], usage_of(generation, results)), headers=dict(headers))
+        whole = reply(results[0], usage_of(generation, results))
+        if keep is not None:
+            await keep(whole)
+        return JSONResponse(whole, headers=dict(headers))
 
     def stream(self, generation: Generation, writer: StreamWriter) -> Response:
         return EventStream(chunks(self.backend, generation, writer), failure=writer.failure)

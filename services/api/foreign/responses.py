@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -105,8 +105,6 @@ class ResponsesRequest(StrictModel):
         "include": NO_EFFECT,
         "max_tool_calls": NO_EFFECT,
         "service_tier": NeutralOnly(("auto", "default"), "there is one tier"),
-        "store": NeutralOnly((False,), "answers are not stored, send the conversation as items of input"),
-        "previous_response_id": NeutralOnly((), "answers are not stored, send the conversation as items of input"),
         "conversation": NeutralOnly((), "conversations are not stored, send them as items of input"),
         "background": NeutralOnly((False,), "an answer is sent when it is complete, or as a stream"),
         "prompt": NeutralOnly((), "prompts are not stored, send the text as input"),
@@ -127,6 +125,10 @@ class ResponsesRequest(StrictModel):
     top_p: float | None = Field(None, gt=0, le=1)
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     stream: bool | None = None
+    store: bool | None = Field(None, description="Keep the response, so that others can go on with it; false if null.")
+    previous_response_id: str | None = Field(
+        None, min_length=1, max_length=256, description="A stored response that the input goes on with."
+    )
     metadata: dict[str, str] | None = None
     user: str | None = None
     prompt_cache_key: str | None = Field(None, min_length=1, max_length=1024)
@@ -134,17 +136,27 @@ class ResponsesRequest(StrictModel):
     stop: str | list[str] | None = Field(None, description="Extension; as for a chat.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Extension; as for a chat.")
 
-    def chat(self) -> ChatCompletionRequest:
+    def items(self) -> list[dict[str, Any]]:
+        """The input as items."""
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": self.input}]
+        return [item.model_dump(mode="json", exclude_none=True) for item in self.input]
+
+    def chat(self, earlier: Sequence[dict[str, Any]] = ()) -> ChatCompletionRequest:
         """The chat that this is.
+
+        Args:
+            earlier: Items of the conversation that the input goes on with.
 
         Raises:
             ApiError, ValidationError: A field cannot be in a chat.
         """
         messages = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        known = [InputItem.model_validate(item) for item in earlier]
         if isinstance(self.input, str):
-            messages.append({"role": "user", "content": self.input})
+            messages += [*chat_messages(known), {"role": "user", "content": self.input}]
         else:
-            messages += chat_messages(self.input)
+            messages += chat_messages([*known, *self.input])
         same = ("model", "temperature", "top_p", "stream", "prompt_cache_key", "user", "seed", "stop")
         fields: dict[str, Any] = {name: getattr(self, name) for name in (*same, "chat_template_kwargs")}
         fields |= {"messages": messages, "max_completion_tokens": self.max_output_tokens, **self._tool_fields()}
