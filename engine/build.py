@@ -142,6 +142,7 @@ def build_worker(
             executor = LeaseExecutor(blocks, limits, incarnation, host)
         else:
             executor = PipelinedExecutor(blocks, limits, incarnation, host, max_in_flight=num_stages)
+    eos_token_ids = () if isinstance(config, EncoderConfig) else config.eos_token_ids
     ready = WorkerReady(
         worker_incarnation=incarnation,
         num_blocks=device.num_blocks,
@@ -150,10 +151,10 @@ def build_worker(
         pool_limited=num_slots < device.context_len,
         vocab_size=config.vocab_size,
         num_host_blocks=device.num_host_blocks,
+        end_ids=eos_token_ids,
     )
     if engine.prefix_cache and follows_prefixes(scheduler):
         executor.tell_cache()
-    eos_token_ids = () if isinstance(config, EncoderConfig) else config.eos_token_ids
     generates = encoder is None and not engine.profile
     return Worker(
         device.runner,

@@ -169,7 +169,7 @@ class ReportPoll:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """Capacity of this life of the worker.
+    """Capacity of this life of the worker, and what its clients may know of its model.
 
     Attributes:
         num_blocks: KV blocks in the pool, of ``block_size`` tokens each.
@@ -178,6 +178,7 @@ class WorkerReady:
         num_host_blocks: KV blocks in the host pool; 0 if there is none.
         external: The replica is another server, which takes no requests that only our own engine can answer.
         model_version: As of ``Request``; means nothing for another server.
+        end_ids: Token ids that end an output.
     """
 
     worker_incarnation: str
@@ -189,6 +190,7 @@ class WorkerReady:
     num_host_blocks: int = 0
     external: bool = False
     model_version: int = 0
+    end_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

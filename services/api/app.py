@@ -33,6 +33,7 @@ from services.api.answers.sse import ChunkWriter, EventStream, chunks
 from services.api.backend import GenerationBackend
 from services.api.batches.records import Batches
 from services.api.batches.routes import FILES_PATH, FORM_BYTES, batch_routes, file_routes
+from services.api.beams.search import search
 from services.api.body_workers import BodyWorkers, read_body
 from services.api.dialects.anthropic_errors import AnthropicErrors
 from services.api.dialects.messages import message_routes
@@ -304,7 +305,9 @@ async def _answer(
     """The complete answer, or an empty reply if the client has disconnected."""
     reply = chat_completion if generation.chat else completion
     try:
-        results = await while_connected(request.receive, collect(backend, generation))
+        beams = generation.beams
+        work = collect(backend, generation) if beams is None else search(backend, generation, beams, encoder.texts)
+        results = await while_connected(request.receive, work)
         return reply(generation, results, encoder.texts)
     except ClientGone:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)

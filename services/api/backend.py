@@ -25,6 +25,7 @@ class ModelInfo:
     Attributes:
         name: What clients call it.
         aliases: Further names that they may use.
+        end_ids: Token ids that end an output.
         created: Creation time in Unix seconds.
         max_model_len: Limit of prompt plus output, in tokens.
         pool_limited: Whether the KV pool, not the model, sets that limit.
@@ -45,6 +46,7 @@ class ModelInfo:
     version: int = 0
     abilities: Abilities = field(default_factory=Abilities)
     aliases: tuple[str, ...] = ()
+    end_ids: tuple[int, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -87,6 +87,8 @@ EXPECTED: dict[str, str] = {
     "prompt_cache_key": "a string of 1 to 1024 characters",
     "benchmark_len": "an integer >= 1",
     "seed": "an integer from 0 to 2**64 - 1, or -1 for any",
+    "use_beam_search": "true or false",
+    "length_penalty": "a number from -10 to 10",
     "prompt_logprobs": f"an integer from 0 to {MAX_TOP_LOGPROBS}",
     "truncate_prompt_tokens": "an integer >= 1, or -1 for what the context takes",
     "allowed_token_ids": f"a list of 1 to {MAX_ALLOWED_TOKEN_IDS} token ids",
@@ -154,8 +156,6 @@ class NeutralOnly:
 NO_EFFECT = NeutralOnly((), "", any=True)
 """A field that says something about a request, and nothing about its answer."""
 
-_BEAMS = "beam search is not supported, n draws several outputs"
-
 COMMON_NEUTRAL: dict[str, NeutralOnly] = {
     "metadata": NO_EFFECT,
     "safety_identifier": NO_EFFECT,
@@ -168,9 +168,7 @@ COMMON_NEUTRAL: dict[str, NeutralOnly] = {
     "skip_special_tokens": NeutralOnly((True,), "texts hold no special tokens, return_token_ids shows them"),
     "spaces_between_special_tokens": NeutralOnly((True, False), "texts hold no special tokens"),
     "include_stop_str_in_output": NeutralOnly((False,), "an output ends before its stop string"),
-    "use_beam_search": NeutralOnly((False,), _BEAMS),
-    "length_penalty": NeutralOnly((1,), _BEAMS),
-    "early_stopping": NeutralOnly((False,), _BEAMS),
+    "early_stopping": NeutralOnly((False,), "a beam search ends where no output can be better than those found"),
     "guided_whitespace_pattern": NeutralOnly((), "white space between the tokens of JSON has one form"),
     "logits_processors": NeutralOnly(([],), "logits processors are not supported, logit_bias adds to logits"),
     "kv_transfer_params": NeutralOnly(({},), "the KV of a request stays on its replica"),

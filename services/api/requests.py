@@ -13,6 +13,7 @@ from typing import Any
 from core.errors import InvalidValueError
 from core.request import Origin, PromptSource, Request, SamplingParams, check_token_ids
 from services.api.backend import ModelInfo
+from services.api.beams.fields import BeamParams
 from services.api.errors import ApiError
 from services.api.fields import shown
 from services.api.schemas import ChatCompletionRequest, ChatTurn, CompletionRequest, SamplingFields
@@ -49,6 +50,7 @@ class Generation:
         continuous_usage: Whether every chunk says the usage so far.
         echoes: The text put before the outputs of each prompt; empty without ``echo``.
         prompt_only: The client asked for 0 tokens; the one token that every request yields is not returned.
+        beams: The search for its outputs; None where they are drawn.
         service_tier: Tier that serves it; empty where the client names none.
         response_id: The id of the client's answer.
         id_prefix: What that id begins with; empty for what its kind has.
@@ -72,6 +74,7 @@ class Generation:
     continuous_usage: bool = False
     echoes: tuple[Echo, ...] = ()
     prompt_only: bool = False
+    beams: BeamParams | None = None
     service_tier: str = ""
     response_id: str = ""
     id_prefix: str = ""
@@ -306,6 +309,7 @@ def _shown_fields(body: SamplingFields) -> dict[str, Any]:
         "shows_token_ids": bool(body.return_token_ids),
         "names_ids": bool(body.return_tokens_as_token_ids),
         "continuous_usage": body.continuous_usage,
+        "beams": body.beams(body.n or 1, ignore_eos=bool(body.ignore_eos)),
         "service_tier": body.tier or "",
     }
 

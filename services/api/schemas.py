@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field, PlainValidator, model_validator
 
+from services.api.beams.fields import BeamFields
 from services.api.fields import (
     CHAT_NEUTRAL,
     COMPLETION_NEUTRAL,
@@ -159,7 +160,7 @@ class StreamOptions(StrictModel):
     continuous_usage_stats: bool | None = Field(None, description="Extension; every chunk says the usage so far.")
 
 
-class SamplingFields(WishFields):
+class SamplingFields(BeamFields, WishFields):
     """The fields that both endpoints share."""
 
     model: str | None = Field(None, description="A name that is served here; the first of them if not given.")
@@ -249,6 +250,11 @@ class SamplingFields(WishFields):
         constraint = self.constraint
         if constraint is not None and self.ignore_eos:
             raise refused(".ignore_eos", True, f"false beside {constraint.field}: EOS ends an output that is complete")
+        return self
+
+    @model_validator(mode="after")
+    def _check_beams(self) -> SamplingFields:
+        self.check_beams(self.n or 1, self.constraint.field if self.constraint else "")
         return self
 
     @property

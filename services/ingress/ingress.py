@@ -185,6 +185,7 @@ async def open_client(site: Site) -> EngineClient:
         max_model_len=ready.max_model_len,
         pool_limited=ready.pool_limited,
         vocab_size=ready.vocab_size,
+        end_ids=ready.end_ids,
         benchmark_mode=site.config.engine.benchmark_mode,
         emulated=profile_label(site.config.engine.profile),
         abilities=served_abilities(site),

@@ -291,14 +291,14 @@ TASKS: Final[tuple[Task, ...]] = (
     Task(
         "record",
         ("Fill in the field:", "Give JSON with the field:", "Answer as a JSON object:"),
-        "longer",
+        "independent",
         draw_record,
         record,
     ),
     Task(
         CALL,
         ("Call the function:", "Make a tool call:", "Use the tool:"),
-        "longer",
+        "independent",
         draw_call,
         call,
     ),

@@ -25,7 +25,7 @@ MAX_POSITIONS: Final = 1024
 """Longest sequence (prompt and answer, tokens) the model accepts."""
 
 CHAT_TEMPLATE: Final = (
-    "{%- set ns = namespace(system='', user=none) -%}"
+    "{%- set ns = namespace(system='', user=none, field='') -%}"
     "{%- for message in messages -%}"
     "{%- if message['role'] == 'system' -%}{%- set ns.system = message['content'] -%}"
     "{%- elif message['role'] == 'user' -%}{%- set ns.user = message['content'] -%}"
@@ -34,12 +34,23 @@ CHAT_TEMPLATE: Final = (
     "{%- if ns.user is none -%}"
     "{{- raise_exception('This model answers a user message, and the conversation has none.') -}}"
     "{%- endif -%}"
+    "{%- if tools -%}"
+    "{%- set function = tools[0]['function'] -%}"
+    "{%- set schema = function['parameters'] or {} -%}"
+    "{%- set ns.field = (schema['required'] or schema['properties'] or []) | list | first | default('', true) -%}"
+    "{%- endif -%}"
     "{{- bos_token -}}"
-    "{%- if ns.system -%}{{- ns.system + '\\n' -}}{%- endif -%}"
-    "{{- ns.user -}}"
+    "{%- if messages[-1]['role'] == 'tool' -%}{{- 'Repeat the text:\\n' + messages[-1]['content'] -}}"
+    "{%- elif ns.field -%}"
+    "{{- 'Call the function:\\n' + function['name'] + ' ' + ns.field + '\\n' + ns.user -}}"
+    "{%- else -%}{%- if ns.system -%}{{- ns.system + '\\n' -}}{%- endif -%}{{- ns.user -}}{%- endif -%}"
     "{%- if add_generation_prompt -%}{{- '<sep>' -}}{%- endif -%}"
 )
-"""Single-turn: the system message (the instruction), the last user message (the input), SEP."""
+"""Single-turn: the system message (the instruction), the last user message (the input), SEP.
+
+Where a request has tools, the instruction is that of the task ``call``: the first function with its first required
+parameter. The result of a tool is repeated.
+"""
 
 
 def byte_symbols() -> list[str]:

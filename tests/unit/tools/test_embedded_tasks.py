@@ -63,6 +63,12 @@ def chat(tokenizer: PreTrainedTokenizerFast, messages: Sequence[dict[str, str]])
         ("has_digit", "room 407", "yes"),
         ("has_digit", "on the mat", "no"),
         ("ticket", "on the mat", '{"status": "ok", "initial": "o"}'),
+        ("record", "city\nThe weather in Rome?", '{"city": "Rome"}'),
+        (
+            "call",
+            "get_weather city\nthe weather in rome",
+            '<tool_call>\n{"name": "get_weather", "arguments": {"city": "rome"}}\n</tool_call>',
+        ),
     ],
 )
 def test_answers(name: str, text: str, answer: str) -> None:
@@ -84,7 +90,7 @@ def test_instructions_are_told_apart() -> None:
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
 def test_inputs_stay_within_the_promise(task: Task) -> None:
     for example in held_out_examples(task, 50, seed=3):
-        words = example.text.split(" ")
+        words = example.text.split("\n")[-1].rstrip("?").split(" ")
         assert all(words)
         assert example.answer == task.answer(example.text)
         if task.name == "count":
@@ -177,6 +183,43 @@ def test_chat_renders_the_last_user_message_only(tokenizer: PreTrainedTokenizerF
 def test_chat_needs_a_user_message(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(TemplateError, match="user message"):
         chat(tokenizer, [{"role": "system", "content": "Repeat the text:"}])
+
+
+WEATHER = {
+    "name": "get_weather",
+    "parameters": {
+        "type": "object",
+        "properties": {"days": {"type": "integer"}, "city": {"type": "string"}},
+        "required": ["city"],
+    },
+}
+
+
+def rendered(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], *functions: dict[str, Any]) -> str:
+    """What stands between BOS and SEP."""
+    tools = [{"type": "function", "function": function} for function in functions]
+    text: Any = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+    return str(text).removeprefix("<s>").removesuffix("<sep>")
+
+
+def test_a_chat_with_tools_is_the_task_of_calls(tokenizer: PreTrainedTokenizerFast) -> None:
+    ask: dict[str, Any] = {"role": "user", "content": "The weather in Rome?"}
+    task = task_named("call")
+    assert rendered(tokenizer, [ask], WEATHER) == f"{task.instructions[0]}\nget_weather city\nThe weather in Rome?"
+    optional = {"name": "f", "parameters": {"type": "object", "properties": {"a": {}, "b": {}}}}
+    assert rendered(tokenizer, [ask], optional, WEATHER).split("\n")[1] == "f a"
+    for bare in ({"name": "now"}, {"name": "now", "parameters": {"type": "object", "properties": {}}}):
+        assert rendered(tokenizer, [ask], bare) == ask["content"], "a function without parameters is no task"
+
+
+def test_the_result_of_a_tool_is_repeated(tokenizer: PreTrainedTokenizerFast) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Rome"}}}
+    messages = [
+        {"role": "user", "content": "The weather in Rome?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "sunny in rome"},
+    ]
+    assert rendered(tokenizer, messages, WEATHER) == "Repeat the text:\nsunny in rome"
 
 
 def test_byte_symbols_match_the_library(tokenizer: PreTrainedTokenizerFast) -> None:
