@@ -91,6 +91,7 @@ EXPECTED: dict[str, str] = {
     "length_penalty": "a number from -10 to 10",
     "prompt_logprobs": f"an integer from 0 to {MAX_TOP_LOGPROBS}",
     "truncate_prompt_tokens": "an integer >= 1, or -1 for what the context takes",
+    "truncation_side": "'left' or 'right'",
     "allowed_token_ids": f"a list of 1 to {MAX_ALLOWED_TOKEN_IDS} token ids",
     "bad_words": f"a list of up to {MAX_BAD_WORDS} strings of 1 to {MAX_BAD_WORD_CHARS} characters",
     "return_token_ids": "true or false",

@@ -231,11 +231,12 @@ def _prompt_ids(
 
 
 def _truncated(prompt_ids: tuple[int, ...], body: SamplingFields, model: ModelInfo) -> tuple[int, ...]:
-    """The last tokens of a prompt, where its client allows to drop others."""
+    """The last or first tokens of a prompt, where its client allows to drop others."""
     most = body.truncate_prompt_tokens
     if most is None:
         return prompt_ids
-    return prompt_ids[-(model.max_model_len - (body.max_new_tokens or 1) if most < 0 else most) :]
+    kept = model.max_model_len - (body.max_new_tokens or 1) if most < 0 else most
+    return prompt_ids[:kept] if body.truncation_side == "right" else prompt_ids[-kept:]
 
 
 def prompt_of_chat(body: ChatTurn) -> ChatPrompt:

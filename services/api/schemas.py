@@ -211,6 +211,9 @@ class SamplingFields(BeamFields, WishFields):
     truncate_prompt_tokens: int | None = Field(
         None, ge=-1, description="Extension; keep so many last tokens of a prompt; -1 keeps what the context takes."
     )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="Extension; where truncate_prompt_tokens drops tokens; 'left', at the beginning, if null."
+    )
     allowed_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(
         None, min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS, description="Extension; the only tokens of the output."
     )

@@ -197,7 +197,7 @@ WEATHER = {
 
 def rendered(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], *functions: dict[str, Any]) -> str:
     """What stands between BOS and SEP."""
-    tools = [{"type": "function", "function": function} for function in functions]
+    tools: list[Any] = [{"type": "function", "function": function} for function in functions]
     text: Any = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
     return str(text).removeprefix("<s>").removesuffix("<sep>")
 
@@ -213,8 +213,12 @@ def test_a_chat_with_tools_is_the_task_of_calls(tokenizer: PreTrainedTokenizerFa
 
 
 def test_the_result_of_a_tool_is_repeated(tokenizer: PreTrainedTokenizerFast) -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Rome"}}}
-    messages = [
+    call: dict[str, Any] = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "get_weather", "arguments": {"city": "Rome"}},
+    }
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "The weather in Rome?"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "sunny in rome"},

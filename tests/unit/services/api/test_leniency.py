@@ -82,6 +82,14 @@ async def test_prompts_are_truncated(
     assert list(backend.calls[0][0]) == kept
 
 
+async def test_prompts_are_truncated_at_their_end(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
+    fields = {"prompt": [7, 8, 9], "truncate_prompt_tokens": 2, "truncation_side": "right"}
+    await client.post(PATHS[0], json=fields)
+    assert list(backend.calls[0][0]) == [7, 8]
+    refused = await client.post(PATHS[0], json={**fields, "truncation_side": "middle"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "truncation_side")
+
+
 async def test_a_prompt_beyond_the_context_is_cut_to_it(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
     for path in PATHS:
         body = body_for(path, truncate_prompt_tokens=-1, max_tokens=10)
