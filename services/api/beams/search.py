@@ -14,6 +14,7 @@ from core.messages.tokens import TokenLogprobs
 from core.request import Request, SamplingParams
 from services.api.backend import GenerationBackend
 from services.api.beams.fields import BeamParams
+from services.api.errors import ApiError
 from services.api.generate import ChoiceResult, collect
 from services.api.requests import Generation
 from services.api.text.token_texts import TokenTexts
@@ -77,7 +78,13 @@ class PromptSearch:
         """
         Args:
             results: Of ``requests``, in their order.
+
+        Raises:
+            ApiError: 400: what computes here tells no log probabilities.
         """
+        if not all(result.logprobs for result in results):
+            message = "use_beam_search: got true, expected false: what computes here tells no log probabilities"
+            raise ApiError(message, param="use_beam_search", code="invalid_value")
         grown = [
             new
             for beam, result in zip(self._live, results, strict=True)

@@ -124,7 +124,7 @@ COMMON_CASES = [
     ({"prompt_logprobs": 1, "stream": True}, 400, "prompt_logprobs", ["null where stream is true"]),
     ({"return_token_ids": 1}, 400, "return_token_ids", ["true or false"]),
     ({"skip_special_tokens": False}, 400, "skip_special_tokens", ["return_token_ids"]),
-    ({"use_beam_search": True}, 400, "use_beam_search", ["n draws several"]),
+    ({"use_beam_search": True, "stream": True}, 400, "stream", ["use_beam_search"]),
     ({"nonsense": 1}, 400, "nonsense", ["unknown field"]),
     ({"benchmark_len": 5}, 400, "benchmark_len", ["got 5", "--benchmark-mode"]),
     ({"benchmark_len": 0}, 400, "benchmark_len", ["got 0", "integer >= 1"]),

@@ -116,6 +116,11 @@ def test_a_search_ends_early_only_where_nothing_can_change(penalty: float) -> No
         assert found[0] == found[1], (values, penalty)
 
 
+async def test_a_backend_without_log_probabilities(client: httpx.AsyncClient) -> None:
+    reply = await client.post("/v1/completions", json={"prompt": "hi", "n": 2, "use_beam_search": True})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "use_beam_search")
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stream": True}, "stream"),
     ({"n": 17}, "n"),
