@@ -14,6 +14,7 @@ from services.api.access.door import Door
 from services.api.access.install import install_door, route_paths, routes_of, usage_routes
 from services.api.access.metered import MeteredBackend
 from services.api.admin import Administration, admin_routes
+from services.api.answers.beam_search import search
 from services.api.answers.replies import (
     ChatCompletion,
     Completion,
@@ -33,7 +34,6 @@ from services.api.answers.sse import ChunkWriter, EventStream, chunks
 from services.api.backend import GenerationBackend
 from services.api.batches.records import Batches
 from services.api.batches.routes import FILES_PATH, FORM_BYTES, batch_routes, file_routes
-from services.api.beams.search import search
 from services.api.body_workers import BodyWorkers, read_body
 from services.api.dialects.anthropic_errors import AnthropicErrors
 from services.api.dialects.messages import message_routes

@@ -123,9 +123,9 @@ def draw_range(rng: random.Random, size: int) -> str:
     return f"{first} to {first + rng.randrange(size)}"
 
 
-def draw_name(rng: random.Random, most_parts: int) -> str:
-    """A name of a function or a parameter: 1 to ``most_parts`` pseudo-words, joined by underscores."""
-    return "_".join(draw_word(rng) for _ in range(rng.randint(1, most_parts)))
+def draw_name(rng: random.Random) -> str:
+    """A name of a function: one or two pseudo-words, joined by an underscore."""
+    return "_".join(draw_word(rng) for _ in range(rng.randint(1, 2)))
 
 
 def draw_question(rng: random.Random, size: int) -> str:
@@ -136,12 +136,12 @@ def draw_question(rng: random.Random, size: int) -> str:
 
 def draw_record(rng: random.Random, size: int) -> str:
     """The name of a field on a line of its own, then a question."""
-    return f"{draw_name(rng, 2)}\n{draw_question(rng, size)}"
+    return f"{draw_word(rng)}\n{draw_question(rng, size)}"
 
 
 def draw_call(rng: random.Random, size: int) -> str:
     """The names of a function and of its parameter on a line of their own, then a question."""
-    return f"{draw_name(rng, 3)} {draw_record(rng, size)}"
+    return f"{draw_name(rng)} {draw_record(rng, size)}"
 
 
 # --- answers -----------------------------------------------------------------------------------------------

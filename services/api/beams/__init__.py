@@ -1,1 +1,1 @@
-"""Beam search over the requests of a backend."""
+"""What clients ask for of beam search."""

@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from core.request import SamplingParams
+from services.api.answers.beam_search import PromptSearch
 from services.api.app import build_app
 from services.api.beams.fields import BeamParams
-from services.api.beams.search import PromptSearch
 from services.api.generate import ChoiceResult
 from services.api.requests import unnamed_request
 from services.api.text.prompts import PromptEncoder

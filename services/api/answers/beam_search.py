@@ -38,7 +38,7 @@ class Beam:
         """The beams behind it, one for each of the likeliest tokens.
 
         Args:
-            entry: Of the next token: the one that was taken, then the likeliest.
+            entry: Log probabilities of the next token: the one that was taken, then the likeliest.
         """
         ids, values = entry[0][1:], entry[1][1:]
         found = []
@@ -77,7 +77,7 @@ class PromptSearch:
     def advance(self, results: Sequence[ChoiceResult]) -> None:
         """
         Args:
-            results: Of ``requests``, in their order.
+            results: What ``requests`` brought, in their order.
 
         Raises:
             ApiError: 400: what computes here tells no log probabilities.
