@@ -33,6 +33,7 @@ from policies.replica.events import RefuseRequest, RequestsArrived
 from policies.replica.scheduler import ReplicaScheduler
 from simulator.cluster.events import Alarms
 from simulator.cluster.latency import LatencyModel
+from simulator.cluster.pipelined import PipelinedReplica
 from simulator.cluster.records import Record, Recorder
 from simulator.cluster.replica import Replica, ReplicaShape
 from simulator.cluster.timeline import Timeline
@@ -125,7 +126,8 @@ class Fleet:
 
     def _make_replica(self, index: int, scheduler: ReplicaScheduler) -> Replica:
         told = self._start, self._end, self._break_off
-        return Replica(str(index), scheduler, self._shape.replica, self._shape.latency, self.recorder, *told)
+        kind = PipelinedReplica if self._shape.replica.num_stages > 1 else Replica
+        return kind(str(index), scheduler, self._shape.replica, self._shape.latency, self.recorder, *told)
 
     def run(
         self, arrivals: Iterable[SimRequest], progress: Callable[[int], None] | None = None, *, until: str = ""

@@ -14,11 +14,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from core.errors import IntegrityError
+from core.errors import IntegrityError, InvalidValueError
 from core.messages.plans import FinishedSequence, Plan, WorkerReady, WorkerState
 from core.messages.requests import Key
 from core.request import Request, Residency
-from kvcache import BatchLimits, BlockManager, LeaseExecutor, StaticExecutor, StepBatch, StepItem
+from kvcache import (
+    BatchLimits,
+    BlockManager,
+    LeaseExecutor,
+    PipelinedExecutor,
+    StaticExecutor,
+    StepBatch,
+    StepItem,
+)
 from kvcache.step_batch import step_work
 from policies.replica.events import (
     BatchBroken,
@@ -51,6 +59,11 @@ class ReplicaShape:
         shares_prefixes: Whether sequences with equal prefixes share KV.
         execution: ``static`` pads a batch and returns it together.
         promises: Whether each request is told on arrival when it will end.
+        num_stages: Stages of a pipeline, each with a batch of its own in flight; the latency model then gives the time
+            of one batch in all stages together.
+
+    Raises:
+        InvalidValueError: ``num_stages`` is below 1, or above 1 for padded batches.
     """
 
     num_blocks: int
@@ -62,6 +75,11 @@ class ReplicaShape:
     shares_prefixes: bool = False
     execution: Execution = "ragged"
     promises: bool = False
+    num_stages: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_stages < 1 or (self.num_stages > 1 and self.execution == "static"):
+            raise InvalidValueError("num_stages", self.num_stages, "an integer >= 1, and 1 for padded batches")
 
     @property
     def num_tokens(self) -> int:
@@ -75,6 +93,8 @@ class ReplicaShape:
         if self.execution == "static":
             return StaticExecutor(blocks, limits, incarnation, self.num_tokens)
         host = BlockManager(self.num_host_blocks, self.block_size) if self.num_host_blocks else None
+        if self.num_stages > 1:
+            return PipelinedExecutor(blocks, limits, incarnation, host, max_in_flight=self.num_stages)
         return LeaseExecutor(blocks, limits, incarnation, host)
 
 
@@ -121,7 +141,11 @@ class Replica:
         self._landed: list[int] = []  # Finished copies, recorded at the end of the current step.
         self._own_names = itertools.count(1 << 62)
         self._link_free_at = {Residency.DEVICE: 0.0, Residency.HOST: 0.0}
+        self._set_up()
         self._connect()
+
+    def _set_up(self) -> None:
+        """Makes what a kind of replica keeps beside this."""
 
     def _connect(self) -> None:
         shape = self.shape
@@ -268,13 +292,28 @@ class Replica:
         self._tell(WorkerReported(report), now)
 
     def _begin(self, now: float) -> None:
-        """Starts the next run, if any request can run. The scheduler answers memory pressure in no time."""
+        """Starts the next run, if any request can run."""
+        batch = self._prepare(now)
+        if batch is not None:
+            self._run = run = StepRun(batch, step_work(batch), self._latency, now, 1)
+            run.end_after(self._steps_until_change(run))
+
+    def _prepare(self, now: float) -> StepBatch | None:
+        """The next batch, after copies that have landed are booked; begins the copies that it asks for."""
         if self._landed:
             for copy_id in self._landed:
                 self.executor.complete_copy(copy_id)
             self._landed.clear()
             self._report(now)
-        batch = self._next_batch()
+        batch = self._relieve(self._next_batch(), now)
+        if self._broke_off:
+            self._broke_off = False
+            self._report(now)
+        self._begin_copies(now)
+        return batch
+
+    def _relieve(self, batch: StepBatch | None, now: float) -> StepBatch | None:
+        """The batch after the scheduler's answers to memory pressure, which take no time."""
         for _ in range(len(self._records)):  # A useful answer removes a request; other answers could repeat for ever.
             if not self.executor.short_blocks:
                 break
@@ -282,13 +321,7 @@ class Replica:
             if self._plan is None:
                 break
             batch = self._next_batch()
-        if self._broke_off:
-            self._broke_off = False
-            self._report(now)
-        self._begin_copies(now)
-        if batch is not None:
-            self._run = run = StepRun(batch, step_work(batch), self._latency, now, 1)
-            run.end_after(self._steps_until_change(run))
+        return batch
 
     def _next_batch(self) -> StepBatch | None:
         if self._plan is not None:
@@ -332,7 +365,7 @@ class Replica:
         last_s = seconds - run.seconds(num_steps - 1)
         stopped = []
         for item in run.batch.items:
-            if not item.samples:
+            if not item.samples or not self.executor.counts(run.batch, item.request_id):
                 continue
             record = self._records[item.request_id]
             if record.num_tokens == 0:
