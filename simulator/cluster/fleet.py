@@ -90,6 +90,7 @@ class Fleet:
     Attributes:
         refused: Ids of the requests that fit no replica.
         batches: Batches that ended with all their requests, in order; none in continuous batching.
+        batches_ended_at: The instants of their ends.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class Fleet:
         self._lost: list[str] = []  # requests of broken batches, until their ingress replicas learn of it
         self.refused: list[str] = []
         self.batches: list[BatchEnded] = []
+        self.batches_ended_at: list[float] = []
         self.replicas = [self._make_replica(index, make_scheduler(index)) for index in range(shape.num_replicas)]
         for each in self.replicas:
             self._tell(ReplicaUp(each.name, each.ready))
@@ -236,6 +238,7 @@ class Fleet:
                     del self._under_way[request_id]
                 case BatchEnded():
                     self.batches.append(instruction)
+                    self.batches_ended_at.append(self.now)
         self._tell_broken()
         if isinstance(self.machine, BatchScheduler):
             due_at = self.machine.next_due_at

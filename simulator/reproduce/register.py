@@ -5,6 +5,7 @@ from __future__ import annotations
 from simulator.reproduce.combined import COMBINED
 from simulator.reproduce.fast_serve import FAST_SERVE
 from simulator.reproduce.magnus import MAGNUS
+from simulator.reproduce.magnus_learning import MAGNUS_LEARNING
 from simulator.reproduce.multi_bin import MULTI_BIN
 from simulator.reproduce.past_future import PAST_FUTURE
 from simulator.reproduce.placements import PLACEMENTS
@@ -16,6 +17,7 @@ from simulator.reproduce.tail.promise import PROMISE
 
 _ALL: tuple[Reproduction, ...] = (
     *MAGNUS,
+    *MAGNUS_LEARNING,
     *MULTI_BIN,
     *FAST_SERVE,
     *PAST_FUTURE,
