@@ -193,8 +193,18 @@ def _placement(cluster: PrebleCluster, system: PrebleSystem, arrivals: Sequence[
     if not system.partition:
         return RoundRobin()
     # "Evenly" means as many prefixes everywhere: how popular each will be is not what a partition knows.
-    heads = dict.fromkeys((each.prefix[0] for each in arrivals if each.prefix), 1.0)
-    return OraclePartition(heads, cluster.num_replicas, BLOCK)
+    leading = _common_blocks(arrivals)
+    heads = dict.fromkeys((each.prefix[leading] for each in arrivals if len(each.prefix) > leading), 1.0)
+    return OraclePartition(heads, cluster.num_replicas, BLOCK, leading)
+
+
+def _common_blocks(arrivals: Sequence[SimRequest]) -> int:
+    """Blocks with which every prompt begins: those of a system prompt, which tells no prefixes apart."""
+    first, *others = (each.prefix for each in arrivals)
+    for place, name in enumerate(first):
+        if any(len(other) <= place or other[place] != name for other in others):
+            return place
+    return len(first)
 
 
 def _latencies(done: Sequence[Record]) -> Latencies:

@@ -61,15 +61,10 @@ def _verdicts(figure: PaperFigure) -> str:
     return counted or figure.why
 
 
-def figures(paper: Paper) -> str:
-    """For each figure that is run: its picture and its rows."""
-    parts = []
-    for figure in paper.figures:
-        if not figure.reproduction:
-            continue
-        title = f"{paper.name}, {figure.number}: {figure.what}"
-        parts.append(f"### {figure.number}\n\n![{title}]({picture(paper, figure)})\n\n{rows_table(rows_of(figure))}")
-    return "\n\n".join(parts)
+def figure_section(paper: Paper, figure: PaperFigure) -> str:
+    """Heading, picture and rows of a figure."""
+    title = f"{paper.name}, {figure.number}: {figure.what}"
+    return f"## {figure.number}\n\n![{title}]({picture(paper, figure)})\n\n{rows_table(rows_of(figure))}"
 
 
 def rows_table(rows: Iterable[StoredRow]) -> str:
