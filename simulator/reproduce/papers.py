@@ -63,13 +63,13 @@ MAGNUS = Paper(
     (
         _drawing("Figs 1, 3, 4, 5", "the scenario, a transformer, decoding, a batch"),
         PaperFigure("Fig 2", "scatter of input and output lengths", why="points without numbers; Table I sums them up"),
-        PaperFigure("Table I", "correlation of input and output lengths", why="needs the answers of three models"),
+        PaperFigure("Table I", "correlation of input and output lengths", "magnus_lengths"),
         PaperFigure("Fig 6", "three batches by arrival, or two by length", "magnus_case_study"),
         _drawing("Figs 7, 8, 9", "the system, its predictor, wasted memory accesses"),
         PaperFigure("Table II", "RMSE of four length predictors", why="run on real texts in results_forecasts.md"),
         PaperFigure("Figs 10 and 11", "throughput, tokens and response times against VS, VSQ, CCB", "magnus_overall"),
         PaperFigure("Figs 12 and 13", "the parts of Magnus, one by one", "magnus_ablation"),
-        PaperFigure("Fig 14", "errors of predictor and estimator while they learn", why="not run"),
+        PaperFigure("Fig 14", "errors of the estimator of serving times while it learns", "magnus_learning"),
     ),
 )
 
@@ -140,8 +140,9 @@ PREBLE = Paper(
         PaperFigure("Fig 5", "arrivals and lengths of Azure's trace", why="statistics of a trace, no result"),
         PaperFigure("Fig 7", "latency of five workloads on three clusters", "preble_workloads"),
         PaperFigure("Fig 8", "two workloads mixed, at Azure's instants", "preble_mixed"),
-        PaperFigure("Fig 9", "vLLM as the engine", why="not run"),
+        PaperFigure("Fig 9", "vLLM as the engine: whole prompts in a step", "preble_vllm"),
         PaperFigure("Fig 10", "the parts of Preble, one by one", "preble_ablation"),
+        PaperFigure("Fig 10, elsewhere", "the later parts where they act", "preble_parts"),
         PaperFigure("Section 5.4", "requests a second of the global scheduler", "preble_scheduler_rate"),
     ),
 )

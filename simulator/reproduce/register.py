@@ -10,6 +10,7 @@ from simulator.reproduce.multi_bin import MULTI_BIN
 from simulator.reproduce.past_future import PAST_FUTURE
 from simulator.reproduce.placements import PLACEMENTS
 from simulator.reproduce.preble import PREBLE_RESULTS
+from simulator.reproduce.preble_parts import PREBLE_PARTS
 from simulator.reproduce.rows import Reproduction
 from simulator.reproduce.tail.cells import TAIL
 from simulator.reproduce.tail.deadlines import DEADLINES
@@ -22,6 +23,7 @@ _ALL: tuple[Reproduction, ...] = (
     *FAST_SERVE,
     *PAST_FUTURE,
     *PREBLE_RESULTS,
+    *PREBLE_PARTS,
     *PLACEMENTS,
     *COMBINED,
     *TAIL,

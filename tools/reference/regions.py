@@ -9,7 +9,6 @@ from pathlib import Path
 
 from simulator.reproduce.papers import PAPERS, Paper
 from tools.papers.tables import figure_section, gaps_table, index_table, shares_table
-
 from tools.reference.cli import cli_reference
 from tools.reference.configuration import configuration_reference
 from tools.reference.families import families_table
