@@ -14,6 +14,7 @@ class PaperFigure:
         number: As the paper counts it, such as ``Fig 9 (a)``.
         reproduction: Its name in the register; empty if nothing runs it.
         settings: Regular expression that finds the settings of its rows; empty for all rows of the reproduction.
+        command: What runs it, if ``reproduction`` is not in the register but names its stored rows alone.
         why: Why nothing runs it, or what stands in the place of its data.
         result: False for a drawing of how a system works, which has no result.
     """
@@ -22,6 +23,7 @@ class PaperFigure:
     what: str
     reproduction: str = ""
     settings: str = ""
+    command: str = ""
     why: str = ""
     result: bool = True
 

@@ -3,8 +3,9 @@
 The paper adds the parts one after the other on tools by a fixed Zipf law of 1.1, where the later ones do not act here
 (``preble.ablation``). Its text says what each is for:
 
-- *Rebalancing and autoscaling* serve loads that are skewed and change. Here: tools by a Zipf law of 1.6, so that one tool
-  asks for more than one replica's share, and another one every minute; and programs, which all share one system prompt.
+- *Rebalancing and autoscaling* serve loads that are skewed and change. Here: tools by a Zipf law of 1.6, so that one
+  tool asks for more than one replica's share, and another one every minute; and programs, which all share one system
+  prompt.
 - *Prefill/decode balance* sends a new prompt to a replica that mostly decodes, whose arithmetic is idle. A step must
   then cost the longer of arithmetic and memory traffic (``Roofline``): in the authors' linear constants a prompt token
   costs the same everywhere. Programs with long answers, cached, meet documents never asked about before.
@@ -141,7 +142,7 @@ VIDEO_LOAD = 1.0
 
 
 def figure_9(seeds: Sequence[int] = SEEDS) -> list[Row]:
-    """Videos with whole prompts in a step, as vLLM computed them: Preble against round-robin and the oracle partition."""
+    """Videos, whole prompts in a step as vLLM computed them: Preble against round-robin and the oracle partition."""
     name = "preble_vllm"
     runs: dict[tuple[str, int], list[Latencies]] = {}
     systems = [replace(each, chunk=chunk) for chunk in (WHOLE_PROMPTS, 2048) for each in (ROUND_ROBIN, ORACLE, PREBLE)]

@@ -45,7 +45,8 @@ def index_table(paper: Paper) -> str:
     lines = ["| figure | what | verdicts | command: `python -m simulator.reproduce ...` |", "|---|---|---|---|"]
     for figure in paper.figures:
         link = f"[{figure.number}](#{_anchor(figure)})" if figure.reproduction else figure.number
-        command = f"`{figure.reproduction}`" if figure.reproduction else ""
+        run = figure.command or figure.reproduction
+        command = f"`{run}`" if run else ""
         lines.append(f"| {link} | {figure.what} | {_verdicts(figure)} | {command} |")
     return "\n".join(lines)
 
