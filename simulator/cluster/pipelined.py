@@ -10,8 +10,11 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
+from core.request import Request
 from kvcache import StepBatch
 from kvcache.step_batch import step_work
+from policies.replica.events import StepsRan
+from simulator.cluster.records import Record
 from simulator.cluster.replica import Replica
 from simulator.cluster.step_run import StepRun
 
@@ -71,11 +74,34 @@ class PipelinedReplica(Replica):
         while self._copies and self._copies[0][0] <= now:
             self._landed.append(self._copies.pop(0)[1])
         while self._steps and self._steps[0].ends_at <= now:
-            step = self._steps.popleft()
-            self._left_at = step.ends_at
-            if self._book(step) or self._looks:
-                self._report(now)
+            self._finish(self._steps.popleft(), now)
         self._begin(now)
+
+    def submit(self, requests: list[tuple[Request, Record]], now: float) -> None:
+        """See ``Replica.submit``; the scheduler first hears of the steps that are over."""
+        if self._untold and (self.scheduler.num_waiting == 0 or self.scheduler.order.preemptive):
+            self._report(now)
+        super().submit(requests, now)
+
+    def _finish(self, step: PipelineStep, now: float) -> None:
+        """Books a step, and tells the scheduler in the shortest form that says all."""
+        self._left_at = step.ends_at
+        batch = step.batch
+        request_ids = [item.request_id for item in batch.items if self.executor.counts(batch, item.request_id)]
+        only_decodes = not step.work.prefill_tokens and len(request_ids) == len(batch.items)
+        services = self.executor.services_after(batch, step.seconds(1), 1) if only_decodes else ()
+        ended = self._book(step)
+        if ended or (self._looks and (self._presses or self._untold or not only_decodes)):
+            self._report(now)
+        elif self._looks:
+            self._tell(StepsRan(tuple(request_ids), 1, step.seconds(1), services), now)
+        else:
+            self._untold = True
+
+    @property
+    def _presses(self) -> bool:
+        """Whether memory is short or KV moves, which only a report can say."""
+        return bool(self.executor.short_blocks or self._copies or self._landed)
 
     def _begin(self, now: float) -> None:
         """Starts batches until one is in every stage, or none can run."""
