@@ -9,8 +9,8 @@ from simulator.reproduce.magnus_learning import MAGNUS_LEARNING
 from simulator.reproduce.multi_bin import MULTI_BIN
 from simulator.reproduce.past_future import PAST_FUTURE
 from simulator.reproduce.placements import PLACEMENTS
-from simulator.reproduce.preble import PREBLE_RESULTS
-from simulator.reproduce.preble_parts import PREBLE_PARTS
+from simulator.reproduce.preble.figures import PREBLE_RESULTS
+from simulator.reproduce.preble.parts import PREBLE_PARTS
 from simulator.reproduce.rows import Reproduction
 from simulator.reproduce.tail.cells import TAIL
 from simulator.reproduce.tail.deadlines import DEADLINES

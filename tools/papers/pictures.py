@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,26 @@ LEAST_POINTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Rows along one number of their setting."""
+    """Rows along one number of their setting; ``what`` is the word before that number."""
 
     label: str
+    what: str
     xs: tuple[float, ...]
     rows: tuple[StoredRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """Rows of one metric, as curves if they make some."""
+
+    title: str
+    curves: list[Curve]
+    rows: list[StoredRow]
+
+    @property
+    def height(self) -> float:
+        """In inches."""
+        return 2.6 if self.curves else max(1.2, 0.24 * len(self.rows) + 0.6)
 
 
 def draw(paper: Paper, figure: PaperFigure, folder: Path = DOCS, suffix: str = ".svg") -> None:
@@ -54,56 +70,66 @@ def draw(paper: Paper, figure: PaperFigure, folder: Path = DOCS, suffix: str = "
 
 
 def _draw(by_metric: dict[str, list[StoredRow]]) -> Figure:
-    panels = [(metric, *_split(rows)) for metric, rows in by_metric.items()]
+    panels = _panels(by_metric)
     columns = min(COLUMNS, len(panels))
     lines = [panels[i : i + columns] for i in range(0, len(panels), columns)]
-    heights = [max(_height(curves, rest) for _, curves, rest in line) for line in lines]
+    heights = [max(panel.height for panel in line) for line in lines]
     drawing = Figure(figsize=(4.0 * columns if columns > 1 else 6.5, sum(heights) + 0.9), layout="constrained")
     axes = drawing.subplots(len(lines), columns, squeeze=False, height_ratios=heights)
     for place, cell in enumerate(axes.flat):
         if place >= len(panels):
             cell.set_axis_off()
             continue
-        metric, curves, rest = panels[place]
-        _draw_curves(cell, curves) if curves else _draw_points(cell, rest)
-        cell.set_title(metric, fontsize="medium")
+        panel = panels[place]
+        _draw_curves(cell, panel.curves) if panel.curves else _draw_points(cell, panel.rows)
+        cell.set_title(panel.title, fontsize="medium")
         cell.grid(alpha=0.25)
-    drawing.legend(handles=_legend(), loc="outside lower center", ncols=6, frameon=False)
+    drawing.legend(handles=_legend(), loc="outside lower center", ncols=6 if columns > 1 else 3, frameon=False)
     return drawing
 
 
-def _height(curves: list[Curve], rest: list[StoredRow]) -> float:
-    return 2.6 if curves else max(1.2, 0.17 * len(rest) + 0.7)
-
-
-def _split(rows: list[StoredRow]) -> tuple[list[Curve], list[StoredRow]]:
-    """Curves, if all rows lie on some; else all rows as points."""
-    alike: dict[str, list[StoredRow]] = defaultdict(list)
-    for row in rows:
-        alike[NUMBER.sub("#", row.setting)].append(row)
-    curves: list[Curve] = []
-    for group in alike.values():
-        found = _curves(group)
-        if not found:
-            return [], rows
-        curves += found
-    return curves, []
+def _panels(by_metric: dict[str, list[StoredRow]]) -> list[Panel]:
+    """One for each metric; if each has a single row, one for all, where the metric names the row."""
+    if len(by_metric) > 1 and all(len(rows) == 1 for rows in by_metric.values()):
+        rows = [replace(row, setting=row.metric) for (row,) in by_metric.values()]
+        return [Panel("", [], rows)]
+    return [Panel(metric, _curves(rows), rows) for metric, rows in by_metric.items()]
 
 
 def _curves(rows: list[StoredRow]) -> list[Curve]:
-    places = list(zip(*(NUMBER.findall(row.setting) for row in rows), strict=True))
-    if not places:
-        return []
-    along = max(range(len(places)), key=lambda place: len(set(places[place])))
-    if len(set(places[along])) < LEAST_POINTS:
-        return []
-    groups: dict[str, list[StoredRow]] = defaultdict(list)
+    """Curves along the number in which the settings differ most; none if some row would be alone."""
+    alike: dict[str, list[StoredRow]] = defaultdict(list)
     for row in rows:
-        found = list(NUMBER.finditer(row.setting))[along]
-        groups[row.setting[: found.start()] + "..." + row.setting[found.end() :]].append(row)
+        alike[NUMBER.sub("#", row.setting)].append(row)
+    found: list[Curve] = []
+    for group in alike.values():
+        along = _along(group, rows)
+        if along is None:
+            return []
+        found += _curves_along(group, along)
+    return [] if any(len(curve.rows) < 2 for curve in found) else found
+
+
+def _along(group: list[StoredRow], rows: list[StoredRow]) -> int | None:
+    """The place of the number that differs most among all rows with as many numbers."""
+    count = len(NUMBER.findall(group[0].setting))
+    numbers = [found for row in rows if len(found := NUMBER.findall(row.setting)) == count]
+    distinct = [len(set(values)) for values in zip(*numbers, strict=True)]
+    if not distinct or max(distinct) < LEAST_POINTS:
+        return None
+    return distinct.index(max(distinct))
+
+
+def _curves_along(rows: list[StoredRow], place: int) -> list[Curve]:
+    groups: dict[tuple[str, str], list[StoredRow]] = defaultdict(list)
+    for row in rows:
+        found = list(NUMBER.finditer(row.setting))[place]
+        before, after = row.setting[: found.start()].rstrip(" ="), row.setting[found.end() :].split(",")[0].strip()
+        what = after if before.endswith(",") or not before else before.split(" ")[-1]
+        groups[row.setting[: found.start()] + "..." + row.setting[found.end() :], what].append(row)
     return [
-        Curve(label, tuple(float(NUMBER.findall(row.setting)[along]) for row in group), tuple(group))
-        for label, group in groups.items()
+        Curve(label, what, tuple(float(NUMBER.findall(row.setting)[place]) for row in group), tuple(group))
+        for (label, what), group in groups.items()
     ]
 
 
@@ -118,7 +144,8 @@ def _draw_curves(axes: Any, curves: list[Curve]) -> None:
     spread = [x for curve in curves for x in curve.xs]
     if min(spread) > 0 and max(spread) / min(spread) >= 16:
         axes.set_xscale("log")
-    if len(curves) > 1 or curves[0].label != "...":
+    axes.set_xlabel(" or ".join(dict.fromkeys(curve.what for curve in curves)))
+    if len(curves) > 1:
         axes.legend(fontsize="x-small", frameon=False)
 
 
@@ -128,10 +155,13 @@ def _draw_points(axes: Any, rows: Sequence[StoredRow]) -> None:
     axes.set_yticks(range(len(rows)), [_short(row.setting) for row in rows], fontsize="x-small")
     axes.set_ylim(len(rows) - 0.5, -0.5)
     _scale(axes.set_xscale, rows)
+    shown = [value for row in rows for value in (row.ours, row.reported) if isinstance(value, float | int)]
+    if axes.get_xscale() == "linear" and shown and min(shown) > 0:
+        axes.set_xlim(0, 1.06 * max(shown))
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= 42 else text[:40] + "..."
+    return "\n".join(textwrap.wrap(text, 34, max_lines=2, placeholder="..."))
 
 
 def _scale(set_scale: Any, rows: Sequence[StoredRow]) -> None:

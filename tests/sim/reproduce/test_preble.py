@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from simulator.reproduce import preble
-from simulator.reproduce.preble_runs import FOUR_A6000, PREBLE, ROUND_ROBIN, STUDIES, instants, saturation, simulate
+from simulator.reproduce.preble import figures as preble
+from simulator.reproduce.preble.runs import FOUR_A6000, PREBLE, ROUND_ROBIN, STUDIES, instants, saturation, simulate
 
 
 def test_e2_finds_more_cached_than_round_robin() -> None:

@@ -179,7 +179,7 @@ def test_every_row_of_every_reproduction_is_made_with_a_check() -> None:
     """The ones that take minutes are read, not run: no bare word or number stands in the place of the check."""
     folder = Path(reproduce.__file__).parent
     found = 0
-    for path in folder.glob("*.py"):
+    for path in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Row":
                 found += 1

@@ -19,7 +19,7 @@ import numpy as np
 from policies.placement.base import ReplicaLoad
 from policies.placement.e2 import E2Router
 from policies.placement.e2_profiles import from_step_cost
-from simulator.reproduce.preble_runs import (
+from simulator.reproduce.preble.runs import (
     BLOCK,
     E2_ALONE,
     E2_REBALANCED,
