@@ -141,7 +141,7 @@ def balancing(chunk: int, num_requests: int = 900, seeds: Sequence[int] = SEEDS)
 VIDEO_LOAD = 1.0
 
 
-def figure_9(seeds: Sequence[int] = SEEDS) -> list[Row]:
+def figure_9(num_requests: int = 900, seeds: Sequence[int] = SEEDS) -> list[Row]:
     """Videos, whole prompts in a step as vLLM computed them: Preble against round-robin and the oracle partition."""
     name = "preble_vllm"
     runs: dict[tuple[str, int], list[Latencies]] = {}
@@ -149,7 +149,7 @@ def figure_9(seeds: Sequence[int] = SEEDS) -> list[Row]:
     study = STUDIES["video"]
     for seed in seeds:
         rng = np.random.default_rng(seed)
-        drawn = study.draw(rng, instants(rng, study.requests * 2, 1.0), study.prefixes * 2)
+        drawn = study.draw(rng, instants(rng, num_requests, 1.0), study.prefixes * TWO_A6000.num_replicas)
         arrivals = slowed(drawn, 1 / (VIDEO_LOAD * saturation(TWO_A6000, drawn)))
         for system in systems:
             runs.setdefault((system.name, system.chunk), []).append(simulate(TWO_A6000, system, arrivals))

@@ -192,10 +192,16 @@ def _placement(cluster: PrebleCluster, system: PrebleSystem, arrivals: Sequence[
         return E2Router(from_step_cost(cluster.latency.cost), BLOCK, system.e2)
     if not system.partition:
         return RoundRobin()
-    # "Evenly" means as many prefixes everywhere: how popular each will be is not what a partition knows.
+    return OraclePartition(partitioned_heads(arrivals), cluster.num_replicas, BLOCK, _common_blocks(arrivals))
+
+
+def partitioned_heads(arrivals: Sequence[SimRequest]) -> dict[int, float]:
+    """What the oracle partition divides: the first block of each prefix behind those that all share, each once.
+
+    "Evenly" means as many prefixes everywhere: how popular each will be is not what a partition knows.
+    """
     leading = _common_blocks(arrivals)
-    heads = dict.fromkeys((each.prefix[leading] for each in arrivals if len(each.prefix) > leading), 1.0)
-    return OraclePartition(heads, cluster.num_replicas, BLOCK, leading)
+    return dict.fromkeys((each.prefix[leading] for each in arrivals if len(each.prefix) > leading), 1.0)
 
 
 def _common_blocks(arrivals: Sequence[SimRequest]) -> int:
