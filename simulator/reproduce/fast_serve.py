@@ -70,7 +70,7 @@ def _times(run: Callable[[Load], Recorder], load: Load) -> JctTimes:
 
 
 STARVE_LIMIT_S = 3.0
-"""Of FastServe's artifact; the paper names none."""
+"""The limit in FastServe's artifact; the paper names none."""
 
 
 def _promoted(name: str, setting: str, bed: Testbed, load: Load, never: JctTimes) -> Row:

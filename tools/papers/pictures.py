@@ -155,9 +155,13 @@ def _draw_points(axes: Any, rows: Sequence[StoredRow]) -> None:
     axes.set_yticks(range(len(rows)), [_short(row.setting) for row in rows], fontsize="x-small")
     axes.set_ylim(len(rows) - 0.5, -0.5)
     _scale(axes.set_xscale, rows)
-    shown = [value for row in rows for value in (row.ours, row.reported) if isinstance(value, float | int)]
+    shown = [value for row in rows for value in (row.ours, *_ends(row.reported)) if value is not None]
     if axes.get_xscale() == "linear" and shown and min(shown) > 0:
         axes.set_xlim(0, 1.06 * max(shown))
+
+
+def _ends(figure: float | list[float | None] | None) -> list[float | None]:
+    return figure if isinstance(figure, list) else [figure]
 
 
 def _short(text: str) -> str:

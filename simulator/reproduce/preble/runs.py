@@ -112,7 +112,7 @@ class PrebleSystem:
     Attributes:
         e2: E2 with these switches; None for the other placements.
         partition: The oracle partition instead of round-robin, if not E2.
-        order: Of the waiting queues; ``LONGEST_MATCH`` or a registered one.
+        order: The order of the waiting queues: ``LONGEST_MATCH`` or a registered one.
         chunk: Prompt tokens of one step.
     """
 
