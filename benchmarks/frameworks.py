@@ -35,11 +35,9 @@ def rows(report: dict[str, Any]) -> Iterator[Row]:
             who = f"{label} beside {ours if label == peer else peer}"
             yield Row(NAME, f"{clients} clients, {who}", "goodput, requests/s", DRAWN, values[label][GOODPUT])
             yield Row(NAME, f"{clients} clients, {who}", "output tokens/s", DRAWN, values[label][THROUGHPUT])
-        more = values[ours][GOODPUT] / values[peer][GOODPUT] if values[peer][GOODPUT] else float("inf")
-        note = "order: the goodput of Past-Future's framework is the largest"
-        yield Row(
-            NAME, f"{clients} clients, over {peer}", "goodput, Farsight over it", OrderCheck(more > 1), more, note
-        )
+        more = values[ours][GOODPUT] - values[peer][GOODPUT]
+        order, note = OrderCheck(more > 0), "order: the goodput of Past-Future's framework is the largest"
+        yield Row(NAME, f"{clients} clients, over {peer}", "goodput, Farsight less it, requests/s", order, more, note)
 
 
 def _mean(runs: list[dict[str, Any]], name: str) -> float:

@@ -12,6 +12,9 @@ from tools.papers.stored import VERDICTS, StoredRow, picture, rows_of, stored
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?")
 """A number that stands alone: the 16 of ``16 clients``, not that of ``D1``."""
 
+KEPT = "kept from an earlier run"
+"""In the note of a row that the newest run did not reach."""
+
 
 def shares_table() -> str:
     """One row a paper: how many rows have which verdict, and the share that agrees with what the paper prints."""
@@ -57,9 +60,12 @@ def _anchor(figure: PaperFigure) -> str:
 
 
 def _verdicts(figure: PaperFigure) -> str:
-    kinds = [row.kind for row in rows_of(figure)]
-    counted = "; ".join(f"{kinds.count(kind)} {kind}" for kind in VERDICTS if kind in kinds)
-    return counted or figure.why
+    rows = rows_of(figure)
+    kinds = [row.kind for row in rows]
+    counted = [f"{kinds.count(kind)} {kind}" for kind in VERDICTS if kind in kinds]
+    if kept := sum(KEPT in row.note for row in rows):
+        counted.append(f"{kept} of them {KEPT}")
+    return "; ".join(counted) or figure.why
 
 
 def figure_section(paper: Paper, figure: PaperFigure) -> str:

@@ -19,8 +19,10 @@ def test_the_larger_goodput_is_ours_or_not() -> None:
     }
     found = {(row.setting, row.metric): row for row in rows(report)}
     assert len(found) == 10
-    assert found["8 clients, over vllm", "goodput, Farsight over it"].ours == 2.0
-    verdicts = [found[f"{clients} clients, over vllm", "goodput, Farsight over it"].verdict for clients in (8, 24)]
+    assert found["8 clients, over vllm", "goodput, Farsight less it, requests/s"].ours == 1.0
+    verdicts = [
+        found[f"{clients} clients, over vllm", "goodput, Farsight less it, requests/s"].verdict for clients in (8, 24)
+    ]
     assert verdicts == ["ok", "off"]
 
 
