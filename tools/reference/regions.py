@@ -17,7 +17,7 @@ from tools.reference.presets import parts_table, presets_table
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def _of_paper(paper: Paper) -> dict[str, Callable[[], str]]:
+def _of_paper(paper: Paper) -> Mapping[str, Callable[[], str]]:
     sections = {each.key: partial(figure_section, paper, each) for each in paper.figures if each.reproduction}
     return {"index": partial(index_table, paper)} | sections
 
