@@ -99,11 +99,15 @@ class ClipTower:
         self._layers = []
         for index in range(num_layers):
             layer = f"{name}encoder.layers.{index}."
-            square = [Dense.take(tensors, f"{layer}self_attn.{each}_proj", hidden, hidden) for each in "qkv"]
+            queries, keys, values = (
+                Dense.take(tensors, f"{layer}self_attn.{each}_proj", hidden, hidden) for each in "qkv"
+            )
             self._layers.append(
                 _Layer(
                     LayerNorm.take(tensors, f"{layer}layer_norm1", hidden, eps),
-                    *square,
+                    queries,
+                    keys,
+                    values,
                     Dense.take(tensors, f"{layer}self_attn.out_proj", hidden, hidden),
                     LayerNorm.take(tensors, f"{layer}layer_norm2", hidden, eps),
                     Dense.take(tensors, f"{layer}mlp.fc1", inner, hidden),
@@ -123,8 +127,8 @@ class ClipTower:
         squares = [torch.from_numpy(image.pixels) for image in images]
         counts = [len(each) for each in squares]
         pixels = torch.cat(squares).to(self._kernel)
-        rows = torch.cat([self._rows(part) for part in pixels.split(_SQUARES)])
-        return [self._packed(part, image) for part, image in zip(rows.split(counts), images, strict=True)]
+        rows = torch.cat([self._rows(part) for part in torch.split(pixels, _SQUARES)])
+        return [self._packed(part, image) for part, image in zip(torch.split(rows, counts), images, strict=True)]
 
     def _rows(self, pixels: Tensor) -> Tensor:
         """``[squares, tokens, hidden of the text model]`` of ``[squares, 3, side, side]``."""
@@ -149,8 +153,9 @@ class ClipTower:
     def _through(self, layer: _Layer, hidden: Tensor) -> Tensor:
         normed = layer.norm1(hidden)
         shape = (*hidden.shape[:2], self._heads, -1)
-        parts = [each(normed).view(shape).transpose(1, 2) for each in (layer.queries, layer.keys, layer.values)]
-        attended = F.scaled_dot_product_attention(*parts).transpose(1, 2).reshape(hidden.shape)
+        query, key, value = (each(normed).view(shape) for each in (layer.queries, layer.keys, layer.values))
+        attended = F.scaled_dot_product_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+        attended = attended.transpose(1, 2).reshape(hidden.shape)
         hidden = hidden + layer.out(attended)
         return hidden + layer.down(self._act(layer.up(layer.norm2(hidden))))
 
@@ -182,7 +187,7 @@ def _feature_layers(config: Fields, num_layers: int) -> tuple[int, ...]:
     """Behind which layers rows are read, 0 for none."""
     value = config["vision_feature_layer"]
     value = -2 if value is None else value
-    chosen = value if isinstance(value, list) and value else [value]
+    chosen: list[Any] = value if isinstance(value, list) and value else [value]
     if not all(type(each) is int and -num_layers - 1 <= each <= num_layers for each in chosen):
         raise config.error("vision_feature_layer", f"layers from {-num_layers - 1} to {num_layers}")
     return tuple(each if each >= 0 else num_layers + 1 + each for each in chosen)

@@ -104,14 +104,23 @@ def read_dynamic(raw: dict[str, Any], processor: dict[str, Any]) -> DynamicPixel
     if not isinstance(nested, dict):
         raise Fields(raw, {}).error("vision_config", "an object")
     tower = Fields(nested, {"patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2}, "vision_config.")
-    pairs = (("patch_size", "patch_size"), ("temporal_patch_size",) * 2, ("merge_size", "spatial_merge_size"))
-    sizes = []
-    for mine, towers in pairs:
-        sizes.append(config.size(mine, 1 << 10))
-        if sizes[-1] != tower.size(towers, 1 << 10):
-            raise config.error(mine, f"{tower[towers]}, as vision_config.{towers}")
     least, most = _bounds(config)
-    return DynamicPixels(*sizes, least, most, read_normalising(config))
+    return DynamicPixels(
+        patch=_same(config, "patch_size", tower, "patch_size"),
+        frames=_same(config, "temporal_patch_size", tower, "temporal_patch_size"),
+        merge=_same(config, "merge_size", tower, "spatial_merge_size"),
+        min_pixels=least,
+        max_pixels=most,
+        normalising=read_normalising(config),
+    )
+
+
+def _same(config: Fields, mine: str, tower: Fields, theirs: str) -> int:
+    """A size that processor and tower must agree on."""
+    size = config.size(mine, 1 << 10)
+    if size != tower.size(theirs, 1 << 10):
+        raise config.error(mine, f"{tower[theirs]}, as vision_config.{theirs}")
+    return size
 
 
 def _bounds(config: Fields) -> tuple[int, int]:

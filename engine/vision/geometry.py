@@ -6,6 +6,7 @@ use this alone; ``engine.vision.model`` computes what the tokens become.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ import numpy as np
 
 from core.errors import InvalidValueError
 from engine.checkpoint.config_fields import Fields, read_json
-from engine.checkpoint.families.vision import VISION, VisionFamily
+from engine.checkpoint.families.vision import VISION, Shape, VisionFamily
 from engine.vision.anyres import read_anyres
 from engine.vision.dynamic import read_dynamic
 from engine.vision.square import read_square
@@ -54,6 +55,9 @@ class Pixels(Protocol):
 
     @property
     def max_tokens(self) -> int: ...
+
+    @property
+    def max_pixels(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,13 @@ class ImageGeometry:
             raise InvalidValueError("image", f"{width} x {height} pixels", problem)
 
 
+_READERS: Mapping[Shape, Callable[[dict[str, Any], dict[str, Any]], Pixels]] = {
+    "square": read_square,
+    "anyres": read_anyres,
+    "dynamic": read_dynamic,
+}
+
+
 def load_geometry(model_dir: Path) -> ImageGeometry | None:
     """How the model in ``model_dir`` sees; None for one that does not.
 
@@ -145,8 +156,7 @@ def vision_name(raw: dict[str, Any]) -> str | None:
 def read_geometry(raw: dict[str, Any], name: str, processor: dict[str, Any]) -> ImageGeometry:
     """As ``load_geometry``, of the objects in the files of a model of the family ``name``."""
     family = VISION[name]
-    readers = {"square": read_square, "anyres": read_anyres, "dynamic": read_dynamic}
-    pixels = readers[family.shape](raw, processor)
+    pixels = _READERS[family.shape](raw, processor)
     return ImageGeometry(
         name,
         family.placeholder,

@@ -58,6 +58,34 @@ class GivenRows:
     positions: np.ndarray | None
 
 
+@dataclass(frozen=True, slots=True)
+class ImageInputs:
+    """What a worker's model makes of images.
+
+    Attributes:
+        source: Where their rows are found.
+        hidden_size: Values of a row.
+        sees: Whether the model takes images at all.
+        axes: Whether its positions have axes.
+    """
+
+    source: EmbeddingSource
+    hidden_size: int
+    sees: bool
+    axes: bool
+
+    def of(self, request: Request) -> SequenceImages:
+        """The images of a request that has some.
+
+        Raises:
+            InvalidValueError: Their rows are not there or have another size, or the model takes no images.
+        """
+        if not self.sees:
+            raise InvalidValueError("images", len(request.images), "none: the model reads text alone")
+        values = [self.source.rows(span, self.hidden_size) for span in request.images]
+        return SequenceImages(request.images, values, axes=self.axes)
+
+
 class SequenceImages:
     """The images of one sequence.
 
@@ -86,13 +114,6 @@ class SequenceImages:
             raise InvalidValueError(f"images[{index}].grid", span.grid, "rows and columns: positions have axes")
         return span.length - max(span.grid)
 
-    @classmethod
-    def of(cls, request: Request, source: EmbeddingSource, hidden_size: int, *, axes: bool) -> SequenceImages | None:
-        """Those of a request; None without."""
-        if not request.images:
-            return None
-        return cls(request.images, [source.rows(span, hidden_size) for span in request.images], axes=axes)
-
     @property
     def end(self) -> int:
         """Index behind the last token of the last image."""
@@ -104,8 +125,9 @@ class SequenceImages:
 
     def positions(self, start: int, end: int) -> np.ndarray:
         """int64 ``[end - start]``: ``position`` of each token; of an image's, any that the sequence has."""
-        indices = np.arange(start, end)
-        return indices - self._behind[np.searchsorted(self._ends, indices, side="right")]
+        found: np.ndarray = np.arange(start, end)
+        found -= self._behind[np.searchsorted(self._ends, found, side="right")]
+        return found
 
     def given(self, start: int, end: int, first_row: int) -> GivenRows | None:
         """The part of images among these tokens, which are rows of the step from ``first_row`` on; None without."""

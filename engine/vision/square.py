@@ -58,7 +58,7 @@ def two_sides(config: Fields, name: str, side: int) -> tuple[int, int]:
         UnsupportedModelError: Any other size: the tower has no positions for it.
     """
     value = config[name]
-    found = (value, value) if type(value) is int else None
+    found: tuple[object, object] = (value, value)
     if isinstance(value, dict):
         edge = value.get("shortest_edge")
         found = (edge, edge) if edge is not None else (value.get("height"), value.get("width"))

@@ -1,0 +1,1 @@
+"""The embedded vision model: its pictures, its training and its evaluation."""
