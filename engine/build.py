@@ -19,6 +19,7 @@ from engine.devices.emulated_device import emulate_device
 from engine.drafted_steps import DraftedSteps
 from engine.parallel.mesh import ALONE, Mesh, check_parallel
 from engine.sequence import Detokenizer
+from engine.vision.geometry import load_geometry
 from engine.vision.spans import CarriedEmbeddings, EmbeddingSource, ImageInputs
 from engine.worker import Worker
 from kvcache import BatchLimits, BlockManager, LeaseExecutor, PipelinedExecutor, PlanExecutor, StaticExecutor
@@ -60,6 +61,7 @@ def check_worker(model_dir: Path, engine: EngineConfig, mesh: Mesh = ALONE) -> N
     else:
         resolve_max_model_len(config, engine.max_model_len)
         check_checkpoint(model_dir, config)
+        load_geometry(model_dir)
 
 
 def _check_encoder(model_dir: Path, config: EncoderConfig, engine: EngineConfig, mesh: Mesh) -> None:

@@ -14,6 +14,7 @@ from engine.checkpoint.config_fields import CheckpointError, read_json
 from engine.checkpoint.families.vision import VISION, Tower
 from engine.vision.clip import ClipTower
 from engine.vision.geometry import ImageGeometry, PreparedImage, load_geometry
+from engine.vision.qwen import QwenTower
 from engine.vision.stored import TowerTensors, read_tower
 
 
@@ -27,7 +28,11 @@ class VisionTower(Protocol):
         ...
 
 
-_TOWERS: Mapping[Tower, Callable[..., VisionTower]] = {"clip": ClipTower}
+_TOWERS: Mapping[Tower, Callable[..., VisionTower]] = {
+    "clip": ClipTower,
+    "qwen2_vl": QwenTower,
+    "qwen2_5_vl": QwenTower,
+}
 
 
 class VisionModel:

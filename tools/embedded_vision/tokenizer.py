@@ -1,4 +1,4 @@
-"""The tokenizer of the embedded vision model: that of the embedded model, with an image in place of a reserved token."""
+"""The embedded vision model's tokenizer: that of the embedded model, with an image in place of a reserved token."""
 
 from __future__ import annotations
 
