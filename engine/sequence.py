@@ -140,8 +140,14 @@ class Sequence(SequenceState):
             prompt_logprobs=[] if waits else None,
         )
 
-    def read_images(self, inputs: ImageInputs) -> None:
-        """Takes the rows of the request's images. What cannot be read fails the sequence at its first token."""
+    def read_images(self, inputs: ImageInputs | None) -> None:
+        """Takes the rows of the request's images. What cannot be read fails the sequence at its first token.
+
+        Args:
+            inputs: None where the device computes nothing.
+        """
+        if not self.request.images or inputs is None:
+            return
         try:
             self.images = inputs.of(self.request)
         except InvalidValueError as error:

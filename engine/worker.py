@@ -140,13 +140,10 @@ class Worker:
         return sequence.block_hashes
 
     def _take_hashes(self, sequence: Sequence) -> None:
-        """Takes over the hashes in the sequence's request if their blocks have this worker's size; computes the
-        others.
-        """
-        request, size = sequence.request, self.ready.block_size
-        named = sequence.named_ids[: request.prompt_len]
-        if request.prefix_hashes and are_hashes_of(request.prefix_hashes, named, size, _root(sequence)):
-            sequence.block_hashes = list(request.prefix_hashes)
+        """Takes over the hashes in the request if their blocks have this worker's size; computes the others."""
+        request, size, hashes = sequence.request, self.ready.block_size, sequence.request.prefix_hashes
+        if hashes and are_hashes_of(hashes, sequence.named_ids[: request.prompt_len], size, _root(sequence)):
+            sequence.block_hashes = list(hashes)
         self._hash(sequence, request.known_len // size)
 
     def take_over(self) -> WorkerState:
@@ -171,8 +168,7 @@ class Worker:
         sequence.text = self._start_text(request)
         if request.sampling.grammar:
             sequence.follow_grammar(self._grammars)
-        if request.images and self._image_inputs is not None:
-            sequence.read_images(self._image_inputs)
+        sequence.read_images(self._image_inputs)
         if self._prefix_cache:
             self._take_hashes(sequence)
         return sequence
@@ -492,9 +488,8 @@ class Worker:
 
 
 def _root(sequence: Sequence) -> int:
-    """Root hash of the prefixes that a sequence shares."""
+    """Root hash of the prefixes that a sequence shares; none where the prompt's own steps or images are needed."""
     request = sequence.request
-    # Nothing is shared where what is asked for comes with the prompt, or where its images could not be read.
     if request.sampling.computes_prompt or sequence.image_problem:
         return root_of(request.request_id, b"request")
     return salted_root(request.cache_salt)

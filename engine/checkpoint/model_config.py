@@ -22,7 +22,7 @@ from engine.checkpoint.gguf_model import gguf_config, rope_factors
 from engine.checkpoint.quantization import Quantization, read_quantization
 from engine.checkpoint.rotary_config import FactorScaling, read_rotary
 from engine.checkpoint.rotary_config import RotaryConfig as RotaryConfig
-from engine.checkpoint.text_part import TextPart, text_part
+from engine.checkpoint.text_part import NestedText, text_part
 from tokenization.gguf.file import GGUFFile, is_gguf, read_gguf
 from tokenization.model_dir import model_file
 
@@ -147,7 +147,7 @@ def load_model_config(model_dir: Path) -> DecoderConfig:
     return _read(_fields(raw, name), name, generation)
 
 
-def _seeing(config: DecoderConfig, part: TextPart, name: str) -> DecoderConfig:
+def _seeing(config: DecoderConfig, part: NestedText, name: str) -> DecoderConfig:
     """The text model of one that sees, with what its checkpoint and its positions have beside."""
     family, rotary = VISION[name], config.rotary
     if part.sections and rotary is not None:

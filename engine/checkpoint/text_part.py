@@ -18,7 +18,7 @@ _SECTIONS = (16, 24, 24)
 
 
 @dataclass(frozen=True, slots=True)
-class TextPart:
+class NestedText:
     """The text model's own configuration.
 
     Attributes:
@@ -32,7 +32,7 @@ class TextPart:
     sections: tuple[int, ...]
 
 
-def text_part(raw: dict[str, Any], name: str) -> TextPart:
+def text_part(raw: dict[str, Any], name: str) -> NestedText:
     """
     Args:
         raw: The whole object.
@@ -56,7 +56,7 @@ def text_part(raw: dict[str, Any], name: str) -> TextPart:
         own[_EOS] = raw.get(_EOS)
     text = {field: value for field, value in {**family.text_defaults, **own}.items() if value is not None}
     sections = _take_sections(text) if family.axes else ()
-    return TextPart(text, family.text[kind], sections)
+    return NestedText(text, family.text[kind], sections)
 
 
 def _take_sections(text: dict[str, Any]) -> tuple[int, ...]:

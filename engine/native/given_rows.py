@@ -74,6 +74,6 @@ class GivenInputs:
 
     @property
     def addresses(self) -> tuple[int | None, ...]:
-        """Of ``given_of``, ``given``, ``given_cos`` and ``given_sin``."""
+        """Those of ``FsStep``: ``given_of``, ``given``, ``given_cos`` and ``given_sin``."""
         cos, sin = (None, None) if self.angles is None else (each.ctypes.data for each in self.angles)
         return self.index.ctypes.data, self.values.ctypes.data, cos, sin

@@ -4,8 +4,9 @@
 
 Pictures are drawn on the fly from the training side of the split (``drawings.is_held_out``). Two questions about a
 picture follow each other in one sequence, so that its tower is computed once for them; the loss is taken on the
-answers and their EOS. A second loss, of a layer that is thrown away, asks each patch what lies in its middle: the tower
-learns to see far sooner so, and begins with that loss alone.
+answers and their EOS. A second loss, of layers that are thrown away, asks each patch what lies in its middle, and the
+class token how many shapes of each kind there are: the tower learns to see far sooner so, and begins with that loss
+alone. The text model reads the class token too (``vision_feature_select_strategy`` is ``full``).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from tools.embedded_model.tokenizer import (
     VOCABULARY_SIZE,
     encode_bytes,
 )
-from tools.embedded_vision.drawings import NUM_LABELS, SIDE, Drawing, draw
+from tools.embedded_vision.drawings import COLOURS, KINDS, MAX_SHAPES, NUM_LABELS, SIDE, Drawing, draw
 from tools.embedded_vision.tokenizer import IMAGE_ID, save_vision_tokenizer
 
 STEPS: Final = 2000
@@ -60,6 +61,8 @@ INPUT: Final = 48
 """Pixels of a side of what the tower reads."""
 PATCH: Final = 8
 PATCHES: Final = (INPUT // PATCH) ** 2
+IMAGE_TOKENS: Final = PATCHES + 1
+"""The class token first."""
 WIDTH: Final = 96
 MEAN_STD: Final = 0.5
 
@@ -91,8 +94,8 @@ def build_model() -> LlavaForConditionalGeneration:
         ),
         image_token_index=IMAGE_ID,
         vision_feature_layer=-1,
-        vision_feature_select_strategy="default",
-        image_seq_length=PATCHES,
+        vision_feature_select_strategy="full",
+        image_seq_length=IMAGE_TOKENS,
         tie_word_embeddings=True,
     )
     return LlavaForConditionalGeneration(config)
@@ -124,8 +127,8 @@ def pixels_of(drawings: Sequence[Drawing]) -> Tensor:
 
 
 def sequence_of(drawing: Drawing) -> tuple[list[int], list[int]]:
-    """Token ids with one run of images, and the target behind each: ``IGNORED`` but for answers."""
-    ids, targets = [BOS_ID, *[IMAGE_ID] * PATCHES], [IGNORED] * (PATCHES + 1)
+    """Token ids with one image, and the target behind each: ``IGNORED`` but for answers."""
+    ids, targets = [BOS_ID, *[IMAGE_ID] * IMAGE_TOKENS], [IGNORED] * (IMAGE_TOKENS + 1)
     for question, answer in drawing.questions[:QUESTIONS]:
         asked, said = [*encode_bytes(question), SEP_ID], [*encode_bytes(answer), EOS_ID]
         ids += asked + said
@@ -134,65 +137,92 @@ def sequence_of(drawing: Drawing) -> tuple[list[int], list[int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """Inputs and targets, int64 ``[pictures, tokens]``; labels of patches, int64 ``[pictures, patches]``."""
+class PictureBatch:
+    """What a part of a step is computed from.
+
+    Attributes:
+        pixels: float32 ``[pictures, 3, INPUT, INPUT]``.
+        inputs, targets: int64 ``[pictures, tokens]``.
+        seen: Labels of patches, int64 ``[pictures, patches]``.
+        counts: Shapes of each kind, and all of them, int64 ``[pictures, kinds + 1]``.
+    """
 
     pixels: Tensor
     inputs: Tensor
     targets: Tensor
     seen: Tensor
+    counts: Tensor
 
 
-def collate(drawings: Sequence[Drawing]) -> Batch:
+def collate(drawings: Sequence[Drawing]) -> PictureBatch:
     """Padded on the right."""
     sequences = [sequence_of(each) for each in drawings]
     length = max(len(ids) for ids, _ in sequences)
     inputs, targets = torch.full((len(drawings), length), PAD_ID), torch.full((len(drawings), length), IGNORED)
     seen = torch.full((len(drawings), PATCHES), NUM_LABELS)
+    counts = torch.zeros((len(drawings), len(KINDS) + 1), dtype=torch.long)
     for row, (drawing, (ids, wanted)) in enumerate(zip(drawings, sequences, strict=True)):
         inputs[row, : len(ids)] = torch.tensor(ids)
         targets[row, : len(wanted)] = torch.tensor(wanted)
         for mark in drawing.marks:
             x, y = (min(int(each / SIDE * INPUT / PATCH), INPUT // PATCH - 1) for each in (mark.x, mark.y))
             seen[row, y * (INPUT // PATCH) + x] = mark.label
-    return Batch(pixels_of(drawings), inputs, targets, seen)
+            if mark.label < len(KINDS) * len(COLOURS):
+                counts[row, mark.label // len(COLOURS)] += 1
+                counts[row, -1] += 1
+    return PictureBatch(pixels_of(drawings), inputs, targets, seen, counts)
 
 
 def features_of(model: LlavaForConditionalGeneration, pixels: Tensor) -> Tensor:
-    """What the tower makes of each patch, ``[pictures, patches, WIDTH]``."""
-    rows: Tensor = model.model.vision_tower(pixels).last_hidden_state[:, 1:]
+    """What the tower makes of the class token and of each patch, ``[pictures, IMAGE_TOKENS, WIDTH]``."""
+    rows: Tensor = model.model.vision_tower(pixels).last_hidden_state
     return rows
 
 
-def answer_logits(model: LlavaForConditionalGeneration, batch: Batch, features: Tensor) -> tuple[Tensor, Tensor]:
+def answer_logits(model: LlavaForConditionalGeneration, batch: PictureBatch, features: Tensor) -> tuple[Tensor, Tensor]:
     """Logits ``[n, vocabulary]`` of the positions with a target, and their rows in the batch."""
     embeddings = model.get_input_embeddings()(batch.inputs)
     projected = model.model.multi_modal_projector(features).to(embeddings.dtype)
-    embeddings = torch.cat([embeddings[:, :1], projected, embeddings[:, PATCHES + 1 :]], 1)
+    embeddings = torch.cat([embeddings[:, :1], projected, embeddings[:, IMAGE_TOKENS + 1 :]], 1)
     hidden = model.model.language_model(inputs_embeds=embeddings, use_cache=False).last_hidden_state
     wanted = batch.targets != IGNORED
     return model.lm_head(hidden[wanted]).float(), wanted.nonzero()[:, 0]
 
 
+class Judge(nn.Module):
+    """What the tower is asked beside; thrown away in the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seer = nn.Linear(WIDTH, NUM_LABELS + 1)
+        self.counter = nn.Linear(WIDTH, (len(KINDS) + 1) * (MAX_SHAPES + 1))
+
+    def loss(self, features: Tensor, batch: PictureBatch) -> Tensor:
+        """What the patches see and what the class token counts, both judged."""
+        weights = torch.ones(NUM_LABELS + 1)
+        weights[-1] = 0.2  # most patches hold nothing
+        seen = functional.cross_entropy(self.seer(features[:, 1:]).flatten(0, 1), batch.seen.flatten(), weights)
+        counted = self.counter(features[:, 0]).view(-1, MAX_SHAPES + 1)
+        return seen + functional.cross_entropy(counted, batch.counts.flatten())
+
+
 def train_part(
-    model: LlavaForConditionalGeneration, seer: nn.Linear, batch: Batch, share: float, *, answers: bool
+    model: LlavaForConditionalGeneration, judge: Judge, batch: PictureBatch, share: float, *, answers: bool
 ) -> tuple[float, float]:
-    """Adds the gradients of a part of a step; returns the losses of its answers and of its patches.
+    """Adds the gradients of a part of a step; returns the losses of its answers and of its tower.
 
     Args:
-        share: Of the step's pictures.
+        share: Part of the step's pictures that it holds.
         answers: Whether answers are learned yet.
     """
     features = features_of(model, batch.pixels)
-    weights = torch.ones(NUM_LABELS + 1)
-    weights[-1] = 0.2  # most patches hold nothing
-    seen = functional.cross_entropy(seer(features).flatten(0, 1), batch.seen.flatten(), weights)
+    seen = judge.loss(features, batch)
     loss, said = SEEN_WEIGHT * seen, torch.zeros(())
     if answers:
         logits, _ = answer_logits(model, batch, features)
         said = functional.cross_entropy(logits, batch.targets[batch.targets != IGNORED])
         loss = loss + said
-    (loss * share).backward()  # type: ignore[no-untyped-call]
+    (loss * share).backward()
     return said.item(), seen.item()
 
 
@@ -219,11 +249,11 @@ def held_out(count: int, seed: int, *, numbers: bool) -> list[Drawing]:
     return [draw(rng, held_out=True, numbers=numbers) for _ in range(count)]
 
 
-def learning_rate(step: int, steps: int) -> float:
+def learning_rate(step: int, steps: int, seeing_steps: int) -> float:
     """Linear warm-up, then a cosine down to nothing."""
     if step < WARM_UP_STEPS:
         return PEAK_LEARNING_RATE * (step + 1) / WARM_UP_STEPS
-    if step < SEEING_STEPS:
+    if step < seeing_steps:
         return PEAK_LEARNING_RATE
     return PEAK_LEARNING_RATE * 0.5 * (1 + math.cos(math.pi * (step - WARM_UP_STEPS) / max(1, steps - WARM_UP_STEPS)))
 
@@ -248,36 +278,39 @@ def train(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     model = build_model()
-    seer = nn.Linear(WIDTH, NUM_LABELS + 1)
-    parameters = [*model.parameters(), *seer.parameters()]
+    judge = Judge()
+    if arguments.begin_with:
+        model.load_state_dict(torch.load(arguments.begin_with, weights_only=True)["model"])
+    parameters = [*model.parameters(), *judge.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=PEAK_LEARNING_RATE, betas=(0.9, 0.98), weight_decay=WEIGHT_DECAY)
     step = 0
     if arguments.resume and arguments.checkpoint.exists():
         state = torch.load(arguments.checkpoint, weights_only=True)
         model.load_state_dict(state["model"])
-        seer.load_state_dict(state["seer"])
+        judge.load_state_dict(state["judge"])
         optimizer.load_state_dict(state["optimizer"])
         step = state["step"]
     while step < arguments.steps:
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, arguments.steps)
+            group["lr"] = learning_rate(step, arguments.steps, arguments.seeing_steps)
         parts = draw_step(arguments.seed, step)
         losses = [
-            train_part(model, seer, collate(part), len(part) / PICTURES, answers=step >= SEEING_STEPS) for part in parts
+            train_part(model, judge, collate(part), len(part) / PICTURES, answers=step >= arguments.seeing_steps)
+            for part in parts
         ]
         torch.nn.utils.clip_grad_norm_(parameters, GRADIENT_CLIP)
         optimizer.step()
         optimizer.zero_grad()
         step += 1
         if step % 20 == 0:
-            shown = ", ".join(f"answers {said:.3f} patches {seen:.3f}" for said, seen in losses)
+            shown = ", ".join(f"answers {said:.3f} tower {seen:.3f}" for said, seen in losses)
             print(f"{step} {time.process_time():.0f} s of CPU: numbers, shapes: {shown}", flush=True)
         if step % arguments.report_every == 0 or step == arguments.steps:
             shares = [exact_share(model, held_out(200, 2, numbers=each)) for each in (False, True)]
             print(f"  step {step}: held out, shapes {shares[0]:.1%}, numbers {shares[1]:.1%}", flush=True)
             arguments.checkpoint.parent.mkdir(parents=True, exist_ok=True)
             temporary = arguments.checkpoint.with_suffix(".tmp")
-            states = {"model": model, "seer": seer, "optimizer": optimizer}
+            states: dict[str, Any] = {"model": model, "judge": judge, "optimizer": optimizer}
             torch.save({"step": step} | {name: each.state_dict() for name, each in states.items()}, temporary)
             os.replace(temporary, arguments.checkpoint)
     export(model, arguments.out)
@@ -288,6 +321,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the embedded vision model from scratch on one CPU core.")
     parser.add_argument("--out", type=Path, required=True, help="folder for the model files")
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--seeing-steps", type=int, default=SEEING_STEPS, help="first steps, of the tower alone")
+    parser.add_argument("--begin-with", type=Path, help="a checkpoint whose weights to begin with")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--checkpoint", type=Path, default=Path("build/embedded_vision.pt"))

@@ -153,7 +153,7 @@ class SeeingReference:
 
     @torch.no_grad()
     def logits(self, ids: list[int], images: list[np.ndarray]) -> Tensor:
-        """Of every position, float32 ``[tokens, vocab]``."""
+        """Those of every position, float32 ``[tokens, vocab]``."""
         given: dict[str, Any] = self.inputs(images)
         if "image_grid_thw" in given:
             given["mm_token_type_ids"] = torch.tensor([[int(token == IMAGE_ID) for token in ids]])
