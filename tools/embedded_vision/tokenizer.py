@@ -22,12 +22,12 @@ CHAT_TEMPLATE: Final = (
     "{{- bos_token -}}"
     "{%- if ns.user is string -%}{{- ns.user -}}"
     "{%- else -%}"
-    "{%- for part in ns.user -%}{%- if part['type'] == 'image' -%}{{- '<image>' -}}{%- endif -%}{%- endfor -%}"
     "{%- for part in ns.user -%}{%- if part['type'] == 'text' -%}{{- part['text'] -}}{%- endif -%}{%- endfor -%}"
+    "{%- for part in ns.user -%}{%- if part['type'] == 'image' -%}{{- '<image>' -}}{%- endif -%}{%- endfor -%}"
     "{%- endif -%}"
     "{%- if add_generation_prompt -%}{{- '<sep>' -}}{%- endif -%}"
 )
-"""Single-turn: the images of the last user message, its text, SEP."""
+"""Single-turn: the text of the last user message, its images, SEP."""
 
 
 def save_vision_tokenizer(out: Path) -> None:

@@ -2,11 +2,12 @@
 
     python -m tools.embedded_vision.train --out services/embedded_vision_model --checkpoint build/embedded_vision.pt
 
-Pictures are drawn on the fly from the training side of the split (``drawings.is_held_out``). Two questions about a
-picture follow each other in one sequence, so that its tower is computed once for them; the loss is taken on the
-answers and their EOS. A second loss, of layers that are thrown away, asks each patch what lies in its middle, and the
-class token how many shapes of each kind there are: the tower learns to see far sooner so, and begins with that loss
-alone. The text model reads the class token too (``vision_feature_select_strategy`` is ``full``).
+Pictures are drawn on the fly from the training side of the split (``drawings.is_held_out``). A prompt is a question,
+then its picture, so that each patch knows what is asked: asked behind the picture, questions were not understood after
+the same time. The loss is taken on the answer and its EOS. A second loss, of layers that are thrown away, asks each
+patch what lies in its middle, and the class token how many shapes of each kind there are: the tower learns to see far
+sooner so, and begins with that loss alone. The text model reads the class token too
+(``vision_feature_select_strategy`` is ``full``).
 """
 
 from __future__ import annotations
@@ -44,11 +45,9 @@ from tools.embedded_vision.tokenizer import IMAGE_ID, save_vision_tokenizer
 STEPS: Final = 2000
 SEEING_STEPS: Final = 500
 """First steps, of the tower alone."""
-QUESTIONS: Final = 2
-"""Questions about a picture, at most."""
 SEED: Final = 1
 PICTURES: Final = 48
-"""Pictures of a step; two in five are of numbers."""
+"""Pictures of a step; one in three is of a number."""
 PEAK_LEARNING_RATE: Final = 2e-3
 WARM_UP_STEPS: Final = 60
 WEIGHT_DECAY: Final = 0.05
@@ -127,13 +126,10 @@ def pixels_of(drawings: Sequence[Drawing]) -> Tensor:
 
 
 def sequence_of(drawing: Drawing) -> tuple[list[int], list[int]]:
-    """Token ids with one image, and the target behind each: ``IGNORED`` but for answers."""
-    ids, targets = [BOS_ID, *[IMAGE_ID] * IMAGE_TOKENS], [IGNORED] * (IMAGE_TOKENS + 1)
-    for question, answer in drawing.questions[:QUESTIONS]:
-        asked, said = [*encode_bytes(question), SEP_ID], [*encode_bytes(answer), EOS_ID]
-        ids += asked + said
-        targets += [IGNORED] * (len(asked) - 1) + said + [IGNORED]
-    return ids, targets
+    """Token ids of the first question, and the target behind each: ``IGNORED`` but for the answer's."""
+    question, answer = drawing.questions[0]
+    asked, said = [BOS_ID, *encode_bytes(question), *[IMAGE_ID] * IMAGE_TOKENS, SEP_ID], [*encode_bytes(answer), EOS_ID]
+    return asked + said, [IGNORED] * (len(asked) - 1) + said + [IGNORED]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +179,7 @@ def answer_logits(model: LlavaForConditionalGeneration, batch: PictureBatch, fea
     """Logits ``[n, vocabulary]`` of the positions with a target, and their rows in the batch."""
     embeddings = model.get_input_embeddings()(batch.inputs)
     projected = model.model.multi_modal_projector(features).to(embeddings.dtype)
-    embeddings = torch.cat([embeddings[:, :1], projected, embeddings[:, IMAGE_TOKENS + 1 :]], 1)
+    embeddings = embeddings.masked_scatter((batch.inputs == IMAGE_ID)[..., None], projected)
     hidden = model.model.language_model(inputs_embeds=embeddings, use_cache=False).last_hidden_state
     wanted = batch.targets != IGNORED
     return model.lm_head(hidden[wanted]).float(), wanted.nonzero()[:, 0]
@@ -229,16 +225,15 @@ def train_part(
 @torch.no_grad()
 def exact_share(model: LlavaForConditionalGeneration, drawings: Sequence[Drawing]) -> float:
     """Share of pictures whose first question greedy decoding would answer exactly."""
-    first = [Drawing(each.rgb, each.marks, each.questions[:1]) for each in drawings]
-    batch = collate(first)
+    batch = collate(drawings)
     logits, rows = answer_logits(model, batch, features_of(model, batch.pixels))
     wrong = rows[logits.argmax(-1) != batch.targets[batch.targets != IGNORED]]
-    return 1 - int(wrong.unique().numel()) / len(first)
+    return 1 - int(wrong.unique().numel()) / len(drawings)
 
 
 def draw_step(seed: int, step: int) -> tuple[list[Drawing], list[Drawing]]:
     """The pictures of a step: of numbers, and of shapes."""
-    rng, numbers = random.Random(f"{seed}/{step}"), 2 * PICTURES // 5
+    rng, numbers = random.Random(f"{seed}/{step}"), PICTURES // 3
     drawn = [draw(rng, held_out=False, numbers=index < numbers) for index in range(PICTURES)]
     return drawn[:numbers], drawn[numbers:]
 
