@@ -63,6 +63,7 @@ def test_another_checkpoint_is_refused_by_its_tensor(change: str, tmp_path: Path
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_gpu_computes_the_same_rows(shape: str, dtype: torch.dtype, tmp_path: Path) -> None:
