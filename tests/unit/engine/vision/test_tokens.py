@@ -21,6 +21,7 @@ from core.config.engine import EngineConfig
 from core.config.scheduling import SchedulerConfig
 from core.images import ImageSpan
 from core.request import SamplingParams
+from engine.checkpoint.families.vision import VISION
 from engine.checkpoint.model_config import load_model_config
 from engine.engine import Engine
 from engine.vision.model import VisionModel, load_vision
@@ -90,6 +91,12 @@ def assert_likeliest(reference: SeeingReference, ids: list[int], images: list[np
     best = logits.max(-1).values
     ours = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
     assert bool((best - ours < NEAR_TIE).all()), f"{(best - ours).tolist()} behind the likeliest token"
+
+
+def test_every_family_is_compared() -> None:
+    """What the registry says of a family is what these tests compare."""
+    assert {given["architecture"] for given in SHAPES.values()} == set(VISION)
+    assert all(family.evidence.verified for family in VISION.values())
 
 
 @pytest.mark.parametrize("kept", ["computed again", "on the host"])

@@ -1,1 +1,0 @@
-"""The embedded vision model: its pictures, its training and its evaluation."""
