@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from core.config.engine import EngineConfig
 from core.config.scheduling import SchedulerConfig
 from core.errors import InvalidValueError
+from core.images import ImageSpan
 from core.messages.tokens import TokenDelta
 from core.request import Request, SamplingParams, check_token_ids
 from engine.build import build_worker
@@ -80,14 +81,17 @@ class Engine:
         self._begun: deque[StepBatch] = deque()
         self._handle(WorkerConnected(self.worker.take_over()))
 
-    def submit(self, prompt: Prompt, sampling: SamplingParams) -> str:
+    def submit(self, prompt: Prompt, sampling: SamplingParams, images: SequenceOf[ImageSpan] = ()) -> str:
         """Queues a request and returns its id.
+
+        Args:
+            images: Those of the prompt's tokens that stand for images, with their rows.
 
         Raises:
             InvalidValueError: prompt and output cannot fit the context or the KV pool, or there are token ids that the
                 model does not have.
         """
-        request = Request(f"r{next(self._ids)}", 0, "", self._encode(prompt), sampling)
+        request = Request(f"r{next(self._ids)}", 0, "", self._encode(prompt), sampling, images=tuple(images))
         limit, vocab_size = self.worker.ready.max_model_len, self.worker.ready.vocab_size
         check_token_ids("prompt", request.prompt_ids, vocab_size)
         sampling.check_vocabulary(vocab_size)
@@ -126,12 +130,16 @@ class Engine:
         self._handle(WorkerReported(report))
 
     def generate(
-        self, prompts: SequenceOf[Prompt], sampling: SamplingParams | list[SamplingParams]
+        self,
+        prompts: SequenceOf[Prompt],
+        sampling: SamplingParams | list[SamplingParams],
+        images: SequenceOf[SequenceOf[ImageSpan]] = (),
     ) -> list[Completion]:
-        """Answers all prompts, in their order."""
+        """Answers all prompts, in their order; ``images`` are those of each, or none at all."""
         each = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
         encoded = [self._encode(prompt) for prompt in prompts]
-        order = [self.submit(prompt_ids, params) for prompt_ids, params in zip(encoded, each, strict=True)]
+        seen = images or [()] * len(prompts)
+        order = [self.submit(*given) for given in zip(encoded, each, seen, strict=True)]
         deltas: dict[str, list[TokenDelta]] = {request_id: [] for request_id in order}
         while not self.idle:
             for delta in self.step():

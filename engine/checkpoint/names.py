@@ -120,7 +120,9 @@ def known_name(found: str, targets: Container[str], config: DecoderConfig) -> st
     Raises:
         CheckpointError: a tensor that such a model does not have.
     """
-    found = dict(config.names.aliases).get(found, found)
+    if found.startswith(config.names.elsewhere):
+        return None
+    found = own_name(found, config)
     whole = config.names.layers.split(".")[0]
     name = found if found in targets else f"{whole}.{found}"  # a checkpoint of the model without its head
     if name in targets:
@@ -129,6 +131,15 @@ def known_name(found: str, targets: Container[str], config: DecoderConfig) -> st
         return None
     expected = f"only tensors of {config.architecture} with {config.num_hidden_layers} layers"
     raise CheckpointError(found, "a tensor of that name", expected)
+
+
+def own_name(found: str, config: DecoderConfig) -> str:
+    """A tensor's name without what a checkpoint that holds more than the model puts before it."""
+    for beginning, instead in config.names.renamed:
+        if found.startswith(beginning):
+            found = instead + found.removeprefix(beginning)
+            break
+    return dict(config.names.aliases).get(found, found)
 
 
 def check_complete(missing: Set[str], targets: Sized) -> None:

@@ -54,6 +54,8 @@ class DecoderModel:
         """Runs a step up to the last norm; ``layout.sample_rows`` of what it reads, ``[R, hidden]``."""
         hidden = embed(layout, self.weights.embedding, self.weights.positions)
         hidden = self._embedded(hidden)
+        if layout.given is not None:
+            hidden.index_copy_(0, layout.given.rows, layout.given.values.to(hidden.dtype))
         hidden = self._layers.run(hidden, layout, pool, attention)
         return hidden.index_select(0, layout.sample_rows)
 
@@ -165,7 +167,7 @@ class DecoderLayers:
 
     def run(self, hidden: Tensor, layout: StepLayout, pool: KVPool, attention: StepAttention) -> Tensor:
         """``hidden`` (``[T, hidden]``, overwritten) behind the last of the layers."""
-        rotation = _rows_of(self._tables, layout.positions)
+        rotation = self._rotation(layout)
         for i, layer in enumerate(self._layers):
             if self._layer_tables is not None:
                 rotation = _rows_of(self._layer_tables[i], layout.positions)
@@ -174,6 +176,19 @@ class DecoderLayers:
             pool.values[i].index_copy_(0, layout.slot_ids, value)
             hidden = self._after(layer, hidden, attention.attend(i, query, key, value))
         return hidden
+
+    def _rotation(self, layout: StepLayout) -> Rotation | None:
+        """What turns each row: by its position, or by each of its axes."""
+        rotation, given = _rows_of(self._tables, layout.positions), layout.given
+        if rotation is None or self._tables is None or given is None or given.positions is None:
+            return rotation
+        rotary = self.config.rotary
+        assert rotary is not None and rotary.axes is not None, "positions have axes"
+        axes = torch.tensor(rotary.axes * 2, device=given.positions.device)
+        columns, positions = torch.arange(len(axes), device=axes.device), given.positions[axes].t()  # [n, rotary_dim]
+        for rows, table in zip(rotation, self._tables, strict=True):
+            rows[given.rows, 0] = table[:, 0][positions, columns]
+        return rotation
 
     def _heads(self, layer: LayerWeights, hidden: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of a layer, each ``[T, heads, head_dim]``."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from core.errors import IntegrityError
 from engine.attention.decode_inputs import DecodeInputs
-from engine.attention.layout import check_row_tokens, fill_rows, find_sample_rows
+from engine.attention.layout import check_row_tokens, fill_rows, find_given_rows, find_sample_rows
 from engine.attention.scores import ScoreShape
 from engine.checkpoint.architectures import ARCHITECTURES
 from engine.checkpoint.model_config import DecoderConfig
@@ -25,9 +25,11 @@ from engine.checkpoint.weights import ExpertWeights, LayerWeights, Linear, Matri
 from engine.kv.kv_pool import KVPool
 from engine.models.model import embedding_scale, last_hidden
 from engine.models.rotary import rotary_tables
+from engine.native.given_rows import GivenInputs, RowAngles
 from engine.native.library import load_library
 from engine.sampling.sampler import StepLogits
 from engine.sequence import Sequence
+from engine.vision.spans import GivenRows
 from kvcache import StepBatch, StepItem
 
 
@@ -40,12 +42,14 @@ class NativeStep:
         lengths: int32 ``[items, 2]``: tokens computed, and tokens of the sequence with them.
         tables: int32 ``[items, width]``: blocks of the sequence; the rest is arbitrary.
         sample_rows: int64 ``[R]``, ascending.
+        given: Rows whose embeddings are not those of their tokens; None without.
     """
 
     rows: np.ndarray
     lengths: np.ndarray
     tables: np.ndarray
     sample_rows: np.ndarray
+    given: GivenRows | None = None
 
 
 def build_native_step(
@@ -69,6 +73,7 @@ def build_native_step(
         lengths=np.array([(item.num_tokens, item.start + item.num_tokens) for item in items], dtype=np.int32),
         tables=_tables(items),
         sample_rows=np.array(find_sample_rows(items, more_rows), dtype=np.int64),
+        given=find_given_rows(items, sequences),
     )
 
 
@@ -150,6 +155,7 @@ class _Step(Structure):
         *((name, c_void_p) for name in ("token_ids", "positions", "slot_ids", "lengths", "tables")),
         ("width", c_int32),
         *((name, c_void_p) for name in ("sample_rows", "logits", "best", "hidden")),
+        *((name, c_void_p) for name in ("given_of", "given", "given_cos", "given_sin")),
     )
 
 
@@ -210,6 +216,8 @@ class NativeModel:
         self._logits = torch.empty(0, config.vocab_size)
         self._best = np.empty(0, dtype=np.int64)
         self._handle = c_void_p()
+        self._dtype = weights.embedding.dtype
+        self._angles = RowAngles.of(config.rotary, max_len)
         self._tables = {rotary: self._rotary_tables(rotary) for rotary in set(config.layer_rotaries)}
         self._call("fs_create", byref(self._config(config, weights, pool, num_threads)), byref(self._handle))
         weakref.finalize(self, self._library.fs_destroy, self._handle)
@@ -241,6 +249,7 @@ class NativeModel:
             self._logits = torch.empty(size, self._vocab_size)
             self._best = np.empty(size, dtype=np.int64)
         token_ids, positions, slot_ids = step.rows
+        given = None if step.given is None else GivenInputs.of(step.given, len(token_ids), self._dtype, self._angles)
         arguments = _Step(
             len(token_ids),
             len(step.lengths),
@@ -251,6 +260,7 @@ class NativeModel:
             self._logits.data_ptr(),
             _address(self._best),
             None if hidden is None else hidden.data_ptr(),
+            *(None,) * 4 if given is None else given.addresses,
         )
         self._call("fs_step", self._handle, byref(arguments))
         return self._logits[:num_samples], self._best[:num_samples]

@@ -54,6 +54,10 @@ void embed(Model& m, const FsStep& s) {
   m.team.share_ranges(s.num_rows, [&](int begin, int end) {
     for (int row = begin; row < end; ++row) {
       float* to = m.hidden.data() + size_t(row) * n;
+      if (s.given_of && s.given_of[row] >= 0) {
+        std::copy_n(s.given + size_t(s.given_of[row]) * n, n, to);
+        continue;
+      }
       const auto* from = table + s.token_ids[row] * n;
       for (int i = 0; i < n; ++i) to[i] = T::widen(from[i]);
       if (positions) {
@@ -67,33 +71,48 @@ void embed(Model& m, const FsStep& s) {
   });
 }
 
-// Norms and turns `heads` consecutive heads of the row at `position`.
-void turn(const FsConfig& c, const Layer& layer, float* first, int heads, const float* norm, int64_t position) {
+// Cosines and sines of a row.
+struct Angles {
+  const float* cos;
+  const float* sin;
+};
+
+Angles angles_of(const Layer& layer, const FsStep& s, int64_t row) {
+  const int half = layer.rotary_dim / 2;
+  if (s.given_cos && s.given_of[row] >= 0) {
+    const size_t at = size_t(s.given_of[row]) * half;
+    return {s.given_cos + at, s.given_sin + at};
+  }
+  return {layer.cos + s.positions[row] * half, layer.sin + s.positions[row] * half};
+}
+
+// Norms and turns `heads` consecutive heads of a row.
+void turn(const FsConfig& c, const Layer& layer, float* first, int heads, const float* norm, Angles angles) {
   const int d = c.head_dim, half = layer.rotary_dim / 2;
   if (norm && c.row_norm) rms_norm(first, heads * d, norm, c.norm_eps, first);
   for (int head = 0; head < heads; ++head) {
     float* at = first + head * d;
     if (norm && !c.row_norm) rms_norm(at, d, norm, c.norm_eps, at);
-    if (half) rotate(at, layer.rotary_dim, layer.cos + position * half, layer.sin + position * half);
+    if (half) rotate(at, layer.rotary_dim, angles.cos, angles.sin);
   }
 }
 
 // Takes queries from a row of the qkv product to m.queries.
 template <class Kv>
-void take_queries(Model& m, const Layer& layer, float* qkv, int64_t position, int query_row) {
+void take_queries(Model& m, const Layer& layer, float* qkv, Angles angles, int query_row) {
   const FsConfig& c = m.config;
   const int words = Kv::query_words(c.head_dim);
-  turn(c, layer, qkv, c.heads, layer.q_norm, position);
+  turn(c, layer, qkv, c.heads, layer.q_norm, angles);
   uint32_t* to = m.queries.data() + size_t(query_row) * c.heads * words;
   for (int head = 0; head < c.heads; ++head) Kv::pack_query(qkv + head * c.head_dim, c.head_dim, to + head * words);
 }
 
 // Takes keys and values from a row of the qkv product into the pool.
 template <class Kv>
-void take_kv(Model& m, const Layer& layer, float* qkv, int64_t position, int64_t slot) {
+void take_kv(Model& m, const Layer& layer, float* qkv, Angles angles, int64_t slot) {
   const FsConfig& c = m.config;
   float* keys = qkv + c.heads * c.head_dim;
-  turn(c, layer, keys, c.kv_heads, layer.k_norm, position);
+  turn(c, layer, keys, c.kv_heads, layer.k_norm, angles);
   Kv::store(m.shape, layer.cache, slot, keys, keys + c.kv_heads * c.head_dim);
 }
 
@@ -105,8 +124,8 @@ void project(Model& m, const Layer& layer, const FsStep& s) {
   m.team.share_ranges(s.num_rows, [&](int begin, int end) {
     for (int row = begin; row < end; ++row) {
       float* qkv = m.wide.data() + size_t(row) * linear.n;
-      take_queries<Kv>(m, layer, qkv, s.positions[row], row);
-      take_kv<Kv>(m, layer, qkv, s.positions[row], s.slot_ids[row]);
+      take_queries<Kv>(m, layer, qkv, angles_of(layer, s, row), row);
+      take_kv<Kv>(m, layer, qkv, angles_of(layer, s, row), s.slot_ids[row]);
     }
   });
 }
@@ -120,7 +139,7 @@ void project_sampled(Model& m, const Layer& layer, const FsStep& s) {
   apply(m.team, linear, m.packed.data(), s.num_rows, m.wide.data(), false, size / kPanel, linear.panels);
   m.team.share_ranges(s.num_rows, [&](int begin, int end) {
     for (int row = begin; row < end; ++row)
-      take_kv<Kv>(m, layer, m.wide.data() + size_t(row) * linear.n, s.positions[row], s.slot_ids[row]);
+      take_kv<Kv>(m, layer, m.wide.data() + size_t(row) * linear.n, angles_of(layer, s, row), s.slot_ids[row]);
   });
   ensure(m.picked, size_t(s.num_samples) * linear.stride);
   for (int r = 0; r < s.num_samples; ++r)
@@ -129,7 +148,7 @@ void project_sampled(Model& m, const Layer& layer, const FsStep& s) {
   apply(m.team, linear, m.picked.data(), s.num_samples, m.wide.data(), false, 0, (size + kPanel - 1) / kPanel);
   m.team.share_ranges(s.num_samples, [&](int begin, int end) {
     for (int r = begin; r < end; ++r)
-      take_queries<Kv>(m, layer, m.wide.data() + size_t(r) * linear.n, s.positions[s.sample_rows[r]], r);
+      take_queries<Kv>(m, layer, m.wide.data() + size_t(r) * linear.n, angles_of(layer, s, s.sample_rows[r]), r);
   });
 }
 
@@ -272,7 +291,8 @@ std::vector<Item> sampled_items(const FsStep& s, const std::vector<Item>& sequen
   for (int r = 0; r < s.num_samples; ++r) {
     const int row = int(s.sample_rows[r]);
     while (row >= sequences[i].row + sequences[i].num_queries) ++i;
-    sampled[r] = {r, r, 1, int(s.positions[row]) + 1, sequences[i].blocks};
+    const int behind = sequences[i].row + sequences[i].num_queries - 1 - row;  // rows of its sequence after it
+    sampled[r] = {r, r, 1, sequences[i].kv_len - behind, sequences[i].blocks};
   }
   return sampled;
 }

@@ -11,7 +11,7 @@ import torch
 from core.errors import ConfigError
 from engine.attention.attention import AttentionBackend, StepLayout
 from engine.attention.decode_inputs import DecodeInputs
-from engine.attention.layout import build_layout, check_row_tokens, layout_of
+from engine.attention.layout import build_layout, check_row_tokens, find_given_rows, layout_of
 from engine.attention.step_sizes import StepSizes
 from engine.attention.torch_attention import TorchAttention
 from engine.checkpoint.model_config import DecoderConfig
@@ -153,7 +153,8 @@ class GraphBackend(TorchBackend):
     ) -> StepLogits:
         """See ``StepBackend.run``."""
         items = [batch.items[i] for i in order]
-        size = None if more_rows or with_hidden or not items else self._graphs.find(items)
+        plain = not (more_rows or with_hidden or find_given_rows(items, sequences)) and items
+        size = self._graphs.find(items) if plain else None
         if size is None:
             found = super().run(batch, order, sequences, more_rows, with_hidden=with_hidden)
             if not len(found.logits):

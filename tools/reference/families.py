@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from engine.checkpoint.architectures import ARCHITECTURES
-from engine.checkpoint.families.record import Architecture
+from engine.checkpoint.families.record import Evidence
+from engine.checkpoint.families.vision import VISION
 
 
 def families_table() -> str:
@@ -11,17 +12,17 @@ def families_table() -> str:
     rows = [
         "| architecture | models | compiled | compared with | on |",
         "|---|---|---|---|---|",
-        *(_row(name, architecture) for name, architecture in ARCHITECTURES.items()),
+        *(_row(name, each.evidence, compiled=each.compiled) for name, each in ARCHITECTURES.items()),
+        *(_row(name, each.evidence, compiled=True) for name, each in VISION.items()),
     ]
     return "\n".join(rows)
 
 
-def _row(name: str, architecture: Architecture) -> str:
-    evidence = architecture.evidence
+def _row(name: str, evidence: Evidence, *, compiled: bool) -> str:
     cells = (
         f"`{name}`",
         evidence.models,
-        "yes" if architecture.compiled else "no",
+        "yes" if compiled else "no",
         evidence.reference if evidence.verified else f"{evidence.reference}: unverified",
         evidence.date,
     )

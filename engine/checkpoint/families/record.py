@@ -97,6 +97,8 @@ class TensorNames:
         expert_up, expert_down: As ``up`` and ``down``, for expert ``{}``; a name without a number holds all experts.
         shared_up, shared_down, shared_gate: The same for the experts that every token takes.
         aliases: Other names that checkpoints have for tensors of the whole model.
+        renamed: Beginnings of names of checkpoints that hold more than this model, and what they are here.
+        elsewhere: Beginnings of names of what else they hold.
         ignored: Ends of names that carry nothing.
         transposed: Matrices of the layers lie as ``[inputs, outputs]``.
         grouped: The rows of ``qkv`` are, for each KV head, its queries, its key and its value.
@@ -127,6 +129,8 @@ class TensorNames:
     shared_down: str = "mlp.shared_experts.down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
     aliases: tuple[tuple[str, str], ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+    elsewhere: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     transposed: bool = False
     grouped: bool = False
