@@ -213,8 +213,9 @@ class _StepAttention:
         self._pool = pool
         self._parts = parts
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """See ``StepAttention.attend``."""
+        assert sinks is None, "models with sinks are given to another backend"
         pages = self._pool.keys[layer], self._pool.values[layer]
         outputs = [part.attend(query, key, value, pages) for part in self._parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

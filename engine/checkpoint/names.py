@@ -55,7 +55,10 @@ def active_parameters(config: DecoderConfig) -> int:
     experts = config.experts
     if experts is None:
         return num_parameters(config)
-    each = experts.inner * config.hidden_size * (1 + config.up_size // config.intermediate_size)
+    halves = config.up_size // config.intermediate_size
+    each = experts.inner * config.hidden_size * (1 + halves)
+    if config.biases.mlp:
+        each += experts.inner * halves + config.hidden_size
     return num_parameters(config) - sum(experts.layers) * (experts.count - experts.active) * each
 
 
@@ -70,10 +73,14 @@ def _layer_shapes(config: DecoderConfig, layer: int) -> Iterator[tuple[str, Shap
         for name, size in zip((names.q_norm, names.k_norm), head_norm_sizes(config), strict=True):
             yield f"{name}.weight", (size,)
     yield from _linear([names.out], [hidden], query, config, bias=biases.out)
+    if config.blocks.sinks:
+        yield names.sinks, (config.num_attention_heads,)
     if experts is None:
         yield from _mlp_shapes(config, names.up, names.down, config.intermediate_size)
         return
     yield f"{names.router}.weight", (experts.count, hidden)
+    if experts.router_bias:
+        yield f"{names.router}.bias", (experts.count,)
     yield from _expert_shapes(config, experts)
     if experts.shared_inner:
         yield from _mlp_shapes(config, names.shared_up, names.shared_down, experts.shared_inner)
@@ -91,11 +98,21 @@ def _expert_shapes(config: DecoderConfig, experts: Experts) -> Iterator[tuple[st
     """Each expert in tensors of its own, or all in one with their number as first dimension."""
     up, down = config.names.expert_up, config.names.expert_down
     if "{}" not in down:
-        for name, shape in _mlp_shapes(config, up, down, experts.inner):
-            yield name, (experts.count, *shape)
+        yield from _stacked_shapes(config, experts)
         return
     for i in range(experts.count):
         yield from _mlp_shapes(config, [name.format(i) for name in up], down.format(i), experts.inner)
+
+
+def _stacked_shapes(config: DecoderConfig, experts: Experts) -> Iterator[tuple[str, Shape]]:
+    names, hidden = config.names, config.hidden_size
+    weight, bias = names.expert_ends
+    outputs = experts.inner * (config.up_size // config.intermediate_size)
+    for name, size, inputs in ((names.expert_up[0], outputs, hidden), (names.expert_down, hidden, experts.inner)):
+        shape = (inputs, size) if names.expert_transposed else (size, inputs)
+        yield f"{name}{weight}", (experts.count, *shape)
+        if config.biases.mlp:
+            yield f"{name}{bias}", (experts.count, size)
 
 
 def _norm(name: str, config: DecoderConfig) -> Iterator[tuple[str, Shape]]:

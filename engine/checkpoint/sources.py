@@ -94,6 +94,11 @@ class _SafetensorsSource:
         members = self._members(matrix)
         assert self._quantization is not None, "matrices of several tensors are quantised"
         record = repacked(members, self._quantization)
+        if record is not None and target.dim() == 3:  # [experts, inputs, outputs]; the record's rows are outputs
+            for each, part in zip(target, record.split(len(target)), strict=True):
+                each.t().copy_(part.dense(target.dtype))
+            self._release(target.nbytes)
+            return
         parts = float_rows(members, self._quantization) if record is None else record_rows(record, target.dtype)
         _fill_rows(target, parts)
         self._release(target.nbytes)

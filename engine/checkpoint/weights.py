@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +83,7 @@ class LayerWeights:
             A layer with experts has here those that every token takes, and None without.
         after_attention, after_mlp: For what they add to the residual stream; None without.
         experts: None in a layer with a plain MLP.
+        sinks: ``[heads]``, scores that take part in the softmax; None without.
     """
 
     input_norm: Norm | None
@@ -95,6 +97,7 @@ class LayerWeights:
     after_attention: Norm | None = None
     after_mlp: Norm | None = None
     experts: ExpertWeights | None = None
+    sinks: Tensor | None = None
 
     @property
     def matrices(self) -> Iterator[Matrix]:
@@ -283,6 +286,7 @@ class Allocation:
             after_attention=self._norm(prefix + names.after_attention) if blocks.norm_after else None,
             after_mlp=self._norm(prefix + names.after_mlp) if blocks.norm_after else None,
             experts=None if experts is None else self._experts(prefix, experts),
+            sinks=self.tensor(prefix + names.sinks, config.num_attention_heads) if blocks.sinks else None,
         )
 
     def _head_norms(self, prefix: str) -> tuple[Tensor | None, Tensor | None]:
@@ -315,26 +319,54 @@ class Allocation:
 
     def _experts(self, prefix: str, experts: Experts) -> ExpertWeights:
         names, hidden = self.names, self._config.hidden_size
-        router = self._empty(experts.router_rows, hidden)
-        self.targets[f"{prefix}{names.router}.weight"] = router[: experts.count]
+        weight = self._empty(experts.router_rows, hidden)
+        self.targets[f"{prefix}{names.router}.weight"] = weight[: experts.count]
         if experts.shared_gate:
-            self.targets[f"{prefix}{names.shared_gate}.weight"] = router[experts.count :]
+            self.targets[f"{prefix}{names.shared_gate}.weight"] = weight[experts.count :]
+        bias = self.tensor(f"{prefix}{names.router}.bias", experts.count) if experts.router_bias else None
+        router = Linear(weight, bias)
         if "{}" not in names.expert_down:
-            return ExpertWeights(Linear(router, None), *self._stacked(prefix, experts))
+            return ExpertWeights(router, *self._stacked(prefix, experts))
         pairs = [
             self._gated(
                 prefix, [name.format(i) for name in names.expert_up], names.expert_down.format(i), experts.inner
             )
             for i in range(experts.count)
         ]
-        return ExpertWeights(Linear(router, None), tuple(up for up, _ in pairs), tuple(down for _, down in pairs))
+        return ExpertWeights(router, tuple(up for up, _ in pairs), tuple(down for _, down in pairs))
 
     def _stacked(self, prefix: str, experts: Experts) -> tuple[tuple[Matrix, ...], tuple[Matrix, ...]]:
         """Experts that lie in one tensor each for all first and all second products."""
-        [name], hidden = self.names.expert_up, self._config.hidden_size
-        up = self.tensor(f"{prefix}{name}.weight", experts.count, sum(self._up_sizes(experts.inner)), hidden)
-        down = self.tensor(f"{prefix}{self.names.expert_down}.weight", experts.count, hidden, experts.inner)
-        return tuple(Linear(each, None) for each in up), tuple(Linear(each, None) for each in down)
+        names, hidden = self.names, self._config.hidden_size
+        outputs = sum(self._up_sizes(experts.inner))
+        order = torch.arange(outputs).view(-1, 2).t().flatten() if names.expert_pairs else None
+        up = self._stack(prefix + names.expert_up[0], (experts.count, outputs, hidden), order)
+        return up, self._stack(prefix + names.expert_down, (experts.count, hidden, experts.inner), None)
+
+    def _stack(self, name: str, shape: tuple[int, int, int], order: Tensor | None) -> tuple[Matrix, ...]:
+        """The matrices of all experts, each ``[outputs, inputs]``, out of one tensor.
+
+        Args:
+            order: As of ``_linear``.
+        """
+        count, outputs, _ = shape
+        weight_end, bias_end = self.names.expert_ends
+        biases: Sequence[Tensor | None] = [None] * count
+        if self._config.biases.mlp:
+            held = self.tensor(name + bias_end, count, outputs)
+            biases = list(held)
+            self._reorder(held, order, dim=1)
+        kept = self._kept([name + weight_end])
+        if kept is not None:
+            return tuple(
+                dataclasses.replace(each, bias=bias)
+                for each, bias in zip(kept[0].split(count, order), biases, strict=True)
+            )
+        weight = self._empty(*shape)
+        self.targets[name + weight_end] = weight.transpose(1, 2) if self.names.expert_transposed else weight
+        for each in weight if order is not None else ():
+            self._reorder(each, order)
+        return tuple(map(Linear, weight, biases))
 
     def _up_sizes(self, inner: int) -> list[int]:
         return [inner] * (self._config.up_size // self._config.intermediate_size)
@@ -369,9 +401,9 @@ class Allocation:
         self._reorder(weight, order)
         return Linear(weight, biases)
 
-    def _reorder(self, values: Tensor, order: Tensor | None) -> None:
+    def _reorder(self, values: Tensor, order: Tensor | None, dim: int = 0) -> None:
         if order is not None:
-            self._finish.append(lambda: values.copy_(values[order.to(values.device)]))
+            self._finish.append(lambda: values.copy_(values.index_select(dim, order.to(values.device))))
 
     def _kept(self, names: Sequence[str]) -> list[QuantizedLinear] | None:
         """The records of matrices that are multiplied together; None unless each has one."""

@@ -172,7 +172,7 @@ class DecoderLayers:
             query, key, value = self._before(layer, hidden, rotation)
             pool.keys[i].index_copy_(0, layout.slot_ids, key)
             pool.values[i].index_copy_(0, layout.slot_ids, value)
-            hidden = self._after(layer, hidden, attention.attend(i, query, key, value))
+            hidden = self._after(layer, hidden, attention.attend(i, query, key, value, layer.sinks))
         return hidden
 
     def _heads(self, layer: LayerWeights, hidden: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -236,6 +236,10 @@ class DecoderLayers:
         if not self.config.blocks.gated:
             return linear(act(up), second)
         gate, up = up.chunk(2, -1)
+        clamp = self.config.blocks.clamp
+        if clamp is not None:
+            gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+            return linear((up + 1) * (gate * torch.sigmoid(gate * clamp.alpha)), second)
         return linear(act(gate).mul_(up), second)
 
 

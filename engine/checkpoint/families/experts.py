@@ -24,6 +24,7 @@ class Experts:
         normalized: Whether the weights of a token's experts are divided by their sum.
         scale: Factor of the weights.
         shared_inner: Width of the experts that every token takes, as one MLP; 0 without.
+        router_bias: Whether the router adds a bias.
         shared_gate: Whether what they give is multiplied by a sigmoid of a linear function of the input.
     """
 
@@ -36,6 +37,7 @@ class Experts:
     scale: float = 1.0
     shared_inner: int = 0
     shared_gate: bool = False
+    router_bias: bool = False
 
     @property
     def router_rows(self) -> int:

@@ -42,6 +42,19 @@ class Biases:
 
 
 @dataclass(frozen=True, slots=True)
+class ClampedGate:
+    """A gated activation whose halves are cut: ``(up + 1) * gate * sigmoid(alpha * gate)``, as in gpt-oss.
+
+    Attributes:
+        alpha: Factor within the sigmoid.
+        limit: The gate is at most this; ``up`` lies between it and its negative.
+    """
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
 class Blocks:
     """How a layer, the embedding and the head are put together.
 
@@ -63,6 +76,8 @@ class Blocks:
         alibi: Products also get a slope of their head times the key's position.
         logit_scale, logit_cap: The same two for the logits.
         unit_head: The rows of the vocabulary head are brought to length 1.
+        sinks: Each head has a learned score that takes part in the softmax and has no value.
+        clamp: Takes the place of the activation of a gated MLP; None: nothing is cut.
     """
 
     gated: bool = True
@@ -82,6 +97,8 @@ class Blocks:
     logit_scale: float = 1.0
     logit_cap: float | None = None
     unit_head: bool = False
+    sinks: bool = False
+    clamp: ClampedGate | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +112,10 @@ class TensorNames:
         up: Gate and up, or a single one.
         router: Scores the experts of a layer that has them.
         expert_up, expert_down: As ``up`` and ``down``, for expert ``{}``; a name without a number holds all experts.
+        sinks: The sinks of a layer's heads, where it has them.
+        expert_ends: What follows the names of the experts' weights and biases.
+        expert_transposed: Tensors that hold all experts lie as ``[experts, inputs, outputs]``.
+        expert_pairs: Their rows of gate and up alternate.
         shared_up, shared_down, shared_gate: The same for the experts that every token takes.
         aliases: Other names that checkpoints have for tensors of the whole model.
         ignored: Ends of names that carry nothing.
@@ -123,6 +144,10 @@ class TensorNames:
     router: str = "mlp.gate"
     expert_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
     expert_down: str = "mlp.experts.{}.down_proj"
+    sinks: str = "self_attn.sinks"
+    expert_ends: tuple[str, str] = (".weight", ".bias")
+    expert_transposed: bool = False
+    expert_pairs: bool = False
     shared_up: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
     shared_down: str = "mlp.shared_experts.down_proj"
     shared_gate: str = "mlp.shared_expert_gate"

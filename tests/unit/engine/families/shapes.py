@@ -152,6 +152,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts": 7,
         "num_experts_per_tok": 3,
     },
+    "gpt-oss": {
+        "architecture": "GptOssForCausalLM",
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_hidden_layers": 3,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "sliding_window": 19,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "swiglu_limit": 0.6,
+        "rope_parameters": {**YARN, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
+    },
     "granite moe": {
         "architecture": "GraniteMoeForCausalLM",
         "num_key_value_heads": 2,
