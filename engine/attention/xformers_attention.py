@@ -114,6 +114,8 @@ def xformers_problem(config: DecoderConfig, dtype: torch.dtype, block_size: int)
         return f"head_dim {config.head_dim}: one of {', '.join(map(str, _HEAD_DIMS))} is supported"
     if any(window is not None for window in config.sliding_windows):
         return "sliding-window attention is not supported"
+    if config.blocks.sinks:
+        return "attention sinks are not supported"
     if ScoreShape.of_model(config) != PLAIN_SCORES:
         return "scores with a scale of their own, a soft cap or ALiBi are not supported"
     if block_size % PAGE_SIZE:

@@ -14,10 +14,11 @@ from torch.nn import functional as F
 from core.errors import InvalidValueError
 from engine.checkpoint.config_fields import CheckpointError as CheckpointError
 from engine.checkpoint.families.experts import Experts
+from engine.checkpoint.families.latent import Latent
 from engine.checkpoint.model_config import DecoderConfig
-from engine.checkpoint.names import head_norm_sizes, num_parameters
+from engine.checkpoint.names import CORRECTION, head_norm_sizes, latent_sizes, num_parameters
 from engine.checkpoint.quantized import JoinedLinear, QuantizedLinear, join_records
-from engine.checkpoint.row_order import qkv_order, turned_order
+from engine.checkpoint.row_order import latent_orders, qkv_order, turned_order
 from engine.checkpoint.sources import open_checkpoint
 
 LARGE_MODEL_PARAMETERS = 500_000_000
@@ -62,11 +63,32 @@ class ExpertWeights:
     Attributes:
         router: ``[experts, hidden]``, and a last row if the shared experts have a gate; never quantised.
         up, down: Those of each expert, as of an MLP.
+        correction: float32 ``[experts]``, added to the scores for the choice alone; None without.
     """
 
     router: Linear
     up: tuple[Matrix, ...]
     down: tuple[Matrix, ...]
+    correction: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LatentWeights:
+    """What latent attention has beside the layer's first and last matrix.
+
+    Attributes:
+        q_norm: ``[q_rank]``, of what queries are made of; None where that is the layer's input.
+        q_up: ``[heads * query, q_rank]``, the turned values of each head first; None likewise.
+        kv_norm: ``[rank]``.
+        keys: ``[heads, plain, rank]``; makes the keys of the latent.
+        values: ``[heads, value, rank]``.
+    """
+
+    q_norm: Tensor | None
+    q_up: Matrix | None
+    kv_norm: Tensor
+    keys: Tensor
+    values: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +96,8 @@ class LayerWeights:
     """One decoder layer.
 
     Attributes:
-        qkv: ``[(heads + 2 * kv_heads) * head_dim, hidden]``: queries, then keys, then values.
+        qkv: ``[(heads + 2 * kv_heads) * head_dim, hidden]``: queries, then keys, then values. With latent attention:
+            queries or their latent, then the token's row.
         input_norm: Before attention; None without.
         q_norm: ``[head_dim]``, of each head of the queries, or ``[heads * head_dim]``, of all; None without.
         k_norm: The same for the keys.
@@ -83,6 +106,7 @@ class LayerWeights:
             A layer with experts has here those that every token takes, and None without.
         after_attention, after_mlp: For what they add to the residual stream; None without.
         experts: None in a layer with a plain MLP.
+        latent: None without latent attention.
         sinks: ``[heads]``, scores that take part in the softmax; None without.
     """
 
@@ -98,11 +122,14 @@ class LayerWeights:
     after_mlp: Norm | None = None
     experts: ExpertWeights | None = None
     sinks: Tensor | None = None
+    latent: LatentWeights | None = None
 
     @property
     def matrices(self) -> Iterator[Matrix]:
         """Every matrix that may be quantised."""
         yield from (each for each in (self.qkv, self.out, self.up, self.down) if each is not None)
+        if self.latent is not None and self.latent.q_up is not None:
+            yield self.latent.q_up
         if self.experts is not None:
             yield from (*self.experts.up, *self.experts.down)
 
@@ -268,18 +295,16 @@ class Allocation:
     def _layer(self, prefix: str, experts: Experts | None) -> LayerWeights:
         config, names, biases, blocks = self._config, self.names, self._config.biases, self._config.blocks
         hidden = config.hidden_size
-        query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
         before = self._norm(prefix + names.input_norm) if blocks.norm_before else None
         own = blocks.norm_before and not blocks.one_norm
         q_norm, k_norm = self._head_norms(prefix)
-        order = None if names.in_order else qkv_order(config)
         up, down = self._mlp(prefix, experts)
         return LayerWeights(
             input_norm=before,
-            qkv=self._linear(prefix, names.qkv, [query, kv, kv], hidden, bias=biases.qkv, order=order),
+            qkv=self._qkv(prefix),
             q_norm=q_norm,
             k_norm=k_norm,
-            out=self._linear(prefix, [names.out], [hidden], query, bias=biases.out),
+            out=self._linear(prefix, [names.out], [hidden], config.attended_size, bias=biases.out),
             post_norm=self._norm(prefix + names.post_norm) if own else before,
             up=up,
             down=down,
@@ -287,7 +312,31 @@ class Allocation:
             after_mlp=self._norm(prefix + names.after_mlp) if blocks.norm_after else None,
             experts=None if experts is None else self._experts(prefix, experts),
             sinks=self.tensor(prefix + names.sinks, config.num_attention_heads) if blocks.sinks else None,
+            latent=None if config.latent is None else self._latent(prefix, config.latent),
         )
+
+    def _qkv(self, prefix: str) -> Matrix:
+        config, names, latent = self._config, self.names, self._config.latent
+        if latent is None:
+            query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+            order = None if names.in_order else qkv_order(config)
+            sizes = [query, kv, kv]
+            return self._linear(prefix, names.qkv, sizes, config.hidden_size, bias=config.biases.qkv, order=order)
+        sizes = latent_sizes(config, latent)
+        query_order, row_order = latent_orders(latent, config.num_attention_heads)
+        first = query_order if latent.q_rank is None else torch.arange(latent.q_rank)
+        order = torch.cat([first, sizes[0] + row_order])
+        return self._linear(prefix, names.qkv, sizes, config.hidden_size, bias=False, order=order)
+
+    def _latent(self, prefix: str, latent: Latent) -> LatentWeights:
+        names, heads, q_norm, q_up = self.names, self._config.num_attention_heads, None, None
+        if latent.q_rank is not None:
+            order, _ = latent_orders(latent, heads)
+            q_norm = self._norm_weight(prefix + names.q_norm, latent.q_rank)
+            q_up = self._linear(prefix, [names.q_up], [heads * latent.query], latent.q_rank, bias=False, order=order)
+        up = self.tensor(f"{prefix}{names.kv_up}.weight", heads * (latent.plain + latent.value), latent.rank)
+        keys, values = up.view(heads, -1, latent.rank).split([latent.plain, latent.value], 1)
+        return LatentWeights(q_norm, q_up, self._norm_weight(prefix + names.k_norm, latent.rank), keys, values)
 
     def _head_norms(self, prefix: str) -> tuple[Tensor | None, Tensor | None]:
         config, names = self._config, self.names
@@ -325,15 +374,20 @@ class Allocation:
             self.targets[f"{prefix}{names.shared_gate}.weight"] = weight[experts.count :]
         bias = self.tensor(f"{prefix}{names.router}.bias", experts.count) if experts.router_bias else None
         router = Linear(weight, bias)
+        correction = None
+        if experts.correction:
+            correction = torch.empty(experts.count, dtype=torch.float32, device=self._device)
+            self.targets[f"{prefix}{names.router}.{CORRECTION}"] = correction
         if "{}" not in names.expert_down:
-            return ExpertWeights(router, *self._stacked(prefix, experts))
+            return ExpertWeights(router, *self._stacked(prefix, experts), correction)
         pairs = [
             self._gated(
                 prefix, [name.format(i) for name in names.expert_up], names.expert_down.format(i), experts.inner
             )
             for i in range(experts.count)
         ]
-        return ExpertWeights(router, tuple(up for up, _ in pairs), tuple(down for _, down in pairs))
+        up, down = tuple(up for up, _ in pairs), tuple(down for _, down in pairs)
+        return ExpertWeights(router, up, down, correction)
 
     def _stacked(self, prefix: str, experts: Experts) -> tuple[tuple[Matrix, ...], tuple[Matrix, ...]]:
         """Experts that lie in one tensor each for all first and all second products."""

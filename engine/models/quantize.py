@@ -40,7 +40,10 @@ def _quantize_layer(layer: LayerWeights, bits: int) -> LayerWeights:
     qkv, out = quantize_linear(layer.qkv, bits), quantize_linear(layer.out, bits)
     up, down = (None if linear is None else quantize_linear(linear, bits) for linear in (layer.up, layer.down))
     experts = None if layer.experts is None else _quantize_experts(layer.experts, bits)
-    return dataclasses.replace(layer, qkv=qkv, out=out, up=up, down=down, experts=experts)
+    latent = layer.latent
+    if latent is not None and latent.q_up is not None:
+        latent = dataclasses.replace(latent, q_up=quantize_linear(latent.q_up, bits))
+    return dataclasses.replace(layer, qkv=qkv, out=out, up=up, down=down, experts=experts, latent=latent)
 
 
 def _quantize_experts(experts: ExpertWeights, bits: int) -> ExpertWeights:

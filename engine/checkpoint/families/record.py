@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from engine.checkpoint.config_fields import Fields
 from engine.checkpoint.families.experts import Experts
+from engine.checkpoint.families.latent import Latent
 from engine.checkpoint.rotary_config import RotaryConfig
 
 Windows = tuple[int | None, ...]
@@ -122,6 +123,8 @@ class TensorNames:
         transposed: Matrices of the layers lie as ``[inputs, outputs]``.
         grouped: The rows of ``qkv`` are, for each KV head, its queries, its key and its value.
         interleaved: The values of a head that are turned together lie beside each other, and not half a head apart.
+        q_up, kv_up: With latent attention: what makes queries of their latent, and keys and values of the other one.
+        further_layers: Checkpoints have layers behind the last one, which guess further tokens; they are not read.
     """
 
     embedding: str = "model.embed_tokens"
@@ -156,6 +159,9 @@ class TensorNames:
     transposed: bool = False
     grouped: bool = False
     interleaved: bool = False
+    q_up: str = "self_attn.q_b_proj"
+    kv_up: str = "self_attn.kv_b_proj"
+    further_layers: bool = False
 
     @property
     def in_order(self) -> bool:
@@ -219,6 +225,7 @@ class Architecture:
         partial_rotary: Whether a part of each head can stay unrotated.
         rotaries: The rotary embedding by layer, where layers differ.
         experts: Its mixture of experts, by the configuration and the number of layers.
+        latent: Its latent attention; ``derived`` then says what the KV pool sees of it.
         compiled: Whether the compiled step has all of its blocks; otherwise torch operations compute it.
     """
 
@@ -237,6 +244,7 @@ class Architecture:
     partial_rotary: bool = False
     rotaries: Rotaries | None = None
     experts: Callable[[Fields, int], Experts] | None = None
+    latent: Callable[[Fields], Latent] | None = None
     compiled: bool = True
 
 
