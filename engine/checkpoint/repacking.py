@@ -64,7 +64,7 @@ def _mx_records(blocks: Tensor, scales: Tensor) -> Iterator[QuantizedLinear]:
         octets = blocks[first : first + _ROWS].flatten(1)
         values = halves[torch.stack((octets & 15, octets >> 4), -1).flatten(1).int()]
         exponents = scales[first : first + _ROWS].int() - 128  # of half a value
-        yield QuantizedLinear(values, torch.ldexp(torch.ones(()), exponents), None, 8, MX_GROUP)
+        yield QuantizedLinear(values, torch.ldexp(torch.ones(exponents.shape), exponents), None, 8, MX_GROUP)
 
 
 def float_rows(members: Mapping[str, Tensor], quantization: Quantization) -> Iterator[tuple[int, Tensor]]:

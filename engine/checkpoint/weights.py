@@ -335,7 +335,7 @@ class Allocation:
             q_norm = self._norm_weight(prefix + names.q_norm, latent.q_rank)
             q_up = self._linear(prefix, [names.q_up], [heads * latent.query], latent.q_rank, bias=False, order=order)
         up = self.tensor(f"{prefix}{names.kv_up}.weight", heads * (latent.plain + latent.value), latent.rank)
-        keys, values = up.view(heads, -1, latent.rank).split([latent.plain, latent.value], 1)
+        keys, values = torch.split(up.view(heads, -1, latent.rank), [latent.plain, latent.value], 1)
         return LatentWeights(q_norm, q_up, self._norm_weight(prefix + names.k_norm, latent.rank), keys, values)
 
     def _head_norms(self, prefix: str) -> tuple[Tensor | None, Tensor | None]:

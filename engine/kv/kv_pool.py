@@ -75,7 +75,7 @@ class KVPool:
 
     @property
     def block_shape(self) -> tuple[int, int, int]:
-        """Shape of a contiguous block: keys and values, or one row for both; layers; elements of the block in a layer."""
+        """Shape of a contiguous block: keys and values, or one row for both; layers; elements in a layer."""
         kinds, num_layers, _, num_elements = self._by_block.shape
         return kinds, num_layers, num_elements
 

@@ -35,7 +35,7 @@ def route(experts: Experts, logits: Tensor, correction: Tensor | None = None) ->
 
 def _of_best_groups(experts: Experts, scores: Tensor) -> Tensor:
     """The scores of a token's best groups; -inf for those of the others."""
-    groups = scores.unflatten(-1, (experts.groups, -1))
+    groups = scores.view(len(scores), experts.groups, -1)
     sums = groups.topk(experts.group_best, -1).values.sum(-1)
     taken = sums.topk(experts.active_groups, -1).indices
     others = torch.ones_like(sums, dtype=torch.bool).scatter_(-1, taken, value=False)

@@ -20,13 +20,13 @@ def latent_heads(latent: Latent, weights: LatentWeights, made: Tensor) -> Tensor
     Args:
         made: The product with the layer's first matrix: queries or what they are made of, then the row.
     """
-    query, row = made.split([made.shape[1] - latent.width, latent.width], -1)
+    query, row = torch.split(made, [made.shape[1] - latent.width, latent.width], -1)
     if weights.q_up is not None and weights.q_norm is not None:
         query = linear(_norm(query, weights.q_norm), weights.q_up)
     query = query.view(len(query), -1, latent.query)
-    turned, plain = query.split([latent.turned, latent.plain], -1)
+    turned, plain = torch.split(query, [latent.turned, latent.plain], -1)
     reached = torch.einsum("thp,hpr->thr", plain, weights.keys)
-    row_turned, row_latent = row.split([latent.turned, latent.rank], -1)
+    row_turned, row_latent = torch.split(row, [latent.turned, latent.rank], -1)
     own = torch.cat([row_turned, _norm(row_latent, weights.kv_norm)], -1)
     return torch.cat([torch.cat([turned, reached], -1), own[:, None]], 1)
 

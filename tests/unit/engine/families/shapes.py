@@ -166,6 +166,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "deepseek v2": {
         "architecture": "DeepseekV2ForCausalLM",
+        "num_key_value_heads": 4,
         "q_lora_rank": 24,
         "kv_lora_rank": 20,
         "qk_nope_head_dim": 12,
@@ -185,6 +186,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "deepseek v2 lite": {
         "architecture": "DeepseekV2ForCausalLM",
+        "num_key_value_heads": 4,
         "q_lora_rank": None,
         "kv_lora_rank": 24,
         "qk_nope_head_dim": 8,
@@ -197,6 +199,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "deepseek v3": {
         "architecture": "DeepseekV3ForCausalLM",
+        "num_key_value_heads": 4,
         "q_lora_rank": 24,
         "kv_lora_rank": 20,
         "qk_nope_head_dim": 12,

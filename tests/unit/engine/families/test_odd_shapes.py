@@ -29,7 +29,7 @@ def odd_shape(seed: int) -> dict[str, Any]:
     name = sorted(FAMILIES)[seed % len(FAMILIES)]
     fields = dict(FAMILIES[name])
     kv_heads, group = rng.choice([(1, 1), (1, 2), (1, 5), (2, 1), (2, 3), (3, 1), (3, 2)])
-    if "num_key_value_heads" not in fields:
+    if "num_key_value_heads" not in fields or "kv_lora_rank" in fields:
         kv_heads, group = kv_heads * group, 1
     head_dim = 16 * rng.randint(1, 4 if rng.random() < 0.8 else 16) if rng.random() < 0.8 else 8 * rng.randint(2, 15)
     fields |= {"num_attention_heads": kv_heads * group, "hidden_size": kv_heads * group * head_dim}
@@ -54,7 +54,7 @@ def odd_shape(seed: int) -> dict[str, Any]:
             fields[each] = 2 * rng.randint(1, 50)
     for each in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "v_head_dim"):
         if fields.get(each):
-            fields[each] = rng.randint(1, 60)
+            fields[each] = 2 * rng.randint(1, 30)  # transformers reads pairs where they lie
     if "qk_rope_head_dim" in fields:
         fields["qk_rope_head_dim"] = 2 * rng.randint(1, 40)
     layers = rng.randint(1, 3)
