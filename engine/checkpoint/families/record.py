@@ -180,6 +180,7 @@ class Evidence:
     Attributes:
         models: Published models of the family.
         reference: What computes the same in the test of families, token for token.
+        test: Where that test is, under ``tests/unit/engine``.
         verified: False where the reference was written from a description, and no published checkpoint was compared.
         date: When the comparison was last extended.
     """
@@ -187,6 +188,7 @@ class Evidence:
     models: str
     reference: str = "transformers"
     verified: bool = True
+    test: str = "families/test_families.py"
     date: str = "2026-11-23"
 
 
