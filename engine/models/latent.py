@@ -11,7 +11,7 @@ from engine.checkpoint.weights import LatentWeights
 from engine.models.linear import linear
 
 EPS = 1e-6
-"""Of the norms of latents, whatever that of the model's other norms is."""
+"""The norms of latents have it, whatever that of the model's other norms is."""
 
 
 def latent_heads(latent: Latent, weights: LatentWeights, made: Tensor) -> Tensor:

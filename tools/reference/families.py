@@ -1,4 +1,4 @@
-"""The table of families of models, as ``README.md`` and ``docs/architectures.md`` show it."""
+"""The tables of families of models, as ``README.md`` and ``docs/architectures.md`` show them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from engine.checkpoint.families.record import Evidence
 
 
 def families_table() -> str:
-    """One row a family: what it is called, and what its outputs have been compared with, by which test."""
-    rows = [
-        "| architecture | models | compiled | compared with | by | on |",
-        "|---|---|---|---|---|---|",
-        *(_row(name, each.evidence, compiled=each.compiled) for name, each in ARCHITECTURES.items()),
-        *(_row(name, each.evidence, compiled=False) for name, each in ENCODERS.items()),
-    ]
-    return "\n".join(rows)
+    """One table a test, one row a family: what it is called, and what its outputs have been compared with."""
+    found: dict[str, list[str]] = {}
+    for name, decoder in ARCHITECTURES.items():
+        found.setdefault(decoder.evidence.test, []).append(_row(name, decoder.evidence, compiled=decoder.compiled))
+    for name, encoder in ENCODERS.items():
+        found.setdefault(encoder.evidence.test, []).append(_row(name, encoder.evidence, compiled=False))
+    return "\n\n".join(_table(test, rows) for test, rows in found.items())
+
+
+def _table(test: str, rows: list[str]) -> str:
+    head = ["| architecture | models | compiled | compared with | on |", "|---|---|---|---|---|"]
+    return "\n".join([f"Compared by `tests/unit/engine/{test}`:", "", *head, *rows])
 
 
 def _row(name: str, evidence: Evidence, *, compiled: bool) -> str:
@@ -24,7 +28,6 @@ def _row(name: str, evidence: Evidence, *, compiled: bool) -> str:
         evidence.models,
         "yes" if compiled else "no",
         evidence.reference if evidence.verified else f"{evidence.reference}: unverified",
-        f"`{evidence.test}`",
         evidence.date,
     )
     return f"| {' | '.join(cells)} |"
