@@ -6,6 +6,7 @@ floats, so that a load needs little more memory than the weights take.
 
 from __future__ import annotations
 
+import math
 import mmap
 import warnings
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from engine.checkpoint.model_config import DecoderConfig
 from engine.checkpoint.quantization import StoredMatrix
 from engine.checkpoint.quantized import QuantizedLinear, gather_records
 from engine.checkpoint.repacking import float_rows, record_rows, repacked
+from engine.checkpoint.threads import threads_for
 from tokenization.gguf.file import GGUFTensor, is_gguf, read_gguf
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -115,7 +117,8 @@ class _SafetensorsSource:
         matrix = self._matrices[name]
         if matrix.is_plain or self._quantization is None:
             return None
-        record = repacked(self._members(matrix), self._quantization)
+        with threads_for(math.prod(matrix.shape)):
+            record = repacked(self._members(matrix), self._quantization)
         self._release(0 if record is None else record.nbytes)
         return record
 
@@ -172,7 +175,8 @@ class _GGUFSource:
             return None
         rows, step = self._stored_rows(name), _rows_at_once(tensor)
         parts = (gguf_record(tensor.kind, rows[first : first + step]) for first in range(0, len(rows), step))
-        record = gather_records(parts, len(rows))
+        with threads_for(math.prod(tensor.shape)):
+            record = gather_records(parts, len(rows))
         self._release(tensor)
         return record
 

@@ -20,6 +20,7 @@ from engine.checkpoint.names import CORRECTION, head_norm_sizes, latent_sizes, n
 from engine.checkpoint.quantized import JoinedLinear, QuantizedLinear, join_records
 from engine.checkpoint.row_order import latent_orders, qkv_order, turned_order
 from engine.checkpoint.sources import open_checkpoint
+from engine.checkpoint.threads import threads_for
 
 LARGE_MODEL_PARAMETERS = 500_000_000
 """Parameters above which ``auto`` keeps the checkpoint's own dtype: exactness would cost twice the memory and time."""
@@ -204,7 +205,9 @@ def load_weights(
     weights = allocation.model()
     for name in source.names():
         if name in allocation.targets:  # the others are kept as records
-            source.fill(name, allocation.targets[name])
+            target = allocation.targets[name]
+            with threads_for(target.numel()):
+                source.fill(name, target)
     allocation.finish()
     return weights
 
