@@ -18,7 +18,7 @@ from engine.checkpoint.config_fields import Fields, UnsupportedModelError, read_
 from engine.checkpoint.families.experts import Experts
 from engine.checkpoint.families.latent import Latent
 from engine.checkpoint.families.record import ACTIVATIONS, Biases, Blocks, TensorNames, of_config
-from engine.checkpoint.gguf_model import gguf_config, rope_factors
+from engine.checkpoint.gguf_model import EXPERT_DOWN, EXPERT_UP, gguf_config, rope_factors
 from engine.checkpoint.quantization import Quantization, read_quantization
 from engine.checkpoint.rotary_config import FactorScaling, read_rotary
 from engine.checkpoint.rotary_config import RotaryConfig as RotaryConfig
@@ -162,6 +162,8 @@ def config_of(file: GGUFFile) -> DecoderConfig:
     raw = gguf_config(file)
     name = _architecture(raw)
     config = _read(_fields(raw, name), name, {})
+    if config.experts is not None:
+        config = replace(config, names=replace(config.names, expert_up=EXPERT_UP, expert_down=EXPERT_DOWN))
     factors = rope_factors(file)
     if factors is None or config.rotary is None:
         return config

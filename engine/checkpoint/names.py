@@ -131,8 +131,9 @@ def _expert_shapes(config: DecoderConfig, experts: Experts) -> Iterator[tuple[st
 def _stacked_shapes(config: DecoderConfig, experts: Experts) -> Iterator[tuple[str, Shape]]:
     names, hidden = config.names, config.hidden_size
     weight, bias = names.expert_ends
-    outputs = experts.inner * (config.up_size // config.intermediate_size)
-    for name, size, inputs in ((names.expert_up[0], outputs, hidden), (names.expert_down, hidden, experts.inner)):
+    outputs = experts.inner * (config.up_size // config.intermediate_size) // len(names.expert_up)
+    first = [(name, outputs, hidden) for name in names.expert_up]
+    for name, size, inputs in (*first, (names.expert_down, hidden, experts.inner)):
         shape = (inputs, size) if names.expert_transposed else (size, inputs)
         yield f"{name}{weight}", (experts.count, *shape)
         if config.biases.mlp:

@@ -171,7 +171,7 @@ class _GGUFSource:
 
     def record(self, name: str) -> QuantizedLinear | None:
         tensor = self._tensors[name]
-        if not has_record(tensor.kind) or len(tensor.shape) != 2:
+        if not has_record(tensor.kind) or len(tensor.shape) < 2:
             return None
         rows, step = self._stored_rows(name), _rows_at_once(tensor)
         parts = (gguf_record(tensor.kind, rows[first : first + step]) for first in range(0, len(rows), step))
@@ -194,7 +194,7 @@ class _GGUFSource:
     def _stored_rows(self, name: str) -> Tensor:
         """The bytes of each row, the rows in the model's order: uint8 ``[n, bytes]``."""
         tensor = self._tensors[name]
-        rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
+        rows = math.prod(tensor.shape[:-1])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the file cannot be written to, and nothing writes
             flat = torch.frombuffer(self._data, dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.begin)
@@ -220,9 +220,24 @@ def _rows_at_once(tensor: GGUFTensor) -> int:
 
 
 def _fill_rows(target: Tensor, parts: Iterator[tuple[int, Tensor]]) -> None:
+    if target.dim() == 3:
+        _fill_experts(target, parts)
+        return
     whole = target if target.dim() > 1 else target.view(1, -1)
     for first, part in parts:
         whole[first : first + len(part)].copy_(part)
+
+
+def _fill_experts(target: Tensor, parts: Iterator[tuple[int, Tensor]]) -> None:
+    """The same for ``[experts, outputs, inputs]``, of which parts hold the rows of one expert after the other."""
+    outputs = target.shape[1]
+    for first, part in parts:
+        done = 0
+        while done < len(part):
+            expert, row = divmod(first + done, outputs)
+            count = min(outputs - row, len(part) - done)
+            target[expert, row : row + count].copy_(part[done : done + count])
+            done += count
 
 
 def _by_gguf(kind: str, rows: Tensor) -> Tensor:

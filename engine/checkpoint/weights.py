@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -397,11 +396,12 @@ class Allocation:
         names, hidden = self.names, self._config.hidden_size
         outputs = sum(self._up_sizes(experts.inner))
         order = torch.arange(outputs).view(-1, 2).t().flatten() if names.expert_pairs else None
-        up = self._stack(prefix + names.expert_up[0], (experts.count, outputs, hidden), order)
-        return up, self._stack(prefix + names.expert_down, (experts.count, hidden, experts.inner), None)
+        first = [prefix + name for name in names.expert_up]
+        up = self._stack(first, (experts.count, outputs, hidden), order)
+        return up, self._stack([prefix + names.expert_down], (experts.count, hidden, experts.inner), None)
 
-    def _stack(self, name: str, shape: tuple[int, int, int], order: Tensor | None) -> tuple[Matrix, ...]:
-        """The matrices of all experts, each ``[outputs, inputs]``, out of one tensor.
+    def _stack(self, names: Sequence[str], shape: tuple[int, int, int], order: Tensor | None) -> tuple[Matrix, ...]:
+        """The matrices of all experts, each ``[outputs, inputs]``, out of one tensor or of equal parts.
 
         Args:
             order: As of ``_linear``.
@@ -410,20 +410,27 @@ class Allocation:
         weight_end, bias_end = self.names.expert_ends
         biases: Sequence[Tensor | None] = [None] * count
         if self._config.biases.mlp:
-            held = self.tensor(name + bias_end, count, outputs)
+            held = self._empty(count, outputs)
+            self._register_parts(names, bias_end, held)
             biases = list(held)
             self._reorder(held, order, dim=1)
-        kept = self._kept([name + weight_end])
+        kept = self._kept([name + weight_end for name in names])
         if kept is not None:
-            return tuple(
-                dataclasses.replace(each, bias=bias)
-                for each, bias in zip(kept[0].split(count, order), biases, strict=True)
-            )
+            experts = zip(*(each.split(count, order) for each in kept), strict=True)
+            return tuple(join_records(parts, bias) for parts, bias in zip(experts, biases, strict=True))
         weight = self._empty(*shape)
-        self.targets[name + weight_end] = weight.transpose(1, 2) if self.names.expert_transposed else weight
+        self._register_parts(names, weight_end, weight)
         for each in weight if order is not None else ():
             self._reorder(each, order)
         return tuple(map(Linear, weight, biases))
+
+    def _register_parts(self, names: Sequence[str], end: str, whole: Tensor) -> None:
+        """The tensors of all experts, ``[experts, outputs]`` or ``[experts, outputs, inputs]``, cut by outputs."""
+        turned = whole.dim() == 3 and self.names.expert_transposed
+        parts = torch.split(whole, whole.shape[1] // len(names), 1)
+        self.targets.update(
+            (name + end, part.transpose(1, 2) if turned else part) for name, part in zip(names, parts, strict=True)
+        )
 
     def _up_sizes(self, inner: int) -> list[int]:
         return [inner] * (self._config.up_size // self._config.intermediate_size)
