@@ -101,13 +101,14 @@ class StepLayout:
 class StepAttention(Protocol):
     """Attention of one step, ready to be applied layer after layer."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Causal attention of the step's rows over their sequences.
 
         Args:
             query: ``[T, heads, head_dim]``.
             key: ``[T, kv_heads, head_dim]``: the step's own keys, which are in the pool already.
             value: The same.
+            sinks: ``[heads]``, scores that take part in the softmax and have no value; None without.
 
         Returns:
             ``[T, heads * head_dim]``.

@@ -16,9 +16,10 @@ from core.errors import ConfigError, InvalidValueError
 from engine.checkpoint.architectures import ARCHITECTURES, Architecture, Windows
 from engine.checkpoint.config_fields import Fields, UnsupportedModelError, read_json
 from engine.checkpoint.families.experts import Experts
+from engine.checkpoint.families.latent import Latent
 from engine.checkpoint.families.record import ACTIVATIONS, Biases, Blocks, TensorNames, of_config
 from engine.checkpoint.families.vision import VISION
-from engine.checkpoint.gguf_model import gguf_config, rope_factors
+from engine.checkpoint.gguf_model import EXPERT_DOWN, EXPERT_UP, gguf_config, rope_factors
 from engine.checkpoint.quantization import Quantization, read_quantization
 from engine.checkpoint.rotary_config import FactorScaling, read_rotary
 from engine.checkpoint.rotary_config import RotaryConfig as RotaryConfig
@@ -59,6 +60,7 @@ class DecoderConfig:
         names: The checkpoint's names of its tensors.
         rotaries: The rotary embedding by layer, where layers differ; then ``rotary`` is one of them.
         experts: The mixture of experts that some of its layers have; None without.
+        latent: Latent attention: ``head_dim`` is the width of the row that all heads read, the only KV head.
         quantization: How the matrices of a safetensors checkpoint are stored; None in a float type, and for GGUF
             files, which say it of each tensor.
         sees: Its name in ``engine.checkpoint.families.vision.VISION``, where its prompts may hold images; empty
@@ -87,6 +89,7 @@ class DecoderConfig:
     names: TensorNames
     rotaries: tuple[RotaryConfig | None, ...] | None = None
     experts: Experts | None = None
+    latent: Latent | None = None
     quantization: Quantization | None = None
     sees: str = ""
 
@@ -119,12 +122,23 @@ class DecoderConfig:
             and self.names.in_order
             and not self.biases.head
             and self.experts is None
+            and self.latent is None
         )
+
+    @property
+    def kv_rows(self) -> int:
+        """Rows that the KV pool holds of a token, layer and KV head: key and value, or the latent that is both."""
+        return 2 if self.latent is None else 1
+
+    @property
+    def attended_size(self) -> int:
+        """Inputs of the linear layer behind attention."""
+        return self.num_attention_heads * (self.head_dim if self.latent is None else self.latent.value)
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values that one token takes over all layers, in a pool of that type."""
         head_bytes = self.head_dim * dtype.itemsize + (KV_SCALE_BYTES if dtype.itemsize == 1 else 0)
-        return 2 * self.num_hidden_layers * self.num_key_value_heads * head_bytes
+        return self.kv_rows * self.num_hidden_layers * self.num_key_value_heads * head_bytes
 
 
 def load_model_config(model_dir: Path) -> DecoderConfig:
@@ -170,6 +184,8 @@ def config_of(file: GGUFFile) -> DecoderConfig:
     if name in VISION:
         raise UnsupportedModelError("architectures", name, "a model of text alone in a GGUF file")
     config = _read(_fields(raw, name), name, {})
+    if config.experts is not None:
+        config = replace(config, names=replace(config.names, expert_up=EXPERT_UP, expert_down=EXPERT_DOWN))
     factors = rope_factors(file)
     if factors is None or config.rotary is None:
         return config
@@ -277,6 +293,7 @@ def _read(config: Fields, name: str, generation: dict[str, Any]) -> DecoderConfi
         names=of_config(architecture.names, config),
         rotaries=rotaries,
         experts=architecture.experts(config, num_layers) if architecture.experts else None,
+        latent=architecture.latent(config) if architecture.latent else None,
     )
 
 

@@ -19,6 +19,7 @@ from engine.checkpoint.rotary_config import RotaryConfig
 from engine.checkpoint.weights import LayerWeights, Matrix, ModelWeights, Norm
 from engine.kv.kv_pool import KVPool
 from engine.models.experts import mix
+from engine.models.latent import latent_heads, latent_values
 from engine.models.linear import linear
 from engine.models.rotary import rotary_tables
 
@@ -174,7 +175,7 @@ class DecoderLayers:
             query, key, value = self._before(layer, hidden, rotation)
             pool.keys[i].index_copy_(0, layout.slot_ids, key)
             pool.values[i].index_copy_(0, layout.slot_ids, value)
-            hidden = self._after(layer, hidden, attention.attend(i, query, key, value))
+            hidden = self._after(layer, hidden, attention.attend(i, query, key, value, layer.sinks))
         return hidden
 
     def _rotation(self, layout: StepLayout) -> Rotation | None:
@@ -194,10 +195,15 @@ class DecoderLayers:
         """Queries, keys and values of a layer, each ``[T, heads, head_dim]``."""
         num_heads = self.config.num_attention_heads
         normed = hidden if layer.input_norm is None else _norm(hidden, layer.input_norm, self.config)
-        heads, value = self._split(linear(normed, layer.qkv), layer)
+        made = linear(normed, layer.qkv)
+        if self.config.latent is not None and layer.latent is not None:
+            heads, value = latent_heads(self.config.latent, layer.latent, made), None
+        else:
+            heads, value = self._split(made, layer)
         if rotation is not None:
             heads = _rotate(heads, rotation)
-        return heads[:, :num_heads], heads[:, num_heads:], value
+        key = heads[:, num_heads:]
+        return heads[:, :num_heads], key, key if value is None else value
 
     def _split(self, qkv: Tensor, layer: LayerWeights) -> tuple[Tensor, Tensor]:
         """Queries and keys, ``[T, heads + kv_heads, head_dim]`` and normed where the model has it, and values."""
@@ -207,6 +213,8 @@ class DecoderLayers:
 
     def _rest_of_layer(self, layer: LayerWeights, hidden: Tensor, attended: Tensor) -> Tensor:
         """Adds the rest of a layer once attention is known; ``hidden`` is changed."""
+        if self.config.latent is not None and layer.latent is not None:
+            attended = latent_values(self.config.latent, layer.latent, attended)
         before = layer.post_norm
         normed = _norm(hidden, before, self.config) if before is not None and self.config.blocks.parallel else None
         hidden += self._added(linear(attended, layer.out), layer.after_attention)
@@ -251,6 +259,10 @@ class DecoderLayers:
         if not self.config.blocks.gated:
             return linear(act(up), second)
         gate, up = up.chunk(2, -1)
+        clamp = self.config.blocks.clamp
+        if clamp is not None:
+            gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+            return linear((up + 1) * (gate * torch.sigmoid(gate * clamp.alpha)), second)
         return linear(act(gate).mul_(up), second)
 
 

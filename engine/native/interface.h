@@ -21,6 +21,7 @@ struct FsConfig {
   float norm_eps, embedding_scale, residual_scale, logit_scale;
   float attention_scale;           // 0: 1 / sqrt(head_dim)
   float attention_cap, logit_cap;  // of a soft cap; 0: none
+  float gate_limit, gate_alpha;    // a gated MLP is cut at the limit (rows.h); 0: it is not
   const float* slopes;             // of ALiBi, [heads], or none
   const void* embedding;           // [vocab, hidden], in the model's type; stays where it is
   const void* positions;           // [n, hidden], or none
@@ -69,6 +70,7 @@ struct FsLayer {
   int32_t window;  // 0: none
   void* keys;
   void* values;
+  const float* sinks;  // scores that take part in the softmax, [heads], or none
   FsExperts experts;
 };
 

@@ -105,6 +105,7 @@ class _Config(Structure):
         *((name, c_int32) for name in ("kv_int8", "gated", "parallel", "row_norm")),
         *((name, c_float) for name in ("norm_eps", "embedding_scale", "residual_scale", "logit_scale")),
         *((name, c_float) for name in ("attention_scale", "attention_cap", "logit_cap")),
+        *((name, c_float) for name in ("gate_limit", "gate_alpha")),
         *((name, c_void_p) for name in ("slopes", "embedding", "positions")),
         ("embedding_norm", _Norm),
     )
@@ -145,6 +146,7 @@ class _Layer(Structure):
         *((name, c_int32) for name in ("rotary_dim", "window")),
         ("keys", c_void_p),
         ("values", c_void_p),
+        ("sinks", c_void_p),
         ("experts", _Experts),
     )
 
@@ -305,6 +307,7 @@ class NativeModel:
             scores.scale or 0.0,
             scores.cap or 0.0,
             blocks.logit_cap or 0.0,
+            *((0.0, 0.0) if blocks.clamp is None else (blocks.clamp.limit, blocks.clamp.alpha)),
             self._floats(torch.tensor(scores.slopes)) if scores.slopes else None,
             weights.embedding.data_ptr(),
             None if weights.positions is None else weights.positions.data_ptr(),
@@ -331,6 +334,7 @@ class NativeModel:
             config.sliding_windows[index] or 0,
             pool.keys[index].data_ptr(),
             pool.values[index].data_ptr(),
+            self._floats(layer.sinks),
             _Experts() if layer.experts is None else self._experts(layer.experts, config),
         )
 

@@ -164,7 +164,7 @@ void attend_items(Model& m, const Layer& layer, const std::vector<Item>& items) 
     const Item& item = items[task / parts];
     const int part = task % parts;
     attend_heads<Kv>(m.shape, layer.cache, item, kv_heads * part / parts, kv_heads * (part + 1) / parts, layer.window,
-                     m.queries.data(), m.attended.data());
+                     layer.sinks, m.queries.data(), m.attended.data());
     if (m.parts_left[task / parts].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
     for (int row = item.out_row; row < item.out_row + item.num_queries; ++row)
       layer.out->pack(m.attended.data() + size_t(row) * size, m.packed.data() + size_t(row) * layer.out->stride);
@@ -173,6 +173,7 @@ void attend_items(Model& m, const Layer& layer, const std::vector<Item>& items) 
 
 // Applies the activation to a row of the first product of an MLP; it becomes n inputs of the second.
 void activate_row(const FsConfig& c, float* x, int n) {
+  if (c.gate_limit > 0) return clamped_gate_up(x, x + n, n, c.gate_limit, c.gate_alpha);
   if (c.gated && c.activation == kSilu) return gate_up(x, x + n, n);
   switch (c.activation) {
     case kSilu: silu(x, n); break;

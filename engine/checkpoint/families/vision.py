@@ -87,7 +87,7 @@ _QWEN_NAMES = (("model.language_model.", "model."),)
 
 VISION: Mapping[str, VisionFamily] = {
     "LlavaForConditionalGeneration": VisionFamily(
-        Evidence("LLaVA 1.5, with images"),
+        Evidence("LLaVA 1.5, with images", test="vision/test_tokens.py"),
         _LLAVA_TEXTS,
         "llama",
         tower="clip",
@@ -99,7 +99,7 @@ VISION: Mapping[str, VisionFamily] = {
         towers=_LLAVA_TOWERS,
     ),
     "LlavaNextForConditionalGeneration": VisionFamily(
-        Evidence("LLaVA-NeXT, with images"),
+        Evidence("LLaVA-NeXT, with images", test="vision/test_tokens.py"),
         _LLAVA_TEXTS,
         "llama",
         tower="clip",
@@ -111,7 +111,7 @@ VISION: Mapping[str, VisionFamily] = {
         towers=_LLAVA_TOWERS,
     ),
     "Qwen2VLForConditionalGeneration": VisionFamily(
-        Evidence("Qwen2-VL, with images"),
+        Evidence("Qwen2-VL, with images", test="vision/test_tokens.py"),
         {"qwen2_vl": "Qwen2ForCausalLM", "qwen2_vl_text": "Qwen2ForCausalLM"},
         "qwen2_vl_text",
         tower="qwen2_vl",
@@ -126,7 +126,7 @@ VISION: Mapping[str, VisionFamily] = {
         axes=True,
     ),
     "Qwen2_5_VLForConditionalGeneration": VisionFamily(
-        Evidence("Qwen2.5-VL, with images"),
+        Evidence("Qwen2.5-VL, with images", test="vision/test_tokens.py"),
         {"qwen2_5_vl": "Qwen2ForCausalLM", "qwen2_5_vl_text": "Qwen2ForCausalLM"},
         "qwen2_5_vl_text",
         tower="qwen2_5_vl",
