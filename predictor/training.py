@@ -16,7 +16,7 @@ from predictor.encoders import Encoder, probe_of
 from predictor.features import FeatureShape, Floats, input_lens
 from predictor.linear import fit_linear
 from predictor.models import FULL, LENGTH, pack
-from predictor.retraining import MAX_FEATURES, TRAIN_FEATURES, TRAIN_LENS
+from predictor.retraining import LENGTH_TREES, MAX_FEATURES, TRAIN_FEATURES, TRAIN_LENS
 from predictor.trainer import ForestOptions, grow
 from predictor.words import fit_words, with_scores
 
@@ -57,9 +57,6 @@ RECIPES: dict[str, Recipe] = {
 }
 """Recipes by the name that ``farsight train --kind`` takes: the cheapest and best one found; a forest over Magnus's
 features; Magnus's own, with trees grown out; Multi-Bin's regressor."""
-
-LENGTH_TREES = 50
-"""Trees of the smaller forest, which is used when time is short."""
 
 
 def train(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -22,7 +23,8 @@ from engine.encoders.starts import begin_with_nothing, begin_with_weights
 from engine.encoders.text_encoder import encoder_config, text_tokenizer, torch_device
 from engine.models.encoder import EncoderModel, EncoderText
 from predictor.artefact import TrainedModel
-from predictor.linear import fit_linear
+from predictor.features import Floats
+from predictor.linear import NUM_BINS, BinnedLinear, fit_linear
 from predictor.models import BERT, FULL, pack
 from predictor.training import complete_ones
 
@@ -30,10 +32,15 @@ Progress = Callable[[int], None]
 """Called with the number of examples read so far, over all epochs."""
 
 _HELD_BACK_EVERY = 5
-"""One example in so many is not trained on: the outputs of these make the bins, so that they are as wide as they are."""
+"""One example in so many is not trained on: the outputs of these fill the bins, which are as wide as its errors."""
+
+_LEAST_IN_A_BIN = 20
 
 _WARM_UP = 0.1
 """Share of the updates over which the learning rate rises; then it falls to 0."""
+
+_SMALL_HIDDEN = 256
+"""Up to this width threads wait for each other longer than they compute: one thread trains."""
 
 _WEIGHT_DECAY = 0.01
 _MAX_NORM = 1.0
@@ -93,7 +100,6 @@ def fine_tune(
     held_back = complete[::_HELD_BACK_EVERY]
     trained_on = [each for number, each in enumerate(complete) if number % _HELD_BACK_EVERY]
     place = torch_device(device)
-    torch.set_num_threads(min(torch.get_num_threads(), usable_processors()))
     with tempfile.TemporaryDirectory(prefix="farsight-regressor-") as name:
         folder = Path(name)
         if encoder is None:
@@ -101,6 +107,7 @@ def fine_tune(
         else:
             weights = begin_with_weights(folder, encoder, options.seed)
         config = encoder_config(folder)
+        torch.set_num_threads(1 if config.hidden_size <= _SMALL_HIDDEN else usable_processors())
         rate = options.learning_rate or (1e-3 if encoder is None else 5e-5)
         _train(folder, config, weights, trained_on, options, rate, place, progress)
         # What is stored is what serves: the bins are those of the weights as they were rounded.
@@ -108,7 +115,7 @@ def fine_tune(
         regressor = LengthRegressor.from_dir(folder, options.max_tokens, device)
         scores = regressor.scores([each.question for each in held_back])
         lens = np.array([each.output_len for each in held_back])
-        arrays = {**files_of(folder), **pack(fit_linear(scores[:, None], lens), FULL)}
+        arrays = {**files_of(folder), **pack(_bins(scores, lens), FULL)}
     metadata = {
         "version": version,
         "model": BERT,
@@ -154,6 +161,12 @@ def _train(
                 progress(num_read)
     for name, tensor in weights.items():
         tensor.data.copy_(moved[name].detach())
+
+
+def _bins(scores: Floats, output_lens: NDArray[np.int64]) -> BinnedLinear:
+    """Scores to tokens, and what examples of like scores generated."""
+    num_bins = max(1, min(NUM_BINS, len(scores) // _LEAST_IN_A_BIN))
+    return fit_linear(scores[:, None], output_lens, num_bins)
 
 
 def _loss(

@@ -35,7 +35,9 @@ def evaluate(
     encoder: Annotated[
         str | None,
         typer.Option(
-            "--encoder", "--predictor-encoder", help="Where the encoder of the training lies, if no longer where it did."
+            "--encoder",
+            "--predictor-encoder",
+            help="Where the encoder of the training lies now; default: as then.",
         ),
     ] = None,
     device: DeviceOption = "auto",

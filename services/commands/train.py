@@ -130,8 +130,8 @@ def _training(recipe: Recipe, encoder: str | None, device: str) -> Training:
 
 
 def _fine_tuning(encoder: str | None, device: str, epochs: int, max_tokens: int, seed: int) -> Training:
-    from engine.encoders.fine_tuning import FineTuning, fine_tune
     from engine.encoders.finding import encoder_dir, settled_name
+    from engine.encoders.fine_tuning import FineTuning, fine_tune
 
     options = FineTuning(epochs, max_tokens, seed=seed)
 
