@@ -8,6 +8,7 @@ executed and finished in that order.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol, cast
 
@@ -202,7 +203,7 @@ class Worker:
         if batch is None:
             self.runner.rest()
         else:
-            if self.speculation is not None:
+            if self.speculation is not None and batch.cut_off_s == math.inf:
                 batch = self.speculation.with_drafts(batch, self._sequences, self.executor)
             self.runner.begin(batch, self._sequences)
         return batch
@@ -266,6 +267,10 @@ class Worker:
             self.runner.begin(following, self._sequences)
             self.runner.go_on(following, token_ids)
         return following
+
+    def cut_off(self, batch: StepBatch, duration_s: float) -> None:
+        """Books a step that ``execute`` has cut off: nothing of it is shown, and its tokens are computed again."""
+        self.executor.cut_off(batch, duration_s)
 
     def _possible_ends(self, batch: StepBatch) -> frozenset[int] | None:
         """Tokens that may end one of a step's sequences (``_ends``); None if more than the token decides on that."""

@@ -8,6 +8,7 @@ knows lengths only, no token values, so that the simulator runs it unchanged.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -25,6 +26,7 @@ class BatchDraft:
 
     Attributes:
         prompts_left: Prompt tokens that it may still take.
+        within_grants: Whether sequences go no further than their slots say.
         arising: Hashes of the full blocks that the first ``num_seen`` items compute.
         refused: Whether a sequence was not started that might be in the next step, though nothing has happened.
         rests: Whether a sequence was left out that has to let others go first.
@@ -32,6 +34,7 @@ class BatchDraft:
 
     tokens_left: int
     prompts_left: int
+    within_grants: bool = True
     items: list[StepItem] = field(default_factory=list)
     chosen: list[SequenceState] = field(default_factory=list)
     may_start: bool = True
@@ -187,18 +190,20 @@ class LeaseExecutor(PlanExecutor):
             draft = self._select(by_arrival, within_grants=False)
         self.short_blocks = draft.short_blocks
         waits = draft.refused or draft.short_blocks or self._copies or self._in_flight
-        self._may_repeat = not waits and self.max_in_flight == 1
+        cut_off_s = _cut_off_s(draft.chosen) if draft.within_grants else math.inf
+        self._may_repeat = not waits and self.max_in_flight == 1 and cut_off_s == math.inf
         for held in self._running:
             if held.status is SequenceStatus.RUNNING:
                 held.status = SequenceStatus.PAUSED
         self._running = draft.chosen
         for held in self._running:
             held.status = SequenceStatus.RUNNING
-        return StepBatch(tuple(draft.items)) if draft.items else None
+        return StepBatch(tuple(draft.items), cut_off_s=cut_off_s) if draft.items else None
 
     def _select(self, ranked: Iterable[SequenceState], *, within_grants: bool) -> BatchDraft:
         most = self.limits.max_batch_tokens
-        draft = BatchDraft(most, self._prompt_tokens if self._prompt_tokens and self._has_streams() else most)
+        prompts = self._prompt_tokens if self._prompt_tokens and self._has_streams() else most
+        draft = BatchDraft(most, prompts, within_grants)
         credit = self._standby_credit()
         for held in ranked:
             if len(draft.items) >= self.limits.max_num_seqs or draft.tokens_left == 0:
@@ -348,6 +353,8 @@ class LeaseExecutor(PlanExecutor):
 
     def _runnable_tokens(self, held: SequenceState, within_grants: bool) -> int:
         """Known tokens that may be computed now; computing the last known one also yields a new token."""
+        if _is_cut_off(held, within_grants):
+            return 0
         if not within_grants:
             return held.num_tokens - held.computed_len
         reach = min(held.num_tokens, held.slot.prefill_to)
@@ -485,3 +492,16 @@ def _steps_granted(held: SequenceState) -> int:
 def _orphan(copy_id: int) -> str:
     """Holder of the blocks of a copy in flight whose sequence has gone; no request id contains a NUL."""
     return f"\0copy {copy_id}"
+
+
+def _is_cut_off(held: SequenceState, within_grants: bool) -> bool:
+    """Whether its seconds are over. Beyond its grants it goes on, unless its last step was cut off for that."""
+    slot_s = held.slot.cut_off_at_s
+    if not slot_s:
+        return False
+    return held.ran_s >= slot_s if within_grants else held.cut_off_at_s == slot_s
+
+
+def _cut_off_s(chosen: Iterable[SequenceState]) -> float:
+    """Seconds until the first of them has used up those of its slot."""
+    return min((held.slot.cut_off_at_s - held.ran_s for held in chosen if held.slot.cut_off_at_s), default=math.inf)

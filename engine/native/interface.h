@@ -84,5 +84,6 @@ struct FsStep {
   float* logits;               // [samples, vocab]
   int64_t* best;               // [samples]
   float* hidden;               // [samples, hidden]: what the last norm reads, or none
+  double cut_off_at_s;         // of the steady clock: no further layer begins after it
 };
 }

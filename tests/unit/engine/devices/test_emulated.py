@@ -289,3 +289,14 @@ assert len(engine.generate(["Hello"], SamplingParams(5))[0].token_ids) == 5
 assert not [name for name in sys.modules if name.startswith(("torch", "transformers"))]
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
+
+
+def test_a_step_that_is_cut_off_takes_its_time_and_brings_nothing() -> None:
+    time = Time()
+    runner = EmulatedRunner(StepCost(1.0, 0, 0, 0), [5], time.pace)
+    one = sequence("a")
+    with pytest.raises(IterationCutOff):
+        runner.execute(replace(decode(one), cut_off_s=0.25), {"a": one})
+    assert time.now - 100 == pytest.approx(0.25)
+    assert runner.execute(replace(decode(one), cut_off_s=1.0), {"a": one}) == [5]  # it just fits
+    assert time.now - 100 == pytest.approx(1.25)
