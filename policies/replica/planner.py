@@ -53,7 +53,7 @@ class ReplicaPlans:
             or [job.request_id for job in running] != self.said()
             or self._is_contended(running) > self._contended
             or self._grants_are_used_up(running)
-            or self._is_cut_off(running)
+            or self._is_cut_off()
         )
 
     def write(self, running: list[Job], standby: list[str], reserve_blocks: int) -> Plan:
@@ -140,10 +140,12 @@ class ReplicaPlans:
                 return True
         return False
 
-    def _is_cut_off(self, running: list[Job]) -> bool:
-        """Whether a job that is to execute has used up the seconds of its slot: it waits for others."""
-        slots = [(job, self._mirror.requests[job.request_id].slot) for job in running]
-        return any(slot is not None and 0 < slot.cut_off_at_s <= job.ran_s for job, slot in slots)
+    def _is_cut_off(self) -> bool:
+        """Whether one with a place has used up the seconds of its slot: without another plan it would stand still."""
+        if not self._order.cuts_off:
+            return False
+        admitted = [(each.slot, each.ran_s) for each in self._mirror.admitted.values()]
+        return any(slot is not None and 0 < slot.cut_off_at_s <= ran_s for slot, ran_s in admitted)
 
     def _cut_off_at_s(self, scheduled: ScheduledRequest) -> float:
         """As in ``Slot``. Where nobody else wants its place there is nobody to cut it off for."""

@@ -18,7 +18,8 @@ PROMPTS = [[5 + (i * 7 + j) % 50 for j in range(40 + 20 * i)] for i in range(4)]
 
 def generated(folder: Path, backend: str, mlfq: str) -> tuple[list[list[int]], int]:
     """Outputs of four requests that share one place, and how many of their steps were cut off."""
-    scheduler = SchedulerConfig(preset="fastserve", mlfq=mlfq, quantum_s=1e-6)
+    quanta = {"quantum_s": 1e-6, "quantum_ratio": 16.0, "starve_limit_s": 1e6}
+    scheduler = SchedulerConfig(preset="fastserve", mlfq=mlfq, **quanta)  # type: ignore[arg-type]
     engine = Engine(folder, engine=EngineConfig(backend=backend, max_num_seqs=1), scheduler=scheduler)
     order = [engine.submit(prompt, SamplingParams(6, ignore_eos=True)) for prompt in PROMPTS]
     found: dict[str, list[int]] = {request_id: [] for request_id in order}
