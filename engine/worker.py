@@ -8,7 +8,6 @@ executed and finished in that order.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol, cast
 
@@ -203,7 +202,7 @@ class Worker:
         if batch is None:
             self.runner.rest()
         else:
-            if self.speculation is not None and batch.cut_off_s == math.inf:
+            if self.speculation is not None and not batch.may_be_cut_off:
                 batch = self.speculation.with_drafts(batch, self._sequences, self.executor)
             self.runner.begin(batch, self._sequences)
         return batch
@@ -269,7 +268,7 @@ class Worker:
         return following
 
     def cut_off(self, batch: StepBatch, duration_s: float) -> None:
-        """Books a step that ``execute`` has cut off: nothing of it is shown, and its tokens are computed again."""
+        """Books a step that ``execute`` has cut off: nothing of it is shown."""
         self.executor.cut_off(batch, duration_s)
 
     def _possible_ends(self, batch: StepBatch) -> frozenset[int] | None:

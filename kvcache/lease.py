@@ -16,6 +16,7 @@ from core.errors import IntegrityError
 from core.messages.plans import FinishedSequence
 from core.request import Residency, SequenceStatus
 from kvcache.block_manager import BlockHashes, BlockManager
+from kvcache.cutting_off import is_cut_off, seconds_until_cut_off
 from kvcache.executor import NO_FURTHER, PlanExecutor, SequenceState
 from kvcache.step_batch import BatchLimits, KVCopy, StepBatch, StepItem
 
@@ -190,7 +191,7 @@ class LeaseExecutor(PlanExecutor):
             draft = self._select(by_arrival, within_grants=False)
         self.short_blocks = draft.short_blocks
         waits = draft.refused or draft.short_blocks or self._copies or self._in_flight
-        cut_off_s = _cut_off_s(draft.chosen) if draft.within_grants else math.inf
+        cut_off_s = seconds_until_cut_off(draft.chosen) if draft.within_grants else math.inf
         self._may_repeat = not waits and self.max_in_flight == 1 and cut_off_s == math.inf
         for held in self._running:
             if held.status is SequenceStatus.RUNNING:
@@ -353,7 +354,7 @@ class LeaseExecutor(PlanExecutor):
 
     def _runnable_tokens(self, held: SequenceState, within_grants: bool) -> int:
         """Known tokens that may be computed now; computing the last known one also yields a new token."""
-        if _is_cut_off(held, within_grants):
+        if is_cut_off(held, within_grants):
             return 0
         if not within_grants:
             return held.num_tokens - held.computed_len
@@ -492,16 +493,3 @@ def _steps_granted(held: SequenceState) -> int:
 def _orphan(copy_id: int) -> str:
     """Holder of the blocks of a copy in flight whose sequence has gone; no request id contains a NUL."""
     return f"\0copy {copy_id}"
-
-
-def _is_cut_off(held: SequenceState, within_grants: bool) -> bool:
-    """Whether its seconds are over. Beyond its grants it goes on, unless its last step was cut off for that."""
-    slot_s = held.slot.cut_off_at_s
-    if not slot_s:
-        return False
-    return held.ran_s >= slot_s if within_grants else held.cut_off_at_s == slot_s
-
-
-def _cut_off_s(chosen: Iterable[SequenceState]) -> float:
-    """Seconds until the first of them has used up those of its slot."""
-    return min((held.slot.cut_off_at_s - held.ran_s for held in chosen if held.slot.cut_off_at_s), default=math.inf)

@@ -78,6 +78,10 @@ class StepBatch:
     cut_off_s: float = math.inf
 
     @property
+    def may_be_cut_off(self) -> bool:
+        return self.cut_off_s < math.inf
+
+    @property
     def num_tokens(self) -> int:
         """Tokens computed, padding included."""
         return sum(item.num_tokens for item in self.items + self.padding.items)

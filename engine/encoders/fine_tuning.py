@@ -44,7 +44,7 @@ _SMALL_HIDDEN = 256
 
 _WEIGHT_DECAY = 0.01
 _MAX_NORM = 1.0
-"""Of a gradient."""
+"""Longest gradient; a longer one is shortened to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class FineTuning:
         max_tokens: Tokens of a request that are read, its instruction's included; what is longer is cut off.
         batch_size: Requests of an update.
         learning_rate: Highest one; 0 takes 5e-5 for weights that were trained before and 1e-3 for new ones.
-        seed: Of new weights and of the order of the examples.
+        seed: Random seed of new weights and of the order of the examples.
 
     Raises:
         InvalidValueError: a value out of range.

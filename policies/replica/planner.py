@@ -148,7 +148,7 @@ class ReplicaPlans:
         return any(slot is not None and 0 < slot.cut_off_at_s <= ran_s for slot, ran_s in admitted)
 
     def _cut_off_at_s(self, scheduled: ScheduledRequest) -> float:
-        """As in ``Slot``. Where nobody else wants its place there is nobody to cut it off for."""
+        """As in ``Slot``. Where no other request wants its place, nothing is cut off."""
         if not self._order.cuts_off or not self._contended:
             return 0.0
         return scheduled.ran_s + self._slice_s(scheduled)

@@ -22,11 +22,8 @@ def test_a_step_is_cut_off_when_the_first_of_its_sequences_has_used_up_its_secon
     assert batch is not None and batch.cut_off_s == pytest.approx(0.3)
     worker.cut_off(batch, 0.2)  # a device that made up for a late host
     worker.check_integrity()
-    progress = {each.request_id: each for each in worker.report().progress}
-    assert {name: (each.ran_s, each.computed_len, each.output_len) for name, each in progress.items()} == {
-        "a": (pytest.approx(0.3), 0, 0),
-        "b": (pytest.approx(0.3), 0, 0),
-    }
+    for each in worker.report().progress:
+        assert (each.computed_len, each.output_len) == (0, 0) and each.ran_s == pytest.approx(0.3)
     following = worker.next_batch()
     assert following is not None and [item.request_id for item in following.items] == ["a"]
     assert following.cut_off_s == pytest.approx(0.2) and following.items[0].start == 0
@@ -47,7 +44,7 @@ def test_who_was_cut_off_waits_for_a_plan_and_who_was_not_goes_on() -> None:
     assert batch is not None and batch.cut_off_s == pytest.approx(0.3)
     worker.commit(batch, duration_s=0.5)  # it ended in time to be booked, beyond its seconds
     batch = worker.next_batch()
-    assert batch is not None and batch.cut_off_s == math.inf  # nobody else: it goes on, as beyond other grants
+    assert batch is not None and batch.cut_off_s == math.inf  # it goes on, as beyond other grants
 
 
 def test_without_seconds_nothing_is_cut_off_and_steps_are_got_ready() -> None:
@@ -57,7 +54,7 @@ def test_without_seconds_nothing_is_cut_off_and_steps_are_got_ready() -> None:
         batch = worker.next_batch()
         assert batch is not None and batch.cut_off_s == math.inf
         worker.commit(batch)
-    assert worker.step_after(batch) is not None
+    assert batch is not None and worker.step_after(batch) is not None
     worker.apply_plan(plan(2, replace(slot("a", payload=False), cut_off_at_s=9.0)))
     batch = worker.next_batch()
     assert batch is not None and worker.step_after(batch) is None
