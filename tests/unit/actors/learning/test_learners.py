@@ -226,7 +226,7 @@ async def test_every_replica_of_an_estimator_is_useful_from_the_first_batch(monk
     slow = dataclasses.replace(A100_7B, cost=dataclasses.replace(A100_7B.cost, base_s=1.0))
     monkeypatch.setitem(DEVICE_PROFILES, "slow", slow)
     shape = BatchShape(8, 100, 50)
-    answers = []
+    answers: list[float] = []
     for index in (0, 1):
         context = component_context(f"serving-time-estimator-{index}", {LOG_STORE: Log()})
         config = dataclasses.replace(context.config, engine=EngineConfig(device="emulated:slow"))

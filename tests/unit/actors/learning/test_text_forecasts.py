@@ -173,8 +173,8 @@ async def test_with_an_encoder_alone_it_grows_magnuss_forest_from_its_traffic(tm
     """A random encoder of LaBSE's modules; another one under the same name begins with nothing."""
     path, folder = str(tmp_path / "log"), make_labse(tmp_path / "labse")
     lengths = {"w5 w6": 20, "w7": 200}
-    names, settings = list(lengths), {"encoder": str(folder), "cpu_share": 100.0}
-    async with opened(path=path) as store, predicting(store, None, **settings) as component:
+    names, encoder = list(lengths), str(folder)
+    async with opened(path=path) as store, predicting(store, None, encoder=encoder, cpu_share=100.0) as component:
         assert (await predict(component, question(0, names[0])))[0].source == "history"
         for i in range(1, 130):
             await predict(component, question(i, names[i % 2]))
@@ -183,7 +183,10 @@ async def test_with_an_encoder_alone_it_grows_magnuss_forest_from_its_traffic(tm
         short, long = await predict(component, question(3, names[0]), question(3, names[1]))
         assert short.source == long.source == "forest" and short.mean < 60 < 150 < long.mean
     make_labse(folder, num_hidden_layers=1)
-    async with opened(path=path) as store, predicting(store, None, learn=False, **settings) as component:
+    async with (
+        opened(path=path) as store,
+        predicting(store, None, learn=False, encoder=encoder, cpu_share=100.0) as component,
+    ):
         assert (await predict(component, question(3, names[0])))[0].source == "history"
 
 
