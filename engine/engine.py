@@ -20,6 +20,8 @@ from core.messages.tokens import TokenDelta
 from core.request import Request, SamplingParams, check_token_ids
 from engine.build import build_worker
 from engine.checkpoint.model_config import resolve_model_dir
+from engine.emission import Output
+from engine.step_fault import IterationCutOff
 from engine.worker import Worker
 from kvcache import StepBatch
 from policies.compose import configured_scheduler
@@ -112,14 +114,18 @@ class Engine:
         """Runs one step; returns what it added to each sequence."""
         while len(self._begun) < self.worker.executor.max_in_flight and (batch := self.worker.begin_step()):
             self._begun.append(batch)
-        outputs = []
+        outputs: list[Output] = []
         if not self._begun:
             self.worker.wait_for_copy()
         else:
             batch = self._begun.popleft()
             began_at = self._clock()
-            tokens = self.worker.execute(batch)
-            outputs = self.worker.finish_step(batch, tokens, self._clock() - began_at)
+            try:
+                tokens = self.worker.execute(batch)
+            except IterationCutOff:
+                self.worker.cut_off(batch, self._clock() - began_at)
+            else:
+                outputs = self.worker.finish_step(batch, tokens, self._clock() - began_at)
         self.report()
         return [output.delta for output in outputs]
 

@@ -205,7 +205,7 @@ class Worker:
         if batch is None:
             self.runner.rest()
         else:
-            if self.speculation is not None:
+            if self.speculation is not None and not batch.may_be_cut_off:
                 batch = self.speculation.with_drafts(batch, self._sequences, self.executor)
             self.runner.begin(batch, self._sequences)
         return batch
@@ -269,6 +269,10 @@ class Worker:
             self.runner.begin(following, self._sequences)
             self.runner.go_on(following, token_ids)
         return following
+
+    def cut_off(self, batch: StepBatch, duration_s: float) -> None:
+        """Books a step that ``execute`` has cut off: nothing of it is shown."""
+        self.executor.cut_off(batch, duration_s)
 
     def _possible_ends(self, batch: StepBatch) -> frozenset[int] | None:
         """Tokens that may end one of a step's sequences (``_ends``); None if more than the token decides on that."""

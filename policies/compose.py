@@ -145,6 +145,8 @@ def configured_settings(config: SchedulerConfig) -> PolicySettings:
         ratio=config.quantum_ratio,
         num_levels=config.num_levels or None,
         starve_limit_s=config.starve_limit_s,
+        skip_join=config.mlfq == "skip-join",
+        kills=config.mlfq == "preemption",
     )
     max_gap_s = config.max_gap_ms / 1e3 if config.max_gap_ms else math.inf
     return PolicySettings(

@@ -248,6 +248,7 @@ class Order(Explains, ABC):
     jobs, apart from a few numpy operations over all jobs.
 
     Attributes:
+        cuts_off: Whether an iteration is cut off, and its work lost, when ``slice_s`` of one of its jobs is over.
         preemptive: Whether a waiting job may replace a running job of lower rank. If not, running jobs come before
         all waiting ones, in order of admission, and ``ranked`` decides among the waiting jobs.
         on_move: A callback that the scheduler sets: an order that moves jobs between levels calls it with the job,
@@ -255,6 +256,7 @@ class Order(Explains, ABC):
     """
 
     preemptive: bool = False
+    cuts_off: bool = False
     on_move: Callable[[Job, str, float], None] | None = None
 
     @abstractmethod

@@ -106,6 +106,13 @@ def serve(
         Path | None,
         typer.Option(help="Output-length predictor written by `farsight train`; default: history of recent outputs."),
     ] = None,
+    predictor_encoder: Annotated[
+        str | None,
+        typer.Option(
+            help="Text encoder of the predictor: directory, hub id, minilm (offline) or auto; default: none, or that "
+            "of its training."
+        ),
+    ] = None,
     proxy: Annotated[str | None, typer.Option(help="HTTP proxy: auto, serve or haproxy.")] = None,
     drain_s: Annotated[
         float | None, typer.Option(help="Seconds that open requests have to end after TERM; default: 30.")
@@ -161,7 +168,7 @@ def serve(
             "tls_key": None if tls_key is None else str(tls_key),
         },
         "actors": {"placement": placement},
-        "predictor": {"artefact": None if predictor is None else str(predictor)},
+        "predictor": {"artefact": None if predictor is None else str(predictor), "encoder": predictor_encoder},
     }
     from services.launch.launch import run_service
     from services.launch.signals import StopSignal

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from core.config.checks import require
 from core.config.engine import EXECUTIONS
 
+MLFQ_KINDS = ("skip-join", "no-preemption", "preemption")
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -37,6 +39,10 @@ class SchedulerConfig:
             ``engine.max_batch_tokens``.
         watermark: Share of the KV pool that admission may fill, in (0, 1].
         standby_slots: Requests sent to the worker ahead of need.
+        mlfq: Which MLFQ the order ``skip-join-mlfq`` is: ``skip-join``, FastServe's own; or a baseline of its section
+            6.3, which knows no lengths, so that every request joins the first queue: ``no-preemption`` goes on with an
+            iteration that outlasts its quantum, ``preemption`` cuts it off (``kills``): its work is lost, its time
+            counts, and the request sinks. Iterations are cut off between layers, on ``cpu`` and ``emulated`` devices.
         quantum_s: Shortest first quantum of skip-join MLFQ, in seconds; where a step of one sequence takes longer,
             that is the quantum. A quantum should outlast four round trips between Scheduler and worker, of some 5 ms
             each.
@@ -70,6 +76,7 @@ class SchedulerConfig:
     max_gap_ms: float = 0.0
     watermark: float = 0.95
     standby_slots: int = 16
+    mlfq: str = "skip-join"
     quantum_s: float = 0.02
     quantum_ratio: float = 2.0
     num_levels: int = 0
@@ -92,6 +99,8 @@ class SchedulerConfig:
         require(self.standby_slots >= 0, "scheduler.standby_slots", self.standby_slots, "an integer >= 0")
         for name in ("quantum_s", "starve_limit_s"):
             require(getattr(self, name) > 0, f"scheduler.{name}", getattr(self, name), "a number > 0")
+        kinds = ", ".join(MLFQ_KINDS)
+        require(self.mlfq in MLFQ_KINDS, "scheduler.mlfq", self.mlfq, f"one of {kinds}")
         self._check_papers()
 
     def _check_papers(self) -> None:

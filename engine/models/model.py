@@ -6,6 +6,8 @@ few of them as the arithmetic allows. Numerics follow transformers' models of th
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -22,6 +24,7 @@ from engine.models.experts import mix
 from engine.models.latent import latent_heads, latent_values
 from engine.models.linear import linear
 from engine.models.rotary import rotary_tables
+from engine.step_fault import IterationCutOff
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines of the rotary embedding, each ``[rows, 1, rotary_dim]``."""
@@ -42,6 +45,10 @@ class DecoderModel:
         self.config = config
         self.weights = weights
         self._layers = make_layers(config, weights.layers, max_len, weights.embedding, compiled=compiled)
+
+    def cut_off_at(self, instant_s: float) -> None:
+        """No further layer begins after this instant of ``time.monotonic``: ``IterationCutOff`` is raised."""
+        self._layers.cut_off_at_s = instant_s
 
     def forward(self, layout: StepLayout, pool: KVPool, attention: StepAttention) -> Tensor:
         """Runs a step: writes its keys and values into the pool.
@@ -153,6 +160,7 @@ class DecoderLayers:
         add_up: Callable[[Tensor], Tensor] = _whole,
     ) -> None:
         self.config = config
+        self.cut_off_at_s = math.inf
         self._layers = layers
         self._add_up = add_up
         self._before: BeforeAttention = self._heads
@@ -170,6 +178,8 @@ class DecoderLayers:
         """``hidden`` (``[T, hidden]``, overwritten) behind the last of the layers."""
         rotation = self._rotation(layout)
         for i, layer in enumerate(self._layers):
+            if self.cut_off_at_s < math.inf and time.monotonic() >= self.cut_off_at_s:
+                raise IterationCutOff
             if self._layer_tables is not None:
                 rotation = _rows_of(self._layer_tables[i], layout.positions)
             query, key, value = self._before(layer, hidden, rotation)

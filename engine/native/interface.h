@@ -90,5 +90,6 @@ struct FsStep {
   const float* given;          // [given rows, hidden]: in place of their embeddings
   const float* given_cos;      // [given rows, rotary_dim / 2]: in place of what their positions say, or none
   const float* given_sin;
+  double cut_off_at_s;         // of the steady clock: no further layer begins after it
 };
 }

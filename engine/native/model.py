@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import weakref
 from collections.abc import Mapping
-from ctypes import POINTER, Array, Structure, byref, c_char_p, c_float, c_int32, c_void_p
+from ctypes import POINTER, Array, Structure, byref, c_char_p, c_double, c_float, c_int32, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ from engine.native.given_rows import GivenInputs, RowAngles
 from engine.native.library import load_library
 from engine.sampling.sampler import StepLogits
 from engine.sequence import Sequence
+from engine.step_fault import IterationCutOff
 from engine.vision.spans import GivenRows
 from kvcache import StepBatch, StepItem
 
@@ -91,6 +93,7 @@ _PANEL = 64
 _LARGEST_GROUP = 65536
 """Products of 255 and 127 that certainly fit 32 bits when they are added up."""
 _OUT_OF_MEMORY = 1
+_CUT_OFF = 3
 _ACTIVATIONS = ("silu", "relu", "gelu", "gelu_tanh")  # in the order of interface.h
 
 
@@ -158,6 +161,7 @@ class _Step(Structure):
         ("width", c_int32),
         *((name, c_void_p) for name in ("sample_rows", "logits", "best", "hidden")),
         *((name, c_void_p) for name in ("given_of", "given", "given_cos", "given_sin")),
+        ("cut_off_at_s", c_double),
     )
 
 
@@ -231,11 +235,14 @@ class NativeModel:
         head = self._linear(dataclasses.replace(whole, bias=weights.head_bias))
         self._call("fs_set_head", self._handle, byref(self._norm(weights.norm)), byref(head))
 
-    def forward(self, step: NativeStep, hidden: Tensor | None = None) -> tuple[Tensor, np.ndarray]:
+    def forward(
+        self, step: NativeStep, hidden: Tensor | None = None, cut_off_at_s: float = math.inf
+    ) -> tuple[Tensor, np.ndarray]:
         """Runs a step: writes its keys and values into the pool.
 
         Args:
             hidden: float32 ``[R, hidden]``; gets what the last norm reads of the sampled rows.
+            cut_off_at_s: As ``StepBackend.cut_off_at_s``.
 
         Returns:
             Logits of the sampled rows, float32 ``[R, vocab]``, and ``engine.sampling.sampler.likeliest`` of them; the
@@ -243,6 +250,7 @@ class NativeModel:
 
         Raises:
             IntegrityError: The model lacks a token or a position: the step would read beyond its tables.
+            IterationCutOff: ``cut_off_at_s`` has come.
         """
         self._check(step)
         num_samples = len(step.sample_rows)
@@ -263,6 +271,7 @@ class NativeModel:
             _address(self._best),
             None if hidden is None else hidden.data_ptr(),
             *(None,) * 4 if given is None else given.addresses,
+            cut_off_at_s,
         )
         self._call("fs_step", self._handle, byref(arguments))
         return self._logits[:num_samples], self._best[:num_samples]
@@ -270,6 +279,8 @@ class NativeModel:
     def _call(self, name: str, *arguments: Any) -> None:
         """Calls a function of the library that may fail."""
         status = getattr(self._library, name)(*arguments)
+        if status == _CUT_OFF:
+            raise IterationCutOff
         if status == _OUT_OF_MEMORY:
             raise MemoryError(f"{name}: out of memory")
         if status:
@@ -392,6 +403,7 @@ class NativeBackend:
         self, config: DecoderConfig, weights: ModelWeights, pool: KVPool, max_len: int, num_threads: int = 1
     ) -> None:
         self._model = NativeModel(config, weights, pool, max_len, num_threads)
+        self.cut_off_at_s = math.inf
         self._block_size = pool.block_size
         self._config = config
         self._last_norm = weights.norm
@@ -409,10 +421,10 @@ class NativeBackend:
         """See ``engine.steps.backends.StepBackend.run``."""
         step = build_native_step(batch, order, sequences, self._block_size, more_rows)
         if not with_hidden:
-            logits, best = self._model.forward(step)
+            logits, best = self._model.forward(step, cut_off_at_s=self.cut_off_at_s)
             return StepLogits(logits, best.tolist())
         hidden = torch.empty(len(step.sample_rows), self._config.hidden_size)
-        logits, best = self._model.forward(step, hidden)
+        logits, best = self._model.forward(step, hidden, self.cut_off_at_s)
         return StepLogits(logits, best.tolist(), last_hidden(hidden, self._config, self._last_norm))
 
     def run_ready(self, inputs: DecodeInputs) -> StepLogits:

@@ -4,7 +4,9 @@
 //
 // The caller's thread walks through the layers; `Team::share` spreads the rows, panels or heads of each stage over the
 // threads and returns when the stage is complete.
+#include <chrono>
 #include <exception>
+#include <limits>
 #include <new>
 #include <string>
 
@@ -324,6 +326,13 @@ void make_room(Model& m, const FsStep& s, size_t query_words) {
   }
 }
 
+struct CutOff {};
+
+bool is_over(double instant_s) {
+  if (instant_s == std::numeric_limits<double>::infinity()) return false;
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count() >= instant_s;
+}
+
 template <class T, class Kv>
 void run(Model& m, const FsStep& s) {
   const FsConfig& c = m.config;
@@ -333,6 +342,7 @@ void run(Model& m, const FsStep& s) {
   float* x = m.hidden.data();
   int rows = s.num_rows;
   for (const Layer& layer : m.layers) {
+    if (is_over(s.cut_off_at_s)) throw CutOff{};
     norm_rows(m, layer.input_norm, *layer.qkv, x, rows);
     const bool narrows = &layer == &m.layers.back() && s.num_samples < s.num_rows;
     if (narrows)
@@ -372,13 +382,15 @@ void run(Model& m, const FsStep& s) {
 
 thread_local std::string failure;
 
-// Calls body(); returns 0, or 1 if memory ran out, or 2 after another exception, which fs_failure describes. No
+// Calls body(); returns 0, or 1 if memory ran out, 2 after another exception, which fs_failure describes, 3 after CutOff. No
 // exception may leave a C function.
 template <class Body>
 int32_t guarded(const Body& body) {
   try {
     body();
     return 0;
+  } catch (const CutOff&) {
+    return 3;
   } catch (const std::bad_alloc&) {
     return 1;
   } catch (const std::exception& error) {

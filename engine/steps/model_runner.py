@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,8 +173,11 @@ class ModelRunner:
             ``LoggedTokens`` if there is more to tell about an item.
 
         Raises:
-            IntegrityError: an item asks for tokens or blocks that are not there.
+            IntegrityError: An item asks for tokens or blocks that are not there.
+            IterationCutOff: The step took longer than ``batch.cut_off_s``. It may have written keys and values of its
+                own positions; a later step writes them again.
         """
+        self.backend.cut_off_at_s = time.monotonic() + batch.cut_off_s
         if self._careful is None:
             return self._execute(batch, sequences)
         careful = self._careful
