@@ -110,6 +110,12 @@ def serve(
     drain_s: Annotated[
         float | None, typer.Option(help="Seconds that open requests have to end after TERM; default: 30.")
     ] = None,
+    log_format: Annotated[
+        str | None, typer.Option(help="Lines of the log: text, or json (an object a line); default: text.")
+    ] = None,
+    access_log: Annotated[
+        bool | None, typer.Option("--access-log", help="A line for each request, with the id of its answer.")
+    ] = None,
     api_key: Annotated[
         str | None,
         typer.Option(envvar=KEY_VARIABLE, help="The one key that opens this server, besides those of --key-file."),
@@ -153,7 +159,14 @@ def serve(
             "benchmark_mode": benchmark_mode,
         },
         "scheduler": {"preset": preset, "execution": execution},
-        "server": {"host": host, "port": port, "proxy": proxy, "drain_s": drain_s},
+        "server": {
+            "host": host,
+            "port": port,
+            "proxy": proxy,
+            "drain_s": drain_s,
+            "log_format": log_format,
+            "access_log": access_log,
+        },
         "access": {
             "key_file": None if key_file is None else str(key_file),
             "insecure": insecure,
@@ -164,13 +177,16 @@ def serve(
         "predictor": {"artefact": None if predictor is None else str(predictor)},
     }
     from services.launch.launch import run_service
+    from services.launch.log_lines import in_format
     from services.launch.signals import StopSignal
 
     if api_key is not None:
         os.environ[KEY_VARIABLE] = api_key  # Ingress replicas read it from there, as they do under `serve deploy`.
     with failing_in_two_lines("serve"):
-        run_service(load_config(config, overrides), typer.echo, StopSignal())
-    typer.echo("Stopped.")
+        settings = load_config(config, overrides)
+        say = in_format(typer.echo, settings.server.log_format)
+        run_service(settings, say, StopSignal())
+    say("Stopped.")
 
 
 @app.command()
