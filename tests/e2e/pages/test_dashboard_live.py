@@ -90,9 +90,32 @@ def test_a_killed_service_turns_red_and_then_green(split_server: Server, page: P
     page.screenshot(path=tmp_path / "green.png")
 
 
+def complete(server: Server, prompt: str) -> None:
+    with OpenAI(base_url=f"{server.base_url}/v1", api_key="none") as client:
+        client.completions.create(model=client.models.list().data[0].id, prompt=prompt, max_tokens=16)
+
+
+def test_what_if_is_answered_by_a_real_simulation(split_server: Server, page: Page) -> None:
+    page.get_by_test_id("to-requests").click()
+    answer = page.get_by_test_id("what-if-answer")
+
+    def is_simulated() -> bool:
+        complete(split_server, "Two")  # the cost of steps is known once some have run
+        page.get_by_test_id("ended").locator("tbody tr button").first.click()
+        form = page.get_by_test_id("what-if")
+        for field, value in (("Preset", "farsight"), ("Replicas", "2"), ("Priority", "-1")):
+            form.get_by_label(field).fill(value)
+        form.get_by_role("button").click()
+        expect(answer).to_contain_text(re.compile("has not|would have|busy"))
+        return "would have" in answer.inner_text()
+
+    wait_until(is_simulated, "no simulation answers")
+    expect(answer).to_contain_text("With preset=farsight,replicas=2,priority=-1 it would have taken ")
+    expect(answer).to_contain_text(" instead of ")
+
+
 def test_placements_of_a_real_router_are_shown(split_server: Server, page: Page) -> None:
-    with OpenAI(base_url=f"{split_server.base_url}/v1", api_key="none") as client:
-        client.completions.create(model=client.models.list().data[0].id, prompt="One", max_tokens=2)
+    complete(split_server, "One")
     page.get_by_test_id("to-placement").click()
     expect(page.get_by_test_id("policy")).to_have_text("round-robin")
     expect(page.get_by_test_id("reasons")).to_contain_text("in turn")
