@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -39,7 +40,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def split_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    running = start_server(tmp_path_factory.mktemp("dashboard") / "server.log", "--placement", "split")
+    flags = ("--placement", "split", "--log-format", "json", "--access-log")
+    running = start_server(tmp_path_factory.mktemp("dashboard") / "server.log", *flags)
     yield running
     running.stop()
 
@@ -122,6 +124,20 @@ def test_what_if_is_answered_by_a_real_simulation(split_server: Server, page: Pa
     wait_until(is_simulated, "no simulation answers")
     expect(answer).to_contain_text("With preset=farsight,replicas=2,priority=-1 it would have taken ")
     expect(answer).to_contain_text(" instead of ")
+
+
+def test_the_log_names_the_answer_and_holds_no_prompt(split_server: Server) -> None:
+    prompt = "no log may hold this"
+    response_id = complete(split_server, prompt)
+
+    def line() -> list[dict[str, object]]:
+        objects = [json.loads(each) for each in split_server.log.read_text().splitlines() if each.startswith("{")]
+        return [each for each in objects if each.get("request_id") == response_id]
+
+    wait_until(line, "no line has the id of the answer")
+    [found] = line()
+    assert (found["path"], found["status"], str(found["process"])[:8]) == ("/v1/completions", 200, "ingress-")
+    assert prompt not in split_server.log.read_text()
 
 
 def test_placements_of_a_real_router_are_shown(split_server: Server, page: Page) -> None:

@@ -201,11 +201,10 @@ VLLM_DASHBOARD = {
     "vllm:inter_token_latency_seconds",
     "vllm:kv_cache_usage_perc",
 }
-"""Metrics of the panels of vLLM's own dashboard (examples/observability/prometheus_grafana/grafana.json at 4b5c627c)."""
+"""Metrics of the panels of vLLM's dashboard (examples/observability/prometheus_grafana/grafana.json at 4b5c627c)."""
 
 NOT_HERE = {"vllm:request_prefill_time_seconds"}
-"""The one series of a panel that Farsight does not have: different processes know the first step of a request and its
-first token."""
+"""The one series that Farsight does not have: different processes know the first step and the first token."""
 
 
 def test_panels_of_vllms_own_dashboard_have_data(
