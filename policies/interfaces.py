@@ -197,8 +197,8 @@ class ScheduledRequest(Job):
         return ran_s
 
     def first_run(self, cached_len: int, ran_s: float, now: float) -> StartedRequest:
-        """It has run for the first time, for ``ran_s`` seconds by now."""
-        self.started = True
+        """It has run for the first time, for ``ran_s`` seconds by now; what it found cached ends the belief."""
+        self.started, self.cached_len = True, cached_len
         queue_s = max(0.0, now - self.arrived_at - ran_s)
         return StartedRequest(self.request_id, self.request.attempt, cached_len, queue_s)
 

@@ -340,6 +340,12 @@ class RequestMetrics:
         self._max_new_tokens = histogram(
             "vllm:request_params_max_tokens", "Output tokens that a request allowed.", TOKEN_BUCKETS
         )
+        self._max_output_len = histogram(
+            "vllm:request_max_num_generation_tokens", "Output tokens of a choice; each counts alone.", TOKEN_BUCKETS
+        )
+        self._decode = histogram(
+            "vllm:request_decode_time_seconds", "From a request's first token to its end.", JCT_BUCKETS_S
+        )
         self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of all ended requests.")
         self._generation_tokens = counter("vllm:generation_tokens", "Output tokens sent to clients.")
         success = _family(
@@ -369,8 +375,20 @@ class RequestMetrics:
         self.tally.tokens(gap_s, n)
         self._generation_tokens.inc(n)
 
-    def finished(self, reason: str, jct_s: float, prompt_len: int, output_len: int, max_new_tokens: int) -> None:
+    def finished(
+        self,
+        reason: str,
+        jct_s: float,
+        prompt_len: int,
+        output_len: int,
+        max_new_tokens: int,
+        *,
+        ttft_s: float | None = None,
+    ) -> None:
         """A request has ended, also one that failed or was left by its client; lengths in tokens.
+
+        Args:
+            ttft_s: None where no token came.
 
         Raises:
             KeyError: ``reason`` is none of ``FINISH_REASONS``.
@@ -379,6 +397,9 @@ class RequestMetrics:
         self._jct.observe(jct_s)
         self._prompt_len.observe(prompt_len)
         self._output_len.observe(output_len)
+        self._max_output_len.observe(output_len)
+        if ttft_s is not None:
+            self._decode.observe(jct_s - ttft_s)
         self._max_new_tokens.observe(max_new_tokens)
         self._prompt_tokens.inc(prompt_len)
         self.tally.finished(reason, jct_s, prompt_len)

@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 
 from actors.calls.message import Asked
 from actors.calls.supervisor import SupervisorCalls
-from actors.runtime.names import SUPERVISOR, host_of
+from actors.runtime.log_lines import send_log_lines
+from actors.runtime.names import RUN_DIR_VARIABLE, SUPERVISOR, host_of
 from actors.runtime.peer import Site
 from core.config.learning import PredictorConfig
 from core.config.load import FarsightConfig
@@ -32,6 +33,7 @@ from services.launch.backends import check_replicas, look_for_servers
 from services.launch.cluster import ServiceFailed, private_cluster
 from services.launch.door import absolute_paths, check_door
 from services.launch.draining import drain
+from services.launch.log_lines import PROCESS, printed_log_lines
 from services.launch.proxy import ProxyStart, front_proxy, wait_routed
 from services.launch.signals import StopSignal
 from services.launch.stages import Stages
@@ -394,8 +396,10 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
     proxy = choose_proxy(config.server)
     with (
         private_cluster(stop, stages=stages, proxy=proxy, server=config.server, access=site.config.access),
+        printed_log_lines(Path(os.environ[RUN_DIR_VARIABLE])),
         front_proxy(config.server, proxy, stop) as keeper,
     ):
+        send_log_lines(PROCESS, config.server.log_format)
         service = Service(site, keeper)
         service.start(stages)
         stop.running()
