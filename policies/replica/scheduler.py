@@ -25,12 +25,15 @@ from policies.outlook.promises import Outlook, PromiseMaker, Standing
 from policies.outlook.rollout import MAX_LISTED
 from policies.replica.decision_trace import Account, DecisionTrace, promise_facts
 from policies.replica.events import (
+    AskOffload,
     BatchBroken,
     CacheTold,
     CostLearned,
     Event,
     ForecastsArrived,
     Instruction,
+    OffloadOrdered,
+    OffloadUnanswered,
     RefuseRequest,
     RequestEnded,
     RequestsAborted,
@@ -55,6 +58,7 @@ from policies.replica.facts import (
     TurnsChanged,
 )
 from policies.replica.mirror import WorkerMirror
+from policies.replica.offload_desk import OffloadDesk, OffloadTally
 from policies.replica.planner import ReplicaPlans
 from policies.replica.step_selector import StepSelector
 from policies.tenancy.fair_shares import FairShares
@@ -75,6 +79,7 @@ class SchedulerLimits:
             plans take no time.
         budget: How many prompt tokens a step may carry beside streams.
         gives_way: As in ``StepSelector``.
+        offload_deadline_s: As in ``OffloadDesk``: 0 where nothing answers, or where an answer takes no time.
     """
 
     max_num_seqs: int
@@ -82,6 +87,7 @@ class SchedulerLimits:
     grant_lead_s: float = 0.0
     budget: StepBudget = NO_BUDGET
     gives_way: bool = True
+    offload_deadline_s: float = 0.0
 
 
 class ReplicaScheduler:
@@ -101,7 +107,10 @@ class ReplicaScheduler:
         self._promises = PromiseMaker(limits.max_num_seqs)
         self._just_enough = JustEnough(self._promises.laws, limits.grant_lead_s)
         due, gives_way = self._just_enough.due, limits.gives_way
-        self.selector = StepSelector(policies, limits.max_num_seqs, mirror, shares, due=due, gives_way=gives_way)
+        self._desk = desk = OffloadDesk(limits.offload_deadline_s)
+        self.selector = StepSelector(
+            policies, limits.max_num_seqs, mirror, shares, due=due, gives_way=gives_way, desk=desk
+        )
         self._planner = ReplicaPlans(policies.order, limits.budget, limits.grant_lead_s, mirror)
 
     @property
@@ -140,6 +149,11 @@ class ReplicaScheduler:
     def num_preemptions(self) -> int:
         """Ordered so far, of all requests."""
         return self.selector.num_preemptions
+
+    @property
+    def offload_tally(self) -> OffloadTally:
+        """Who has decided about KV so far."""
+        return self._desk.tally
 
     @property
     def cache(self) -> CacheMirror:
@@ -204,7 +218,8 @@ class ReplicaScheduler:
         The trace observes each fact when it happens, and nowhere else.
         """
         out: list[Instruction] = []
-        for said in itertools.chain(self._book(event, now), self._decide(now), self._tell(now)):
+        self._desk.look(now)
+        for said in itertools.chain(self._book(event, now), self._decide(event, now), self._tell(now)):
             if isinstance(said, Fact):
                 self._trace.observe(said, now)
             else:
@@ -231,6 +246,8 @@ class ReplicaScheduler:
                 return self._connect(event.state, now)
             case WorkerLost():
                 return self._lose_all()
+            case OffloadUnanswered(seq, lost):
+                (self._desk.unanswered if lost else self._desk.late)(seq)
         return ()
 
     def _book_arrivals(self, event: RequestsArrived, now: float) -> Iterator[Fact | Instruction]:
@@ -341,6 +358,7 @@ class ReplicaScheduler:
             self._exit(tracked)
             self._promises.left(tracked.request_id)
         self._mirror.lose_worker()
+        self._desk.forget()
         self.selector.running = []
         self._planner.begin_anew()
 
@@ -418,13 +436,20 @@ class ReplicaScheduler:
 
     # -- Decide: whose turn it is
 
-    def _decide(self, now: float) -> Iterator[Fact | Instruction]:
+    def _decide(self, event: Event, now: float) -> Iterator[Fact | Instruction]:
         if self._mirror.worker is None:
             return
-        self._hurry(now)
-        fits = yield from self.selector.choose(now)
+        if isinstance(event, OffloadOrdered):
+            question = self._desk.answer(event.orders, now)
+            fits = question is None or (yield from self.selector.obey(question, event.orders, now))
+        else:
+            self._hurry(now)
+            fits = yield from self.selector.choose(now)
         if not fits:
             yield from self._break_off()
+        asked = self._desk.take_question()
+        if asked is not None:
+            yield AskOffload(asked)
 
     def _hurry(self, now: float) -> None:
         """Those that can wait no longer go first from now on."""
@@ -449,7 +474,7 @@ class ReplicaScheduler:
     # -- Tell: the worker, if there is something new to say
 
     def _tell(self, now: float) -> Iterator[Fact | Instruction]:
-        if self._mirror.worker is None:
+        if self._mirror.worker is None or self._desk.waits:
             return
         selector, running = self.selector, self.selector.running
         standby = selector.standbys(self.limits.standby_slots, now)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from core.costs import StepCost
 from core.messages.requests import Refusal
 from core.messages.tokens import TokenDelta
 from kvcache import BatchLimits, StepBatch
-from policies.compose import build_batch_runner, build_batch_scheduler, build_router, build_scheduler
+from policies.compose import build_batch_runner, build_batch_scheduler, build_offload, build_router, build_scheduler
 from policies.interfaces import ReplicaPolicies
+from policies.kv.orders import OffloadDecider
+from policies.kv.split_batch import SplitBatch
 from policies.presets import PRESETS
 from policies.replica.events import CostLearned
 from policies.replica.scheduler import SchedulerLimits
@@ -21,7 +24,7 @@ from tests.protocol.clock import Clock
 from tests.protocol.ingress import IngressComponent
 from tests.protocol.model import BLOCK, Client, make_client, text_of
 from tests.protocol.network import Faults, Network
-from tests.protocol.schedulers import RouterComponent, SchedulerComponent, ShortGrants
+from tests.protocol.schedulers import ManagerComponent, RouterComponent, SchedulerComponent, ShortGrants
 from tests.protocol.worker import STEP_S, WorkerComponent
 
 BUSY_S = 1.5
@@ -78,6 +81,7 @@ class World:
         self.batch_preset = policy_rng.choice(BATCH_PRESETS)
         self.batch_settings = self._draw_batches(policy_rng)
         self.forecast_wait_s = policy_rng.choice([0.0, 0.05])
+        self.limits = replace(self.limits, offload_deadline_s=random.Random(seed + 2).choice([0.0, 0.004, 0.05, 0.5]))
         self.is_static = self.in_batches and policy_rng.random() < 0.5
         if policy_rng.random() < 0.4:
             self.placement = "e2"
@@ -120,7 +124,8 @@ class World:
             self.network.living[name] = IngressComponent(self, name, known)
 
     def _replica_components(self) -> list[str]:
-        return [f"{kind}-{replica}" for replica in self.num_blocks for kind in ("scheduler", "worker")]
+        kinds = ("scheduler", "worker", "manager")
+        return [f"{kind}-{replica}" for replica in self.num_blocks for kind in kinds]
 
     def start(self, name: str) -> None:
         """Begins a life of anything but an ingress."""
@@ -137,15 +142,27 @@ class World:
 
     def _make_scheduler(self, replica: str) -> SchedulerComponent:
         if self.in_batches:
-            return SchedulerComponent(self, replica, build_batch_runner(self.limits.max_num_seqs))
+            runner = build_batch_runner(self.limits.max_num_seqs, self.limits.offload_deadline_s)
+            return SchedulerComponent(self, replica, runner)
         order, kv = self.parts
-        settings = PolicySettings(watermark=self.watermark, mlfq=MlfqRules(quantum_s=STEP_S, starve_limit_s=1.0))
+        settings = self._settings()
         machine = build_scheduler("fcfs", self.limits, settings, order=order, admission=self.admission, kv=kv)
         if self.short_grants:
             parts = ReplicaPolicies(machine.order, machine.admission, machine.selector.kv)
             machine = ShortGrants(parts, self.limits)
         machine.handle(CostLearned(StepCost(STEP_S, 0.0, 0.0, 0.0)), self.clock.now)
         return SchedulerComponent(self, replica, machine)
+
+    def _settings(self) -> PolicySettings:
+        return PolicySettings(watermark=self.watermark, mlfq=MlfqRules(quantum_s=STEP_S, starve_limit_s=1.0))
+
+    def _make_manager(self, replica: str) -> ManagerComponent:
+        order, kv = self.parts
+        decider: OffloadDecider | None = OffloadDecider(SplitBatch(), None)
+        if not self.in_batches:
+            decider = build_offload("fcfs", self.limits.max_num_seqs, self._settings(), order=order, kv=kv)
+        assert decider is not None
+        return ManagerComponent(self, replica, decider)
 
     def _make_worker(self, replica: str) -> WorkerComponent:
         name = f"worker-{replica}"
