@@ -81,7 +81,8 @@ class World:
         self.batch_preset = policy_rng.choice(BATCH_PRESETS)
         self.batch_settings = self._draw_batches(policy_rng)
         self.forecast_wait_s = policy_rng.choice([0.0, 0.05])
-        self.limits = replace(self.limits, offload_deadline_s=random.Random(seed + 2).choice([0.0, 0.004, 0.05, 0.5]))
+        self.offload_rng = random.Random(seed + 2)
+        self.limits = replace(self.limits, offload_deadline_s=self.offload_rng.choice([0.0, 0.004, 0.05, 0.5]))
         self.is_static = self.in_batches and policy_rng.random() < 0.5
         if policy_rng.random() < 0.4:
             self.placement = "e2"
@@ -373,6 +374,7 @@ class World:
         """Whatever is not as it was in the beginning."""
         left = [f"{rid} waits, has {len(client.tokens)} tokens" for rid, client in self.clients.items() if client.waits]
         for name, component in self.network.living.items():
+            num = 0
             match component:
                 case IngressComponent():
                     num = len(component.ledger) + component.ledger.has_outgoing
