@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 from core.costs import StepCost
@@ -71,6 +70,7 @@ class World:
         self._recording = recording
         self._lives: Counter[str] = Counter()
         self.faults_until = 2 * BUSY_S
+        self.offload_rng = random.Random(seed + 2)
         self._draw(rng)
         self.copy_rng = random.Random(seed)
         self.num_host_blocks = self.copy_rng.choice([0, self.copy_rng.randint(1, 16)])
@@ -81,8 +81,6 @@ class World:
         self.batch_preset = policy_rng.choice(BATCH_PRESETS)
         self.batch_settings = self._draw_batches(policy_rng)
         self.forecast_wait_s = policy_rng.choice([0.0, 0.05])
-        self.offload_rng = random.Random(seed + 2)
-        self.limits = replace(self.limits, offload_deadline_s=self.offload_rng.choice([0.0, 0.004, 0.05, 0.5]))
         self.is_static = self.in_batches and policy_rng.random() < 0.5
         if policy_rng.random() < 0.4:
             self.placement = "e2"
@@ -93,7 +91,8 @@ class World:
         """What kind of world this is."""
         loss = rng.choice([(0.0, 0.0), (0.05, 0.1), (0.3, 0.2)])
         self.faults = Faults(*loss, rng.choice([0.001, 0.02, 0.1]), rng.choice([0.001, 0.02, 0.1]))
-        self.limits = SchedulerLimits(rng.randint(1, 5), rng.randint(0, 3))
+        deadline_s = self.offload_rng.choice([0.0, 0.004, 0.05, 0.5])
+        self.limits = SchedulerLimits(rng.randint(1, 5), rng.randint(0, 3), offload_deadline_s=deadline_s)
         self.batch_limits = BatchLimits(self.limits.max_num_seqs, rng.choice([6, 12, 24]))
         self.watermark = rng.choice([0.6, 0.8, 1.0])
         self.placement = rng.choice(["round-robin", "least-work"])
