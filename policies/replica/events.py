@@ -117,7 +117,7 @@ class SendPlan:
 @dataclass(frozen=True, slots=True)
 class AskOffload:
     """Ask the KVOffloadManager. ``OffloadOrdered`` brings the answer, ``OffloadUnanswered`` comes where none has by the
-    deadline; until then no plan is sent."""
+    deadline. Plans go on meanwhile; those of before the answer move no KV."""
 
     question: OffloadQuestion
 

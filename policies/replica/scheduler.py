@@ -224,6 +224,9 @@ class ReplicaScheduler:
                 self._trace.observe(said, now)
             else:
                 out.append(said)
+        question = self._desk.take_question()
+        if question is not None:
+            out.append(AskOffload(question))
         return out + self._trace.settle(self._mirror.worker is not None, now)
 
     # -- Book: what has happened, on the mirror and in the order
@@ -447,9 +450,6 @@ class ReplicaScheduler:
             fits = yield from self.selector.choose(now)
         if not fits:
             yield from self._break_off()
-        asked = self._desk.take_question()
-        if asked is not None:
-            yield AskOffload(asked)
 
     def _hurry(self, now: float) -> None:
         """Those that can wait no longer go first from now on."""
@@ -474,7 +474,7 @@ class ReplicaScheduler:
     # -- Tell: the worker, if there is something new to say
 
     def _tell(self, now: float) -> Iterator[Fact | Instruction]:
-        if self._mirror.worker is None or self._desk.waits:
+        if self._mirror.worker is None:
             return
         selector, running = self.selector, self.selector.running
         standby = selector.standbys(self.limits.standby_slots, now)
