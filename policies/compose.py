@@ -15,9 +15,9 @@ from policies.external.scheduler import BackendScheduler
 from policies.fleet.batch_scheduler import BatchScheduler
 from policies.fleet.scheduler import GlobalScheduler
 from policies.interfaces import ADMISSIONS, KV_POLICIES, ORDERS, ReplicaContext, ReplicaPolicies
-from policies.kv.orders import OffloadDecider, told
 from policies.kv.split_batch import SplitBatch, WholeBatch
 from policies.order.fcfs import Fcfs
+from policies.order.offload_orders import OffloadDecider, told
 from policies.placement.base import PLACEMENTS, Placement
 from policies.presets import PRESETS, Preset, find_preset
 from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits

@@ -19,8 +19,8 @@ from policies.compose import (
     is_batch_mode,
     is_steady,
 )
-from policies.kv.orders import OffloadDecider
 from policies.kv.split_batch import SplitBatch
+from policies.order.offload_orders import OffloadDecider
 from policies.presets import find_preset
 from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
 from policies.settings import PolicySettings

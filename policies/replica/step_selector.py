@@ -13,7 +13,7 @@ from core.errors import IntegrityError
 from core.messages.kv import OffloadOrders, OffloadQuestion
 from core.request import Residency
 from policies.interfaces import Admission, Job, KvMoves, KvView, RanksSome, ReplicaPolicies, ScheduledRequest
-from policies.kv.orders import ask
+from policies.order.offload_orders import ask
 from policies.replica import flex
 from policies.replica.facts import Admitted, Evicted, Fact, NotAdmitted
 from policies.replica.mirror import WorkerMirror

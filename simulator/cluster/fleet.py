@@ -29,7 +29,7 @@ from policies.fleet.events import (
     TimePassed,
 )
 from policies.fleet.scheduler import FleetMachine
-from policies.kv.orders import OffloadDecider
+from policies.order.offload_orders import OffloadDecider
 from policies.replica.events import RefuseRequest, RequestsArrived
 from policies.replica.scheduler import ReplicaScheduler
 from simulator.cluster.events import Alarms

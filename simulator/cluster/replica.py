@@ -21,7 +21,7 @@ from core.messages.requests import Key
 from core.request import Request, Residency
 from kvcache import BatchLimits, BlockManager, LeaseExecutor, StaticExecutor, StepBatch, StepItem
 from kvcache.step_batch import step_work
-from policies.kv.orders import OffloadDecider
+from policies.order.offload_orders import OffloadDecider
 from policies.replica.events import (
     AskOffload,
     BatchBroken,

@@ -34,7 +34,7 @@ from policies.fleet.events import (
 )
 from policies.fleet.scheduler import FleetMachine
 from policies.interfaces import ReplicaPolicies, ScheduledRequest
-from policies.kv.orders import OffloadDecider
+from policies.order.offload_orders import OffloadDecider
 from policies.replica.events import (
     AskOffload,
     BatchBroken,

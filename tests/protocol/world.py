@@ -13,8 +13,8 @@ from core.messages.tokens import TokenDelta
 from kvcache import BatchLimits, StepBatch
 from policies.compose import build_batch_runner, build_batch_scheduler, build_offload, build_router, build_scheduler
 from policies.interfaces import ReplicaPolicies
-from policies.kv.orders import OffloadDecider
 from policies.kv.split_batch import SplitBatch
+from policies.order.offload_orders import OffloadDecider
 from policies.presets import PRESETS
 from policies.replica.events import CostLearned
 from policies.replica.scheduler import SchedulerLimits

@@ -11,7 +11,7 @@ from core.errors import MessageError
 from core.messages.kv import OffloadOrders, OffloadQuestion, QueueSize
 from core.messages.plans import SlotProgress
 from policies.compose import build_offload
-from policies.kv.orders import OffloadDecider
+from policies.order.offload_orders import OffloadDecider
 from policies.replica.events import AskOffload, Event, OffloadOrdered, OffloadUnanswered, RequestsAborted
 from policies.replica.scheduler import SchedulerLimits
 from tests.unit.policies.replica.test_offload import DEVICE, HOST, Harness, on_device, on_host
