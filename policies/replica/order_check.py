@@ -14,8 +14,8 @@ def standing_orders(
 ) -> tuple[KvMoves, int]:
     """The orders that stand, and the number of those that do not. O(jobs in the question and in the view).
 
-    Nobody is moved out who has been called to execute since, or whose room is needed no more; nobody is called back
-    into room that has been promised since. If nothing has changed, all stand.
+    A request that has been called to execute since stays, and so does one whose room is needed no more; none comes back
+    into room that has been promised since. If nothing has changed, all orders stand.
 
     Args:
         question: What was known when the orders were made; ``view``: what is known now.
