@@ -55,7 +55,7 @@ class QueueSize:
     Attributes:
         urgency: As in ``KVHolder``.
         level: From 1.
-        num_jobs: Of all requests of the replica, with KV or without.
+        num_jobs: Counted over all requests of the replica, with KV or without.
     """
 
     urgency: int
@@ -119,7 +119,7 @@ class OffloadOrders:
     against what has happened since, and the next plan carries those that stand.
 
     Attributes:
-        seq: Of the question.
+        seq: Number of the question.
         drop: Those whose KV is computed again.
         break_off: As in ``policies.interfaces.KvMoves``.
         idle_target: Device tokens to keep free for newcomers.

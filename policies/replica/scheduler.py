@@ -338,7 +338,7 @@ class ReplicaScheduler:
         yield from self._book_report(state.report, now)
 
     def _learn_cost(self, cost: StepCost) -> None:
-        """The order hears of prices that have changed: every rank is worked out anew then."""
+        """The order hears of prices that have changed: every rank is worked out again then."""
         if self._planner.cost is None or not cost.is_like(self._planner.cost, COST_CHANGE):
             self._planner.cost = cost
             self._price()

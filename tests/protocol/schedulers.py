@@ -34,7 +34,6 @@ from policies.fleet.events import (
 )
 from policies.fleet.scheduler import FleetMachine
 from policies.interfaces import ReplicaPolicies, ScheduledRequest
-from policies.order.offload_orders import OffloadDecider
 from policies.replica.events import (
     AskOffload,
     BatchBroken,
@@ -279,17 +278,6 @@ class _Connection:
     def __init__(self, worker: WorkerComponent, state: WorkerState) -> None:
         self.worker, self.lease = worker, state.lease
         self.number, self.ack_seq = 0, state.report.report_seq
-
-
-class ManagerComponent:
-    """One life of a KVOffloadManager."""
-
-    def __init__(self, world: World, replica: str, decider: OffloadDecider) -> None:
-        self.life = Life(f"manager-{replica}", world.clock)
-        self._decider = decider
-
-    def decide(self, question: OffloadQuestion, reply: Callable[[OffloadOrders], None]) -> None:
-        reply(self._decider.decide(question))
 
 
 class SchedulerComponent:

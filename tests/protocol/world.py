@@ -21,9 +21,10 @@ from policies.replica.scheduler import SchedulerLimits
 from policies.settings import BatchSettings, MlfqRules, PolicySettings
 from tests.protocol.clock import Clock
 from tests.protocol.ingress import IngressComponent
+from tests.protocol.manager import ManagerComponent
 from tests.protocol.model import BLOCK, Client, make_client, text_of
 from tests.protocol.network import Faults, Network
-from tests.protocol.schedulers import ManagerComponent, RouterComponent, SchedulerComponent, ShortGrants
+from tests.protocol.schedulers import RouterComponent, SchedulerComponent, ShortGrants
 from tests.protocol.worker import STEP_S, WorkerComponent
 
 BUSY_S = 1.5
