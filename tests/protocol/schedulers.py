@@ -350,16 +350,14 @@ class SchedulerComponent:
         def on_reply(orders: OffloadOrders) -> None:
             before = self.machine.offload_tally.refused
             hear(OffloadOrdered(orders))
-            self.world.count("orders", bool(orders.offload or orders.drop or orders.upload or orders.break_off))
+            self.world.count("orders", orders != OffloadOrders(orders.seq, idle_target=orders.idle_target))
             self.world.count("orders refused", self.machine.offload_tally.refused > before)
 
         def on_lost() -> None:
-            self.world.count("questions lost", True)
             hear(OffloadUnanswered(question.seq))
             self._later(LOOK_AGAIN_S, lambda: hear(OffloadUnanswered(question.seq, lost=True)))
 
-        deadline_s = self.machine.limits.offload_deadline_s
-        self._later(deadline_s, lambda: hear(OffloadUnanswered(question.seq)))
+        self._later(self.machine.limits.offload_deadline_s, lambda: hear(OffloadUnanswered(question.seq)))
         self.world.network.call(self.life, f"manager-{self.replica}", "decide", question, on_reply, on_lost)
 
     def _connect(self) -> None:

@@ -45,7 +45,6 @@ MUST_HAPPEN = (
     "kills of a manager",
     "orders",
     "orders refused",
-    "questions lost",
     "broken batches",
     "batches of several",
     "batches that ended whole",
