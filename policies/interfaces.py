@@ -399,6 +399,14 @@ class KvPolicy(Explains, ABC):
     def moves(self, view: KvView, now: float) -> KvMoves:
         """The moves of this scheduling point; each job occurs at most once."""
 
+    def is_due(self, view: KvView) -> bool:
+        """Whether ``moves`` may have an answer other than none: the Scheduler asks the KVOffloadManager only then."""
+        return view.needed > view.free
+
+    def idle_target(self, view: KvView) -> int:
+        """Device tokens to keep free for jobs that are yet to come."""
+        return 0
+
     def may_start(self, view: KvView) -> bool:
         """Whether jobs without KV may start; False if there would be no room to move their KV to later."""
         return True

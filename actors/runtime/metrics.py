@@ -245,6 +245,36 @@ class EngineMetrics:
             family.remove_by_labels(dict(self._labels))
 
 
+class OffloadMetrics:
+    """Who decides about the KV of a replica, by its Scheduler's count, and the idle target of its KVOffloadManager."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str, engine: str) -> None:
+        self._labels: Mapping[str, str] = {"model_name": model_name, "engine": engine}
+        text = "Scheduling points at which KV may have had to move, by the component that decided."
+        self._decisions = _family(registry, Counter, "farsight:offload_decisions", text, (*_LABELS, "by"))
+        text = "Questions that the KV offload manager did not answer by the deadline."
+        self._late = _family(registry, Counter, "farsight:late_offload_answers", text, _LABELS)
+        text = "Orders of the KV offload manager that did not fit any more when they came."
+        self._refused = _family(registry, Counter, "farsight:refused_offload_orders", text, _LABELS)
+        text = "KV tokens that the KV offload manager keeps free for newcomers."
+        self._idle_target = _family(registry, Gauge, "farsight:idle_target_tokens", text, _LABELS)
+
+    def decided(self, manager: int, scheduler: int, late: int, refused: int) -> None:
+        """So many more since the last call."""
+        self._decisions.labels(**self._labels, by="manager").inc(manager)
+        self._decisions.labels(**self._labels, by="scheduler").inc(scheduler)
+        self._late.labels(**self._labels).inc(late)
+        self._refused.labels(**self._labels).inc(refused)
+
+    def set_idle_target(self, num_tokens: int) -> None:
+        self._idle_target.labels(**self._labels).set(num_tokens)
+
+    def remove(self) -> None:
+        """Forgets this replica."""
+        for family in (self._decisions, self._late, self._refused, self._idle_target):
+            family.remove_by_labels(dict(self._labels))
+
+
 class BackendMetrics:
     """What is measured of a replica that is another server, beside its queues (``EngineMetrics.set_queues``)."""
 

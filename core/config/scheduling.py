@@ -59,6 +59,8 @@ class SchedulerConfig:
             (section 3.2).
         overcommit: The admission ``conservative`` counts the KV pool as so many times its size ("overcommit" in
             Past-Future, table 1).
+        offload_deadline_ms: Milliseconds that the Scheduler waits for the KVOffloadManager to say whose KV moves; then
+            it decides by the same rule alone, and waits again once the manager answers in time. 0 never asks.
         event_log: Directory in which every Scheduler, and in batch mode the Batcher, records the events and
             instructions of its state machine; ``python -m services.commands.conformance`` replays them to a fresh one.
             Empty records nothing.
@@ -86,6 +88,7 @@ class SchedulerConfig:
     reserve_ratio: float = 0.05
     history_window: int = 1000
     overcommit: float = 1.0
+    offload_deadline_ms: float = 20.0
     event_log: str = ""
 
     def __post_init__(self) -> None:
@@ -97,6 +100,8 @@ class SchedulerConfig:
         require(0 <= self.max_gap_ms < math.inf, "scheduler.max_gap_ms", self.max_gap_ms, "milliseconds >= 0")
         require(0 < self.watermark <= 1, "scheduler.watermark", self.watermark, "a number > 0 and <= 1")
         require(self.standby_slots >= 0, "scheduler.standby_slots", self.standby_slots, "an integer >= 0")
+        deadline_ms = self.offload_deadline_ms
+        require(0 <= deadline_ms <= 1000, "scheduler.offload_deadline_ms", deadline_ms, "milliseconds from 0 to 1000")
         for name in ("quantum_s", "starve_limit_s"):
             require(getattr(self, name) > 0, f"scheduler.{name}", getattr(self, name), "a number > 0")
         kinds = ", ".join(MLFQ_KINDS)

@@ -29,6 +29,7 @@ from policies.fleet.events import (
     TimePassed,
 )
 from policies.fleet.scheduler import FleetMachine
+from policies.order.offload_orders import OffloadDecider
 from policies.replica.events import RefuseRequest, RequestsArrived
 from policies.replica.scheduler import ReplicaScheduler
 from simulator.cluster.events import Alarms
@@ -86,6 +87,7 @@ class Fleet:
         timeline: Samples the replicas during the run.
         flush: Called with the present instant when nothing else can happen and requests still wait: no more will
             come, so batches that wait for company without bound become ready.
+        make_offload: What answers each replica's scheduler about KV; None where they decide alone, in no time.
 
     Attributes:
         refused: Ids of the requests that fit no replica.
@@ -102,6 +104,7 @@ class Fleet:
         clients: int | None = None,
         timeline: Timeline | None = None,
         flush: Callable[[float], None] | None = None,
+        make_offload: Callable[[int], OffloadDecider | None] = lambda _: None,
     ) -> None:
         self.recorder = Recorder()
         self._shape = shape
@@ -122,14 +125,17 @@ class Fleet:
         self.refused: list[str] = []
         self.batches: list[BatchEnded] = []
         self.batches_ended_at: list[float] = []
-        self.replicas = [self._make_replica(index, make_scheduler(index)) for index in range(shape.num_replicas)]
+        self.replicas = [
+            self._make_replica(index, make_scheduler(index), make_offload(index)) for index in range(shape.num_replicas)
+        ]
         for each in self.replicas:
             self._tell(ReplicaUp(each.name, each.ready))
 
-    def _make_replica(self, index: int, scheduler: ReplicaScheduler) -> Replica:
+    def _make_replica(self, index: int, scheduler: ReplicaScheduler, offload: OffloadDecider | None) -> Replica:
         told = self._start, self._end, self._break_off
-        kind = PipelinedReplica if self._shape.replica.num_stages > 1 else Replica
-        return kind(str(index), scheduler, self._shape.replica, self._shape.latency, self.recorder, *told)
+        shape = self._shape
+        kind = PipelinedReplica if shape.replica.num_stages > 1 else Replica
+        return kind(str(index), scheduler, shape.replica, shape.latency, self.recorder, *told, offload)
 
     def run(
         self, arrivals: Iterable[SimRequest], progress: Callable[[int], None] | None = None, *, until: str = ""

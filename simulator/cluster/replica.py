@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from core.errors import IntegrityError, InvalidValueError
+from core.messages.kv import OffloadQuestion
 from core.messages.plans import FinishedSequence, Plan, WorkerReady, WorkerState
 from core.messages.requests import Key
 from core.request import Request, Residency
@@ -28,10 +29,14 @@ from kvcache import (
     StepItem,
 )
 from kvcache.step_batch import step_work
+from policies.order.offload_orders import OffloadDecider
 from policies.replica.events import (
+    AskOffload,
     BatchBroken,
     CostLearned,
     Event,
+    OffloadOrdered,
+    OffloadUnanswered,
     RequestEnded,
     RequestsAborted,
     RequestsArrived,
@@ -61,9 +66,10 @@ class ReplicaShape:
         promises: Whether each request is told on arrival when it will end.
         num_stages: Stages of a pipeline, each with a batch of its own in flight; the latency model then gives the time
             of one batch in all stages together.
+        offload_hop_s: From a question to the KV offload manager to its answer, there and back.
 
     Raises:
-        InvalidValueError: ``num_stages`` is below 1, or above 1 for padded batches.
+        InvalidValueError: ``num_stages`` is below 1, or above 1 for padded batches or with a hop.
     """
 
     num_blocks: int
@@ -76,10 +82,13 @@ class ReplicaShape:
     execution: Execution = "ragged"
     promises: bool = False
     num_stages: int = 1
+    offload_hop_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.num_stages < 1 or (self.num_stages > 1 and self.execution == "static"):
             raise InvalidValueError("num_stages", self.num_stages, "an integer >= 1, and 1 for padded batches")
+        if self.num_stages > 1 and self.offload_hop_s:
+            raise InvalidValueError("offload_hop_s", self.offload_hop_s, "0 where there are several stages")
 
     @property
     def num_tokens(self) -> int:
@@ -106,6 +115,7 @@ class Replica:
         on_end: Called with each ended request, at the instant of its last token.
         on_broken: Called with the name and the attempts of a batch that ran out of memory, which nothing runs any more.
             Not needed in continuous batching.
+        offload: Answers what the scheduler asks about KV; None for one that asks nothing.
     """
 
     def __init__(
@@ -118,7 +128,10 @@ class Replica:
         on_start: Callable[[Record, float], None],
         on_end: Callable[[Record, FinishedSequence], None],
         on_broken: Callable[[str, tuple[Key, ...]], None] | None = None,
+        offload: OffloadDecider | None = None,
     ) -> None:
+        self._offload = offload
+        self._mail: list[tuple[float, Event]] = []  # of the KV offload manager, in order
         self.name = name
         self.scheduler = scheduler
         self.shape = shape
@@ -161,7 +174,8 @@ class Replica:
         """The instant of the next event of this replica; infinity if there is none."""
         run = self._run
         run_wakes_at = math.inf if run is None else min(run.ends_at, self._looks_at(run))
-        return min(run_wakes_at, self._copies[0][0]) if self._copies else run_wakes_at
+        mail_at = self._mail[0][0] if self._mail else math.inf
+        return min(run_wakes_at, mail_at, self._copies[0][0] if self._copies else math.inf)
 
     def _looks_at(self, run: StepRun) -> float:
         """The instant of the scheduler's next call during a run; infinity if it is not before the run's end."""
@@ -217,6 +231,8 @@ class Replica:
         while self._copies and self._copies[0][0] <= now:
             self._landed.append(self._copies.pop(0)[1])
             self._cut(now)
+        while self._mail and self._mail[0][0] <= now:
+            self._tell(self._mail.pop(0)[1], now)
         run = self._run
         if run is not None and run.ends_at > now >= self._looks_at(run):
             self._tell_steps(run, run.num_told + self.shape.look_every, now)
@@ -255,10 +271,26 @@ class Replica:
             match instruction:
                 case SendPlan(plan):
                     self._take(plan, now)
+                case AskOffload(question):
+                    self._ask(question, now)
                 case RequestEnded(finished):
                     self._end(finished, now)
                 case BatchBroken(keys):
                     self._break_off(keys)
+
+    def _ask(self, question: OffloadQuestion, now: float) -> None:
+        """The answer takes a hop; the scheduler goes on alone if that is longer than it waits."""
+        if self._offload is None:
+            raise IntegrityError(f"replica {self.name}: a question about KV, and nothing answers it")
+        answer = OffloadOrdered(self._offload.decide(question))
+        hop_s, deadline_s = self.shape.offload_hop_s, self.scheduler.limits.offload_deadline_s
+        if not hop_s:
+            self._tell(answer, now)
+            return
+        if hop_s >= deadline_s:
+            self._mail.append((now + deadline_s, OffloadUnanswered(question.seq)))
+        self._mail.append((now + hop_s, answer))
+        self._mail.sort(key=_instant)
 
     def _take(self, plan: Plan, now: float) -> None:
         self._plan = plan
@@ -418,3 +450,7 @@ class Replica:
         while len(hashes) < num_blocks:
             hashes.append(next(self._own_names))
         return hashes
+
+
+def _instant(letter: tuple[float, Event]) -> float:
+    return letter[0]
