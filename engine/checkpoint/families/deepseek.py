@@ -37,6 +37,8 @@ _V2 = COMMON | {
     "routed_scaling_factor": 1.0,
     "topk_method": "greedy",
     "norm_topk_prob": False,
+    "attention_bias": False,
+    "mlp_bias": False,
 }
 _V3 = _V2 | {
     "vocab_size": 129280,
