@@ -41,6 +41,7 @@ CHECKPOINTS = (100, 300, 1000, 2000, 3000)
 NUM_TRAINED_ON = 2000
 SERVED_FROM = 1000
 MAX_NUM_SEQS = 64
+THRESHOLDS = (50_000.0, 200_000.0, 1_000_000.0)
 
 
 def read(data: Path, seed: int) -> list[Example]:
@@ -94,11 +95,18 @@ def by_artefact(examples: Sequence[Example], trained_on: Sequence[Example], kind
     return predictor.forecast([each.question for each in examples])
 
 
-def served(preset: str, examples: Sequence[Example], forecasts: Sequence[Forecast | None], load: float) -> list[Record]:
+def served(
+    preset: str,
+    examples: Sequence[Example],
+    forecasts: Sequence[Forecast | None],
+    load: float,
+    threshold: float = THRESHOLDS[0],
+) -> list[Record]:
     """The simulator's records of these requests.
 
     Args:
         load: Arrivals are Poisson at this multiple of what ``fcfs`` gets through; inf: all come at once.
+        threshold: Phi of Magnus.
     """
     drawn = [
         SimRequest(
@@ -114,7 +122,8 @@ def served(preset: str, examples: Sequence[Example], forecasts: Sequence[Forecas
     if load < math.inf:
         rate = load * throughput(served("fcfs", examples, [None] * len(examples), math.inf))
         drawn = retime(drawn, Poisson(rate).sample(np.random.default_rng(len(drawn)), len(drawn)).tolist())
-    experiment = Experiment(preset=preset, max_num_seqs=MAX_NUM_SEQS, batch=BatchConfig(num_bins=4, max_wait_s=1.0))
+    batch = BatchConfig(num_bins=4, max_wait_s=1.0, wma_threshold=threshold)
+    experiment = Experiment(preset=preset, max_num_seqs=MAX_NUM_SEQS, batch=batch)
     return simulate(experiment, drawn).recorder.done
 
 
@@ -128,11 +137,14 @@ def show_served(seed: int, examples: Sequence[Example], made: Mapping[str, Seque
     later = examples[SERVED_FROM:]
     none: list[Forecast | None] = [None] * len(later)
     laws: dict[str, Sequence[Forecast | None]] = {name: made[name][SERVED_FROM:] for name in made}
-    for preset in ("magnus", "multi-bin"):
-        rates = {name: throughput(served(preset, later, forecasts, math.inf)) for name, forecasts in laws.items()}
-        rates["no forecast"] = throughput(served(preset, later, none, math.inf))
+    cells = [("magnus", threshold) for threshold in THRESHOLDS] + [("multi-bin", THRESHOLDS[0])]
+    for preset, threshold in cells:
+        rates = {
+            name: throughput(served(preset, later, forecasts, math.inf, threshold))
+            for name, forecasts in (laws | {"no forecast": none}).items()
+        }
         shown = {name: f"{rate:.2f} ({rate / rates['trained']:.3f})" for name, rate in rates.items()}
-        print(f"{seed:4} {preset}: requests/s", shown)
+        print(f"{seed:4} {preset}, Phi {threshold:,.0f}: requests/s", shown)
     for load in (0.9, 1.1):
         waits = {
             name: np.mean([each.jct_s for each in served("farsight", later, forecasts, load)])

@@ -20,7 +20,8 @@ import numpy as np
 
 from benchmarks.decisions.row import Row
 from core.forecast import Example, Forecast
-from predictor.encoders import MINILM, SentenceEncoder
+from engine.encoders.text_encoder import TextEncoder
+from predictor.encoders import MINILM
 from predictor.features import Floats
 from predictor.history import HistoryPredictor
 from predictor.metrics import Scores, kendall_tau, rmse, score
@@ -39,7 +40,7 @@ class Recalled:
     def __init__(self, name: str, device: str, examples: Sequence[Example], file: Path) -> None:
         self.name = name
         if not file.exists():
-            app, user = embed_all(SentenceEncoder(name, device), examples, _count)
+            app, user = embed_all(TextEncoder(name, device), examples, _count)
             np.savez(file, app=app, user=user)
         with np.load(file) as kept:
             app, user = kept["app"], kept["user"]

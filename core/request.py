@@ -10,6 +10,7 @@ from enum import IntEnum
 from core.abilities import POOLINGS
 from core.errors import InvalidValueError
 from core.forecast import Forecast
+from core.images import ImageSpan, check_spans
 
 
 class SequenceStatus(IntEnum):
@@ -313,6 +314,7 @@ class Request:
         tenant: Who is charged for its steps; empty where no API keys are in use. The door sets it, no client can.
         weight: Share of the tenant relative to the others'; > 0.
         slo: From when a scheduler gets the request, as ``deadline_s``.
+        images: The images among its prompt's tokens, in their order.
     """
 
     request_id: str
@@ -333,8 +335,11 @@ class Request:
     weight: float = 1.0
     model_version: int = 0
     slo: Slo = NO_SLO
+    images: tuple[ImageSpan, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.images:
+            check_spans(self.images, len(self.prompt_ids))
         _require(len(self.prompt_ids) > 0, "prompt", self.prompt_ids, "at least one token")
         ok = len(self.output_ids) < self.sampling.max_new_tokens
         _require(ok, "output_ids", len(self.output_ids), f"fewer than max_tokens = {self.sampling.max_new_tokens}")

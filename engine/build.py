@@ -13,12 +13,14 @@ from core.errors import ConfigError
 from core.messages.plans import WorkerReady
 from engine.checkpoint.check import check_checkpoint
 from engine.checkpoint.encoder_config import EncoderConfig, check_encoder, load_encoder_config, resolve_encoder_len
-from engine.checkpoint.model_config import load_model_config, resolve_max_model_len
+from engine.checkpoint.model_config import DecoderConfig, load_model_config, resolve_max_model_len
 from engine.devices.device import Device
 from engine.devices.emulated_device import emulate_device
 from engine.drafted_steps import DraftedSteps
 from engine.parallel.mesh import ALONE, Mesh, check_parallel
 from engine.sequence import Detokenizer
+from engine.vision.geometry import load_geometry
+from engine.vision.spans import CarriedEmbeddings, EmbeddingSource, ImageInputs
 from engine.worker import Worker
 from kvcache import BatchLimits, BlockManager, LeaseExecutor, PipelinedExecutor, PlanExecutor, StaticExecutor
 from policies.compose import follows_prefixes, swaps_kv
@@ -59,6 +61,7 @@ def check_worker(model_dir: Path, engine: EngineConfig, mesh: Mesh = ALONE) -> N
     else:
         resolve_max_model_len(config, engine.max_model_len)
         check_checkpoint(model_dir, config)
+        load_geometry(model_dir)
 
 
 def _check_encoder(model_dir: Path, config: EncoderConfig, engine: EngineConfig, mesh: Mesh) -> None:
@@ -78,6 +81,7 @@ def build_worker(
     num_replicas: int = 1,
     scheduler: SchedulerConfig | None = None,
     ranks: Ranks | None = None,
+    embeddings: EmbeddingSource | None = None,
 ) -> Worker:
     """Loads the model, or emulates a device in its place, and sizes the pools.
 
@@ -86,6 +90,7 @@ def build_worker(
         scheduler: Policies, which determine how batches are executed and whether KV moves to the host. Static execution
             has no use for a host pool or a prefix cache.
         ranks: The other ranks, where the model is spread over several processes.
+        embeddings: Where the rows of images are found; None: with the requests.
 
     Raises:
         InvalidValueError: the directory, the model or a setting cannot be used; names the field.
@@ -165,10 +170,22 @@ def build_worker(
         prefix_cache=engine.prefix_cache,
         copier=device.copier,
         grammars=GrammarCompiler(tokenizer, config.vocab_size, eos_token_ids) if generates else None,
+        image_inputs=_image_inputs(config, engine, embeddings or CarriedEmbeddings()),
         speculation=_speculation(
             engine, static=static, num_ranks=1 if ranks is None else ranks.mesh.size, device=device
         ),
     )
+
+
+def _image_inputs(
+    config: EncoderConfig | DecoderConfig, engine: EngineConfig, source: EmbeddingSource
+) -> ImageInputs | None:
+    if engine.profile:
+        return None
+    if isinstance(config, EncoderConfig):
+        return ImageInputs(source, config.hidden_size, sees=False, axes=False)
+    axes = config.rotary is not None and config.rotary.axes is not None
+    return ImageInputs(source, config.hidden_size, sees=bool(config.sees), axes=axes)
 
 
 def _speculation(engine: EngineConfig, *, static: bool, num_ranks: int, device: Device) -> DraftedSteps | None:

@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING
 from core.config.engine import EngineConfig
 from core.config.scheduling import SchedulerConfig
 from core.errors import InvalidValueError
+from core.images import ImageSpan
 from core.messages.tokens import TokenDelta
 from core.request import Request, SamplingParams, check_token_ids
 from engine.build import build_worker
 from engine.checkpoint.model_config import resolve_model_dir
+from engine.emission import Output
+from engine.step_fault import IterationCutOff
 from engine.worker import Worker
 from kvcache import StepBatch
 from policies.compose import configured_scheduler
@@ -80,14 +83,17 @@ class Engine:
         self._begun: deque[StepBatch] = deque()
         self._handle(WorkerConnected(self.worker.take_over()))
 
-    def submit(self, prompt: Prompt, sampling: SamplingParams) -> str:
+    def submit(self, prompt: Prompt, sampling: SamplingParams, images: SequenceOf[ImageSpan] = ()) -> str:
         """Queues a request and returns its id.
+
+        Args:
+            images: Those of the prompt's tokens that stand for images, with their rows.
 
         Raises:
             InvalidValueError: prompt and output cannot fit the context or the KV pool, or there are token ids that the
                 model does not have.
         """
-        request = Request(f"r{next(self._ids)}", 0, "", self._encode(prompt), sampling)
+        request = Request(f"r{next(self._ids)}", 0, "", self._encode(prompt), sampling, images=tuple(images))
         limit, vocab_size = self.worker.ready.max_model_len, self.worker.ready.vocab_size
         check_token_ids("prompt", request.prompt_ids, vocab_size)
         sampling.check_vocabulary(vocab_size)
@@ -108,14 +114,18 @@ class Engine:
         """Runs one step; returns what it added to each sequence."""
         while len(self._begun) < self.worker.executor.max_in_flight and (batch := self.worker.begin_step()):
             self._begun.append(batch)
-        outputs = []
+        outputs: list[Output] = []
         if not self._begun:
             self.worker.wait_for_copy()
         else:
             batch = self._begun.popleft()
             began_at = self._clock()
-            tokens = self.worker.execute(batch)
-            outputs = self.worker.finish_step(batch, tokens, self._clock() - began_at)
+            try:
+                tokens = self.worker.execute(batch)
+            except IterationCutOff:
+                self.worker.cut_off(batch, self._clock() - began_at)
+            else:
+                outputs = self.worker.finish_step(batch, tokens, self._clock() - began_at)
         self.report()
         return [output.delta for output in outputs]
 
@@ -126,12 +136,16 @@ class Engine:
         self._handle(WorkerReported(report))
 
     def generate(
-        self, prompts: SequenceOf[Prompt], sampling: SamplingParams | list[SamplingParams]
+        self,
+        prompts: SequenceOf[Prompt],
+        sampling: SamplingParams | list[SamplingParams],
+        images: SequenceOf[SequenceOf[ImageSpan]] = (),
     ) -> list[Completion]:
-        """Answers all prompts, in their order."""
+        """Answers all prompts, in their order; ``images`` are those of each, or none at all."""
         each = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
         encoded = [self._encode(prompt) for prompt in prompts]
-        order = [self.submit(prompt_ids, params) for prompt_ids, params in zip(encoded, each, strict=True)]
+        seen = images or [()] * len(prompts)
+        order = [self.submit(*given) for given in zip(encoded, each, seen, strict=True)]
         deltas: dict[str, list[TokenDelta]] = {request_id: [] for request_id in order}
         while not self.idle:
             for delta in self.step():

@@ -11,10 +11,13 @@ from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
 
+from core.errors import InvalidValueError
+from core.images import identity_ids
 from core.messages.tokens import TokenLogprobs
 from core.request import Request, SamplingParams
 from engine.pooled_rows import PooledRows
 from engine.text.stop_strings import StopStrings
+from engine.vision.spans import ImageInputs, SequenceImages
 from kvcache import SequenceState
 from policies.speculation.base import Drafter
 from tokenization.grammars.compiler import GrammarCompiler, TokenMatcher
@@ -91,6 +94,8 @@ class Sequence(SequenceState):
         block_hashes: Hashes of its first full blocks, as many as were needed so far (``kvcache.block_manager``).
         matcher: Follows its output in its grammar; None without one.
         grammar_problem: Why its grammar cannot be followed; empty if it can.
+        images: Those of its prompt; None without, or where the device computes nothing.
+        image_problem: Why they cannot be read; empty if they can.
         sampling: As in the request; looked up at every token, as is the next.
         stop_token_ids: Stop tokens of the request.
         drafter: Guesses its next tokens; None while nothing has been guessed for it.
@@ -105,12 +110,17 @@ class Sequence(SequenceState):
     drafter: Drafter | None = None
     matcher: TokenMatcher | None = None
     grammar_problem: str = ""
+    images: SequenceImages | None = None
+    image_problem: str = ""
     sampling: SamplingParams = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)
+    _named_ids: list[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.sampling = self.request.sampling
         self.stop_token_ids = frozenset(self.sampling.stop_token_ids)
+        images = self.request.images
+        self._named_ids = list(identity_ids(self.request.prompt_ids, images)) if images else self.token_ids
 
     @classmethod
     def of(cls, request: Request) -> Sequence:
@@ -129,6 +139,31 @@ class Sequence(SequenceState):
             token_ids=token_ids,
             prompt_logprobs=[] if waits else None,
         )
+
+    def read_images(self, inputs: ImageInputs | None) -> None:
+        """Takes the rows of the request's images. What cannot be read fails the sequence at its first token.
+
+        Args:
+            inputs: None where the device computes nothing.
+        """
+        if not self.request.images or inputs is None:
+            return
+        try:
+            self.images = inputs.of(self.request)
+        except InvalidValueError as error:
+            self.image_problem = str(error)
+
+    @property
+    def named_ids(self) -> SequenceOf[int]:
+        """What its blocks are named by: its tokens, an image's by the image's content."""
+        named = self._named_ids
+        if named is not self.token_ids:
+            named.extend(self.token_ids[len(named) :])
+        return named
+
+    def position(self, index: int) -> int:
+        """The position of a token, for the rotary embedding; of an image's, ``SequenceImages.given`` says it."""
+        return index if self.images is None else self.images.position(index)
 
     def follow_grammar(self, grammars: GrammarCompiler | None) -> None:
         """Follows the request's grammar. One that cannot be followed fails the sequence when its first token is due.

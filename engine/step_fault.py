@@ -6,6 +6,10 @@ from collections.abc import Callable
 from enum import Enum
 
 
+class IterationCutOff(Exception):
+    """A step was cut off at its instant (``StepBatch.cut_off_s``): its work is lost, and nothing else."""
+
+
 class StepFault(Enum):
     """What a failed step says about the device."""
 

@@ -21,6 +21,7 @@ from engine.emission import Emission, HeldBack, Output, ended_by_prompt, joined_
 from engine.sampling.logged_tokens import LoggedTokens
 from engine.sequence import Detokenizer, OutputText, Sequence
 from engine.step_fault import StepFault
+from engine.vision.spans import ImageInputs
 from kvcache import KVCopy, PlanExecutor, StepBatch
 from kvcache.block_manager import are_hashes_of, extend_hashes, root_of, salted_root
 from tokenization.grammars.compiler import GrammarCompiler
@@ -89,6 +90,7 @@ class Worker:
         copier: Carries out the executor's copies; needed where it has a host pool.
         speculation: Guesses tokens that a step may verify; None where nothing is guessed.
         grammars: Compiles the grammars of requests; None where the runner follows none.
+        image_inputs: What the model makes of images; None where the runner computes nothing.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class Worker:
         copier: Copier | None = None,
         speculation: DraftedSteps | None = None,
         grammars: GrammarCompiler | None = None,
+        image_inputs: ImageInputs | None = None,
     ) -> None:
         self.runner = runner
         self.executor = executor
@@ -117,6 +120,7 @@ class Worker:
         self._prefix_cache = prefix_cache
         self.speculation = speculation
         self._grammars = grammars
+        self._image_inputs = image_inputs
         executor.make_sequence = self._prepared_sequence
         if prefix_cache:
             executor.share_prefixes(self._block_hashes)
@@ -131,17 +135,15 @@ class Worker:
 
     def _hash(self, sequence: Sequence, num_blocks: int) -> list[int]:
         """At least the first ``num_blocks`` hashes of a sequence; each is computed once."""
-        root = _root(sequence.request)
-        extend_hashes(sequence.block_hashes, sequence.token_ids, self.ready.block_size, num_blocks, root)
+        root = _root(sequence)
+        extend_hashes(sequence.block_hashes, sequence.named_ids, self.ready.block_size, num_blocks, root)
         return sequence.block_hashes
 
     def _take_hashes(self, sequence: Sequence) -> None:
-        """Takes over the hashes in the sequence's request if their blocks have this worker's size; computes the
-        others.
-        """
-        request, size = sequence.request, self.ready.block_size
-        if request.prefix_hashes and are_hashes_of(request.prefix_hashes, request.prompt_ids, size, _root(request)):
-            sequence.block_hashes = list(request.prefix_hashes)
+        """Takes over the hashes in the request if their blocks have this worker's size; computes the others."""
+        request, size, hashes = sequence.request, self.ready.block_size, sequence.request.prefix_hashes
+        if hashes and are_hashes_of(hashes, sequence.named_ids[: request.prompt_len], size, _root(sequence)):
+            sequence.block_hashes = list(hashes)
         self._hash(sequence, request.known_len // size)
 
     def take_over(self) -> WorkerState:
@@ -166,6 +168,7 @@ class Worker:
         sequence.text = self._start_text(request)
         if request.sampling.grammar:
             sequence.follow_grammar(self._grammars)
+        sequence.read_images(self._image_inputs)
         if self._prefix_cache:
             self._take_hashes(sequence)
         return sequence
@@ -202,7 +205,7 @@ class Worker:
         if batch is None:
             self.runner.rest()
         else:
-            if self.speculation is not None:
+            if self.speculation is not None and not batch.may_be_cut_off:
                 batch = self.speculation.with_drafts(batch, self._sequences, self.executor)
             self.runner.begin(batch, self._sequences)
         return batch
@@ -266,6 +269,10 @@ class Worker:
             self.runner.begin(following, self._sequences)
             self.runner.go_on(following, token_ids)
         return following
+
+    def cut_off(self, batch: StepBatch, duration_s: float) -> None:
+        """Books a step that ``execute`` has cut off: nothing of it is shown."""
+        self.executor.cut_off(batch, duration_s)
 
     def _possible_ends(self, batch: StepBatch) -> frozenset[int] | None:
         """Tokens that may end one of a step's sequences (``_ends``); None if more than the token decides on that."""
@@ -484,9 +491,10 @@ class Worker:
                 raise IntegrityError(f"{sequence.request_id}: {known} tokens are known, {booked} are booked")
 
 
-def _root(request: Request) -> int:
-    """Root hash of the prefixes that a request shares."""
-    if request.sampling.computes_prompt:  # what is asked for comes with it: no other request's can be taken
+def _root(sequence: Sequence) -> int:
+    """Root hash of the prefixes that a sequence shares; none where the prompt's own steps or images are needed."""
+    request = sequence.request
+    if request.sampling.computes_prompt or sequence.image_problem:
         return root_of(request.request_id, b"request")
     return salted_root(request.cache_salt)
 

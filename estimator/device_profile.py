@@ -49,6 +49,18 @@ def profile_label(profile: str) -> str:
     return Path(profile).name
 
 
+def known_cost(profile: str, otherwise: StepCost) -> StepCost:
+    """What steps cost before any was measured: that of the emulated device's profile, if the device is one.
+
+    Args:
+        profile: As ``EngineConfig.profile``.
+
+    Raises:
+        ConfigError, InvalidValueError: As ``find_device_profile``.
+    """
+    return find_device_profile(profile).cost if profile else otherwise
+
+
 def find_device_profile(name: str) -> DeviceProfile:
     """The profile of this name, or in this file.
 

@@ -45,6 +45,7 @@ class SequenceState:
         gpu_s: Its part of them (``core.costs.row_shares``).
         tenant: As in ``Request``.
         dropped_len: Tokens whose KV was there once and has been dropped.
+        cut_off_at_s: ``Slot.cut_off_at_s`` under which its last step was cut off; 0 if none was.
     """
 
     request_id: str
@@ -65,6 +66,7 @@ class SequenceState:
     gpu_s: float = 0.0
     tenant: str = ""
     dropped_len: int = 0
+    cut_off_at_s: float = 0.0
     status: SequenceStatus = SequenceStatus.WAITING
 
     @property
@@ -106,6 +108,7 @@ class PlanExecutor(ABC):
         out_of_grants: Whether a sequence was left out of the step because its grants are used up.
         prefix_queries: Prompt tokens looked up in the cache so far, each request's once.
         prefix_hits: Prompt tokens found there.
+        num_cut_off: Steps that were cut off, so far.
         meter: Divides the time of steps among their sequences, and adds it up by tenant.
     """
 
@@ -122,7 +125,7 @@ class PlanExecutor(ABC):
         self.revision = 0
         self.short_blocks = 0
         self.out_of_grants = False
-        self.prefix_queries = self.prefix_hits = 0
+        self.prefix_queries = self.prefix_hits = self.num_cut_off = 0
         self.meter = ServiceMeter(limits.max_num_seqs, blocks.num_blocks * blocks.block_size)
         self.make_sequence: Callable[[Request], SequenceState] = new_sequence
         self._held: dict[str, SequenceState] = {}  # in plan order
@@ -224,6 +227,17 @@ class PlanExecutor(ABC):
     @abstractmethod
     def flush(self) -> list[FinishedSequence]:
         """Ends the sequences whose output is complete but that wait for the rest of their batch."""
+
+    def cut_off(self, batch: StepBatch, duration_s: float) -> None:
+        """Books a step that was cut off, instead of ``commit``: its time counts, its work does not."""
+        took_s = max(duration_s, batch.cut_off_s)  # a device that makes up for a late host was cut off earlier
+        for item, share in zip(batch.items, self.meter.shares(batch), strict=True):
+            held = self._held[item.request_id]
+            held.ran_s += took_s
+            held.cut_off_at_s = held.slot.cut_off_at_s
+            self.meter.charge(held, share * took_s)
+        self.num_cut_off += 1
+        self.revision += 1
 
     @property
     def lease(self) -> int:

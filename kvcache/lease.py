@@ -8,6 +8,7 @@ knows lengths only, no token values, so that the simulator runs it unchanged.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -15,6 +16,7 @@ from core.errors import IntegrityError
 from core.messages.plans import FinishedSequence
 from core.request import Residency, SequenceStatus
 from kvcache.block_manager import BlockHashes, BlockManager
+from kvcache.cutting_off import is_cut_off, seconds_until_cut_off
 from kvcache.executor import NO_FURTHER, PlanExecutor, SequenceState
 from kvcache.step_batch import BatchLimits, KVCopy, StepBatch, StepItem
 
@@ -25,6 +27,7 @@ class BatchDraft:
 
     Attributes:
         prompts_left: Prompt tokens that it may still take.
+        within_grants: Whether sequences go no further than their slots say.
         arising: Hashes of the full blocks that the first ``num_seen`` items compute.
         refused: Whether a sequence was not started that might be in the next step, though nothing has happened.
         rests: Whether a sequence was left out that has to let others go first.
@@ -32,6 +35,7 @@ class BatchDraft:
 
     tokens_left: int
     prompts_left: int
+    within_grants: bool = True
     items: list[StepItem] = field(default_factory=list)
     chosen: list[SequenceState] = field(default_factory=list)
     may_start: bool = True
@@ -187,18 +191,20 @@ class LeaseExecutor(PlanExecutor):
             draft = self._select(by_arrival, within_grants=False)
         self.short_blocks = draft.short_blocks
         waits = draft.refused or draft.short_blocks or self._copies or self._in_flight
-        self._may_repeat = not waits and self.max_in_flight == 1
+        cut_off_s = seconds_until_cut_off(draft.chosen) if draft.within_grants else math.inf
+        self._may_repeat = not waits and self.max_in_flight == 1 and cut_off_s == math.inf
         for held in self._running:
             if held.status is SequenceStatus.RUNNING:
                 held.status = SequenceStatus.PAUSED
         self._running = draft.chosen
         for held in self._running:
             held.status = SequenceStatus.RUNNING
-        return StepBatch(tuple(draft.items)) if draft.items else None
+        return StepBatch(tuple(draft.items), cut_off_s=cut_off_s) if draft.items else None
 
     def _select(self, ranked: Iterable[SequenceState], *, within_grants: bool) -> BatchDraft:
         most = self.limits.max_batch_tokens
-        draft = BatchDraft(most, self._prompt_tokens if self._prompt_tokens and self._has_streams() else most)
+        prompts = self._prompt_tokens if self._prompt_tokens and self._has_streams() else most
+        draft = BatchDraft(most, prompts, within_grants)
         credit = self._standby_credit()
         for held in ranked:
             if len(draft.items) >= self.limits.max_num_seqs or draft.tokens_left == 0:
@@ -348,6 +354,8 @@ class LeaseExecutor(PlanExecutor):
 
     def _runnable_tokens(self, held: SequenceState, within_grants: bool) -> int:
         """Known tokens that may be computed now; computing the last known one also yields a new token."""
+        if is_cut_off(held, within_grants):
+            return 0
         if not within_grants:
             return held.num_tokens - held.computed_len
         reach = min(held.num_tokens, held.slot.prefill_to)

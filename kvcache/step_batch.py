@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -67,8 +68,18 @@ class Padding:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
+    """
+    Attributes:
+        cut_off_s: Seconds after which the step is cut off and its work lost; infinity: it runs to its end.
+    """
+
     items: tuple[StepItem, ...]
     padding: Padding = Padding()
+    cut_off_s: float = math.inf
+
+    @property
+    def may_be_cut_off(self) -> bool:
+        return self.cut_off_s < math.inf
 
     @property
     def num_tokens(self) -> int:

@@ -17,6 +17,7 @@ from policies.fleet.scheduler import GlobalScheduler
 from policies.interfaces import ADMISSIONS, KV_POLICIES, ORDERS, ReplicaContext, ReplicaPolicies
 from policies.kv.split_batch import SplitBatch, WholeBatch
 from policies.order.fcfs import Fcfs
+from policies.order.offload_orders import OffloadDecider, told
 from policies.placement.base import PLACEMENTS, Placement
 from policies.presets import PRESETS, Preset, find_preset
 from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
@@ -77,14 +78,46 @@ def build_scheduler(
 
 
 def configured_replica(config: SchedulerConfig, max_num_seqs: int) -> ReplicaScheduler:
-    """The scheduler of one replica by a server's configuration, in either mode.
+    """The scheduler of one replica by a server's configuration, in either mode. It asks a KVOffloadManager
+    (``configured_offload``).
 
     Raises:
         ConfigError: There is no such preset.
     """
+    deadline_s = config.offload_deadline_ms / 1e3 if configured_offload(config, max_num_seqs) else 0.0
     if is_batch_mode(config.preset):
-        return build_batch_runner(max_num_seqs)
-    return configured_scheduler(config, max_num_seqs, GRANT_LEAD_S)
+        return build_batch_runner(max_num_seqs, deadline_s)
+    return configured_scheduler(config, max_num_seqs, GRANT_LEAD_S, deadline_s)
+
+
+def configured_offload(config: SchedulerConfig, max_num_seqs: int) -> OffloadDecider | None:
+    """What a KVOffloadManager decides with by a server's configuration, in either mode; None for a KV policy that
+    reads an order of another package, whose state no question tells: there the Scheduler decides alone.
+
+    Raises:
+        ConfigError: There is no such preset or part, or they do not go together.
+    """
+    if is_batch_mode(config.preset):
+        return OffloadDecider(SplitBatch(), None)
+    return build_offload(config.preset, max_num_seqs, configured_settings(config), order=config.order, kv=config.kv)
+
+
+def build_offload(
+    preset: str, max_num_seqs: int, settings: PolicySettings | None = None, *, order: str = "", kv: str = ""
+) -> OffloadDecider | None:
+    """Decides about KV for a scheduler that ``build_scheduler`` made of the same parts; None as above.
+
+    Raises:
+        ConfigError: As in ``build_scheduler``.
+    """
+    row = _continuous(preset)
+    part = ORDERS.find(order or row.order)
+    moves = KV_POLICIES.find(kv or row.kv, *part.goes_as)
+    context = ReplicaContext(settings or PolicySettings(), max_num_seqs)
+    seen = told(part.build(context))
+    if moves.needs and seen is None:
+        return None
+    return OffloadDecider(moves.build(replace(context, order=seen)), seen)
 
 
 def configured_backend(config: SchedulerConfig, max_num_seqs: int) -> BackendScheduler:
@@ -118,11 +151,13 @@ def check_scheduler(config: SchedulerConfig) -> None:
             raise ConfigError(f"scheduler.{part}", value, expected)
 
 
-def configured_scheduler(config: SchedulerConfig, max_num_seqs: int, grant_lead_s: float = 0.0) -> ReplicaScheduler:
+def configured_scheduler(
+    config: SchedulerConfig, max_num_seqs: int, grant_lead_s: float = 0.0, offload_deadline_s: float = 0.0
+) -> ReplicaScheduler:
     """The scheduler of a single worker, or of one replica, as the configuration says.
 
     Args:
-        grant_lead_s: As in ``SchedulerLimits``.
+        grant_lead_s, offload_deadline_s: As in ``SchedulerLimits``.
 
     Raises:
         ConfigError: there is no such preset or part, the parts do not go together, or the preset is not of continuous
@@ -132,7 +167,7 @@ def configured_scheduler(config: SchedulerConfig, max_num_seqs: int, grant_lead_
         batching = ", ".join(name for name, preset in PRESETS.items() if preset.mode == "batch")
         expected = f"ragged with preset {config.preset!r}; batches are formed by {batching}"
         raise ConfigError("scheduler.execution", config.execution, expected)
-    limits = SchedulerLimits(max_num_seqs, config.standby_slots, grant_lead_s)
+    limits = SchedulerLimits(max_num_seqs, config.standby_slots, grant_lead_s, offload_deadline_s=offload_deadline_s)
     parts = {"order": config.order, "admission": config.admission, "kv": config.kv}
     return build_scheduler(config.preset, limits, configured_settings(config), **parts)
 
@@ -145,6 +180,8 @@ def configured_settings(config: SchedulerConfig) -> PolicySettings:
         ratio=config.quantum_ratio,
         num_levels=config.num_levels or None,
         starve_limit_s=config.starve_limit_s,
+        skip_join=config.mlfq == "skip-join",
+        kills=config.mlfq == "preemption",
     )
     max_gap_s = config.max_gap_ms / 1e3 if config.max_gap_ms else math.inf
     return PolicySettings(
@@ -276,9 +313,9 @@ def configured_batch_scheduler(
     return build_batch_scheduler(config.preset, settings, forecast_wait_s)
 
 
-def build_batch_runner(max_num_seqs: int) -> ReplicaScheduler:
+def build_batch_runner(max_num_seqs: int, offload_deadline_s: float = 0.0) -> ReplicaScheduler:
     """The scheduler of one replica in batch mode: it runs a given batch as a whole or not at all."""
-    limits = SchedulerLimits(max_num_seqs, 0, gives_way=False)
+    limits = SchedulerLimits(max_num_seqs, 0, gives_way=False, offload_deadline_s=offload_deadline_s)
     return ReplicaScheduler(ReplicaPolicies(Fcfs(), WholeBatch(), SplitBatch()), limits)
 
 

@@ -197,8 +197,8 @@ class ScheduledRequest(Job):
         return ran_s
 
     def first_run(self, cached_len: int, ran_s: float, now: float) -> StartedRequest:
-        """It has run for the first time, for ``ran_s`` seconds by now."""
-        self.started = True
+        """It has run for the first time, for ``ran_s`` seconds by now; what it found cached ends the belief."""
+        self.started, self.cached_len = True, cached_len
         queue_s = max(0.0, now - self.arrived_at - ran_s)
         return StartedRequest(self.request_id, self.request.attempt, cached_len, queue_s)
 
@@ -248,6 +248,7 @@ class Order(Explains, ABC):
     jobs, apart from a few numpy operations over all jobs.
 
     Attributes:
+        cuts_off: Whether an iteration is cut off, and its work lost, when ``slice_s`` of one of its jobs is over.
         preemptive: Whether a waiting job may replace a running job of lower rank. If not, running jobs come before
         all waiting ones, in order of admission, and ``ranked`` decides among the waiting jobs.
         on_move: A callback that the scheduler sets: an order that moves jobs between levels calls it with the job,
@@ -255,6 +256,7 @@ class Order(Explains, ABC):
     """
 
     preemptive: bool = False
+    cuts_off: bool = False
     on_move: Callable[[Job, str, float], None] | None = None
 
     @abstractmethod
@@ -396,6 +398,14 @@ class KvPolicy(Explains, ABC):
     @abstractmethod
     def moves(self, view: KvView, now: float) -> KvMoves:
         """The moves of this scheduling point; each job occurs at most once."""
+
+    def is_due(self, view: KvView) -> bool:
+        """Whether ``moves`` may have an answer other than none: the Scheduler asks the KVOffloadManager only then."""
+        return view.needed > view.free
+
+    def idle_target(self, view: KvView) -> int:
+        """Device tokens to keep free for jobs that are yet to come."""
+        return 0
 
     def may_start(self, view: KvView) -> bool:
         """Whether jobs without KV may start; False if there would be no room to move their KV to later."""

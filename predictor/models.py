@@ -17,6 +17,9 @@ from predictor.forest import Forest
 from predictor.linear import BinnedLinear
 from predictor.quantiles import LengthDistributions
 
+BERT = "bert"
+"""Multi-Bin's fine-tuned regressor: its score is the only feature of a model with bins."""
+
 FULL = "full"
 """Name of the model that uses all features."""
 
@@ -33,6 +36,7 @@ class Model(Protocol):
 _MODELS: dict[str, type[Forest] | type[BinnedLinear]] = {
     "forest": Forest,
     "linear": BinnedLinear,
+    BERT: BinnedLinear,
     APPLICATIONS: ApplicationForest,
 }
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from core.forecast import ForecastQuestion
 from predictor.embedding_cache import EmbeddingCache
+from predictor.encoders import Scorer
 from predictor.features import FeatureShape, Floats, input_lens
 from predictor.words import WordScorer
 
@@ -65,3 +66,16 @@ class WordReader:
 
     def length(self, questions: Sequence[ForecastQuestion]) -> tuple[list[int], Floats]:
         return list(range(len(questions))), self._scorer.features(questions)
+
+
+class ScoreReader:
+    """The score of a fine-tuned regressor, which reads a whole request or none of it."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self._scorer = scorer
+
+    def full(self, questions: Sequence[ForecastQuestion]) -> Floats:
+        return self._scorer.scores(questions)[:, None]
+
+    def length(self, questions: Sequence[ForecastQuestion]) -> tuple[list[int], Floats]:
+        return [], np.empty((0, 1), np.float32)

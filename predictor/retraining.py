@@ -25,6 +25,9 @@ from predictor.trainer import ForestOptions, grow
 MAX_FEATURES = 64
 """Most features of a request; more would make the log as large as the texts."""
 
+LENGTH_TREES = 50
+"""Trees of the smaller forest, which is used when time is short."""
+
 TRAIN_FEATURES, TRAIN_LENS = "train.features", "train.lens"
 """Arrays of an artefact that can be trained on: (rows, features) and (rows,) of its own examples."""
 
@@ -53,10 +56,10 @@ def is_untrained(artefact: TrainedModel) -> bool:
 def learns_from_all(artefact: TrainedModel) -> bool:
     """Whether every ended request is an example; else only those that it predicted badly, as Magnus does.
 
-    All are for the forecaster by application: its train set is its memory of each application's lengths. An output that
-    its limit ended is one of them, since the limit is a feature.
+    All are where a server began with nothing: its train set is its memory of each application's lengths. An output that
+    its limit ended is one of them, as for the history.
     """
-    return str(artefact.metadata["model"]) == APPLICATIONS
+    return FEATURE_SET in artefact.metadata
 
 
 def feature_set(artefact: TrainedModel) -> str:
@@ -102,10 +105,10 @@ def retrain(task: Retraining) -> bytes:
     if task.features.ndim != 2 or task.features.shape[1] != width:
         raise InvalidValueError("features", task.features.shape, f"(rows, {width})")
     options = ForestOptions(**metadata["forest"])
-    grown = grow_by_application if learns_from_all(artefact) else grow
+    grown = grow_by_application if str(metadata["model"]) == APPLICATIONS else grow
     arrays |= pack(grown(task.features, task.output_lens, options), FULL)
-    if f"{LENGTH}.roots" in arrays:
-        small = replace(options, num_trees=len(arrays[f"{LENGTH}.roots"]))
+    if metadata.get("encoder") is not None:
+        small = replace(options, num_trees=min(LENGTH_TREES, options.num_trees))
         short = np.concatenate([task.features[:, :1], task.features[:, 1 + metadata["d_user"] :]], axis=1)
         arrays |= pack(grow(short, task.output_lens, small), LENGTH)
     arrays |= {TRAIN_FEATURES: task.features, TRAIN_LENS: task.output_lens.astype(np.int32)}

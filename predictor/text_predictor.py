@@ -12,12 +12,12 @@ from predictor.applications.reading import MODEL as APPLICATIONS
 from predictor.applications.reading import SECRET, ApplicationReader
 from predictor.artefact import ArtefactError, TrainedModel
 from predictor.embedding_cache import EmbeddingCache
-from predictor.encoders import Encoder
+from predictor.encoders import Encoder, Scorer
 from predictor.features import FeatureShape, Floats
 from predictor.history import HistoryPredictor
-from predictor.models import FULL, LENGTH, Model, unpack
+from predictor.models import BERT, FULL, LENGTH, Model, unpack
 from predictor.quantiles import LengthDistributions
-from predictor.readers import EmbeddingReader, Reader, WordReader
+from predictor.readers import EmbeddingReader, Reader, ScoreReader, WordReader
 from predictor.retraining import is_untrained
 from predictor.shedding import Effort
 from predictor.words import WordScorer
@@ -31,7 +31,7 @@ class TextPredictor:
 
     Args:
         artefact: From ``training.train``.
-        encoder: The encoder of its training (``encoder_of``); None if it needs none.
+        encoder: The encoder of its training (``encoder_of``), or its regressor; None if it needs none.
         history: Answers where the artefact costs too much; this object does not train it.
         cache_size: Instructions whose embeddings are kept.
 
@@ -41,16 +41,22 @@ class TextPredictor:
     """
 
     def __init__(
-        self, artefact: TrainedModel, encoder: Encoder | None, history: HistoryPredictor, cache_size: int = 1024
+        self,
+        artefact: TrainedModel,
+        encoder: Encoder | Scorer | None,
+        history: HistoryPredictor,
+        cache_size: int = 1024,
     ) -> None:
         try:
             self.version = int(artefact.metadata["version"])
             self.encoder = encoder
             self._source = str(artefact.metadata["model"])
             self._reader = _reader(artefact, encoder, cache_size)
-            self._full = None if is_untrained(artefact) else unpack(artefact.arrays, self._source, FULL)
             reads_all = not isinstance(self._reader, EmbeddingReader)
-            self._length = self._full if reads_all else unpack(artefact.arrays, self._source, LENGTH)
+            self._full = self._length = None
+            if not is_untrained(artefact):
+                self._full = unpack(artefact.arrays, self._source, FULL)
+                self._length = self._full if reads_all else unpack(artefact.arrays, self._source, LENGTH)
             self._length_source = self._source if reads_all else f"{self._source}-length"
         except (KeyError, TypeError, ValueError) as error:
             raise ArtefactError(f"the artefact lacks {error}; train it again") from error
@@ -109,15 +115,19 @@ def encoder_of(artefact: TrainedModel) -> str | None:
     return None if name is None else str(name)
 
 
-def _reader(artefact: TrainedModel, encoder: Encoder | None, cache_size: int) -> Reader:
+def _reader(artefact: TrainedModel, encoder: Encoder | Scorer | None, cache_size: int) -> Reader:
     metadata = artefact.metadata
+    if metadata["model"] == BERT:
+        if not isinstance(encoder, Scorer):
+            raise InvalidValueError("encoder", encoder, "the artefact's own regressor")
+        return ScoreReader(encoder)
     if metadata["model"] == APPLICATIONS:
         return ApplicationReader(artefact.arrays[SECRET].tobytes())
     if encoder_of(artefact) is None:
         return WordReader(WordScorer(artefact.arrays["words"]))
     trained_with, dim = metadata["encoder"], int(metadata["dim"])
-    if encoder is None or (encoder.name, encoder.dim) != (trained_with, dim):
-        found = None if encoder is None else f"{encoder.name} ({encoder.dim} dimensions)"
+    if not isinstance(encoder, Encoder) or (encoder.name, encoder.dim) != (trained_with, dim):
+        found = f"{encoder.name} ({encoder.dim} dimensions)" if isinstance(encoder, Encoder) else None
         raise InvalidValueError("encoder", found, f"{trained_with} ({dim} dimensions), as in training")
     shape = FeatureShape(dim, int(metadata["d_user"]), int(metadata["d_app"]))
     return EmbeddingReader(shape, EmbeddingCache(encoder, cache_size))

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from core.errors import InvalidValueError
 from core.forecast import Example
 from predictor.artefact import TrainedModel
-from predictor.encoders import Encoder
+from predictor.encoders import Encoder, probe_of
 from predictor.features import FeatureShape, Floats, input_lens
 from predictor.linear import fit_linear
 from predictor.models import FULL, LENGTH, pack
-from predictor.retraining import MAX_FEATURES, TRAIN_FEATURES, TRAIN_LENS
+from predictor.retraining import LENGTH_TREES, MAX_FEATURES, TRAIN_FEATURES, TRAIN_LENS
 from predictor.trainer import ForestOptions, grow
 from predictor.words import fit_words, with_scores
 
@@ -58,9 +58,6 @@ RECIPES: dict[str, Recipe] = {
 """Recipes by the name that ``farsight train --kind`` takes: the cheapest and best one found; a forest over Magnus's
 features; Magnus's own, with trees grown out; Multi-Bin's regressor."""
 
-LENGTH_TREES = 50
-"""Trees of the smaller forest, which is used when time is short."""
-
 
 def train(
     examples: Sequence[Example],
@@ -81,9 +78,7 @@ def train(
     Raises:
         InvalidValueError: too few examples, no encoder, or dimensions that do not divide the encoder's.
     """
-    complete = [each for each in examples if not each.censored]
-    if len(complete) < MIN_EXAMPLES:
-        raise InvalidValueError("examples", len(complete), f"at least {MIN_EXAMPLES} outputs that were not cut off")
+    complete = complete_ones(examples)
     metadata: dict[str, Any] = {"version": version, "model": recipe.model, "num_examples": len(complete)}
     if recipe.model == "forest":
         metadata["forest"] = asdict(recipe.forest)
@@ -92,6 +87,18 @@ def train(
     if encoder is None:
         raise InvalidValueError("encoder", None, "an encoder: this kind reads embeddings")
     return _train_on_embeddings(complete, encoder, recipe, metadata, progress)
+
+
+def complete_ones(examples: Sequence[Example]) -> list[Example]:
+    """Those that were not cut off.
+
+    Raises:
+        InvalidValueError: They are too few.
+    """
+    complete = [each for each in examples if not each.censored]
+    if len(complete) < MIN_EXAMPLES:
+        raise InvalidValueError("examples", len(complete), f"at least {MIN_EXAMPLES} outputs that were not cut off")
+    return complete
 
 
 def _train_on_words(
@@ -120,11 +127,12 @@ def _train_on_embeddings(
     lens = np.array([each.output_len for each in examples])
     full = shape.matrix(own_lens, user, app)
     short = replace(shape, d_user=0).matrix(own_lens, None, app)
+    probe = probe_of(encoder)
     if recipe.model == "linear":
-        return TrainedModel(metadata, _pack_both(fit_linear(full, lens), fit_linear(short, lens)))
+        return TrainedModel(metadata, {**_pack_both(fit_linear(full, lens), fit_linear(short, lens)), **probe})
     small = replace(recipe.forest, num_trees=min(LENGTH_TREES, recipe.forest.num_trees))
     forests = _pack_both(grow(full, lens, recipe.forest), grow(short, lens, small))
-    return TrainedModel(metadata, {**forests, **_kept(full, lens)})
+    return TrainedModel(metadata, {**forests, **_kept(full, lens), **probe})
 
 
 def _kept(features: Floats, output_lens: NDArray[np.integer]) -> dict[str, NDArray[Any]]:

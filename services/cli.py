@@ -16,7 +16,16 @@ from core.config.load import load_config
 from core.errors import FarsightError
 from services.bench.command import bench
 from services.commands.advise import advise
-from services.commands.ask import HOST_HELP, KEY_VARIABLE, ApiKeyOption, ask, key_for, server_url
+from services.commands.ask import (
+    KEY_VARIABLE,
+    ApiKeyOption,
+    HostOption,
+    PortOption,
+    UrlOption,
+    address_of,
+    ask,
+    key_for,
+)
 from services.commands.evaluate import evaluate
 from services.commands.explain import explain
 from services.commands.front import front
@@ -106,9 +115,22 @@ def serve(
         Path | None,
         typer.Option(help="Output-length predictor written by `farsight train`; default: history of recent outputs."),
     ] = None,
+    predictor_encoder: Annotated[
+        str | None,
+        typer.Option(
+            help="Text encoder of the predictor: directory, hub id, minilm (offline) or auto; default: none, or that "
+            "of its training."
+        ),
+    ] = None,
     proxy: Annotated[str | None, typer.Option(help="HTTP proxy: auto, serve or haproxy.")] = None,
     drain_s: Annotated[
         float | None, typer.Option(help="Seconds that open requests have to end after TERM; default: 30.")
+    ] = None,
+    log_format: Annotated[
+        str | None, typer.Option(help="Lines of the log: text, or json (an object a line); default: text.")
+    ] = None,
+    access_log: Annotated[
+        bool | None, typer.Option("--access-log", help="A line for each request, with the id of its answer.")
     ] = None,
     api_key: Annotated[
         str | None,
@@ -153,7 +175,14 @@ def serve(
             "benchmark_mode": benchmark_mode,
         },
         "scheduler": {"preset": preset, "execution": execution},
-        "server": {"host": host, "port": port, "proxy": proxy, "drain_s": drain_s},
+        "server": {
+            "host": host,
+            "port": port,
+            "proxy": proxy,
+            "drain_s": drain_s,
+            "log_format": log_format,
+            "access_log": access_log,
+        },
         "access": {
             "key_file": None if key_file is None else str(key_file),
             "insecure": insecure,
@@ -161,29 +190,33 @@ def serve(
             "tls_key": None if tls_key is None else str(tls_key),
         },
         "actors": {"placement": placement},
-        "predictor": {"artefact": None if predictor is None else str(predictor)},
+        "predictor": {"artefact": None if predictor is None else str(predictor), "encoder": predictor_encoder},
     }
     from services.launch.launch import run_service
+    from services.launch.log_lines import in_format
     from services.launch.signals import StopSignal
 
     if api_key is not None:
         os.environ[KEY_VARIABLE] = api_key  # Ingress replicas read it from there, as they do under `serve deploy`.
     with failing_in_two_lines("serve"):
-        run_service(load_config(config, overrides), typer.echo, StopSignal())
-    typer.echo("Stopped.")
+        settings = load_config(config, overrides)
+        say = in_format(typer.echo, settings.server.log_format)
+        run_service(settings, say, StopSignal())
+    say("Stopped.")
 
 
 @app.command()
 def status(
-    port: Annotated[int, typer.Option(help="Port of the running server.")] = 8000,
-    host: Annotated[str, typer.Option(help=HOST_HELP)] = "127.0.0.1",
+    port: PortOption = 8000,
+    host: HostOption = "127.0.0.1",
+    url: UrlOption = None,
     api_key: ApiKeyOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show every logical component of a running server."""
     try:
-        url = server_url(host, port)
-        body = ask(url, "/status", STATUS_TIMEOUT_S, key_for(url, api_key))
+        server = address_of(url, host, port)
+        body = ask(server, "/status", STATUS_TIMEOUT_S, key_for(server, api_key))
     except FarsightError as error:
         typer.echo(f"farsight: {error}", err=True)
         raise typer.Exit(1) from error
@@ -252,30 +285,32 @@ AdminKeyOption = Annotated[
 def scale(
     kind: Annotated[str, typer.Argument(help="replica, length-predictor, serving-time-estimator or ingress.")],
     count: Annotated[int, typer.Argument(help="Wanted number of them.")],
-    port: Annotated[int, typer.Option(help="Port of the running server.")] = 8000,
-    host: Annotated[str, typer.Option(help=HOST_HELP)] = "127.0.0.1",
+    port: PortOption = 8000,
+    host: HostOption = "127.0.0.1",
+    url: UrlOption = None,
     token: TokenOption = None,
     api_key: AdminKeyOption = None,
 ) -> None:
     """Change the number of components of one kind while the server runs."""
     from services.commands.scaling import scale_service
 
-    _say_change(host, port, token, api_key, lambda url, key: scale_service(url, key, kind, count))
+    _say_change(url, host, port, token, api_key, lambda server, key: scale_service(server, key, kind, count))
 
 
 @app.command()
 def drain(
     replica: Annotated[str, typer.Argument(help="Number of the replica, as in worker-NUMBER of `farsight status`.")],
     cancel: Annotated[bool, typer.Option("--cancel", help="Let it take requests again.")] = False,
-    port: Annotated[int, typer.Option(help="Port of the running server.")] = 8000,
-    host: Annotated[str, typer.Option(help=HOST_HELP)] = "127.0.0.1",
+    port: PortOption = 8000,
+    host: HostOption = "127.0.0.1",
+    url: UrlOption = None,
     token: TokenOption = None,
     api_key: AdminKeyOption = None,
 ) -> None:
     """Take a replica out of a running server: its requests end or move, then its processes end."""
     from services.commands.scaling import drain_replica
 
-    _say_change(host, port, token, api_key, lambda url, key: drain_replica(url, key, replica, cancel=cancel))
+    _say_change(url, host, port, token, api_key, lambda server, key: drain_replica(server, key, replica, cancel=cancel))
 
 
 @app.command()
@@ -292,8 +327,9 @@ def upgrade(
     drain_s: Annotated[
         float, typer.Option(help="Seconds that the last requests on the old weights may take; the rest ends.")
     ] = 600.0,
-    port: Annotated[int, typer.Option(help="Port of the running server.")] = 8000,
-    host: Annotated[str, typer.Option(help=HOST_HELP)] = "127.0.0.1",
+    port: PortOption = 8000,
+    host: HostOption = "127.0.0.1",
+    url: UrlOption = None,
     token: TokenOption = None,
     api_key: AdminKeyOption = None,
 ) -> None:
@@ -301,16 +337,17 @@ def upgrade(
     from services.commands.scaling import upgrade_service
 
     _say_change(
+        url,
         host,
         port,
         token,
         api_key,
-        lambda url, key: upgrade_service(url, key, model, config, surge=surge, drain_s=drain_s),
+        lambda server, key: upgrade_service(server, key, model, config, surge=surge, drain_s=drain_s),
     )
 
 
 def _say_change(
-    host: str, port: int, token: str | None, api_key: str | None, change: Callable[[str, str], str]
+    url: str | None, host: str, port: int, token: str | None, api_key: str | None, change: Callable[[str, str], str]
 ) -> None:
     """Prints what a change of a running server says.
 
@@ -318,8 +355,8 @@ def _say_change(
         change: Gets the server's address and the key to send.
     """
     try:
-        url = server_url(host, port)
-        typer.echo(change(url, token or key_for(url, None) or api_key or ""))
+        server = address_of(url, host, port)
+        typer.echo(change(server, token or key_for(server, None) or api_key or ""))
     except FarsightError as error:
         typer.echo(f"farsight: {error}", err=True)
         raise typer.Exit(1) from error

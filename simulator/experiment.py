@@ -57,6 +57,8 @@ class Experiment:
         max_num_seqs: Most sequences in one step.
         max_batch_tokens: Most tokens computed in one step; longer prompts take several steps.
         watermark: Share of the KV pool that admission may fill, for presets with a watermark.
+        offload_hop_s: Seconds from a Scheduler's question about KV to the KV offload manager's answer, as between
+            processes; None decides in no time.
         batch: How presets of batch mode form batches: ``[batch]`` of a server.
         seed: Random seed of all draws.
     """
@@ -75,6 +77,7 @@ class Experiment:
     max_num_seqs: int = 256
     max_batch_tokens: int = 2048
     watermark: float = 0.95
+    offload_hop_s: float | None = None
     batch: BatchConfig = field(default_factory=BatchConfig)
     sla: Sla = field(default_factory=Sla)
     seed: int = 0
@@ -94,6 +97,8 @@ class Experiment:
             raise InvalidValueError("rate", self.rate, "requests per second above 0")
         if self.rate is not None and self.clients is not None:
             raise InvalidValueError("rate", self.rate, "none beside clients: a load is open or closed")
+        if self.offload_hop_s is not None and not 0 <= self.offload_hop_s < math.inf:
+            raise InvalidValueError("offload_hop_s", self.offload_hop_s, "seconds >= 0")
         if self.seed < 0:
             raise InvalidValueError("seed", self.seed, "an integer >= 0")
 

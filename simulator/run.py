@@ -12,12 +12,15 @@ from core.request import NO_SLO, is_flex
 from estimator.knn import padded_batch_s
 from policies.compose import (
     build_batch_runner,
+    build_offload,
     build_router,
     build_scheduler,
     configured_batch_scheduler,
     is_batch_mode,
     is_steady,
 )
+from policies.kv.split_batch import SplitBatch
+from policies.order.offload_orders import OffloadDecider
 from policies.presets import find_preset
 from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
 from policies.settings import PolicySettings
@@ -112,6 +115,7 @@ def _replica_shape(experiment: Experiment, arrivals: Workload) -> ReplicaShape:
         look_every=0 if is_steady(preset) and not _any_gives_way(arrivals) else 1,
         shares_prefixes=any(arrival.prefix for arrival in arrivals),
         execution="static" if preset.mode == "batch" else "ragged",
+        offload_hop_s=experiment.offload_hop_s or 0.0,
     )
 
 
@@ -129,11 +133,15 @@ def _continuous_fleet(
         cost=experiment.latency.cost,
         block_size=experiment.block_size,
     )
-    limits = SchedulerLimits(experiment.max_num_seqs, standby_slots=0)
+    limits = SchedulerLimits(experiment.max_num_seqs, standby_slots=0, offload_deadline_s=_deadline_s(experiment))
     first_seed = experiment.seed * experiment.num_replicas
 
     def make_scheduler(index: int) -> ReplicaScheduler:
         return build_scheduler(experiment.preset, limits, replace(settings, seed=first_seed + index))
+
+    def make_offload(index: int) -> OffloadDecider | None:
+        own = replace(settings, seed=first_seed + index)
+        return build_offload(experiment.preset, experiment.max_num_seqs, own)
 
     return Fleet(
         FleetShape(shape, experiment.latency, experiment.num_replicas),
@@ -141,6 +149,7 @@ def _continuous_fleet(
         make_scheduler,
         clients=experiment.clients,
         timeline=timeline,
+        make_offload=make_offload,
     )
 
 
@@ -155,7 +164,13 @@ def _batch_fleet(experiment: Experiment, shape: ReplicaShape, _: Workload, timel
     return Fleet(
         FleetShape(shape, experiment.latency, experiment.num_replicas, announce_s=ANNOUNCE_S),
         machine,
-        lambda _: build_batch_runner(experiment.max_num_seqs),
+        lambda _: build_batch_runner(experiment.max_num_seqs, _deadline_s(experiment)),
         clients=experiment.clients,
         timeline=timeline,
+        make_offload=lambda _: OffloadDecider(SplitBatch(), None),
     )
+
+
+def _deadline_s(experiment: Experiment) -> float:
+    """That of a server, where the schedulers ask."""
+    return 0.0 if experiment.offload_hop_s is None else SchedulerConfig().offload_deadline_ms / 1e3

@@ -9,7 +9,7 @@ from core.load_snapshot import LoadSnapshot
 from core.messages.cache import CacheReply
 from core.messages.fleet import InFlight, ReplicaName, ReplicaNews, ReplicaState, ServedModel
 from core.messages.forecasts import ForecastsMade
-from core.messages.kv import KVUsage
+from core.messages.kv import KVUsage, OffloadOrders, OffloadQuestion
 from core.messages.live import LiveQuery, ReplicaLive
 from core.messages.log import RequestTraces, TraceQuery
 from core.messages.placement import PlacementView
@@ -124,6 +124,10 @@ class KVOffloadCalls(Protocol):
     @message()
     async def observe(self, report: StepReport) -> None:
         """A report of the replica's worker, from its Scheduler."""
+
+    @message()
+    async def decide(self, question: OffloadQuestion) -> OffloadOrders:
+        """Whose KV goes out and comes back; asked by the replica's Scheduler."""
 
     @message()
     async def usage(self) -> KVUsage:

@@ -18,6 +18,7 @@ from core.errors import ConfigError, FarsightError, InvalidValueError
 from core.messages.log import Artefact, ArtefactName
 from core.messages.step_times import BatchShape, ServedBatchTime
 from estimator.batch_times_file import read_batch_times
+from estimator.device_profile import known_cost
 from estimator.knn import MIN_BATCHES, BatchTimes, ServedBatch
 from policies.settings import PRIOR_COST
 
@@ -48,8 +49,9 @@ class BatchTimeLearner:
         self._log_store: LogStoreCalls = context.peers.log_store()
         self._num_neighbours = settings.knn_neighbours
         self._stores = context.index == "0"
-        self._times = _trained(settings.artefact, settings.knn_neighbours)
-        self._cost = PRIOR_COST
+        # A replica that has seen no step answers by the device's own profile where that is known.
+        self._cost = known_cost(context.config.engine.profile, PRIOR_COST)
+        self._times = _trained(settings.artefact, self._cost, settings.knn_neighbours)
         self._errors_s: deque[float] = deque(maxlen=NUM_SCORED)
         self._num_observed = 0
         self._unsaved = False
@@ -127,12 +129,12 @@ class BatchTimeLearner:
         self._unsaved = False
 
 
-def _trained(directory: str, num_neighbours: int) -> BatchTimes:
+def _trained(directory: str, cost: StepCost, num_neighbours: int) -> BatchTimes:
     """What ``farsight train --estimator`` has learned; without it, one that knows no batch."""
     if not directory:
-        return BatchTimes(PRIOR_COST, num_neighbours=num_neighbours)
+        return BatchTimes(cost, num_neighbours=num_neighbours)
     try:
-        return read_batch_times(Path(directory), PRIOR_COST, num_neighbours)
+        return read_batch_times(Path(directory), cost, num_neighbours)
     except (FarsightError, OSError) as error:
         expected = f"a directory of `farsight train --estimator` ({error})"
         raise ConfigError("batch.artefact", directory, expected) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -19,15 +20,18 @@ from actors.learning.model_registry import ModelRegistry
 from actors.log.log_outbox import LogOutbox
 from actors.runtime.component import ComponentContext
 from actors.runtime.peer import PeerLost
+from core.config.learning import PredictorConfig
 from core.errors import ConfigError, FarsightError
 from core.forecast import Forecast, ForecastQuestion
 from core.messages.log import ForecastRecord, ForecastRecords
-from predictor.applications.start import untrained
+from predictor.applications.start import untrained, untrained_with_encoder
 from predictor.artefact import TrainedModel, load
-from predictor.encoders import SentenceEncoder
+from predictor.encoders import Encoder, Scorer
 from predictor.history import HistoryPredictor
 from predictor.retraining import MAX_FEATURES, can_be_retrained, feature_set
-from predictor.text_predictor import TextPredictor, encoder_of
+from predictor.text_predictor import TextPredictor
+
+logger = logging.getLogger(__name__)
 
 KEEP_UP_S = 5.0
 """Seconds between two looks for a newer version, by a predictor that does not learn itself."""
@@ -54,7 +58,7 @@ class TextForecasts:
         self._is_learner = context.index == "0"
         self._log_store = log_store
         self._artefact = artefact
-        self._encoder = predictor.encoder
+        self._text_model = predictor.encoder
         self._history = history
         self._feature_set = feature_set(artefact)
         self._shelf = ModelRegistry(log_store, artefact, context.registry)
@@ -75,16 +79,16 @@ class TextForecasts:
         """
         settings = context.config.predictor
         if settings.artefact:
-            path = Path(settings.artefact)
-            try:
-                artefact, predictor = await asyncio.to_thread(_load, path, settings.device, history)
-            except FarsightError as error:
-                expected = f"a directory of `farsight train` ({error})"
-                raise ConfigError("predictor.artefact", str(path), expected) from error
+            artefact, text_model = await asyncio.to_thread(_load, settings)
         else:
             weights = f"{context.config.model.name} {context.site.model_since:.0f}"
-            artefact = untrained(weights, await application_secret(log_store), settings.num_trees)
-            predictor = TextPredictor(artefact, None, history)
+            if settings.encoder:
+                artefact, text_model = await asyncio.to_thread(_begin_with_encoder, settings, weights)
+            else:
+                secret = await application_secret(log_store)
+                artefact, text_model = untrained(weights, secret, settings.num_trees), None
+            logger.info("no predictor.artefact: output lengths are learned from this service's own requests")
+        predictor = TextPredictor(artefact, text_model, history)
         forecasts = cls(context, log_store, artefact, predictor, history)
         await forecasts._look_for_newer()
         return forecasts
@@ -116,7 +120,7 @@ class TextForecasts:
     def _use(self, artefact: TrainedModel) -> None:
         """Serves this version from the next batch on."""
         self._artefact = artefact
-        predictor = TextPredictor(artefact, self._encoder, self._history)
+        predictor = TextPredictor(artefact, self._text_model, self._history)
         self._server.swap(predictor)
         self._version.set(predictor.version)
 
@@ -146,11 +150,26 @@ def _counter(registry: CollectorRegistry) -> Counter:
     return Counter("farsight:forecasts", "Forecasts, by the predictor that made them.", ("source",), registry=registry)
 
 
-def _load(path: Path, device: str, history: HistoryPredictor) -> tuple[TrainedModel, TextPredictor]:
-    artefact = load(path)
-    name = encoder_of(artefact)
-    encoder = None if name is None else SentenceEncoder(name, device)
-    return artefact, TextPredictor(artefact, encoder, history)
+def _load(settings: PredictorConfig) -> tuple[TrainedModel, Encoder | Scorer | None]:
+    from engine.encoders.loading import text_model_of  # loads torch, which only these predictors need
+
+    path = Path(settings.artefact)
+    try:
+        artefact = load(path)
+        return artefact, text_model_of(artefact, settings.encoder, settings.device)
+    except FarsightError as error:
+        expected = f"a directory of `farsight train` ({error})"
+        raise ConfigError("predictor.artefact", str(path), expected) from error
+
+
+def _begin_with_encoder(settings: PredictorConfig, weights: str) -> tuple[TrainedModel, Encoder]:
+    from engine.encoders.text_encoder import TextEncoder
+
+    try:
+        encoder = TextEncoder(settings.encoder, settings.device)
+        return untrained_with_encoder(encoder, weights, settings.num_trees), encoder
+    except FarsightError as error:
+        raise ConfigError("predictor.encoder", settings.encoder, f"a text encoder ({error})") from error
 
 
 def _record(request_id: str, made_at: float, answer: ForecastAnswer, features: str) -> ForecastRecord:

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from actors.pulse.process_clock import own_life
 from actors.runtime.component import Component, ComponentContext, component_class
 from actors.runtime.health import HealthServer
+from actors.runtime.log_lines import send_log_lines
 from actors.runtime.metrics import RefusedMessages, show_degraded
 from actors.runtime.peer import PeerLost, Site
 from actors.runtime.remote import listen
@@ -39,6 +40,7 @@ class ComponentHost:
     """
 
     def __init__(self, host: str, site: Site, restarts: int, last_end: str = "") -> None:
+        send_log_lines(host, site.config.server.log_format)
         self._host = host
         self._site = site
         self._last_end = last_end

@@ -245,6 +245,36 @@ class EngineMetrics:
             family.remove_by_labels(dict(self._labels))
 
 
+class OffloadMetrics:
+    """Who decides about the KV of a replica, by its Scheduler's count, and the idle target of its KVOffloadManager."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str, engine: str) -> None:
+        self._labels: Mapping[str, str] = {"model_name": model_name, "engine": engine}
+        text = "Scheduling points at which KV may have had to move, by the component that decided."
+        self._decisions = _family(registry, Counter, "farsight:offload_decisions", text, (*_LABELS, "by"))
+        text = "Questions that the KV offload manager did not answer by the deadline."
+        self._late = _family(registry, Counter, "farsight:late_offload_answers", text, _LABELS)
+        text = "Orders of the KV offload manager that did not fit any more when they came."
+        self._refused = _family(registry, Counter, "farsight:refused_offload_orders", text, _LABELS)
+        text = "KV tokens that the KV offload manager keeps free for newcomers."
+        self._idle_target = _family(registry, Gauge, "farsight:idle_target_tokens", text, _LABELS)
+
+    def decided(self, manager: int, scheduler: int, late: int, refused: int) -> None:
+        """So many more since the last call."""
+        self._decisions.labels(**self._labels, by="manager").inc(manager)
+        self._decisions.labels(**self._labels, by="scheduler").inc(scheduler)
+        self._late.labels(**self._labels).inc(late)
+        self._refused.labels(**self._labels).inc(refused)
+
+    def set_idle_target(self, num_tokens: int) -> None:
+        self._idle_target.labels(**self._labels).set(num_tokens)
+
+    def remove(self) -> None:
+        """Forgets this replica."""
+        for family in (self._decisions, self._late, self._refused, self._idle_target):
+            family.remove_by_labels(dict(self._labels))
+
+
 class BackendMetrics:
     """What is measured of a replica that is another server, beside its queues (``EngineMetrics.set_queues``)."""
 
@@ -340,6 +370,12 @@ class RequestMetrics:
         self._max_new_tokens = histogram(
             "vllm:request_params_max_tokens", "Output tokens that a request allowed.", TOKEN_BUCKETS
         )
+        self._max_output_len = histogram(
+            "vllm:request_max_num_generation_tokens", "Output tokens of a choice; each counts alone.", TOKEN_BUCKETS
+        )
+        self._decode = histogram(
+            "vllm:request_decode_time_seconds", "From a request's first token to its end.", JCT_BUCKETS_S
+        )
         self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of all ended requests.")
         self._generation_tokens = counter("vllm:generation_tokens", "Output tokens sent to clients.")
         success = _family(
@@ -369,8 +405,20 @@ class RequestMetrics:
         self.tally.tokens(gap_s, n)
         self._generation_tokens.inc(n)
 
-    def finished(self, reason: str, jct_s: float, prompt_len: int, output_len: int, max_new_tokens: int) -> None:
+    def finished(
+        self,
+        reason: str,
+        jct_s: float,
+        prompt_len: int,
+        output_len: int,
+        max_new_tokens: int,
+        *,
+        ttft_s: float | None = None,
+    ) -> None:
         """A request has ended, also one that failed or was left by its client; lengths in tokens.
+
+        Args:
+            ttft_s: None where no token came.
 
         Raises:
             KeyError: ``reason`` is none of ``FINISH_REASONS``.
@@ -379,6 +427,9 @@ class RequestMetrics:
         self._jct.observe(jct_s)
         self._prompt_len.observe(prompt_len)
         self._output_len.observe(output_len)
+        self._max_output_len.observe(output_len)
+        if ttft_s is not None:
+            self._decode.observe(jct_s - ttft_s)
         self._max_new_tokens.observe(max_new_tokens)
         self._prompt_tokens.inc(prompt_len)
         self.tally.finished(reason, jct_s, prompt_len)

@@ -11,6 +11,7 @@ from actors.runtime.names import initial_counts
 from actors.runtime.peer import PeerLost, current_counts, wait_for
 from core.costs import profile_cost
 from core.messages.step_times import BatchShape, BatchShapes, ServedBatchTime, ServedBatchTimes
+from estimator.device_profile import known_cost
 from estimator.knn import padded_batch_s
 from estimator.step_profile import MIN_SAMPLES
 from policies.batching.base import FormedBatch
@@ -43,7 +44,7 @@ class EstimatedTimes:
         self._timed = timed
         self._peers = context.peers
         self._counts = initial_counts(context.config)
-        self._cost = PRIOR_COST
+        self._cost = known_cost(context.config.engine.profile, PRIOR_COST)
         self._known_s: dict[Shape, float] = {}
         self._current: set[Shape] = set()  # answered since the last look
         self._served: list[ServedBatchTime] = []

@@ -1,7 +1,7 @@
-"""KVOffloadManager: knows where the KV of one replica is and what has moved.
+"""KVOffloadManager: decides whose KV goes out and comes back on one replica, and knows where it is.
 
-The worker owns the blocks and only the Scheduler commands it: what moves is decided there, where it is decided who runs
-(ADR 17). This component remembers, counts and tells.
+Its Scheduler asks at each scheduling point at which KV may have to move. The orders ride in the next plan, as far as
+they still fit (ADR 70). It keeps no state that a decision depends on: a successor answers the next question.
 """
 
 from __future__ import annotations
@@ -10,22 +10,38 @@ import time
 
 from actors.calls.scheduling import KVOffloadCalls
 from actors.runtime.component import Component, ComponentContext
-from actors.runtime.metrics import EngineMetrics
-from core.messages.kv import KVUsage
+from actors.runtime.metrics import EngineMetrics, OffloadMetrics
+from core.errors import MessageError
+from core.messages.kv import KVUsage, OffloadOrders, OffloadQuestion
 from core.messages.plans import StepReport
 from kvcache.residency import ResidencyMirror
+from policies.compose import configured_offload
 
 
 class KVOffloadManager(Component, KVOffloadCalls):
-    """Hosts the residency mirror, fed by the Scheduler with the worker's reports."""
+    """Hosts the KV policy and the residency mirror, which the Scheduler feeds with the worker's reports."""
 
     kind = "KVOffloadManager"
 
     def __init__(self, context: ComponentContext) -> None:
         super().__init__(context)
+        scheduler = context.config.scheduler
+        self._decider = configured_offload(scheduler, context.config.engine.max_num_seqs)
         self._mirror = ResidencyMirror()
         self._metrics = EngineMetrics(context.registry, context.config.model.name, context.index)
+        self._counts = OffloadMetrics(context.registry, context.config.model.name, context.index)
         self._observed_at: float | None = None
+
+    async def stop(self) -> None:
+        await super().stop()
+        self._counts.remove()
+
+    async def decide(self, question: OffloadQuestion) -> OffloadOrders:
+        if self._decider is None:
+            raise MessageError("OffloadQuestion", question.seq, "none: this KV policy is the Scheduler's alone")
+        orders = self._decider.decide(question)
+        self._counts.set_idle_target(orders.idle_target)
+        return orders
 
     async def observe(self, report: StepReport) -> None:
         moved = self._mirror.observe(report)

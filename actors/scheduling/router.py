@@ -120,7 +120,9 @@ class FleetShell(Component, RouterCalls):
         super().__init__(context)
         self._machine = machine
         self._decide = decide
-        self._follows_prefixes = follows_prefixes(context.config.scheduler)
+        # Other servers have caches of their own, which ``engine.prefix_cache`` does not switch off.
+        caches = context.config.engine.prefix_cache or bool(context.config.replica)
+        self._follows_prefixes = caches and follows_prefixes(context.config.scheduler)
         self._schedulers: dict[str, SchedulerCalls] = {}
         self._ingresses: dict[str, _IngressReplica] = {}
         self._asking: set[asyncio.Task[None]] = set()

@@ -12,16 +12,18 @@ from dataclasses import replace
 from actors.calls.scheduling import SchedulerCalls
 from actors.log.log_outbox import LogOutbox
 from actors.runtime.component import Component, ComponentContext
-from actors.runtime.metrics import EngineMetrics
+from actors.runtime.metrics import EngineMetrics, OffloadMetrics
 from actors.runtime.names import initial_counts
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, current_counts, wait_for
 from actors.runtime.request_traces import request_trace
 from actors.scheduling.event_recorder import EventRecorder, recorded
 from core.costs import profile_cost
 from core.decisions import Decision, pack_decisions
+from core.errors import MessageError
 from core.messages.cache import CacheReply, KVCacheEvent, StartedRequest
 from core.messages.fleet import ReplicaNews, ReplicaState
 from core.messages.forecasts import ForecastsMade
+from core.messages.kv import OffloadQuestion
 from core.messages.live import LiveQuery, ReplicaLive
 from core.messages.log import RequestTrace, RequestTraces, TraceQuery
 from core.messages.plans import FinishedSequence, Plan, ReportPoll, StepReport, WorkerReady, WorkerState
@@ -32,11 +34,14 @@ from policies.event_log import MachineConfig
 from policies.replica.decision_trace import account_closed
 from policies.replica.events import (
     AccountClosed,
+    AskOffload,
     BatchBroken,
     CacheTold,
     CostLearned,
     Event,
     ForecastsArrived,
+    OffloadOrdered,
+    OffloadUnanswered,
     RefuseRequest,
     RequestEnded,
     RequestsAborted,
@@ -48,6 +53,7 @@ from policies.replica.events import (
     WorkerReported,
 )
 from policies.replica.live_view import SchedulerWatch
+from policies.replica.offload_desk import OffloadTally
 
 SAY_AGAIN_S = 1.0
 """The Router hears of the replica at least this often, so that a new one knows it soon."""
@@ -98,6 +104,9 @@ class Scheduler(Component, SchedulerCalls):
         self._ready: WorkerReady | None = None
         self._plan: Plan | None = None
         self._plan_due = asyncio.Event()
+        self._question: OffloadQuestion | None = None
+        self._question_due = asyncio.Event()
+        self._offload_deadline_s = self._machine.limits.offload_deadline_s
         self._news_due = asyncio.Event()
         self._events_due = asyncio.Event()
         self._started: list[StartedRequest] = []
@@ -113,16 +122,20 @@ class Scheduler(Component, SchedulerCalls):
         self._samples: deque[StepSample] = deque(maxlen=MAX_SAMPLES)
         self._reported_at: float | None = None
         self._metrics = EngineMetrics(context.registry, config.model.name, self._replica)
+        self._offload_metrics = OffloadMetrics(context.registry, config.model.name, self._replica)
         self._counted_preemptions = 0
+        self._counted_offloads = OffloadTally()
         self._traces = LogOutbox(context.peers.log_store().append_traces, RequestTraces, context.degraded)
 
     async def start(self) -> None:
-        for work in (self._lease, self._push_plans, self._tell_router, self._tell_events, self._feed, self._traces.run):
+        own = (self._lease, self._push_plans, self._ask_about_kv, self._tell_router, self._tell_events, self._feed)
+        for work in (*own, self._traces.run):
             self.spawn(work())
 
     async def stop(self) -> None:
         await super().stop()
         self._metrics.remove()
+        self._offload_metrics.remove()
         if self._recorder is not None:
             self._recorder.close()
 
@@ -189,6 +202,9 @@ class Scheduler(Component, SchedulerCalls):
                 case SendPlan(plan):
                     self._plan = plan
                     self._plan_due.set()
+                case AskOffload(question):
+                    self._question = question
+                    self._question_due.set()
                 case RefuseRequest(request_id, attempt, field, message):
                     refusals.append(Refusal(request_id, attempt, field, message))
                 case RequestStarted(started):
@@ -273,6 +289,29 @@ class Scheduler(Component, SchedulerCalls):
                 pushed_at = time.monotonic()
                 await self._try(self._worker.push_plan(self._plan))  # a new worker gets a new plan
 
+    async def _ask_about_kv(self) -> None:
+        """Asks the KVOffloadManager one question after the other; no decision waits for it beyond the deadline."""
+        manager = self.context.peers.kv_offload_manager(self._replica)
+        while True:
+            await self._question_due.wait()
+            self._question_due.clear()
+            question = self._question
+            assert question is not None
+            late = OffloadUnanswered(question.seq)
+            alarm = asyncio.get_running_loop().call_later(self._offload_deadline_s, self._hear_late, late)
+            try:
+                self._hear_late(OffloadOrdered(await manager.decide(question)))
+            except (PeerLost, MessageError):
+                self._hear_late(late)
+                await asyncio.sleep(LOOK_AGAIN_S)
+                self._hear_late(OffloadUnanswered(question.seq, lost=True))
+            finally:
+                alarm.cancel()
+
+    def _hear_late(self, event: Event) -> None:
+        """An event of which the Router asks nothing: it hears of refusals with its next news."""
+        self._late_refusals += self._handle(event)
+
     async def _tell_router(self) -> None:
         router = self.context.peers.router()
         while True:
@@ -334,6 +373,14 @@ class Scheduler(Component, SchedulerCalls):
         self._metrics.set_queues(machine.num_admitted, machine.num_waiting)
         self._metrics.preempted(machine.num_preemptions - self._counted_preemptions)
         self._counted_preemptions = machine.num_preemptions
+        tally, known = machine.offload_tally, self._counted_offloads
+        self._offload_metrics.decided(
+            tally.answered - known.answered,
+            tally.alone - known.alone,
+            tally.late - known.late,
+            tally.refused - known.refused,
+        )
+        self._counted_offloads = replace(tally)
 
     @staticmethod
     async def _try(call: Awaitable[None]) -> bool:

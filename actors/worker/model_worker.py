@@ -89,7 +89,7 @@ class ModelWorker(Component, WorkerCalls):
         self._reported_at = 0.0
         self._stepped_at: float | None = None
         self._metrics = EngineMetrics(context.registry, context.config.model.name, context.index)
-        self._gaps, self._model_cpu, self._ooms = _step_metrics(context.registry)
+        self._gaps, self._model_cpu, self._ooms, self._cut_off = _step_metrics(context.registry)
         self._num_ooms = 0  # that the metric knows
 
     async def start(self) -> None:
@@ -224,8 +224,11 @@ class ModelWorker(Component, WorkerCalls):
     def _after_step(self, step: Step) -> None:
         worker, sample = self._built.result(), step.sample
         self._stepped_at = time.monotonic()
-        self._samples.append(sample)
-        self._bounds.add(sample)
+        if step.was_cut_off:
+            self._cut_off.inc()
+        else:
+            self._samples.append(sample)
+            self._bounds.add(sample)
         self._metrics.step(sample.prefill_tokens + sample.decode_seqs)
         self._model_cpu.inc(step.cpu_s)
         num_ooms = worker.runner.num_ooms
@@ -293,8 +296,8 @@ class ModelWorker(Component, WorkerCalls):
 
 
 @functools.cache
-def _step_metrics(registry: CollectorRegistry) -> tuple[Histogram, Counter, Counter]:
-    """Step gaps, CPU time and steps out of memory, once a registry: workers of emulated devices may share a process."""
+def _step_metrics(registry: CollectorRegistry) -> tuple[Histogram, Counter, Counter, Counter]:
+    """What steps did, once a registry: workers of emulated devices may share a process."""
     gaps = Histogram(
         "farsight:step_gap_seconds",
         "Between the end of a step and the beginning of the next, while there is work.",
@@ -307,7 +310,8 @@ def _step_metrics(registry: CollectorRegistry) -> tuple[Histogram, Counter, Coun
         "Times the device ran out of memory in a step, which was then computed in parts.",
         registry=registry,
     )
-    return gaps, model_cpu, ooms
+    cut_off = Counter("farsight:steps_cut_off", "Steps cut off by scheduler.mlfq = preemption.", registry=registry)
+    return gaps, model_cpu, ooms, cut_off
 
 
 def _build(model_dir: Path, config: FarsightConfig, incarnation: str, ranks: Ranks | None, place: int) -> Worker:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from core.costs import StepCost
 from core.errors import RankLost, WorkerBroken
 from core.messages.step_times import StepSample
-from engine.step_fault import StepFault
+from engine.step_fault import IterationCutOff, StepFault
 from kvcache.step_batch import step_sample
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ class Step:
         failures: What its clients are to be told if it failed.
         gap_s: From the end of the step before it to its beginning; None if there was nothing to run in between.
         cpu_s: CPU time that the model took of the stepping thread.
+        was_cut_off: It was cut off: the sample does not tell what its work costs.
     """
 
     emissions: list[Emission]
@@ -95,6 +96,7 @@ class Step:
     sample: StepSample
     gap_s: float | None
     cpu_s: float
+    was_cut_off: bool = False
 
 
 class _Computed(NamedTuple):
@@ -221,11 +223,15 @@ class StepLoop:
         """Books a step that was computed; the holder of the lock calls it."""
         emissions: list[Emission] = []
         failures: list[Output] = []
-        if done.failure is None:
+        if isinstance(done.failure, IterationCutOff):
+            self._worker.cut_off(done.batch, done.duration_s)
+        elif done.failure is None:
             emissions = self._worker.commit_step(done.batch, done.tokens, done.duration_s)
         else:
             failures = self._worker.fail_step(done.batch, done.failure)
-        return Step(emissions, failures, step_sample(done.batch, done.duration_s), done.gap_s, done.cpu_s)
+        was_cut_off = isinstance(done.failure, IterationCutOff)
+        sample = step_sample(done.batch, done.duration_s)
+        return Step(emissions, failures, sample, done.gap_s, done.cpu_s, was_cut_off)
 
     def _note(self, batch: StepBatch | None) -> None:
         self._count += 1
@@ -233,7 +239,7 @@ class StepLoop:
 
     def _judge(self, failure: Exception | None) -> None:
         """Raises WorkerBroken if the step's requests, and all others here, are better off with another worker."""
-        if failure is None:
+        if failure is None or isinstance(failure, IterationCutOff):
             self._num_failures = 0
             return
         fault = self._worker.runner.fault(failure)

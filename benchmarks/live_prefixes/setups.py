@@ -26,7 +26,7 @@ from simulator.cluster.records import Record
 from simulator.cluster.replica import ReplicaShape
 from simulator.predictors import Noisy
 from simulator.reproduce.placements import REASONING
-from simulator.reproduce.preble_runs import A6000_TOKENS, MISTRAL_7B_A6000
+from simulator.reproduce.preble.runs import A6000_TOKENS, MISTRAL_7B_A6000
 from simulator.summary import Sla
 from simulator.traffic.arrivals import Poisson, debatch, rescale
 from simulator.traffic.prefixes import PROGRAMMING, PrefixLaw, prefix_workload, real_prefixes

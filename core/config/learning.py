@@ -16,6 +16,11 @@ class PredictorConfig:
             learns them from its own traffic (``from_traffic``).
         from_traffic: Without an artefact, learn output lengths by application from the server's own requests, from the
             first hundred on. With false every request is predicted by the lengths of the last outputs.
+        encoder: A text encoder for Magnus's features (USIN, section III-B): the directory of a BERT, RoBERTa or
+            XLM-RoBERTa model such as LaBSE, a hub id, ``minilm`` (a package, no network), or ``auto``: LaBSE where the
+            hub's cache has it, else ``minilm``. Without an artefact the server grows its forest over this encoder's
+            vectors; with one, the encoder of its training is loaded from here. Empty: no encoder, or where the
+            training had it.
         num_trees: Trees of the forest that a server grows from its own traffic (Magnus, section III-B, which gives no
             number); ``farsight train --trees`` says it for an artefact.
         device: Where an encoder runs, as torch names it.
@@ -27,6 +32,7 @@ class PredictorConfig:
 
     artefact: str = ""
     from_traffic: bool = True
+    encoder: str = ""
     num_trees: int = 50
     device: str = "cpu"
     cpu_share: float = 0.05
@@ -35,6 +41,8 @@ class PredictorConfig:
     learn_every_s: float = 180.0
 
     def __post_init__(self) -> None:
+        reads = bool(self.artefact) or self.from_traffic
+        require(reads or not self.encoder, "predictor.encoder", self.encoder, "none where from_traffic is false")
         require(1 <= self.num_trees <= 1000, "predictor.num_trees", self.num_trees, "an integer from 1 to 1000")
         require(self.cpu_share > 0, "predictor.cpu_share", self.cpu_share, "a number > 0")
         require(self.wait_s >= 0, "predictor.wait_s", self.wait_s, "a number >= 0")

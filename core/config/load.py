@@ -14,7 +14,7 @@ from typing import Any
 from core.config.access import AccessConfig
 from core.config.actors import ActorsConfig
 from core.config.checks import require
-from core.config.engine import EngineConfig
+from core.config.engine import EMULATED, EngineConfig
 from core.config.files import FilesConfig
 from core.config.learning import PredictorConfig
 from core.config.log import LogConfig
@@ -52,8 +52,18 @@ class FarsightConfig:
     def __post_init__(self) -> None:
         count = self.model.replicas
         require(count >= 1 or bool(self.replica), "model.replicas", count, "an integer >= 1, or a [[replica]] table")
+        self._check_cutting_off()
         if self.engine.benchmark_mode:
             object.__setattr__(self, "server", self.server.unbounded())
+
+    def _check_cutting_off(self) -> None:
+        if self.scheduler.mlfq != "preemption":
+            return
+        device, model = self.engine.device, self.model
+        expected = "skip-join or no-preemption: iterations are cut off on cpu and emulated devices, of one rank"
+        cuts_off = device == "cpu" or device.startswith(EMULATED)
+        one = model.tensor_parallel == model.pipeline_parallel == 1
+        require(cuts_off and one and not self.replica, "scheduler.mlfq", "preemption", expected)
 
 
 def load_config(path: Path | None, overrides: dict[str, dict[str, Any]]) -> FarsightConfig:

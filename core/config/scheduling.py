@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from core.config.checks import require
 from core.config.engine import EXECUTIONS
 
+MLFQ_KINDS = ("skip-join", "no-preemption", "preemption")
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -37,6 +39,10 @@ class SchedulerConfig:
             ``engine.max_batch_tokens``.
         watermark: Share of the KV pool that admission may fill, in (0, 1].
         standby_slots: Requests sent to the worker ahead of need.
+        mlfq: Which MLFQ the order ``skip-join-mlfq`` is: ``skip-join``, FastServe's own; or a baseline of its section
+            6.3, which knows no lengths, so that every request joins the first queue: ``no-preemption`` goes on with an
+            iteration that outlasts its quantum, ``preemption`` cuts it off (``kills``): its work is lost, its time
+            counts, and the request sinks. Iterations are cut off between layers, on ``cpu`` and ``emulated`` devices.
         quantum_s: Shortest first quantum of skip-join MLFQ, in seconds; where a step of one sequence takes longer,
             that is the quantum. A quantum should outlast four round trips between Scheduler and worker, of some 5 ms
             each.
@@ -53,6 +59,8 @@ class SchedulerConfig:
             (section 3.2).
         overcommit: The admission ``conservative`` counts the KV pool as so many times its size ("overcommit" in
             Past-Future, table 1).
+        offload_deadline_ms: Milliseconds that the Scheduler waits for the KVOffloadManager to say whose KV moves; then
+            it decides by the same rule alone, and waits again once the manager answers in time. 0 never asks.
         event_log: Directory in which every Scheduler, and in batch mode the Batcher, records the events and
             instructions of its state machine; ``python -m services.commands.conformance`` replays them to a fresh one.
             Empty records nothing.
@@ -70,6 +78,7 @@ class SchedulerConfig:
     max_gap_ms: float = 0.0
     watermark: float = 0.95
     standby_slots: int = 16
+    mlfq: str = "skip-join"
     quantum_s: float = 0.02
     quantum_ratio: float = 2.0
     num_levels: int = 0
@@ -79,6 +88,7 @@ class SchedulerConfig:
     reserve_ratio: float = 0.05
     history_window: int = 1000
     overcommit: float = 1.0
+    offload_deadline_ms: float = 20.0
     event_log: str = ""
 
     def __post_init__(self) -> None:
@@ -90,8 +100,12 @@ class SchedulerConfig:
         require(0 <= self.max_gap_ms < math.inf, "scheduler.max_gap_ms", self.max_gap_ms, "milliseconds >= 0")
         require(0 < self.watermark <= 1, "scheduler.watermark", self.watermark, "a number > 0 and <= 1")
         require(self.standby_slots >= 0, "scheduler.standby_slots", self.standby_slots, "an integer >= 0")
+        deadline_ms = self.offload_deadline_ms
+        require(0 <= deadline_ms <= 1000, "scheduler.offload_deadline_ms", deadline_ms, "milliseconds from 0 to 1000")
         for name in ("quantum_s", "starve_limit_s"):
             require(getattr(self, name) > 0, f"scheduler.{name}", getattr(self, name), "a number > 0")
+        kinds = ", ".join(MLFQ_KINDS)
+        require(self.mlfq in MLFQ_KINDS, "scheduler.mlfq", self.mlfq, f"one of {kinds}")
         self._check_papers()
 
     def _check_papers(self) -> None:

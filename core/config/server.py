@@ -12,6 +12,7 @@ from typing import Any
 from core.config.checks import require
 
 PROXIES = ("auto", "serve", "haproxy")
+LOG_FORMATS = ("text", "json")
 PREFIX_SHARING = ("auto", "all", "tenant", "key")
 _POSITIVE = (
     *("head_timeout_s", "body_timeout_s", "idle_timeout_s", "write_timeout_s"),
@@ -69,6 +70,9 @@ class ServerConfig:
         max_stream_bytes_per_tenant: Bytes of the logs of resumable streams that are kept for one tenant; where no keys
             are in use, for all clients.
         max_stream_bytes: The same for all tenants together.
+        log_format: How the log's lines are written: ``text`` for readers, or ``json``, an object a line. No line
+            holds a prompt or an answer.
+        access_log: Whether each HTTP request that reaches the application gets a line, with the id of its answer.
     """
 
     host: str = "127.0.0.1"
@@ -92,11 +96,15 @@ class ServerConfig:
     drain_s: float = 30.0
     max_stream_bytes_per_tenant: int = 64 * 1024 * 1024
     max_stream_bytes: int = 256 * 1024 * 1024
+    log_format: str = "text"
+    access_log: bool = False
 
     def __post_init__(self) -> None:
         require(1 <= self.port <= 65535, "server.port", self.port, "a port from 1 to 65535")
         sharing = self.prefix_sharing
         require(sharing in PREFIX_SHARING, "server.prefix_sharing", sharing, f"one of {', '.join(PREFIX_SHARING)}")
+        formats = f"one of {', '.join(LOG_FORMATS)}"
+        require(self.log_format in LOG_FORMATS, "server.log_format", self.log_format, formats)
         require(self.proxy in PROXIES, "server.proxy", self.proxy, f"one of {', '.join(PROXIES)}")
         require(self.ingress_replicas >= 0, "server.ingress_replicas", self.ingress_replicas, "an integer >= 0")
         for name in _AT_LEAST_1:

@@ -46,3 +46,88 @@ class KVUsage:
     free_host_blocks: int = 0
     flying_blocks: int = 0
     traffic: KVTraffic = NO_TRAFFIC
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSize:
+    """A queue of the MLFQ that is not empty.
+
+    Attributes:
+        urgency: As in ``KVHolder``.
+        level: From 1.
+        num_jobs: Counted over all requests of the replica, with KV or without.
+    """
+
+    urgency: int
+    level: int
+    num_jobs: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVHolder:
+    """A request that executes next or holds KV, as the Scheduler sees it; lengths in tokens.
+
+    Attributes:
+        arrived_at: In seconds of the Scheduler's clock: compared with each other, and with nothing else.
+        known_len: Tokens of prompt and output so far.
+        computed_len, host_len: Those of them whose KV is on the device, and on the host.
+        urgency: Place of its priority and deadline among those in the question, 0 for the most urgent.
+        level, waited_s: Its queue of the MLFQ, and seconds since it ran, was promoted or came; 0 under another order.
+        rank_s: Its rank under an order of the Gittins kind, lower first; 0 under another one.
+    """
+
+    request_id: str
+    arrived_at: float
+    known_len: int
+    computed_len: int
+    host_len: int
+    urgency: int
+    level: int = 0
+    waited_s: float = 0.0
+    rank_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadQuestion:
+    """Scheduler -> KVOffloadManager: all that the choice of KV moves depends on at one scheduling point.
+
+    Attributes:
+        seq: Rises by one a question in one life of the Scheduler.
+        running, idle, offloaded, free, needed, host_free, host_capacity, block_size, short: As in
+            ``policies.interfaces.KvView``.
+        quantum_s: The first quantum of the MLFQ; 0 under another order.
+        queues: Its queues, the highest first.
+    """
+
+    seq: int
+    running: tuple[KVHolder, ...]
+    idle: tuple[KVHolder, ...]
+    offloaded: tuple[KVHolder, ...]
+    free: int
+    needed: int
+    host_free: int
+    host_capacity: int
+    block_size: int
+    short: int = 0
+    quantum_s: float = 0.0
+    queues: tuple[QueueSize, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadOrders:
+    """KVOffloadManager -> Scheduler: whose KV goes out and comes back, by request id; the Scheduler checks each order
+    against what has happened since, and the next plan carries those that stand.
+
+    Attributes:
+        seq: Number of the question.
+        drop: Those whose KV is computed again.
+        break_off: As in ``policies.interfaces.KvMoves``.
+        idle_target: Device tokens to keep free for newcomers.
+    """
+
+    seq: int
+    offload: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
+    upload: tuple[str, ...] = ()
+    break_off: bool = False
+    idle_target: int = 0

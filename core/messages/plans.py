@@ -25,6 +25,8 @@ class Slot:
         num_moves: How often the scheduler has changed ``residency``, ever. The worker obeys when the number exceeds
             the one it has seen, so a late or repeated plan moves nothing twice.
         rests: It keeps what it has and computes nothing, unless there is nothing else to compute.
+        cut_off_at_s: A step is cut off when this sequence has taken part in steps of so many seconds
+            (``SlotProgress.ran_s``); it then waits for a plan that gives it more. 0: steps run to their ends.
     """
 
     request_id: str
@@ -37,6 +39,7 @@ class Slot:
     residency: Residency = Residency.DEVICE
     num_moves: int = 0
     rests: bool = False
+    cut_off_at_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

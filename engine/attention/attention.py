@@ -57,15 +57,31 @@ class StaticDecode:
 
 
 @dataclass(frozen=True, slots=True)
+class GivenTensors:
+    """Rows of a step whose embeddings are not those of their tokens: images.
+
+    Attributes:
+        rows: int64 ``[n]``, ascending.
+        values: float32 ``[n, hidden]``.
+        positions: int64 ``[3, n]``: time, row and column; None where positions have no axes.
+    """
+
+    rows: Tensor
+    values: Tensor
+    positions: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
 class StepLayout:
     """One step, flattened; ``T`` rows.
 
     Attributes:
         token_ids: int64 ``[T]``.
-        positions: int64 ``[T]``, of the token in its sequence.
+        positions: int64 ``[T]``, of the token in its sequence, for what turns queries and keys.
         slot_ids: int64 ``[T]``, where in the pool the row's key and value go.
         opened_blocks: int64 ``[n]``: blocks written for the first time in this step and not filled by it.
         sample_rows: int64 ``[R]``: rows whose logits are wanted.
+        given: Rows with embeddings of their own; None without.
     """
 
     token_ids: Tensor
@@ -75,6 +91,7 @@ class StepLayout:
     sample_rows: Tensor
     decode: DecodePart | None
     prefill: PrefillPart | None
+    given: GivenTensors | None = None
 
     @property
     def num_decode(self) -> int:
@@ -84,13 +101,14 @@ class StepLayout:
 class StepAttention(Protocol):
     """Attention of one step, ready to be applied layer after layer."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Causal attention of the step's rows over their sequences.
 
         Args:
             query: ``[T, heads, head_dim]``.
             key: ``[T, kv_heads, head_dim]``: the step's own keys, which are in the pool already.
             value: The same.
+            sinks: ``[heads]``, scores that take part in the softmax and have no value; None without.
 
         Returns:
             ``[T, heads * head_dim]``.

@@ -47,6 +47,10 @@ class DecodeInputs:
             _fill_table(row, item, block_size)
         rows = np.zeros((3, len(items)), dtype=np.int64)
         rows[1] = starts
+        for i, item in enumerate(items):
+            images = sequences[item.request_id].images
+            if images is not None:
+                rows[1, i] = images.position(item.start)
         rows[2] = tables[np.arange(len(items)), starts // block_size] * block_size + starts % block_size
         turning: list[int] = np.flatnonzero(starts % block_size == 0).tolist()
         token_ids = [sequences[item.request_id].token_ids for item in items]

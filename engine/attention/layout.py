@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from core.errors import IntegrityError
-from engine.attention.attention import DecodePart, PrefillPart, StepLayout
+from engine.attention.attention import DecodePart, GivenTensors, PrefillPart, StepLayout
 from engine.sequence import Sequence
+from engine.vision.spans import GivenRows, joined
 from kvcache import StepBatch, StepItem
 
 
@@ -43,7 +44,7 @@ def build_layout(
     items = [batch.items[i] for i in order]
     rows = fill_rows(items, sequences, block_size)
     check_row_tokens(rows, vocab_size)
-    return layout_of(items, rows, block_size, device, more_rows)
+    return layout_of(items, rows, block_size, device, more_rows, find_given_rows(items, sequences))
 
 
 def layout_of(
@@ -52,8 +53,9 @@ def layout_of(
     block_size: int,
     device: torch.device | str = "cpu",
     more_rows: list[int] | None = None,
+    given: GivenRows | None = None,
 ) -> StepLayout:
-    """The layout of ordered items and their ``rows`` (from ``fill_rows``)."""
+    """The layout of ordered items and their ``rows`` (from ``fill_rows``), and what is ``given`` of them."""
     num_decode = sum(item.num_tokens == 1 for item in items)
     token_ids, positions, slot_ids = torch.from_numpy(rows).to(device).unbind(0)
     return StepLayout(
@@ -64,11 +66,33 @@ def layout_of(
         sample_rows=_tensor(find_sample_rows(items, more_rows), device),
         decode=_decode_part(items[:num_decode], block_size, device),
         prefill=_prefill_part(items[num_decode:], block_size, device),
+        given=None if given is None else _given_tensors(given, device),
     )
+
+
+def find_given_rows(items: list[StepItem], sequences: Mapping[str, Sequence]) -> GivenRows | None:
+    """What images put into the rows of ordered items; None of none."""
+    found, row = [], 0
+    for item in items:
+        images = sequences[item.request_id].images
+        if images is not None and item.start < images.end:
+            part = images.given(item.start, item.start + item.num_tokens, row)
+            if part is not None:
+                found.append(part)
+        row += item.num_tokens
+    return joined(found)
+
+
+def _given_tensors(given: GivenRows, device: torch.device | str) -> GivenTensors:
+    positions = None if given.positions is None else torch.from_numpy(given.positions).to(device)
+    values = torch.from_numpy(np.array(given.values))  # a copy: what came with a request cannot be written to
+    return GivenTensors(torch.from_numpy(given.rows).to(device), values.to(device), positions)
 
 
 def fill_rows(items: list[StepItem], sequences: Mapping[str, Sequence], block_size: int) -> np.ndarray:
     """Token ids, positions and slot ids of ordered items, int64 ``[3, T]``.
+
+    A position is the token's index in its sequence, or less behind images whose positions have axes.
 
     Raises:
         IntegrityError: an item asks for tokens or blocks that are not there, or there are no items.
@@ -104,7 +128,9 @@ def _fill_decode(rows: np.ndarray, items: list[StepItem], sequences: Mapping[str
     for item in items:
         start = item.start
         slot = item.blocks[start // block_size] * block_size + start % block_size
-        columns.append((sequences[item.request_id].token_ids[start], start, slot))
+        sequence = sequences[item.request_id]
+        position = start if sequence.images is None else sequence.images.position(start)
+        columns.append((sequence.token_ids[start], position, slot))
     if columns:
         rows[:] = np.array(columns, dtype=np.int64).T
 
@@ -116,11 +142,11 @@ def _fill_chunk(rows: np.ndarray, item: StepItem, sequence: Sequence, block_size
     rows[0] = token_ids + list(item.drafts)
     if item.drafts:  # few tokens: lists are faster than arrays
         at = range(item.start, end)
-        rows[1] = at
+        rows[1] = at if sequence.images is None else sequence.images.positions(item.start, end)
         rows[2] = [item.blocks[position // block_size] * block_size + position % block_size for position in at]
         return
     positions = np.arange(item.start, end)
-    rows[1] = positions
+    rows[1] = positions if sequence.images is None else sequence.images.positions(item.start, end)
     rows[2] = np.array(item.blocks)[positions // block_size] * block_size + positions % block_size
 
 

@@ -54,6 +54,7 @@ def attend(
     value: Tensor,
     mask: Tensor | None,
     scores: ScoreShape,
+    sinks: Tensor | None = None,
     *,
     causal: bool = False,
     grouped: bool = False,
@@ -62,10 +63,11 @@ def attend(
 
     Args:
         mask: Added to the scores.
+        sinks: By query head: a score that takes part in the softmax and has no value.
         causal: Query ``i`` sees the keys up to ``i``; there is no mask.
         grouped: Several heads share a KV head. Otherwise the rows of ``query`` may be such heads in place of tokens.
     """
-    if scores.cap is None and not scores.slopes:
+    if scores.cap is None and not scores.slopes and sinks is None:
         return scaled_dot_product_attention(
             query, key, value, mask, is_causal=causal, scale=scores.scale, enable_gqa=grouped
         )
@@ -84,4 +86,8 @@ def attend(
         products = products.masked_fill(hidden, float("-inf"))
     elif mask is not None:
         products = products + mask
-    return torch.softmax(products, -1, dtype=torch.float32).to(query.dtype) @ value
+    if sinks is not None:  # the rows of a head may be the heads that share its keys
+        sink = sinks.to(products.dtype).view(heads, -1, 1).expand(*products.shape[:-1], 1)
+        products = torch.cat([products, sink], -1)
+    weights = torch.softmax(products, -1, dtype=torch.float32).to(query.dtype)
+    return (weights if sinks is None else weights[..., :-1]) @ value

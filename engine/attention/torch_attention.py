@@ -90,9 +90,9 @@ class TorchStepAttention:
         self._windows = windows
         self._buffers = buffers
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """See ``StepAttention.attend``."""
-        cache = _LayerCache(self._pool, layer, self._buffers, self._scores)
+        cache = _LayerCache(self._pool, layer, self._buffers, self._scores, sinks)
         window = self._windows[layer]
         outputs = [part.attend(query, key, value, window, cache) for part in self._parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -109,7 +109,7 @@ class TorchStaticAttention:
         num_slots = decode.block_tables.shape[1] * pool.block_size
         self._positions = torch.arange(num_slots, device=decode.block_tables.device)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """See ``StepAttention.attend``."""
         num_rows, kv_heads, head_dim = len(query), *key.shape[1:]
         ends = self._decode.kv_lens[:, None]
@@ -127,14 +127,17 @@ class TorchStaticAttention:
         )
         folded = query.reshape(num_rows, kv_heads, -1, head_dim)
         mask = _additive(hidden, query.dtype)[:, None, None]
-        return attend(folded, keys, values, mask, self._scores).reshape(num_rows, -1)
+        return attend(folded, keys, values, mask, self._scores, sinks).reshape(num_rows, -1)
 
 
 class _LayerCache:
     """One layer of the pool, read block by block."""
 
-    def __init__(self, pool: KVPool, layer: int, buffers: tuple[Tensor, Tensor], scores: ScoreShape) -> None:
+    def __init__(
+        self, pool: KVPool, layer: int, buffers: tuple[Tensor, Tensor], scores: ScoreShape, sinks: Tensor | None
+    ) -> None:
         self.scores = scores
+        self.sinks = sinks
         self._caches = pool.keys[layer], pool.values[layer]
         self._buffers = buffers
         self.kv_heads, self.head_dim = pool.keys[layer].shape[1:]
@@ -185,7 +188,7 @@ class _Decode:
         # enable_gqa for bfloat16 on a CPU.
         folded = query.reshape(num_rows, cache.kv_heads, -1, cache.head_dim)
         keys, values = cache.gather(self._block_ids, num_rows)
-        out = attend(folded, keys, values, self._masks[window], cache.scores)
+        out = attend(folded, keys, values, self._masks[window], cache.scores, cache.sinks)
         return out.reshape(num_rows, -1)
 
 
@@ -209,7 +212,7 @@ class _WholePrompt:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, cache: _LayerCache) -> Tensor:
         q, k, v = (tensor[self._rows].transpose(0, 1)[None] for tensor in (query, key, value))
         mask = self._masks[window]
-        return _rows_of(attend(q, k, v, mask, cache.scores, causal=mask is None, grouped=True))
+        return _rows_of(attend(q, k, v, mask, cache.scores, cache.sinks, causal=mask is None, grouped=True))
 
 
 class _Chunk:
@@ -229,7 +232,7 @@ class _Chunk:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, cache: _LayerCache) -> Tensor:
         q = query[self._rows].transpose(0, 1)[None]
         keys, values = cache.gather(self._block_ids, 1)
-        return _rows_of(attend(q, keys, values, self._masks[window], cache.scores, grouped=True))
+        return _rows_of(attend(q, keys, values, self._masks[window], cache.scores, cache.sinks, grouped=True))
 
 
 def _masks(windows: Sequence[int | None], longest: int, make: Callable[[int | None], Tensor | None]) -> Masks:

@@ -114,6 +114,8 @@ def xformers_problem(config: DecoderConfig, dtype: torch.dtype, block_size: int)
         return f"head_dim {config.head_dim}: one of {', '.join(map(str, _HEAD_DIMS))} is supported"
     if any(window is not None for window in config.sliding_windows):
         return "sliding-window attention is not supported"
+    if config.blocks.sinks:
+        return "attention sinks are not supported"
     if ScoreShape.of_model(config) != PLAIN_SCORES:
         return "scores with a scale of their own, a soft cap or ALiBi are not supported"
     if block_size % PAGE_SIZE:
@@ -213,8 +215,9 @@ class _StepAttention:
         self._pool = pool
         self._parts = parts
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """See ``StepAttention.attend``."""
+        assert sinks is None, "models with sinks are given to another backend"
         pages = self._pool.keys[layer], self._pool.values[layer]
         outputs = [part.attend(query, key, value, pages) for part in self._parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

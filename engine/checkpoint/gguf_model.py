@@ -18,11 +18,16 @@ ARCHITECTURE_NAMES: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
     "phi3": "Phi3ForCausalLM",
 }
 """By ``general.architecture``: the same in transformers. llama.cpp writes Mistral's models as llama's."""
 
+EXPERT_UP, EXPERT_DOWN = ("mlp.experts.gate_proj", "mlp.experts.up_proj"), "mlp.experts.down_proj"
+"""As in ``TensorNames``: a file has one tensor for the gates of all experts, and so on."""
+
 _ELSEWHERE = "serve it with llama.cpp behind [[replica]]"
+_FAMILY_ELSEWHERE = f"take the model's safetensors directory, whose families are more, or {_ELSEWHERE}"
 _WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -37,6 +42,10 @@ _LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
 }
 _ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _NO_EXPERTS = ("expert_count", "expert_used_count")
@@ -84,7 +93,7 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     name = file.value("general.architecture", str)
     if name not in ARCHITECTURE_NAMES:
         raise UnsupportedModelError(
-            "general.architecture", name, f"one of {', '.join(ARCHITECTURE_NAMES)}: {_ELSEWHERE}"
+            "general.architecture", name, f"one of {', '.join(ARCHITECTURE_NAMES)}: {_FAMILY_ELSEWHERE}"
         )
     _check_whole(file, name)
     keys = _Keys(file, name)
@@ -111,6 +120,14 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
         "mlp_bias": _has_bias(file, "ffn_up"),
         "rope_parameters": _rope(keys, head_dim),
     }
+    if name == "qwen3moe":
+        raw |= {
+            "num_experts": keys.size("expert_count"),
+            "num_experts_per_tok": keys.size("expert_used_count"),
+            "moe_intermediate_size": keys.size("expert_feed_forward_length"),
+            "norm_topk_prob": True,  # the file does not say it: llama.cpp always normalises
+            "mlp_only_layers": [i for i in range(raw["num_hidden_layers"]) if _is_dense(file, i)],
+        }
     if name == "phi3":  # beside the nested object, where its configuration has a default
         length = keys.size("rope.scaling.original_context_length", raw["max_position_embeddings"])
         raw["original_max_position_embeddings"] = length
@@ -132,7 +149,7 @@ def _check_whole(file: GGUFFile, name: str) -> None:
     parts = file.value("split.count", int, 0)
     if parts > 1:
         raise file.error("split.count", parts, "1: join the parts with llama-gguf-split --merge")
-    for key in _NO_EXPERTS:
+    for key in _NO_EXPERTS if name != "qwen3moe" else ():
         if file.value(f"{name}.{key}", int, 0):
             raise UnsupportedModelError(f"{name}.{key}", file.metadata[f"{name}.{key}"], f"0: {_ELSEWHERE}")
 
@@ -214,6 +231,10 @@ def _floats(file: GGUFFile, tensor: GGUFTensor) -> list[float]:
     if not np.isfinite(values).all() or not (values > 0).all():
         raise file.error(tensor.name, "other values", "numbers > 0")
     return [float(value) for value in values]
+
+
+def _is_dense(file: GGUFFile, layer: int) -> bool:
+    return f"blk.{layer}.ffn_gate.weight" in file.tensors
 
 
 def _has_bias(file: GGUFFile, part: str) -> bool:

@@ -16,11 +16,14 @@ from core.errors import ConfigError, InvalidValueError
 from engine.checkpoint.architectures import ARCHITECTURES, Architecture, Windows
 from engine.checkpoint.config_fields import Fields, UnsupportedModelError, read_json
 from engine.checkpoint.families.experts import Experts
+from engine.checkpoint.families.latent import Latent
 from engine.checkpoint.families.record import ACTIVATIONS, Biases, Blocks, TensorNames, of_config
-from engine.checkpoint.gguf_model import gguf_config, rope_factors
+from engine.checkpoint.families.vision import VISION
+from engine.checkpoint.gguf_model import EXPERT_DOWN, EXPERT_UP, gguf_config, rope_factors
 from engine.checkpoint.quantization import Quantization, read_quantization
 from engine.checkpoint.rotary_config import FactorScaling, read_rotary
 from engine.checkpoint.rotary_config import RotaryConfig as RotaryConfig
+from engine.checkpoint.text_part import NestedText, text_part
 from tokenization.gguf.file import GGUFFile, is_gguf, read_gguf
 from tokenization.model_dir import model_file
 
@@ -57,8 +60,11 @@ class DecoderConfig:
         names: The checkpoint's names of its tensors.
         rotaries: The rotary embedding by layer, where layers differ; then ``rotary`` is one of them.
         experts: The mixture of experts that some of its layers have; None without.
+        latent: Latent attention: ``head_dim`` is the width of the row that all heads read, the only KV head.
         quantization: How the matrices of a safetensors checkpoint are stored; None in a float type, and for GGUF
             files, which say it of each tensor.
+        sees: Its name in ``engine.checkpoint.families.vision.VISION``, where its prompts may hold images; empty
+            for a model of text alone.
     """
 
     vocab_size: int
@@ -83,7 +89,9 @@ class DecoderConfig:
     names: TensorNames
     rotaries: tuple[RotaryConfig | None, ...] | None = None
     experts: Experts | None = None
+    latent: Latent | None = None
     quantization: Quantization | None = None
+    sees: str = ""
 
     @property
     def up_size(self) -> int:
@@ -114,12 +122,23 @@ class DecoderConfig:
             and self.names.in_order
             and not self.biases.head
             and self.experts is None
+            and self.latent is None
         )
+
+    @property
+    def kv_rows(self) -> int:
+        """Rows that the KV pool holds of a token, layer and KV head: key and value, or the latent that is both."""
+        return 2 if self.latent is None else 1
+
+    @property
+    def attended_size(self) -> int:
+        """Inputs of the linear layer behind attention."""
+        return self.num_attention_heads * (self.head_dim if self.latent is None else self.latent.value)
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values that one token takes over all layers, in a pool of that type."""
         head_bytes = self.head_dim * dtype.itemsize + (KV_SCALE_BYTES if dtype.itemsize == 1 else 0)
-        return 2 * self.num_hidden_layers * self.num_key_value_heads * head_bytes
+        return self.kv_rows * self.num_hidden_layers * self.num_key_value_heads * head_bytes
 
 
 def load_model_config(model_dir: Path) -> DecoderConfig:
@@ -136,7 +155,22 @@ def load_model_config(model_dir: Path) -> DecoderConfig:
         raise InvalidValueError("model", str(model_dir), "a model directory with a config.json, or a GGUF file")
     name = _architecture(raw)
     generation = read_json(model_dir, "generation_config.json") or {}
+    if name in VISION:
+        part = text_part(raw, name)
+        return _seeing(_read(_fields(part.raw, part.architecture), part.architecture, generation), part, name)
     return _read(_fields(raw, name), name, generation)
+
+
+def _seeing(config: DecoderConfig, part: NestedText, name: str) -> DecoderConfig:
+    """The text model of one that sees, with what its checkpoint and its positions have beside."""
+    family, rotary = VISION[name], config.rotary
+    if part.sections and rotary is not None:
+        if 2 * sum(part.sections) != rotary.rotary_dim:
+            raise UnsupportedModelError("mrope_section", list(part.sections), f"a sum of {rotary.rotary_dim // 2}")
+        axes = tuple(axis % 3 for axis, size in enumerate(part.sections) for _ in range(size))
+        rotary = replace(rotary, axes=axes)
+    names = replace(config.names, renamed=family.renamed, elsewhere=family.towers)
+    return replace(config, rotary=rotary, names=names, sees=name)
 
 
 def config_of(file: GGUFFile) -> DecoderConfig:
@@ -147,7 +181,11 @@ def config_of(file: GGUFFile) -> DecoderConfig:
     """
     raw = gguf_config(file)
     name = _architecture(raw)
+    if name in VISION:
+        raise UnsupportedModelError("architectures", name, "a model of text alone in a GGUF file")
     config = _read(_fields(raw, name), name, {})
+    if config.experts is not None:
+        config = replace(config, names=replace(config.names, expert_up=EXPERT_UP, expert_down=EXPERT_DOWN))
     factors = rope_factors(file)
     if factors is None or config.rotary is None:
         return config
@@ -209,8 +247,9 @@ def _alone_in(folder: Path) -> Path | None:
 
 def _architecture(raw: dict[str, Any]) -> str:
     names = raw.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in list(ARCHITECTURES):
-        raise UnsupportedModelError("architectures", names, f"one of {', '.join(ARCHITECTURES)}")
+    known = [*ARCHITECTURES, *VISION]
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in known:
+        raise UnsupportedModelError("architectures", names, f"one of {', '.join(known)}")
     return str(names[0])
 
 
@@ -254,6 +293,7 @@ def _read(config: Fields, name: str, generation: dict[str, Any]) -> DecoderConfi
         names=of_config(architecture.names, config),
         rotaries=rotaries,
         experts=architecture.experts(config, num_layers) if architecture.experts else None,
+        latent=architecture.latent(config) if architecture.latent else None,
     )
 
 

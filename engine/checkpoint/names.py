@@ -7,7 +7,11 @@ from collections.abc import Container, Iterator, Sequence, Set, Sized
 
 from engine.checkpoint.config_fields import CheckpointError, Shape
 from engine.checkpoint.families.experts import Experts
+from engine.checkpoint.families.latent import Latent
 from engine.checkpoint.model_config import DecoderConfig
+
+CORRECTION = "e_score_correction_bias"
+"""What is added to the scores of experts, behind the router's name."""
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, Shape]:
@@ -55,7 +59,10 @@ def active_parameters(config: DecoderConfig) -> int:
     experts = config.experts
     if experts is None:
         return num_parameters(config)
-    each = experts.inner * config.hidden_size * (1 + config.up_size // config.intermediate_size)
+    halves = config.up_size // config.intermediate_size
+    each = experts.inner * config.hidden_size * (1 + halves)
+    if config.biases.mlp:
+        each += experts.inner * halves + config.hidden_size
     return num_parameters(config) - sum(experts.layers) * (experts.count - experts.active) * each
 
 
@@ -65,20 +72,44 @@ def _layer_shapes(config: DecoderConfig, layer: int) -> Iterator[tuple[str, Shap
     query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     for name in layer_norms(config):
         yield from _norm(name, config)
-    yield from _linear(names.qkv, [query, kv, kv], hidden, config, bias=biases.qkv)
+    if config.latent is None:
+        yield from _linear(names.qkv, [query, kv, kv], hidden, config, bias=biases.qkv)
+    else:
+        yield from _latent_shapes(config, config.latent)
     if config.blocks.head_norm:
         for name, size in zip((names.q_norm, names.k_norm), head_norm_sizes(config), strict=True):
             yield f"{name}.weight", (size,)
-    yield from _linear([names.out], [hidden], query, config, bias=biases.out)
+    yield from _linear([names.out], [hidden], config.attended_size, config, bias=biases.out)
+    if config.blocks.sinks:
+        yield names.sinks, (config.num_attention_heads,)
     if experts is None:
         yield from _mlp_shapes(config, names.up, names.down, config.intermediate_size)
         return
     yield f"{names.router}.weight", (experts.count, hidden)
+    if experts.correction:
+        yield f"{names.router}.{CORRECTION}", (experts.count,)
+    if experts.router_bias:
+        yield f"{names.router}.bias", (experts.count,)
     yield from _expert_shapes(config, experts)
     if experts.shared_inner:
         yield from _mlp_shapes(config, names.shared_up, names.shared_down, experts.shared_inner)
     if experts.shared_gate:
         yield f"{names.shared_gate}.weight", (1, hidden)
+
+
+def latent_sizes(config: DecoderConfig, latent: Latent) -> list[int]:
+    """Outputs of the two parts of a layer's first matrix: queries or their latent, and the token's row."""
+    return [latent.q_rank or config.num_attention_heads * latent.query, latent.width]
+
+
+def _latent_shapes(config: DecoderConfig, latent: Latent) -> Iterator[tuple[str, Shape]]:
+    names, heads = config.names, config.num_attention_heads
+    yield from _linear(names.qkv, latent_sizes(config, latent), config.hidden_size, config, bias=False)
+    yield f"{names.k_norm}.weight", (latent.rank,)
+    yield f"{names.kv_up}.weight", (heads * (latent.plain + latent.value), latent.rank)
+    if latent.q_rank is not None:
+        yield f"{names.q_norm}.weight", (latent.q_rank,)
+        yield f"{names.q_up}.weight", (heads * latent.query, latent.q_rank)
 
 
 def _mlp_shapes(config: DecoderConfig, up: Sequence[str], down: str, inner: int) -> Iterator[tuple[str, Shape]]:
@@ -91,11 +122,22 @@ def _expert_shapes(config: DecoderConfig, experts: Experts) -> Iterator[tuple[st
     """Each expert in tensors of its own, or all in one with their number as first dimension."""
     up, down = config.names.expert_up, config.names.expert_down
     if "{}" not in down:
-        for name, shape in _mlp_shapes(config, up, down, experts.inner):
-            yield name, (experts.count, *shape)
+        yield from _stacked_shapes(config, experts)
         return
     for i in range(experts.count):
         yield from _mlp_shapes(config, [name.format(i) for name in up], down.format(i), experts.inner)
+
+
+def _stacked_shapes(config: DecoderConfig, experts: Experts) -> Iterator[tuple[str, Shape]]:
+    names, hidden = config.names, config.hidden_size
+    weight, bias = names.expert_ends
+    outputs = experts.inner * (config.up_size // config.intermediate_size) // len(names.expert_up)
+    first = [(name, outputs, hidden) for name in names.expert_up]
+    for name, size, inputs in (*first, (names.expert_down, hidden, experts.inner)):
+        shape = (inputs, size) if names.expert_transposed else (size, inputs)
+        yield f"{name}{weight}", (experts.count, *shape)
+        if config.biases.mlp:
+            yield f"{name}{bias}", (experts.count, size)
 
 
 def _norm(name: str, config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
@@ -120,7 +162,9 @@ def known_name(found: str, targets: Container[str], config: DecoderConfig) -> st
     Raises:
         CheckpointError: a tensor that such a model does not have.
     """
-    found = dict(config.names.aliases).get(found, found)
+    if found.startswith(config.names.elsewhere):
+        return None
+    found = own_name(found, config)
     whole = config.names.layers.split(".")[0]
     name = found if found in targets else f"{whole}.{found}"  # a checkpoint of the model without its head
     if name in targets:
@@ -129,6 +173,15 @@ def known_name(found: str, targets: Container[str], config: DecoderConfig) -> st
         return None
     expected = f"only tensors of {config.architecture} with {config.num_hidden_layers} layers"
     raise CheckpointError(found, "a tensor of that name", expected)
+
+
+def own_name(found: str, config: DecoderConfig) -> str:
+    """A tensor's name without what a checkpoint that holds more than the model puts before it."""
+    for beginning, instead in config.names.renamed:
+        if found.startswith(beginning):
+            found = instead + found.removeprefix(beginning)
+            break
+    return dict(config.names.aliases).get(found, found)
 
 
 def check_complete(missing: Set[str], targets: Sized) -> None:
@@ -140,4 +193,5 @@ def check_complete(missing: Set[str], targets: Sized) -> None:
 def _may_be_ignored(name: str, config: DecoderConfig) -> bool:
     """Tensors that carry nothing: a second copy of tied embeddings, and buffers of old checkpoints."""
     copied = config.tie_word_embeddings and name == f"{config.names.lm_head}.weight"
-    return copied or name.endswith(config.names.ignored)
+    further = config.names.further_layers and name.startswith(config.names.layer(config.num_hidden_layers))
+    return copied or further or name.endswith(config.names.ignored)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from engine.checkpoint.config_fields import CheckpointError, Shape, UnsupportedModelError
 from engine.checkpoint.stored import FLOATS, StoredTensor
 
-Method = Literal["gptq", "awq", "packed", "int8", "fp8"]
+Method = Literal["gptq", "awq", "packed", "int8", "fp8", "mxfp4"]
 
 MEMBERS: Mapping[Method, tuple[str, ...]] = {
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
@@ -20,11 +20,15 @@ MEMBERS: Mapping[Method, tuple[str, ...]] = {
     "packed": ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
     "int8": ("weight_scale", "weight_zero_point"),
     "fp8": ("weight_scale", "weight_scale_inv"),
+    "mxfp4": ("blocks", "scales"),
 }
 """Ends of the names of the tensors that make up a matrix, beside ``weight``; a matrix without any is stored plain."""
 
 _IGNORED = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "activation_scale")
 """Ends of names of scales for activations: the engine computes its own, or none."""
+
+MX_GROUP = 32
+"""Neighbouring inputs that share a scale in MXFP4."""
 
 _ELSEWHERE = "serve it with another server behind [[replica]], or an unquantised checkpoint of the model"
 
@@ -80,9 +84,10 @@ def read_quantization(raw: Any) -> Quantization | None:
     if not isinstance(raw, dict):
         raise UnsupportedModelError("quantization_config", raw, "an object")
     method = raw.get("quant_method")
-    reader = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed, "fp8": _fp8}.get(str(method))
+    readers = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed, "fp8": _fp8, "mxfp4": _mxfp4}
+    reader = readers.get(str(method))
     if reader is None:
-        expected = f"gptq, awq, compressed-tensors or fp8: {_ELSEWHERE}"
+        expected = f"gptq, awq, compressed-tensors, fp8 or mxfp4: {_ELSEWHERE}"
         raise UnsupportedModelError("quantization_config.quant_method", method, expected)
     return reader(raw)
 
@@ -110,6 +115,11 @@ def _awq(raw: Mapping[str, Any]) -> Quantization:
 def _fp8(raw: Mapping[str, Any]) -> Quantization:
     _require(raw, "fmt", ("e4m3",), "e4m3")
     return Quantization("fp8", 8, block=_block("weight_block_size", raw.get("weight_block_size")))
+
+
+def _mxfp4(raw: Mapping[str, Any]) -> Quantization:
+    """Experts alone, as gpt-oss stores them; ``modules_to_not_convert`` says of the others what their tensors say."""
+    return Quantization("mxfp4", 4)
 
 
 def _block(name: str, value: Any) -> tuple[int, int] | None:
@@ -155,9 +165,9 @@ def stored_matrices(stored: Mapping[str, StoredTensor], quantization: Quantizati
     known = MEMBERS[quantization.method]
     found: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in stored.items():
-        base, _, end = name.rpartition(".")
+        base, _, end = name.rpartition("_" if quantization.method == "mxfp4" else ".")
         if end in known or (end == "weight" and tensor.dtype not in FLOATS):
-            found.setdefault(f"{base}.weight", {})[end] = tensor
+            found.setdefault(base if quantization.method == "mxfp4" else f"{base}.weight", {})[end] = tensor
         elif end not in _IGNORED:
             found.setdefault(name, {})["weight"] = tensor
     return {name: StoredMatrix(_shape(name, members, quantization), members) for name, members in found.items()}
@@ -167,6 +177,8 @@ def _shape(name: str, members: Mapping[str, StoredTensor], quantization: Quantiz
     """The matrix's shape, after a check that its members fit together."""
     if members.keys() == {"weight"} and members["weight"].dtype in FLOATS:
         return members["weight"].shape
+    if quantization.method == "mxfp4":
+        return _shape_of_blocks(name, members)
     for end in _required(quantization):
         if end not in members:
             raise CheckpointError(name.removesuffix("weight") + end, "nothing", "a tensor")
@@ -176,6 +188,23 @@ def _shape(name: str, members: Mapping[str, StoredTensor], quantization: Quantiz
             expected = f"{' or '.join(dtypes)} of shape {' or '.join(str(list(each)) for each in allowed)}"
             raise CheckpointError(tensor.name, f"{tensor.dtype} {list(tensor.shape)}", expected)
     return shape
+
+
+def _shape_of_blocks(name: str, members: Mapping[str, StoredTensor]) -> Shape:
+    """``[experts, inputs, outputs]`` of matrices that lie as ``[experts, outputs, groups, bytes of a group]``."""
+    for end in MEMBERS["mxfp4"]:
+        if end not in members:
+            raise CheckpointError(f"{name}_{end}", "nothing", "a tensor")
+    blocks, scales = members["blocks"], members["scales"]
+    if blocks.dtype != "U8" or len(blocks.shape) != 4 or blocks.shape[3] != MX_GROUP // 2 or 0 in blocks.shape:
+        expected = f"U8 of shape [experts, outputs, groups, {MX_GROUP // 2}]"
+        raise CheckpointError(blocks.name, f"{blocks.dtype} {list(blocks.shape)}", expected)
+    if scales.dtype != "U8" or scales.shape != blocks.shape[:3]:
+        raise CheckpointError(
+            scales.name, f"{scales.dtype} {list(scales.shape)}", f"U8 of shape {list(blocks.shape[:3])}"
+        )
+    experts, outputs, groups = blocks.shape[:3]
+    return experts, groups * MX_GROUP, outputs
 
 
 def _required(quantization: Quantization) -> tuple[str, ...]:

@@ -64,6 +64,23 @@ class QuantizedLinear:
                 found = f"{tensor.dtype} {list(tensor.shape)}"
                 raise InvalidValueError(name, found, f"torch.float32 {list(shape)}")
 
+    def split(self, count: int, order: Tensor | None = None) -> list[QuantizedLinear]:
+        """``count`` matrices that lie one below the other, none with a bias.
+
+        Args:
+            order: Which of its outputs each output of a part is; None where they lie in order.
+        """
+
+        def parts(tensor: Tensor) -> list[Tensor]:
+            cut = torch.split(tensor, self.outputs // count)
+            return list(cut) if order is None else [part[order] for part in cut]
+
+        minima = [None] * count if self.minima is None else parts(self.minima)
+        return [
+            QuantizedLinear(values, scales, least, self.bits, self.group)
+            for values, scales, least in zip(parts(self.values), parts(self.scales), minima, strict=True)
+        ]
+
     @property
     def outputs(self) -> int:
         """n."""

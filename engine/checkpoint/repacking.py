@@ -8,14 +8,17 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.config_fields import CheckpointError
-from engine.checkpoint.quantization import Quantization
-from engine.checkpoint.quantized import QuantizedLinear, pack_nibbles
+from engine.checkpoint.quantization import MX_GROUP, Quantization
+from engine.checkpoint.quantized import QuantizedLinear, gather_records, pack_nibbles
 
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 """Where each of eight neighbours stands in an int32 of AWQ."""
 
 _ROWS = 1024
 """Rows that are turned into floats at a time, so that a load takes little more memory than the weights."""
+
+_HALVES_OF_FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice the value of each four bits of MXFP4 (OCP Microscaling Formats 1.0, E2M1)."""
 
 _MULTIPLE = 4
 """The record's groups are multiples of it."""
@@ -30,6 +33,9 @@ def repacked(members: Mapping[str, Tensor], quantization: Quantization) -> Quant
     method = quantization.method
     if method == "fp8":
         return None
+    if method == "mxfp4":
+        blocks = members["blocks"].flatten(0, 1)
+        return gather_records(_mx_records(blocks, members["scales"].flatten(0, 1)), len(blocks))
     integers, scales, zeros = _parts(members, quantization)
     groups = scales.shape[1]
     group = integers.shape[1] // groups
@@ -44,6 +50,21 @@ def repacked(members: Mapping[str, Tensor], quantization: Quantization) -> Quant
         return QuantizedLinear(pack_nibbles(integers), scales, minima, 4, group)
     values = (integers.to(torch.int16) - middle).to(torch.int8)
     return QuantizedLinear(values, scales, minima, 8, group)
+
+
+def _mx_records(blocks: Tensor, scales: Tensor) -> Iterator[QuantizedLinear]:
+    """Some rows each. 8 bits hold twice any value of four bits, and so the record is the same numbers.
+
+    Args:
+        blocks: uint8 ``[n, groups, 16]``, two neighbours in a byte, the first in its lower half.
+        scales: uint8 ``[n, groups]``, exponents of 2 plus 127.
+    """
+    halves = torch.tensor(_HALVES_OF_FP4, dtype=torch.int8)
+    for first in range(0, len(blocks), _ROWS):
+        octets = blocks[first : first + _ROWS].flatten(1)
+        values = halves[torch.stack((octets & 15, octets >> 4), -1).flatten(1).int()]
+        exponents = scales[first : first + _ROWS].int() - 128  # of half a value
+        yield QuantizedLinear(values, torch.ldexp(torch.ones(exponents.shape), exponents), None, 8, MX_GROUP)
 
 
 def float_rows(members: Mapping[str, Tensor], quantization: Quantization) -> Iterator[tuple[int, Tensor]]:

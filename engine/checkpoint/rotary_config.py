@@ -108,11 +108,14 @@ class RotaryConfig:
         rotary_dim: Even number of values of a head, from its first, that are rotated, their halves against each other.
         theta: Base of the frequencies.
         scaling: How the frequencies are changed.
+        axes: For each frequency, which axis of a position turns it: 0 time, 1 row, 2 column. None where positions have
+            one axis. Tokens of text have the same position on all of them.
     """
 
     rotary_dim: int
     theta: float
     scaling: Scaling | None = None
+    axes: tuple[int, ...] | None = None
 
     @property
     def stretched_len(self) -> int:

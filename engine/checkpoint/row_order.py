@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.checkpoint.families.latent import Latent
 from engine.checkpoint.model_config import DecoderConfig
 
 
@@ -32,3 +33,11 @@ def turned_order(config: DecoderConfig, heads: int) -> Tensor:
     values = torch.arange(heads * config.head_dim).view(heads, config.head_dim)
     halves = values[:, :turned].view(heads, -1, 2).transpose(1, 2).flatten(1)
     return torch.cat([halves, values[:, turned:]], 1).flatten()
+
+
+def latent_orders(latent: Latent, heads: int) -> tuple[Tensor, Tensor]:
+    """By row of the queries, and by value of a token's row: the number of the stored one. Turned values are first."""
+    halves = torch.arange(latent.turned).view(-1, 2).t().flatten()
+    head = torch.cat([latent.plain + halves, torch.arange(latent.plain)])
+    query = (torch.arange(heads)[:, None] * latent.query + head).flatten()
+    return query, torch.cat([latent.rank + halves, torch.arange(latent.rank)])

@@ -6,6 +6,7 @@ floats, so that a load needs little more memory than the weights take.
 
 from __future__ import annotations
 
+import math
 import mmap
 import warnings
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from engine.checkpoint.model_config import DecoderConfig
 from engine.checkpoint.quantization import StoredMatrix
 from engine.checkpoint.quantized import QuantizedLinear, gather_records
 from engine.checkpoint.repacking import float_rows, record_rows, repacked
+from engine.checkpoint.threads import threads_for
 from tokenization.gguf.file import GGUFTensor, is_gguf, read_gguf
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -94,6 +96,11 @@ class _SafetensorsSource:
         members = self._members(matrix)
         assert self._quantization is not None, "matrices of several tensors are quantised"
         record = repacked(members, self._quantization)
+        if record is not None and target.dim() == 3:  # [experts, inputs, outputs]; the record's rows are outputs
+            for each, part in zip(target, record.split(len(target)), strict=True):
+                each.t().copy_(part.dense(target.dtype))
+            self._release(target.nbytes)
+            return
         parts = float_rows(members, self._quantization) if record is None else record_rows(record, target.dtype)
         _fill_rows(target, parts)
         self._release(target.nbytes)
@@ -110,7 +117,8 @@ class _SafetensorsSource:
         matrix = self._matrices[name]
         if matrix.is_plain or self._quantization is None:
             return None
-        record = repacked(self._members(matrix), self._quantization)
+        with threads_for(math.prod(matrix.shape)):
+            record = repacked(self._members(matrix), self._quantization)
         self._release(0 if record is None else record.nbytes)
         return record
 
@@ -163,11 +171,12 @@ class _GGUFSource:
 
     def record(self, name: str) -> QuantizedLinear | None:
         tensor = self._tensors[name]
-        if not has_record(tensor.kind) or len(tensor.shape) != 2:
+        if not has_record(tensor.kind) or len(tensor.shape) < 2:
             return None
         rows, step = self._stored_rows(name), _rows_at_once(tensor)
         parts = (gguf_record(tensor.kind, rows[first : first + step]) for first in range(0, len(rows), step))
-        record = gather_records(parts, len(rows))
+        with threads_for(math.prod(tensor.shape)):
+            record = gather_records(parts, len(rows))
         self._release(tensor)
         return record
 
@@ -185,7 +194,7 @@ class _GGUFSource:
     def _stored_rows(self, name: str) -> Tensor:
         """The bytes of each row, the rows in the model's order: uint8 ``[n, bytes]``."""
         tensor = self._tensors[name]
-        rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
+        rows = math.prod(tensor.shape[:-1])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the file cannot be written to, and nothing writes
             flat = torch.frombuffer(self._data, dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.begin)
@@ -211,9 +220,24 @@ def _rows_at_once(tensor: GGUFTensor) -> int:
 
 
 def _fill_rows(target: Tensor, parts: Iterator[tuple[int, Tensor]]) -> None:
+    if target.dim() == 3:
+        _fill_experts(target, parts)
+        return
     whole = target if target.dim() > 1 else target.view(1, -1)
     for first, part in parts:
         whole[first : first + len(part)].copy_(part)
+
+
+def _fill_experts(target: Tensor, parts: Iterator[tuple[int, Tensor]]) -> None:
+    """The same for ``[experts, outputs, inputs]``, of which parts hold the rows of one expert after the other."""
+    outputs = target.shape[1]
+    for first, part in parts:
+        done = 0
+        while done < len(part):
+            expert, row = divmod(first + done, outputs)
+            count = min(outputs - row, len(part) - done)
+            target[expert, row : row + count].copy_(part[done : done + count])
+            done += count
 
 
 def _by_gguf(kind: str, rows: Tensor) -> Tensor:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -13,117 +12,25 @@ from torch.nn import functional as F
 from core.errors import InvalidValueError
 from engine.checkpoint.config_fields import CheckpointError as CheckpointError
 from engine.checkpoint.families.experts import Experts
+from engine.checkpoint.families.latent import Latent
+from engine.checkpoint.layers import ExpertWeights as ExpertWeights
+from engine.checkpoint.layers import LatentWeights as LatentWeights
+from engine.checkpoint.layers import LayerWeights as LayerWeights
+from engine.checkpoint.layers import Linear as Linear
+from engine.checkpoint.layers import Matrix as Matrix
+from engine.checkpoint.layers import ModelWeights as ModelWeights
+from engine.checkpoint.layers import Norm as Norm
 from engine.checkpoint.model_config import DecoderConfig
-from engine.checkpoint.names import head_norm_sizes, num_parameters
-from engine.checkpoint.quantized import JoinedLinear, QuantizedLinear, join_records
-from engine.checkpoint.row_order import qkv_order, turned_order
+from engine.checkpoint.names import CORRECTION, head_norm_sizes, latent_sizes, num_parameters
+from engine.checkpoint.quantized import QuantizedLinear, join_records
+from engine.checkpoint.row_order import latent_orders, qkv_order, turned_order
 from engine.checkpoint.sources import open_checkpoint
+from engine.checkpoint.threads import threads_for
 
 LARGE_MODEL_PARAMETERS = 500_000_000
 """Parameters above which ``auto`` keeps the checkpoint's own dtype: exactness would cost twice the memory and time."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """``x @ weight.T + bias``; the weight is ``[out, in]``, the bias ``[out]``."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    @property
-    def outputs(self) -> int:
-        """Outputs of the layer."""
-        return len(self.weight)
-
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        """The weight in ``dtype``."""
-        return self.weight.to(dtype)
-
-
-Matrix = Linear | QuantizedLinear | JoinedLinear
-"""A linear layer, in whatever form it is kept."""
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """Weight and bias, each ``[hidden]``."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertWeights:
-    """The mixture of experts of a layer.
-
-    Attributes:
-        router: ``[experts, hidden]``, and a last row if the shared experts have a gate; never quantised.
-        up, down: Those of each expert, as of an MLP.
-    """
-
-    router: Linear
-    up: tuple[Matrix, ...]
-    down: tuple[Matrix, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One decoder layer.
-
-    Attributes:
-        qkv: ``[(heads + 2 * kv_heads) * head_dim, hidden]``: queries, then keys, then values.
-        input_norm: Before attention; None without.
-        q_norm: ``[head_dim]``, of each head of the queries, or ``[heads * head_dim]``, of all; None without.
-        k_norm: The same for the keys.
-        post_norm: Before the MLP; that before attention where both read one.
-        up: ``[2 * intermediate, hidden]``, gate, then up, where the MLP is gated; else ``[intermediate, hidden]``.
-            A layer with experts has here those that every token takes, and None without.
-        after_attention, after_mlp: For what they add to the residual stream; None without.
-        experts: None in a layer with a plain MLP.
-    """
-
-    input_norm: Norm | None
-    qkv: Matrix
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    out: Matrix
-    post_norm: Norm | None
-    up: Matrix | None
-    down: Matrix | None
-    after_attention: Norm | None = None
-    after_mlp: Norm | None = None
-    experts: ExpertWeights | None = None
-
-    @property
-    def matrices(self) -> Iterator[Matrix]:
-        """Every matrix that may be quantised."""
-        yield from (each for each in (self.qkv, self.out, self.up, self.down) if each is not None)
-        if self.experts is not None:
-            yield from (*self.experts.up, *self.experts.down)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelWeights:
-    """The whole model.
-
-    Attributes:
-        embedding: ``[vocab, hidden]``.
-        positions: ``[context, hidden]``, by position; None if positions are not learned.
-        norm: Before ``lm_head``; None if there is none.
-        lm_head: ``[vocab, hidden]``; ``embedding`` itself when they are tied and neither is quantised.
-        head_bias: ``[vocab]``, or None.
-        embedding_norm: Behind the embedding; None without.
-    """
-
-    embedding: Tensor
-    positions: Tensor | None
-    layers: tuple[LayerWeights, ...]
-    norm: Norm | None
-    lm_head: Tensor | QuantizedLinear
-    head_bias: Tensor | None = None
-    embedding_norm: Norm | None = None
 
 
 def parse_dtype(name: str, config: DecoderConfig, device: str = "cpu") -> torch.dtype:
@@ -174,7 +81,9 @@ def load_weights(
     weights = allocation.model()
     for name in source.names():
         if name in allocation.targets:  # the others are kept as records
-            source.fill(name, allocation.targets[name])
+            target = allocation.targets[name]
+            with threads_for(target.numel()):
+                source.fill(name, target)
     allocation.finish()
     return weights
 
@@ -265,25 +174,48 @@ class Allocation:
     def _layer(self, prefix: str, experts: Experts | None) -> LayerWeights:
         config, names, biases, blocks = self._config, self.names, self._config.biases, self._config.blocks
         hidden = config.hidden_size
-        query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
         before = self._norm(prefix + names.input_norm) if blocks.norm_before else None
         own = blocks.norm_before and not blocks.one_norm
         q_norm, k_norm = self._head_norms(prefix)
-        order = None if names.in_order else qkv_order(config)
         up, down = self._mlp(prefix, experts)
         return LayerWeights(
             input_norm=before,
-            qkv=self._linear(prefix, names.qkv, [query, kv, kv], hidden, bias=biases.qkv, order=order),
+            qkv=self._qkv(prefix),
             q_norm=q_norm,
             k_norm=k_norm,
-            out=self._linear(prefix, [names.out], [hidden], query, bias=biases.out),
+            out=self._linear(prefix, [names.out], [hidden], config.attended_size, bias=biases.out),
             post_norm=self._norm(prefix + names.post_norm) if own else before,
             up=up,
             down=down,
             after_attention=self._norm(prefix + names.after_attention) if blocks.norm_after else None,
             after_mlp=self._norm(prefix + names.after_mlp) if blocks.norm_after else None,
             experts=None if experts is None else self._experts(prefix, experts),
+            sinks=self.tensor(prefix + names.sinks, config.num_attention_heads) if blocks.sinks else None,
+            latent=None if config.latent is None else self._latent(prefix, config.latent),
         )
+
+    def _qkv(self, prefix: str) -> Matrix:
+        config, names, latent = self._config, self.names, self._config.latent
+        if latent is None:
+            query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+            order = None if names.in_order else qkv_order(config)
+            sizes = [query, kv, kv]
+            return self._linear(prefix, names.qkv, sizes, config.hidden_size, bias=config.biases.qkv, order=order)
+        sizes = latent_sizes(config, latent)
+        query_order, row_order = latent_orders(latent, config.num_attention_heads)
+        first = query_order if latent.q_rank is None else torch.arange(latent.q_rank)
+        order = torch.cat([first, sizes[0] + row_order])
+        return self._linear(prefix, names.qkv, sizes, config.hidden_size, bias=False, order=order)
+
+    def _latent(self, prefix: str, latent: Latent) -> LatentWeights:
+        names, heads, q_norm, q_up = self.names, self._config.num_attention_heads, None, None
+        if latent.q_rank is not None:
+            order, _ = latent_orders(latent, heads)
+            q_norm = self._norm_weight(prefix + names.q_norm, latent.q_rank)
+            q_up = self._linear(prefix, [names.q_up], [heads * latent.query], latent.q_rank, bias=False, order=order)
+        up = self.tensor(f"{prefix}{names.kv_up}.weight", heads * (latent.plain + latent.value), latent.rank)
+        keys, values = torch.split(up.view(heads, -1, latent.rank), [latent.plain, latent.value], 1)
+        return LatentWeights(q_norm, q_up, self._norm_weight(prefix + names.k_norm, latent.rank), keys, values)
 
     def _head_norms(self, prefix: str) -> tuple[Tensor | None, Tensor | None]:
         config, names = self._config, self.names
@@ -315,26 +247,67 @@ class Allocation:
 
     def _experts(self, prefix: str, experts: Experts) -> ExpertWeights:
         names, hidden = self.names, self._config.hidden_size
-        router = self._empty(experts.router_rows, hidden)
-        self.targets[f"{prefix}{names.router}.weight"] = router[: experts.count]
+        weight = self._empty(experts.router_rows, hidden)
+        self.targets[f"{prefix}{names.router}.weight"] = weight[: experts.count]
         if experts.shared_gate:
-            self.targets[f"{prefix}{names.shared_gate}.weight"] = router[experts.count :]
+            self.targets[f"{prefix}{names.shared_gate}.weight"] = weight[experts.count :]
+        bias = self.tensor(f"{prefix}{names.router}.bias", experts.count) if experts.router_bias else None
+        router = Linear(weight, bias)
+        correction = None
+        if experts.correction:
+            correction = torch.empty(experts.count, dtype=torch.float32, device=self._device)
+            self.targets[f"{prefix}{names.router}.{CORRECTION}"] = correction
         if "{}" not in names.expert_down:
-            return ExpertWeights(Linear(router, None), *self._stacked(prefix, experts))
+            return ExpertWeights(router, *self._stacked(prefix, experts), correction)
         pairs = [
             self._gated(
                 prefix, [name.format(i) for name in names.expert_up], names.expert_down.format(i), experts.inner
             )
             for i in range(experts.count)
         ]
-        return ExpertWeights(Linear(router, None), tuple(up for up, _ in pairs), tuple(down for _, down in pairs))
+        up, down = tuple(up for up, _ in pairs), tuple(down for _, down in pairs)
+        return ExpertWeights(router, up, down, correction)
 
     def _stacked(self, prefix: str, experts: Experts) -> tuple[tuple[Matrix, ...], tuple[Matrix, ...]]:
         """Experts that lie in one tensor each for all first and all second products."""
-        [name], hidden = self.names.expert_up, self._config.hidden_size
-        up = self.tensor(f"{prefix}{name}.weight", experts.count, sum(self._up_sizes(experts.inner)), hidden)
-        down = self.tensor(f"{prefix}{self.names.expert_down}.weight", experts.count, hidden, experts.inner)
-        return tuple(Linear(each, None) for each in up), tuple(Linear(each, None) for each in down)
+        names, hidden = self.names, self._config.hidden_size
+        outputs = sum(self._up_sizes(experts.inner))
+        order = torch.arange(outputs).view(-1, 2).t().flatten() if names.expert_pairs else None
+        first = [prefix + name for name in names.expert_up]
+        up = self._stack(first, (experts.count, outputs, hidden), order)
+        return up, self._stack([prefix + names.expert_down], (experts.count, hidden, experts.inner), None)
+
+    def _stack(self, names: Sequence[str], shape: tuple[int, int, int], order: Tensor | None) -> tuple[Matrix, ...]:
+        """The matrices of all experts, each ``[outputs, inputs]``, out of one tensor or of equal parts.
+
+        Args:
+            order: As of ``_linear``.
+        """
+        count, outputs, _ = shape
+        weight_end, bias_end = self.names.expert_ends
+        biases: Sequence[Tensor | None] = [None] * count
+        if self._config.biases.mlp:
+            held = self._empty(count, outputs)
+            self._register_parts(names, bias_end, held)
+            biases = list(held)
+            self._reorder(held, order, dim=1)
+        kept = self._kept([name + weight_end for name in names])
+        if kept is not None:
+            experts = zip(*(each.split(count, order) for each in kept), strict=True)
+            return tuple(join_records(parts, bias) for parts, bias in zip(experts, biases, strict=True))
+        weight = self._empty(*shape)
+        self._register_parts(names, weight_end, weight)
+        for each in weight if order is not None else ():
+            self._reorder(each, order)
+        return tuple(map(Linear, weight, biases))
+
+    def _register_parts(self, names: Sequence[str], end: str, whole: Tensor) -> None:
+        """The tensors of all experts, ``[experts, outputs]`` or ``[experts, outputs, inputs]``, cut by outputs."""
+        turned = whole.dim() == 3 and self.names.expert_transposed
+        parts = torch.split(whole, whole.shape[1] // len(names), 1)
+        self.targets.update(
+            (name + end, part.transpose(1, 2) if turned else part) for name, part in zip(names, parts, strict=True)
+        )
 
     def _up_sizes(self, inner: int) -> list[int]:
         return [inner] * (self._config.up_size // self._config.intermediate_size)
@@ -369,9 +342,9 @@ class Allocation:
         self._reorder(weight, order)
         return Linear(weight, biases)
 
-    def _reorder(self, values: Tensor, order: Tensor | None) -> None:
+    def _reorder(self, values: Tensor, order: Tensor | None, dim: int = 0) -> None:
         if order is not None:
-            self._finish.append(lambda: values.copy_(values[order.to(values.device)]))
+            self._finish.append(lambda: values.copy_(values.index_select(dim, order.to(values.device))))
 
     def _kept(self, names: Sequence[str]) -> list[QuantizedLinear] | None:
         """The records of matrices that are multiplied together; None unless each has one."""

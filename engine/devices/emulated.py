@@ -17,7 +17,7 @@ from core.request import Fault, Request, Residency
 from engine.kv.copies import Copies
 from engine.sampling.logged_tokens import ItemLogprobs, LoggedTokens, NoToken
 from engine.sequence import Sequence
-from engine.step_fault import StepFault
+from engine.step_fault import IterationCutOff, StepFault
 from kvcache import KVCopy, StepBatch, StepItem
 from kvcache.step_batch import step_work
 
@@ -84,12 +84,20 @@ class EmulatedRunner:
         """Does nothing."""
 
     def execute(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[int | None]:
-        """A made-up token for each item that samples, when the step is over."""
-        step_s = self._cost.step_s(*step_work(batch))
+        """A made-up token for each item that samples, when the step is over.
+
+        Raises:
+            IterationCutOff: It would have taken longer than ``batch.cut_off_s``.
+        """
+        whole_s = self._cost.step_s(*step_work(batch))
+        step_s = min(whole_s, batch.cut_off_s)
         now = self._pace.now()
         if now - self._free_at > MAX_LATE_S:
             self._free_at = now
         self._free_at += step_s
+        if step_s < whole_s:
+            self._pace.wait_until(max(self._free_at, now + LEAST_SHARE * step_s))
+            raise IterationCutOff
         tokens = [self._token(sequences[item.request_id]) if item.samples else None for item in batch.items]
         logprobs = _logprobs(batch, tokens, sequences)
         failures = _no_vectors(batch, tokens, sequences)

@@ -26,7 +26,7 @@ class KVPool:
     Attributes:
         keys: One tensor a layer, ``[num_blocks * block_size, kv_heads, head_dim]``; in int8 the last dimension has 4
             bytes more.
-        values: The same.
+        values: The same. With latent attention these are the keys: the pool holds one row of each token.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class KVPool:
         self.block_size = block_size
         self.dtype = dtype
         width = config.head_dim + (KV_SCALE_BYTES if dtype == torch.int8 else 0)
-        shape = (2, config.num_hidden_layers, num_blocks * block_size, config.num_key_value_heads, width)
+        shape = (config.kv_rows, config.num_hidden_layers, num_blocks * block_size, config.num_key_value_heads, width)
         data = torch.empty(shape, dtype=dtype, device=device)
         self.keys: tuple[Tensor, ...] = data[0].unbind(0)
-        self.values: tuple[Tensor, ...] = data[1].unbind(0)
-        self._by_block = data.view(2, config.num_hidden_layers, num_blocks, -1)
+        self.values: tuple[Tensor, ...] = data[-1].unbind(0)
+        self._by_block = data.view(config.kv_rows, config.num_hidden_layers, num_blocks, -1)
 
     @property
     def device(self) -> torch.device:
@@ -75,7 +75,7 @@ class KVPool:
 
     @property
     def block_shape(self) -> tuple[int, int, int]:
-        """Shape of a contiguous block: keys and values, layers, elements of the block in a layer."""
+        """Shape of a contiguous block: keys and values, or one row for both; layers; elements in a layer."""
         kinds, num_layers, _, num_elements = self._by_block.shape
         return kinds, num_layers, num_elements
 

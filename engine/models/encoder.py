@@ -67,9 +67,22 @@ class EncoderModel:
         dense = [_read(dense_tensors(model_dir, layer), dtype) for layer in config.sentence.dense]
         return cls(config, weights, dense)
 
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """By the names of ``encoder_shapes``."""
+        return self._weights
+
+    def to(self, device: torch.device) -> EncoderModel:
+        """The same model with its weights on a device."""
+        weights = {name: tensor.to(device) for name, tensor in self._weights.items()}
+        return EncoderModel(self.config, weights, [{k: v.to(device) for k, v in each.items()} for each in self._dense])
+
     @torch.inference_mode()
     def hidden(self, texts: Sequence[EncoderText]) -> list[Tensor]:
         """The last hidden states of each text, ``[tokens, hidden]``."""
+        return self._hidden(texts)
+
+    def _hidden(self, texts: Sequence[EncoderText]) -> list[Tensor]:
         lengths = [len(text.token_ids) for text in texts]
         hidden = self._embedded(texts)
         for index in range(self.config.num_hidden_layers):
@@ -91,16 +104,21 @@ class EncoderModel:
     @torch.inference_mode()
     def scores(self, texts: Sequence[EncoderText]) -> Tensor:
         """The classifier's logits, float32 ``[texts, num_labels]``."""
-        first = torch.stack([hidden[0] for hidden in self.hidden(texts)])
+        return self.logits(texts)
+
+    def logits(self, texts: Sequence[EncoderText]) -> Tensor:
+        """``scores`` for a training: gradients flow back to those of the weights that want one."""
+        first = torch.stack([hidden[0] for hidden in self._hidden(texts)])
         if self.config.record.classifier == "pooled":
             return self._linear("classifier", torch.tanh(self._linear("pooler.dense", first))).float()
         return self._linear("classifier.out_proj", torch.tanh(self._linear("classifier.dense", first))).float()
 
     def _embedded(self, texts: Sequence[EncoderText]) -> Tensor:
         first, weights = self.config.first_position, self._weights
-        ids = torch.tensor([token for text in texts for token in text.token_ids])
-        positions = torch.cat([torch.arange(first, first + len(text.token_ids)) for text in texts])
-        types = torch.tensor([kind for text in texts for kind in self._types(text)])
+        device = weights["embeddings.LayerNorm.weight"].device
+        ids = torch.tensor([token for text in texts for token in text.token_ids], device=device)
+        positions = torch.cat([torch.arange(first, first + len(text.token_ids), device=device) for text in texts])
+        types = torch.tensor([kind for text in texts for kind in self._types(text)], device=device)
         hidden = F.embedding(ids, weights["embeddings.word_embeddings.weight"])
         hidden = hidden + F.embedding(types, weights["embeddings.token_type_embeddings.weight"])
         hidden = hidden + F.embedding(positions, weights["embeddings.position_embeddings.weight"])

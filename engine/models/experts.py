@@ -11,18 +11,35 @@ from engine.checkpoint.families.experts import Experts
 from engine.checkpoint.weights import ExpertWeights, Matrix
 from engine.models.linear import linear
 
+_LEAST = 1e-20
+"""Added to sums that are divided by: a sigmoid may be 0."""
 
-def route(experts: Experts, logits: Tensor) -> tuple[Tensor, Tensor]:
+
+def route(experts: Experts, logits: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The experts of each token, best first, and their weights in float32: each ``[T, active]``.
 
     Args:
         logits: The router's, float32 ``[T, experts]``.
+        correction: As of ``ExpertWeights``.
     """
-    scores = logits.softmax(-1)
-    weights, chosen = scores.topk(experts.active, -1)
+    scores = logits.softmax(-1) if experts.scores == "softmax" else logits.sigmoid()
+    wanted = scores if correction is None else scores + correction
+    if experts.groups > 1:
+        wanted = _of_best_groups(experts, wanted)
+    chosen = wanted.topk(experts.active, -1).indices
+    weights = scores.gather(-1, chosen)
     if experts.normalized:
-        weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights / (weights.sum(-1, keepdim=True) + _LEAST)
     return chosen, weights * experts.scale
+
+
+def _of_best_groups(experts: Experts, scores: Tensor) -> Tensor:
+    """The scores of a token's best groups; -inf for those of the others."""
+    groups = scores.view(len(scores), experts.groups, -1)
+    sums = groups.topk(experts.group_best, -1).values.sum(-1)
+    taken = sums.topk(experts.active_groups, -1).indices
+    others = torch.ones_like(sums, dtype=torch.bool).scatter_(-1, taken, value=False)
+    return groups.masked_fill(others[..., None], float("-inf")).flatten(-2)
 
 
 def mix(
@@ -40,7 +57,7 @@ def mix(
         mlp: Computes one expert.
     """
     logits = linear(normed, weights.router).float()
-    chosen, factors = route(experts, logits[:, : experts.count])
+    chosen, factors = route(experts, logits[:, : experts.count], weights.correction)
     mixed = torch.zeros_like(normed)
     for expert in sorted(set(chosen.flatten().tolist())):
         rows, place = (chosen == expert).nonzero(as_tuple=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from engine.attention.attention import StepAttention, StepLayout
@@ -24,13 +25,18 @@ class FusedLayers(DecoderLayers):
         """See ``DecoderLayers.run``."""
         assert self._tables is not None, "rotary"
         eps, delta = self.config.norm_eps, None
+        tables, positions = self._tables, layout.positions
+        if layout.given is not None and layout.given.positions is not None:
+            rotation = self._rotation(layout)
+            assert rotation is not None, "rotary"
+            tables, positions = rotation, torch.arange(len(positions), device=positions.device)
         for i, layer in enumerate(self._layers):
             assert layer.input_norm is not None and layer.post_norm is not None, "plain"
             assert layer.up is not None and layer.down is not None, "plain"
             normed = fused.add_norm(hidden, delta, layer.input_norm.weight, eps)
             heads, value = self._split(linear(normed, layer.qkv), layer)
             pages = pool.keys[i], pool.values[i]
-            fused.rotate_and_store(heads, value, self._tables, layout.positions, layout.slot_ids, pages)
+            fused.rotate_and_store(heads, value, tables, positions, layout.slot_ids, pages)
             num_heads = self.config.num_attention_heads
             attended = attention.attend(i, heads[:, :num_heads], heads[:, num_heads:], value)
             normed = fused.add_norm(hidden, self._add_up(linear(attended, layer.out)), layer.post_norm.weight, eps)

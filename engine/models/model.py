@@ -6,6 +6,8 @@ few of them as the arithmetic allows. Numerics follow transformers' models of th
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -19,8 +21,10 @@ from engine.checkpoint.rotary_config import RotaryConfig
 from engine.checkpoint.weights import LayerWeights, Matrix, ModelWeights, Norm
 from engine.kv.kv_pool import KVPool
 from engine.models.experts import mix
+from engine.models.latent import latent_heads, latent_values
 from engine.models.linear import linear
 from engine.models.rotary import rotary_tables
+from engine.step_fault import IterationCutOff
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines of the rotary embedding, each ``[rows, 1, rotary_dim]``."""
@@ -42,6 +46,10 @@ class DecoderModel:
         self.weights = weights
         self._layers = make_layers(config, weights.layers, max_len, weights.embedding, compiled=compiled)
 
+    def cut_off_at(self, instant_s: float) -> None:
+        """No further layer begins after this instant of ``time.monotonic``: ``IterationCutOff`` is raised."""
+        self._layers.cut_off_at_s = instant_s
+
     def forward(self, layout: StepLayout, pool: KVPool, attention: StepAttention) -> Tensor:
         """Runs a step: writes its keys and values into the pool.
 
@@ -54,6 +62,8 @@ class DecoderModel:
         """Runs a step up to the last norm; ``layout.sample_rows`` of what it reads, ``[R, hidden]``."""
         hidden = embed(layout, self.weights.embedding, self.weights.positions)
         hidden = self._embedded(hidden)
+        if layout.given is not None:
+            hidden.index_copy_(0, layout.given.rows, layout.given.values.to(hidden.dtype))
         hidden = self._layers.run(hidden, layout, pool, attention)
         return hidden.index_select(0, layout.sample_rows)
 
@@ -150,6 +160,7 @@ class DecoderLayers:
         add_up: Callable[[Tensor], Tensor] = _whole,
     ) -> None:
         self.config = config
+        self.cut_off_at_s = math.inf
         self._layers = layers
         self._add_up = add_up
         self._before: BeforeAttention = self._heads
@@ -165,24 +176,44 @@ class DecoderLayers:
 
     def run(self, hidden: Tensor, layout: StepLayout, pool: KVPool, attention: StepAttention) -> Tensor:
         """``hidden`` (``[T, hidden]``, overwritten) behind the last of the layers."""
-        rotation = _rows_of(self._tables, layout.positions)
+        rotation = self._rotation(layout)
         for i, layer in enumerate(self._layers):
+            if self.cut_off_at_s < math.inf and time.monotonic() >= self.cut_off_at_s:
+                raise IterationCutOff
             if self._layer_tables is not None:
                 rotation = _rows_of(self._layer_tables[i], layout.positions)
             query, key, value = self._before(layer, hidden, rotation)
             pool.keys[i].index_copy_(0, layout.slot_ids, key)
             pool.values[i].index_copy_(0, layout.slot_ids, value)
-            hidden = self._after(layer, hidden, attention.attend(i, query, key, value))
+            hidden = self._after(layer, hidden, attention.attend(i, query, key, value, layer.sinks))
         return hidden
+
+    def _rotation(self, layout: StepLayout) -> Rotation | None:
+        """What turns each row: by its position, or by each of its axes."""
+        rotation, given = _rows_of(self._tables, layout.positions), layout.given
+        if rotation is None or self._tables is None or given is None or given.positions is None:
+            return rotation
+        rotary = self.config.rotary
+        assert rotary is not None and rotary.axes is not None, "positions have axes"
+        axes = torch.tensor(rotary.axes * 2, device=given.positions.device)
+        columns, positions = torch.arange(len(axes), device=axes.device), given.positions[axes].t()  # [n, rotary_dim]
+        for rows, table in zip(rotation, self._tables, strict=True):
+            rows[given.rows, 0] = table[:, 0][positions, columns]
+        return rotation
 
     def _heads(self, layer: LayerWeights, hidden: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of a layer, each ``[T, heads, head_dim]``."""
         num_heads = self.config.num_attention_heads
         normed = hidden if layer.input_norm is None else _norm(hidden, layer.input_norm, self.config)
-        heads, value = self._split(linear(normed, layer.qkv), layer)
+        made = linear(normed, layer.qkv)
+        if self.config.latent is not None and layer.latent is not None:
+            heads, value = latent_heads(self.config.latent, layer.latent, made), None
+        else:
+            heads, value = self._split(made, layer)
         if rotation is not None:
             heads = _rotate(heads, rotation)
-        return heads[:, :num_heads], heads[:, num_heads:], value
+        key = heads[:, num_heads:]
+        return heads[:, :num_heads], key, key if value is None else value
 
     def _split(self, qkv: Tensor, layer: LayerWeights) -> tuple[Tensor, Tensor]:
         """Queries and keys, ``[T, heads + kv_heads, head_dim]`` and normed where the model has it, and values."""
@@ -192,6 +223,8 @@ class DecoderLayers:
 
     def _rest_of_layer(self, layer: LayerWeights, hidden: Tensor, attended: Tensor) -> Tensor:
         """Adds the rest of a layer once attention is known; ``hidden`` is changed."""
+        if self.config.latent is not None and layer.latent is not None:
+            attended = latent_values(self.config.latent, layer.latent, attended)
         before = layer.post_norm
         normed = _norm(hidden, before, self.config) if before is not None and self.config.blocks.parallel else None
         hidden += self._added(linear(attended, layer.out), layer.after_attention)
@@ -236,6 +269,10 @@ class DecoderLayers:
         if not self.config.blocks.gated:
             return linear(act(up), second)
         gate, up = up.chunk(2, -1)
+        clamp = self.config.blocks.clamp
+        if clamp is not None:
+            gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+            return linear((up + 1) * (gate * torch.sigmoid(gate * clamp.alpha)), second)
         return linear(act(gate).mul_(up), second)
 
 

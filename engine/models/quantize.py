@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.quantized import NIBBLE_CENTER, JoinedLinear, QuantizedLinear, pack_nibbles
+from engine.checkpoint.threads import threads_for
 from engine.checkpoint.weights import ExpertWeights, LayerWeights, Linear, Matrix, ModelWeights
 
 GROUPS = {8: 128, 4: 32}
@@ -40,7 +41,10 @@ def _quantize_layer(layer: LayerWeights, bits: int) -> LayerWeights:
     qkv, out = quantize_linear(layer.qkv, bits), quantize_linear(layer.out, bits)
     up, down = (None if linear is None else quantize_linear(linear, bits) for linear in (layer.up, layer.down))
     experts = None if layer.experts is None else _quantize_experts(layer.experts, bits)
-    return dataclasses.replace(layer, qkv=qkv, out=out, up=up, down=down, experts=experts)
+    latent = layer.latent
+    if latent is not None and latent.q_up is not None:
+        latent = dataclasses.replace(latent, q_up=quantize_linear(latent.q_up, bits))
+    return dataclasses.replace(layer, qkv=qkv, out=out, up=up, down=down, experts=experts, latent=latent)
 
 
 def _quantize_experts(experts: ExpertWeights, bits: int) -> ExpertWeights:
@@ -56,15 +60,20 @@ def quantize_linear(linear: Matrix, bits: int) -> Matrix:
     if isinstance(linear, JoinedLinear) and all(part.bits == bits for part in linear.parts):
         return linear
     weight = linear.weight if isinstance(linear, Linear) else linear.dense(torch.float32)
-    inputs = weight.shape[1]
-    if inputs % 4:
+    if weight.shape[1] % 4:
         return linear
+    with threads_for(weight.numel()):
+        return _rounded(weight, bits, linear.bias)
+
+
+def _rounded(weight: Tensor, bits: int, bias: Tensor | None) -> QuantizedLinear:
+    inputs = weight.shape[1]
     group = math.gcd(inputs, GROUPS[bits])
     group = group if group >= SMALLEST_GROUP else inputs
     rounded = _bytes if bits == 8 else _nibbles
     parts = [rounded(rows.float().view(len(rows), -1, group)) for rows in torch.split(weight, ROWS_AT_ONCE)]
     values, scales = torch.cat([values for values, _ in parts]), torch.cat([scales for _, scales in parts])
-    return QuantizedLinear(values, scales, None, bits, group, linear.bias)
+    return QuantizedLinear(values, scales, None, bits, group, bias)
 
 
 def _bytes(groups: Tensor) -> tuple[Tensor, Tensor]:

@@ -132,10 +132,11 @@ inline void weigh(const Shape& shape, const Cache& cache, const Item& item, int 
 }
 
 // Attends the queries first_query .. first_query + N of an item, in the order of tokens and then of heads, for `heads`
-// KV heads from kv_head on. Results are float32 [rows, heads, head_dim].
+// KV heads from kv_head on. Results are float32 [rows, heads, head_dim]. `sinks`: a score of each head that
+// takes part in the softmax and has no value, or none.
 template <class Kv, int N>
 void attend(const Shape& shape, const Cache& cache, const Item& item, int kv_head, int heads, int first_query,
-            int window, const uint32_t* queries, float* out) {
+            int window, const float* sinks, const uint32_t* queries, float* out) {
   const int d = shape.head_dim, group = shape.group();
   const int words = Kv::query_words(d);
   int begin[N], end[N];
@@ -149,8 +150,8 @@ void attend(const Shape& shape, const Cache& cache, const Item& item, int kv_hea
       tiles[h].query[r] = queries + (int64_t(item.row + token) * shape.heads + head) * words;
       tiles[h].result[r] = out + (int64_t(item.out_row + token) * shape.heads + head) * d;
       tiles[h].slope[r] = shape.slopes ? shape.slopes[head] : 0.0f;
-      tiles[h].highest[r] = kLowest;
-      tiles[h].total[r] = 0;
+      tiles[h].highest[r] = sinks ? sinks[head] : kLowest;  // as if it had been the first score
+      tiles[h].total[r] = sinks ? 1.0f : 0.0f;
       std::fill_n(tiles[h].results[r], d, 0.0f);
     }
   }
@@ -182,10 +183,10 @@ void attend(const Shape& shape, const Cache& cache, const Item& item, int kv_hea
 
 template <class Kv>
 void attend_tile(const Shape& shape, const Cache& cache, const Item& item, int kv_head, int heads, int first_query,
-                 int count, int window, const uint32_t* queries, float* out) {
+                 int count, int window, const float* sinks, const uint32_t* queries, float* out) {
   switch (count) {
 #define FARSIGHT_CASE(n) \
-  case n: return attend<Kv, n>(shape, cache, item, kv_head, heads, first_query, window, queries, out);
+  case n: return attend<Kv, n>(shape, cache, item, kv_head, heads, first_query, window, sinks, queries, out);
     FARSIGHT_CASE(1)
     FARSIGHT_CASE(2)
     FARSIGHT_CASE(3)
@@ -193,7 +194,7 @@ void attend_tile(const Shape& shape, const Cache& cache, const Item& item, int k
     FARSIGHT_CASE(5)
     FARSIGHT_CASE(6)
     FARSIGHT_CASE(7)
-    default: return attend<Kv, kMaxQueries>(shape, cache, item, kv_head, heads, first_query, window, queries, out);
+    default: return attend<Kv, kMaxQueries>(shape, cache, item, kv_head, heads, first_query, window, sinks, queries, out);
 #undef FARSIGHT_CASE
   }
 }
@@ -202,13 +203,13 @@ void attend_tile(const Shape& shape, const Cache& cache, const Item& item, int k
 // so its heads go one by one.
 template <class Kv>
 void attend_heads(const Shape& shape, const Cache& cache, const Item& item, int first, int last, int window,
-                  const uint32_t* queries, float* out) {
+                  const float* sinks, const uint32_t* queries, float* out) {
   const int num_queries = item.num_queries * shape.group();
   const int together = num_queries <= kMaxQueries ? kHeadsTogether : 1;
   for (int head = first; head < last; head += together)
     for (int query = 0; query < num_queries; query += kMaxQueries)
       attend_tile<Kv>(shape, cache, item, head, std::min(together, last - head), query,
-                      std::min(kMaxQueries, num_queries - query), window, queries, out);
+                      std::min(kMaxQueries, num_queries - query), window, sinks, queries, out);
 }
 
 }  // namespace farsight

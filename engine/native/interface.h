@@ -21,6 +21,7 @@ struct FsConfig {
   float norm_eps, embedding_scale, residual_scale, logit_scale;
   float attention_scale;           // 0: 1 / sqrt(head_dim)
   float attention_cap, logit_cap;  // of a soft cap; 0: none
+  float gate_limit, gate_alpha;    // a gated MLP is cut at the limit (rows.h); 0: it is not
   const float* slopes;             // of ALiBi, [heads], or none
   const void* embedding;           // [vocab, hidden], in the model's type; stays where it is
   const void* positions;           // [n, hidden], or none
@@ -69,6 +70,7 @@ struct FsLayer {
   int32_t window;  // 0: none
   void* keys;
   void* values;
+  const float* sinks;  // scores that take part in the softmax, [heads], or none
   FsExperts experts;
 };
 
@@ -84,5 +86,10 @@ struct FsStep {
   float* logits;               // [samples, vocab]
   int64_t* best;               // [samples]
   float* hidden;               // [samples, hidden]: what the last norm reads, or none
+  const int32_t* given_of;     // [rows]: which given row each is, -1 for that of its token; or none
+  const float* given;          // [given rows, hidden]: in place of their embeddings
+  const float* given_cos;      // [given rows, rotary_dim / 2]: in place of what their positions say, or none
+  const float* given_sin;
+  double cut_off_at_s;         // of the steady clock: no further layer begins after it
 };
 }

@@ -23,6 +23,7 @@ struct Layer {
   const float *cos, *sin;
   int rotary_dim, window;
   Cache cache;
+  const float* sinks;
 };
 
 struct Model {
@@ -88,6 +89,7 @@ inline Layer make_layer(const FsConfig& config, const FsLayer& from) {
   layer.rotary_dim = from.rotary_dim;
   layer.window = from.window;
   layer.cache = {static_cast<uint8_t*>(from.keys), static_cast<uint8_t*>(from.values)};
+  layer.sinks = from.sinks;
   return layer;
 }
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import weakref
 from collections.abc import Mapping
-from ctypes import POINTER, Array, Structure, byref, c_char_p, c_float, c_int32, c_void_p
+from ctypes import POINTER, Array, Structure, byref, c_char_p, c_double, c_float, c_int32, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from core.errors import IntegrityError
 from engine.attention.decode_inputs import DecodeInputs
-from engine.attention.layout import check_row_tokens, fill_rows, find_sample_rows
+from engine.attention.layout import check_row_tokens, fill_rows, find_given_rows, find_sample_rows
 from engine.attention.scores import ScoreShape
 from engine.checkpoint.architectures import ARCHITECTURES
 from engine.checkpoint.model_config import DecoderConfig
@@ -25,9 +26,12 @@ from engine.checkpoint.weights import ExpertWeights, LayerWeights, Linear, Matri
 from engine.kv.kv_pool import KVPool
 from engine.models.model import embedding_scale, last_hidden
 from engine.models.rotary import rotary_tables
+from engine.native.given_rows import GivenInputs, RowAngles
 from engine.native.library import load_library
 from engine.sampling.sampler import StepLogits
 from engine.sequence import Sequence
+from engine.step_fault import IterationCutOff
+from engine.vision.spans import GivenRows
 from kvcache import StepBatch, StepItem
 
 
@@ -40,12 +44,14 @@ class NativeStep:
         lengths: int32 ``[items, 2]``: tokens computed, and tokens of the sequence with them.
         tables: int32 ``[items, width]``: blocks of the sequence; the rest is arbitrary.
         sample_rows: int64 ``[R]``, ascending.
+        given: Rows whose embeddings are not those of their tokens; None without.
     """
 
     rows: np.ndarray
     lengths: np.ndarray
     tables: np.ndarray
     sample_rows: np.ndarray
+    given: GivenRows | None = None
 
 
 def build_native_step(
@@ -69,6 +75,7 @@ def build_native_step(
         lengths=np.array([(item.num_tokens, item.start + item.num_tokens) for item in items], dtype=np.int32),
         tables=_tables(items),
         sample_rows=np.array(find_sample_rows(items, more_rows), dtype=np.int64),
+        given=find_given_rows(items, sequences),
     )
 
 
@@ -86,6 +93,7 @@ _PANEL = 64
 _LARGEST_GROUP = 65536
 """Products of 255 and 127 that certainly fit 32 bits when they are added up."""
 _OUT_OF_MEMORY = 1
+_CUT_OFF = 3
 _ACTIVATIONS = ("silu", "relu", "gelu", "gelu_tanh")  # in the order of interface.h
 
 
@@ -100,6 +108,7 @@ class _Config(Structure):
         *((name, c_int32) for name in ("kv_int8", "gated", "parallel", "row_norm")),
         *((name, c_float) for name in ("norm_eps", "embedding_scale", "residual_scale", "logit_scale")),
         *((name, c_float) for name in ("attention_scale", "attention_cap", "logit_cap")),
+        *((name, c_float) for name in ("gate_limit", "gate_alpha")),
         *((name, c_void_p) for name in ("slopes", "embedding", "positions")),
         ("embedding_norm", _Norm),
     )
@@ -140,6 +149,7 @@ class _Layer(Structure):
         *((name, c_int32) for name in ("rotary_dim", "window")),
         ("keys", c_void_p),
         ("values", c_void_p),
+        ("sinks", c_void_p),
         ("experts", _Experts),
     )
 
@@ -150,6 +160,8 @@ class _Step(Structure):
         *((name, c_void_p) for name in ("token_ids", "positions", "slot_ids", "lengths", "tables")),
         ("width", c_int32),
         *((name, c_void_p) for name in ("sample_rows", "logits", "best", "hidden")),
+        *((name, c_void_p) for name in ("given_of", "given", "given_cos", "given_sin")),
+        ("cut_off_at_s", c_double),
     )
 
 
@@ -210,6 +222,8 @@ class NativeModel:
         self._logits = torch.empty(0, config.vocab_size)
         self._best = np.empty(0, dtype=np.int64)
         self._handle = c_void_p()
+        self._dtype = weights.embedding.dtype
+        self._angles = RowAngles.of(config.rotary, max_len)
         self._tables = {rotary: self._rotary_tables(rotary) for rotary in set(config.layer_rotaries)}
         self._call("fs_create", byref(self._config(config, weights, pool, num_threads)), byref(self._handle))
         weakref.finalize(self, self._library.fs_destroy, self._handle)
@@ -221,11 +235,14 @@ class NativeModel:
         head = self._linear(dataclasses.replace(whole, bias=weights.head_bias))
         self._call("fs_set_head", self._handle, byref(self._norm(weights.norm)), byref(head))
 
-    def forward(self, step: NativeStep, hidden: Tensor | None = None) -> tuple[Tensor, np.ndarray]:
+    def forward(
+        self, step: NativeStep, hidden: Tensor | None = None, cut_off_at_s: float = math.inf
+    ) -> tuple[Tensor, np.ndarray]:
         """Runs a step: writes its keys and values into the pool.
 
         Args:
             hidden: float32 ``[R, hidden]``; gets what the last norm reads of the sampled rows.
+            cut_off_at_s: As ``StepBackend.cut_off_at_s``.
 
         Returns:
             Logits of the sampled rows, float32 ``[R, vocab]``, and ``engine.sampling.sampler.likeliest`` of them; the
@@ -233,6 +250,7 @@ class NativeModel:
 
         Raises:
             IntegrityError: The model lacks a token or a position: the step would read beyond its tables.
+            IterationCutOff: ``cut_off_at_s`` has come.
         """
         self._check(step)
         num_samples = len(step.sample_rows)
@@ -241,6 +259,7 @@ class NativeModel:
             self._logits = torch.empty(size, self._vocab_size)
             self._best = np.empty(size, dtype=np.int64)
         token_ids, positions, slot_ids = step.rows
+        given = None if step.given is None else GivenInputs.of(step.given, len(token_ids), self._dtype, self._angles)
         arguments = _Step(
             len(token_ids),
             len(step.lengths),
@@ -251,6 +270,8 @@ class NativeModel:
             self._logits.data_ptr(),
             _address(self._best),
             None if hidden is None else hidden.data_ptr(),
+            *(None,) * 4 if given is None else given.addresses,
+            cut_off_at_s,
         )
         self._call("fs_step", self._handle, byref(arguments))
         return self._logits[:num_samples], self._best[:num_samples]
@@ -258,6 +279,8 @@ class NativeModel:
     def _call(self, name: str, *arguments: Any) -> None:
         """Calls a function of the library that may fail."""
         status = getattr(self._library, name)(*arguments)
+        if status == _CUT_OFF:
+            raise IterationCutOff
         if status == _OUT_OF_MEMORY:
             raise MemoryError(f"{name}: out of memory")
         if status:
@@ -295,6 +318,7 @@ class NativeModel:
             scores.scale or 0.0,
             scores.cap or 0.0,
             blocks.logit_cap or 0.0,
+            *((0.0, 0.0) if blocks.clamp is None else (blocks.clamp.limit, blocks.clamp.alpha)),
             self._floats(torch.tensor(scores.slopes)) if scores.slopes else None,
             weights.embedding.data_ptr(),
             None if weights.positions is None else weights.positions.data_ptr(),
@@ -321,6 +345,7 @@ class NativeModel:
             config.sliding_windows[index] or 0,
             pool.keys[index].data_ptr(),
             pool.values[index].data_ptr(),
+            self._floats(layer.sinks),
             _Experts() if layer.experts is None else self._experts(layer.experts, config),
         )
 
@@ -378,6 +403,7 @@ class NativeBackend:
         self, config: DecoderConfig, weights: ModelWeights, pool: KVPool, max_len: int, num_threads: int = 1
     ) -> None:
         self._model = NativeModel(config, weights, pool, max_len, num_threads)
+        self.cut_off_at_s = math.inf
         self._block_size = pool.block_size
         self._config = config
         self._last_norm = weights.norm
@@ -395,10 +421,10 @@ class NativeBackend:
         """See ``engine.steps.backends.StepBackend.run``."""
         step = build_native_step(batch, order, sequences, self._block_size, more_rows)
         if not with_hidden:
-            logits, best = self._model.forward(step)
+            logits, best = self._model.forward(step, cut_off_at_s=self.cut_off_at_s)
             return StepLogits(logits, best.tolist())
         hidden = torch.empty(len(step.sample_rows), self._config.hidden_size)
-        logits, best = self._model.forward(step, hidden)
+        logits, best = self._model.forward(step, hidden, self.cut_off_at_s)
         return StepLogits(logits, best.tolist(), last_hidden(hidden, self._config, self._last_norm))
 
     def run_ready(self, inputs: DecodeInputs) -> StepLogits:

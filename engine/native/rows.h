@@ -53,6 +53,18 @@ inline void gate_up(float* gate, const float* up, int n) {
   }
 }
 
+// (up + 1) * gate * sigmoid(alpha * gate) of a gate of at most `limit` and of `up` between -limit and limit, in place of
+// the gate. What is NaN stays NaN.
+inline void clamped_gate_up(float* gate, const float* up, int n, float limit, float alpha) {
+  for (int i = 0; i < n; i += kWidth) {
+    f32v g = load_first(gate + i, n - i), u = load_first(up + i, n - i);
+    g = g > limit ? splat(limit) : g;
+    u = u > limit ? splat(limit) : u;
+    u = u < -limit ? splat(-limit) : u;
+    store_first(gate + i, (u + 1.0f) * (g / (1.0f + exp(-alpha * g))), n - i);
+  }
+}
+
 inline void silu(float* x, int n) {
   for (int i = 0; i < n; i += kWidth) {
     const f32v v = load_first(x + i, n - i);

@@ -4,7 +4,9 @@
 //
 // The caller's thread walks through the layers; `Team::share` spreads the rows, panels or heads of each stage over the
 // threads and returns when the stage is complete.
+#include <chrono>
 #include <exception>
+#include <limits>
 #include <new>
 #include <string>
 
@@ -54,6 +56,10 @@ void embed(Model& m, const FsStep& s) {
   m.team.share_ranges(s.num_rows, [&](int begin, int end) {
     for (int row = begin; row < end; ++row) {
       float* to = m.hidden.data() + size_t(row) * n;
+      if (s.given_of && s.given_of[row] >= 0) {
+        std::copy_n(s.given + size_t(s.given_of[row]) * n, n, to);
+        continue;
+      }
       const auto* from = table + s.token_ids[row] * n;
       for (int i = 0; i < n; ++i) to[i] = T::widen(from[i]);
       if (positions) {
@@ -67,33 +73,48 @@ void embed(Model& m, const FsStep& s) {
   });
 }
 
-// Norms and turns `heads` consecutive heads of the row at `position`.
-void turn(const FsConfig& c, const Layer& layer, float* first, int heads, const float* norm, int64_t position) {
+// Cosines and sines of a row.
+struct Angles {
+  const float* cos;
+  const float* sin;
+};
+
+Angles angles_of(const Layer& layer, const FsStep& s, int64_t row) {
+  const int half = layer.rotary_dim / 2;
+  if (s.given_cos && s.given_of[row] >= 0) {
+    const size_t at = size_t(s.given_of[row]) * half;
+    return {s.given_cos + at, s.given_sin + at};
+  }
+  return {layer.cos + s.positions[row] * half, layer.sin + s.positions[row] * half};
+}
+
+// Norms and turns `heads` consecutive heads of a row.
+void turn(const FsConfig& c, const Layer& layer, float* first, int heads, const float* norm, Angles angles) {
   const int d = c.head_dim, half = layer.rotary_dim / 2;
   if (norm && c.row_norm) rms_norm(first, heads * d, norm, c.norm_eps, first);
   for (int head = 0; head < heads; ++head) {
     float* at = first + head * d;
     if (norm && !c.row_norm) rms_norm(at, d, norm, c.norm_eps, at);
-    if (half) rotate(at, layer.rotary_dim, layer.cos + position * half, layer.sin + position * half);
+    if (half) rotate(at, layer.rotary_dim, angles.cos, angles.sin);
   }
 }
 
 // Takes queries from a row of the qkv product to m.queries.
 template <class Kv>
-void take_queries(Model& m, const Layer& layer, float* qkv, int64_t position, int query_row) {
+void take_queries(Model& m, const Layer& layer, float* qkv, Angles angles, int query_row) {
   const FsConfig& c = m.config;
   const int words = Kv::query_words(c.head_dim);
-  turn(c, layer, qkv, c.heads, layer.q_norm, position);
+  turn(c, layer, qkv, c.heads, layer.q_norm, angles);
   uint32_t* to = m.queries.data() + size_t(query_row) * c.heads * words;
   for (int head = 0; head < c.heads; ++head) Kv::pack_query(qkv + head * c.head_dim, c.head_dim, to + head * words);
 }
 
 // Takes keys and values from a row of the qkv product into the pool.
 template <class Kv>
-void take_kv(Model& m, const Layer& layer, float* qkv, int64_t position, int64_t slot) {
+void take_kv(Model& m, const Layer& layer, float* qkv, Angles angles, int64_t slot) {
   const FsConfig& c = m.config;
   float* keys = qkv + c.heads * c.head_dim;
-  turn(c, layer, keys, c.kv_heads, layer.k_norm, position);
+  turn(c, layer, keys, c.kv_heads, layer.k_norm, angles);
   Kv::store(m.shape, layer.cache, slot, keys, keys + c.kv_heads * c.head_dim);
 }
 
@@ -105,8 +126,8 @@ void project(Model& m, const Layer& layer, const FsStep& s) {
   m.team.share_ranges(s.num_rows, [&](int begin, int end) {
     for (int row = begin; row < end; ++row) {
       float* qkv = m.wide.data() + size_t(row) * linear.n;
-      take_queries<Kv>(m, layer, qkv, s.positions[row], row);
-      take_kv<Kv>(m, layer, qkv, s.positions[row], s.slot_ids[row]);
+      take_queries<Kv>(m, layer, qkv, angles_of(layer, s, row), row);
+      take_kv<Kv>(m, layer, qkv, angles_of(layer, s, row), s.slot_ids[row]);
     }
   });
 }
@@ -120,7 +141,7 @@ void project_sampled(Model& m, const Layer& layer, const FsStep& s) {
   apply(m.team, linear, m.packed.data(), s.num_rows, m.wide.data(), false, size / kPanel, linear.panels);
   m.team.share_ranges(s.num_rows, [&](int begin, int end) {
     for (int row = begin; row < end; ++row)
-      take_kv<Kv>(m, layer, m.wide.data() + size_t(row) * linear.n, s.positions[row], s.slot_ids[row]);
+      take_kv<Kv>(m, layer, m.wide.data() + size_t(row) * linear.n, angles_of(layer, s, row), s.slot_ids[row]);
   });
   ensure(m.picked, size_t(s.num_samples) * linear.stride);
   for (int r = 0; r < s.num_samples; ++r)
@@ -129,7 +150,7 @@ void project_sampled(Model& m, const Layer& layer, const FsStep& s) {
   apply(m.team, linear, m.picked.data(), s.num_samples, m.wide.data(), false, 0, (size + kPanel - 1) / kPanel);
   m.team.share_ranges(s.num_samples, [&](int begin, int end) {
     for (int r = begin; r < end; ++r)
-      take_queries<Kv>(m, layer, m.wide.data() + size_t(r) * linear.n, s.positions[s.sample_rows[r]], r);
+      take_queries<Kv>(m, layer, m.wide.data() + size_t(r) * linear.n, angles_of(layer, s, s.sample_rows[r]), r);
   });
 }
 
@@ -145,7 +166,7 @@ void attend_items(Model& m, const Layer& layer, const std::vector<Item>& items) 
     const Item& item = items[task / parts];
     const int part = task % parts;
     attend_heads<Kv>(m.shape, layer.cache, item, kv_heads * part / parts, kv_heads * (part + 1) / parts, layer.window,
-                     m.queries.data(), m.attended.data());
+                     layer.sinks, m.queries.data(), m.attended.data());
     if (m.parts_left[task / parts].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
     for (int row = item.out_row; row < item.out_row + item.num_queries; ++row)
       layer.out->pack(m.attended.data() + size_t(row) * size, m.packed.data() + size_t(row) * layer.out->stride);
@@ -154,6 +175,7 @@ void attend_items(Model& m, const Layer& layer, const std::vector<Item>& items) 
 
 // Applies the activation to a row of the first product of an MLP; it becomes n inputs of the second.
 void activate_row(const FsConfig& c, float* x, int n) {
+  if (c.gate_limit > 0) return clamped_gate_up(x, x + n, n, c.gate_limit, c.gate_alpha);
   if (c.gated && c.activation == kSilu) return gate_up(x, x + n, n);
   switch (c.activation) {
     case kSilu: silu(x, n); break;
@@ -272,7 +294,8 @@ std::vector<Item> sampled_items(const FsStep& s, const std::vector<Item>& sequen
   for (int r = 0; r < s.num_samples; ++r) {
     const int row = int(s.sample_rows[r]);
     while (row >= sequences[i].row + sequences[i].num_queries) ++i;
-    sampled[r] = {r, r, 1, int(s.positions[row]) + 1, sequences[i].blocks};
+    const int behind = sequences[i].row + sequences[i].num_queries - 1 - row;  // rows of its sequence after it
+    sampled[r] = {r, r, 1, sequences[i].kv_len - behind, sequences[i].blocks};
   }
   return sampled;
 }
@@ -303,6 +326,13 @@ void make_room(Model& m, const FsStep& s, size_t query_words) {
   }
 }
 
+struct CutOff {};
+
+bool is_over(double instant_s) {
+  if (instant_s == std::numeric_limits<double>::infinity()) return false;
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count() >= instant_s;
+}
+
 template <class T, class Kv>
 void run(Model& m, const FsStep& s) {
   const FsConfig& c = m.config;
@@ -312,6 +342,7 @@ void run(Model& m, const FsStep& s) {
   float* x = m.hidden.data();
   int rows = s.num_rows;
   for (const Layer& layer : m.layers) {
+    if (is_over(s.cut_off_at_s)) throw CutOff{};
     norm_rows(m, layer.input_norm, *layer.qkv, x, rows);
     const bool narrows = &layer == &m.layers.back() && s.num_samples < s.num_rows;
     if (narrows)
@@ -351,13 +382,15 @@ void run(Model& m, const FsStep& s) {
 
 thread_local std::string failure;
 
-// Calls body(); returns 0, or 1 if memory ran out, or 2 after another exception, which fs_failure describes. No
+// Calls body(); returns 0, or 1 if memory ran out, 2 after another exception, which fs_failure describes, 3 after CutOff. No
 // exception may leave a C function.
 template <class Body>
 int32_t guarded(const Body& body) {
   try {
     body();
     return 0;
+  } catch (const CutOff&) {
+    return 3;
   } catch (const std::bad_alloc&) {
     return 1;
   } catch (const std::exception& error) {

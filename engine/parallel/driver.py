@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -156,6 +157,7 @@ class ParallelBackend:
         self._block_size = block_size
         self._vocab_size = vocab_size
         self.next_order: StepOrder | None = None
+        self.cut_off_at_s = math.inf
 
     def begin(
         self, batch: StepBatch, order: list[int], sequences: Mapping[str, Sequence], more_rows: list[int]

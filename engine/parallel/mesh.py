@@ -106,6 +106,8 @@ class Part:
 def check_parallel(mesh: Mesh, config: DecoderConfig, engine: EngineConfig) -> None:
     """Raises ConfigError if the model cannot run so over several ranks."""
     mesh.check(config)
+    if config.sees:
+        raise ConfigError("model.tensor_parallel", mesh.size, f"one rank: {config.sees} is not spread over several")
     if engine.profile:
         raise ConfigError("engine.device", engine.device, "a real device where a replica has several ranks")
     if engine.backend == "native":

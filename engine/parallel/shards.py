@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.sources import open_checkpoint
+from engine.checkpoint.threads import threads_for
 from engine.checkpoint.weights import Allocation, LayerWeights, Norm
 from engine.parallel.mesh import Part
 
@@ -49,7 +50,8 @@ def load_shard(model_dir: Path, part: Part, dtype: torch.dtype, device: str = "c
     source = open_checkpoint(model_dir, part.whole, device)
     for name in source.names():
         for target, cut in _wanted(name, allocation, weights, part, cuts):
-            _fill(target, source.rows(name), cut)
+            with threads_for(target.numel()):
+                _fill(target, source.rows(name), cut)
     return weights
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import Protocol, runtime_checkable
 
@@ -11,7 +12,7 @@ import torch
 from core.errors import ConfigError
 from engine.attention.attention import AttentionBackend, StepLayout
 from engine.attention.decode_inputs import DecodeInputs
-from engine.attention.layout import build_layout, check_row_tokens, layout_of
+from engine.attention.layout import build_layout, check_row_tokens, find_given_rows, layout_of
 from engine.attention.step_sizes import StepSizes
 from engine.attention.torch_attention import TorchAttention
 from engine.checkpoint.model_config import DecoderConfig
@@ -29,7 +30,13 @@ logger = logging.getLogger(__name__)
 
 
 class StepBackend(Protocol):
-    """A model that can run steps."""
+    """A model that can run steps.
+
+    Attributes:
+        cut_off_at_s: Instant of ``time.monotonic`` after which no further layer of the step begins.
+    """
+
+    cut_off_at_s: float
 
     def run(
         self,
@@ -48,6 +55,7 @@ class StepBackend(Protocol):
 
         Raises:
             IntegrityError: an item asks for tokens or blocks that are not there.
+            IterationCutOff: ``cut_off_at_s`` has come.
         """
         ...
 
@@ -81,6 +89,7 @@ class TorchBackend:
         self._model = DecoderModel(config, weights, max_len, compiled=compiled)
         self._pool = pool
         self._attention = attention or TorchAttention.of_model(config)
+        self.cut_off_at_s = math.inf
 
     @torch.inference_mode()
     def run(
@@ -106,6 +115,7 @@ class TorchBackend:
     def _forward(self, layout: StepLayout, *, with_hidden: bool = False) -> StepLogits:
         if self._attention.reads_whole_blocks and len(layout.opened_blocks):
             self._pool.clear_blocks(layout.opened_blocks)
+        self._model.cut_off_at(self.cut_off_at_s)
         attention = self._attention.begin_step(layout, self._pool)
         if not with_hidden:
             return StepLogits(self._model.forward(layout, self._pool, attention), None)
@@ -153,7 +163,8 @@ class GraphBackend(TorchBackend):
     ) -> StepLogits:
         """See ``StepBackend.run``."""
         items = [batch.items[i] for i in order]
-        size = None if more_rows or with_hidden or not items else self._graphs.find(items)
+        plain = not (more_rows or with_hidden or find_given_rows(items, sequences)) and items
+        size = self._graphs.find(items) if plain else None
         if size is None:
             found = super().run(batch, order, sequences, more_rows, with_hidden=with_hidden)
             if not len(found.logits):

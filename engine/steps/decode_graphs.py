@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,7 +86,8 @@ class StaticInputs:
         # A padding row computes what the last row does, and writes the same values into the same place.
         rows[:, num_items:] = rows[:, num_items - 1 : num_items]
         lens = self._host_lens.numpy()
-        np.add(rows[1], 1, out=lens[: size.rows], casting="same_kind")
+        lens[:num_items] = inputs.lengths[:, 1]
+        lens[num_items : size.rows] = lens[num_items - 1]
         tables = lens[self._tables_at :].reshape(size)
         width = inputs.tables.shape[1]
         tables[:num_items, :width] = inputs.tables

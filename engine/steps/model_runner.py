@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,6 +145,10 @@ class ModelRunner:
             return False
         if any(each.prompt_logprobs is not None or each.sampling.pooling for each in taking_part):
             return False
+        if any(
+            each.images and item.start < each.images.end for each, item in zip(taking_part, batch.items, strict=True)
+        ):
+            return False  # the prompt ends with an image, whose rows are found when the step runs
         order = order_items(batch)
         inputs = DecodeInputs.ahead([batch.items[i] for i in order], sequences, self.pool.block_size)
         self._ready = _Ready(
@@ -168,8 +173,11 @@ class ModelRunner:
             ``LoggedTokens`` if there is more to tell about an item.
 
         Raises:
-            IntegrityError: an item asks for tokens or blocks that are not there.
+            IntegrityError: An item asks for tokens or blocks that are not there.
+            IterationCutOff: The step took longer than ``batch.cut_off_s``. It may have written keys and values of its
+                own positions; a later step writes them again.
         """
+        self.backend.cut_off_at_s = time.monotonic() + batch.cut_off_s
         if self._careful is None:
             return self._execute(batch, sequences)
         careful = self._careful
@@ -278,6 +286,8 @@ class ModelRunner:
             drafts = batch.items[i].drafts
             if params[row].pooling and i not in found.pooled:
                 found.failures[i] = NoToken("a model on several ranks computes no embeddings", Fault.REQUEST)
+            elif problem := sequences[batch.items[i].request_id].image_problem:
+                found.failures[i] = NoToken(problem, Fault.SERVICE)
             elif sampled[row] == NO_TOKEN:
                 why = None if masks is None else masks.problems.get(row)
                 found.failures[i] = why or self._sampler.why_no_token(step.logits[row], params[row], histories[row])

@@ -210,6 +210,11 @@ class EnstOffload(KvPolicy):
         slot = sum(job.known_len for job in holders) / len(holders)
         return math.ceil(slot * max(self.min_idle_slots, self.order.num_in_top(self.num_burst_levels)))
 
+    def is_due(self, view: KvView) -> bool:
+        """Whether the running jobs or the idle target lack room, or there is some for KV on the host."""
+        spare = view.free - view.needed - self.idle_target(view)
+        return spare < 0 or (bool(view.offloaded) and spare >= view.block_size)
+
     def moves(self, view: KvView, now: float) -> KvMoves:
         """Makes room for the running jobs, then for the idle target; brings back only if nothing has to leave."""
         self._times.clear()

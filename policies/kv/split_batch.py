@@ -35,10 +35,11 @@ class SplitBatch(KvPolicy):
     swaps: bool = False
     watches: bool = True
 
+    def is_due(self, view: KvView) -> bool:
+        return _lacking(view) > 0
+
     def moves(self, view: KvView, now: float) -> KvMoves:
-        lacking = view.needed - view.free
-        if len(view.running) > 1:  # A job that is alone may now find the memory that the worker lacked a moment ago.
-            lacking = max(lacking, view.short)
+        lacking = _lacking(view)
         drop = []
         for job in reversed(view.idle):
             if lacking <= 0:
@@ -47,3 +48,9 @@ class SplitBatch(KvPolicy):
                 drop.append(job)
                 lacking -= -(-job.computed_len // view.block_size) * view.block_size
         return KvMoves(drop=tuple(drop), break_off=lacking > 0)
+
+
+def _lacking(view: KvView) -> int:
+    """Tokens; a job that is alone may now find the memory that the worker lacked a moment ago."""
+    lacking = view.needed - view.free
+    return max(lacking, view.short) if len(view.running) > 1 else lacking

@@ -71,6 +71,7 @@ class SkipJoinMlfq(Order):
     def __init__(self, cost: StepCost, rules: MlfqRules | None = None) -> None:
         self.cost = cost
         self.rules = rules or MlfqRules()
+        self.cuts_off = self.rules.kills
         self._first_quantum_s = self.rules.quantum_s
         self._quanta_s: list[float] = []
         self._above_s = [0.0]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from core.costs import StepCost
 from core.messages.cache import KVCacheEvent, StartedRequest
 from core.messages.forecasts import ForecastMade
+from core.messages.kv import OffloadOrders, OffloadQuestion
 from core.messages.plans import FinishedSequence, Plan, StepReport, TenantService, WorkerState
 from core.messages.requests import Key
 from core.request import Origin, Request
@@ -77,6 +78,21 @@ class CostLearned:
     cost: StepCost
 
 
+@dataclass(frozen=True, slots=True)
+class OffloadOrdered:
+    """The KVOffloadManager has answered."""
+
+    orders: OffloadOrders
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadUnanswered:
+    """The answer to a question is late or, if ``lost``, will not come."""
+
+    seq: int
+    lost: bool = False
+
+
 Event = (
     WorkerConnected
     | WorkerLost
@@ -86,6 +102,8 @@ Event = (
     | CostLearned
     | ForecastsArrived
     | StepsRan
+    | OffloadOrdered
+    | OffloadUnanswered
 )
 
 
@@ -94,6 +112,14 @@ class SendPlan:
     """Send this to the worker; a newer one supersedes it."""
 
     plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class AskOffload:
+    """Ask the KVOffloadManager. ``OffloadOrdered`` brings the answer, ``OffloadUnanswered`` comes where none has by the
+    deadline. Plans go on meanwhile; those of before the answer move no KV."""
+
+    question: OffloadQuestion
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,4 +175,6 @@ class AccountClosed:
     num_left_out: int
 
 
-Instruction = SendPlan | RefuseRequest | RequestStarted | CacheTold | RequestEnded | BatchBroken | AccountClosed
+Instruction = (
+    SendPlan | AskOffload | RefuseRequest | RequestStarted | CacheTold | RequestEnded | BatchBroken | AccountClosed
+)

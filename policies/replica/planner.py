@@ -53,6 +53,7 @@ class ReplicaPlans:
             or [job.request_id for job in running] != self.said()
             or self._is_contended(running) > self._contended
             or self._grants_are_used_up(running)
+            or self._is_cut_off()
         )
 
     def write(self, running: list[Job], standby: list[str], reserve_blocks: int) -> Plan:
@@ -113,6 +114,7 @@ class ReplicaPlans:
             residency=scheduled.residency,
             num_moves=scheduled.num_moves,
             rests=scheduled.rests,
+            cut_off_at_s=self._cut_off_at_s(scheduled),
         )
         return scheduled.slot
 
@@ -138,6 +140,23 @@ class ReplicaPlans:
                 return True
         return False
 
+    def _is_cut_off(self) -> bool:
+        """Whether one with a place has used up the seconds of its slot: without another plan it would stand still."""
+        if not self._order.cuts_off:
+            return False
+        admitted = [(each.slot, each.ran_s) for each in self._mirror.admitted.values()]
+        return any(slot is not None and 0 < slot.cut_off_at_s <= ran_s for slot, ran_s in admitted)
+
+    def _cut_off_at_s(self, scheduled: ScheduledRequest) -> float:
+        """As in ``Slot``. Where no other request wants its place, nothing is cut off."""
+        if not self._order.cuts_off or not self._contended:
+            return 0.0
+        return scheduled.ran_s + self._slice_s(scheduled)
+
+    def _slice_s(self, job: Job) -> float:
+        """Seconds that it may run before the order looks at it again; a plan needs some of them to come."""
+        return max(self._order.slice_s(job), 2 * self._grant_lead_s)
+
     def _lead(self, decode_s: float | None) -> int:
         """Tokens that a job may generate before the next plan comes."""
         return 0 if decode_s is None else math.ceil(self._grant_lead_s / decode_s)
@@ -157,7 +176,7 @@ class ReplicaPlans:
         most, job = scheduled.max_total_len, scheduled
         if decode_s is None or self.cost is None or not self._contended:
             return most
-        slice_s = max(self._order.slice_s(job), 2 * self._grant_lead_s)
+        slice_s = self._slice_s(job)
         if slice_s == math.inf:
             return most
         missing, known_len = job.missing_len, job.prompt_len + job.output_len

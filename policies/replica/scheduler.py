@@ -25,12 +25,15 @@ from policies.outlook.promises import Outlook, PromiseMaker, Standing
 from policies.outlook.rollout import MAX_LISTED
 from policies.replica.decision_trace import Account, DecisionTrace, promise_facts
 from policies.replica.events import (
+    AskOffload,
     BatchBroken,
     CacheTold,
     CostLearned,
     Event,
     ForecastsArrived,
     Instruction,
+    OffloadOrdered,
+    OffloadUnanswered,
     RefuseRequest,
     RequestEnded,
     RequestsAborted,
@@ -55,6 +58,7 @@ from policies.replica.facts import (
     TurnsChanged,
 )
 from policies.replica.mirror import WorkerMirror
+from policies.replica.offload_desk import OffloadDesk, OffloadTally
 from policies.replica.planner import ReplicaPlans
 from policies.replica.step_selector import StepSelector
 from policies.tenancy.fair_shares import FairShares
@@ -75,6 +79,7 @@ class SchedulerLimits:
             plans take no time.
         budget: How many prompt tokens a step may carry beside streams.
         gives_way: As in ``StepSelector``.
+        offload_deadline_s: As in ``OffloadDesk``: 0 where nothing answers, or where an answer takes no time.
     """
 
     max_num_seqs: int
@@ -82,6 +87,7 @@ class SchedulerLimits:
     grant_lead_s: float = 0.0
     budget: StepBudget = NO_BUDGET
     gives_way: bool = True
+    offload_deadline_s: float = 0.0
 
 
 class ReplicaScheduler:
@@ -101,7 +107,10 @@ class ReplicaScheduler:
         self._promises = PromiseMaker(limits.max_num_seqs)
         self._just_enough = JustEnough(self._promises.laws, limits.grant_lead_s)
         due, gives_way = self._just_enough.due, limits.gives_way
-        self.selector = StepSelector(policies, limits.max_num_seqs, mirror, shares, due=due, gives_way=gives_way)
+        self._desk = desk = OffloadDesk(limits.offload_deadline_s)
+        self.selector = StepSelector(
+            policies, limits.max_num_seqs, mirror, shares, due=due, gives_way=gives_way, desk=desk
+        )
         self._planner = ReplicaPlans(policies.order, limits.budget, limits.grant_lead_s, mirror)
 
     @property
@@ -140,6 +149,11 @@ class ReplicaScheduler:
     def num_preemptions(self) -> int:
         """Ordered so far, of all requests."""
         return self.selector.num_preemptions
+
+    @property
+    def offload_tally(self) -> OffloadTally:
+        """Who has decided about KV so far."""
+        return self._desk.tally
 
     @property
     def cache(self) -> CacheMirror:
@@ -204,11 +218,15 @@ class ReplicaScheduler:
         The trace observes each fact when it happens, and nowhere else.
         """
         out: list[Instruction] = []
-        for said in itertools.chain(self._book(event, now), self._decide(now), self._tell(now)):
+        self._desk.look(now)
+        for said in itertools.chain(self._book(event, now), self._decide(event, now), self._tell(now)):
             if isinstance(said, Fact):
                 self._trace.observe(said, now)
             else:
                 out.append(said)
+        question = self._desk.take_question()
+        if question is not None:
+            out.append(AskOffload(question))
         return out + self._trace.settle(self._mirror.worker is not None, now)
 
     # -- Book: what has happened, on the mirror and in the order
@@ -231,6 +249,8 @@ class ReplicaScheduler:
                 return self._connect(event.state, now)
             case WorkerLost():
                 return self._lose_all()
+            case OffloadUnanswered(seq, lost):
+                (self._desk.unanswered if lost else self._desk.late)(seq)
         return ()
 
     def _book_arrivals(self, event: RequestsArrived, now: float) -> Iterator[Fact | Instruction]:
@@ -318,7 +338,7 @@ class ReplicaScheduler:
         yield from self._book_report(state.report, now)
 
     def _learn_cost(self, cost: StepCost) -> None:
-        """The order hears of prices that have changed: every rank is worked out anew then."""
+        """The order hears of prices that have changed: every rank is worked out again then."""
         if self._planner.cost is None or not cost.is_like(self._planner.cost, COST_CHANGE):
             self._planner.cost = cost
             self._price()
@@ -341,6 +361,7 @@ class ReplicaScheduler:
             self._exit(tracked)
             self._promises.left(tracked.request_id)
         self._mirror.lose_worker()
+        self._desk.forget()
         self.selector.running = []
         self._planner.begin_anew()
 
@@ -418,11 +439,15 @@ class ReplicaScheduler:
 
     # -- Decide: whose turn it is
 
-    def _decide(self, now: float) -> Iterator[Fact | Instruction]:
+    def _decide(self, event: Event, now: float) -> Iterator[Fact | Instruction]:
         if self._mirror.worker is None:
             return
-        self._hurry(now)
-        fits = yield from self.selector.choose(now)
+        if isinstance(event, OffloadOrdered):
+            question = self._desk.answer(event.orders, now)
+            fits = question is None or (yield from self.selector.obey(question, event.orders, now))
+        else:
+            self._hurry(now)
+            fits = yield from self.selector.choose(now)
         if not fits:
             yield from self._break_off()
 

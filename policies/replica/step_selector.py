@@ -10,11 +10,15 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from core.errors import IntegrityError
+from core.messages.kv import OffloadOrders, OffloadQuestion
 from core.request import Residency
-from policies.interfaces import Admission, Job, KvMoves, RanksSome, ReplicaPolicies, ScheduledRequest
+from policies.interfaces import Admission, Job, KvMoves, KvView, RanksSome, ReplicaPolicies, ScheduledRequest
+from policies.order.offload_orders import ask
 from policies.replica import flex
 from policies.replica.facts import Admitted, Evicted, Fact, NotAdmitted
 from policies.replica.mirror import WorkerMirror
+from policies.replica.offload_desk import OffloadDesk
+from policies.replica.order_check import standing_orders
 from policies.tenancy.fair_shares import FairShares
 
 
@@ -172,6 +176,7 @@ class StepSelector:
         shares: Puts what the order ranks into the order of the tenants' turns.
         due: Jobs that can wait no longer, by id, as they are at each scheduling point.
         gives_way: Whether jobs step aside for those that are due, and flex jobs for all others; not inside a batch.
+        desk: Says who decides about KV.
 
     Attributes:
         running: Those of the admitted that are to execute, best first.
@@ -187,6 +192,7 @@ class StepSelector:
         *,
         due: Mapping[str, ScheduledRequest] = MappingProxyType({}),
         gives_way: bool = True,
+        desk: OffloadDesk | None = None,
     ) -> None:
         self.order, self.admission, self.kv = policies.order, policies.admission, policies.kv
         self.running: list[Job] = []
@@ -196,6 +202,8 @@ class StepSelector:
         self._shares = shares
         self._due = due
         self._gives_way = gives_way
+        self._desk = desk or OffloadDesk(0.0)
+        self._lets_start = False  # the latest point has given a place to a newcomer
 
     def choose(self, now: float) -> Generator[Fact, None, bool]:
         """A scheduling point, while there is a worker; False if all that is here has to go: a batch has no room."""
@@ -209,13 +217,46 @@ class StepSelector:
         if selection.refused:
             yield NotAdmitted(selection.refused)
         self.running = selection.running
+        self._lets_start = bool(selection.newcomers)
         if mirror.short_blocks > 0 or self.order.preemptive or self.kv.watches:
-            moves = self.kv.moves(mirror.view(self.running), now)
-            if moves.break_off:
-                self.running = []
-                return False
-            yield from self._carry_out(moves)
-        if not selection.newcomers:
+            moves = self._moves(mirror.view(self.running), now)
+            if moves is None:
+                return True
+            return (yield from self._finish(moves, now))
+        return (yield from self._finish(KvMoves(), now))
+
+    def obey(self, question: OffloadQuestion, orders: OffloadOrders, now: float) -> Generator[Fact, None, bool]:
+        """The KVOffloadManager's answer, as far as it still fits; as ``choose``, of which it is the second half."""
+        view = self._mirror.view(self.running)
+        tally = self._desk.tally
+        tally.answered += 1
+        if orders.break_off:
+            moves = KvMoves(break_off=self.kv.is_due(view))
+            tally.refused += not moves.break_off
+        else:
+            moves, num_refused = standing_orders(question, orders, view, self._mirror.requests)
+            tally.refused += num_refused
+        return (yield from self._finish(moves, now))
+
+    def _moves(self, view: KvView, now: float) -> KvMoves | None:
+        """The moves of this point; None while the KVOffloadManager is asked, and ``obey`` follows."""
+        desk = self._desk
+        if desk.waits:
+            return None
+        is_due = desk.deadline_s > 0 and self.kv.is_due(view)
+        if desk.asks and is_due:
+            desk.put(ask(desk.next_seq(), view, self.order, now), now)
+        if not desk.decides_alone:
+            return None if desk.waits else KvMoves()
+        desk.tally.alone += is_due
+        return self.kv.moves(view, now)
+
+    def _finish(self, moves: KvMoves, now: float) -> Generator[Fact, None, bool]:
+        if moves.break_off:
+            self.running = []
+            return False
+        yield from self._carry_out(moves)
+        if not self._lets_start:
             yield from self._make_way(now)
         return True
 

@@ -1,4 +1,4 @@
-"""Where the forecaster by application begins."""
+"""Where a server without a trained artefact begins."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ import numpy as np
 
 from predictor.applications.reading import MODEL, NUM_FEATURES, SECRET
 from predictor.artefact import TrainedModel
+from predictor.encoders import Encoder, probe_of
+from predictor.features import FeatureShape
 from predictor.retraining import FEATURE_SET, TRAIN_FEATURES, TRAIN_LENS
 from predictor.trainer import ForestOptions
 
 FOREST = ForestOptions(num_trees=50, min_samples_leaf=5, samples_per_leaf=16, log_target=True)
+
+D_USER, D_APP = 16, 4
+"""Values that stay of the embeddings of a user input and of an instruction, as in Magnus."""
 
 GROWTH = 0.5
 """The forecaster trains again once its train set has grown by this share: 100 finished requests, 150, 225 and so on."""
@@ -41,3 +46,33 @@ def untrained(weights: str, secret: bytes, num_trees: int = FOREST.num_trees) ->
     features, lens = np.empty((0, NUM_FEATURES), np.float32), np.empty(0, np.int32)
     kept = np.frombuffer(secret, np.uint8)
     return TrainedModel(metadata, {TRAIN_FEATURES: features, TRAIN_LENS: lens, SECRET: kept})
+
+
+def untrained_with_encoder(encoder: Encoder, weights: str, num_trees: int = FOREST.num_trees) -> TrainedModel:
+    """The same over Magnus's features (USIN, section III-B): input length and compressed embeddings.
+
+    Args:
+        encoder: The one that reads requests from now on.
+        weights: As in ``untrained``.
+        num_trees: As in ``untrained``.
+
+    Raises:
+        InvalidValueError: Field ``d_user``: the encoder's dimensions cannot be compressed to so many values.
+    """
+    shape = FeatureShape(encoder.dim, D_USER, D_APP)
+    probe = probe_of(encoder)
+    # The name may stay while the weights behind it change; features of two encoders do not mix.
+    print_of = hashlib.blake2b(np.round(next(iter(probe.values())), 2).tobytes(), digest_size=8).hexdigest()
+    metadata: dict[str, Any] = {
+        "version": 0,
+        "model": "forest",
+        "num_examples": 0,
+        "forest": asdict(replace(FOREST, num_trees=num_trees)),
+        "encoder": encoder.name,
+        "dim": encoder.dim,
+        "d_user": D_USER,
+        "d_app": D_APP,
+        FEATURE_SET: f"usin-1 {encoder.name} {print_of} {weights}",
+    }
+    features, lens = np.empty((0, shape.num_features), np.float32), np.empty(0, np.int32)
+    return TrainedModel(metadata, {TRAIN_FEATURES: features, TRAIN_LENS: lens, **probe})

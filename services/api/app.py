@@ -59,6 +59,7 @@ from services.api.streams.keeper import StreamKeeper
 from services.api.streams.routes import ResumableStreams, stream_routes, wants_resumable
 from services.api.text.prompts import PromptEncoder
 from services.api.tokens import token_routes
+from services.api.tracing.access_log import AccessLog
 from services.api.tracing.exporter import SpanExporter
 from services.api.tracing.middleware import Tracing
 from services.api.vectors.routes import VectorCalls, vector_routes
@@ -96,6 +97,7 @@ def build_app(
     shed: Reason | None = None,
     spans: SpanExporter | None = None,
     batches: Batches | None = None,
+    access_log: bool = False,
 ) -> FastAPI:
     """The application over one backend.
 
@@ -112,6 +114,7 @@ def build_app(
         shed: Asked of each request for tokens before its body is read; without it none is refused so early.
         spans: Takes the spans of requests; without one there are none.
         batches: Keeps files, batches and responses of clients; without it there are none.
+        access_log: Whether each request gets a line in the log.
     """
     app = FastAPI(
         title="Farsight",
@@ -165,6 +168,8 @@ def build_app(
     app.add_middleware(Slashes)
     app.add_middleware(LastResort)
     app.add_middleware(AnthropicErrors)
+    if access_log:
+        app.add_middleware(AccessLog)
     return app
 
 

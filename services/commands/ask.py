@@ -11,11 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-from core.errors import FarsightError
+from core.errors import FarsightError, InvalidValueError
 from services.run_file import find_admin_token, find_tls_cert
 
 KEY_VARIABLE = "FARSIGHT_API_KEY"
-HOST_HELP = "Address of the running server; as https://NAME if it speaks TLS and runs on another machine."
 
 MAX_ANSWER_BYTES = 256 << 20
 """Most of an answer that is read; explanations of a long log take some MiB."""
@@ -24,6 +23,31 @@ ApiKeyOption = Annotated[
     str | None,
     typer.Option(envvar=KEY_VARIABLE, help="API key; default: the admin token of a server of this user here."),
 ]
+
+
+PortOption = Annotated[int, typer.Option(help="Port of the running server.")]
+HostOption = Annotated[
+    str,
+    typer.Option(help="Address of the running server; https://NAME if it speaks TLS and is on another machine."),
+]
+UrlOption = Annotated[
+    str | None,
+    typer.Option(help="Address of the server, as http://127.0.0.1:8000; in place of --host and --port."),
+]
+
+
+def address_of(url: str | None, host: str, port: int) -> str:
+    """The address of the server that a command means.
+
+    Raises:
+        InvalidValueError: ``url`` is no address.
+    """
+    if url is None:
+        return server_url(host, port)
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise InvalidValueError("--url", url, "an address as http://127.0.0.1:8000")
+    return url.rstrip("/")
 
 
 def server_url(host: str, port: int) -> str:

@@ -32,6 +32,14 @@ _BATCH = 256
 def evaluate(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Written by `farsight train`.")],
     data: DataArgument,
+    encoder: Annotated[
+        str | None,
+        typer.Option(
+            "--encoder",
+            "--predictor-encoder",
+            help="Where the encoder of the training lies now; default: as then.",
+        ),
+    ] = None,
     device: DeviceOption = "auto",
     tokenizer: TokenizerOption = None,
     plot: Annotated[
@@ -44,7 +52,7 @@ def evaluate(
     with one_line_errors():
         if plot is not None:
             _check_plot(plot)
-        predictor = _load(directory, device)
+        predictor = _load(directory, encoder, device)
         found = _read(data, tokenizer, strict)
         forecasts = _forecast(predictor, found)
         lens = [each.output_len for each in found.examples]
@@ -70,15 +78,14 @@ def _check_plot(path: Path) -> None:
         raise ConfigError("--plot", str(path), "a file that ends in .png, in an existing directory")
 
 
-def _load(directory: Path, device: str) -> TextPredictor:
+def _load(directory: Path, encoder: str | None, device: str) -> TextPredictor:
+    from engine.encoders.loading import text_model_of
     from predictor.artefact import load
-    from predictor.encoders import SentenceEncoder
     from predictor.history import HistoryPredictor
-    from predictor.text_predictor import TextPredictor, encoder_of
+    from predictor.text_predictor import TextPredictor
 
     artefact = load(directory)
-    name = encoder_of(artefact)
-    return TextPredictor(artefact, None if name is None else SentenceEncoder(name, device), HistoryPredictor())
+    return TextPredictor(artefact, text_model_of(artefact, encoder or "", device), HistoryPredictor())
 
 
 def _read(data: Path, tokenizer: Path | None, strict: bool) -> Examples:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from core.errors import ConfigError, FarsightError
-from services.commands.ask import ApiKeyOption, ask, key_for
+from services.commands.ask import ApiKeyOption, HostOption, PortOption, UrlOption, address_of, ask, key_for
 from services.commands.simulate import KvTokensOption, MaxNumSeqsOption, ProfileOption, ReplicasOption
 from services.commands.what_if import Question, answer, sentence
 
@@ -22,7 +22,9 @@ TIMEOUT_S = 10.0
 
 def explain(
     response_id: Annotated[str, typer.Argument(metavar="ID", help="The 'id' of an answer: chatcmpl-... or cmpl-...")],
-    url: Annotated[str, typer.Option(help="Address of the running server.")] = "http://127.0.0.1:8000",
+    port: PortOption = 8000,
+    host: HostOption = "127.0.0.1",
+    url: UrlOption = None,
     api_key: ApiKeyOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     change: Annotated[
@@ -39,7 +41,7 @@ def explain(
     try:
         if change and not log:
             raise ConfigError("--log", log, "the server's log beside --if: a SQLite file, or a redis:// URL")
-        found = _ask(url.rstrip("/"), response_id, api_key)
+        found = _ask(address_of(url, host, port), response_id, api_key)
         if change:
             question = Question(change, log, preset, replicas, profile, kv_tokens, max_num_seqs)
             answers = [answer(question, choice["request_id"]) for choice in found["choices"]]
@@ -56,9 +58,6 @@ def explain(
 
 
 def _ask(url: str, response_id: str, api_key: str | None) -> dict[str, Any]:
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise FarsightError(f"--url: got {url!r}, expected an address as http://127.0.0.1:8000")
     path = f"/v1/requests/{urllib.parse.quote(response_id, safe='')}"
     found: dict[str, Any] = ask(url, path, TIMEOUT_S, key_for(url, api_key))
     return found

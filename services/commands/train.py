@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
 from core.errors import ConfigError, FarsightError, InvalidValueError
+from core.forecast import Example
+from predictor.models import BERT
 from services.commands.logged_traffic import opened_log
 
 if TYPE_CHECKING:
     from estimator.knn import ServedBatch
+    from predictor.artefact import TrainedModel
     from predictor.training import Recipe
+
+Training: TypeAlias = "Callable[[Sequence[Example], int, Callable[[int], None] | None], TrainedModel]"
+"""Makes an artefact of examples, with a version, and reports its progress."""
 
 _FLAGS = {"num_trees": "--trees", "examples": "DATA"}
 """Flags of the fields that have another name than their flag."""
@@ -45,11 +51,14 @@ StrictOption = Annotated[bool, typer.Option("--strict", help="Stop at the first 
 def train(
     data: DataArgument,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Directory for the trained predictor.")],
-    kind: Annotated[str, typer.Option(help="words, forest, magnus or linear.")] = "words",
+    kind: Annotated[str, typer.Option(help="words, forest, magnus, linear or bert.")] = "words",
     encoder: Annotated[
         str | None,
         typer.Option(
-            help="Hub id, directory, or minilm (offline); default: sentence-transformers/LaBSE; none for words."
+            "--encoder",
+            "--predictor-encoder",
+            help="Directory, hub id, minilm (offline) or auto: LaBSE if the hub's cache has it, else minilm. Default: "
+            "auto; for bert a small one trained from nothing; none for words.",
         ),
     ] = None,
     device: DeviceOption = "auto",
@@ -58,6 +67,8 @@ def train(
     d_app: Annotated[int | None, typer.Option(help="Dimensions kept of an instruction's embedding.")] = None,
     trees: Annotated[int, typer.Option(help="Number of trees of a forest.")] = 100,
     max_features: Annotated[float, typer.Option(help="Share of the features tried at each split of a tree.")] = 1.0,
+    epochs: Annotated[int, typer.Option(help="Passes of --kind bert over the data.")] = 3,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of a request that --kind bert reads.")] = 256,
     seed: Annotated[int, typer.Option(help="Random seed; the same seed and data give the same predictor.")] = 0,
     strict: StrictOption = False,
     estimator: Annotated[
@@ -73,9 +84,12 @@ def train(
             path, num_batches = _train_estimator(data, out)
             typer.echo(f"{path}: learned from {num_batches} batches; serve with [batch] artefact = {str(out)!r}")
             return
-        forest = {"num_trees": trees, "max_features": max_features, "seed": seed}
-        recipe = _recipe(kind, encoder, d_user, d_app, forest)
-        _train(data, out, recipe, encoder, device, tokenizer, strict)
+        if kind == BERT:
+            made = _fine_tuning(encoder, device, epochs, max_tokens, seed)
+        else:
+            forest = {"num_trees": trees, "max_features": max_features, "seed": seed}
+            made = _training(_recipe(kind, encoder, d_user, d_app, forest), encoder, device)
+        _train(data, out, made, tokenizer, strict)
 
 
 def _recipe(kind: str, encoder: str | None, d_user: int | None, d_app: int | None, forest: dict[str, Any]) -> Recipe:
@@ -85,7 +99,7 @@ def _recipe(kind: str, encoder: str | None, d_user: int | None, d_app: int | Non
     from predictor.training import RECIPES
 
     if kind not in RECIPES:
-        raise ConfigError("--kind", kind, f"one of {', '.join(RECIPES)}")
+        raise ConfigError("--kind", kind, f"one of {', '.join((*RECIPES, BERT))}")
     recipe = RECIPES[kind]
     if recipe.reads == "words":
         for flag, value in (("--encoder", encoder), ("--d-user", d_user), ("--d-app", d_app)):
@@ -99,12 +113,37 @@ def _recipe(kind: str, encoder: str | None, d_user: int | None, d_app: int | Non
     )
 
 
-def _train(
-    data: Path, out: Path, recipe: Recipe, encoder: str | None, device: str, tokenizer: Path | None, strict: bool
-) -> None:
-    from predictor.artefact import FILE_NAME, load
-    from predictor.encoders import LABSE, SentenceEncoder
+def _training(recipe: Recipe, encoder: str | None, device: str) -> Training:
+    from predictor.encoders import AUTO
     from predictor.training import train as train_artefact
+
+    def made(examples: Sequence[Example], version: int, progress: Callable[[int], None] | None) -> TrainedModel:
+        loaded = None
+        if recipe.reads != "words":
+            from engine.encoders.text_encoder import TextEncoder
+
+            loaded = TextEncoder(encoder or AUTO, device)
+            typer.echo(f"encoder: {loaded.name}, {loaded.dim} dimensions", err=True)
+        return train_artefact(examples, loaded, recipe, version, progress)
+
+    return made
+
+
+def _fine_tuning(encoder: str | None, device: str, epochs: int, max_tokens: int, seed: int) -> Training:
+    from engine.encoders.finding import encoder_dir, settled_name
+    from engine.encoders.fine_tuning import FineTuning, fine_tune
+
+    options = FineTuning(epochs, max_tokens, seed=seed)
+
+    def made(examples: Sequence[Example], version: int, progress: Callable[[int], None] | None) -> TrainedModel:
+        folder = None if encoder is None else encoder_dir(settled_name(encoder))
+        return fine_tune(examples, folder, options, device=device, version=version, progress=progress)
+
+    return made
+
+
+def _train(data: Path, out: Path, training: Training, tokenizer: Path | None, strict: bool) -> None:
+    from predictor.artefact import FILE_NAME, load
     from services.commands.forecast_data import EMBEDDED_TOKENIZER, TokenCounter, read_examples
 
     try:
@@ -117,9 +156,8 @@ def _train(
     with progress_bar("rows") as progress:
         found = read_examples(data, counter, strict, progress)
     report_rejected(found.rejected)
-    loaded = None if recipe.reads == "words" else SentenceEncoder(encoder or LABSE, device)
     with progress_bar("texts read") as progress:
-        artefact = train_artefact(found.examples, loaded, recipe, version, progress)
+        artefact = training(found.examples, version, progress)
     path = artefact.save(out)
     left_out = sum(each.censored for each in found.examples)
     note = f", {left_out} left out that were cut off" if left_out else ""

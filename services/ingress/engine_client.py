@@ -255,7 +255,12 @@ class EngineClient(ObservedService, VersionedStreams):
         for trace in stream.trace.end(record):
             self._traces.add(trace)
         self._metrics.finished(
-            record.finish_reason, record.jct_s, record.prompt_len, record.output_len, record.max_new_tokens
+            record.finish_reason,
+            record.jct_s,
+            record.prompt_len,
+            record.output_len,
+            record.max_new_tokens,
+            ttft_s=record.ttft_s,
         )
 
     async def _pump_outgoing(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from actors.runtime.garbage import collect_when_quiet, leave_full_collections_to_us
 from actors.runtime.hosts import keep_supervisor
+from actors.runtime.log_lines import send_log_lines
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, Site, again_and_again
 from core.abilities import Abilities
 from core.config.server import ServerConfig, is_loopback
@@ -68,6 +69,7 @@ class Ingress:
     """
 
     def __init__(self, site: Site, scales_ingress: bool) -> None:
+        send_log_lines(f"ingress-{os.getpid()}", site.config.server.log_format)
         self._site = site
         self._encoder = PromptEncoder(Path(site.model_dir), text_settings(site.config.model))
         self._administration = Administration(os.environ.get(ADMIN_TOKEN_VARIABLE, ""), scales_ingress)
@@ -115,6 +117,7 @@ class Ingress:
             shed=client.first_check.shed,
             spans=self._spans(client),
             batches=batches,
+            access_log=server.access_log,
         )
 
     def _spans(self, client: EngineClient) -> SpanExporter | None:

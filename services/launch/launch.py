@@ -19,19 +19,21 @@ from typing import Any, TypeVar
 
 from actors.calls.message import Asked
 from actors.calls.supervisor import SupervisorCalls
-from actors.runtime.names import SUPERVISOR, host_of
+from actors.runtime.log_lines import send_log_lines
+from actors.runtime.names import RUN_DIR_VARIABLE, SUPERVISOR, host_of
 from actors.runtime.peer import Site
 from core.config.learning import PredictorConfig
 from core.config.load import FarsightConfig
-from core.errors import ConfigError
+from core.errors import ConfigError, InvalidValueError
 from core.processors import numa_nodes, usable_processors
 from estimator.device_profile import profile_label, resolve_device
-from policies.compose import check_scheduler
+from policies.compose import check_scheduler, predicts_requests
 from services.api.access.door import API_KEY_VARIABLE
 from services.launch.backends import check_replicas, look_for_servers
 from services.launch.cluster import ServiceFailed, private_cluster
 from services.launch.door import absolute_paths, check_door
 from services.launch.draining import drain
+from services.launch.log_lines import PROCESS, printed_log_lines
 from services.launch.proxy import ProxyStart, front_proxy, wait_routed
 from services.launch.signals import StopSignal
 from services.launch.stages import Stages
@@ -140,10 +142,11 @@ def find_site(config: FarsightConfig, model: LocatedModel) -> Site:
 
 
 def _find_predictor(predictor: PredictorConfig) -> PredictorConfig:
-    """The predictor's configuration with an absolute path, after a check that its file loads."""
+    """The predictor's configuration with absolute paths, after a check that its files can be read."""
     from predictor.artefact import ArtefactError, load
     from predictor.models import check_artefact
 
+    predictor = dataclasses.replace(predictor, encoder=_find_encoder(predictor.encoder))
     if not predictor.artefact:
         return predictor
     path = Path(predictor.artefact).absolute()
@@ -152,6 +155,25 @@ def _find_predictor(predictor: PredictorConfig) -> PredictorConfig:
     except ArtefactError as error:
         raise ConfigError("predictor.artefact", predictor.artefact, f"what `farsight train` wrote ({error})") from error
     return dataclasses.replace(predictor, artefact=str(path))
+
+
+def _find_encoder(name: str) -> str:
+    """The encoder's directory as an absolute path, or its name; a hub id is in the hub's cache afterwards."""
+    from engine.checkpoint.encoder_config import check_encoder, load_encoder_config
+    from engine.encoders.finding import EXPECTED, encoder_dir, settled_name
+
+    if not name:
+        return ""
+    try:
+        settled = settled_name(name)
+        folder = encoder_dir(settled)
+        config = load_encoder_config(folder)
+        if config is None:
+            raise InvalidValueError("config.json", str(folder), "the directory of an encoder")
+        check_encoder(folder, config)
+    except InvalidValueError as error:
+        raise ConfigError("predictor.encoder", name, f"{EXPECTED} ({error})") from error
+    return str(folder.absolute()) if Path(settled).expanduser().is_dir() else settled
 
 
 def check_port(host: str, port: int) -> None:
@@ -365,6 +387,8 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
     for note in notes:
         say(note)
     look_for_servers(config, model.name, say)
+    if note := learning_note(site.config):
+        say(note)
     if config.engine.profile:
         say(f"The device is emulated ({profile_label(config.engine.profile)}): answers are made up.")
     if advice := numa_advice(config, len(numa_nodes())):
@@ -372,8 +396,10 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
     proxy = choose_proxy(config.server)
     with (
         private_cluster(stop, stages=stages, proxy=proxy, server=config.server, access=site.config.access),
+        printed_log_lines(Path(os.environ[RUN_DIR_VARIABLE])),
         front_proxy(config.server, proxy, stop) as keeper,
     ):
+        send_log_lines(PROCESS, config.server.log_format)
         service = Service(site, keeper)
         service.start(stages)
         stop.running()
@@ -388,6 +414,15 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
             if not stop.at_once:
                 service.drain(stop, say)
         say("Stopping.")
+
+
+def learning_note(config: FarsightConfig) -> str:
+    """Says that a policy reads forecasts of requests and nothing was trained for it; empty where that is not so."""
+    predictor = config.predictor
+    if predictor.artefact or not predicts_requests(config):
+        return ""
+    by = f"Magnus's features over {predictor.encoder}" if predictor.encoder else "application"
+    return f"No --predictor: preset {config.scheduler.preset} learns output lengths from its own requests, by {by}."
 
 
 def welcome(url: str, model: LocatedModel, key: str) -> list[str]:

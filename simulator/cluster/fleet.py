@@ -29,10 +29,12 @@ from policies.fleet.events import (
     TimePassed,
 )
 from policies.fleet.scheduler import FleetMachine
+from policies.order.offload_orders import OffloadDecider
 from policies.replica.events import RefuseRequest, RequestsArrived
 from policies.replica.scheduler import ReplicaScheduler
 from simulator.cluster.events import Alarms
 from simulator.cluster.latency import LatencyModel
+from simulator.cluster.pipelined import PipelinedReplica
 from simulator.cluster.records import Record, Recorder
 from simulator.cluster.replica import Replica, ReplicaShape
 from simulator.cluster.timeline import Timeline
@@ -85,10 +87,12 @@ class Fleet:
         timeline: Samples the replicas during the run.
         flush: Called with the present instant when nothing else can happen and requests still wait: no more will
             come, so batches that wait for company without bound become ready.
+        make_offload: What answers each replica's scheduler about KV; None where they decide alone, in no time.
 
     Attributes:
         refused: Ids of the requests that fit no replica.
         batches: Batches that ended with all their requests, in order; none in continuous batching.
+        batches_ended_at: The instants of their ends.
     """
 
     def __init__(
@@ -100,6 +104,7 @@ class Fleet:
         clients: int | None = None,
         timeline: Timeline | None = None,
         flush: Callable[[float], None] | None = None,
+        make_offload: Callable[[int], OffloadDecider | None] = lambda _: None,
     ) -> None:
         self.recorder = Recorder()
         self._shape = shape
@@ -119,13 +124,18 @@ class Fleet:
         self._lost: list[str] = []  # requests of broken batches, until their ingress replicas learn of it
         self.refused: list[str] = []
         self.batches: list[BatchEnded] = []
-        self.replicas = [self._make_replica(index, make_scheduler(index)) for index in range(shape.num_replicas)]
+        self.batches_ended_at: list[float] = []
+        self.replicas = [
+            self._make_replica(index, make_scheduler(index), make_offload(index)) for index in range(shape.num_replicas)
+        ]
         for each in self.replicas:
             self._tell(ReplicaUp(each.name, each.ready))
 
-    def _make_replica(self, index: int, scheduler: ReplicaScheduler) -> Replica:
+    def _make_replica(self, index: int, scheduler: ReplicaScheduler, offload: OffloadDecider | None) -> Replica:
         told = self._start, self._end, self._break_off
-        return Replica(str(index), scheduler, self._shape.replica, self._shape.latency, self.recorder, *told)
+        shape = self._shape
+        kind = PipelinedReplica if shape.replica.num_stages > 1 else Replica
+        return kind(str(index), scheduler, shape.replica, shape.latency, self.recorder, *told, offload)
 
     def run(
         self, arrivals: Iterable[SimRequest], progress: Callable[[int], None] | None = None, *, until: str = ""
@@ -234,6 +244,7 @@ class Fleet:
                     del self._under_way[request_id]
                 case BatchEnded():
                     self.batches.append(instruction)
+                    self.batches_ended_at.append(self.now)
         self._tell_broken()
         if isinstance(self.machine, BatchScheduler):
             due_at = self.machine.next_due_at

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from core.costs import StepCost
@@ -146,7 +146,8 @@ class Roofline:
     """A step takes the longer of its arithmetic and its memory traffic, at a share of the peak rates.
 
     With ``pipeline_parallel`` stages, as many disjoint batches are in flight, and each token passes all stages: the
-    time of one iteration over all sequences is that of one such batch on all devices of its tensor-parallel group.
+    time of one iteration over all sequences is that of one such batch on all devices of its tensor-parallel group, if
+    the sequences are divided evenly. ``PipelineLatency`` gives the time of each batch instead.
     The attention of prompts is not counted, since its share of their arithmetic is small.
 
     Attributes:
@@ -193,4 +194,36 @@ class Roofline:
             prefill_token_s=2 * self.model.active_params / self._flops / self.pipeline_parallel,
             decode_seq_s=0.0,
             context_token_s=self.model.kv_bytes / self._bandwidth / self.pipeline_parallel,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineLatency:
+    """One batch in all stages of a pipeline together, for ``ReplicaShape.num_stages`` batches in flight.
+
+    Attributes:
+        whole: The devices; its ``pipeline_parallel`` is the number of stages.
+    """
+
+    whole: Roofline
+
+    @property
+    def _one_batch(self) -> Roofline:
+        return replace(self.whole, pipeline_parallel=1)
+
+    def step_s(self, prefill_tokens: int, decode_seqs: int, context_tokens: int, prefill_pairs: int = 0) -> float:
+        return self._one_batch.step_s(prefill_tokens, decode_seqs, context_tokens, prefill_pairs)
+
+    def decode_run_s(self, decode_seqs: int, context_tokens: int, num_steps: int) -> float:
+        return self._one_batch.decode_run_s(decode_seqs, context_tokens, num_steps)
+
+    def copy_s(self, num_tokens: int) -> float:
+        return self.whole.copy_s(num_tokens)
+
+    @property
+    def cost(self) -> StepCost:
+        """The time from one step's end to the next where every stage is busy, which is what rank 0 measures."""
+        cost, stages = self._one_batch.cost, self.whole.pipeline_parallel
+        return StepCost(
+            cost.base_s / stages, cost.prefill_token_s / stages, cost.decode_seq_s, cost.context_token_s / stages
         )

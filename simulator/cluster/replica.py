@@ -14,16 +14,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from core.errors import IntegrityError
+from core.errors import IntegrityError, InvalidValueError
+from core.messages.kv import OffloadQuestion
 from core.messages.plans import FinishedSequence, Plan, WorkerReady, WorkerState
 from core.messages.requests import Key
 from core.request import Request, Residency
-from kvcache import BatchLimits, BlockManager, LeaseExecutor, StaticExecutor, StepBatch, StepItem
+from kvcache import (
+    BatchLimits,
+    BlockManager,
+    LeaseExecutor,
+    PipelinedExecutor,
+    StaticExecutor,
+    StepBatch,
+    StepItem,
+)
 from kvcache.step_batch import step_work
+from policies.order.offload_orders import OffloadDecider
 from policies.replica.events import (
+    AskOffload,
     BatchBroken,
     CostLearned,
     Event,
+    OffloadOrdered,
+    OffloadUnanswered,
     RequestEnded,
     RequestsAborted,
     RequestsArrived,
@@ -51,6 +64,12 @@ class ReplicaShape:
         shares_prefixes: Whether sequences with equal prefixes share KV.
         execution: ``static`` pads a batch and returns it together.
         promises: Whether each request is told on arrival when it will end.
+        num_stages: Stages of a pipeline, each with a batch of its own in flight; the latency model then gives the time
+            of one batch in all stages together.
+        offload_hop_s: From a question to the KV offload manager to its answer, there and back.
+
+    Raises:
+        InvalidValueError: ``num_stages`` is below 1, or above 1 for padded batches or with a hop.
     """
 
     num_blocks: int
@@ -62,6 +81,14 @@ class ReplicaShape:
     shares_prefixes: bool = False
     execution: Execution = "ragged"
     promises: bool = False
+    num_stages: int = 1
+    offload_hop_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.num_stages < 1 or (self.num_stages > 1 and self.execution == "static"):
+            raise InvalidValueError("num_stages", self.num_stages, "an integer >= 1, and 1 for padded batches")
+        if self.num_stages > 1 and self.offload_hop_s:
+            raise InvalidValueError("offload_hop_s", self.offload_hop_s, "0 where there are several stages")
 
     @property
     def num_tokens(self) -> int:
@@ -75,6 +102,8 @@ class ReplicaShape:
         if self.execution == "static":
             return StaticExecutor(blocks, limits, incarnation, self.num_tokens)
         host = BlockManager(self.num_host_blocks, self.block_size) if self.num_host_blocks else None
+        if self.num_stages > 1:
+            return PipelinedExecutor(blocks, limits, incarnation, host, max_in_flight=self.num_stages)
         return LeaseExecutor(blocks, limits, incarnation, host)
 
 
@@ -86,6 +115,7 @@ class Replica:
         on_end: Called with each ended request, at the instant of its last token.
         on_broken: Called with the name and the attempts of a batch that ran out of memory, which nothing runs any more.
             Not needed in continuous batching.
+        offload: Answers what the scheduler asks about KV; None for one that asks nothing.
     """
 
     def __init__(
@@ -98,7 +128,10 @@ class Replica:
         on_start: Callable[[Record, float], None],
         on_end: Callable[[Record, FinishedSequence], None],
         on_broken: Callable[[str, tuple[Key, ...]], None] | None = None,
+        offload: OffloadDecider | None = None,
     ) -> None:
+        self._offload = offload
+        self._mail: list[tuple[float, Event]] = []  # of the KV offload manager, in order
         self.name = name
         self.scheduler = scheduler
         self.shape = shape
@@ -121,7 +154,11 @@ class Replica:
         self._landed: list[int] = []  # Finished copies, recorded at the end of the current step.
         self._own_names = itertools.count(1 << 62)
         self._link_free_at = {Residency.DEVICE: 0.0, Residency.HOST: 0.0}
+        self._set_up()
         self._connect()
+
+    def _set_up(self) -> None:
+        """Makes what a kind of replica keeps beside this."""
 
     def _connect(self) -> None:
         shape = self.shape
@@ -137,7 +174,8 @@ class Replica:
         """The instant of the next event of this replica; infinity if there is none."""
         run = self._run
         run_wakes_at = math.inf if run is None else min(run.ends_at, self._looks_at(run))
-        return min(run_wakes_at, self._copies[0][0]) if self._copies else run_wakes_at
+        mail_at = self._mail[0][0] if self._mail else math.inf
+        return min(run_wakes_at, mail_at, self._copies[0][0] if self._copies else math.inf)
 
     def _looks_at(self, run: StepRun) -> float:
         """The instant of the scheduler's next call during a run; infinity if it is not before the run's end."""
@@ -193,6 +231,8 @@ class Replica:
         while self._copies and self._copies[0][0] <= now:
             self._landed.append(self._copies.pop(0)[1])
             self._cut(now)
+        while self._mail and self._mail[0][0] <= now:
+            self._tell(self._mail.pop(0)[1], now)
         run = self._run
         if run is not None and run.ends_at > now >= self._looks_at(run):
             self._tell_steps(run, run.num_told + self.shape.look_every, now)
@@ -231,10 +271,26 @@ class Replica:
             match instruction:
                 case SendPlan(plan):
                     self._take(plan, now)
+                case AskOffload(question):
+                    self._ask(question, now)
                 case RequestEnded(finished):
                     self._end(finished, now)
                 case BatchBroken(keys):
                     self._break_off(keys)
+
+    def _ask(self, question: OffloadQuestion, now: float) -> None:
+        """The answer takes a hop; the scheduler goes on alone if that is longer than it waits."""
+        if self._offload is None:
+            raise IntegrityError(f"replica {self.name}: a question about KV, and nothing answers it")
+        answer = OffloadOrdered(self._offload.decide(question))
+        hop_s, deadline_s = self.shape.offload_hop_s, self.scheduler.limits.offload_deadline_s
+        if not hop_s:
+            self._tell(answer, now)
+            return
+        if hop_s >= deadline_s:
+            self._mail.append((now + deadline_s, OffloadUnanswered(question.seq)))
+        self._mail.append((now + hop_s, answer))
+        self._mail.sort(key=_instant)
 
     def _take(self, plan: Plan, now: float) -> None:
         self._plan = plan
@@ -268,13 +324,28 @@ class Replica:
         self._tell(WorkerReported(report), now)
 
     def _begin(self, now: float) -> None:
-        """Starts the next run, if any request can run. The scheduler answers memory pressure in no time."""
+        """Starts the next run, if any request can run."""
+        batch = self._prepare(now)
+        if batch is not None:
+            self._run = run = StepRun(batch, step_work(batch), self._latency, now, 1)
+            run.end_after(self._steps_until_change(run))
+
+    def _prepare(self, now: float) -> StepBatch | None:
+        """The next batch, after copies that have landed are booked; begins the copies that it asks for."""
         if self._landed:
             for copy_id in self._landed:
                 self.executor.complete_copy(copy_id)
             self._landed.clear()
             self._report(now)
-        batch = self._next_batch()
+        batch = self._relieve(self._next_batch(), now)
+        if self._broke_off:
+            self._broke_off = False
+            self._report(now)
+        self._begin_copies(now)
+        return batch
+
+    def _relieve(self, batch: StepBatch | None, now: float) -> StepBatch | None:
+        """The batch after the scheduler's answers to memory pressure, which take no time."""
         for _ in range(len(self._records)):  # A useful answer removes a request; other answers could repeat for ever.
             if not self.executor.short_blocks:
                 break
@@ -282,13 +353,7 @@ class Replica:
             if self._plan is None:
                 break
             batch = self._next_batch()
-        if self._broke_off:
-            self._broke_off = False
-            self._report(now)
-        self._begin_copies(now)
-        if batch is not None:
-            self._run = run = StepRun(batch, step_work(batch), self._latency, now, 1)
-            run.end_after(self._steps_until_change(run))
+        return batch
 
     def _next_batch(self) -> StepBatch | None:
         if self._plan is not None:
@@ -332,7 +397,7 @@ class Replica:
         last_s = seconds - run.seconds(num_steps - 1)
         stopped = []
         for item in run.batch.items:
-            if not item.samples:
+            if not item.samples or not self.executor.counts(run.batch, item.request_id):
                 continue
             record = self._records[item.request_id]
             if record.num_tokens == 0:
@@ -385,3 +450,7 @@ class Replica:
         while len(hashes) < num_blocks:
             hashes.append(next(self._own_names))
         return hashes
+
+
+def _instant(letter: tuple[float, Event]) -> float:
+    return letter[0]

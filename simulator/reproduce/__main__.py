@@ -15,7 +15,7 @@ from rich.table import Table
 
 from core.children import worker_pool
 from core.processors import usable_processors
-from simulator.reproduce.coverage import gap_lines
+from simulator.reproduce.papers import gap_lines
 from simulator.reproduce.register import REPRODUCTIONS
 from simulator.reproduce.rows import Figure, Reproduction, Row, count_line
 

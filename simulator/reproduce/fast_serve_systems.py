@@ -13,7 +13,7 @@ from policies.compose import build_router, build_scheduler
 from policies.replica.scheduler import SchedulerLimits
 from policies.settings import MlfqRules, PolicySettings
 from simulator.cluster.fleet import Fleet, FleetShape
-from simulator.cluster.latency import Roofline
+from simulator.cluster.latency import LatencyModel, PipelineLatency, Roofline
 from simulator.cluster.padded import padded_fleet
 from simulator.cluster.records import Recorder
 from simulator.cluster.replica import ReplicaShape
@@ -52,7 +52,7 @@ class Testbed:
     """Devices with a model, and the limits of a batch.
 
     Attributes:
-        batch_size: Sequences of one batch; as many batches as pipeline stages are in flight.
+        batch_size: Sequences of one batch; each pipeline stage has a batch of its own in flight.
         kv_tokens: KV of the device.
         host_tokens: KV of the host.
     """
@@ -65,9 +65,14 @@ class Testbed:
     ratio: float = 2.0
 
     @cached_property
+    def latency(self) -> LatencyModel:
+        """Time of one batch in all stages together."""
+        return self.device if self.device.pipeline_parallel == 1 else PipelineLatency(self.device)
+
+    @cached_property
     def quantum_s(self) -> float:
-        """q_1, the shortest iteration time."""
-        return self.device.cost.prefill_s(1)
+        """q_1, the shortest iteration time; in a pipeline the shortest time between two steps' ends."""
+        return self.latency.cost.prefill_s(1)
 
     @property
     def rules(self) -> MlfqRules:
@@ -75,20 +80,22 @@ class Testbed:
 
 
 def serve(bed: Testbed, load: Load, preset: str, rules: MlfqRules | None = None, **parts: str) -> Recorder:
-    num_seqs = bed.batch_size * bed.device.pipeline_parallel
+    """One replica, with a batch of ``bed.batch_size`` in each stage of its pipeline."""
+    num_stages = bed.device.pipeline_parallel
     preemptive = preset.startswith("fastserve")
     shape = ReplicaShape(
         bed.kv_tokens // BLOCK_SIZE,
         BLOCK_SIZE,
         bed.host_tokens // BLOCK_SIZE,
-        max_num_seqs=num_seqs,
+        max_num_seqs=bed.batch_size,
         max_batch_tokens=2048,
         look_every=1 if preemptive else 0,
+        num_stages=num_stages,
     )
-    settings = PolicySettings(mlfq=rules or bed.rules, cost=bed.device.cost)
-    limits = SchedulerLimits(num_seqs, 0)
+    settings = PolicySettings(mlfq=rules or bed.rules, cost=bed.latency.cost)
+    limits = SchedulerLimits(bed.batch_size * num_stages, 0)
     fleet = Fleet(
-        FleetShape(shape, bed.device),
+        FleetShape(shape, bed.latency),
         build_router("fcfs"),
         lambda _: build_scheduler(preset, limits, settings, **parts),
     )

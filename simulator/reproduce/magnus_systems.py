@@ -33,6 +33,7 @@ from policies.batching.fcfs import FcfsBatches
 from policies.batching.hrrn import HighestResponseRatio
 from policies.batching.wma import WmaBatcher
 from policies.compose import build_router, build_scheduler
+from policies.fleet.events import BatchEnded
 from policies.replica.scheduler import SchedulerLimits
 from policies.settings import PolicySettings
 from simulator.cluster.fleet import Fleet, FleetShape
@@ -52,7 +53,7 @@ SLOW_JOIN_S = 0.5
 LIMIT = 1024
 _NUM_WORKERS = 7
 _RMSE = 15.649
-_CORRELATION = {"MT": 0.967, "GC": 0.981, "TD": 0.778, "CT": 0.996, "BF": 0.992, "CC": 0.771}
+CORRELATION = {"MT": 0.967, "GC": 0.981, "TD": 0.778, "CT": 0.996, "BF": 0.992, "CC": 0.771}
 DEVICE = Roofline(GPUS["v100-32g"], MODELS["chatglm-6b"])
 
 
@@ -109,7 +110,7 @@ def load_pool() -> Pool:
     outputs = np.array([min(LIMIT, count_tokens(row["output"])) for row in rows])
     apps = np.array([row["app"] for row in rows])
     spread = np.zeros(len(rows))
-    for app, correlation in _CORRELATION.items():
+    for app, correlation in CORRELATION.items():
         spread[apps == app] = outputs[apps == app].std() * math.sqrt(1 - correlation**2)
     spread *= _RMSE / math.sqrt(float((spread**2).mean()))
     predicted = np.clip(outputs + spread * np.random.default_rng(1).standard_normal(len(rows)), 1, LIMIT)
@@ -220,3 +221,11 @@ def serve(system: str, arrivals: list[SimRequest]) -> MagnusOutcome:
         case "Magnus":
             return _static(PaperBatcher(estimated_hrrn(latency)), arrivals, latency)
     raise ValueError(system)
+
+
+def batches_served(arrivals: list[SimRequest]) -> list[tuple[float, BatchEnded]]:
+    """The batches that Magnus serves, with the instants at which they end."""
+    batcher = PaperBatcher(estimated_hrrn(case_study_latency()))
+    fleet = padded_fleet(batcher, case_study_latency(), _NUM_WORKERS, kv_tokens=_CAPACITY_TOKENS, reload_s=_RELOAD_S)
+    fleet.run(arrivals)
+    return list(zip(fleet.batches_ended_at, fleet.batches, strict=True))

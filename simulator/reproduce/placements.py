@@ -22,7 +22,7 @@ from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import A100_7B
 from simulator.compare import paired_ratio
 from simulator.predictors import Noisy
-from simulator.reproduce.preble_runs import BLOCK, FOUR_A6000, SEATS, PrebleCluster
+from simulator.reproduce.preble.runs import BLOCK, FOUR_A6000, SEATS, PrebleCluster
 from simulator.reproduce.rows import Exempt, Own, Reproduction, Row, at_most
 from simulator.traffic.arrivals import Gamma, Poisson
 from simulator.traffic.prefixes import PROGRAMMING, TOOL_USE, PrefixLaw, prefix_workload

@@ -103,17 +103,21 @@ def prefix_workload(
     num_prefixes: int,
     block_size: int,
     popularity: float = POPULARITY,
+    drift_s: float = math.inf,
 ) -> list[SimRequest]:
     """One arrival for each instant; prefixes are chosen by a Zipf law. O(requests · blocks of a prompt).
 
     Args:
         num_prefixes: Distinct prefixes: tools, tasks of an agent, problems, videos or documents.
         block_size: Tokens for each name; the replica's KV block size.
+        drift_s: The law's ranks are dealt out to the prefixes again every so many seconds; infinity for never.
 
     Raises:
         InvalidValueError: No prefix, or a block size below 1.
     """
     chosen = ZipfLengths(popularity, num_prefixes).sample(rng, len(instants)) - 1
+    if drift_s < math.inf:
+        chosen = _drifting(rng, chosen, instants, num_prefixes, drift_s)
     builder = _conversations if law.turns > 1 else _trees
     paths = builder(rng, law, chosen, num_prefixes)
     own = _own_tokens(rng, law, len(instants))
@@ -187,6 +191,16 @@ class _Request:
 class _Group:
     name: str
     requests: tuple[_Request, ...]
+
+
+def _drifting(
+    rng: np.random.Generator, ranks: Lengths, instants: Sequence[float], num_prefixes: int, drift_s: float
+) -> Lengths:
+    """Prefixes by rank, in another order in each span of time."""
+    spans = (np.asarray(instants) / drift_s).astype(np.int64)
+    orders = np.array([rng.permutation(num_prefixes) for _ in range(int(spans.max()) + 1)])
+    chosen: Lengths = orders[spans, ranks]
+    return chosen
 
 
 def _trees(

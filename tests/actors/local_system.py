@@ -121,10 +121,11 @@ class System:
             if sample.name == "farsight:refused_messages_total" and sample.labels["piece"] == component
         }
 
-    async def metric(self, component: str, name: str) -> float:
-        """The sum of a metric over its labels, as the component's process shows it."""
+    async def metric(self, component: str, name: str, **labels: str) -> float:
+        """The sum of a metric over its series with these labels, as the component's process shows it."""
         families = text_string_to_metric_families(await self.host(component).metrics.remote())
-        return sum(sample.value for family in families for sample in family.samples if sample.name == name)
+        samples = [sample for family in families for sample in family.samples if sample.name == name]
+        return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
     async def log(self, *request_ids: str) -> list[FinishedRequest]:
         """Their records, once all are there."""

@@ -48,14 +48,12 @@ class SecondNode:
         """Returns when its raylet runs.
 
         It has the environment of the head's raylet: the token, and the directory by which the server finds and ends
-        all processes of its own.
-
-        Raises:
-            CalledProcessError: Ray does not start it.
+        all processes of its own. Ray's own wait of 30 s for its registration may fail on a busy machine; the raylet
+        goes on all the same.
         """
         command = [sys.executable, "-c", _NODE, self._address]
         environment = self._head.environ()
-        subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL, timeout=LONG_S)
+        subprocess.run(command, env=environment, check=False, stdout=subprocess.DEVNULL, timeout=LONG_S)
         wait_until(lambda: self.pid, "the second node has no raylet")
 
     def holds(self, pid: int) -> bool:

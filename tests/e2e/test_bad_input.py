@@ -20,7 +20,7 @@ COMPLETIONS = "/v1/completions"
 USER = {"role": "user", "content": "hello"}
 IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]}
 NUM_TOKENS = 400
-TOOL = {"type": "function", "function": {"name": "f"}}
+TOOL_WITHOUT_NAME = {"type": "function", "function": {}}
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def _check(response: httpx.Response, status: int, param: str | None) -> None:
         (CHAT, {"messages": []}, 400, "messages"),
         (CHAT, {"messages": [{**USER, "role": "wizard"}]}, 400, "messages[0].role"),
         (CHAT, {"messages": [IMAGE]}, 400, "messages[0].content[0].type"),
-        (CHAT, {"tools": [TOOL]}, 400, "tools"),
+        (CHAT, {"tools": [TOOL_WITHOUT_NAME]}, 400, "tools[0].function.name"),
         (CHAT, {"response_format": {"type": "xml"}}, 400, "response_format.type"),
         (CHAT, {"model": "no-such-model"}, 404, "model"),
     ],

@@ -47,6 +47,10 @@ def _plan_kills(world: World, rng: random.Random) -> None:
             _kill(world, at + rng.choice([0, 0, rng.uniform(0, 0.1)]), name, away_s)
             if rng.random() < 0.25:
                 _kill(world, at + away_s + rng.uniform(0, 0.3), name, rng.uniform(0.05, 1.0))
+    own = world.offload_rng
+    if own.random() < 0.4:
+        name = own.choice([f"manager-{replica}" for replica in world.num_blocks])
+        _kill(world, own.uniform(0.05, BUSY_S + 0.5), name, own.uniform(0.05, 3.0))
     if rng.random() < 0.1:
         _kill(world, rng.uniform(0.05, BUSY_S + 0.5), rng.choice(world.ingress_names), 0.0)
 

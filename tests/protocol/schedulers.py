@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from core.messages.cache import CacheReply, KVCacheEvent, StartedRequest
 from core.messages.fleet import ReplicaNews, ReplicaState
+from core.messages.kv import OffloadOrders, OffloadQuestion
 from core.messages.plans import FinishedSequence, Plan, ReportPoll, Slot, StepReport, WorkerReady, WorkerState
 from core.messages.requests import Announce, AnnounceReply, Key, Keys, Placed, Refusal, Refusals, Submit, SubmitReply
 from policies.fleet.batch_scheduler import BatchScheduler
@@ -34,9 +35,12 @@ from policies.fleet.events import (
 from policies.fleet.scheduler import FleetMachine
 from policies.interfaces import ReplicaPolicies, ScheduledRequest
 from policies.replica.events import (
+    AskOffload,
     BatchBroken,
     CacheTold,
     Event,
+    OffloadOrdered,
+    OffloadUnanswered,
     RefuseRequest,
     RequestEnded,
     RequestsAborted,
@@ -316,6 +320,8 @@ class SchedulerComponent:
                 case SendPlan(plan):
                     self._plan = plan
                     self._send_plan()
+                case AskOffload(question):
+                    self._ask(question)
                 case RefuseRequest(request_id, attempt, field_name, text):
                     refusals.append(Refusal(request_id, attempt, field_name, text))
                 case RequestStarted(started):
@@ -336,6 +342,23 @@ class SchedulerComponent:
             self._resting = self.machine.resting()
             self._tell_state()
         return refusals
+
+    def _ask(self, question: OffloadQuestion) -> None:
+        def hear(event: Event) -> None:
+            self._late_refusals += self._handle(event)
+
+        def on_reply(orders: OffloadOrders) -> None:
+            before = self.machine.offload_tally.refused
+            hear(OffloadOrdered(orders))
+            self.world.count("orders", orders != OffloadOrders(orders.seq, idle_target=orders.idle_target))
+            self.world.count("orders refused", self.machine.offload_tally.refused > before)
+
+        def on_lost() -> None:
+            hear(OffloadUnanswered(question.seq))
+            self._later(LOOK_AGAIN_S, lambda: hear(OffloadUnanswered(question.seq, lost=True)))
+
+        self._later(self.machine.limits.offload_deadline_s, lambda: hear(OffloadUnanswered(question.seq)))
+        self.world.network.call(self.life, f"manager-{self.replica}", "decide", question, on_reply, on_lost)
 
     def _connect(self) -> None:
         worker = self.world.network.living.get(f"worker-{self.replica}")

@@ -11,14 +11,17 @@ from core.costs import StepCost
 from core.messages.requests import Refusal
 from core.messages.tokens import TokenDelta
 from kvcache import BatchLimits, StepBatch
-from policies.compose import build_batch_runner, build_batch_scheduler, build_router, build_scheduler
+from policies.compose import build_batch_runner, build_batch_scheduler, build_offload, build_router, build_scheduler
 from policies.interfaces import ReplicaPolicies
+from policies.kv.split_batch import SplitBatch
+from policies.order.offload_orders import OffloadDecider
 from policies.presets import PRESETS
 from policies.replica.events import CostLearned
 from policies.replica.scheduler import SchedulerLimits
 from policies.settings import BatchSettings, MlfqRules, PolicySettings
 from tests.protocol.clock import Clock
 from tests.protocol.ingress import IngressComponent
+from tests.protocol.manager import ManagerComponent
 from tests.protocol.model import BLOCK, Client, make_client, text_of
 from tests.protocol.network import Faults, Network
 from tests.protocol.schedulers import RouterComponent, SchedulerComponent, ShortGrants
@@ -68,6 +71,7 @@ class World:
         self._recording = recording
         self._lives: Counter[str] = Counter()
         self.faults_until = 2 * BUSY_S
+        self.offload_rng = random.Random(seed + 2)
         self._draw(rng)
         self.copy_rng = random.Random(seed)
         self.num_host_blocks = self.copy_rng.choice([0, self.copy_rng.randint(1, 16)])
@@ -88,7 +92,8 @@ class World:
         """What kind of world this is."""
         loss = rng.choice([(0.0, 0.0), (0.05, 0.1), (0.3, 0.2)])
         self.faults = Faults(*loss, rng.choice([0.001, 0.02, 0.1]), rng.choice([0.001, 0.02, 0.1]))
-        self.limits = SchedulerLimits(rng.randint(1, 5), rng.randint(0, 3))
+        deadline_s = self.offload_rng.choice([0.0, 0.004, 0.05, 0.5])
+        self.limits = SchedulerLimits(rng.randint(1, 5), rng.randint(0, 3), offload_deadline_s=deadline_s)
         self.batch_limits = BatchLimits(self.limits.max_num_seqs, rng.choice([6, 12, 24]))
         self.watermark = rng.choice([0.6, 0.8, 1.0])
         self.placement = rng.choice(["round-robin", "least-work"])
@@ -120,7 +125,8 @@ class World:
             self.network.living[name] = IngressComponent(self, name, known)
 
     def _replica_components(self) -> list[str]:
-        return [f"{kind}-{replica}" for replica in self.num_blocks for kind in ("scheduler", "worker")]
+        kinds = ("scheduler", "worker", "manager")
+        return [f"{kind}-{replica}" for replica in self.num_blocks for kind in kinds]
 
     def start(self, name: str) -> None:
         """Begins a life of anything but an ingress."""
@@ -137,15 +143,27 @@ class World:
 
     def _make_scheduler(self, replica: str) -> SchedulerComponent:
         if self.in_batches:
-            return SchedulerComponent(self, replica, build_batch_runner(self.limits.max_num_seqs))
+            runner = build_batch_runner(self.limits.max_num_seqs, self.limits.offload_deadline_s)
+            return SchedulerComponent(self, replica, runner)
         order, kv = self.parts
-        settings = PolicySettings(watermark=self.watermark, mlfq=MlfqRules(quantum_s=STEP_S, starve_limit_s=1.0))
+        settings = self._settings()
         machine = build_scheduler("fcfs", self.limits, settings, order=order, admission=self.admission, kv=kv)
         if self.short_grants:
             parts = ReplicaPolicies(machine.order, machine.admission, machine.selector.kv)
             machine = ShortGrants(parts, self.limits)
         machine.handle(CostLearned(StepCost(STEP_S, 0.0, 0.0, 0.0)), self.clock.now)
         return SchedulerComponent(self, replica, machine)
+
+    def _settings(self) -> PolicySettings:
+        return PolicySettings(watermark=self.watermark, mlfq=MlfqRules(quantum_s=STEP_S, starve_limit_s=1.0))
+
+    def _make_manager(self, replica: str) -> ManagerComponent:
+        order, kv = self.parts
+        decider: OffloadDecider | None = OffloadDecider(SplitBatch(), None)
+        if not self.in_batches:
+            decider = build_offload("fcfs", self.limits.max_num_seqs, self._settings(), order=order, kv=kv)
+        assert decider is not None
+        return ManagerComponent(self, replica, decider)
 
     def _make_worker(self, replica: str) -> WorkerComponent:
         name = f"worker-{replica}"
@@ -356,6 +374,7 @@ class World:
         """Whatever is not as it was in the beginning."""
         left = [f"{rid} waits, has {len(client.tokens)} tokens" for rid, client in self.clients.items() if client.waits]
         for name, component in self.network.living.items():
+            num = 0
             match component:
                 case IngressComponent():
                     num = len(component.ledger) + component.ledger.has_outgoing

@@ -1,27 +1,35 @@
-"""The table of families of models, as ``README.md`` and ``docs/architectures.md`` show it."""
+"""The tables of families of models, as ``README.md`` and ``docs/architectures.md`` show them."""
 
 from __future__ import annotations
 
 from engine.checkpoint.architectures import ARCHITECTURES
-from engine.checkpoint.families.record import Architecture
+from engine.checkpoint.families.encoder import ENCODERS
+from engine.checkpoint.families.record import Evidence
+from engine.checkpoint.families.vision import VISION
 
 
 def families_table() -> str:
-    """One row a family: what it is called, and what its outputs have been compared with."""
-    rows = [
-        "| architecture | models | compiled | compared with | on |",
-        "|---|---|---|---|---|",
-        *(_row(name, architecture) for name, architecture in ARCHITECTURES.items()),
-    ]
-    return "\n".join(rows)
+    """One table a test, one row a family: what it is called, and what its outputs have been compared with."""
+    found: dict[str, list[str]] = {}
+    for name, decoder in ARCHITECTURES.items():
+        found.setdefault(decoder.evidence.test, []).append(_row(name, decoder.evidence, compiled=decoder.compiled))
+    for name, encoder in ENCODERS.items():
+        found.setdefault(encoder.evidence.test, []).append(_row(name, encoder.evidence, compiled=False))
+    for name, vision in VISION.items():
+        found.setdefault(vision.evidence.test, []).append(_row(name, vision.evidence, compiled=True))
+    return "\n\n".join(_table(test, rows) for test, rows in found.items())
 
 
-def _row(name: str, architecture: Architecture) -> str:
-    evidence = architecture.evidence
+def _table(test: str, rows: list[str]) -> str:
+    head = ["| architecture | models | compiled | compared with | on |", "|---|---|---|---|---|"]
+    return "\n".join([f"Compared by `tests/unit/engine/{test}`:", "", *head, *rows])
+
+
+def _row(name: str, evidence: Evidence, *, compiled: bool) -> str:
     cells = (
         f"`{name}`",
         evidence.models,
-        "yes" if architecture.compiled else "no",
+        "yes" if compiled else "no",
         evidence.reference if evidence.verified else f"{evidence.reference}: unverified",
         evidence.date,
     )

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
+from simulator.reproduce.papers import PAPERS, Paper
+from tools.papers.tables import figure_section, gaps_table, index_table, shares_table
 from tools.reference.cli import cli_reference
 from tools.reference.configuration import configuration_reference
 from tools.reference.families import families_table
@@ -13,12 +16,20 @@ from tools.reference.presets import parts_table, presets_table
 
 DOCS = Path(__file__).parents[2] / "docs"
 
+
+def _of_paper(paper: Paper) -> Mapping[str, Callable[[], str]]:
+    sections = {each.key: partial(figure_section, paper, each) for each in paper.figures if each.reproduction}
+    return {"index": partial(index_table, paper)} | sections
+
+
 REGIONS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "reference/configuration.md": {"configuration": configuration_reference},
     "reference/cli.md": {"commands": cli_reference},
     "../README.md": {"families": families_table},
     "architectures.md": {"families": families_table},
     "policies/README.md": {"presets": presets_table, "parts": parts_table},
+    "results.md": {"shares": shares_table, "gaps": gaps_table},
+    **{paper.page: _of_paper(paper) for paper in PAPERS},
 }
 """Page under ``docs`` -> name of a region -> what stands in it."""
 

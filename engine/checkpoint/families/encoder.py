@@ -29,6 +29,10 @@ class EncoderArchitecture:
     classifier: Literal["", "pooled", "two"] = ""
 
 
+def _evidence(models: str) -> Evidence:
+    return Evidence(models, test="encoders/test_encoders.py")
+
+
 _BERT: Mapping[str, Any] = {
     "vocab_size": 30522,
     "hidden_size": 768,
@@ -46,17 +50,17 @@ _ROBERTA: Mapping[str, Any] = {**_BERT, "vocab_size": 50265, "pad_token_id": 1}
 _XLM: Mapping[str, Any] = {**_ROBERTA, "vocab_size": 30522}
 
 ENCODERS: Mapping[str, EncoderArchitecture] = {
-    "BertModel": EncoderArchitecture(_BERT, "bert.", Evidence("all-MiniLM, LaBSE, BGE, E5")),
+    "BertModel": EncoderArchitecture(_BERT, "bert.", _evidence("all-MiniLM, LaBSE, BGE, E5")),
     "BertForSequenceClassification": EncoderArchitecture(
-        _BERT, "bert.", Evidence("ms-marco-MiniLM cross-encoders"), classifier="pooled"
+        _BERT, "bert.", _evidence("ms-marco-MiniLM cross-encoders"), classifier="pooled"
     ),
-    "RobertaModel": EncoderArchitecture(_ROBERTA, "roberta.", Evidence("all-roberta"), after_padding=True),
+    "RobertaModel": EncoderArchitecture(_ROBERTA, "roberta.", _evidence("all-roberta"), after_padding=True),
     "RobertaForSequenceClassification": EncoderArchitecture(
-        _ROBERTA, "roberta.", Evidence("RoBERTa cross-encoders"), after_padding=True, classifier="two"
+        _ROBERTA, "roberta.", _evidence("RoBERTa cross-encoders"), after_padding=True, classifier="two"
     ),
-    "XLMRobertaModel": EncoderArchitecture(_XLM, "roberta.", Evidence("BGE-M3, multilingual-E5"), after_padding=True),
+    "XLMRobertaModel": EncoderArchitecture(_XLM, "roberta.", _evidence("BGE-M3, multilingual-E5"), after_padding=True),
     "XLMRobertaForSequenceClassification": EncoderArchitecture(
-        _XLM, "roberta.", Evidence("BGE rerankers"), after_padding=True, classifier="two"
+        _XLM, "roberta.", _evidence("BGE rerankers"), after_padding=True, classifier="two"
     ),
 }
 """Encoders by their name in ``config.json``."""

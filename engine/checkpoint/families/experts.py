@@ -24,6 +24,10 @@ class Experts:
         normalized: Whether the weights of a token's experts are divided by their sum.
         scale: Factor of the weights.
         shared_inner: Width of the experts that every token takes, as one MLP; 0 without.
+        groups, active_groups: Experts lie in so many groups of one size; a token takes experts of so many of them, of
+            those whose ``group_best`` best scores have the largest sums.
+        correction: Whether a learned number is added to each score, for the choice alone.
+        router_bias: Whether the router adds a bias.
         shared_gate: Whether what they give is multiplied by a sigmoid of a linear function of the input.
     """
 
@@ -31,11 +35,16 @@ class Experts:
     active: int
     inner: int
     layers: tuple[bool, ...]
-    scores: Literal["softmax"] = "softmax"
+    scores: Literal["softmax", "sigmoid"] = "softmax"
     normalized: bool = True
     scale: float = 1.0
     shared_inner: int = 0
     shared_gate: bool = False
+    router_bias: bool = False
+    groups: int = 1
+    active_groups: int = 1
+    group_best: int = 1
+    correction: bool = False
 
     @property
     def router_rows(self) -> int:

@@ -1,8 +1,9 @@
-"""Families with mixtures of experts: Mixtral, Qwen 2 and 3, OLMoE and Granite."""
+"""Families with mixtures of experts: Mixtral, Qwen 2 and 3, OLMoE, Granite and gpt-oss."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from engine.checkpoint.config_fields import Fields
 from engine.checkpoint.families.experts import Experts, chosen_experts
@@ -11,6 +12,7 @@ from engine.checkpoint.families.record import (
     Architecture,
     Biases,
     Blocks,
+    ClampedGate,
     Evidence,
     TensorNames,
     Windows,
@@ -75,6 +77,31 @@ def _qwen3_windows(config: Fields, num_layers: int) -> Windows:
 
 def _qwen2_biases(config: Fields) -> Biases:
     return Biases(qkv=config.flag("qkv_bias"))
+
+
+def _gpt_oss(config: Fields) -> Mapping[str, Any]:
+    """Where a file says nothing of positions, they are those of the published models, as in transformers."""
+    given = config["rope_parameters"] is not None or config["rope_scaling"] is not None
+    return {} if given else {"rope_parameters": _GPT_OSS_YARN}
+
+
+def _gpt_oss_experts(config: Fields, num_layers: int) -> Experts:
+    count, active = chosen_experts(config, "num_local_experts", "num_experts_per_tok")
+    return Experts(count, active, config.size("intermediate_size"), (True,) * num_layers, router_bias=True)
+
+
+def _gpt_oss_windows(config: Fields, num_layers: int) -> Windows:
+    types = ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)]
+    return windows_by_type(config, num_layers, types, config.size("sliding_window"))
+
+
+def _gpt_oss_biases(config: Fields) -> Biases:
+    attention = config.flag("attention_bias")
+    return Biases(attention, attention, mlp=True)
+
+
+def _gpt_oss_blocks(config: Fields) -> Blocks:
+    return Blocks(sinks=True, clamp=ClampedGate(config.positive("swiglu_alpha"), config.positive("swiglu_limit")))
 
 
 _MIXTRAL = COMMON | {
@@ -144,6 +171,33 @@ _GRANITE = COMMON | {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
+_GPT_OSS = COMMON | {
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+    "sliding_window": 128,
+    "attention_bias": True,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+    "eos_token_id": None,
+}
+_GPT_OSS_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 _QWEN2_NAMES = TensorNames(
     shared_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
     shared_down="mlp.shared_expert.down_proj",
@@ -199,6 +253,23 @@ MIXTURES: Mapping[str, Architecture] = {
             router="block_sparse_moe.router.layer",
             expert_up=("block_sparse_moe.input_linear",),
             expert_down="block_sparse_moe.output_linear",
+        ),
+    ),
+    "GptOssForCausalLM": Architecture(
+        _GPT_OSS,
+        Evidence("gpt-oss 20B and 120B (experts in MXFP4)"),
+        derived=_gpt_oss,
+        windows=_gpt_oss_windows,
+        biases=_gpt_oss_biases,
+        blocks=_gpt_oss_blocks,
+        experts=_gpt_oss_experts,
+        names=TensorNames(
+            router="mlp.router",
+            expert_up=("mlp.experts.gate_up_proj",),
+            expert_down="mlp.experts.down_proj",
+            expert_ends=("", "_bias"),
+            expert_transposed=True,
+            expert_pairs=True,
         ),
     ),
 }

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from engine.checkpoint.config_fields import Fields
 from engine.checkpoint.families.experts import Experts
+from engine.checkpoint.families.latent import Latent
 from engine.checkpoint.rotary_config import RotaryConfig
 
 Windows = tuple[int | None, ...]
@@ -42,6 +43,19 @@ class Biases:
 
 
 @dataclass(frozen=True, slots=True)
+class ClampedGate:
+    """A gated activation whose halves are cut: ``(up + 1) * gate * sigmoid(alpha * gate)``, as in gpt-oss.
+
+    Attributes:
+        alpha: Factor within the sigmoid.
+        limit: The gate is at most this; ``up`` lies between it and its negative.
+    """
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
 class Blocks:
     """How a layer, the embedding and the head are put together.
 
@@ -63,6 +77,8 @@ class Blocks:
         alibi: Products also get a slope of their head times the key's position.
         logit_scale, logit_cap: The same two for the logits.
         unit_head: The rows of the vocabulary head are brought to length 1.
+        sinks: Each head has a learned score that takes part in the softmax and has no value.
+        clamp: Takes the place of the activation of a gated MLP; None: nothing is cut.
     """
 
     gated: bool = True
@@ -82,6 +98,8 @@ class Blocks:
     logit_scale: float = 1.0
     logit_cap: float | None = None
     unit_head: bool = False
+    sinks: bool = False
+    clamp: ClampedGate | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +113,20 @@ class TensorNames:
         up: Gate and up, or a single one.
         router: Scores the experts of a layer that has them.
         expert_up, expert_down: As ``up`` and ``down``, for expert ``{}``; a name without a number holds all experts.
+        sinks: The sinks of a layer's heads, where it has them.
+        expert_ends: What follows the names of the experts' weights and biases.
+        expert_transposed: Tensors that hold all experts lie as ``[experts, inputs, outputs]``.
+        expert_pairs: Their rows of gate and up alternate.
         shared_up, shared_down, shared_gate: The same for the experts that every token takes.
         aliases: Other names that checkpoints have for tensors of the whole model.
+        renamed: Beginnings of names of checkpoints that hold more than this model, and what they are here.
+        elsewhere: Beginnings of names of what else they hold.
         ignored: Ends of names that carry nothing.
         transposed: Matrices of the layers lie as ``[inputs, outputs]``.
         grouped: The rows of ``qkv`` are, for each KV head, its queries, its key and its value.
         interleaved: The values of a head that are turned together lie beside each other, and not half a head apart.
+        q_up, kv_up: With latent attention: what makes queries of their latent, and keys and values of the other one.
+        further_layers: Checkpoints have layers behind the last one, which guess further tokens; they are not read.
     """
 
     embedding: str = "model.embed_tokens"
@@ -123,14 +149,23 @@ class TensorNames:
     router: str = "mlp.gate"
     expert_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
     expert_down: str = "mlp.experts.{}.down_proj"
+    sinks: str = "self_attn.sinks"
+    expert_ends: tuple[str, str] = (".weight", ".bias")
+    expert_transposed: bool = False
+    expert_pairs: bool = False
     shared_up: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
     shared_down: str = "mlp.shared_experts.down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
     aliases: tuple[tuple[str, str], ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+    elsewhere: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     transposed: bool = False
     grouped: bool = False
     interleaved: bool = False
+    q_up: str = "self_attn.q_b_proj"
+    kv_up: str = "self_attn.kv_b_proj"
+    further_layers: bool = False
 
     @property
     def in_order(self) -> bool:
@@ -149,6 +184,7 @@ class Evidence:
     Attributes:
         models: Published models of the family.
         reference: What computes the same in the test of families, token for token.
+        test: Where that test is, under ``tests/unit/engine``.
         verified: False where the reference was written from a description, and no published checkpoint was compared.
         date: When the comparison was last extended.
     """
@@ -156,6 +192,7 @@ class Evidence:
     models: str
     reference: str = "transformers"
     verified: bool = True
+    test: str = "families/test_families.py"
     date: str = "2026-11-23"
 
 
@@ -194,6 +231,7 @@ class Architecture:
         partial_rotary: Whether a part of each head can stay unrotated.
         rotaries: The rotary embedding by layer, where layers differ.
         experts: Its mixture of experts, by the configuration and the number of layers.
+        latent: Its latent attention; ``derived`` then says what the KV pool sees of it.
         compiled: Whether the compiled step has all of its blocks; otherwise torch operations compute it.
     """
 
@@ -212,6 +250,7 @@ class Architecture:
     partial_rotary: bool = False
     rotaries: Rotaries | None = None
     experts: Callable[[Fields, int], Experts] | None = None
+    latent: Callable[[Fields], Latent] | None = None
     compiled: bool = True
 
 

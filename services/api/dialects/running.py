@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from services.api.access.metered import served_as
 from services.api.access.presented import owner_of, salt_of, sent_key
 from services.api.answers.replies import UsageFields, usage_of
+from services.api.answers.served import served
 from services.api.answers.sse import EventStream, StreamWriter, chunks
 from services.api.answers.trace_context import traced
 from services.api.backend import GenerationBackend
@@ -85,7 +86,9 @@ def named_for(generation: Generation, request: Request, shares_across_keys: bool
     """Sets the id of the answer, its owner, and the cache salt that decides which requests share prefixes with it."""
     key = sent_key(request.headers)
     salt = str if shares_across_keys else functools.partial(salt_of, key)
-    return traced(served_as(generation.named(owner_of(key), salt)))
+    named = generation.named(owner_of(key), salt)
+    served(named.response_id)
+    return traced(served_as(named))
 
 
 def checked(kind: type[_Body], fields: dict[str, Any]) -> _Body:

@@ -182,6 +182,10 @@ def _reply(response_id: str, choice: int, change: str, answer: WhatIfAnswer) -> 
         logged_jct_s=round(answer.logged_jct_s, 3),
         as_simulated=LifeTimes(ttft_s=round(answer.before_ttft_s, 3), jct_s=round(answer.before_jct_s, 3)),
         changed=LifeTimes(ttft_s=round(answer.after_ttft_s, 3), jct_s=round(answer.after_jct_s, 3)),
-        text=f"With {change} it would have taken {answer.jct_s:.2f} s instead of {answer.logged_jct_s:.2f} s, "
+        text=f"With {change} it would have taken {_time(answer.jct_s)} instead of {_time(answer.logged_jct_s)}, "
         f"{compared}.",
     )
+
+
+def _time(value_s: float) -> str:
+    return f"{value_s:.2f} s" if value_s >= 1 else f"{1000 * value_s:.1f} ms"

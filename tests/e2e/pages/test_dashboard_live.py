@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.error import HTTPError
 
 import pytest
-from openai import OpenAI
 from playwright.sync_api import Page, expect, sync_playwright
 
+from services.commands.ask import ask
+from services.launch.launch import EMBEDDED_NAME
 from tests.e2e.pages.test_dashboard_page import chromium_path, open_page, start_browser
-from tests.e2e.server import Server, start_server, wait_until
+from tests.e2e.server import LONG_S, Server, start_server, wait_until
 
 RED_WITHIN_MS = 5_000
 
@@ -38,7 +41,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def split_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    running = start_server(tmp_path_factory.mktemp("dashboard") / "server.log", "--placement", "split")
+    flags = ("--placement", "split", "--log-format", "json", "--access-log")
+    running = start_server(tmp_path_factory.mktemp("dashboard") / "server.log", *flags)
     yield running
     running.stop()
 
@@ -90,9 +94,55 @@ def test_a_killed_service_turns_red_and_then_green(split_server: Server, page: P
     page.screenshot(path=tmp_path / "green.png")
 
 
+def complete(server: Server, prompt: str) -> str:
+    """The id of an answer to a request without a key, as the page has none."""
+    body = {"model": EMBEDDED_NAME, "prompt": prompt, "max_tokens": 16}
+    answer = ask(server.base_url, "/v1/completions", LONG_S, body=body)
+    return str(answer["id"])
+
+
+def is_in_log(server: Server, response_id: str) -> bool:
+    try:
+        return bool(server.get(f"/v1/requests/{response_id}")["choices"][0]["status"] == "ended")
+    except HTTPError:
+        return False
+
+
+def test_what_if_is_answered_by_a_real_simulation(split_server: Server, page: Page) -> None:
+    page.get_by_test_id("to-requests").click()
+    answer = page.get_by_test_id("what-if-answer")
+
+    def is_simulated() -> bool:
+        response_id = [complete(split_server, f"Words {n}") for n in range(12)][-1]  # they tell the cost of steps
+        wait_until(lambda: is_in_log(split_server, response_id), "the log does not have it")
+        page.get_by_test_id("ended").get_by_title(response_id).click()
+        form = page.get_by_test_id("what-if")
+        for field, value in (("Preset", "farsight"), ("Replicas", "2"), ("Priority", "-1")):
+            form.get_by_label(field).fill(value)
+        form.get_by_role("button").click()
+        expect(answer).to_contain_text(re.compile("not been measured yet|log still holds|would have|retry in"))
+        return "would have" in answer.inner_text()
+
+    wait_until(is_simulated, "no simulation answers")
+    expect(answer).to_contain_text("With preset=farsight,replicas=2,priority=-1 it would have taken ")
+    expect(answer).to_contain_text(" instead of ")
+
+
+def test_the_log_names_the_answer_and_holds_no_prompt(split_server: Server) -> None:
+    prompt = "no log may hold this"
+    response_id = complete(split_server, prompt)
+
+    def line() -> list[dict[str, object]]:
+        return [json.loads(each) for each in split_server.log.read_text().splitlines() if response_id in each]
+
+    wait_until(line, "no line has the id of the answer")
+    [found] = line()
+    assert (found["path"], found["status"], str(found["process"])[:8]) == ("/v1/completions", 200, "ingress-")
+    assert prompt not in split_server.log.read_text()
+
+
 def test_placements_of_a_real_router_are_shown(split_server: Server, page: Page) -> None:
-    with OpenAI(base_url=f"{split_server.base_url}/v1", api_key="none") as client:
-        client.completions.create(model=client.models.list().data[0].id, prompt="One", max_tokens=2)
+    complete(split_server, "One")
     page.get_by_test_id("to-placement").click()
     expect(page.get_by_test_id("policy")).to_have_text("round-robin")
     expect(page.get_by_test_id("reasons")).to_contain_text("in turn")

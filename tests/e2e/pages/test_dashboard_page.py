@@ -188,7 +188,7 @@ def test_every_component_has_a_card(page: Page) -> None:
     worker = page.get_by_test_id("card-worker-1")
     for words in ("worker-1", "ready", "18 ms ago", "pid 123456 · gpu-node-17", "6"):
         expect(worker).to_contain_text(words)
-    expect(page.get_by_test_id("card-ingress-0001")).to_contain_text("none yet")
+    expect(page.get_by_test_id("card-ingress-0001")).to_contain_text("first one under way")
     expect(worker.locator(".breaker")).to_be_hidden()
     expect(page.get_by_test_id("delay")).to_contain_text("1.3 s")
     expect(page.get_by_test_id("banner")).to_be_hidden()

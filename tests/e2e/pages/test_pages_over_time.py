@@ -231,3 +231,6 @@ def test_a_stopped_service_is_red_on_every_page(page: Page, filled: LiveServer, 
     expect(pill).to_have_attribute("data-level", "bad")
     filled.backend.components = PIECES
     expect(pill).to_have_attribute("data-level", "ok")
+    filled.backend.components = with_state("worker-1", "ready", pid=4711)  # it died and came back between two polls
+    expect(pill).to_have_text("Restarted: worker-1")
+    expect(pill).to_have_attribute("data-level", "bad")

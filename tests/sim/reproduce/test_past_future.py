@@ -168,9 +168,11 @@ def test_the_figures_run_and_state_their_claims() -> None:
 
 
 def test_clients_are_few_or_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("simulator.reproduce.past_future.SATURATING", {"small": (SMALL, 60, (1, 2, 4))})
+    monkeypatch.setattr("simulator.reproduce.past_future.SATURATING", {"small": (SMALL, 60, (1, 2, 4), (60, 8))})
     rows = figure_7("small")
     values = {(row.setting, row.metric): row for row in rows}
-    assert len(rows) == 13
+    assert len(rows) == 19
+    assert values["small, 8 clients", "clients in time, at most"].ours > 0
+    assert values["small, 8 clients, over Aggressive 99%", "goodput by gaps"].check.basis == "printed"
     assert values["small, 1 clients", "goodput, Past-Future / Aggressive"].verdict == "ok"
     assert values["small, 4 clients", "goodput, Past-Future / Aggressive"].verdict == "off"

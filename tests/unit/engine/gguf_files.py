@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ ARCHITECTURES = {
     "MistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3moe",
     "Phi3ForCausalLM": "phi3",
 }
 WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -35,6 +37,10 @@ PARTS = {
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
 SCALES_AT = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
@@ -65,6 +71,19 @@ def rotated_rows(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 def plain_rows(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     """Its inverse."""
     return tensor.reshape(heads, len(tensor) // heads // 2, 2, -1).swapaxes(1, 2).reshape(tensor.shape)
+
+
+def stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of all experts of a layer as one."""
+    experts: dict[str, dict[int, torch.Tensor]] = {}
+    whole = {}
+    for name, tensor in tensors.items():
+        found = re.fullmatch(r"(.*\.mlp\.experts)\.(\d+)(\..*)", name)
+        if found is None:
+            whole[name] = tensor
+        else:
+            experts.setdefault(found[1] + found[3], {})[int(found[2])] = tensor
+    return whole | {name: torch.stack([each[i] for i in sorted(each)]) for name, each in experts.items()}
 
 
 def gguf_name(name: str) -> str:
@@ -108,7 +127,7 @@ def write_gguf(
         writer.add_tensor(name, vector.astype(np.float32))
     for name, number in (numbers or {}).items():
         writer.add_uint32(name, number)
-    for number, (name, tensor) in enumerate(sorted(load_file(model_dir / "model.safetensors").items())):
+    for number, (name, tensor) in enumerate(sorted(stacked(load_file(model_dir / "model.safetensors")).items())):
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
         own = next((each for part, each in (kinds or {}).items() if part in name), kind)
@@ -149,6 +168,10 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if "num_experts_per_tok" in config:
+        writer.add_expert_count(config.get("num_local_experts") or config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])

@@ -131,6 +131,9 @@ def randomize(model: PreTrainedModel) -> None:
             parameter.normal_(0, 0.15)
         elif "embed_positions" in name or name.endswith("wpe.weight"):
             parameter.normal_(0, 0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0, 0.15)
     model.get_output_embeddings().weight.normal_(0, 0.5)
 
 

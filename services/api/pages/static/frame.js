@@ -78,16 +78,31 @@ const inBanner = (what) => (problem) => {
   setText(byId("banner-text"), [...problems.values()].join(" "));
 };
 
+const HEALTH_MS = 2000;
+const SHOWN_MS = 3000;  // shortest time that the page shows a death
+const lives = new Map();  // name of a component -> {process, diedAt}
+const isDown = (row) => ["dead", "lost", "failed", "gone"].includes(row.state);
+
+// Components that another process has replaced a moment ago: they may have died and come back between two polls.
+function replacedOf(actors, now) {
+  for (const row of actors) {
+    const known = lives.get(row.name), process = row.pid ? `${row.node} ${row.pid}` : known?.process;
+    const died = isDown(row) || (known?.process && known.process !== process);
+    lives.set(row.name, {process, diedAt: died ? now : known?.diedAt ?? -Infinity});
+  }
+  return actors.filter((row) => !isDown(row) && now - lives.get(row.name).diedAt < SHOWN_MS);
+}
+
 // The state of all components in one word, on pages that do not show each of them.
 async function pollHealth() {
   const {actors} = await getJson("live/status");
-  const bad = actors.filter((row) => ["dead", "lost", "failed", "gone"].includes(row.state));
-  const away = actors.filter((row) => row.state !== "ready" && !bad.includes(row));
+  const down = actors.filter(isDown), replaced = replacedOf(actors, performance.now());
+  const away = actors.filter((row) => row.state !== "ready" && !isDown(row) && !replaced.includes(row));
   const pill = byId("health");
-  pill.dataset.level = bad.length ? "bad" : away.length ? "warn" : "ok";
+  pill.dataset.level = down.length || replaced.length ? "bad" : away.length ? "warn" : "ok";
   const names = (rows) => rows.map((row) => row.name).join(", ");
-  setText(pill, bad.length ? `Down: ${names(bad)}` : away.length ? `Not ready: ${names(away)}` : `All ${actors.length} components ready`);
+  setText(pill, down.length ? `Down: ${names(down)}` : replaced.length ? `Restarted: ${names(replaced)}` : away.length ? `Not ready: ${names(away)}` : `All ${actors.length} components ready`);
+  pill.title = pill.textContent;  // the line may cut the text
 }
 
-const HEALTH_MS = 2000;
 if (byId("health")) addEventListener("load", () => repeat(pollHealth, HEALTH_MS, inBanner("The state of components")));

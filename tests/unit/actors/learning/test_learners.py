@@ -16,10 +16,14 @@ from actors.log.log_store import LogStore
 from actors.runtime.names import LOG_STORE
 from actors.runtime.peer import PeerLost
 from core.codec import decode, encode
+from core.config.engine import EngineConfig
 from core.errors import FarsightError, MessageError
 from core.forecast import Forecast
 from core.messages.log import LogPage, LogQuery
-from core.messages.step_times import StepSample, StepSamples
+from core.messages.step_times import BatchShape, BatchShapes, StepSample, StepSamples
+from estimator.device_profile import A100_7B, DEVICE_PROFILES
+from estimator.knn import padded_batch_s
+from policies.settings import PRIOR_COST
 from predictor.history import PRIOR_MEAN
 from tests.unit.actors.components import append, component_context, finished, until
 
@@ -215,3 +219,19 @@ async def test_two_estimators_may_share_a_process() -> None:
 async def test_a_message_of_another_kind_is_refused() -> None:
     with pytest.raises(MessageError, match="StepSamples"):
         await ServingTimeEstimator(component_context("serving-time-estimator-0")).answer("observe", b"")
+
+
+async def test_every_replica_of_an_estimator_is_useful_from_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any step or batch, it adds up the steps of a batch by the profile of the emulated device."""
+    slow = dataclasses.replace(A100_7B, cost=dataclasses.replace(A100_7B.cost, base_s=1.0))
+    monkeypatch.setitem(DEVICE_PROFILES, "slow", slow)
+    shape = BatchShape(8, 100, 50)
+    answers: list[float] = []
+    for index in (0, 1):
+        context = component_context(f"serving-time-estimator-{index}", {LOG_STORE: Log()})
+        config = dataclasses.replace(context.config, engine=EngineConfig(device="emulated:slow"))
+        context = dataclasses.replace(context, site=dataclasses.replace(context.site, config=config))
+        answers += (await ServingTimeEstimator(context).estimate_batches(BatchShapes((shape,)))).seconds
+    expected = padded_batch_s(slow.cost, 8, 100, 50)
+    assert answers == pytest.approx([expected, expected])
+    assert expected != pytest.approx(padded_batch_s(PRIOR_COST, 8, 100, 50))

@@ -26,6 +26,7 @@ from predictor.shedding import Effort
 from predictor.trainer import ForestOptions
 from predictor.training import Recipe, train
 from tests.unit.actors.components import append, component_context, finished, opened, read_examples, until
+from tests.unit.engine.encoders.test_encoders import make_labse
 
 LENGTHS = {"Translate:": 20, "Explain:": 200}
 """Output lengths of two applications, in tokens."""
@@ -165,6 +166,28 @@ async def test_without_an_artefact_it_learns_applications_from_the_first_hundred
         assert (await predict(component, question(3, "Explain:")))[0].mean > 150
     async with opened(path=path) as store, predicting(store, None, since=1e9, learn=False) as component:
         assert (await predict(component, question(3, "Explain:")))[0].version == 0
+
+
+@pytest.mark.torch
+async def test_with_an_encoder_alone_it_grows_magnuss_forest_from_its_traffic(tmp_path: Path) -> None:
+    """A random encoder of LaBSE's modules; another one under the same name begins with nothing."""
+    path, folder = str(tmp_path / "log"), make_labse(tmp_path / "labse")
+    lengths = {"w5 w6": 20, "w7": 200}
+    names, encoder = list(lengths), str(folder)
+    async with opened(path=path) as store, predicting(store, None, encoder=encoder, cpu_share=100.0) as component:
+        assert (await predict(component, question(0, names[0])))[0].source == "history"
+        for i in range(1, 130):
+            await predict(component, question(i, names[i % 2]))
+            await append(store, finished(f"r{i}", lengths[names[i % 2]] + i % 5))
+        await until(lambda: (sample(component, "farsight:forecast_version") or 0) >= 1)
+        short, long = await predict(component, question(3, names[0]), question(3, names[1]))
+        assert short.source == long.source == "forest" and short.mean < 60 < 150 < long.mean
+    make_labse(folder, num_hidden_layers=1)
+    async with (
+        opened(path=path) as store,
+        predicting(store, None, learn=False, encoder=encoder, cpu_share=100.0) as component,
+    ):
+        assert (await predict(component, question(3, names[0])))[0].source == "history"
 
 
 async def test_who_wants_no_forecaster_from_traffic_has_none(tmp_path: Path) -> None:

@@ -118,7 +118,8 @@ def test_a_request_from_its_first_token_to_its_end(registry: CollectorRegistry, 
     requests.first_token(0.05)
     requests.tokens(0.02, 1)
     requests.tokens(0.12, 4)
-    requests.finished("stop", jct_s=0.9, prompt_len=10, output_len=6, max_new_tokens=32)
+    requests.finished("stop", jct_s=0.9, prompt_len=10, output_len=6, max_new_tokens=32, ttft_s=0.05)
+    assert value(registry, "vllm:request_decode_time_seconds_sum") == pytest.approx(0.85)
     assert value(registry, "vllm:time_to_first_token_seconds_sum") == 0.05
     assert value(registry, "vllm:inter_token_latency_seconds_count") == 5
     assert value(registry, "vllm:inter_token_latency_seconds_sum") == pytest.approx(0.14)
@@ -195,17 +196,15 @@ VLLM_DASHBOARD = {
     "vllm:request_generation_tokens",
     "vllm:request_success",
     "vllm:request_queue_time_seconds",
-}
-"""Metrics of the panels of vLLM's own dashboard (examples/online_serving/prometheus_grafana/grafana.json at 004f771)
-that vLLM still has. Two more of its panels are empty with vLLM too: ``vllm:time_per_output_token_seconds`` and
-``vllm:gpu_cache_usage_perc`` are ``vllm:inter_token_latency_seconds`` and ``vllm:kv_cache_usage_perc`` now."""
-
-NOT_HERE = {
-    "vllm:request_prefill_time_seconds",
     "vllm:request_decode_time_seconds",
     "vllm:request_max_num_generation_tokens",
+    "vllm:inter_token_latency_seconds",
+    "vllm:kv_cache_usage_perc",
 }
-"""Panels that stay empty with Farsight."""
+"""Metrics of the panels of vLLM's dashboard (examples/observability/prometheus_grafana/grafana.json at 4b5c627c)."""
+
+NOT_HERE = {"vllm:request_prefill_time_seconds"}
+"""The one series that Farsight does not have: different processes know the first step and the first token."""
 
 
 def test_panels_of_vllms_own_dashboard_have_data(
@@ -213,5 +212,6 @@ def test_panels_of_vllms_own_dashboard_have_data(
 ) -> None:
     engine.set_queues(running=1, waiting=0)
     engine.started(0.1)
+    engine.set_kv(KVUsage(8, 5, 2, 0))
     families = {family.name for family in text_string_to_metric_families(generate_latest(registry).decode())}
     assert families >= VLLM_DASHBOARD and not families & NOT_HERE

@@ -31,6 +31,7 @@ from engine.checkpoint.weights import Linear, load_weights
 from engine.models.rotary import frequencies, rotary_tables
 from engine.native.model import NativeBackend
 from engine.steps.model_runner import ModelRunner
+from tests.unit.engine.families.shapes import FAMILIES
 from tests.unit.engine.gguf_files import SCALES_AT, dequantized, random_rows, write_gguf
 from tests.unit.engine.small_models import SHAPES, load_reference, save_model
 from tokenization.gguf.file import read_gguf
@@ -102,6 +103,39 @@ def test_a_file_is_the_model_of_its_directory(shape, model_dir: Callable[[str], 
     assert torch.allclose(frequencies(ours.rotary, 64), frequencies(theirs.rotary, 64))
     assert all(torch.equal(a, b) for a, b in zip(loaded(path), loaded(directory), strict=True))
     assert tokens(path) == tokens(directory)
+
+
+MIXTURE = FAMILIES["qwen3 moe"] | {"hidden_size": 64, "moe_intermediate_size": 64, "mlp_only_layers": []}
+
+
+def test_a_file_with_experts_is_the_model_of_its_directory(tmp_path):
+    model_dir = save_model(tmp_path / "model", **MIXTURE)
+    path = write_gguf(tmp_path / "model.gguf", model_dir)
+    ours, theirs = loaded(path), loaded(model_dir)
+    assert len(ours) == len(theirs)
+    assert all(torch.equal(own, other) for own, other in zip(ours, theirs, strict=True))
+    assert tokens(path) == tokens(model_dir)
+
+
+def test_experts_stay_quantized(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    """As records, or as the floats that they mean; a part that is read may end within an expert."""
+    monkeypatch.setattr(sources, "_CHUNK_VALUES", 100 * 64)
+    model_dir = save_model(tmp_path / "model", **MIXTURE)
+    path = write_gguf(tmp_path / "model.gguf", model_dir, "Q8_0", kinds={"mlp.gate.": "F32"})
+    config = load_model_config(path)
+    kept, floats = (load_weights(path, config, torch.float32, keep_quantized=keep) for keep in (True, False))
+    for ours, theirs in zip(kept.layers, floats.layers, strict=True):
+        assert ours.experts is not None and theirs.experts is not None
+        for record, matrix in zip(
+            (*ours.experts.up, *ours.experts.down), (*theirs.experts.up, *theirs.experts.down), strict=True
+        ):
+            assert isinstance(record, QuantizedLinear) and isinstance(matrix, Linear)
+            assert torch.equal(record.dense(torch.float32), matrix.weight)
+    plain = load_weights(model_dir, load_model_config(model_dir), torch.float32)
+    assert plain.layers[1].experts is not None and floats.layers[1].experts is not None
+    for matrix, exact in zip(floats.layers[1].experts.up, plain.layers[1].experts.up, strict=True):
+        assert (matrix.dense(torch.float32) - exact.dense(torch.float32)).abs().max() < 0.01
+    assert [len(each) for each in tokens(path)] == [12] * len(PROMPTS)
 
 
 def test_factors_of_frequencies_stand_for_llama_3(model_dir, tmp_path):

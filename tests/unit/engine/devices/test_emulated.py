@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from engine.build import build_worker, check_worker
 from engine.devices.emulated import LEAST_SHARE, MAX_LATE_S, EmulatedCopier, EmulatedRunner, Pace
 from engine.sampling.logged_tokens import LoggedTokens
 from engine.sequence import Sequence
+from engine.step_fault import IterationCutOff
 from estimator.device_profile import A100_7B, find_device_profile, resolve_device
 from kvcache import KVCopy, StepBatch, StepItem
 from policies.presets import PRESETS
@@ -280,6 +282,7 @@ def test_a_real_device_keeps_to_the_models_context() -> None:
 def test_no_torch_is_loaded(device: str) -> None:
     code = f"""
 import sys
+from dataclasses import replace
 from pathlib import Path
 from core.config.engine import EngineConfig
 from core.request import SamplingParams
@@ -289,3 +292,14 @@ assert len(engine.generate(["Hello"], SamplingParams(5))[0].token_ids) == 5
 assert not [name for name in sys.modules if name.startswith(("torch", "transformers"))]
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
+
+
+def test_a_step_that_is_cut_off_takes_its_time_and_brings_nothing() -> None:
+    time = Time()
+    runner = EmulatedRunner(StepCost(1.0, 0, 0, 0), [5], time.pace)
+    one = sequence("a")
+    with pytest.raises(IterationCutOff):
+        runner.execute(replace(decode(one), cut_off_s=0.25), {"a": one})
+    assert time.now - 100 == pytest.approx(0.25)
+    assert runner.execute(replace(decode(one), cut_off_s=1.0), {"a": one}) == [5]  # it just fits
+    assert time.now - 100 == pytest.approx(1.25)

@@ -50,6 +50,36 @@ def make_encoder(name: str, folder: Path, **changes: Any) -> torch.nn.Module:
     return model
 
 
+def make_labse(folder: Path, **changes: Any) -> Path:
+    """A random small model with LaBSE's modules: the first token's state, a dense layer with tanh, length 1."""
+    folder.mkdir(exist_ok=True)
+    make_encoder("BertModel", folder, **changes)
+    kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Dense", "Dense"), ("3_Normalize", "Normalize")]
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(kinds)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    tanh = "torch.nn.modules.activation.Tanh"
+    settings = {
+        "1_Pooling": {
+            "word_embedding_dimension": 32,
+            "pooling_mode_cls_token": True,
+            "pooling_mode_mean_tokens": False,
+        },
+        "2_Dense": {"in_features": 32, "out_features": 32, "bias": True, "activation_function": tanh},
+    }
+    for name, config in settings.items():
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "config.json").write_text(json.dumps(config))
+    (folder / "3_Normalize").mkdir(exist_ok=True)
+    torch.manual_seed(1)
+    dense = {"linear.weight": torch.randn(32, 32), "linear.bias": torch.randn(32)}
+    save_file(dense, folder / "2_Dense/model.safetensors")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "w0"}')
+    return folder
+
+
 @pytest.mark.parametrize("shape", range(len(_SHAPES)))
 @pytest.mark.parametrize("act", ["gelu", "relu", "gelu_new"])
 @pytest.mark.parametrize("name", [name for name, record in ENCODERS.items() if not record.classifier])
@@ -82,30 +112,12 @@ def test_scores_are_those_of_transformers(name: str, num_labels: int, tmp_path: 
 
 
 def test_layers_behind_pooling_as_in_labse(tmp_path: Path) -> None:
-    """The modules of LaBSE: the first token's state, a dense layer with tanh, length 1."""
     sentence_transformers = pytest.importorskip("sentence_transformers")
-    make_encoder("BertModel", tmp_path)
-    kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Dense", "Dense"), ("3_Normalize", "Normalize")]
-    modules = [
-        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for i, (path, kind) in enumerate(kinds)
-    ]
-    (tmp_path / "modules.json").write_text(json.dumps(modules))
-    pooling = {"word_embedding_dimension": 32, "pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
-    tanh = "torch.nn.modules.activation.Tanh"
-    dense = {"in_features": 32, "out_features": 16, "bias": True, "activation_function": tanh}
-    for folder, config in (("1_Pooling", pooling), ("2_Dense", dense)):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "config.json").write_text(json.dumps(config))
-    (tmp_path / "3_Normalize").mkdir()
-    save_file(
-        {"linear.weight": torch.randn(16, 32), "linear.bias": torch.randn(16)}, tmp_path / "2_Dense/model.safetensors"
-    )
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "w0"}')
+    make_labse(tmp_path)
     reference = sentence_transformers.SentenceTransformer(str(tmp_path), device="cpu", local_files_only=True)
     expected = reference.encode(["w5 w6 w7 w8", "w9"])
     abilities = abilities_of(tmp_path)
-    assert (abilities.pooling, abilities.dim, abilities.normalizes) == ("cls", 16, True)
+    assert (abilities.pooling, abilities.dim, abilities.normalizes) == ("cls", 32, True)
     found = torch.tensor(Engine(tmp_path).embed(["w5 w6 w7 w8", "w9"], "cls"))
     torch.testing.assert_close(torch.nn.functional.normalize(found), torch.tensor(expected), rtol=1e-5, atol=1e-5)
 

@@ -19,7 +19,7 @@ LARGEST_ERROR = 0.12
 
 PROMPT = [(7 * i) % 290 + 5 for i in range(41)]
 PLAIN = ["bloom", "gemma2", "gemma3", "glm4", "gptj whole heads", "granite", "olmo2", "phi"]
-WITH_EXPERTS = ["granite moe", "mixtral", "qwen2 moe", "qwen3 moe"]
+WITH_EXPERTS = ["gpt-oss", "granite moe", "mixtral", "qwen2 moe", "qwen3 moe"]
 TYPES: dict[str, dict[str, Any]] = {
     "torch": {"backend": "torch", "dtype": torch.bfloat16},
     "compiled": {"backend": "native", "dtype": torch.bfloat16},
@@ -45,3 +45,12 @@ def test_other_types_compute_nearly_the_same(name: str, tmp_path: Path) -> None:
     for kind, how in TYPES.items():
         error = (logits(model_dir, **how) - exact).abs().mean() / exact.abs().mean()
         assert error < LARGEST_ERROR, f"{kind}: {error:.3f}"
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_experts_in_4_bits_are_multiplied_as_they_are_rounded(name: str, tmp_path: Path) -> None:
+    """The weights of both are the same; the compiled step rounds its inputs to 8 bits besides."""
+    model_dir = save_model(tmp_path, **FAMILIES[name])
+    exact = logits(model_dir, backend="torch", dtype=torch.float32, bits=4)
+    error = (logits(model_dir, backend="native", dtype=torch.float32, bits=4) - exact).abs().mean() / exact.abs().mean()
+    assert error < LARGEST_ERROR, f"{error:.3f}"

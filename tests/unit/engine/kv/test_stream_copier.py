@@ -20,7 +20,7 @@ from engine.kv.copiers import HostBlocks, StreamCopier
 from engine.kv.kv_pool import KVPool
 from kvcache import KVCopy
 
-CONFIG = SimpleNamespace(num_hidden_layers=3, num_key_value_heads=2, head_dim=4)
+CONFIG = SimpleNamespace(kv_rows=2, num_hidden_layers=3, num_key_value_heads=2, head_dim=4)
 BLOCK_BYTES = 2 * 3 * 8 * 2 * 4 * 4
 
 

@@ -133,6 +133,15 @@ def test_every_wait_is_told_with_its_length_and_every_account_begins_and_ends(pr
     assert total_waits > 1.0, "they cannot all have run at once"
 
 
+@pytest.mark.parametrize("preset", CONTINUOUS)
+def test_a_replica_without_a_prefix_cache_tells_of_no_cached_tokens_whatever_the_router_believed(preset: str) -> None:
+    replica = Replica(preset)
+    replica.connect()
+    replica.tell(RequestsArrived((request("r", expected_cached_len=16),)))
+    replica.run()
+    assert replica.decisions("r")[-1].facts["cached_tokens"] == 0
+
+
 PARTS = {
     "fastserve": ("level", "quantum_s", "held_tokens"),
     "past-future": ("predicted_peak_tokens", "limit_tokens", "capacity_tokens"),

@@ -17,8 +17,10 @@ DEVICE, HOST = Residency.DEVICE, Residency.HOST
 class Harness:
     """A scheduler under which ``a`` and ``b`` run with 5 of 10 blocks each; keeps the latest plan."""
 
-    def __init__(self, num_host_blocks: int = 10) -> None:
-        limits = SchedulerLimits(8, 2)
+    now = 0.0
+
+    def __init__(self, num_host_blocks: int = 10, limits: SchedulerLimits | None = None) -> None:
+        limits = limits or SchedulerLimits(8, 2)
         self.scheduler = build_scheduler("fcfs", limits, PolicySettings(watermark=1.0), kv="swap-newest")
         self.plan: Plan | None = None
         self.seq = 0
@@ -28,10 +30,13 @@ class Harness:
         self.report(on_device("a"), on_device("b"))
 
     def handle(self, event: Event) -> None:
-        for instruction in self.scheduler.handle(event, 0.0):
-            if isinstance(instruction, SendPlan):
-                self.plan = instruction.plan
+        for instruction in self.scheduler.handle(event, self.now):
+            self.take(instruction)
         self.scheduler.check_integrity()
+
+    def take(self, instruction: object) -> None:
+        if isinstance(instruction, SendPlan):
+            self.plan = instruction.plan
 
     def report(self, *progress: SlotProgress, short: int = 0) -> None:
         assert self.plan is not None

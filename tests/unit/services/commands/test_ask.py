@@ -8,10 +8,13 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from core.errors import FarsightError
+from services.cli import app
 from services.commands import ask as asking
 from services.commands.ask import ask
+from tests.free_ports import free_port
 
 
 class Server(HTTPServer):
@@ -75,3 +78,17 @@ def test_an_answer_that_is_too_long_is_refused(servers: tuple[Server, Server], m
     monkeypatch.setattr(asking, "MAX_ANSWER_BYTES", 1)
     with pytest.raises(FarsightError, match="more than 1 bytes"):
         ask(url(server), "/status", 60.0)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["status"], ["explain", "cmpl-1"], ["scale", "replica", "1"], ["drain", "0"], ["upgrade", "--model", "x"]],
+)
+def test_every_command_that_asks_a_server_takes_its_url_or_its_host_and_port(command: list[str]) -> None:
+    port = str(free_port())
+    for flags in (["--url", f"http://127.0.0.1:{port}/"], ["--host", "127.0.0.1", "--port", port]):
+        found = CliRunner().invoke(app, [*command, *flags])
+        assert found.exit_code == 1
+        assert f"no server answers at http://127.0.0.1:{port}" in found.output
+    found = CliRunner().invoke(app, [*command, "--url", "localhost"])
+    assert found.output.startswith("farsight: --url: got 'localhost', expected an address")

@@ -7,6 +7,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -108,4 +109,6 @@ def guarded_server(folder: Path, encoder: PromptEncoder, **settings: object) -> 
     yield GuardedServer(config.port, path, keys, door, registry, backend, clock)
     server.should_exit = True
     thread.join(LONG_S)
-    asyncio.run(shelf.log.close())
+    # In a thread of its own: the thread of a browser's test runs an event loop.
+    with ThreadPoolExecutor(1) as closing:
+        closing.submit(asyncio.run, shelf.log.close()).result(LONG_S)

@@ -9,16 +9,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from core.costs import StepCost
+from policies.admission.watermark import Aggressive
 from policies.compose import build_scheduler
 from policies.fleet.scheduler import GlobalScheduler
+from policies.interfaces import ReplicaPolicies
+from policies.kv.newest_first import NewestGiveWay
+from policies.order.hit_groups import HitGroups
 from policies.placement.base import Placement, RoundRobin
 from policies.placement.e2 import E2Router
 from policies.placement.e2_profiles import from_step_cost
 from policies.placement.oracle_partition import OraclePartition
-from policies.replica.scheduler import SchedulerLimits
+from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
 from policies.settings import E2Config
 from simulator.cluster.fleet import Fleet, FleetShape
-from simulator.cluster.latency import LinearLatency
+from simulator.cluster.latency import LatencyModel, LinearLatency
 from simulator.cluster.records import Record
 from simulator.cluster.replica import ReplicaShape
 from simulator.traffic.arrivals import Poisson
@@ -52,7 +56,7 @@ class PrebleCluster:
 
     name: str
     num_replicas: int
-    latency: LinearLatency
+    latency: LatencyModel
     capacity: int
 
     @property
@@ -108,12 +112,29 @@ class PrebleSystem:
     Attributes:
         e2: E2 with these switches; None for the other placements.
         partition: The oracle partition instead of round-robin, if not E2.
+        order: The order of the waiting queues: ``LONGEST_MATCH`` or a registered one.
+        chunk: Prompt tokens of one step.
     """
 
     name: str
     e2: E2Config | None = None
     partition: bool = False
     order: str = "fcfs"
+    chunk: int = 2048
+
+
+LONGEST_MATCH = "longest-match"
+
+
+class LongestMatchFirst(HitGroups):
+    """SGLang's order of a waiting queue: what finds most of its prompt cached goes first, however long others wait.
+
+    It tells matches apart by whole per cents of a prompt.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__(num_slots, num_groups=100)
+        self._quotas = [0] * 100
 
 
 ROUND_ROBIN = PrebleSystem("round-robin")
@@ -138,10 +159,17 @@ class Latencies:
 
 def simulate(cluster: PrebleCluster, system: PrebleSystem, arrivals: Sequence[SimRequest]) -> Latencies:
     """A run to its last token."""
-    limits = SchedulerLimits(SEATS, standby_slots=0)
     router = GlobalScheduler(_placement(cluster, system, arrivals))
-    fleet = Fleet(cluster.shape, router, lambda index: build_scheduler("fcfs", limits, order=system.order))
+    shape = replace(cluster.shape, replica=replace(cluster.shape.replica, max_batch_tokens=system.chunk))
+    fleet = Fleet(shape, router, lambda _: _scheduler(system))
     return _latencies(fleet.run(arrivals).done)
+
+
+def _scheduler(system: PrebleSystem) -> ReplicaScheduler:
+    limits = SchedulerLimits(SEATS, standby_slots=0)
+    if system.order != LONGEST_MATCH:
+        return build_scheduler("fcfs", limits, order=system.order)
+    return ReplicaScheduler(ReplicaPolicies(LongestMatchFirst(SEATS), Aggressive(1.0), NewestGiveWay()), limits)
 
 
 def saturation(cluster: PrebleCluster, arrivals: Sequence[SimRequest]) -> float:
@@ -164,9 +192,25 @@ def _placement(cluster: PrebleCluster, system: PrebleSystem, arrivals: Sequence[
         return E2Router(from_step_cost(cluster.latency.cost), BLOCK, system.e2)
     if not system.partition:
         return RoundRobin()
-    # "Evenly" means as many prefixes everywhere: how popular each will be is not what a partition knows.
-    heads = dict.fromkeys((each.prefix[0] for each in arrivals if each.prefix), 1.0)
-    return OraclePartition(heads, cluster.num_replicas, BLOCK)
+    return OraclePartition(partitioned_heads(arrivals), cluster.num_replicas, BLOCK, _common_blocks(arrivals))
+
+
+def partitioned_heads(arrivals: Sequence[SimRequest]) -> dict[int, float]:
+    """What the oracle partition divides: the first block of each prefix behind those that all share, each once.
+
+    "Evenly" means as many prefixes everywhere: how popular each will be is not what a partition knows.
+    """
+    leading = _common_blocks(arrivals)
+    return dict.fromkeys((each.prefix[leading] for each in arrivals if len(each.prefix) > leading), 1.0)
+
+
+def _common_blocks(arrivals: Sequence[SimRequest]) -> int:
+    """Blocks with which every prompt begins: those of a system prompt, which tells no prefixes apart."""
+    first, *others = (each.prefix for each in arrivals)
+    for place, name in enumerate(first):
+        if any(len(other) <= place or other[place] != name for other in others):
+            return place
+    return len(first)
 
 
 def _latencies(done: Sequence[Record]) -> Latencies:

@@ -1,0 +1,84 @@
+"""Images in a prompt: which of its tokens stand for one, and what the model reads in their place.
+
+An image is a run of one placeholder token in ``Request.prompt_ids``. The ingress writes as many of them as the
+model's geometry says (``engine.vision.geometry``), an encoder turns the picture into as many rows
+(``engine.vision.model``), and the engine reads these rows in place of the placeholder's embedding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from core.errors import InvalidValueError
+
+MAX_DIGEST = 64
+"""Longest digest of an image, in bytes."""
+
+_ID_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSpan:
+    """One image of a prompt.
+
+    Attributes:
+        start: Index in ``prompt_ids`` of its first token.
+        length: Its tokens, all of them the model's placeholder.
+        digest: Names its content, 8 to ``MAX_DIGEST`` bytes: equal pictures that were prepared alike have equal ones.
+            What is shared between requests, such as the KV of their beginnings, is shared by it.
+        grid: Rows and columns of its tokens, for models whose positions have axes; empty for any other.
+        embeddings: ``length`` rows of the model's hidden size, one behind the other, little-endian: float32, or
+            bfloat16, which the number of bytes tells apart. Empty where the worker gets them in another way
+            (``engine.vision.spans.EmbeddingSource``).
+    """
+
+    start: int
+    length: int
+    digest: bytes
+    grid: tuple[int, ...] = ()
+    embeddings: bytes = b""
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.length < 1:
+            raise InvalidValueError("images", (self.start, self.length), "a start >= 0 and at least one token")
+        if not 8 <= len(self.digest) <= MAX_DIGEST:
+            raise InvalidValueError("images.digest", len(self.digest), f"8 to {MAX_DIGEST} bytes")
+        if self.grid and (len(self.grid) != 2 or min(self.grid) < 1 or math.prod(self.grid) != self.length):
+            raise InvalidValueError("images.grid", self.grid, f"rows and columns of {self.length} tokens, or nothing")
+
+    @property
+    def end(self) -> int:
+        """Index behind its last token."""
+        return self.start + self.length
+
+
+def check_spans(images: Sequence[ImageSpan], prompt_len: int) -> None:
+    """
+    Raises:
+        InvalidValueError: Images that overlap, do not ascend, or reach beyond the prompt.
+    """
+    reached = 0
+    for index, image in enumerate(images):
+        if image.start < reached or image.end > prompt_len:
+            expected = f"ascending images that do not overlap, within the {prompt_len} tokens of the prompt"
+            raise InvalidValueError(f"images[{index}]", (image.start, image.end), expected)
+        reached = image.end
+
+
+def identity_ids(prompt_ids: Sequence[int], images: Sequence[ImageSpan]) -> tuple[int, ...]:
+    """What the prompt's blocks are named by (``kvcache.block_manager``): its ids, and for an image's tokens numbers of
+    32 bits that follow from its digest, so that only equal pictures make equal beginnings.
+    """
+    if not images:
+        return tuple(prompt_ids)
+    named = list(prompt_ids)
+    for image in images:
+        content = blake2b(image.digest + bytes(str(image.grid), "ascii"), digest_size=_ID_BYTES * 8).digest()
+        ids = [int.from_bytes(content[at : at + _ID_BYTES], "little") for at in range(0, len(content), _ID_BYTES)]
+        # Each of the numbers is 32 bits of the digest: a block of any size, 1 included, says which token of it it is.
+        for place in range(image.length):
+            named[image.start + place] = (ids[place % len(ids)] + place) % (1 << 32)
+    return tuple(named)

@@ -1,0 +1,144 @@
+"""Families of models that see: which text model they hold, and what kind of tower and image they have.
+
+The text model of such a checkpoint is computed like any other: its fields stand in ``text_config`` (or, in older
+files, beside ``vision_config``), and its tensors have names with a prefix more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from engine.checkpoint.families.record import Evidence
+
+Tower = Literal["clip", "qwen2_vl", "qwen2_5_vl", "qwen_vl"]
+"""What turns pixels into rows."""
+
+Shape = Literal["square", "anyres", "dynamic"]
+"""How a picture becomes tokens: one square; a square and tiles of it; as many as its size asks for."""
+
+
+@dataclass(frozen=True, slots=True)
+class VisionFamily:
+    """One family.
+
+    Attributes:
+        text: The text model's name in ``ARCHITECTURES``, by the ``model_type`` of its configuration.
+        default_type: The ``model_type`` where the configuration names none.
+        text_at: Where the text model's fields stand; where there is no such object, beside ``vision_config``.
+        placeholder: The token that stands for an image, as text.
+        placeholder_fields: Where its id stands, by precedence.
+        default_id: Its id where no field says it.
+        around: Text before and behind an image's tokens in a prompt that no chat template wrote.
+        renamed: Beginnings of names of the text model's tensors, and what ``TensorNames`` says instead.
+        towers: Beginnings of names of the other tensors.
+        text_defaults: Defaults of the text model's fields that are not those of the family that computes it.
+        axes: Whether positions have three axes (M-RoPE).
+    """
+
+    evidence: Evidence
+    text: Mapping[str, str]
+    default_type: str
+    tower: Tower
+    shape: Shape
+    placeholder: str
+    placeholder_fields: tuple[str, ...]
+    default_id: int
+    around: tuple[str, str] = ("", "")
+    text_at: str = "text_config"
+    renamed: tuple[tuple[str, str], ...] = ()
+    towers: tuple[str, ...] = ()
+    text_defaults: Mapping[str, Any] = field(default_factory=dict)
+    axes: bool = False
+
+
+_LLAVA_TEXTS = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+}
+_LLAVA_NAMES = (
+    ("language_model.model.", "model."),
+    ("model.language_model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+)
+_LLAVA_TOWERS = (
+    "vision_tower.",
+    "model.vision_tower.",
+    "multi_modal_projector.",
+    "model.multi_modal_projector.",
+    "image_newline",
+    "model.image_newline",
+)
+_QWEN_TEXT = {
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "max_window_layers": 80,
+    "rope_theta": 1000000.0,
+    "eos_token_id": 151645,
+}
+_QWEN_NAMES = (("model.language_model.", "model."),)
+
+VISION: Mapping[str, VisionFamily] = {
+    "LlavaForConditionalGeneration": VisionFamily(
+        Evidence("LLaVA 1.5, with images", test="vision/test_tokens.py"),
+        _LLAVA_TEXTS,
+        "llama",
+        tower="clip",
+        shape="square",
+        placeholder="<image>",
+        placeholder_fields=("image_token_index", "image_token_id"),
+        default_id=32000,
+        renamed=_LLAVA_NAMES,
+        towers=_LLAVA_TOWERS,
+    ),
+    "LlavaNextForConditionalGeneration": VisionFamily(
+        Evidence("LLaVA-NeXT, with images", test="vision/test_tokens.py"),
+        _LLAVA_TEXTS,
+        "llama",
+        tower="clip",
+        shape="anyres",
+        placeholder="<image>",
+        placeholder_fields=("image_token_index", "image_token_id"),
+        default_id=32000,
+        renamed=_LLAVA_NAMES,
+        towers=_LLAVA_TOWERS,
+    ),
+    "Qwen2VLForConditionalGeneration": VisionFamily(
+        Evidence("Qwen2-VL, with images", test="vision/test_tokens.py"),
+        {"qwen2_vl": "Qwen2ForCausalLM", "qwen2_vl_text": "Qwen2ForCausalLM"},
+        "qwen2_vl_text",
+        tower="qwen2_vl",
+        shape="dynamic",
+        placeholder="<|image_pad|>",
+        placeholder_fields=("image_token_id",),
+        default_id=151655,
+        around=("<|vision_start|>", "<|vision_end|>"),
+        text_defaults=_QWEN_TEXT,
+        renamed=_QWEN_NAMES,
+        towers=("visual.", "model.visual."),
+        axes=True,
+    ),
+    "Qwen2_5_VLForConditionalGeneration": VisionFamily(
+        Evidence("Qwen2.5-VL, with images", test="vision/test_tokens.py"),
+        {"qwen2_5_vl": "Qwen2ForCausalLM", "qwen2_5_vl_text": "Qwen2ForCausalLM"},
+        "qwen2_5_vl_text",
+        tower="qwen2_5_vl",
+        shape="dynamic",
+        placeholder="<|image_pad|>",
+        placeholder_fields=("image_token_id",),
+        default_id=151655,
+        around=("<|vision_start|>", "<|vision_end|>"),
+        text_defaults=_QWEN_TEXT,
+        renamed=_QWEN_NAMES,
+        towers=("visual.", "model.visual."),
+        axes=True,
+    ),
+}
+"""Families by their name in ``config.json``."""

@@ -1,0 +1,140 @@
+"""The weights of a model as it is computed with: linear layers, norms, experts, latents; a layer, all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.quantized import JoinedLinear, QuantizedLinear
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """``x @ weight.T + bias``; the weight is ``[out, in]``, the bias ``[out]``."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of the layer."""
+        return len(self.weight)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The weight in ``dtype``."""
+        return self.weight.to(dtype)
+
+
+Matrix = Linear | QuantizedLinear | JoinedLinear
+"""A linear layer, in whatever form it is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Weight and bias, each ``[hidden]``."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The mixture of experts of a layer.
+
+    Attributes:
+        router: ``[experts, hidden]``, and a last row if the shared experts have a gate; never quantised.
+        up, down: Those of each expert, as of an MLP.
+        correction: float32 ``[experts]``, added to the scores for the choice alone; None without.
+    """
+
+    router: Linear
+    up: tuple[Matrix, ...]
+    down: tuple[Matrix, ...]
+    correction: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LatentWeights:
+    """What latent attention has beside the layer's first and last matrix.
+
+    Attributes:
+        q_norm: ``[q_rank]``, of what queries are made of; None where that is the layer's input.
+        q_up: ``[heads * query, q_rank]``, the turned values of each head first; None likewise.
+        kv_norm: ``[rank]``.
+        keys: ``[heads, plain, rank]``; makes the keys of the latent.
+        values: ``[heads, value, rank]``.
+    """
+
+    q_norm: Tensor | None
+    q_up: Matrix | None
+    kv_norm: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer.
+
+    Attributes:
+        qkv: ``[(heads + 2 * kv_heads) * head_dim, hidden]``: queries, then keys, then values. With latent attention:
+            queries or their latent, then the token's row.
+        input_norm: Before attention; None without.
+        q_norm: ``[head_dim]``, of each head of the queries, or ``[heads * head_dim]``, of all; None without.
+        k_norm: The same for the keys.
+        post_norm: Before the MLP; that before attention where both read one.
+        up: ``[2 * intermediate, hidden]``, gate, then up, where the MLP is gated; else ``[intermediate, hidden]``.
+            A layer with experts has here those that every token takes, and None without.
+        after_attention, after_mlp: For what they add to the residual stream; None without.
+        experts: None in a layer with a plain MLP.
+        latent: None without latent attention.
+        sinks: ``[heads]``, scores that take part in the softmax; None without.
+    """
+
+    input_norm: Norm | None
+    qkv: Matrix
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Matrix
+    post_norm: Norm | None
+    up: Matrix | None
+    down: Matrix | None
+    after_attention: Norm | None = None
+    after_mlp: Norm | None = None
+    experts: ExpertWeights | None = None
+    sinks: Tensor | None = None
+    latent: LatentWeights | None = None
+
+    @property
+    def matrices(self) -> Iterator[Matrix]:
+        """Every matrix that may be quantised."""
+        yield from (each for each in (self.qkv, self.out, self.up, self.down) if each is not None)
+        if self.latent is not None and self.latent.q_up is not None:
+            yield self.latent.q_up
+        if self.experts is not None:
+            yield from (*self.experts.up, *self.experts.down)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """The whole model.
+
+    Attributes:
+        embedding: ``[vocab, hidden]``.
+        positions: ``[context, hidden]``, by position; None if positions are not learned.
+        norm: Before ``lm_head``; None if there is none.
+        lm_head: ``[vocab, hidden]``; ``embedding`` itself when they are tied and neither is quantised.
+        head_bias: ``[vocab]``, or None.
+        embedding_norm: Behind the embedding; None without.
+    """
+
+    embedding: Tensor
+    positions: Tensor | None
+    layers: tuple[LayerWeights, ...]
+    norm: Norm | None
+    lm_head: Tensor | QuantizedLinear
+    head_bias: Tensor | None = None
+    embedding_norm: Norm | None = None

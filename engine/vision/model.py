@@ -1,0 +1,91 @@
+"""From prepared pixels to the rows that a decoder reads in place of placeholder tokens. Torch operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.checkpoint.config_fields import CheckpointError, read_json
+from engine.checkpoint.families.vision import VISION, Tower
+from engine.vision.clip import ClipTower
+from engine.vision.geometry import ImageGeometry, PreparedImage, load_geometry
+from engine.vision.qwen import QwenTower
+from engine.vision.stored import TowerTensors, read_tower
+
+
+class VisionTower(Protocol):
+    """Computes the rows of prepared images."""
+
+    hidden_size: int
+
+    def encode(self, images: Sequence[PreparedImage]) -> list[Tensor]:
+        """The rows of each, ``[tokens, hidden]`` in the tower's dtype."""
+        ...
+
+
+_TOWERS: Mapping[Tower, Callable[..., VisionTower]] = {
+    "clip": ClipTower,
+    "qwen2_vl": QwenTower,
+    "qwen2_5_vl": QwenTower,
+}
+
+
+class VisionModel:
+    """A tower with its geometry, ready to run. One thread at a time.
+
+    Attributes:
+        geometry: How pictures become tokens; knows no torch.
+        hidden_size: Values of a row, those of the text model's embeddings.
+        dtype: What it computes in.
+    """
+
+    def __init__(self, geometry: ImageGeometry, tower: VisionTower, dtype: torch.dtype) -> None:
+        self.geometry = geometry
+        self.hidden_size = tower.hidden_size
+        self.dtype = dtype
+        self._tower = tower
+
+    def prepare(self, rgb: np.ndarray) -> PreparedImage:
+        """``ImageGeometry.prepare``."""
+        return self.geometry.prepare(rgb)
+
+    @torch.inference_mode()
+    def encode(self, images: Sequence[PreparedImage]) -> list[np.ndarray]:
+        """The rows of each image, float32 ``[num_tokens, hidden_size]``; exact also where the tower has 16 bits."""
+        if not images:
+            return []
+        rows = self._tower.encode(images)
+        for image, found in zip(images, rows, strict=True):
+            if found.shape != (image.num_tokens, self.hidden_size):
+                expected = f"{image.num_tokens} rows of {self.hidden_size}"
+                raise CheckpointError("vision tower", f"rows {list(found.shape)} of an image", expected)
+        return [found.float().cpu().numpy() for found in rows]
+
+    def packed(self, rows: np.ndarray) -> bytes:
+        """The rows of an image as ``ImageSpan.embeddings``: 2 bytes a value where they are exact so, else 4."""
+        if self.dtype == torch.bfloat16:
+            return torch.from_numpy(rows).to(torch.bfloat16).view(torch.int16).numpy().astype("<i2").tobytes()
+        return rows.astype("<f4").tobytes()
+
+
+def load_vision(model_dir: Path, dtype: torch.dtype, device: str = "cpu") -> VisionModel | None:
+    """The vision tower of the model in ``model_dir``; None for a model that does not see.
+
+    Raises:
+        UnsupportedModelError: A tower that is not computed; names the field of its configuration.
+        CheckpointError: A damaged file, or a missing or odd tensor; names it.
+    """
+    geometry = load_geometry(model_dir)
+    if geometry is None:
+        return None
+    raw = read_json(model_dir, "config.json") or {}
+    family = VISION[geometry.family]
+    tensors = TowerTensors(read_tower(model_dir, family, dtype, device))
+    tower = _TOWERS[family.tower](raw, tensors)
+    tensors.check_all_taken()
+    return VisionModel(geometry, tower, dtype)

@@ -1,0 +1,21 @@
+"""For how long sequences may run before a step is cut off (``Slot.cut_off_at_s``)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from kvcache.executor import SequenceState
+
+
+def is_cut_off(held: SequenceState, within_grants: bool) -> bool:
+    """Whether its seconds are over. Beyond its grants it goes on, unless its last step was cut off for that."""
+    slot_s = held.slot.cut_off_at_s
+    if not slot_s:
+        return False
+    return held.ran_s >= slot_s if within_grants else held.cut_off_at_s == slot_s
+
+
+def seconds_until_cut_off(chosen: Iterable[SequenceState]) -> float:
+    """Seconds until the first of them has used up those of its slot."""
+    return min((held.slot.cut_off_at_s - held.ran_s for held in chosen if held.slot.cut_off_at_s), default=math.inf)

@@ -1,0 +1,126 @@
+"""A replica of several pipeline stages: as many batches in flight as stages, as ADR 25 serves them.
+
+It runs ``PipelinedExecutor``, which a live replica of several stages runs too. Every step is an event of its own:
+steps of different batches take turns on the stages, so no run of equal steps can be taken at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+from core.request import Request
+from kvcache import StepBatch
+from kvcache.step_batch import step_work
+from policies.replica.events import StepsRan
+from simulator.cluster.records import Record
+from simulator.cluster.replica import Replica
+from simulator.cluster.step_run import StepRun
+
+
+class StageTimes:
+    """When each stage of a pipeline is free. Every stage takes the batches in the order in which they enter.
+
+    Args:
+        num_stages: Stages of equal length.
+    """
+
+    def __init__(self, num_stages: int) -> None:
+        self._free_at = [0.0] * num_stages
+
+    def enter(self, now: float, seconds: float) -> float:
+        """Sends a batch through; returns when it leaves the last stage. O(stages).
+
+        Args:
+            seconds: Time of the batch in all stages together, without waits.
+        """
+        each_s = seconds / len(self._free_at)
+        for stage, free_at in enumerate(self._free_at):
+            now = max(now, free_at) + each_s
+            self._free_at[stage] = now
+        return now
+
+
+@dataclass(slots=True)
+class PipelineStep(StepRun):
+    """One step in a pipeline. ``began_at`` is when the last stage began to wait for it or to compute it.
+
+    Rank 0 measures a step from there, so the profile of a live replica of several stages learns this time.
+    """
+
+    def seconds(self, num_steps: int) -> float:
+        return num_steps * (self.ends_at - self.began_at)
+
+
+class PipelinedReplica(Replica):
+    """A ``Replica`` with ``shape.num_stages`` batches in flight; the latency model gives the time of one batch in all
+    stages together.
+    """
+
+    def _set_up(self) -> None:
+        self._stages = StageTimes(self.shape.num_stages)
+        self._steps: deque[PipelineStep] = deque()
+        self._left_at = 0.0
+
+    @property
+    def wakes_at(self) -> float:
+        """See ``Replica.wakes_at``."""
+        step_ends_at = self._steps[0].ends_at if self._steps else math.inf
+        return min(step_ends_at, self._copies[0][0]) if self._copies else step_ends_at
+
+    def wake(self, now: float) -> None:
+        """Handles the event at ``wakes_at``: the oldest step or a copy is over."""
+        while self._copies and self._copies[0][0] <= now:
+            self._landed.append(self._copies.pop(0)[1])
+        while self._steps and self._steps[0].ends_at <= now:
+            self._finish(self._steps.popleft(), now)
+        self._begin(now)
+
+    def submit(self, requests: list[tuple[Request, Record]], now: float) -> None:
+        """See ``Replica.submit``; the scheduler first hears of the steps that are over."""
+        if self._untold and (self.scheduler.num_waiting == 0 or self.scheduler.order.preemptive):
+            self._report(now)
+        super().submit(requests, now)
+
+    def _finish(self, step: PipelineStep, now: float) -> None:
+        """Books a step, and tells the scheduler in the shortest form that says all."""
+        self._left_at = step.ends_at
+        batch = step.batch
+        request_ids = [item.request_id for item in batch.items if self.executor.counts(batch, item.request_id)]
+        only_decodes = not step.work.prefill_tokens and len(request_ids) == len(batch.items)
+        services = self.executor.services_after(batch, step.seconds(1), 1) if only_decodes else ()
+        ended = self._book(step)
+        if ended or (self._looks and (self._presses or self._untold or not only_decodes)):
+            self._report(now)
+        elif self._looks:
+            self._tell(StepsRan(tuple(request_ids), 1, step.seconds(1), services), now)
+        else:
+            self._untold = True
+
+    @property
+    def _presses(self) -> bool:
+        """Whether memory is short or KV moves, which only a report can say."""
+        return bool(self.executor.short_blocks or self._copies or self._landed)
+
+    def _begin(self, now: float) -> None:
+        """Starts batches until one is in every stage, or none can run."""
+        while len(self._steps) < self.shape.num_stages:
+            batch = self._prepare(now)
+            if batch is None:
+                return
+            work = step_work(batch)
+            ends_at = self._stages.enter(now, self._latency.step_s(*work))
+            began_at = max(now, self._steps[-1].ends_at if self._steps else self._left_at)
+            self._steps.append(PipelineStep(batch, work, self._latency, began_at, 1, ends_at))
+
+    def _relieve(self, batch: StepBatch | None, now: float) -> StepBatch | None:
+        """As in ``Replica``, until there is a batch: one that was composed has begun, and cannot be composed again."""
+        for _ in range(len(self._records)):
+            if not self.executor.short_blocks:
+                break
+            self._report(now)
+            if self._plan is None or batch is not None:
+                break
+            batch = self._next_batch()
+        return batch

@@ -1,0 +1,1 @@
+"""Preble (Srivatsa et al.): its figures, and its later parts where they act."""

@@ -1,0 +1,52 @@
+"""A KV offload manager behind a hop: the same policy object decides, later or not at all."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+from simulator.experiment import Experiment, make_arrivals
+from simulator.run import RunOutcome, run
+
+PRESETS = ("fcfs", "fastserve", "farsight")
+SCARCE, AMPLE = 3000, 60_000
+"""Tokens of the host pool."""
+
+
+@functools.cache
+def outcome(preset: str, hop_s: float | None, host_kv_tokens: int) -> RunOutcome:
+    experiment = Experiment(
+        preset,
+        num_requests=60,
+        rate=20.0,
+        kv_tokens=3000,
+        host_kv_tokens=host_kv_tokens,
+        max_num_seqs=24,
+        offload_hop_s=hop_s,
+    )
+    return run(experiment, make_arrivals(experiment))
+
+
+def ends(found: RunOutcome) -> dict[str, tuple[float, int, int]]:
+    return {
+        each.arrival.request_id: (each.finished_at, each.num_evictions, each.num_swaps) for each in found.recorder.done
+    }
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_orders_that_take_no_time_are_the_schedulers_own_decisions(preset: str) -> None:
+    """To the bit: a question says all that the policy reads, and no order is refused unless something has changed."""
+    alone, asked = ends(outcome(preset, None, SCARCE)), ends(outcome(preset, 0.0, SCARCE))
+    assert asked == alone
+    assert any(evictions + swaps for _, evictions, swaps in alone.values()), "nothing had to move"
+
+
+@pytest.mark.parametrize("hop_s", [0.002, 0.5], ids=["in time", "always late"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_hop_costs_no_request_and_little_time(preset: str, hop_s: float) -> None:
+    alone, asked = outcome(preset, None, AMPLE), outcome(preset, hop_s, AMPLE)
+    assert ends(asked).keys() == ends(alone).keys()
+    means = [np.mean([each.jct_s for each in found.recorder.done]) for found in (asked, alone)]
+    assert means[0] < 1.1 * means[1]

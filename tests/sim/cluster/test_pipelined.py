@@ -1,0 +1,91 @@
+"""Several batches in flight: a replica of pipeline stages against what its stages can do."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.costs import StepCost
+from core.errors import InvalidValueError
+from policies.compose import build_router, build_scheduler
+from policies.replica.scheduler import SchedulerLimits
+from policies.settings import MlfqRules, PolicySettings
+from simulator.cluster.fleet import Fleet, FleetShape
+from simulator.cluster.latency import GPUS, MODELS, LinearLatency, PipelineLatency, Roofline
+from simulator.cluster.pipelined import PipelinedReplica, StageTimes
+from simulator.cluster.records import Recorder
+from simulator.cluster.replica import ReplicaShape
+from simulator.traffic.workload import SimRequest
+
+TWO_STAGES = LinearLatency(StepCost(0.060, 0.0, 0.006, 0.0))
+"""Both together: 30 ms + 3 ms a sequence each, as ``benchmarks.parallel`` emulates them."""
+
+
+def run(arrivals: list[SimRequest], num_stages: int, preset: str = "fcfs", num_blocks: int = 4000) -> Recorder:
+    num_seqs = 64
+    shape = ReplicaShape(
+        num_blocks, 16, num_blocks, max_num_seqs=num_seqs, max_batch_tokens=4096, look_every=1, num_stages=num_stages
+    )
+    settings = PolicySettings(mlfq=MlfqRules(quantum_s=0.05), cost=TWO_STAGES.cost)
+    limits = SchedulerLimits(num_seqs, 0)
+    fleet = Fleet(
+        FleetShape(shape, TWO_STAGES), build_router("fcfs"), lambda _: build_scheduler(preset, limits, settings)
+    )
+    recorder = fleet.run(arrivals)
+    for replica in fleet.replicas:
+        replica.executor.check_integrity()
+        assert isinstance(replica, PipelinedReplica) == (num_stages > 1)
+    return recorder
+
+
+def together(num: int, output_len: int = 400) -> list[SimRequest]:
+    return [SimRequest(f"r{i}", 0.0, 1, output_len, output_len) for i in range(num)]
+
+
+def seconds(recorder: Recorder) -> float:
+    return max(record.finished_at for record in recorder.done)
+
+
+@pytest.mark.parametrize(("num_seqs", "most"), [(8, 1.286), (32, 1.615)])
+def test_two_batches_in_flight_give_what_two_stages_can(num_seqs: int, most: float) -> None:
+    """ADR 25 has these factors: 2 (30 + 3 n) ms for n tokens, against 30 + 3 n / 2 ms for n / 2."""
+    gain = seconds(run(together(num_seqs), 1)) / seconds(run(together(num_seqs), 2))
+    assert gain == pytest.approx(most, rel=0.01)
+
+
+def test_one_sequence_gains_nothing() -> None:
+    alone, piped = run(together(1), 1), run(together(1), 2)
+    assert seconds(piped) == pytest.approx(seconds(alone))
+    assert piped.done[0].ttft_s == pytest.approx(0.066)
+
+
+def test_stages_take_batches_in_turn() -> None:
+    stages = StageTimes(2)
+    assert stages.enter(0.0, 2.0) == 2.0
+    assert stages.enter(0.0, 2.0) == 3.0, "the first stage is free after a second, and the second one follows it"
+    assert stages.enter(0.0, 4.0) == 6.0, "both stages are free at 2 and 3 s"
+    assert stages.enter(9.0, 1.0) == 10.0
+
+
+def test_steps_whose_sequences_lose_their_memory_lose_only_those_tokens() -> None:
+    """MLFQ in little memory: sequences are moved and dropped while they are in a step, and each still ends in full."""
+    arrivals = [SimRequest(f"r{i}", 0.2 * i, 30 + i % 7, 40 + 9 * (i % 11), 200) for i in range(60)]
+    recorder = run(arrivals, 2, "fastserve", num_blocks=40)
+    assert {record.arrival.request_id: record.num_tokens for record in recorder.done} == {
+        each.request_id: each.output_len for each in arrivals
+    }
+    assert sum(record.num_evictions + record.num_swaps for record in recorder.done) > 0
+
+
+def test_a_batch_takes_all_stages_and_costs_one_interval() -> None:
+    latency = PipelineLatency(Roofline(GPUS["a100-40g"], MODELS["opt-66b"], 4, 2))
+    alone = Roofline(GPUS["a100-40g"], MODELS["opt-66b"], 4)
+    assert latency.step_s(0, 8, 800) == alone.step_s(0, 8, 800)
+    assert latency.decode_run_s(8, 800, 5) == alone.decode_run_s(8, 800, 5)
+    assert latency.cost.base_s == alone.cost.base_s / 2
+    assert latency.copy_s(100) == alone.copy_s(100) / 2, "each stage copies its own layers"
+
+
+@pytest.mark.parametrize("num_stages", [0, 2])
+def test_stages_of_padded_batches_are_refused(num_stages: int) -> None:
+    with pytest.raises(InvalidValueError, match="num_stages"):
+        ReplicaShape(100, execution="static", num_stages=num_stages)

