@@ -23,7 +23,7 @@ PARAMETERS: dict[str, Any] = {
 
 
 def get_weather(city: str) -> str:
-    return f"It is sunny in {city}."
+    return f"sunny in {city.lower()}"
 
 
 def main() -> None:
@@ -35,6 +35,7 @@ def main() -> None:
         model=model,
         messages=messages,
         tools=tools,
+        temperature=0,
         tool_choice={"type": "function", "function": {"name": "get_weather"}},
     )
     message = answer.choices[0].message
@@ -44,7 +45,7 @@ def main() -> None:
             sys.stdout.write(f"{call.function.name}({call.function.arguments})\n")
             result = get_weather(**json.loads(call.function.arguments))
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-    final = client.chat.completions.create(model=model, messages=messages, tools=tools)
+    final = client.chat.completions.create(model=model, messages=messages, tools=tools, temperature=0)
     sys.stdout.write(f"{final.choices[0].message.content}\n")
 
 

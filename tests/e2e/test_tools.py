@@ -1,4 +1,4 @@
-"""Tools, responses and messages over HTTP, on the embedded model: it knows none, so that calls are forced."""
+"""Tools, responses and messages over HTTP, on the embedded model."""
 
 from __future__ import annotations
 
@@ -69,7 +69,71 @@ def test_the_example_runs(base_url: str, model_name: str) -> None:
     example = Path(__file__).parents[2] / "examples" / "openai_tools.py"
     command = [sys.executable, str(example), f"{base_url}/v1", model_name, "The weather in Rome?"]
     found = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, check=True)
-    assert found.stdout.startswith("get_weather({")
+    assert found.stdout == 'get_weather({"city": "Rome"})\nsunny in rome\n'
+
+
+ONE_CITY: ChatCompletionFunctionToolParam = {
+    "type": "function",
+    "function": {
+        "name": "find_city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_the_model_calls_a_function_by_itself(client: openai.OpenAI, model_name: str, strict: bool) -> None:
+    """Nothing forces the call: the text of the model is one, with and without the grammar of a strict function."""
+    tool = ONE_CITY | {"function": {**ONE_CITY["function"], "strict": strict}}
+    answer = client.chat.completions.create(
+        model=model_name,
+        messages=[{"role": "user", "content": "the weather in oslo"}],
+        tools=[tool],
+        temperature=0,
+    )
+    choice = answer.choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.tool_calls
+    (call,) = choice.message.tool_calls
+    assert call.type == "function" and call.function.name == "find_city"
+    assert json.loads(call.function.arguments) == {"city": "oslo"}
+
+
+def test_json_of_a_schema_holds_the_right_text(client: openai.OpenAI, model_name: str) -> None:
+    """The grammar leaves the model its own answer."""
+    schema: dict[str, object] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    answer = client.chat.completions.create(
+        model=model_name,
+        messages=[
+            {"role": "system", "content": "Fill in the field:"},
+            {"role": "user", "content": "city\nthe weather in oslo"},
+        ],
+        response_format={"type": "json_schema", "json_schema": {"name": "city", "schema": schema}},
+        temperature=0,
+    )
+    assert answer.choices[0].message.content == '{"city": "oslo"}'
+
+
+def test_a_stored_response_goes_on(client: openai.OpenAI, model_name: str) -> None:
+    first = client.responses.create(model=model_name, instructions=UPPER, input="one", temperature=0, store=True)
+    second = client.responses.create(
+        model=model_name, instructions=UPPER, input="two", temperature=0, previous_response_id=first.id
+    )
+    assert (first.output_text, second.output_text) == ("ONE", "TWO")
+    assert client.responses.retrieve(first.id).output_text == "ONE"
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+
+
+def test_beam_search_of_a_sure_model_finds_its_answer(client: openai.OpenAI, model_name: str) -> None:
+    answer = client.completions.create(
+        model=model_name,
+        prompt=f"{UPPER}\nabc<sep>",
+        n=2,
+        max_tokens=8,
+        extra_body={"use_beam_search": True, "parse_special": True},
+    )
+    assert answer.choices[0].text == "ABC" and answer.choices[0].finish_reason == "stop"
 
 
 def test_a_response_and_its_stream(client: openai.OpenAI, model_name: str) -> None:
