@@ -1,6 +1,6 @@
 """A forced call of a tool, by litellm.
 
-pip install litellm
+pip install litellm mcp
 python examples/litellm_tools.py http://127.0.0.1:8000/v1 farsight-embedded 'The weather in Rome?'
 """
 
