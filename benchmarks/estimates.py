@@ -30,9 +30,9 @@ from core.costs import StepCost
 from core.messages.step_times import StepSample
 from core.request import SamplingParams
 from engine.engine import Engine
+from engine.runner import Runner
 from engine.sequence import Sequence
 from engine.step_fault import StepFault
-from engine.worker import Runner
 from estimator.grid import StepLimits, step_grid
 from estimator.knn import MIN_BATCHES, BatchTimes, ServedBatch, padded_batch_s
 from estimator.step_profile import StepProfile

@@ -23,9 +23,9 @@ from core.config.engine import EngineConfig
 from core.request import SamplingParams
 from engine.engine import Engine
 from engine.native.model import NativeModel
+from engine.runner import Runner
 from engine.sequence import OutputText, Sequence
 from engine.step_fault import StepFault
-from engine.worker import Runner
 from kvcache import StepBatch
 from services.bench.report import markdown_table, provenance, write_json
 

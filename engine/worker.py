@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Protocol, cast
+from typing import cast
 
 from core.errors import IntegrityError
 from core.messages.plans import FinishedSequence, Plan, WorkerReady, WorkerState
@@ -18,11 +18,11 @@ from core.messages.tokens import DeltaLogprobs, TokenDelta
 from core.request import Fault, Request, SamplingParams, SequenceStatus
 from engine.drafted_steps import DraftedSteps
 from engine.emission import Emission, HeldBack, Output, ended_by_prompt, joined_outputs
+from engine.runner import Copier, Runner
 from engine.sampling.logged_tokens import LoggedTokens
 from engine.sequence import Detokenizer, OutputText, Sequence
-from engine.step_fault import StepFault
 from engine.vision.spans import ImageInputs
-from kvcache import KVCopy, PlanExecutor, StepBatch
+from kvcache import PlanExecutor, StepBatch
 from kvcache.block_manager import are_hashes_of, extend_hashes, root_of, salted_root
 from tokenization.grammars.compiler import GrammarCompiler
 
@@ -31,50 +31,6 @@ logger = logging.getLogger(__name__)
 
 Prepared = dict[Key, Sequence]
 """New requests of a plan, ready to run."""
-
-
-class Runner(Protocol):
-    """Computes a step; the model runner, or a device emulated from a profile."""
-
-    @property
-    def num_ooms(self) -> int:
-        """How often the device has run out of memory and computed a step in parts."""
-        ...
-
-    def begin(self, batch: StepBatch, sequences: dict[str, Sequence]) -> None:
-        """Announces a step that will be executed after those that have begun before it."""
-        ...
-
-    def execute(self, batch: StepBatch, sequences: dict[str, Sequence]) -> list[int | None]: ...
-
-    def look_ahead(self, batch: StepBatch, sequences: dict[str, Sequence]) -> bool:
-        """Gets a step ready that is likely to follow the one that computes; in another thread, meanwhile.
-
-        Returns:
-            Whether it could also be executed before that one is booked, after ``go_on``.
-        """
-        ...
-
-    def go_on(self, batch: StepBatch, token_ids: list[int]) -> None:
-        """Says the last known token of each item of a step that was got ready: its sequences lack them."""
-        ...
-
-    def fault(self, error: Exception) -> StepFault:
-        """What the error of a failed ``execute`` says about the device."""
-        ...
-
-    def rest(self) -> None:
-        """Announces that no step can run for now."""
-        ...
-
-
-class Copier(Protocol):
-    """Moves KV between the device and the host while steps run."""
-
-    def when_done(self, callback: Callable[[], object]) -> None: ...
-    def begin(self, copy: KVCopy) -> None: ...
-    def take_done(self) -> list[tuple[int, bool]]: ...
-    def wait(self) -> None: ...
 
 
 class Worker:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from core.config.engine import EngineConfig
 from core.errors import ConfigError
-from engine.worker import Copier, Runner
+from engine.runner import Copier, Runner
 
 
 @dataclass(frozen=True, slots=True)

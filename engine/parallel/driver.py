@@ -18,11 +18,11 @@ from engine.kv.kv_pool import KVPool
 from engine.parallel.links import Link
 from engine.parallel.stage import Stage
 from engine.parallel.wire import Copied, Finished, StepOrder, pack_order
+from engine.runner import Copier
 from engine.sampling.sampler import StepLogits, find_prompt_rows
 from engine.sequence import Sequence
 from engine.steps.careful_steps import CarefulSteps, Counts
 from engine.steps.model_runner import ModelRunner
-from engine.worker import Copier
 from kvcache import KVCopy, StepBatch
 
 

@@ -31,8 +31,8 @@ from engine.parallel.wire import (
     pack_report,
     unpack_order,
 )
+from engine.runner import Copier
 from engine.step_fault import lost_on
-from engine.worker import Copier
 from kvcache import KVCopy
 
 

@@ -23,8 +23,8 @@ from engine.parallel.group import Arrival
 from engine.parallel.mesh import Part
 from engine.parallel.shards import StageWeights
 from engine.parallel.wire import Finished, RankPools, StepOrder
+from engine.runner import Copier
 from engine.steps.backends import gpu_attention
-from engine.worker import Copier
 
 logger = logging.getLogger(__name__)
 
