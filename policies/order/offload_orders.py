@@ -1,7 +1,7 @@
 """The question that a Scheduler asks its KVOffloadManager, the manager's answer, and the policy object between them.
 
-The policy is the one that the Scheduler holds as well: built from the same parts, reading the same numbers. Whoever
-decides, the decision is the same.
+The policy is the one that the Scheduler holds as well: built from the same parts, reading the same numbers. The
+decision is the same on either side.
 """
 
 from __future__ import annotations

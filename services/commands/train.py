@@ -11,7 +11,6 @@ import typer
 
 from core.errors import ConfigError, FarsightError, InvalidValueError
 from core.forecast import Example
-from predictor.models import BERT
 from services.commands.logged_traffic import opened_log
 
 if TYPE_CHECKING:
@@ -79,6 +78,8 @@ def train(
     ] = False,
 ) -> None:
     """Train a predictor of output lengths on finished requests; with --estimator, of times on finished batches."""
+    from predictor.models import BERT
+
     with one_line_errors():
         if estimator:
             path, num_batches = _train_estimator(data, out)
@@ -96,6 +97,7 @@ def _recipe(kind: str, encoder: str | None, d_user: int | None, d_app: int | Non
     """The recipe of a kind with the given options; ``forest`` holds fields of ``ForestOptions``."""
     from dataclasses import replace
 
+    from predictor.models import BERT
     from predictor.training import RECIPES
 
     if kind not in RECIPES:

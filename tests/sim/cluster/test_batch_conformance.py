@@ -23,6 +23,8 @@ from policies.compose import build_batch_runner, configured_batch_scheduler, con
 from policies.event_log import BatchMachineConfig, MachineConfig, read_log, replay
 from policies.fleet.batch_scheduler import BatchScheduler
 from policies.fleet.events import BatchEnded, PlaceRequests, ReplicaBroke
+from policies.kv.split_batch import SplitBatch
+from policies.order.offload_orders import OffloadDecider
 from policies.replica.scheduler import ReplicaScheduler
 from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import LinearLatency
@@ -105,7 +107,12 @@ def simulated_logs(preset: str, directory: Path) -> tuple[bytes, list[bytes]]:
         return scheduler
 
     shape = ReplicaShape(60, 16, max_num_seqs=max_num_seqs, max_batch_tokens=512, execution="static")
-    fleet = Fleet(FleetShape(shape, LinearLatency(COST), 2, announce_s=0.5), machine, make_scheduler)
+    fleet = Fleet(
+        FleetShape(shape, LinearLatency(COST), 2, announce_s=0.5),
+        machine,
+        make_scheduler,
+        make_offload=lambda _: OffloadDecider(SplitBatch(), None),
+    )
     assert len(fleet.run(wrongly_predicted()).done) == NUM_REQUESTS
     for each in (central, *recorders):
         each.close()

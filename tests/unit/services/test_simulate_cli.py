@@ -25,7 +25,17 @@ CONFIG_KEYS = [
     "latency",
     "max_batch_tokens",
 ]
-CONFIG_KEYS += ["max_num_seqs", "num_replicas", "num_requests", "predictor", "preset", "rate", "seed", "sla"]
+CONFIG_KEYS += [
+    "max_num_seqs",
+    "num_replicas",
+    "num_requests",
+    "offload_hop_s",
+    "predictor",
+    "preset",
+    "rate",
+    "seed",
+    "sla",
+]
 CONFIG_KEYS += ["watermark", "workload"]
 
 

@@ -195,6 +195,7 @@ class _Shape:
     """As much of a model's configuration as a pool reads."""
 
     num_hidden_layers = 1
+    kv_rows = 2
 
     def __init__(self, kv_heads: int, dim: int) -> None:
         self.num_key_value_heads = kv_heads

@@ -96,7 +96,8 @@ def test_the_real_encoder(tmp_path: Path) -> None:
     assert json.loads(result.stdout)["tau"] > 0.8
     result = invoke("train", data, "--out", tmp_path, *flags, "--d-user", 7)
     assert result.exit_code == 1
-    assert result.stderr == "farsight: --d-user: got 7, expected 0 or a divisor of the embedding's 384 dimensions\n"
+    error = "farsight: --d-user: got 7, expected 0 or a divisor of the embedding's 384 dimensions"
+    assert result.stderr.splitlines() == ["encoder: minilm, 384 dimensions", error]
 
 
 def test_training_again_counts_on(tmp_path: Path) -> None:
