@@ -104,6 +104,25 @@ _LARGEST_BIAS = 1e30
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningBudget:
+    """Most tokens that an output may reason with before it answers.
+
+    Attributes:
+        num_tokens: So many; then ``end`` follows.
+        begin: Tokens that begin the reasoning; empty where the prompt has begun it.
+        end: Tokens that end it.
+    """
+
+    num_tokens: int
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _require(self.num_tokens >= 0, "thinking_token_budget", self.num_tokens, "an integer >= 0")
+        _require(bool(self.end), "thinking_token_budget", self.num_tokens, "none where no token ends the reasoning")
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen and when a sequence ends.
 
@@ -135,6 +154,7 @@ class SamplingParams:
         second_at: Index in the prompt of the first token of the second of two texts that a classifier reads at once;
             0 for one text.
         grammar: What the output must follow, as ``tokenization.grammars.sources`` writes it; empty for nothing.
+        reasoning: Most tokens of its reasoning; None for no limit.
         benchmark_len: The output ends here as if by EOS, and EOS does not end it before; for benchmarks. Only the code
             that samples may read it: a scheduler that did would know what no scheduler can.
         plain: Derived: the likeliest token is taken as it is, and nothing more is to be known about it.
@@ -163,6 +183,7 @@ class SamplingParams:
     shown_ids: tuple[int, ...] = ()
     pooling: str = ""
     second_at: int = 0
+    reasoning: ReasoningBudget | None = None
     plain: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -210,6 +231,8 @@ class SamplingParams:
         check_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
         for token_id, _ in self.logit_bias:
             _require(token_id < vocab_size, "logit_bias", token_id, f"token ids from 0 to {vocab_size - 1}")
+        if self.reasoning is not None:
+            check_token_ids("thinking_token_budget", self.reasoning.begin + self.reasoning.end, vocab_size)
 
     def _check_lengths(self) -> None:
         ok = 0 <= self.min_tokens <= self.max_new_tokens
@@ -226,6 +249,8 @@ class SamplingParams:
             return "logprobs"
         if self.grammar:
             return "structured_outputs"
+        if self.reasoning is not None:
+            return "thinking_token_budget"
         if self.pooling:
             return "pooling"
         return "" if self.benchmark_len is None else "benchmark_len"
@@ -253,7 +278,12 @@ class SamplingParams:
     @property
     def looks_back(self) -> bool:
         """Whether the choice of a token needs the tokens before it."""
-        return self.adjusts or bool(self.grammar)
+        return self.adjusts or self.is_followed
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether the output so far says which tokens may come next."""
+        return bool(self.grammar) or self.reasoning is not None
 
     @property
     def eos_ends(self) -> bool:

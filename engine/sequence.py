@@ -20,7 +20,8 @@ from engine.text.stop_strings import StopStrings
 from engine.vision.spans import ImageInputs, SequenceImages
 from kvcache import SequenceState
 from policies.speculation.base import Drafter
-from tokenization.grammars.compiler import GrammarCompiler, TokenMatcher
+from tokenization.grammars.compiler import GrammarCompiler
+from tokenization.grammars.reasoning import Matcher
 from tokenization.grammars.sources import GrammarRefused
 from tokenization.text_stream import TextDecoder, TextStream
 
@@ -108,7 +109,7 @@ class Sequence(SequenceState):
     pooled: PooledRows | None = None
     block_hashes: list[int] = field(default_factory=list)
     drafter: Drafter | None = None
-    matcher: TokenMatcher | None = None
+    matcher: Matcher | None = None
     grammar_problem: str = ""
     images: SequenceImages | None = None
     image_problem: str = ""
@@ -166,7 +167,9 @@ class Sequence(SequenceState):
         return index if self.images is None else self.images.position(index)
 
     def follow_grammar(self, grammars: GrammarCompiler | None) -> None:
-        """Follows the request's grammar. One that cannot be followed fails the sequence when its first token is due.
+        """Follows the request's grammar and the budget of its reasoning.
+
+        A grammar that cannot be followed fails the sequence when its first token is due.
 
         Args:
             grammars: None where the runner follows none.
@@ -175,7 +178,8 @@ class Sequence(SequenceState):
             self.grammar_problem = "this replica follows no grammars"
             return
         try:
-            self.matcher = grammars.follow(self.sampling.grammar, self.request.output_ids)
+            sampling = self.sampling
+            self.matcher = grammars.follow(sampling.grammar, self.request.output_ids, sampling.reasoning)
         except GrammarRefused as refused:
             self.grammar_problem = refused.reason
 
@@ -183,7 +187,7 @@ class Sequence(SequenceState):
         """Adds what a step has brought of the vector."""
         self.pooled = rows.plus(self.pooled)
 
-    def current_matcher(self) -> TokenMatcher | None:
+    def current_matcher(self) -> Matcher | None:
         """The matcher, behind all known tokens of the output; None without one. One thread at a time."""
         matcher = self.matcher
         if matcher is not None:

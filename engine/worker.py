@@ -122,7 +122,7 @@ class Worker:
     def _make_sequence(self, request: Request) -> Sequence:
         sequence = Sequence.of(request)
         sequence.text = self._start_text(request)
-        if request.sampling.grammar:
+        if request.sampling.is_followed:
             sequence.follow_grammar(self._grammars)
         sequence.read_images(self._image_inputs)
         if self._prefix_cache:

@@ -365,6 +365,23 @@ class KvView:
     block_size: int = 1
     short: int = 0
 
+    def start_room(self, host_share: float) -> float:
+        """Tokens of KV with which jobs may start, so that all they push out of the device finds room on the host.
+
+        The room of those that are promised some is taken off, also where their victims are yet to be chosen. Beyond
+        this, each start makes another job drop its KV, which has to start again (ADR 83).
+
+        Args:
+            host_share: Share of the host's pool that stays free for jobs that change places and for growth.
+
+        Returns:
+            Infinity without a host pool: nothing is ever moved there.
+        """
+        if not self.host_capacity:
+            return math.inf
+        spare = self.host_free - host_share * self.host_capacity
+        return max(0.0, self.free - self.needed + spare) if spare >= 0 else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class KvMoves:
@@ -407,9 +424,12 @@ class KvPolicy(Explains, ABC):
         """Device tokens to keep free for jobs that are yet to come."""
         return 0
 
-    def may_start(self, view: KvView) -> bool:
-        """Whether jobs without KV may start; False if there would be no room to move their KV to later."""
-        return True
+    def start_room(self, view: KvView) -> float:
+        """Tokens of KV that jobs without any may begin with at this scheduling point, in sum; 0 if none may start.
+
+        Infinity: this policy sets no limit. A limit keeps room on the host for the KV that they push out.
+        """
+        return math.inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,13 @@ def serve(
         int | None, typer.Option(help="Number of processes that share each layer; default: 1.")
     ] = None,
     pipeline_parallel: Annotated[int | None, typer.Option(help="Number of pipeline stages; default: 1.")] = None,
+    expert_parallel: Annotated[
+        bool | None,
+        typer.Option(
+            "--expert-parallel",
+            help="With --tensor-parallel: each process has some of a mixture's experts, not a share of every expert.",
+        ),
+    ] = None,
     max_replicas: Annotated[
         int | None,
         typer.Option(help="Most replicas that autoscaling by predicted queue delay may start; default: --replicas."),
@@ -162,6 +169,7 @@ def serve(
             "replicas": replicas,
             "tensor_parallel": tensor_parallel,
             "pipeline_parallel": pipeline_parallel,
+            "expert_parallel": expert_parallel,
             "max_replicas": max_replicas,
         },
         "engine": {

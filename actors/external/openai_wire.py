@@ -23,6 +23,9 @@ MAX_EVENT_BYTES = 1 << 20
 
 DONE = b"[DONE]"
 
+ABORTED = "abort"
+"""Finish reason of vLLM and SGLang for an output that the server itself has broken off."""
+
 COMPLETIONS = "/v1/completions"
 CHATS = "/v1/chat/completions"
 
@@ -211,6 +214,8 @@ def parse_chunk(data: bytes, model: str) -> Chunk:
     reason = choice.get("finish_reason")
     if not isinstance(text, str | None) or not isinstance(reason, str | None):
         raise failed("protocol", f"expected a chunk with text, got {_short(data)}")
+    if reason == ABORTED:
+        raise failed("broken", "the server has aborted the request")
     return Chunk(text or "", reason, usage)
 
 

@@ -24,7 +24,10 @@ PACKED_WORKERS = 16
 BACKENDS = "backends"
 """The one that under ``fused`` talks to all other servers."""
 
-_ALONE = ("worker", "rank", "length-predictor")
+LENGTH_PREDICTOR = "length-predictor"
+"""The kind, as ``kind_of`` names it."""
+
+_ALONE = ("worker", "rank", LENGTH_PREDICTOR)
 _BACKEND = "backend-"
 
 
@@ -64,12 +67,18 @@ def kv_offload_manager_name(replica: str) -> str:
     return f"kv-offload-manager-{replica}"
 
 
+def kind_of(component: str) -> str:
+    """Its name without its number: ``router``, ``worker``, ``length-predictor``."""
+    head, _, index = component.rpartition("-")
+    return head if index[:1].isdigit() else component
+
+
 def length_predictor_name(index: int) -> str:
-    return f"length-predictor-{index}"
+    return f"{LENGTH_PREDICTOR}-{index}"
 
 
 def is_length_predictor(host: str) -> bool:
-    return host.startswith("length-predictor-")
+    return kind_of(host) == LENGTH_PREDICTOR
 
 
 def serving_time_estimator_name(index: int) -> str:

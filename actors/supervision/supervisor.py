@@ -348,11 +348,18 @@ class Supervisor(Component, SupervisorCalls):
         cause = error if isinstance(error, FarsightError) else FarsightError(f"{host} died while it started: {error}")
         future.set_exception(cause)
 
-    def _renew(self, host: str) -> None:
-        """Ends a host, which its keeper then starts again."""
+    async def _renew(self, component: str) -> None:
+        """Ends a component and starts it again; one with a process of its own, together with that."""
+        host = host_of(component, self._site.placement)
         handle = find_host(host, self._site.namespace)
-        if handle is not None:
-            ray.kill(handle)
+        if handle is None:
+            return  # its keeper starts it
+        if host == component:
+            ray.kill(handle)  # its keeper starts it again
+            return
+        with contextlib.suppress(RayActorError):  # its process has died; its keeper starts all of it again
+            await handle.remove.remote(component)
+            await self._add(host, handle)
 
     async def _begin_drain(self, replica: str) -> None:
         """From now on a later Supervisor finishes it as well."""

@@ -16,19 +16,31 @@ import ray
 
 from actors.runtime.cluster_store import ClusterStore
 from actors.runtime.names import (
+    LENGTH_PREDICTOR,
     is_length_predictor,
-    length_predictor_name,
+    kind_of,
     own_replicas,
     rank_of,
     replica_of,
     scheduler_name,
+    wanted_components,
 )
 from actors.runtime.peer import Site
 from actors.runtime.rank_groups import gpus_per_rank
 from actors.supervision.counts import without_drains
 from core.codec import decode, encode
 from core.config.load import FarsightConfig
-from core.config.rolling import AT_ONCE, Changes, changed, differing, merged, only, rolling_settings
+from core.config.rolling import (
+    READERS,
+    Changes,
+    at_once,
+    changed,
+    differing,
+    merged,
+    of_replicas,
+    readers,
+    rolling_settings,
+)
 from core.errors import FarsightError, InvalidValueError, MessageError
 from core.messages.status import ComponentCounts
 from core.messages.weights import ServedWeights, Upgrade, WeightsState
@@ -43,6 +55,7 @@ HEARD_S = 10.0
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 """Files that ingress replicas read once: an upgrade may not change them."""
 
+_RENEWED = frozenset(kind for kinds in READERS.values() for kind in kinds)
 _STATE = "weights"
 _MAX_CONFIG_BYTES = 1 << 20
 
@@ -63,13 +76,14 @@ class RollingUpgrade:
     Each step is stored before it is taken, so a later Supervisor goes on where this one ended. The order of the steps:
     one more replica starts on the new weights; half of the others follow, one after the other, while their requests
     move to the rest; then new requests go to the new weights; then the rest follows, the last one when every
-    request on the old weights has ended.
+    request on the old weights has ended. Components of the whole service start again after the switch where they read
+    what has changed; every other component takes their end for a death.
 
     Args:
         model_dir: What the service started with.
         counts: The desired numbers now.
         change: Makes them so; raises FarsightError if a component cannot start.
-        renew: Ends a host, which then starts again with what ``site_of`` says.
+        renew: Ends a component, which then starts again with what ``site_of`` and ``config_of`` say.
     """
 
     def __init__(
@@ -79,7 +93,7 @@ class RollingUpgrade:
         ingresses: Ingresses,
         counts: Callable[[], ComponentCounts],
         change: Callable[[ComponentCounts], Awaitable[None]],
-        renew: Callable[[str], None],
+        renew: Callable[[str], Awaitable[None]],
     ) -> None:
         self._store = store
         self._ingresses = ingresses
@@ -97,7 +111,7 @@ class RollingUpgrade:
 
     @property
     def is_under_way(self) -> bool:
-        return bool(self.state.version_of)
+        return bool(self.state.version_of or self.state.renewed)
 
     def served(self) -> ServedWeights:
         state = self.state
@@ -116,9 +130,9 @@ class RollingUpgrade:
 
     def config_of(self, component: str, config: FarsightConfig) -> FarsightConfig | None:
         """What a component is to read in place of its host's configuration; None for the host's own."""
-        if not component.startswith(scheduler_name("")):
-            return None
-        return self._config_of(self.state.of(replica_of(component)), config)
+        if component.startswith(scheduler_name("")):
+            return self._config_of(self.state.of(replica_of(component)), config)
+        return self._config_of(self.state.current, config) if kind_of(component) in _RENEWED else None
 
     def _config_of(self, version: int, config: FarsightConfig) -> FarsightConfig:
         return changed(config, json.loads(self.state.settings_of(version)))
@@ -129,11 +143,11 @@ class RollingUpgrade:
 
     def limits(self) -> str:
         """The settings that ingress replicas take over as they run, as JSON."""
-        return only(self.state.settings_of(self.state.current), AT_ONCE)
+        return at_once(self.state.settings_of(self.state.current))
 
     async def begin(self, order: Upgrade, config: FarsightConfig) -> bool:
         """Stores that an upgrade is under way; nothing else has changed. False where everything is so already, also
-        because no process has to start again for it.
+        because no component has to start again for it.
 
         Args:
             config: What the service started with.
@@ -142,14 +156,13 @@ class RollingUpgrade:
             MessageError: The new model cannot take the place of the running one, or a setting cannot roll.
         """
         state = self.state
-        settings = state.settings_of(state.current)
+        settings = running = state.settings_of(state.current)
         if order.settings:
-            settings = new_settings(config, json.loads(settings), order.settings)
-            running = state.settings_of(state.current)
-            if not order.model_dir and only(settings, AT_ONCE, without=True) == only(running, AT_ONCE, without=True):
+            settings = new_settings(config, json.loads(running), order.settings)
+            if not order.model_dir and of_replicas(settings) == of_replicas(running):
                 if settings != running:
-                    await self._save(state.with_settings(settings))
-                return False
+                    await self._save(state.with_settings(settings, readers(running, settings)))
+                return self.is_under_way
         counts = self._counts()
         replicas = own_replicas(counts)
         if not replicas:
@@ -157,7 +170,8 @@ class RollingUpgrade:
         if order.model_dir or not order.settings:
             await asyncio.to_thread(check_model, Path(state.dir_of(state.current)), order.model_dir)
         surge = str(counts.replicas) if order.surge else ""
-        await self._save(state.begun(order.model_dir, settings, replicas, surge, order.drain_s))
+        renewed = set(readers(running, settings)) | ({LENGTH_PREDICTOR} if order.model_dir else set())
+        await self._save(state.begun(order.model_dir, settings, replicas, surge, order.drain_s, tuple(sorted(renewed))))
         return True
 
     async def run(self) -> None:
@@ -176,9 +190,8 @@ class RollingUpgrade:
             await self._save(dataclasses.replace(self.state, current=self.state.target))
         await self._until_heard(self._ingresses.model_version)
         if not self.state.since_of_current:
-            await self._save(dataclasses.replace(self.state, since=time.time()))
-            self._renew_predictors()
-            await self._save(dataclasses.replace(self.state, since_of_current=True))
+            await self._save(dataclasses.replace(self.state, since=time.time(), since_of_current=True))
+        await self._renew_readers()
         await self._after_switch()
 
     async def _before_switch(self) -> None:
@@ -217,10 +230,13 @@ class RollingUpgrade:
             await self._change(dataclasses.replace(self._counts(), replicas=int(state.surge)))
         await self._save(self.state.ended())
 
-    def _renew_predictors(self) -> None:
-        """They forget the lengths of outputs by other weights."""
-        for index in range(self._counts().length_predictors):
-            self._renew(length_predictor_name(index))
+    async def _renew_readers(self) -> None:
+        """Components that read what has changed start again. LengthPredictors forget the lengths of outputs by other
+        weights."""
+        for component in wanted_components(self._counts()):
+            if kind_of(component) in self.state.renewed:
+                await self._renew(component)
+        await self._save(dataclasses.replace(self.state, renewed=()))
 
     def _rolled(self) -> list[str]:
         """The replicas that served when the upgrade began."""

@@ -135,7 +135,7 @@ class ModelWorker(Component, WorkerCalls):
         from engine.parallel.mesh import Mesh
 
         model = self.context.config.model
-        mesh = Mesh(model.tensor_parallel, model.pipeline_parallel)
+        mesh = Mesh(model.tensor_parallel, model.pipeline_parallel, model.expert_parallel)
         gathering = Gathering(mesh.size, ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         self._ticket.set_result(RankTicket(gathering.ticket.host, gathering.ticket.port, gathering.ticket.key))
         return Ranks(mesh, gathering, lambda error: loop.call_soon_threadsafe(self._rank_lost, error))

@@ -2,18 +2,25 @@
 
 Open loop at ``--loads`` times the capacity of the first system, gaps with a coefficient of variation of 2, the
 requests ``hol`` of ``farsight bench`` or the texts of eight tasks with their real lengths, which are hidden from the
-schedulers. All servers run on this machine, each idles while another works. Each cell (workload, load, seed) is written
-when it is done, so a comparison can be made in parts; ``python -m benchmarks.real_presets table --out DIR`` puts
-together what there is.
+schedulers. All servers run on this machine, each idles while another works. The figures of each system in each cell
+(workload, load, seed) are written when it has served, and what is written is not measured again: the same command goes
+on where it was. With ``--for-s`` it ends after so many seconds, with status 3 while runs are missing.
+``python -m benchmarks.real_presets table --out DIR`` puts together what there is.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import sys
 from pathlib import Path
 
-from benchmarks.real_presets.cells import WORKLOADS, Bench, System, run_cell, running
+from benchmarks.real_presets.cells import WORKLOADS, Bench, Run, System, missing
+from benchmarks.real_presets.part import measure_part
 from benchmarks.real_presets.table import plot, table
+
+RUNS_ARE_MISSING = 3
+"""Exit status of a part that ended before the whole."""
 
 
 def main() -> None:
@@ -24,13 +31,23 @@ def main() -> None:
         if args.picture is not None:
             plot(args.out, args.picture)
         return
+    sys.exit(RUNS_ARE_MISSING if _run(args) else 0)
+
+
+def _run(args: argparse.Namespace) -> int:
+    """How many runs are missing after this part."""
     args.out.mkdir(parents=True, exist_ok=True)
     bench = Bench(args.model, args.requests, args.max_num_seqs, args.threads, args.texts, args.peer_venv)
-    with running(bench, [System.parse(each) for each in args.systems], args.out) as targets:
-        for workload in args.workloads:
-            for load in args.loads:
-                for seed in args.seeds:
-                    run_cell(bench, targets, workload, load, seed, args.out)
+    systems = [System.parse(each) for each in args.systems]
+
+    def still_missing() -> list[Run]:
+        return missing([each.name for each in systems], args.workloads, args.loads, args.seeds, args.out)
+
+    left = measure_part(bench, systems, still_missing(), args.out, args.for_s)
+    while left and math.isinf(args.for_s):
+        left = measure_part(bench, systems, still_missing(), args.out, args.for_s)
+    print(f"{left} runs are missing", flush=True)
+    return left
 
 
 def _parse() -> argparse.Namespace:
@@ -46,6 +63,7 @@ def _parse() -> argparse.Namespace:
     run.add_argument("--requests", type=int, default=500, help="of a cell")
     run.add_argument("--max-num-seqs", type=int, default=16, help="places of each server")
     run.add_argument("--threads", type=int, default=2, help="compute threads of each server")
+    run.add_argument("--for-s", type=float, default=math.inf, help="end after so many seconds, to go on later")
     run.add_argument("--texts", type=Path, help="file of the eight tasks, for the workload texts")
     run.add_argument("--peer-venv", type=Path, help="where vLLM is installed, for the system vllm")
     show = what.add_parser("table", help="what has been measured")

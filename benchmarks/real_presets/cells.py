@@ -152,29 +152,73 @@ def run_load(
     return run_metrics(result)
 
 
-def capacity(bench: Bench, target: BenchTarget, workload: str, folder: Path) -> float:
-    """Requests per second that the first system gets through; measured once a folder, on seed 0."""
-    path = folder / f"capacity-{workload}.json"
+def known_capacity(workload: str, folder: Path) -> float | None:
+    """Requests per second at a load of 1, once measured."""
+    path = _capacity_file(workload, folder)
     if not path.exists():
-        found = run_load(bench, target, bench.requests(workload, 0)[:250], IN_FLIGHT, 2)
-        path.write_text(json.dumps({"requests_per_s": found["requests_per_s"], "of": target.label}), "utf-8")
+        return None
     per_s: float = json.loads(path.read_text("utf-8"))["requests_per_s"]
     return per_s
 
 
-def run_cell(
-    bench: Bench, targets: dict[str, BenchTarget], workload: str, load: float, seed: int, folder: Path
-) -> dict[str, Any]:
-    """Every system on the same arrivals; writes and returns the record."""
-    first = next(iter(targets.values()))
-    rate = load * capacity(bench, first, workload, folder)
-    requests = bench.requests(workload, seed)
-    arrivals = drawn_arrivals(len(requests), rate, CV, seed)
-    cell: dict[str, Any] = {"workload": workload, "load": load, "seed": seed, "requests": len(requests), "rate": rate}
-    for number, (name, target) in enumerate(targets.items()):
-        metrics = run_load(bench, target, requests, arrivals, 1000 * seed + 10 * number)
-        path = folder / f"{workload}-{load:g}-{seed}-{name}.json"
-        path.write_text(json.dumps(cell | {"system": name, "metrics": metrics, **provenance(("python",))}), "utf-8")
-        told = ", ".join(f"{key} {metrics[key]:.0f}" for key in ("jct_ms_mean", "jct_ms_p99", "mtpot_ms_p99"))
-        print(f"{workload} {load:g}, seed {seed}, {name}: {told}, {metrics['output_tokens_per_s']:.0f} tokens/s")
-    return cell
+def measure_capacity(bench: Bench, target: BenchTarget, workload: str, folder: Path) -> None:
+    """Keeps the requests per second that the system gets through, on seed 0, for all later parts of the comparison."""
+    found = run_load(bench, target, bench.requests(workload, 0)[:250], IN_FLIGHT, 2)
+    per_s = float(found["requests_per_s"])
+    kept = json.dumps({"requests_per_s": per_s, "of": target.label})
+    _capacity_file(workload, folder).write_text(kept, "utf-8")
+    print(f"{workload}: {per_s:.1f} requests/s by {target.label} are a load of 1", flush=True)
+
+
+def _capacity_file(workload: str, folder: Path) -> Path:
+    return folder / f"capacity-{workload}.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One system in one cell."""
+
+    workload: str
+    load: float
+    seed: int
+    system: str
+    salt: int
+
+    def path(self, folder: Path) -> Path:
+        """Where its figures lie once they have been measured."""
+        return folder / f"{self.workload}-{self.load:g}-{self.seed}-{self.system}.json"
+
+
+def missing(
+    names: Sequence[str], workloads: Sequence[str], loads: Sequence[float], seeds: Sequence[int], folder: Path
+) -> list[Run]:
+    """What has no figures in ``folder`` yet; a seed is whole before the next, the systems of a cell are neighbours."""
+    runs = [
+        Run(workload, load, seed, name, 1000 * seed + 10 * number)
+        for seed in seeds
+        for workload in workloads
+        for load in loads
+        for number, name in enumerate(names)
+    ]
+    return [each for each in runs if not each.path(folder).exists()]
+
+
+def run_one(bench: Bench, target: BenchTarget, per_s: float, run: Run, folder: Path) -> None:
+    """Measures a run and writes its record.
+
+    Args:
+        per_s: Requests per second at a load of 1.
+    """
+    rate = run.load * per_s
+    requests = bench.requests(run.workload, run.seed)
+    arrivals = drawn_arrivals(len(requests), rate, CV, run.seed)
+    cell: dict[str, Any] = {"workload": run.workload, "load": run.load, "seed": run.seed, "system": run.system}
+    cell |= {"requests": len(requests), "rate": rate}
+    metrics = run_load(bench, target, requests, arrivals, run.salt)
+    text = json.dumps(cell | {"metrics": metrics, **provenance(("python",))})
+    part = run.path(folder).with_suffix(".part")
+    part.write_text(text, "utf-8")
+    part.replace(run.path(folder))
+    told = ", ".join(f"{key} {metrics[key]:.0f}" for key in ("jct_ms_mean", "jct_ms_p99", "mtpot_ms_p99"))
+    setting = f"{run.workload} {run.load:g}, seed {run.seed}, {run.system}"
+    print(f"{setting}: {told}, {metrics['output_tokens_per_s']:.0f} tokens/s", flush=True)

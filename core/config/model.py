@@ -29,6 +29,8 @@ class ModelConfig:
         tensor_parallel: Processes that each layer of a replica is split over; must divide its attention heads.
         pipeline_parallel: Stages of consecutive layers that a replica is cut into, each with ``tensor_parallel``
             processes; as many batches are under way at once.
+        expert_parallel: Whether each of the ``tensor_parallel`` processes has some experts of a mixture as a whole, in
+            place of a share of every expert.
         max_replicas: Most replicas, if their number follows the predicted queue delay; 0: always ``replicas``.
         min_replicas: Fewest replicas, with ``max_replicas``.
         target_queue_delay_s: Seconds that a new request may be predicted to wait; beyond it, replicas are added.
@@ -45,6 +47,7 @@ class ModelConfig:
     replicas: int = 1
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    expert_parallel: bool = False
     min_replicas: int = 1
     max_replicas: int = 0
     target_queue_delay_s: float = 1.0
@@ -54,6 +57,10 @@ class ModelConfig:
         require(self.replicas >= 0, "model.replicas", self.replicas, "an integer >= 0")
         for name in ("tensor_parallel", "pipeline_parallel", "min_replicas"):
             require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "an integer >= 1")
+        alone = self.expert_parallel and self.tensor_parallel == 1
+        require(
+            not alone, "model.expert_parallel", True, "false, or model.tensor_parallel >= 2: processes share experts"
+        )
         if self.max_replicas:
             low, high = max(self.replicas, self.min_replicas), self.max_replicas
             require(high >= low, "model.max_replicas", high, f"0, or at least {low}")

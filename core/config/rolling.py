@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from core.config.load import FarsightConfig, load_config
@@ -26,9 +26,23 @@ ROLLING: Mapping[str, tuple[str, ...]] = {
         *("max_queued_requests", "max_queued_tokens", "max_queued_requests_per_key", "max_queued_tokens_per_key"),
         *("max_wait_s", "first_token_deadline_s"),
     ),
+    "placement": (
+        *("window_s", "rebalance", "rebalance_ratio", "rebalance_after", "autoscale", "balance", "imbalance_ratio"),
+        *("balanced_ratio", "initial_output_len", "max_tree_mib"),
+    ),
+    "batch": ("wma_threshold", "knn_neighbours", "num_bins", "max_wait_s"),
+    "predictor": ("num_trees", "cpu_share", "learn", "learn_every_s"),
 }
 """By section: what the workers of a replica alone read, and its Scheduler alone, when they start; what the ingress
-replicas alone compare requests with."""
+replicas alone compare requests with; what the components in ``READERS`` alone read."""
+
+READERS: Mapping[str, tuple[str, ...]] = {
+    "placement": ("router",),
+    "batch": ("router", "serving-time-estimator"),
+    "predictor": ("length-predictor",),
+}
+"""By section: kinds of components of the whole service that start again where one of its rolling settings changes. No
+replica starts again for them."""
 
 Changes = dict[str, dict[str, Any]]
 """Settings by section that differ from those of the start."""
@@ -93,7 +107,23 @@ def merged(one: Changes, other: Changes) -> Changes:
     return {section: one.get(section, {}) | other.get(section, {}) for section in {*one, *other}}
 
 
-def only(changes: str, section: str, *, without: bool = False) -> str:
-    """Those of one section, or all but those, as JSON."""
+def at_once(changes: str) -> str:
+    """Those that ingress replicas take over as they run, as JSON."""
+    return _only(changes, lambda section: section == AT_ONCE)
+
+
+def of_replicas(changes: str) -> str:
+    """Those for which the replicas start again, as JSON."""
+    return _only(changes, lambda section: section != AT_ONCE and section not in READERS)
+
+
+def readers(one: str, other: str) -> tuple[str, ...]:
+    """Kinds of components of the whole service that read what differs between two sets of changes, in JSON."""
+    before, after = json.loads(one), json.loads(other)
+    kinds = {kind for section in READERS if before.get(section) != after.get(section) for kind in READERS[section]}
+    return tuple(sorted(kinds))
+
+
+def _only(changes: str, is_wanted: Callable[[str], bool]) -> str:
     found: Changes = json.loads(changes)
-    return json.dumps({name: values for name, values in found.items() if (name == section) != without}, sort_keys=True)
+    return json.dumps({name: values for name, values in found.items() if is_wanted(name)}, sort_keys=True)

@@ -53,6 +53,7 @@ class WeightsState:
         since: When every request on other weights had come in, in seconds since the epoch; 0 if there was none.
         since_of_current: Whether ``since`` is known for the current version.
         settings: For each version in use, what its settings differ in from those of the start, by section, as JSON.
+        renewed: Kinds of components of the whole service that start again once new requests run on ``target``.
     """
 
     dirs: tuple[tuple[int, str], ...]
@@ -66,6 +67,7 @@ class WeightsState:
     since_of_current: bool = True
     num_versions: int = 1
     settings: tuple[tuple[int, str], ...] = ()
+    renewed: tuple[str, ...] = ()
 
     def of(self, replica: str) -> int:
         """The version that a replica runs."""
@@ -77,15 +79,24 @@ class WeightsState:
     def settings_of(self, version: int) -> str:
         return dict(self.settings).get(version, "{}")
 
-    def with_settings(self, settings: str) -> WeightsState:
-        """New requests have these settings; what runs goes on."""
-        return dataclasses.replace(self, settings=tuple((dict(self.settings) | {self.current: settings}).items()))
+    def with_settings(self, settings: str, renewed: tuple[str, ...]) -> WeightsState:
+        """The service has these settings; no replica starts again."""
+        changed = tuple((dict(self.settings) | {self.current: settings}).items())
+        return dataclasses.replace(self, settings=changed, renewed=renewed)
 
     def with_replica(self, replica: str, version: int) -> WeightsState:
         """That replica runs that version from its next start on."""
         return dataclasses.replace(self, version_of=tuple((dict(self.version_of) | {replica: version}).items()))
 
-    def begun(self, model_dir: str, settings: str, replicas: Iterable[str], surge: str, drain_s: float) -> WeightsState:
+    def begun(
+        self,
+        model_dir: str,
+        settings: str,
+        replicas: Iterable[str],
+        surge: str,
+        drain_s: float,
+        renewed: tuple[str, ...] = (),
+    ) -> WeightsState:
         """An upgrade of these replicas is under way; without a model directory, of their settings alone."""
         target = self.num_versions
         version_of = dict.fromkeys(replicas, self.current) | ({surge: target} if surge else {})
@@ -99,6 +110,7 @@ class WeightsState:
             surge=surge,
             drain_s=drain_s,
             since_of_current=not model_dir,
+            renewed=renewed,
         )
 
     def ended(self) -> WeightsState:
@@ -112,4 +124,5 @@ class WeightsState:
             target=self.current,
             surge="",
             since_of_current=True,
+            renewed=(),
         )

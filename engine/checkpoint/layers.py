@@ -46,14 +46,21 @@ class ExpertWeights:
 
     Attributes:
         router: ``[experts, hidden]``, and a last row if the shared experts have a gate; never quantised.
-        up, down: Those of each expert, as of an MLP.
+        up, down: Those of each expert that is here, as of an MLP.
         correction: float32 ``[experts]``, added to the scores for the choice alone; None without.
+        first: Number of the first expert that is here; 0 unless ranks share the experts.
     """
 
     router: Linear
     up: tuple[Matrix, ...]
     down: tuple[Matrix, ...]
     correction: Tensor | None = None
+    first: int = 0
+
+    @property
+    def here(self) -> range:
+        """Numbers of the experts that are here."""
+        return range(self.first, self.first + len(self.up))
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,6 +103,7 @@ class Allocation:
         config: Its layers and their sizes are those to be made.
         first_layer: Number of the first of them in the checkpoint.
         record: Gives a matrix of the checkpoint as it is quantised, or None; without it no matrix is.
+        experts: Numbers of the experts to be made; None for all.
 
     Attributes:
         targets: Where each tensor of the checkpoint goes: views into the fused tensors, by the checkpoint's names.
@@ -117,7 +118,9 @@ class Allocation:
         device: str,
         first_layer: int = 0,
         record: Callable[[str], QuantizedLinear | None] | None = None,
+        experts: range | None = None,
     ) -> None:
+        self._own_experts = experts
         self.targets: dict[str, Tensor] = {}
         self.names = config.names
         self._finish: list[Callable[[], object]] = []
@@ -132,8 +135,9 @@ class Allocation:
         embedding, names = self.embedding(), self.names
         head = self._lm_head(embedding)
         bias = self.tensor(f"{names.lm_head}.bias", len(embedding)) if self._config.biases.head else None
-        norm = self._norm(names.embedding_norm) if names.embedding_norm else None
-        return ModelWeights(embedding, self.positions(), self.layers(), self.final_norm(), head, bias, norm)
+        return ModelWeights(
+            embedding, self.positions(), self.layers(), self.final_norm(), head, bias, self.embedding_norm()
+        )
 
     def finish(self) -> None:
         """Brings what was read into the form that is computed with."""
@@ -155,6 +159,9 @@ class Allocation:
 
     def embedding(self) -> Tensor:
         return self.tensor(f"{self.names.embedding}.weight", self._config.vocab_size, self._config.hidden_size)
+
+    def embedding_norm(self) -> Norm | None:
+        return self._norm(self.names.embedding_norm) if self.names.embedding_norm else None
 
     def positions(self) -> Tensor | None:
         names = self.names
@@ -257,25 +264,26 @@ class Allocation:
         if experts.correction:
             correction = torch.empty(experts.count, dtype=torch.float32, device=self._device)
             self.targets[f"{prefix}{names.router}.{CORRECTION}"] = correction
+        own = range(experts.count) if self._own_experts is None else self._own_experts
         if "{}" not in names.expert_down:
-            return ExpertWeights(router, *self._stacked(prefix, experts), correction)
+            return ExpertWeights(router, *self._stacked(prefix, experts, len(own)), correction, own.start)
         pairs = [
             self._gated(
                 prefix, [name.format(i) for name in names.expert_up], names.expert_down.format(i), experts.inner
             )
-            for i in range(experts.count)
+            for i in own
         ]
         up, down = tuple(up for up, _ in pairs), tuple(down for _, down in pairs)
-        return ExpertWeights(router, up, down, correction)
+        return ExpertWeights(router, up, down, correction, own.start)
 
-    def _stacked(self, prefix: str, experts: Experts) -> tuple[tuple[Matrix, ...], tuple[Matrix, ...]]:
+    def _stacked(self, prefix: str, experts: Experts, count: int) -> tuple[tuple[Matrix, ...], tuple[Matrix, ...]]:
         """Experts that lie in one tensor each for all first and all second products."""
         names, hidden = self.names, self._config.hidden_size
         outputs = sum(self._up_sizes(experts.inner))
         order = torch.arange(outputs).view(-1, 2).t().flatten() if names.expert_pairs else None
         first = [prefix + name for name in names.expert_up]
-        up = self._stack(first, (experts.count, outputs, hidden), order)
-        return up, self._stack([prefix + names.expert_down], (experts.count, hidden, experts.inner), None)
+        up = self._stack(first, (count, outputs, hidden), order)
+        return up, self._stack([prefix + names.expert_down], (count, hidden, experts.inner), None)
 
     def _stack(self, names: Sequence[str], shape: tuple[int, int, int], order: Tensor | None) -> tuple[Matrix, ...]:
         """The matrices of all experts, each ``[outputs, inputs]``, out of one tensor or of equal parts.

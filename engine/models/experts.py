@@ -49,7 +49,7 @@ def mix(
     shared: Tensor | None,
     mlp: Callable[[Matrix, Matrix, Tensor], Tensor],
 ) -> Tensor:
-    """What the experts add to the residual stream, ``[T, hidden]``.
+    """What the experts that are here add to the residual stream, ``[T, hidden]``.
 
     Args:
         normed: Input of the router and of the experts, ``[T, hidden]``.
@@ -59,9 +59,10 @@ def mix(
     logits = linear(normed, weights.router).float()
     chosen, factors = route(experts, logits[:, : experts.count], weights.correction)
     mixed = torch.zeros_like(normed)
-    for expert in sorted(set(chosen.flatten().tolist())):
+    for expert in sorted(set(chosen.flatten().tolist()).intersection(weights.here)):
         rows, place = (chosen == expert).nonzero(as_tuple=True)
-        part = mlp(weights.up[expert], weights.down[expert], normed[rows])
+        here = expert - weights.first
+        part = mlp(weights.up[here], weights.down[here], normed[rows])
         mixed.index_add_(0, rows, part * factors[rows, place, None].to(part.dtype))
     if shared is None:
         return mixed

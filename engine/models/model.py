@@ -60,8 +60,8 @@ class DecoderModel:
 
     def rows(self, layout: StepLayout, pool: KVPool, attention: StepAttention) -> Tensor:
         """Runs a step up to the last norm; ``layout.sample_rows`` of what it reads, ``[R, hidden]``."""
-        hidden = embed(layout, self.weights.embedding, self.weights.positions)
-        hidden = self._embedded(hidden)
+        weights = self.weights
+        hidden = embed(layout, weights.embedding, weights.positions, self.config, weights.embedding_norm)
         if layout.given is not None:
             hidden.index_copy_(0, layout.given.rows, layout.given.values.to(hidden.dtype))
         hidden = self._layers.run(hidden, layout, pool, attention)
@@ -72,24 +72,27 @@ class DecoderModel:
         weights = self.weights
         return output_logits(rows, self.config, weights.norm, weights.lm_head, weights.head_bias)
 
-    def _embedded(self, hidden: Tensor) -> Tensor:
-        scale, norm = embedding_scale(self.config, hidden.dtype), self.weights.embedding_norm
-        if scale != 1:
-            hidden *= scale
-        return hidden if norm is None else _norm(hidden, norm, self.config)
-
 
 def embedding_scale(config: DecoderConfig, dtype: torch.dtype) -> float:
     """The factor of the embeddings of a model in ``dtype``."""
     return float(torch.tensor(config.blocks.embedding_scale, dtype=dtype))
 
 
-def embed(layout: StepLayout, embedding: Tensor, positions: Tensor | None) -> Tensor:
-    """The step's tokens, ``[T, hidden]``."""
+def embed(
+    layout: StepLayout, embedding: Tensor, positions: Tensor | None, config: DecoderConfig, norm: Norm | None
+) -> Tensor:
+    """The step's tokens as the first layer reads them, ``[T, hidden]``.
+
+    Args:
+        norm: What they go through, if anything.
+    """
     hidden = F.embedding(layout.token_ids, embedding)
     if positions is not None:
         hidden += positions.index_select(0, layout.positions)
-    return hidden
+    scale = embedding_scale(config, hidden.dtype)
+    if scale != 1:
+        hidden *= scale
+    return hidden if norm is None else _norm(hidden, norm, config)
 
 
 def last_hidden(rows: Tensor, config: DecoderConfig, norm: Norm | None) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from core.config.engine import EngineConfig
 from core.errors import ConfigError
 from engine.attention.layout import build_layout, order_items
+from engine.checkpoint.layers import Linear
 from engine.devices.model_device import AUTO_SHARE, available_bytes
 from engine.kv.kv_pool import KVPool
 from engine.models.model import DecoderLayers, output_logits
@@ -64,9 +65,9 @@ def run_largest_step(part: Part, weights: StageWeights, engine: EngineConfig) ->
     It runs without the other ranks: memory for exchanges with them is allocated already.
     """
     batch, sequences, num_blocks = largest_step(engine)
-    norm = weights.layers[0].input_norm
-    assert norm is not None, "models that several ranks compute have one"
-    like = norm.weight
+    out = weights.layers[0].out
+    assert isinstance(out, Linear), "matrices that ranks read become floats"
+    like = out.weight
     size = engine.kv_block_size
     pool = KVPool(part.config, num_blocks=num_blocks, block_size=size, dtype=like.dtype, device=like.device)
     order = order_items(batch)
@@ -77,7 +78,9 @@ def run_largest_step(part: Part, weights: StageWeights, engine: EngineConfig) ->
     hidden = layers.run(under_way[0], layout, pool, attention)
     if weights.lm_head is None:
         return
-    logits = output_logits(hidden.index_select(0, layout.sample_rows), part.config, weights.norm, weights.lm_head)
+    logits = output_logits(
+        hidden.index_select(0, layout.sample_rows), part.config, weights.norm, weights.lm_head, weights.head_bias
+    )
     if part.rank == 0:
         _draw(
             logits.new_zeros(len(logits), part.whole.vocab_size), [sequences[batch.items[i].request_id] for i in order]

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.checkpoint.families.experts import Experts
+from engine.checkpoint.families.record import TensorNames
 from engine.checkpoint.sources import open_checkpoint
 from engine.checkpoint.threads import threads_for
 from engine.checkpoint.weights import Allocation, LayerWeights, Norm
@@ -22,6 +24,7 @@ class StageWeights:
 
     Attributes:
         lm_head: ``[rows of the vocabulary, hidden]``: this column's rows.
+        head_bias: ``[rows of the vocabulary]``, where the model has one.
     """
 
     embedding: Tensor | None
@@ -29,6 +32,8 @@ class StageWeights:
     layers: tuple[LayerWeights, ...]
     norm: Norm | None
     lm_head: Tensor | None
+    head_bias: Tensor | None = None
+    embedding_norm: Norm | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +50,14 @@ def load_shard(model_dir: Path, part: Part, dtype: torch.dtype, device: str = "c
     Raises:
         CheckpointError: As in ``load_weights``; tensors of other ranks must be there as well, but are not read.
     """
-    allocation = Allocation(part.config, dtype, device, part.layers.start)
+    allocation = Allocation(part.config, dtype, device, part.layers.start, experts=part.experts)
     weights, cuts = _allocate(allocation, part), _cuts(allocation, part)
     source = open_checkpoint(model_dir, part.whole, device)
     for name in source.names():
         for target, cut in _wanted(name, allocation, weights, part, cuts):
             with threads_for(target.numel()):
                 _fill(target, source.rows(name), cut)
+    allocation.finish()
     return weights
 
 
@@ -63,12 +69,17 @@ def _allocate(allocation: Allocation, part: Part) -> StageWeights:
         lm_head = embedding[part.vocab.start : part.vocab.stop]
     elif part.is_last:
         lm_head = allocation.tensor(f"{allocation.names.lm_head}.weight", len(part.vocab), config.hidden_size)
+    head_bias = None
+    if part.is_last and config.biases.head:
+        head_bias = allocation.tensor(f"{allocation.names.lm_head}.bias", len(part.vocab))
     return StageWeights(
         embedding=embedding,
         positions=allocation.positions() if part.is_first else None,
         layers=allocation.layers(),
         norm=allocation.final_norm() if part.is_last else None,
         lm_head=lm_head,
+        head_bias=head_bias,
+        embedding_norm=allocation.embedding_norm() if part.is_first else None,
     )
 
 
@@ -88,21 +99,58 @@ def _wanted(
 
 def _cuts(allocation: Allocation, part: Part) -> dict[str, _Cut]:
     """The parts of tensors that are not whole, by the checkpoint's names."""
-    names, config = allocation.names, part.whole
+    names = allocation.names
+    cuts = {f"{names.lm_head}.{kind}": _Cut(0, (part.vocab,)) for kind in ("weight", "bias")}
+    if part.mesh.tensor == 1:
+        return cuts
+    for index in part.layers:
+        prefix = names.layer(index)
+        cuts |= _attention_cuts(prefix, names, part)
+        experts = part.whole.mixture(index)
+        if experts is None:
+            cuts |= _mlp_cuts(prefix, names.up, names.down, part.inner, part.whole.intermediate_size, part)
+            continue
+        shared = experts.shared_inner
+        if shared:
+            cuts |= _mlp_cuts(prefix, names.shared_up, names.shared_down, part.shared_inner, shared, part)
+        cuts |= _expert_cuts(prefix, names, experts, part)
+    return cuts
+
+
+def _attention_cuts(prefix: str, names: TensorNames, part: Part) -> dict[str, _Cut]:
+    config = part.whole
     query = _scaled(part.heads, config.head_dim)
     kv = _scaled(part.kv_heads, config.head_dim)
     kv_size = config.num_key_value_heads * config.head_dim
-    num_up = config.up_size // config.intermediate_size
     sizes = [config.num_attention_heads * config.head_dim, kv_size, kv_size]
-    cuts = {f"{names.lm_head}.weight": _Cut(0, (part.vocab,))}
-    for index in part.layers:
-        prefix = names.layer(index)
-        cuts |= _row_cuts(prefix, names.qkv, [query, kv, kv], sizes)
-        cuts |= _row_cuts(prefix, names.up, [part.inner] * num_up, [config.intermediate_size] * num_up)
-        for linear, columns in ((names.out, query), (names.down, part.inner)):
-            cuts[f"{prefix}{linear}.weight"] = _Cut(1, (columns,))
-            if part.column > 0:  # a bias is added once: elsewhere it is zero
-                cuts[f"{prefix}{linear}.bias"] = _Cut(0, ())
+    cuts = _row_cuts(prefix, names.qkv, [query, kv, kv], sizes) | _column_cuts(prefix + names.out, query, part)
+    return cuts | ({prefix + names.sinks: _Cut(0, (part.heads,))} if config.blocks.sinks else {})
+
+
+def _mlp_cuts(prefix: str, up: Sequence[str], down: str, own: range, inner: int, part: Part) -> dict[str, _Cut]:
+    """Parts of the tensors of an MLP of width ``inner``, of which this rank has ``own``."""
+    num_up = part.whole.up_size // part.whole.intermediate_size
+    return _row_cuts(prefix, up, [own] * num_up, [inner] * num_up) | _column_cuts(prefix + down, own, part)
+
+
+def _expert_cuts(prefix: str, names: TensorNames, experts: Experts, part: Part) -> dict[str, _Cut]:
+    """A share of each expert; or, of tensors that hold all experts, those that are here."""
+    if "{}" not in names.expert_down:
+        tensors = [name + end for name in (*names.expert_up, names.expert_down) for end in names.expert_ends]
+        return {prefix + name: _Cut(0, (part.experts,)) for name in tensors}
+    cuts: dict[str, _Cut] = {}
+    if not part.mesh.whole_experts:
+        for i in part.experts:
+            up, down = [name.format(i) for name in names.expert_up], names.expert_down.format(i)
+            cuts |= _mlp_cuts(prefix, up, down, part.expert_inner, experts.inner, part)
+    return cuts
+
+
+def _column_cuts(name: str, columns: range, part: Part) -> dict[str, _Cut]:
+    """Parts of the tensors of a layer whose inputs are split."""
+    cuts = {f"{name}.weight": _Cut(1, (columns,))}
+    if part.column > 0:  # a bias is added once: elsewhere it is zero
+        cuts[f"{name}.bias"] = _Cut(0, ())
     return cuts
 
 

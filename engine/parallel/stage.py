@@ -146,14 +146,16 @@ class Stage:
         if step.arrival is not None:
             hidden = step.arrival.wait()
         else:
-            assert self._weights.embedding is not None, "the first stage embeds"
-            hidden = embed(layout, self._weights.embedding, self._weights.positions)
+            weights = self._weights
+            assert weights.embedding is not None, "the first stage embeds"
+            hidden = embed(layout, weights.embedding, weights.positions, self._part.config, weights.embedding_norm)
         hidden = self._layers.run(hidden, layout, pool, attention)
         if not self._part.is_last:
             return hidden, None
-        assert self._weights.lm_head is not None, "the last stage has the vocabulary head"
         rows = hidden.index_select(0, layout.sample_rows)
-        logits = output_logits(rows, self._part.config, self._weights.norm, self._weights.lm_head)
+        weights = self._weights
+        assert weights.lm_head is not None, "the last stage has the vocabulary head"
+        logits = output_logits(rows, self._part.config, weights.norm, weights.lm_head, weights.head_bias)
         if self._part.rank != 0 or self._part.mesh.tensor == 1:
             return logits, None
         return logits, logits.new_empty(len(rows), self._part.whole.vocab_size)

@@ -91,13 +91,13 @@ def begin_masks(
         on_cpu: Whether the logits are in the host's memory.
 
     Returns:
-        None if none of the sequences follows a grammar.
+        None if none of the sequences follows a grammar or has a budget.
     """
     jobs: list[_Job] = []
     row = 0
     for item in items:
         sequence = sequences[item.request_id]
-        if sequence.sampling.grammar:
+        if sequence.sampling.is_followed:
             jobs.append(_Job(row, sequence, item.drafts))
         row += 1 + len(item.drafts)
     return TokenMasks(_thread().submit(_find_masks, jobs, vocab_size, on_cpu)) if jobs else None

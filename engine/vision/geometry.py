@@ -18,6 +18,7 @@ from engine.checkpoint.config_fields import Fields, read_json
 from engine.checkpoint.families.vision import VISION, Shape, VisionFamily
 from engine.vision.anyres import read_anyres
 from engine.vision.dynamic import read_dynamic
+from engine.vision.pixels import check_rgb
 from engine.vision.square import read_square
 from tokenization.gguf.file import is_gguf
 
@@ -111,9 +112,7 @@ class ImageGeometry:
         Raises:
             InvalidValueError: Another array, or a picture of a size that the model does not take.
         """
-        if rgb.dtype != np.uint8 or rgb.ndim != 3 or rgb.shape[2] != 3:
-            raise InvalidValueError("image", f"{rgb.dtype} {list(rgb.shape)}", "uint8 [height, width, 3]")
-        height, width = rgb.shape[:2]
+        height, width = check_rgb(rgb)
         num_tokens = self.tokens_of(width, height)
         return PreparedImage(self._pixels.pixels(rgb), num_tokens, self.grid_of(width, height), (height, width))
 

@@ -25,7 +25,7 @@ class CheapestVictim(KvPolicy):
     Attributes:
         order: Source of the ranks.
         min_swap_len: In tokens; a victim with fewer computed tokens is dropped.
-        min_host_share: Below this share of free host memory no job starts.
+        min_host_share: No job starts into this share of the host memory (``KvView.start_room``).
         evicts: As in ``KvPolicy``.
         swaps: As in ``KvPolicy``.
 
@@ -67,9 +67,8 @@ class CheapestVictim(KvPolicy):
                 drop.append(job)
         return KvMoves(tuple(offload), tuple(drop))
 
-    def may_start(self, view: KvView) -> bool:
-        """Whether the host has room; True without a host pool, since nothing moves there."""
-        return view.host_free >= self.min_host_share * view.host_capacity
+    def start_room(self, view: KvView) -> float:
+        return view.start_room(self.min_host_share)
 
     def _by_rank(self, jobs: Sequence[Job]) -> list[Job]:
         """Best first; urgency before rank."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from core.decisions import Facts
 from policies.interfaces import KV_POLICIES, Job, KvMoves, KvPolicy, KvView, ReplicaContext
-from policies.kv.enst_offload import by_enst, enst_s, host_has_room, make_room
+from policies.kv.enst_offload import MIN_HOST_SHARE, by_enst, enst_s, make_room
 from policies.order.skip_join_mlfq import SkipJoinMlfq
 
 
@@ -44,8 +44,8 @@ class Reactive(KvPolicy):
     def explain(self, job: Job, now: float) -> Facts:
         return {"enst_s": enst_s(self.order, [job], now)[job.request_id]}
 
-    def may_start(self, view: KvView) -> bool:
-        return host_has_room(view)
+    def start_room(self, view: KvView) -> float:
+        return view.start_room(MIN_HOST_SHARE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ from policies.order.skip_join_mlfq import Group, SkipJoinMlfq, Urgency
 _Turn = tuple[Urgency, float, int, float]
 
 MIN_HOST_SHARE = 0.1
-"""Below this share of free host memory no job starts (FastServe's artifact)."""
+"""No job starts into this share of the host memory, in which jobs that return and those that grow change places.
+FastServe's artifact keeps the same share, and lets any number start while more than that is free (ADR 83)."""
 
 
 def enst_s(order: SkipJoinMlfq, jobs: Iterable[Job], now: float) -> dict[str, float]:
@@ -164,11 +165,6 @@ def make_room(view: KvView, victims: Sequence[Job], *, swaps: bool) -> Room:
     return room
 
 
-def host_has_room(view: KvView) -> bool:
-    """Whether the host can take more than now; true where there is none, since nothing is ever moved there."""
-    return view.host_free >= MIN_HOST_SHARE * view.host_capacity
-
-
 @dataclass(frozen=True, slots=True)
 class EnstOffload(KvPolicy):
     """A ``KvPolicy`` that keeps slots idle for newcomers. O(q + m L + m log m) for m jobs with KV that do not run.
@@ -233,9 +229,8 @@ class EnstOffload(KvPolicy):
         known = self._times.get(job.request_id)
         return {"enst_s": enst_s(self.order, [job], now)[job.request_id] if known is None else known}
 
-    def may_start(self, view: KvView) -> bool:
-        """Not while the host is nearly full: who starts then could not be moved out later."""
-        return host_has_room(view)
+    def start_room(self, view: KvView) -> float:
+        return view.start_room(MIN_HOST_SHARE)
 
     def _uploads(self, view: KvView, spare: int, now: float) -> tuple[Job, ...]:
         """In ascending ENST while the idle target stays free, or the next point would offload them again."""

@@ -6,7 +6,8 @@ Latency", SIGMETRICS 2025). The boost of a job with rank w is y ln(1 / (1 - exp(
 job, about 0 for one that is large beside the yardstick y. The rank is that of ``policies.order.gittins``. To it comes
 the time that the job's tokens take on a full replica: one server of the theory ends a job of little work at once, a
 replica needs a step for each token, and who runs long has to start early to end with the others. No overload
-has the decay rate from which the theory takes y, so y is the work that has not begun, over ``tail``.
+has the decay rate from which the theory takes y, so y comes from the work B of the n jobs that have not begun: y is
+9 B / sqrt(n) over ``tail``. B / sqrt(n) is the standard deviation of the sum of n exponential works of mean B / n.
 
 **Bound.** A boost lies in [0, max_boost_s], whatever the yardstick is at the instant. Let i and j be of one urgency,
 neither have begun, and a_j > a_i + max_boost_s. Then a_j - b_j >= a_j - max_boost_s > a_i >= a_i - b_i: i goes first.
@@ -32,6 +33,9 @@ MAX_BOOST_S = 1800.0
 
 SPREAD = 8.0
 """Boosts of jobs down to exp(-8) = 1/3000 of the yardstick still differ below ``max_boost_s``."""
+
+DEVIATIONS = 9.0
+"""The yardstick in standard deviations of the backlog at ``tail`` 1; docs/results_tail.md says what else was tried."""
 
 _LEAST_S = 1e-9
 STREAMS_A_PLACE = 4
@@ -103,15 +107,20 @@ class Boosted(Gittins):
 
     @property
     def yardstick_s(self) -> float:
-        """Expected work of jobs that wait, over ``tail``, as far as ``max_boost_s`` leaves room; seconds.
+        """``DEVIATIONS`` of the expected work of jobs that wait, over ``tail``, in seconds.
 
-        Those are the jobs that have not begun and, where streams take turns, the streams that stand still.
+        At most ``max_boost_s / SPREAD``, so that boosts still differ below their bound.
+        Those are the jobs that have not begun and, where streams take turns, the streams that stand still. It grows
+        with the root of their number: a backlog twice as long lets short jobs pass less far beside the wait it makes.
         """
         waits = self._column("generated") == 0
         if self._max_pause_s:
             waits |= self._column("ran_at") < self._asked_at - STANDS_S
-        backlog_s = float(self._column("expected")[waits].sum())
-        return max(min(backlog_s / self._tail, self._max_boost_s / SPREAD), _LEAST_S)
+        expected_s = self._column("expected")[waits]
+        if not len(expected_s):
+            return _LEAST_S
+        deviation_s = float(expected_s.sum()) / math.sqrt(len(expected_s))
+        return max(min(DEVIATIONS * deviation_s / self._tail, self._max_boost_s / SPREAD), _LEAST_S)
 
     def add(self, job: Job, now: float) -> None:
         super().add(job, now)

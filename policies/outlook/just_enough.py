@@ -89,11 +89,6 @@ class JustEnough:
         self._looks_at = math.inf
         self._longest = 0.0  # prompt of late, in tokens
 
-    @property
-    def has_wishes(self) -> bool:
-        """Whether a job here, due or not, has a wish."""
-        return bool(self._wishing or self.due)
-
     def add(self, job: ScheduledRequest, now: float) -> None:
         """A job has come, with a wish or without."""
         self._longest = max(FADING * self._longest, min(job.missing_len, MOST_PROMPT))

@@ -47,16 +47,16 @@ class Selector:
     Attributes:
         max_num_seqs: Jobs that may execute.
         capacity: KV tokens that they may hold.
-        may_start: Whether a job without KV may start at all.
+        start_room: Tokens with which jobs without KV may start, in sum; 0 if none may.
     """
 
     admission: Admission
     max_num_seqs: int
     capacity: int
-    may_start: Callable[[], bool]
+    start_room: Callable[[], float]
     _used: int = 0
     _untold: list[Job] | None = None
-    _starts_allowed: bool | None = None
+    _start_room: float | None = None
 
     def select(
         self,
@@ -106,7 +106,9 @@ class Selector:
 
     def _is_barred(self, job: Job, admitted: Collection[str]) -> bool:
         """Those that the host holds come before those without KV, or it stays full for ever."""
-        return not (job.computed_len or job.host_len or job.request_id in admitted or self._may_start())
+        if job.computed_len or job.host_len or job.request_id in admitted:
+            return False
+        return job.known_len > self._room_to_start()
 
     def _consider(self, job: Job, selection: Selection, admitted: Collection[str], may_move: bool) -> bool:
         """Takes the job if it has room; False if the walk ends with it."""
@@ -140,10 +142,10 @@ class Selector:
         barred = (job for job in before if self._is_barred(job, admitted))
         return itertools.islice(barred, self.max_num_seqs - 1)
 
-    def _may_start(self) -> bool:
-        if self._starts_allowed is None:
-            self._starts_allowed = self.may_start()
-        return self._starts_allowed
+    def _room_to_start(self) -> float:
+        if self._start_room is None:
+            self._start_room = self.start_room()
+        return self._start_room
 
     def _keeps(self, job: Job) -> bool:
         """Those admitted jobs that may be moved out stay that fit with one token more each."""
@@ -165,6 +167,8 @@ class Selector:
             return False
         self.admission.add(job)
         self._used += job.known_len + 1
+        if self._start_room is not None and not (job.computed_len or job.host_len):
+            self._start_room -= job.known_len
         return True
 
 
@@ -318,8 +322,8 @@ class StepSelector:
     def _start_flex(self, selection: Selection, room: int, now: float) -> None:
         mirror = self._mirror
         holding = list[Job](mirror.admitted.values())
-        may_start = functools.partial(self._may_start, holding)
-        selector = Selector(self.admission, room, mirror.capacity(), may_start)
+        start_room = functools.partial(self._start_room, holding)
+        selector = Selector(self.admission, room, mirror.capacity(), start_room)
         started = selector.select(self.waiting(now), mirror.admitted, holding)
         selection.running += started.running
         selection.newcomers += started.newcomers
@@ -347,7 +351,7 @@ class StepSelector:
             self.admission,
             self._max_num_seqs,
             mirror.capacity(),
-            may_start=functools.partial(self._may_start, residents),
+            start_room=functools.partial(self._start_room, residents),
         )
         fixed = None if self.kv.evicts else self._fixed()
         if self.order.preemptive:
@@ -361,8 +365,8 @@ class StepSelector:
         selection.running += aside[: self._max_num_seqs - len(selection.running)]
         return selection
 
-    def _may_start(self, residents: list[Job]) -> bool:
-        return self.kv.may_start(self._mirror.view(residents))
+    def _start_room(self, residents: list[Job]) -> float:
+        return self.kv.start_room(self._mirror.view(residents))
 
     def _fixed(self) -> list[Job]:
         """Those with a place whose memory is not to be had."""

@@ -58,6 +58,7 @@ EXPECTED: dict[str, str] = {
     "chat_template_kwargs": "an object of values that the chat template knows",
     "reasoning_effort": "'none', 'minimal', 'low', 'medium', 'high' or 'xhigh'",
     "include_reasoning": "true or false",
+    "thinking_token_budget": "an integer >= 0",
     "messages.content": CONTENT,
     "messages.name": "a string or null",
     "max_tokens": "an integer >= 1",

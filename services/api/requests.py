@@ -454,6 +454,7 @@ def _sampling(
         benchmark_len=body.benchmark_len,
         grammar=_grammar(body, model) if form is None else _chat_grammar(body, model, encoder, form),
         shown_ids=() if form is None else encoder.dialect.shown_ids(),
+        reasoning=encoder.dialect.budget(None if model.emulated else form, body.most_reasoning),
         allowed_token_ids=tuple(dict.fromkeys(body.allowed_token_ids or ())),
         bad_words=tuple(ids for word in body.bad_words or () for ids in encoder.word_ids(word)),
     )

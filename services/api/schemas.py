@@ -38,6 +38,7 @@ from services.api.structured import Constraint, ResponseFormat, StructuredOutput
 from services.api.tools.fields import MAX_CALLS, MAX_SCHEMA_DEPTH, ToolCall, ToolFields, nesting
 from services.api.wishes import WishFields
 
+MAX_THINKING_TOKENS = 2**31 - 1
 MAX_TEMPLATE_CHARS = 4096
 """Limit of a request's values for the chat template, as JSON text."""
 OWN_TEMPLATE_NAMES = frozenset(
@@ -272,6 +273,11 @@ class SamplingFields(BeamFields, WishFields):
         return self.max_tokens
 
     @property
+    def most_reasoning(self) -> int | None:
+        """Most tokens of the reasoning; None without a limit."""
+        return None
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
@@ -456,6 +462,9 @@ class ChatCompletionRequest(SamplingFields, ChatTurn):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="Requires logprobs.")
     include_reasoning: bool | None = Field(None, description="Extension; false leaves the reasoning out of the answer.")
+    thinking_token_budget: int | None = Field(
+        None, ge=0, le=MAX_THINKING_TOKENS, description="Extension; most tokens of the reasoning, which then ends."
+    )
 
     @model_validator(mode="after")
     def _check_top_logprobs(self) -> ChatCompletionRequest:
@@ -466,6 +475,10 @@ class ChatCompletionRequest(SamplingFields, ChatTurn):
     @property
     def max_new_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def most_reasoning(self) -> int | None:
+        return self.thinking_token_budget
 
     @property
     def num_top_logprobs(self) -> int | None:

@@ -103,7 +103,7 @@ def find_model(config: FarsightConfig) -> LocatedModel:
         model = LocatedModel(directory, config.model.name or _name_of(config.model.path))
     # Refuse a model that cannot run before anything starts.
     if config.model.replicas:
-        mesh = Mesh(config.model.tensor_parallel, config.model.pipeline_parallel)
+        mesh = Mesh(config.model.tensor_parallel, config.model.pipeline_parallel, config.model.expert_parallel)
         check_worker(model.directory, config.engine, mesh)
     else:
         vocabulary_size(model.directory)

@@ -25,6 +25,9 @@ Node(settings, head=False, shutdown_at_exit=False, spawn_reaper=False)
 """As ``ray start --address`` does, which takes the loopback address for that of another interface."""
 
 
+STAYS_S = 3.0
+
+
 class SecondNode:
     """The cluster of a server, and whether a second node is in it."""
 
@@ -49,12 +52,25 @@ class SecondNode:
 
         It has the environment of the head's raylet: the token, and the directory by which the server finds and ends
         all processes of its own. Ray's own wait of 30 s for its registration may fail on a busy machine; the raylet
-        goes on all the same.
+        goes on all the same, or ends: then a node is started once more.
         """
         command = [sys.executable, "-c", _NODE, self._address]
         environment = self._head.environ()
-        subprocess.run(command, env=environment, check=False, stdout=subprocess.DEVNULL, timeout=LONG_S)
-        wait_until(lambda: self.pid, "the second node has no raylet")
+
+        def runs() -> bool:
+            subprocess.run(command, env=environment, check=False, stdout=subprocess.DEVNULL, timeout=LONG_S)
+            return self._runs()
+
+        wait_until(runs, "the second node has no raylet")
+
+    def _runs(self) -> bool:
+        """Whether its raylet is there and stays: one that could not register ends within a second or two."""
+        pid = self.pid
+        if not pid:
+            return False
+        with contextlib.suppress(psutil.TimeoutExpired, psutil.NoSuchProcess):
+            psutil.Process(pid).wait(STAYS_S)
+        return psutil.pid_exists(pid) and self.pid == pid
 
     def holds(self, pid: int) -> bool:
         """Whether its raylet started that process."""

@@ -107,6 +107,12 @@ def workers(server: Server) -> dict[str, str]:
     return {row["name"]: row["state"] for row in rows(server, "replica")}
 
 
+def lives(server: Server, name: str) -> int:
+    """How often a component's process has started again; -1 where the component is not ready."""
+    found = {row["name"]: row for row in server.get("/status")["actors"]}
+    return int(found[name]["restarts"]) if found[name]["state"] == "ready" else -1
+
+
 ALL_READY = {"worker-0": "ready", "worker-1": "ready"}
 
 
@@ -138,8 +144,11 @@ async def test_settings_change_under_load_and_no_answer_does(upgraded: Server, t
         return int(upgraded.get("/status")["kv"]["num_blocks"])
 
     before, expected = await asyncio.to_thread(kv_blocks), await texts(upgraded)
+    lives_before = {name: await asyncio.to_thread(lives, upgraded, name) for name in ("router", "length-predictor-0")}
     config = tmp_path / "new.toml"
-    others = "[scheduler]\ngamma = 0.5\n[server]\nmax_wait_s = 200\n"
+    others = (
+        "[scheduler]\ngamma = 0.5\n[server]\nmax_wait_s = 200\n[placement]\nwindow_s = 60\n[predictor]\nlearn = false\n"
+    )
     config.write_text(f'[model]\ndtype = "float32"\n[engine]\nkv_memory = "8MiB"\n{others}')
     over = asyncio.Event()
     clients = [asyncio.create_task(ask_until(upgraded, over, index)) for index in range(NUM_CLIENTS)]
@@ -149,6 +158,8 @@ async def test_settings_change_under_load_and_no_answer_does(upgraded: Server, t
     assert result.returncode == 0, result.stderr
     await eventually(lambda: workers(upgraded) == ALL_READY)
     await eventually(lambda: 0 < kv_blocks() < before)
+    await eventually(lambda: lives(upgraded, "router") == lives_before["router"])
+    await eventually(lambda: lives(upgraded, "length-predictor-0") == lives_before["length-predictor-0"] + 1)
     assert [set(answers) <= {text} for answers, text in zip(got, expected, strict=True)] == [True] * NUM_CLIENTS
     config.write_text("[server]\nmax_queued_requests = 1\n")
     assert (await asyncio.to_thread(upgrade, upgraded, "--config", str(config))).returncode == 0

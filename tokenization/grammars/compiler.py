@@ -11,6 +11,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance._tokenizer import TokenizerWrapper
 from tokenizers import Tokenizer
 
+from core.request import ReasoningBudget
+from tokenization.grammars.reasoning import AnyText, BudgetMatcher, Matcher
 from tokenization.grammars.sources import GrammarRefused
 from tokenization.text_stream import special_ids
 from tokenization.token_bytes import TokenBytes
@@ -78,13 +80,20 @@ class GrammarCompiler:
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
-    def follow(self, grammar: str, output_ids: Sequence[int] = ()) -> TokenMatcher:
+    def follow(self, grammar: str, output_ids: Sequence[int] = (), budget: ReasoningBudget | None = None) -> Matcher:
         """Follows an output from its beginning, of which ``output_ids`` are known.
+
+        Args:
+            grammar: Empty for none.
 
         Raises:
             GrammarRefused: As ``problem_of``, or the model lacks a token that ends an output.
         """
-        matcher = TokenMatcher(self._matcher(grammar).deep_copy(), self.vocab_size)
+        matcher: Matcher = AnyText(self.vocab_size)
+        if grammar:
+            matcher = TokenMatcher(self._matcher(grammar).deep_copy(), self.vocab_size)
+        if budget is not None:
+            matcher = BudgetMatcher(matcher, budget)
         matcher.advance(output_ids)
         return matcher
 

@@ -170,6 +170,11 @@ _ALL = (
 )
 """In the order in which a template is asked for their signs."""
 
+REASONING: dict[Style, tuple[str, str]] = {
+    "harmony": ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+}
+"""By style: what begins reasoning, and what ends it; ``THINK_BEGIN`` and ``THINK_END`` elsewhere."""
+
 FORMATS: dict[str, ToolFormat] = {each.name: each for each in _ALL}
 
 DEFAULT_FORMAT = "hermes"

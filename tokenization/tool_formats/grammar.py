@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tokenization.grammars.sources import inline_schema
-from tokenization.tool_formats.formats import THINK_BEGIN, THINK_END, ToolFormat
+from tokenization.tool_formats.formats import REASONING, THINK_BEGIN, THINK_END, ToolFormat
 from tokenization.tool_formats.parts import Tool
 
 MAX_PARALLEL = 16
@@ -87,7 +87,7 @@ class GrammarWriter:
         if not reasons:
             return ""
         if self._format.style == "harmony":
-            opened, closed = self._text("<|channel|>analysis<|message|>"), self._text("<|end|><|start|>assistant")
+            opened, closed = map(self._text, REASONING["harmony"])
             self._rules += ["THOUGHT: /(?s:.*)/", f"lead: ({opened} THOUGHT {closed})?"]
             return "lead"
         inner = f"{self._until(THINK_END)} SPACE"

@@ -31,7 +31,7 @@ def draw() -> Figure:
         for job in jobs:
             order.add(job, 0.0)
         boost_s = boosts(order.rank(jobs), yardstick_s, 1200.0)
-        axes.plot(lengths, boost_s, label=f"{num} ({yardstick_s:.1f} s of work)")
+        axes.plot(lengths, boost_s, label=f"{num} (yardstick {yardstick_s:.1f} s)")
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_ylim(bottom=0.01)

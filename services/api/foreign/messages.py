@@ -123,6 +123,7 @@ class CountTokensRequest(StrictModel):
         found: dict[str, Any] = {"model": self.model, "messages": messages, **self._tool_fields()}
         if self.thinking is not None:
             found["chat_template_kwargs"] = {"enable_thinking": self.thinking.type != "disabled"}
+            found["thinking_token_budget"] = self.thinking.budget_tokens
         if self.output_config is not None and self.output_config.effort is not None:
             found["reasoning_effort"] = {"max": "xhigh"}.get(self.output_config.effort, self.output_config.effort)
         if self.output_config is not None and self.output_config.format is not None:

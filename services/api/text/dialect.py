@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
+from core.request import ReasoningBudget
 from tokenization.text_stream import special_ids
-from tokenization.tool_formats.formats import FORMATS, THINK_BEGIN, THINK_END, ToolFormat, format_of, reasons
+from tokenization.tool_formats.formats import FORMATS, REASONING, THINK_BEGIN, THINK_END, ToolFormat, format_of, reasons
 from tokenization.tool_formats.parts import OutputForm
 
 
@@ -30,10 +31,19 @@ class Dialect:
         markers = (*self.format.markers, THINK_BEGIN, THINK_END)
         found = {marker: tokenizer.token_to_id(marker) for marker in markers}
         self._special = {marker: token_id for marker, token_id in found.items() if token_id in special}
+        begin, end = REASONING.get(self.format.style, (THINK_BEGIN, THINK_END))
+        self._reasoning = [tuple(tokenizer.encode(text, add_special_tokens=False).ids) for text in (begin, end)]
 
     def token_id(self, text: str) -> int | None:
         """The special token that a text is; None for any other text."""
         return self._special.get(text)
+
+    def budget(self, form: OutputForm | None, num_tokens: int | None) -> ReasoningBudget | None:
+        """What bounds the reasoning of an output to so many tokens; None without a bound, or without reasoning."""
+        if num_tokens is None or form is None or not form.reasons:
+            return None
+        begin, end = self._reasoning
+        return ReasoningBudget(num_tokens, () if form.in_reasoning else begin, end)
 
     def form(
         self,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
-from benchmarks.real_presets.cells import Bench, System
+from benchmarks.real_presets.cells import Bench, System, known_capacity, missing
+from benchmarks.real_presets.part import expected_s, first_that_fit, measure_part
 from benchmarks.real_presets.table import plot, table
 from core.errors import ConfigError
 
@@ -62,3 +64,42 @@ def test_the_picture_shows_all_cells(tmp_path: Path) -> None:
     measured(tmp_path, "fcfs", 1, 4000.0)
     plot(tmp_path, tmp_path / "presets.svg")
     assert "<svg" in (tmp_path / "presets.svg").read_text("utf-8")
+
+
+def test_what_has_figures_is_not_measured_again(tmp_path: Path) -> None:
+    measured(tmp_path, "fcfs", 1, 4000.0)
+    left = missing(["fcfs", "vllm"], ["hol"], [1.1, 1.8], [1, 2], tmp_path)
+    assert [(each.seed, each.load, each.system) for each in left] == [
+        (1, 1.1, "fcfs"),
+        (1, 1.1, "vllm"),
+        (1, 1.8, "vllm"),
+        (2, 1.1, "fcfs"),
+        (2, 1.1, "vllm"),
+        (2, 1.8, "fcfs"),
+        (2, 1.8, "vllm"),
+    ]
+    assert len({each.salt for each in left if each.seed == 1}) == 2, "each system has its own prompts"
+    assert left[1].salt == left[2].salt
+
+
+def test_nothing_starts_where_nothing_is_missing(tmp_path: Path) -> None:
+    assert measure_part(Bench(tmp_path / "model"), [], [], tmp_path, 10.0) == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_part_takes_the_runs_that_fit_and_at_least_one(tmp_path: Path) -> None:
+    runs = missing(["fcfs"], ["hol", "texts"], [0.9, 1.8], [1, 2], tmp_path)
+    assert [each.workload for each in runs] == ["hol", "hol", "texts", "texts"] * 2, "a seed is whole before the next"
+    per_s = {"hol": 10.0}
+    light_s, heavy_s = (expected_s(500, load, 10.0) for load in (0.9, 1.8))
+    assert light_s > heavy_s > 50.0, "an overload lasts as long as its work, a light load as its arrivals"
+    assert first_that_fit(runs, 500, per_s, light_s + heavy_s + 1) == runs[:2]
+    assert first_that_fit(runs, 500, per_s, 1.0) == runs[:1]
+    assert first_that_fit(runs, 500, per_s, math.inf) == runs[:2], "the capacity on texts comes first"
+    assert first_that_fit(runs, 500, {}, math.inf) == []
+
+
+def test_the_capacity_is_that_of_the_first_part(tmp_path: Path) -> None:
+    assert known_capacity("hol", tmp_path) is None
+    (tmp_path / "capacity-hol.json").write_text('{"requests_per_s": 8.5, "of": "fcfs"}', "utf-8")
+    assert known_capacity("hol", tmp_path) == 8.5

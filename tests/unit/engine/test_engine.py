@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
 import shutil
 from collections.abc import Callable
@@ -251,8 +252,8 @@ class RandomMoves(KvPolicy):
         uploads = [job for job in view.offloaded if self._rng.random() < 0.3 and job.known_len <= view.free]
         return KvMoves(tuple(victims[:offloads]), tuple(victims[offloads:]), tuple(uploads[:1]))
 
-    def may_start(self, view: KvView) -> bool:
-        return True
+    def start_room(self, view: KvView) -> float:
+        return math.inf
 
 
 def with_random_moves(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from functools import cache
@@ -10,10 +11,11 @@ from pathlib import Path
 import jsonschema
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from core.config.engine import EngineConfig
 from core.messages.tokens import TokenDelta
-from core.request import Fault, Request, SamplingParams
+from core.request import Fault, ReasoningBudget, Request, SamplingParams
 from engine.engine import Engine
 from engine.sampling.token_masks import caps_on
 from policies.replica.events import RequestsArrived
@@ -94,6 +96,54 @@ def test_a_resumed_output_goes_on_as_it_would_have(engine: Engine) -> None:
     for known in (1, len(ids) // 2, len(ids) - 1):
         resumed = run(engine, Request(f"from-{known}", 1, "", prompt, sampled(3), output_ids=ids[:known]))
         assert tuple(token for delta in resumed for token in delta.token_ids) == ids[known:]
+
+
+END = (40, 41, 40, 42)
+"""What ends reasoning here: a text of several tokens that begins again within itself."""
+
+
+@pytest.mark.parametrize("speculation", ["off", "auto"])
+@pytest.mark.parametrize("begin", [(), (7,)])
+def test_reasoning_ends_where_its_budget_does(tiny_model_dir: Path, begin: tuple[int, ...], speculation: str) -> None:
+    config = EngineConfig(kv_memory="4MiB", block_size=16, num_threads=1, speculation=speculation)
+    engine, prompt = Engine(tiny_model_dir, dtype="float32", engine=config), (5, 9, 20)
+    for budget in (0, 1, 9):
+        params = SamplingParams(
+            30,
+            ignore_eos=True,
+            logit_bias=tuple((token, 90.0) for token in begin),
+            reasoning=ReasoningBudget(budget, begin, END),
+        )
+        ids = tuple(
+            token for delta in run(engine, Request(f"b{budget}", 0, "", prompt, params)) for token in delta.token_ids
+        )
+        first = len(begin) + budget
+        assert ids[first : first + len(END)] == END
+        assert len(ids) == 30
+        for known in sorted({1, first + 1, first + 3, 29}):
+            name = f"b{budget}-from-{known}"
+            resumed = run(engine, Request(name, 1, "", prompt, params, output_ids=ids[:known]))
+            assert tuple(token for delta in resumed for token in delta.token_ids) == ids[known:]
+
+
+def test_a_budget_leaves_an_output_without_reasoning_alone(engine: Engine) -> None:
+    prompt, free = (5, 9, 20), SamplingParams(20, ignore_eos=True)
+    params = dataclasses.replace(free, reasoning=ReasoningBudget(3, (299,), END))
+    found = [run(engine, Request(name, 0, "", prompt, each)) for name, each in (("free", free), ("budget", params))]
+    without, within = (tuple(token for delta in deltas for token in delta.token_ids) for deltas in found)
+    assert without[0] != 299 and within == without
+
+
+def test_a_budget_beside_a_grammar(engine: Engine, tiny_model_dir: Path) -> None:
+    """The grammar holds behind the reasoning, which the budget ends."""
+    tokenizer = Tokenizer.from_file(str(tiny_model_dir / "tokenizer.json"))
+    end = tuple(tokenizer.encode("!!", add_special_tokens=False).ids)
+    grammar = sources.of_lark('start: /[a-z ]*/ "!!" ("yes" | "no")')
+    params = dataclasses.replace(sampled(1, grammar), reasoning=ReasoningBudget(6, (), end))
+    [answer] = engine.generate(["hello"], params)
+    assert answer.finish_reason == "stop"
+    assert re.fullmatch(r"[a-z ]*!!(yes|no)", answer.text)
+    assert answer.token_ids.index(end[0]) <= 6
 
 
 def test_log_probabilities_are_the_models_own(tiny_model_dir: Path) -> None:

@@ -49,9 +49,7 @@ class Fleet:
 
     def _supervisor(self) -> RollingUpgrade:
         store = cast(ClusterStore, self)
-        return RollingUpgrade(
-            store, str(EMBEDDED_MODEL), self, lambda: self.counts, self.change, lambda host: self.renewed.append(host)
-        )
+        return RollingUpgrade(store, str(EMBEDDED_MODEL), self, lambda: self.counts, self.change, self.renew)
 
     async def restarted(self) -> RollingUpgrade:
         """A Supervisor that starts after a crash, and knows nothing but what is stored."""
@@ -83,6 +81,10 @@ class Fleet:
                 del self.running[replica]
                 raise FarsightError(f"worker-{replica} cannot start")
         self.steps.append(dict(self.running))
+
+    async def renew(self, component: str) -> None:
+        self._maybe_crash()
+        self.renewed.append(component)
 
     def _maybe_crash(self) -> None:
         if self.crash_in is not None:
@@ -183,8 +185,42 @@ async def test_settings_of_a_scheduler_roll_with_its_replica() -> None:
         assert rolled is not None
         assert (rolled.scheduler.gamma, rolled.scheduler.watermark, rolled.engine.num_threads) == (0.5, 0.8, 3)
         assert fleet.upgrade.site_of(f"worker-{replica}", SITE).config == rolled
-    assert fleet.upgrade.config_of("router", SITE.config) is None
-    assert fleet.upgrade.limits() == "{}"
+    assert fleet.upgrade.config_of("log-store", SITE.config) is None
+    assert (fleet.upgrade.limits(), fleet.renewed) == ("{}", [])
+
+
+async def test_components_of_the_whole_service_start_again_where_they_read_what_has_changed() -> None:
+    fleet = Fleet(2)
+    tables = {"placement": {"window_s": 60.0}, "batch": {"num_bins": 7}, "predictor": {"cpu_share": 0.05}}
+    assert await fleet.upgrade.begin(Upgrade("", settings=json.dumps(tables)), SITE.config)
+    await fleet.upgrade.run()
+    assert fleet.steps == [], "no replica starts again"
+    assert fleet.renewed == ["router", "serving-time-estimator-0"], "the predictor's share is what it was"
+    seen = fleet.upgrade.config_of("router", SITE.config)
+    assert seen is not None and (seen.placement.window_s, seen.batch.num_bins) == (60.0, 7)
+    assert not await fleet.upgrade.begin(Upgrade("", settings=json.dumps(tables)), SITE.config)
+
+    both = Upgrade("", settings='{"predictor": {"learn": false}, "engine": {"num_threads": 3}}')
+    assert await fleet.upgrade.begin(both, SITE.config)
+    await fleet.upgrade.run()
+    assert (fleet.running, fleet.renewed[2:]) == ({"0": 1, "1": 1}, ["length-predictor-0"])
+    predictor = fleet.upgrade.config_of("length-predictor-0", SITE.config)
+    assert predictor is not None and not predictor.predictor.learn and predictor.placement.window_s == 60.0
+
+
+@pytest.mark.parametrize("crash_in", range(3))
+async def test_a_successor_starts_the_readers_again(crash_in: int) -> None:
+    fleet = Fleet(1)
+    order = Upgrade("", settings='{"batch": {"max_wait_s": 0.5}}')
+    assert await fleet.upgrade.begin(order, SITE.config)
+    fleet.crash_in = crash_in
+    with pytest.raises(Crash):
+        await fleet.upgrade.run()
+    successor = await fleet.restarted()
+    assert successor.is_under_way
+    await successor.run()
+    assert fleet.renewed[-2:] == ["router", "serving-time-estimator-0"]
+    assert not (await fleet.restarted()).is_under_way
 
 
 async def test_limits_at_the_door_change_at_once_and_no_process_starts_again() -> None:
@@ -210,7 +246,9 @@ async def test_limits_at_the_door_change_at_once_and_no_process_starts_again() -
         ('{"server": {"port": 9000}}', "server.port"),
         ('{"server": {"max_wait_s": -1}}', "server.max_wait_s"),
         ('{"scheduler": {"gamma": -1}}', "scheduler.gamma"),
-        ('{"batch": {"num_bins": 7}}', "batch.num_bins"),
+        ('{"batch": {"batch_size": 7}}', "batch.batch_size"),
+        ('{"batch": {"num_bins": 0}}', "batch.num_bins"),
+        ('{"predictor": {"wait_s": 7.0}}', "predictor.wait_s"),
         ('{"engine": {"max_num_seqs": 2}}', "engine.max_num_seqs"),
         ('{"engine": {"kv_memory": "many"}}', "engine.kv_memory"),
         ('{"engine": {"kv_memory": 3}}', "engine.kv_memory"),

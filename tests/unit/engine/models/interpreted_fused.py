@@ -82,7 +82,7 @@ def test_layers(changes: dict[str, object], tmp_path: Path) -> None:
             layout = build_layout(batch, order_items(batch), sequences, BLOCK, config.vocab_size)
             attention = TorchAttention(config.sliding_windows).begin_step(layout, pool)
             layers = kind(config, weights.layers, 64, weights.embedding)
-            hidden = layers.run(embed(layout, weights.embedding, None), layout, pool, attention)
+            hidden = layers.run(embed(layout, weights.embedding, None, config, None), layout, pool, attention)
             found.append((hidden.float(), torch.stack([*pool.keys, *pool.values]).float()))
     for ours, theirs in zip(*found, strict=True):
         assert (ours - theirs).abs().max() < 0.01 * theirs.abs().max()

@@ -29,9 +29,10 @@ from engine.parallel.local import RANK_MODULE, LocalRanks
 from engine.parallel.mesh import Mesh, Part
 from engine.sequence import Sequence
 from kvcache import StepBatch
+from tests.unit.engine.families.shapes import FAMILIES
 from tests.unit.engine.parallel import short_of_memory
 from tests.unit.engine.parallel.short_of_memory import Shortage
-from tests.unit.engine.small_models import assert_greedy, load_reference
+from tests.unit.engine.small_models import SHAPES, assert_greedy, load_reference, save_model
 from tests.unit.engine.test_engine import ROOMY, TIGHT_BLOCKS, families, greedy, random_prompts, with_random_moves
 
 pytestmark = pytest.mark.timeout(900)  # as many processes as ranks, each of which loads torch
@@ -101,18 +102,21 @@ def live(
         ("gqa", 1, 2),
         ("qwen3", 2, 2),  # three layers in two stages, sliding windows, norms of heads, tied embeddings
         ("opt", 2, 2),  # learned positions, biases that must be added once
+        ("qwen3 moe", 2, 1),  # four experts on one column, five on the other
     ],
 )
 def test_ranks_give_the_tokens_of_one_rank(
-    model_dir: Callable[[str], Path], shape: str, tensor: int, pipeline: int
+    model_dir: Callable[[str], Path], tmp_path: Path, shape: str, tensor: int, pipeline: int
 ) -> None:
     """In a pool that is too small, with a host pool and prefixes in common; moves and aborts at random."""
-    directory = model_dir(shape)
+    is_mixture = shape not in SHAPES
+    directory = save_model(tmp_path, **FAMILIES[shape]) if is_mixture else model_dir(shape)
+    mesh = Mesh(tensor, pipeline, whole_experts=is_mixture)
     prompts, rng = families(12, seed=13), random.Random(14)
     sampling = [greedy(rng.randint(5, 20)) for _ in prompts]
     expected = Engine(directory, engine=TORCH).generate(prompts, sampling)
-    with local_ranks(Mesh(tensor, pipeline)) as ranks:
-        engine, policy = with_random_moves(directory, on_ranks(directory, ranks.ranks.mesh), rng, ranks.ranks)
+    with local_ranks(mesh) as ranks:
+        engine, policy = with_random_moves(directory, on_ranks(directory, mesh), rng, ranks.ranks)
         under_way = most_under_way(engine)
         moved: set[SequenceStatus] = set()
         took_done = engine.worker.executor.complete_copy

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from core.errors import InvalidValueError
@@ -76,9 +78,9 @@ def test_nothing_moves_without_need() -> None:
 
 
 def test_host_guard() -> None:
-    assert policy().may_start(view(host_free=10_000))
-    assert not policy().may_start(view(host_free=9_999))
-    assert policy().may_start(KvView([], [], [], 0, 0, 0, 0))
+    assert policy().start_room(view(host_free=10_100, free=20, needed=5)) == 115
+    assert policy().start_room(view(host_free=9_999, free=20)) == 0
+    assert policy().start_room(KvView([], [], [], 0, 0, 0, 0)) == math.inf
 
 
 @pytest.mark.parametrize("options", [{"min_swap_len": -1}, {"min_host_share": 1.5}])

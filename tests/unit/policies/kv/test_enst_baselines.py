@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -59,5 +60,6 @@ def test_what_they_are(placed: tuple[SkipJoinMlfq, list[Job]]) -> None:
 def test_only_who_swaps_minds_a_full_host(placed: tuple[SkipJoinMlfq, list[Job]]) -> None:
     order, _ = placed
     policies: list[KvPolicy] = [Defer(order), Reactive(order), Recompute(order)]
-    assert [each.may_start(view_of(host_free=99)) for each in policies] == [True, False, True]
-    assert all(each.may_start(view_of(host_free=100)) for each in policies)
+    full = view_of(host_free=99)
+    assert [each.start_room(full) for each in policies] == [math.inf, 0, math.inf]
+    assert [each.start_room(view_of(free=7, host_free=105)) for each in policies] == [math.inf, 12, math.inf]

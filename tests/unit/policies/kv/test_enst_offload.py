@@ -232,9 +232,15 @@ def test_moves_come_to_rest_and_respect_every_bound(seed: int) -> None:
 
 def test_no_job_starts_while_the_host_is_nearly_full() -> None:
     policy = EnstOffload(unit_mlfq())
-    assert policy.may_start(view_of(host_free=100))
-    assert not policy.may_start(view_of(host_free=99))
-    assert policy.may_start(view_of(host_free=0, host_capacity=0))
+    assert policy.start_room(view_of(host_free=99, free=50)) == 0
+    assert policy.start_room(view_of(host_free=0, host_capacity=0)) == math.inf
+
+
+def test_no_more_start_than_the_host_takes_of_those_whom_they_push_out() -> None:
+    policy = EnstOffload(unit_mlfq())
+    assert policy.start_room(view_of(host_free=160, free=50)) == 110
+    assert policy.start_room(view_of(host_free=160, free=50, needed=90)) == 20, "those promised room come first"
+    assert policy.start_room(view_of(host_free=160, needed=90)) == 0
 
 
 @pytest.mark.parametrize("field", ["min_idle_slots", "num_burst_levels", "lookahead"])

@@ -15,7 +15,7 @@ from core.errors import ConfigError, InvalidValueError
 from core.forecast import Forecast
 from policies.compose import build_router, build_scheduler
 from policies.interfaces import Job
-from policies.order.boosted import SPREAD, Boosted, boosts
+from policies.order.boosted import DEVIATIONS, SPREAD, Boosted, boosts
 from policies.order.gittins import DecodePrice
 from policies.replica.events import Event, Instruction
 from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
@@ -72,6 +72,25 @@ def test_a_longer_backlog_lets_small_jobs_pass_more() -> None:
     for each in crowd:
         order.remove(each)
     assert names(order) == ["old", "young"]
+
+
+@pytest.mark.parametrize("tail", [0.5, 1.0, 4.0])
+def test_the_yardstick_is_nine_deviations_of_the_backlog(tail: float) -> None:
+    order = order_of(*(job(str(number), 500.0) for number in range(4)), tail=tail, max_boost_s=1e6)
+    names(order)
+    of_four_s = order.yardstick_s
+    each_s = float(order.explain(job("0", 500.0), 0.0)["expected_s"])
+    assert of_four_s == pytest.approx(DEVIATIONS * each_s * math.sqrt(4) / tail)
+    for number in range(4, 16):
+        order.add(job(str(number), 500.0), 0.0)
+    names(order)
+    assert order.yardstick_s == pytest.approx(2 * of_four_s), "four times the requests, the root of four the yardstick"
+
+
+def test_without_a_backlog_the_yardstick_is_next_to_nothing() -> None:
+    order = order_of(job("runs", 500.0, output_len=3, computed_len=102))
+    names(order)
+    assert 0 < order.yardstick_s < 1e-6
 
 
 def test_streams_go_on_then_come_back_and_then_others_start() -> None:
@@ -249,5 +268,5 @@ def test_it_says_what_a_boost_comes_from() -> None:
     order = order_of(each := job("a", 100.0))
     names(order)
     facts = order.explain(each, 0.0)
-    assert facts["yardstick_s"] == pytest.approx(min(float(facts["expected_s"]), 60.0 / SPREAD))
+    assert facts["yardstick_s"] == pytest.approx(min(DEVIATIONS * float(facts["expected_s"]), 60.0 / SPREAD))
     assert 0 < float(facts["boost_s"]) <= 60.0

@@ -9,7 +9,9 @@ import httpx
 import jsonschema
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from tokenizers import Tokenizer
 
+from core.request import ReasoningBudget
 from services.api.app import build_app
 from services.api.text.prompts import PromptEncoder
 from services.api.tools.fields import MAX_TOOLS
@@ -223,6 +225,27 @@ async def test_what_is_nested_deeply_is_refused(
         headers = {"content-type": "application/json"}
         response = await client.post(path, content=padded.encode()[:99_000], headers=headers)
         assert response.status_code == 400, response.text
+
+
+@pytest.mark.parametrize(("template", "in_prompt"), [(CHATML + "<think>\n{# </think> #}", True), (CHATML, None)])
+async def test_the_reasoning_has_a_budget(tmp_path: Any, template: str, in_prompt: bool | None) -> None:
+    encoder = PromptEncoder(write_model_dir(tmp_path, template))
+    backend = ScriptedBackend([delta("yes", "stop")])
+    transport = httpx.ASGITransport(build_app(backend, encoder))
+    messages = CHAT["messages"]
+    bodies = [
+        ("/v1/chat/completions", {"messages": messages, "thinking_token_budget": 5}),
+        ("/v1/messages", {"messages": messages, "max_tokens": 9, "thinking": {"type": "enabled", "budget_tokens": 5}}),
+        ("/v1/chat/completions", {"messages": messages}),
+        ("/v1/chat/completions", {"messages": messages, "thinking_token_budget": -1}),
+    ]
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        replies = [await client.post(path, json=body) for path, body in bodies]
+    assert [reply.status_code for reply in replies] == [200, 200, 200, 400], replies[1].text
+    assert replies[3].json()["error"]["param"] == "thinking_token_budget"
+    end = tuple(Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("</think>", add_special_tokens=False).ids)
+    wanted = ReasoningBudget(5, (), end) if in_prompt else None
+    assert [sampling.reasoning for _, sampling in backend.calls] == [wanted, wanted, None]
 
 
 async def test_an_expression_leaves_no_room_for_reasoning(tmp_path: Any) -> None:

@@ -12,7 +12,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from services.launch.launch import EMBEDDED_MODEL
-from tokenization.grammars.compiler import GrammarCompiler, TokenMatcher, problem_of
+from tokenization.grammars.compiler import GrammarCompiler, problem_of
+from tokenization.grammars.reasoning import Matcher
 from tokenization.grammars.sources import of_grammar
 from tokenization.text_stream import TextDecoder
 from tokenization.tool_formats.formats import FORMATS, THINK_BEGIN, THINK_END
@@ -88,7 +89,7 @@ def writer(family: str) -> GrammarWriter:
     return GrammarWriter(FORMATS[family], TOOLS, lambda text: special_id(family, text))
 
 
-def allowed_ids(matcher: TokenMatcher) -> list[int]:
+def allowed_ids(matcher: Matcher) -> list[int]:
     return [8 * at + bit for at, byte in enumerate(matcher.allowed()) if byte for bit in range(8) if byte >> bit & 1]
 
 
