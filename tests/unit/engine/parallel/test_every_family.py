@@ -125,6 +125,7 @@ def whole_logits(model_dir: Path) -> list[Tensor]:
     attention, found = TorchAttention.of_model(config), []
     for order in orders():
         layout = layout_of(order.items, order.rows, pool.block_size, pool.device, order.more_rows)
+        pool.clear_blocks(layout.opened_blocks)
         found.append(model.forward(layout, pool, attention.begin_step(layout, pool)))
     return found
 
