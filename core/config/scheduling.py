@@ -36,7 +36,7 @@ class SchedulerConfig:
         max_gap_ms: Longest gap between two tokens of a stream that the prompts of other requests may make, in
             milliseconds: so many prompt tokens go into a step as its measured cost allows. Streams that take more than
             half of it by themselves leave prompts as much time as they take. 0 for no bound but
-            ``engine.max_batch_tokens``.
+            ``engine.max_batch_tokens``. 200 cost nothing where it was measured.
         watermark: Share of the KV pool that admission may fill, in (0, 1].
         standby_slots: Requests sent to the worker ahead of need.
         mlfq: Which MLFQ the order ``skip-join-mlfq`` is: ``skip-join``, FastServe's own; or a baseline of its section
@@ -75,7 +75,7 @@ class SchedulerConfig:
     gamma: float = 0.1
     tail: float = 1.0
     max_pause_s: float = 0.0
-    max_gap_ms: float = 0.0
+    max_gap_ms: float = 200.0
     watermark: float = 0.95
     standby_slots: int = 16
     mlfq: str = "skip-join"
