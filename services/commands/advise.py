@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from core.errors import ConfigError
+from services.commands.progress import progress_bar
 from services.commands.simulate import (
     GpuOption,
     JsonOption,
@@ -26,7 +27,6 @@ from services.commands.simulate import (
     hardware,
     one_line_errors,
     preset_names,
-    progress_bar,
     wide_console,
 )
 
@@ -172,7 +172,7 @@ def _measure(
     results: _Results = {}
     under_way: dict[Future[dict[str, float | None]], tuple[int, Setup]] = {}
     jobs = max(1, usable_processors())
-    with worker_pool(jobs) as pool, progress_bar(None) as tell:
+    with worker_pool(jobs) as pool, progress_bar("requests") as tell:
         while True:
             for index, setup in runs:
                 if index and time.monotonic() > end:

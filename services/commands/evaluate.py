@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from core.errors import ConfigError
+from services.commands.progress import progress_bar
 from services.commands.train import (
     DataArgument,
     DeviceOption,
     StrictOption,
     TokenizerOption,
     one_line_errors,
-    progress_bar,
     report_rejected,
 )
 
@@ -104,7 +104,7 @@ def _read(data: Path, tokenizer: Path | None, strict: bool) -> Examples:
 def _forecast(predictor: TextPredictor, found: Examples) -> list[Forecast]:
     questions = [each.question for each in found.examples]
     forecasts: list[Forecast] = []
-    with progress_bar("forecasts") as progress:
+    with progress_bar("forecasts", len(questions)) as progress:
         for begin in range(0, len(questions), _BATCH):
             forecasts += predictor.forecast(questions[begin : begin + _BATCH])
             if progress is not None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import platform
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +12,7 @@ import typer
 from core.config.engine import EngineConfig
 from core.errors import ConfigError, FarsightError
 from core.processors import compute_threads, usable_processors
+from services.commands.progress import progress_bar
 
 if TYPE_CHECKING:
     from engine.steps.model_runner import ModelRunner
@@ -91,7 +90,7 @@ def _measure(runner: ModelRunner, engine: EngineConfig, rounds: int) -> list[Mea
     if len(grid) * num_fitted(rounds) < MIN_SAMPLES:
         enough = next(each for each in itertools.count(rounds) if len(grid) * num_fitted(each) >= MIN_SAMPLES)
         raise ConfigError("--rounds", rounds, f"an integer >= {enough} with so few kinds of steps")
-    with _progress_bar(rounds * len(grid)) as progress:
+    with progress_bar("steps", rounds * len(grid)) as progress:
         return measure(StepBench(runner), grid, rounds, progress)
 
 
@@ -142,19 +141,3 @@ def _print(found: ProfileFile, steps: list[MeasuredStep]) -> None:
             cells += [f"{100 * float(np.quantile(off, level)):.1f} %" for level in (0.5, 0.9)]
             errors.add_row(kind, str(len(samples)), *cells)
     console.print(errors)
-
-
-@contextmanager
-def _progress_bar(num_steps: int) -> Iterator[Callable[[], object] | None]:
-    """Shows the number of measured steps on stderr if it is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    columns = (TextColumn("steps"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=num_steps)
-        yield lambda: bar.advance(task)

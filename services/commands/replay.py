@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from services.commands.progress import progress_bar
 from services.commands.simulate import (
     GpuOption,
     JsonOption,
@@ -20,7 +21,6 @@ from services.commands.simulate import (
     hardware,
     one_line_errors,
     preset_names,
-    progress_bar,
     wide_console,
 )
 
@@ -107,7 +107,7 @@ def _replayed(experiment: Experiment, presets: Sequence[str], traffic: Traffic) 
 
     arrivals, rows = traffic.arrivals(), []
     for name in presets:
-        with progress_bar(len(arrivals)) as progress:
+        with progress_bar("requests", len(arrivals)) as progress:
             outcome = run(dataclasses.replace(experiment, preset=name), arrivals, progress=progress)
         rows.append({"preset": name} | outcome.summary.to_dict())
     return rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from core.errors import ConfigError, FarsightError, InvalidValueError
+from services.commands.progress import progress_bar
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -272,7 +273,7 @@ def _simulate(experiment: Experiment, out: Path | None, plot: Path | None, as_js
 
     arrivals = make_arrivals(experiment)
     timeline = None if plot is None else Timeline()
-    with progress_bar(len(arrivals)) as progress:
+    with progress_bar("requests", len(arrivals)) as progress:
         outcome = run(experiment, arrivals, progress=progress, timeline=timeline)
     if as_json:
         typer.echo(to_json({"config": config_of(experiment), "summary": outcome.summary.to_dict()}))
@@ -300,7 +301,8 @@ def _compare(experiment: Experiment, presets: list[str], seeds: range, as_json: 
     from simulator.results import to_json
 
     num_requests = experiment.num_requests
-    with progress_bar(None if num_requests is None else num_requests * len(presets) * len(seeds)) as progress:
+    total = None if num_requests is None else num_requests * len(presets) * len(seeds)
+    with progress_bar("requests", total) as progress:
         compared = run_all(experiment, presets, seeds, progress)
     if as_json:
         for each in compared:
@@ -328,19 +330,3 @@ def wide_console() -> Console:
     if not console.is_terminal:
         console.width = 200
     return console
-
-
-@contextmanager
-def progress_bar(num_requests: int | None) -> Iterator[Callable[[int], None] | None]:
-    """Shows the number of ended requests on stderr if it is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=num_requests)
-        yield lambda num_ended: bar.update(task, completed=num_ended)

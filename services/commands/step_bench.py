@@ -103,7 +103,7 @@ class StepBench:
 
 
 def measure(
-    bench: StepBench, grid: Sequence[StepShape], rounds: int, progress: Callable[[], object] | None = None
+    bench: StepBench, grid: Sequence[StepShape], rounds: int, progress: Callable[[int], object] | None = None
 ) -> list[MeasuredStep]:
     """Measures every shape once per round, each round in another order, so that a disturbance affects all shapes alike.
 
@@ -119,7 +119,7 @@ def measure(
             kind = "decode" if not shape.chunks else "mixed" if shape.contexts else "prefill"
             steps.append(MeasuredStep(kind, number, sample, cpu_s))
             if progress is not None:
-                progress()
+                progress(len(steps))
     return steps
 
 

@@ -12,6 +12,7 @@ import typer
 from core.errors import ConfigError, FarsightError, InvalidValueError
 from core.forecast import Example
 from services.commands.logged_traffic import opened_log
+from services.commands.progress import progress_bar
 
 if TYPE_CHECKING:
     from estimator.knn import ServedBatch
@@ -220,19 +221,3 @@ def one_line_errors() -> Iterator[None]:
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-
-
-@contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int], None] | None]:
-    """Shows the progress on stderr if it is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    columns = (TextColumn(what), BarColumn(), TextColumn("{task.completed:,.0f}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done: bar.update(task, completed=done)

@@ -1,0 +1,58 @@
+"""The bar of a command: on a terminal it counts and goes away, in a pipe there is none."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import pytest
+
+from services.commands.progress import progress_bar
+
+SCRIPT = """
+from services.commands.progress import progress_bar
+with progress_bar("rows", {total}) as tell:
+    for done in range(1, 4):
+        tell(done)
+print("done")
+"""
+
+
+def on_a_terminal(script: str) -> tuple[str, str]:
+    """What a program prints on standard output, and what it shows on a terminal that is its stderr."""
+    master, slave = pty.openpty()
+    with os.fdopen(master, "rb", buffering=0) as shown:
+        environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
+        command = [sys.executable, "-c", script]
+        ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=slave, env=environment, text=True, timeout=300)
+        os.close(slave)
+        found = b""
+        while part := _read(shown.fileno()):
+            found += part
+    assert ran.returncode == 0, found
+    return ran.stdout, re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", found.decode())
+
+
+def _read(terminal: int) -> bytes:
+    """Empty at the end, which Linux reports as an error of a terminal that nobody writes to any more."""
+    try:
+        return os.read(terminal, 65536)
+    except OSError:
+        return b""
+
+
+@pytest.mark.parametrize(("total", "last"), [(3, "3/3"), (None, "3 ")])
+def test_a_terminal_shows_what_is_done(total: int | None, last: str) -> None:
+    printed, shown = on_a_terminal(SCRIPT.format(total=total))
+    assert printed == "done\n"
+    assert "rows" in shown
+    assert last in shown
+
+
+def test_a_pipe_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bar("rows", 3) as tell:
+        assert tell is None
+    assert capsys.readouterr() == ("", "")
