@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client import CollectorRegistry
 
+from actors.runtime.exposition import OPEN_METRICS_TYPE, PLAIN_TYPE, accepts_open_metrics, exposition
 from core.messages.status import ComponentStatus
 
 HEALTHY_STATES = frozenset({"ready", "draining"})
@@ -68,8 +68,9 @@ class HealthServer:
         return web.json_response({"pieces": [_fields(row) for row in rows]}, status=200 if healthy else 503)
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        headers = {"Content-Type": CONTENT_TYPE_PLAIN_0_0_4}
-        return web.Response(body=generate_latest(self._registry), headers=headers)
+        open_metrics = accepts_open_metrics(request.headers.get("Accept", ""))
+        headers = {"Content-Type": OPEN_METRICS_TYPE if open_metrics else PLAIN_TYPE}
+        return web.Response(text=exposition(self._registry, open_metrics=open_metrics), headers=headers)
 
 
 def _fields(row: ComponentStatus) -> dict[str, Any]:

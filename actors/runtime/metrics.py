@@ -388,9 +388,13 @@ class RequestMetrics:
         )
         self._labels = labels
 
-    def first_token(self, ttft_s: float, n: int = 1) -> None:
-        """The first output of a request has come, ``n`` tokens of it; once a request, whatever its attempts."""
-        self._ttft.observe(ttft_s)
+    def first_token(self, ttft_s: float, n: int = 1, exemplar: dict[str, str] | None = None) -> None:
+        """The first output of a request has come, ``n`` tokens of it; once a request, whatever its attempts.
+
+        Args:
+            exemplar: Labels by which the request is found again, of 128 characters at most.
+        """
+        self._ttft.observe(ttft_s, exemplar)
         self.tally.first_token(ttft_s, n)
         self._generation_tokens.inc(n)
 
@@ -414,17 +418,19 @@ class RequestMetrics:
         max_new_tokens: int,
         *,
         ttft_s: float | None = None,
+        exemplar: dict[str, str] | None = None,
     ) -> None:
         """A request has ended, also one that failed or was left by its client; lengths in tokens.
 
         Args:
             ttft_s: None where no token came.
+            exemplar: As for ``first_token``.
 
         Raises:
             KeyError: ``reason`` is none of ``FINISH_REASONS``.
         """
         self._ended[reason].inc()
-        self._jct.observe(jct_s)
+        self._jct.observe(jct_s, exemplar)
         self._prompt_len.observe(prompt_len)
         self._output_len.observe(output_len)
         self._max_output_len.observe(output_len)

@@ -8,6 +8,7 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from actors.runtime.exposition import OPEN_METRICS_TYPE, PLAIN_TYPE, accepts_open_metrics
 from core.errors import FarsightError
 from core.messages.placement import PlacementView
 from services.api.access.door import Door
@@ -67,7 +68,6 @@ from services.api.vectors.routes import VectorCalls, vector_routes
 DEFAULT_MAX_BODY_BYTES = 4 * 1024 * 1024
 API_VERSION = "1"
 _VERSION = importlib.metadata.version("farsight")
-METRICS_TYPE = "text/plain; version=0.0.4"
 _CLIENT_CLOSED_REQUEST = 499
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -283,8 +283,10 @@ def _operator_routes(backend: GenerationBackend, readiness: Readiness) -> APIRou
         return status_reply(await backend.status(), backend.model)
 
     @router.get("/metrics", response_class=PlainTextResponse)
-    async def metrics() -> Response:
-        return PlainTextResponse(await backend.metrics(), media_type=METRICS_TYPE)
+    async def metrics(request: Request) -> Response:
+        open_metrics = accepts_open_metrics(request.headers.get("accept", ""))
+        text = await backend.metrics(open_metrics=open_metrics)
+        return Response(text, media_type=OPEN_METRICS_TYPE if open_metrics else PLAIN_TYPE)
 
     @router.get("/placement")
     async def placement() -> PlacementView:

@@ -83,7 +83,7 @@ class GenerationBackend(Protocol):
         """One row for each running component."""
         ...
 
-    async def metrics(self) -> str:
+    async def metrics(self, *, open_metrics: bool) -> str:
         """The metrics of every reachable process, merged into one exposition (``metrics_page``)."""
         ...
 

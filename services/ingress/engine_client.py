@@ -16,9 +16,10 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 
 from actors.log.log_outbox import LogOutbox
+from actors.runtime.exposition import exposition
 from actors.runtime.health import HealthServer
 from actors.runtime.metrics import RequestMetrics, show_degraded
 from actors.runtime.names import is_backend
@@ -261,6 +262,7 @@ class EngineClient(ObservedService, VersionedStreams):
             record.output_len,
             record.max_new_tokens,
             ttft_s=record.ttft_s,
+            exemplar=stream.trace.exemplar,
         )
 
     async def _pump_outgoing(self) -> None:
@@ -400,7 +402,7 @@ class EngineClient(ObservedService, VersionedStreams):
                 stream.deadline.cancel()
             stream.ttft_s = now - stream.began
             self.first_check.waited(stream.admitted, stream.ttft_s, count)
-            self._metrics.first_token(stream.ttft_s, count)
+            self._metrics.first_token(stream.ttft_s, count, stream.trace.exemplar)
             stream.trace.note("first_token", {"ttft_s": stream.ttft_s})
         else:
             self._metrics.tokens(now - stream.token_at, count)
@@ -438,10 +440,10 @@ class EngineClient(ObservedService, VersionedStreams):
         heard_at = self._heard_at
         return heard_at is not None and time.monotonic() - heard_at < UNHEALTHY_AFTER_S
 
-    async def metrics(self) -> str:
+    async def metrics(self, *, open_metrics: bool) -> str:
         """Of every process."""
-        own = generate_latest(self.registry).decode()
-        return await self._overview.metrics(f"ingress-{self._ingress_id}", own)
+        own = exposition(self.registry, open_metrics=True)
+        return await self._overview.metrics(f"ingress-{self._ingress_id}", own, open_metrics=open_metrics)
 
     async def explain(self, response_id: str) -> tuple[RequestTrace, ...]:
         """What is known of the decisions behind an answer, by all components.
@@ -450,9 +452,7 @@ class EngineClient(ObservedService, VersionedStreams):
             FarsightError: nothing is known of it, and the Router or the log store could not be asked.
         """
         own = [trace for trace in self._traces if trace.trace_id.startswith(f"{response_id}/")]
-        for stream in self._streams.values():
-            if stream.trace.is_of(response_id):
-                own += stream.trace.so_far()
+        own += [it for each in self._streams.values() if each.trace.is_of(response_id) for it in each.trace.so_far()]
         return await self._explanations.find(response_id, own)
 
     async def logged_around(self, request_id: str) -> LoggedWindow | None:

@@ -13,6 +13,7 @@ from ray.exceptions import RayTaskError
 
 from actors.calls.failures import RemoteError
 from actors.runtime.component import kind_of
+from actors.runtime.exposition import OPEN_METRICS_TYPE
 from actors.runtime.names import (
     SUPERVISOR,
     by_host,
@@ -34,6 +35,9 @@ from core.messages.status import ComponentStatus, StatusReply
 from kvcache.residency import total_usage
 from policies.fleet.queue_delay import queue_delay_s
 from services.api.pages.metrics_page import merge_expositions
+
+_OPEN = {"Accept": OPEN_METRICS_TYPE}
+"""So that another ingress replica's exemplars come along."""
 
 TIMEOUT_S = 1.0
 """A process that does not answer within this time is shown as dead."""
@@ -108,7 +112,7 @@ class Overview:
         except (PeerLost, TimeoutError, *DEFECTS):
             return None
 
-    async def metrics(self, own_name: str, own_text: str) -> str:
+    async def metrics(self, own_name: str, own_text: str, *, open_metrics: bool) -> str:
         """Of every process that answers, and of this one."""
         hosts = await self._hosts()
         texts = await asyncio.gather(*(self._host_metrics(host) for host in hosts))
@@ -118,10 +122,11 @@ class Overview:
             for row in rows:
                 # Another ingress replica is no actor of ours; its port is on the loopback interface of its node.
                 with suppress(aiohttp.ClientError, TimeoutError):
-                    async with session.get(f"http://127.0.0.1:{row.http_port}/metrics") as reply:
+                    async with session.get(f"http://127.0.0.1:{row.http_port}/metrics", headers=_OPEN) as reply:
                         pages[row.name] = await reply.text()
         # In a thread: with many processes it takes long enough to be seen in the streams.
-        return await asyncio.to_thread(merge_expositions, {name: text for name, text in pages.items() if text})
+        found = {name: text for name, text in pages.items() if text}
+        return await asyncio.to_thread(merge_expositions, found, open_metrics=open_metrics)
 
     async def _hosts(self) -> Mapping[str, list[str]]:
         with suppress(TimeoutError):

@@ -124,6 +124,16 @@ class StreamTrace:
         end = Decision("answered", time.monotonic(), facts)
         return self._trace([*self._decisions, end], ended=True)
 
+    @property
+    def exemplar(self) -> dict[str, str]:
+        """By which a latency is found again: the answer's id, and the trace's if it has a span; empty where nobody can
+        ask for it."""
+        origin = self._request.origin
+        if origin is None:
+            return {}
+        named = {"response_id": origin.response_id}
+        return named | ({"trace_id": origin.traceparent.split("-")[1]} if origin.traceparent else {})
+
     def is_of(self, response_id: str) -> bool:
         origin = self._request.origin
         return origin is not None and origin.response_id == response_id

@@ -10,7 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics_families
 
+from actors.runtime.exposition import OPEN_METRICS_TYPE
 from core.config.engine import EngineConfig
 from core.request import SamplingParams
 from engine import Engine
@@ -162,3 +164,18 @@ def test_status_shows_every_logical_component(server: Server) -> None:
         return all(row["name"] in table for row in rows)
 
     wait_until(all_named, "a component is missing in the table")
+
+
+def test_a_latency_names_the_answer_that_had_it(server: Server, model_name: str) -> None:
+    """By an exemplar, to a scraper that reads OpenMetrics; another ingress replica's too."""
+    body = {"model": model_name, "prompt": "upper: red", "max_tokens": 4}
+    reply = httpx.post(f"{server.base_url}/v1/completions", json=body, timeout=LONG_S)
+    page = httpx.get(f"{server.base_url}/metrics", headers={"Accept": OPEN_METRICS_TYPE}, timeout=LONG_S)
+    assert page.headers["content-type"] == OPEN_METRICS_TYPE
+    named = {
+        family.name
+        for family in open_metrics_families(page.text)
+        for sample in family.samples
+        if sample.exemplar is not None and sample.exemplar.labels["response_id"] == reply.json()["id"]
+    }
+    assert named == {"vllm:time_to_first_token_seconds", "vllm:e2e_request_latency_seconds"}

@@ -115,8 +115,8 @@ class MeteredBackend:
     async def status(self) -> StatusReply:
         return await self._backend.status()
 
-    async def metrics(self) -> str:
-        return await self._backend.metrics()
+    async def metrics(self, *, open_metrics: bool) -> str:
+        return await self._backend.metrics(open_metrics=open_metrics)
 
     async def placement(self) -> PlacementView:
         return await self._backend.placement()

@@ -1,13 +1,17 @@
-"""Merges the metrics of several processes into one page, in Prometheus' text format 0.0.4."""
+"""Merges the metrics of several processes into one page, as OpenMetrics or in Prometheus' text format 0.0.4."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics_families
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
+
+from actors.runtime.exposition import OPEN_METRICS_END, exposition
 
 HOST_LABEL = "piece_host"
 """The label that names the process where two processes expose the same series."""
@@ -23,18 +27,20 @@ _Series = tuple[str, tuple[tuple[str, str], ...]]
 
 @dataclass(slots=True)
 class _Merged:
-    """A family and its values by series and process."""
+    """A family, its values by series and process, and the latest exemplar of each series."""
 
     name: str
     text: str
     type: str
     values: dict[_Series, dict[str, float]] = field(default_factory=dict)
+    exemplars: dict[_Series, Exemplar] = field(default_factory=dict)
 
     def metric(self) -> Metric:
         metric = Metric(self.name, self.text, self.type)
         for (name, labels), by_process in self.values.items():
             if self.type in _SUMMED:
-                metric.add_sample(name, dict(labels), sum(by_process.values()))
+                exemplar = self.exemplars.get((name, labels))
+                metric.add_sample(name, dict(labels), sum(by_process.values()), exemplar=exemplar)
             elif len(by_process) == 1:
                 metric.add_sample(name, dict(labels), next(iter(by_process.values())))
             else:
@@ -44,7 +50,7 @@ class _Merged:
 
 
 @dataclass(frozen=True, slots=True)
-class _Families:
+class _Families(Collector):
     """A collector for the writer of ``prometheus_client``."""
 
     families: Iterable[_Merged]
@@ -53,15 +59,18 @@ class _Families:
         return (family.metric() for family in self.families)
 
 
-def merge_expositions(texts: Mapping[str, str]) -> str:
+def merge_expositions(texts: Mapping[str, str], *, open_metrics: bool = False) -> str:
     """One valid exposition with every family once.
 
     Counters and histograms of the same name and labels are summed, so a scraper sees one series for all ingress
     processes. Metrics of other types keep each value, with the label ``piece_host`` where two processes expose the same
-    series. ``python_*``, ``process_*`` and the creation times of summed series are left out.
+    series. ``python_*``, ``process_*`` and the creation times of summed series are left out. Of several exemplars of
+    one series the latest stays.
 
     Args:
-        texts: The expositions by process name. Histograms of one name must have the same buckets.
+        texts: The expositions by process name, each in either format. Histograms of one name must have the same
+            buckets.
+        open_metrics: Whether the page is OpenMetrics.
 
     Raises:
         ValueError: A text cannot be parsed, or two processes give a family different types; the message names the
@@ -72,12 +81,13 @@ def merge_expositions(texts: Mapping[str, str]) -> str:
         for family in _parse(process, text):
             _add(merged, process, family)
     shown = [family for family in merged.values() if not _is_hidden(family, merged)]
-    return generate_latest(_Families(shown)).decode()
+    return exposition(_Families(shown), open_metrics=open_metrics)
 
 
 def _parse(process: str, text: str) -> list[Metric]:
+    read = open_metrics_families if text.endswith(OPEN_METRICS_END) else text_string_to_metric_families
     try:
-        return list(text_string_to_metric_families(text))
+        return list(read(text))
     except ValueError as error:
         raise ValueError(f"the metrics of {process} cannot be read: {error}") from error
 
@@ -87,8 +97,17 @@ def _add(merged: dict[str, _Merged], process: str, family: Metric) -> None:
     if target.type != family.type:
         raise ValueError(f"the metrics of {process} have {family.name} as {family.type}, others as {target.type}")
     for sample in family.samples:
+        if family.type in _SUMMED and sample.name.endswith(_CREATED):
+            continue  # OpenMetrics has it in the family itself
         series = (sample.name, tuple(sorted(sample.labels.items())))
         target.values.setdefault(series, {})[process] = sample.value
+        known = target.exemplars.get(series)
+        if sample.exemplar is not None and (known is None or _time(sample.exemplar) >= _time(known)):
+            target.exemplars[series] = sample.exemplar
+
+
+def _time(exemplar: Exemplar) -> float:
+    return float(exemplar.timestamp or 0.0)
 
 
 def _is_hidden(family: _Merged, merged: Mapping[str, _Merged]) -> bool:

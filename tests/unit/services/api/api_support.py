@@ -110,7 +110,7 @@ class ScriptedBackend:
     async def status(self) -> StatusReply:
         return StatusReply(self.components, KV_USAGE, self.artefacts, queue_delay_s=1.25)
 
-    async def metrics(self) -> str:
+    async def metrics(self, *, open_metrics: bool) -> str:
         return METRICS
 
     async def placement(self) -> PlacementView:

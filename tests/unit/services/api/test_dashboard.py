@@ -85,10 +85,13 @@ async def test_metrics(client: httpx.AsyncClient) -> None:
     assert reply.status_code == 200
     assert reply.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     assert reply.text == METRICS
+    accept = {"Accept": "application/openmetrics-text;version=1.0.0;q=0.6,text/plain;version=0.0.4;q=0.5"}
+    reply = await client.get("/metrics", headers=accept)
+    assert reply.headers["content-type"] == "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
 
 async def test_metrics_that_fail_are_an_error(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
-    async def fail() -> str:
+    async def fail(*, open_metrics: bool) -> str:
         raise FarsightError("no process answers")
 
     backend.metrics = fail  # type: ignore[method-assign]

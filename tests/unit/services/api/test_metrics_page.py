@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
+from actors.runtime.exposition import exposition
 from services.api.pages.metrics_page import merge_expositions
 
 TTFT = "vllm:time_to_first_token_seconds"
@@ -25,6 +27,10 @@ class _Process:
     @property
     def text(self) -> str:
         return generate_latest(self.registry).decode()
+
+    @property
+    def open_metrics(self) -> str:
+        return exposition(self.registry, open_metrics=True)
 
 
 def read(text: str) -> dict[str, Metric]:
@@ -84,6 +90,26 @@ def test_histograms_are_summed(one: _Process, two: _Process) -> None:
     ]
     assert merged["vllm:iteration_tokens_total"].type == "histogram"
     assert values(merged["vllm:iteration_tokens_total"])["vllm:iteration_tokens_total_count", ()] == 4
+
+
+def test_the_latest_exemplar_of_a_bucket_stays(one: _Process, two: _Process) -> None:
+    """And a page is the same whether its processes speak OpenMetrics or not."""
+    for process, name in ((one, "first"), (two, "second")):
+        process.ttft.labels("tiny").observe(0.5, {"response_id": name})
+        process.tokens.labels("tiny").inc(2)
+        process.running.labels("0").set(3)
+    one.ttft.labels("tiny").observe(5, {"response_id": "slow"})
+    texts = {"ingress-a": one.open_metrics, "ingress-b": two.open_metrics}
+    page = merge_expositions(texts, open_metrics=True)
+    families = {family.name: family for family in open_metrics_families(page)}
+    found = {
+        sample.labels["le"]: sample.exemplar and sample.exemplar.labels
+        for sample in families[TTFT].samples
+        if sample.name.endswith("_bucket")
+    }
+    assert found == {"0.1": None, "1.0": {"response_id": "second"}, "+Inf": {"response_id": "slow"}}
+    assert read(merge_expositions(texts)) == read(merge_expositions({"ingress-a": one.text, "ingress-b": two.text}))
+    assert merge_expositions({"again": page}, open_metrics=True) == page
 
 
 def test_gauges_get_a_label_only_where_they_collide(one: _Process, two: _Process) -> None:
