@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from actors.runtime.exposition import OPEN_METRICS_TYPE, PLAIN_TYPE, accepts_open_metrics, exposition
+from core.exposition import OPEN_METRICS_TYPE, PLAIN_TYPE, accepts_open_metrics, exposition
 from core.messages.status import ComponentStatus
 
 HEALTHY_STATES = frozenset({"ready", "draining"})

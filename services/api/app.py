@@ -8,8 +8,8 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from actors.runtime.exposition import OPEN_METRICS_TYPE, PLAIN_TYPE, accepts_open_metrics
 from core.errors import FarsightError
+from core.exposition import OPEN_METRICS_TYPE, PLAIN_TYPE, accepts_open_metrics
 from core.messages.placement import PlacementView
 from services.api.access.door import Door
 from services.api.access.install import install_door, route_paths, routes_of, usage_routes

@@ -19,13 +19,13 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from actors.log.log_outbox import LogOutbox
-from actors.runtime.exposition import exposition
 from actors.runtime.health import HealthServer
 from actors.runtime.metrics import RequestMetrics, show_degraded
 from actors.runtime.names import is_backend
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, Site, again_and_again, wait_for
 from core.degraded import Degraded
 from core.errors import InvalidValueError
+from core.exposition import exposition
 from core.forecast import Forecast, ForecastQuestion
 from core.messages.drains import DrainReplica
 from core.messages.forecasts import ForecastMade, ForecastsMade

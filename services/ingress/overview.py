@@ -13,7 +13,6 @@ from ray.exceptions import RayTaskError
 
 from actors.calls.failures import RemoteError
 from actors.runtime.component import kind_of
-from actors.runtime.exposition import OPEN_METRICS_TYPE
 from actors.runtime.names import (
     SUPERVISOR,
     by_host,
@@ -25,6 +24,7 @@ from actors.runtime.names import (
 )
 from actors.runtime.peer import PeerBook, PeerLost, Site, current_counts
 from core.errors import FarsightError
+from core.exposition import OPEN_METRICS_TYPE
 from core.load_snapshot import LoadSnapshot
 from core.messages.kv import KVUsage
 from core.messages.live import LiveQuery, LiveView, ReplicaLive

@@ -126,7 +126,7 @@ class StreamTrace:
 
     @property
     def exemplar(self) -> dict[str, str]:
-        """By which a latency is found again: the answer's id, and the trace's if it has a span; empty where nobody can
+        """By which a latency is found again: the answer's id, and its trace's if it has a span; empty if no client can
         ask for it."""
         origin = self._request.origin
         if origin is None:

@@ -12,8 +12,8 @@ import httpx
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics_families
 
-from actors.runtime.exposition import OPEN_METRICS_TYPE
 from core.config.engine import EngineConfig
+from core.exposition import OPEN_METRICS_TYPE
 from core.request import SamplingParams
 from engine import Engine
 from services.launch.launch import EMBEDDED_MODEL

@@ -8,7 +8,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.runtime.exposition import exposition
+from core.exposition import exposition
 from services.api.pages.metrics_page import merge_expositions
 
 TTFT = "vllm:time_to_first_token_seconds"

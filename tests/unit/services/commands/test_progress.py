@@ -37,7 +37,7 @@ def on_a_terminal(script: str) -> tuple[str, str]:
 
 
 def _read(terminal: int) -> bytes:
-    """Empty at the end, which Linux reports as an error of a terminal that nobody writes to any more."""
+    """Empty at the end, which Linux reports as an error of a terminal whose writers have gone."""
     try:
         return os.read(terminal, 65536)
     except OSError:
