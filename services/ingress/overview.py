@@ -113,7 +113,7 @@ class Overview:
             return None
 
     async def metrics(self, own_name: str, own_text: str, *, open_metrics: bool) -> str:
-        """Of every process that answers, and of this one."""
+        """The metrics of every process that answers, and of this one."""
         hosts = await self._hosts()
         texts = await asyncio.gather(*(self._host_metrics(host) for host in hosts))
         pages = dict(zip(hosts, texts, strict=True)) | {own_name: own_text}
