@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from core.errors import ConfigError
-from services.commands.progress import progress_bar
 from services.commands.simulate import (
     GpuOption,
     JsonOption,
@@ -29,6 +28,7 @@ from services.commands.simulate import (
     preset_names,
     wide_console,
 )
+from services.progress import progress_bar
 
 if TYPE_CHECKING:
     from simulator.advice import Advice, Measured, Setup

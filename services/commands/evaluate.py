@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from core.errors import ConfigError
-from services.commands.progress import progress_bar
 from services.commands.train import (
     DataArgument,
     DeviceOption,
@@ -19,6 +18,7 @@ from services.commands.train import (
     one_line_errors,
     report_rejected,
 )
+from services.progress import progress_bar
 
 if TYPE_CHECKING:
     from core.forecast import Forecast

@@ -12,7 +12,7 @@ import typer
 from core.config.engine import EngineConfig
 from core.errors import ConfigError, FarsightError
 from core.processors import compute_threads, usable_processors
-from services.commands.progress import progress_bar
+from services.progress import progress_bar
 
 if TYPE_CHECKING:
     from engine.steps.model_runner import ModelRunner

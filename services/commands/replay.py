@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from services.commands.progress import progress_bar
 from services.commands.simulate import (
     GpuOption,
     JsonOption,
@@ -23,6 +22,7 @@ from services.commands.simulate import (
     preset_names,
     wide_console,
 )
+from services.progress import progress_bar
 
 if TYPE_CHECKING:
     from rich.table import Table

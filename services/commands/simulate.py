@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from core.errors import ConfigError, FarsightError, InvalidValueError
-from services.commands.progress import progress_bar
+from services.progress import progress_bar
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -12,7 +12,7 @@ import typer
 from core.errors import ConfigError, FarsightError, InvalidValueError
 from core.forecast import Example
 from services.commands.logged_traffic import opened_log
-from services.commands.progress import progress_bar
+from services.progress import progress_bar
 
 if TYPE_CHECKING:
     from estimator.knn import ServedBatch

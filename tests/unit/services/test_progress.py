@@ -10,10 +10,10 @@ import sys
 
 import pytest
 
-from services.commands.progress import progress_bar
+from services.progress import progress_bar
 
 SCRIPT = """
-from services.commands.progress import progress_bar
+from services.progress import progress_bar
 with progress_bar("rows", {total}) as tell:
     for done in range(1, 4):
         tell(done)
