@@ -17,14 +17,15 @@ class FilesConfig:
             limit.
         max_age_s: Seconds after which a file or an ended batch is dropped, unless its client asked for less.
         max_batch_lines: Most requests of one batch.
-        batch_in_flight: Requests of batches in flight at once, at each ingress replica.
+        batch_in_flight: Most requests of batches in flight at once, at each ingress replica. No more begin than the
+            replicas have places free.
     """
 
     max_file_bytes: int = 64 * 1024 * 1024
     max_owner_bytes: int = 1024 * 1024 * 1024
     max_age_s: float = 30 * 86_400.0
     max_batch_lines: int = 50_000
-    batch_in_flight: int = 8
+    batch_in_flight: int = 256
 
     def __post_init__(self) -> None:
         for name in ("max_file_bytes", "max_owner_bytes"):

@@ -195,9 +195,13 @@ class FirstCheck:
         self._check_wishes(request)
         return self._check_delay()
 
-    def has_room(self) -> bool:
-        """Whether nothing waited when the Router last spoke of its load."""
-        return self._outlook is None or self._outlook.demand.num_waiting == 0
+    def free_places(self) -> int:
+        """Places at the replicas that no request has, wherever it came in; 0 as long as one waits for a replica, and
+        before the Router has spoken."""
+        outlook = self._outlook
+        if outlook is None or outlook.demand.num_waiting:
+            return 0
+        return max(0, outlook.num_replicas * outlook.max_num_seqs - self.in_flight[0])
 
     def _check_wishes(self, request: Request) -> None:
         """A request that cannot have its tokens by when its client wants them is refused at once."""

@@ -42,8 +42,9 @@ LEASE_S = 10.0
 LOOK_S = 1.0
 """How often a replica looks for batches, renews what it has, and sees whether one has been cancelled."""
 
-ROOM_S = 0.02
-"""How often it is looked whether a line may begin while others wait."""
+ROOM_S, BURST = 0.02, 4
+"""So often it is looked how many lines may begin, and so many do at most: those are counted before the next look, and
+reading them holds nobody up."""
 
 SWEEP_S = 60.0
 MAX_AT_ONCE = 4
@@ -76,13 +77,13 @@ class RunningPlace:
     Attributes:
         app: Answers them, without asking for a key.
         caller_of: Who a tenant's lines run for; None for a tenant that is not known.
-        has_room: Whether one more may begin now.
+        free_places: How many more may begin now.
         max_body_bytes: As of the application.
     """
 
     app: ASGIApp
     caller_of: Callable[[str], Caller | None]
-    has_room: Callable[[], bool]
+    free_places: Callable[[], int]
     max_body_bytes: int
 
 
@@ -273,27 +274,29 @@ class _Job:
     async def _run_lines(self, lines: list[BatchLine], sender: LineSender) -> None:
         """Runs the lines without a result; returns when they have one, or when the batch is to end."""
         done = await self._done()
-        pending = iter([each for each in enumerate(lines) if each[0] not in done])
+        pending = [each for each in enumerate(lines) if each[0] not in done]
         results: asyncio.Queue[tuple[int, LineResult] | None] = asyncio.Queue(GROUP_LINES)
 
-        async def work() -> None:
-            while True:
-                async with self._room:
-                    while not self._place.has_room():  # noqa: ASYNC110 - told by another process twice a second
-                        await asyncio.sleep(ROOM_S)
-                    index, line = next(pending, (-1, None))
-                    if line is None:
-                        return
-                    result = await sender.send(line)
-                await results.put((index, result))
+        async def answer(index: int, line: BatchLine) -> None:
+            try:
+                result = await sender.send(line)
+            finally:
+                self._room.release()
+            await results.put((index, result))
 
-        async def work_all() -> None:
-            async with asyncio.TaskGroup() as workers:
-                for _ in range(min(self._files.settings.batch_in_flight, len(lines))):
-                    workers.create_task(work())
+        async def begin_all() -> None:
+            num_free = 0
+            async with asyncio.TaskGroup() as answers:
+                for index, line in pending:
+                    while not num_free:
+                        await asyncio.sleep(ROOM_S)
+                        num_free = min(BURST, self._place.free_places())
+                    num_free -= 1
+                    await self._room.acquire()
+                    answers.create_task(answer(index, line))
             await results.put(None)
 
-        work_task = asyncio.create_task(work_all())
+        work_task = asyncio.create_task(begin_all())
         keep_task = asyncio.create_task(self._keep(results, len(done)))
         watch_task = asyncio.create_task(self._watch())
         tasks = (work_task, keep_task, watch_task)

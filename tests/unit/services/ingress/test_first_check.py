@@ -56,6 +56,20 @@ def test_requests_count_wherever_they_came_in() -> None:
     check.admit(request())
 
 
+def test_places_are_free_as_long_as_no_request_of_any_ingress_replica_has_them() -> None:
+    check = FirstCheck(OFF)
+    assert check.free_places() == 0, "nobody has told of any"
+    check.heard(reply(outlook(0)))
+    assert check.free_places() == REPLICAS * PLACES
+    mine = check.admit(request())
+    check.heard(reply(outlook(4), _=(2, 20), a=(1, 10)))
+    assert check.free_places() == REPLICAS * PLACES - 4
+    check.leave(mine)
+    assert check.free_places() == REPLICAS * PLACES - 3
+    check.heard(reply(outlook(REPLICAS * PLACES + 1)))
+    assert check.free_places() == 0, "one waits"
+
+
 def test_prompt_tokens_count_but_one_request_alone_may_have_any_number() -> None:
     check = FirstCheck(dataclasses.replace(OFF, max_queued_tokens=100))
     alone = check.admit(request(500))

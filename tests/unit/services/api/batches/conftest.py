@@ -34,6 +34,9 @@ class WallClock:
         return self.now
 
 
+MANY_PLACES = 100
+
+
 @dataclass
 class BatchService:
     """An application with files and batches, and what runs the batches."""
@@ -45,12 +48,12 @@ class BatchService:
     keys: dict[str, str]
     client: httpx.AsyncClient
     encoder: PromptEncoder
-    room: list[bool]
+    free_places: list[int]
 
     def runner(self, name: str = "one", backend: ScriptedBackend | None = None) -> BatchRunner:
         metered = MeteredBackend(backend or self.backend, self.door, shares_prefixes=True)
         app = build_app(metered, self.encoder)
-        place = RunningPlace(app, self.door.caller_of, lambda: self.room[0], 100_000)
+        place = RunningPlace(app, self.door.caller_of, lambda: self.free_places[0], 100_000)
         retry = RetryPolicy(give_up_s=30, first_delay_s=0.01, max_delay_s=0.05)
         return BatchRunner(self.batches, place, name, uses_keys=bool(self.keys), retry=retry, look_s=0.01)
 
@@ -84,6 +87,6 @@ async def serve(shelf: SqliteShelf, encoder: PromptEncoder, tmp_path: Path) -> A
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
             client = httpx.AsyncClient(transport=transport, base_url="http://test")
             stack.push_async_callback(client.aclose)
-            return BatchService(backend, batches, clock, door, keys, client, encoder, [True])
+            return BatchService(backend, batches, clock, door, keys, client, encoder, [MANY_PLACES])
 
         yield make

@@ -137,13 +137,13 @@ async def test_a_refused_line_is_sent_again(serve: Serve) -> None:
 
 async def test_lines_wait_while_others_do(serve: Serve) -> None:
     service = serve()
-    service.room[0] = False
+    service.free_places[0] = 0
     batch_id = await begin(service, lines(5))
     async with running(service.runner()):
         await until(service, batch_id, "in_progress")
         await asyncio.sleep(0.1)
         assert not service.backend.calls
-        service.room[0] = True
+        service.free_places[0] = 1
         await until(service, batch_id, "completed")
 
 
