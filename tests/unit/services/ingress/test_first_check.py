@@ -58,7 +58,7 @@ def test_requests_count_wherever_they_came_in() -> None:
 
 def test_places_are_free_as_long_as_no_request_of_any_ingress_replica_has_them() -> None:
     check = FirstCheck(OFF)
-    assert check.free_places() == 0, "nobody has told of any"
+    assert check.free_places() == 0, "the Router has not spoken"
     check.heard(reply(outlook(0)))
     assert check.free_places() == REPLICAS * PLACES
     mine = check.admit(request())
