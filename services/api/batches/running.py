@@ -44,7 +44,7 @@ LOOK_S = 1.0
 
 ROOM_S, BURST = 0.02, 4
 """So often it is looked how many lines may begin, and so many do at most: those are counted before the next look, and
-reading them holds nobody up."""
+reading them delays no stream."""
 
 SWEEP_S = 60.0
 MAX_AT_ONCE = 4
