@@ -19,10 +19,10 @@ OURS = {
     *("prompt_token_ids", "choices.prompt_token_ids", "choices.token_ids"),
     *("prompt_logprobs", "choices.prompt_logprobs", "service_tier", "usage.gpu_seconds"),
     *("id", "created"),
-    *("store", "response.store", "object", "first_id", "last_id"),
+    *("store", "response.store", "name", "object", "first_id", "last_id"),
 }
 """Fields that the library's models do not have: vLLM's, the tier of a completion, what a request cost; id and time of
-embeddings; and what OpenAI's API reference has of responses and lists.
+embeddings; and what OpenAI's API reference has of responses, their events and lists.
 
 One value differs: with ``echo`` and ``logprobs`` the first token has null as its log probability, as OpenAI and vLLM
 answer, where the library wants a number.
