@@ -1,18 +1,24 @@
 """Whether live promises of ends hold: ``python -m benchmarks.promises``.
 
-An emulated A100 with a 7B model, 16 places, requests of log-normal lengths that no policy is told, arrivals by a
-Poisson process at ``--load`` of the capacity that this command measures first. Prints the share of ends between the
-headers ``farsight-eta-p50`` and ``farsight-eta-p90``, and up to the second, as the client saw them.
+An emulated A100 with a 7B model, or a real model (``--model DIR``), 16 places, requests of log-normal lengths that no
+policy is told, arrivals by a Poisson process at ``--load`` of the capacity that this command measures first. Prints the
+share of ends between the headers ``farsight-eta-p50`` and ``farsight-eta-p90``, and up to the
+second, as the client saw them.
+
+With ``--results FILE`` a long measurement runs in parts: each call starts a server, measures its capacity, adds its
+promises to the file, and prints the shares of all promises in the file.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import aiohttp
@@ -25,6 +31,7 @@ from services.launch.launch import EMBEDDED_NAME
 PLACES = 16
 MEDIAN_LEN, SIGMA, MAX_LEN = 60, 0.8, 512
 READY_S = 180.0
+REAL_NAME = "measured"
 
 Told = tuple[float, float, float]
 """p50, p90 and the true seconds of one request."""
@@ -33,7 +40,8 @@ Told = tuple[float, float, float]
 class PromiseClients:
     """Sends requests and keeps what each was told."""
 
-    def __init__(self, url: str, seed: int) -> None:
+    def __init__(self, url: str, seed: int, model: str = EMBEDDED_NAME) -> None:
+        self._model = model
         self._url = f"{url}/v1/completions"
         self._draw = random.Random(seed)
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
@@ -46,7 +54,7 @@ class PromiseClients:
     async def one(self) -> None:
         prompt = " ".join(f"w{self._draw.randrange(10**6)}" for _ in range(self._draw.randrange(2, 40)))
         length = max(1, min(MAX_LEN, round(self._draw.lognormvariate(float(np.log(MEDIAN_LEN)), SIGMA))))
-        body = {"model": EMBEDDED_NAME, "prompt": prompt, "max_tokens": MAX_LEN, "benchmark_len": length}
+        body = {"model": self._model, "prompt": prompt, "max_tokens": MAX_LEN, "benchmark_len": length}
         began = time.perf_counter()
         async with self._session.post(self._url, json=body | {"stream": True}) as reply:
             await reply.read()
@@ -80,8 +88,9 @@ class PromiseClients:
         await asyncio.gather(*tasks)
 
 
-async def measure(url: str, args: argparse.Namespace) -> None:
-    clients = PromiseClients(url, args.seed)
+async def measure(url: str, args: argparse.Namespace, seed: int) -> tuple[list[Told], str]:
+    """The promises of one part, and at which load they were made."""
+    clients = PromiseClients(url, seed, served_name(args))
     try:
         capacity = await clients.capacity(args.capacity_s)
         clients.told.clear()
@@ -89,15 +98,45 @@ async def measure(url: str, args: argparse.Namespace) -> None:
         await clients.load(args.load * capacity, args.requests)
     finally:
         await clients.close()
-    told: NDArray[np.float64] = np.array(clients.told)
+    load = f"{args.load:g} of {capacity:.1f} requests/s, preset {args.preset}, {clients.num_silent} answers without"
+    return clients.told, load
+
+
+def shares(promises: Sequence[Told]) -> str:
+    """How well promises held."""
+    told: NDArray[np.float64] = np.array(promises)
     p50_s, p90_s, took_s = told.T
     band = float(((took_s > p50_s) & (took_s <= p90_s)).mean())
     up_to_p90, error_s = float((took_s <= p90_s).mean()), float(np.median(np.abs(took_s - p50_s)))
-    print(
-        f"{args.load:g} of {capacity:.1f} requests/s, preset {args.preset}: {len(told)} promises, "
-        f"{clients.num_silent} answers without; between p50 and p90 {100 * band:.1f} %, up to p90 "
-        f"{100 * up_to_p90:.1f} %, median error of p50 {error_s:.2f} s of {float(np.median(took_s)):.2f} s"
+    return (
+        f"{len(told)} promises: between p50 and p90 {100 * band:.1f} %, up to p90 {100 * up_to_p90:.1f} %, "
+        f"median error of p50 {error_s:.2f} s of {float(np.median(took_s)):.2f} s"
     )
+
+
+def read_promises(path: Path) -> list[Told]:
+    """The promises of earlier parts; none if there is no file."""
+    if not path.exists():
+        return []
+    return [(row[0], row[1], row[2]) for row in map(json.loads, path.read_text(encoding="utf-8").splitlines())]
+
+
+def add_promises(path: Path, promises: Sequence[Told]) -> None:
+    """Appends a part, one promise a line."""
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(f"{json.dumps(each)}\n" for each in promises)
+
+
+def served_name(args: argparse.Namespace) -> str:
+    """The name under which the server answers."""
+    return EMBEDDED_NAME if args.model is None else REAL_NAME
+
+
+def serving_words(args: argparse.Namespace) -> list[str]:
+    """The options of ``farsight serve`` that choose the model and its device."""
+    if args.model is None:
+        return ["--device", "emulated:a100-7b"]
+    return ["--model", str(args.model), "--served-model-name", served_name(args)]
 
 
 def main() -> None:
@@ -107,17 +146,24 @@ def main() -> None:
     parser.add_argument("--preset", default="fcfs")
     parser.add_argument("--capacity-s", type=float, default=20.0, help="seconds of measuring the capacity")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--model", type=Path, help="a real checkpoint (default: an emulated A100)")
+    parser.add_argument("--results", type=Path, help="file to which this part's promises are added")
     args = parser.parse_args()
+    earlier = [] if args.results is None else read_promises(args.results)
     folder, port = Path(tempfile.mkdtemp(prefix="farsight-promises-")), free_port()
     (folder / "config.toml").write_text(f"[server]\nmax_wait_s = 0.0\n[engine]\nmax_num_seqs = {PLACES}\n")
-    words = ["-m", "services.cli", "serve", "--device", "emulated:a100-7b", "--preset", args.preset, "--benchmark-mode"]
+    words = ["-m", "services.cli", "serve", *serving_words(args), "--preset", args.preset, "--benchmark-mode"]
     words += ["--port", str(port), "--config", str(folder / "config.toml"), "--max-model-len", "2048"]
-    server = RunningServer(ServerCommand([sys.executable, *words], port, EMBEDDED_NAME), folder / "server.log")
+    server = RunningServer(ServerCommand([sys.executable, *words], port, served_name(args)), folder / "server.log")
     try:
         server.wait_until_ready(READY_S)
-        asyncio.run(measure(server.command.base_url, args))
+        promises, load = asyncio.run(measure(server.command.base_url, args, args.seed + len(earlier)))
     finally:
         server.stop()
+    print(f"{load}; {shares(promises)}")
+    if args.results is not None:
+        add_promises(args.results, promises)
+        print(f"all parts: {shares([*earlier, *promises])}")
 
 
 if __name__ == "__main__":

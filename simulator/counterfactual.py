@@ -7,25 +7,25 @@ run as it was misses the log, so that what the simulation leaves out cancels as 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from core.errors import InvalidValueError
-from policies.presets import PRESETS
+from policies.compose import is_steady
+from policies.presets import PRESETS, find_preset
 from simulator.cluster.records import Record
 from simulator.experiment import Experiment
 from simulator.run import run_until
-from simulator.traffic.workload import SimRequest, Workload
+from simulator.traffic.workload import Workload
 
-MAX_WINDOW = 2000
-"""Requests of one run at most."""
+MAX_CPU_MS = 1000.0
+"""Processor time of an answer; the number of simulated requests follows from it."""
+
+STEADY_MS, MOVING_MS = 1.5, 4.0
+"""Processor time of one request in a run: where decisions change with events alone, and where time changes them too."""
 
 MAX_REPLICAS = 64
-ROUNDS = 2
-"""What overlapped the request, and what overlapped that, has an effect on it worth simulating."""
-
-MARGIN = 3.0
-"""Later requests come until so many times its own time has passed: the change may make it slower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,15 @@ class Counterfactual:
         changed: The changed run, as simulated.
         jct_s: What the request would have taken, by the log and the ratio of both runs.
         num_requests: Requests in each run.
+        is_whole: Whether these are all that arrived from the last idle instant until the later end; else the earliest
+            or the latest are left out to bound the work.
     """
 
     as_simulated: Life
     changed: Life
     jct_s: float
     num_requests: int
+    is_whole: bool
 
 
 def parse_change(text: str) -> Change:
@@ -89,34 +92,64 @@ def _is_integer(text: str) -> bool:
     return text.removeprefix("-").isdecimal() and len(text) < 10
 
 
-def window(arrivals: Workload, jct_s: Sequence[float], index: int) -> list[SimRequest]:
-    """The requests that a request can have met, at most ``MAX_WINDOW``; it is one of them.
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The requests of both runs.
+
+    Attributes:
+        requests: Consecutive arrivals; the one that is asked for is among them.
+        is_whole: Whether they begin at an instant at which the log shows the service idle.
+        next_at: Arrival of the first later request that is left out; infinity if none is.
+    """
+
+    requests: Workload
+    is_whole: bool
+    next_at: float
+
+    def holds_until(self, ends_at: float) -> bool:
+        """Whether no request is left out that arrived between the idle instant and this one."""
+        return self.is_whole and ends_at <= self.next_at
+
+
+def most_requests(*presets: str) -> int:
+    """Requests of a window whose runs under these presets together take about ``MAX_CPU_MS``."""
+    cost_ms = sum(STEADY_MS if is_steady(find_preset(preset)) else MOVING_MS for preset in presets)
+    return int(MAX_CPU_MS / cost_ms)
+
+
+def window(arrivals: Workload, jct_s: Sequence[float], index: int, most: int) -> Window:
+    """The requests that can influence one, from the last idle instant before it on, at most ``most``.
+
+    Where they are too many, the earliest are left out, but not more than leave half of the window to those before it.
 
     Args:
         arrivals: In order of arrival.
         jct_s: How long each took.
         index: Place of the request in ``arrivals``.
     """
-    began_at = arrivals[index].arrived_at
-    for _ in range(ROUNDS):
-        met = (
-            each.arrived_at
-            for each, took_s in zip(arrivals[:index], jct_s[:index], strict=True)
-            if each.arrived_at + took_s > began_at
-        )
-        began_at = min(met, default=began_at)
-    ends_at = arrivals[index].arrived_at + MARGIN * jct_s[index]
-    first = max(index - MAX_WINDOW + 1, 0)
-    chosen = [
-        each
-        for place, each in enumerate(arrivals[first:], first)
-        if place == index or began_at <= each.arrived_at <= ends_at
-    ]
-    return chosen[:MAX_WINDOW]
+    first, busy_until = 0, -math.inf
+    for place in range(index + 1):
+        arrived_at = arrivals[place].arrived_at
+        if arrived_at >= busy_until:
+            first = place
+        busy_until = max(busy_until, arrived_at + jct_s[place])
+    ends_at = arrivals[index].arrived_at + jct_s[index]
+    num_later = sum(each.arrived_at < ends_at for each in arrivals[index + 1 :])
+    num_earlier = max(most - 1 - num_later, most // 2)
+    begin = max(first, index - num_earlier)
+    end = begin + most
+    next_at = arrivals[end].arrived_at if end < len(arrivals) else math.inf
+    return Window(arrivals[begin:end], begin == first, next_at)
 
 
 def what_if(
-    experiment: Experiment, arrivals: Workload, jct_s: Sequence[float], index: int, change: Change
+    experiment: Experiment,
+    arrivals: Workload,
+    jct_s: Sequence[float],
+    index: int,
+    change: Change,
+    *,
+    most: int | None = None,
 ) -> Counterfactual:
     """The life of one request with a change.
 
@@ -125,20 +158,24 @@ def what_if(
         arrivals: Logged requests in order of arrival.
         jct_s: Logged seconds of each.
         index: Place of the request in ``arrivals``.
+        most: Requests of the window at most; None for as many as ``MAX_CPU_MS`` allows.
     """
-    requests = window(arrivals, jct_s, index)
-    own = arrivals[index]
+    preset = experiment.preset if change.preset is None else change.preset
+    chosen = window(arrivals, jct_s, index, most_requests(experiment.preset, preset) if most is None else most)
+    requests, own = chosen.requests, arrivals[index]
     before = _life(run_until(experiment, requests, own.request_id))
     changed = dataclasses.replace(
         experiment,
-        preset=experiment.preset if change.preset is None else change.preset,
+        preset=preset,
         num_replicas=experiment.num_replicas if change.replicas is None else change.replicas,
     )
     if change.priority is not None:
         urgent = dataclasses.replace(own, priority=change.priority)
         requests = [urgent if each.request_id == own.request_id else each for each in requests]
     after = _life(run_until(changed, requests, own.request_id))
-    return Counterfactual(before, after, jct_s[index] * after.jct_s / before.jct_s, len(requests))
+    last_end_at = own.arrived_at + max(before.jct_s, after.jct_s)
+    scaled_s = jct_s[index] * after.jct_s / before.jct_s
+    return Counterfactual(before, after, scaled_s, len(requests), chosen.holds_until(last_end_at))
 
 
 def _life(record: Record) -> Life:

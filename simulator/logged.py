@@ -50,7 +50,15 @@ def answer(question: WhatIfQuestion) -> WhatIfAnswer:
     arrivals, jct_s = _arrivals(records), [each.jct_s for each in records]
     found = what_if(_experiment(window.served), arrivals, jct_s, places[0], change)
     before, after = found.as_simulated, found.changed
-    return WhatIfAnswer(jct_s[places[0]], found.jct_s, before.ttft_s, before.jct_s, after.ttft_s, after.jct_s)
+    return WhatIfAnswer(
+        jct_s[places[0]],
+        found.jct_s,
+        before.ttft_s,
+        before.jct_s,
+        after.ttft_s,
+        after.jct_s,
+        is_whole=found.is_whole,
+    )
 
 
 def _arrivals(records: Sequence[FinishedRequest]) -> list[SimRequest]:

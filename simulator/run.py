@@ -84,6 +84,9 @@ def run(
     return RunOutcome(recorder, tuple(failed), summary)
 
 
+GRANT_LEAD_S = 0.1
+"""Orders by slices of time look at a job after twice this at the earliest, where one request is of interest."""
+
 LOOK_EVERY = 16
 """Steps between two looks at a preset that is not steady, where one request is of interest: the look costs the most."""
 
@@ -96,8 +99,10 @@ def run_until(experiment: Experiment, arrivals: Workload, request_id: str) -> Re
     """
     shape = _replica_shape(experiment, arrivals)
     shape = replace(shape, look_every=min(1, shape.look_every) * LOOK_EVERY)
-    build = _batch_fleet if is_batch_mode(experiment.preset) else _continuous_fleet
-    fleet = build(experiment, shape, arrivals, None)
+    if is_batch_mode(experiment.preset):
+        fleet = _batch_fleet(experiment, shape, arrivals, None)
+    else:
+        fleet = _continuous_fleet(experiment, shape, arrivals, None, grant_lead_s=GRANT_LEAD_S)
     for record in fleet.run(arrivals, until=request_id).done[::-1]:
         if record.arrival.request_id == request_id:
             return record
@@ -125,7 +130,12 @@ def _any_gives_way(arrivals: Workload) -> bool:
 
 
 def _continuous_fleet(
-    experiment: Experiment, shape: ReplicaShape, arrivals: Workload, timeline: Timeline | None
+    experiment: Experiment,
+    shape: ReplicaShape,
+    arrivals: Workload,
+    timeline: Timeline | None,
+    *,
+    grant_lead_s: float = 0.0,
 ) -> Fleet:
     settings = PolicySettings(
         watermark=experiment.watermark,
@@ -133,7 +143,12 @@ def _continuous_fleet(
         cost=experiment.latency.cost,
         block_size=experiment.block_size,
     )
-    limits = SchedulerLimits(experiment.max_num_seqs, standby_slots=0, offload_deadline_s=_deadline_s(experiment))
+    limits = SchedulerLimits(
+        experiment.max_num_seqs,
+        standby_slots=0,
+        grant_lead_s=grant_lead_s,
+        offload_deadline_s=_deadline_s(experiment),
+    )
     first_seed = experiment.seed * experiment.num_replicas
 
     def make_scheduler(index: int) -> ReplicaScheduler:

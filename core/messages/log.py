@@ -327,6 +327,7 @@ class WhatIfAnswer:
 
     Attributes:
         problem: Why there is no answer; else empty.
+        is_whole: Whether no other request can have had an effect, as far as the log tells.
     """
 
     logged_jct_s: float = 0.0
@@ -336,6 +337,7 @@ class WhatIfAnswer:
     after_ttft_s: float = 0.0
     after_jct_s: float = 0.0
     problem: str = ""
+    is_whole: bool = True
 
 
 def _require(ok: bool, field: str, value: object, expected: str) -> None:

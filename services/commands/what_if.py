@@ -66,9 +66,10 @@ def sentence(found: dict[str, Any]) -> str:
     """The answer in one sentence."""
     logged_s, jct_s = found["logged_jct_s"], found["jct_s"]
     ratio = jct_s / logged_s
+    left_out = "" if found["is_whole"] else ", the nearest; others were left out to bound the work"
     word = "about the same" if abs(ratio - 1) < SHARE else f"{ratio:.2f} times that"
     return (
         f"With {found['if']} it would have taken {jct_s:.2f} s instead of {logged_s:.2f} s, {word} "
         f"(simulated: {found['changed']['jct_s']:.2f} s instead of {found['as_simulated']['jct_s']:.2f} s, "
-        f"{found['num_requests']:,} requests)."
+        f"{found['num_requests']:,} requests{left_out})."
     )

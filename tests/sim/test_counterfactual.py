@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 
 import numpy as np
 import pytest
 
 from core.errors import InvalidValueError
-from simulator.counterfactual import MAX_WINDOW, Change, parse_change, what_if, window
+from simulator.counterfactual import Change, most_requests, parse_change, what_if, window
 from simulator.experiment import Experiment, make_arrivals
 from simulator.run import run, run_until
 from simulator.traffic.workload import Workload
@@ -46,13 +48,55 @@ def test_without_a_change_it_is_what_was() -> None:
     assert what_if(EXPERIMENT, arrivals, as_served, 60, Change()).jct_s == pytest.approx(as_served[60])
 
 
-def test_the_window_is_bounded_and_holds_the_request() -> None:
-    arrivals = make_arrivals(dataclasses.replace(EXPERIMENT, num_requests=3 * MAX_WINDOW))
-    for index in (0, MAX_WINDOW, 3 * MAX_WINDOW - 1):
-        chosen = window(arrivals, [1e6] * len(arrivals), index)
-        assert len(chosen) <= MAX_WINDOW and arrivals[index] in chosen
-    near = window(arrivals, [0.001] * len(arrivals), 1000)
-    assert arrivals[1000] in near and len(near) < 10
+def test_a_window_begins_at_the_last_idle_instant() -> None:
+    arrivals = make_arrivals(EXPERIMENT)
+    gaps = [after.arrived_at - each.arrived_at for each, after in itertools.pairwise(arrivals)] + [1.0]
+    took_s = [2 * gap for gap in gaps]  # Each overlaps the next, but for two that end before.
+    took_s[49] = took_s[79] = 0.0
+    took_s[48], took_s[78] = gaps[48], gaps[78]
+    chosen = window(arrivals, took_s, 60, 1000)
+    assert chosen.requests[0] is arrivals[50] and chosen.is_whole and chosen.next_at == math.inf
+
+
+def test_a_window_is_bounded_and_says_what_it_leaves_out() -> None:
+    arrivals = make_arrivals(EXPERIMENT)
+    for index in (0, 60, len(arrivals) - 1):
+        chosen = window(arrivals, [1e6] * len(arrivals), index, 20)
+        assert len(chosen.requests) <= 20 and arrivals[index] in chosen.requests
+        assert chosen.is_whole == (index == 0)
+        assert chosen.holds_until(1e6) is False
+    alone = window(arrivals, [0.0] * len(arrivals), 60, 20)
+    assert alone.requests[0] is arrivals[60] and alone.is_whole
+    assert alone.next_at == arrivals[80].arrived_at
+    assert alone.holds_until(arrivals[80].arrived_at) and not alone.holds_until(arrivals[81].arrived_at)
+
+
+def test_a_whole_window_gives_the_answer_of_the_whole_run() -> None:
+    calm = dataclasses.replace(EXPERIMENT, rate=0.5)
+    arrivals = make_arrivals(calm)
+    as_served = completion_times(calm, arrivals)
+    sizes = []
+    for index in range(10, 120, 10):
+        found = what_if(calm, arrivals, as_served, index, Change(priority=-1))
+        urgent = [dataclasses.replace(each, priority=-(place == index)) for place, each in enumerate(arrivals)]
+        whole = run_until(calm, urgent, arrivals[index].request_id)
+        assert found.is_whole
+        assert found.as_simulated.jct_s == pytest.approx(as_served[index], rel=1e-9)
+        assert found.changed.jct_s == pytest.approx(whole.jct_s, rel=1e-9)
+        sizes.append(found.num_requests)
+    assert max(sizes) > 1
+
+
+def test_an_answer_says_that_requests_were_left_out() -> None:
+    crowded = dataclasses.replace(EXPERIMENT, rate=100.0)
+    arrivals = make_arrivals(crowded)
+    as_served = completion_times(crowded, arrivals)
+    found = what_if(crowded, arrivals, as_served, 100, Change(priority=-1), most=30)
+    assert (found.num_requests, found.is_whole) == (30, False)
+
+
+def test_presets_that_look_often_get_smaller_windows() -> None:
+    assert most_requests("fcfs", "fcfs") > most_requests("fcfs", "farsight") > most_requests("farsight", "farsight") > 0
 
 
 def test_a_run_ends_with_the_request_that_is_asked_for() -> None:

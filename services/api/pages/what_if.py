@@ -46,6 +46,7 @@ class WhatIf(BaseModel):
     Attributes:
         jct_s: What it would have taken: what it took, times the ratio of both simulated runs.
         as_simulated, changed: The runs as it was and with the change.
+        is_whole: Whether all requests that can have had an effect were simulated; else the nearest of them.
         text: The answer as a sentence.
     """
 
@@ -57,6 +58,7 @@ class WhatIf(BaseModel):
     logged_jct_s: float
     as_simulated: LifeTimes
     changed: LifeTimes
+    is_whole: bool
     text: str
 
 
@@ -173,6 +175,7 @@ def _unavailable(message: str) -> ApiError:
 
 def _reply(response_id: str, choice: int, change: str, answer: WhatIfAnswer) -> WhatIf:
     ratio = answer.jct_s / answer.logged_jct_s if answer.logged_jct_s else 1.0
+    left_out = "" if answer.is_whole else " The simulation left out the more distant requests to bound its work."
     compared = "about the same" if abs(ratio - 1) < SAME else f"{ratio:.2f} times that"
     return WhatIf(
         id=response_id,
@@ -182,8 +185,9 @@ def _reply(response_id: str, choice: int, change: str, answer: WhatIfAnswer) -> 
         logged_jct_s=round(answer.logged_jct_s, 3),
         as_simulated=LifeTimes(ttft_s=round(answer.before_ttft_s, 3), jct_s=round(answer.before_jct_s, 3)),
         changed=LifeTimes(ttft_s=round(answer.after_ttft_s, 3), jct_s=round(answer.after_jct_s, 3)),
+        is_whole=answer.is_whole,
         text=f"With {change} it would have taken {_time(answer.jct_s)} instead of {_time(answer.logged_jct_s)}, "
-        f"{compared}.",
+        f"{compared}.{left_out}",
     )
 
 

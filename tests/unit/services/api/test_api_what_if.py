@@ -92,7 +92,8 @@ async def test_the_owner_is_told_what_would_have_been_of_that_request_alone(
     body = reply.json()
     assert reply.status_code == 200, body
     assert body.keys() == {
-        *("id", "object", "choice", "if", "jct_s", "logged_jct_s", "as_simulated", "changed", "text")
+        *("id", "object", "choice", "if", "jct_s", "logged_jct_s", "as_simulated", "changed"),
+        *("is_whole", "text"),
     }
     assert (body["object"], body["if"], body["choice"]) == ("request.what_if", "replicas=3,priority=-1", 0)
     assert body["logged_jct_s"] == pytest.approx(window.records[OWN].jct_s, abs=1e-3)
