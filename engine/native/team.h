@@ -49,7 +49,12 @@ class Team {
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);  // the helpers inherit it: signals are the main thread's
     try {
-      for (int i = 1; i < size; ++i) helpers_.emplace_back([this] { help(); });
+      for (int i = 1; i < size; ++i) {
+        helpers_.emplace_back([this] { help(); });
+#if defined(__linux__)
+        pthread_setname_np(helpers_.back().native_handle(), "farsight-step");  // what `top -H` shows
+#endif
+      }
     } catch (...) {
       pthread_sigmask(SIG_SETMASK, &before, nullptr);
       dismiss();
