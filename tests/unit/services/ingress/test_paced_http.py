@@ -157,7 +157,7 @@ async def test_looking_for_the_listening_socket_leaves_no_file_open() -> None:
         found = _find_listener(port)
         assert found is not None
         assert _find_listener(1) is None
-        assert _num_open_files() == before
+        assert _num_open_files() <= before  # what earlier tests left open may be closed meanwhile
 
 
 def _num_open_files() -> int:
