@@ -2,8 +2,8 @@
 
 A picture's file is a program for its decoder, by anyone: it may claim to hold 4 billion pixels, take minutes in one
 call of a library in C, or find a defect in that library. So a child reads it (``decoder_process``): the kernel ends the
-child after ``DecodeLimits.cpu_s`` of processor time for one file and bounds its memory; it opens and writes no file, has
-no socket but the one to its parent, and its environment holds no keys. The next file gets a new child.
+child after ``DecodeLimits.cpu_s`` of processor time for one file and bounds its memory; it opens and writes no file,
+has no socket but the one to its parent, and its environment holds no keys. The next file gets a new child.
 """
 
 from __future__ import annotations
