@@ -27,6 +27,7 @@ from actors.vision.row_cache import Key, RowCache
 from core.errors import ConfigError, FarsightError, InvalidValueError
 from core.messages.images import EncodedImage, EncodedImages, EncodeImages, ImageFile
 from core.processors import usable_processors
+from engine.vision.decoder import DecodeLimits, PictureDecoder
 
 if TYPE_CHECKING:
     from core.config.load import FarsightConfig
@@ -65,7 +66,8 @@ class ImageEncoder(Component, ImageEncoderCalls):
         self._metrics = _metrics(context.registry)
         self._cache = RowCache(self._settings.cache_mib * _MIB)
         self._thread = ThreadPoolExecutor(1, "tower")
-        self._decoding = ThreadPoolExecutor(1, "decoder")
+        self._preparing = ThreadPoolExecutor(1, "pixels")
+        self._decoder = PictureDecoder(DecodeLimits(max_pixels=self._settings.max_pixels))
         self._vision: VisionModel | None = None
         self._open: dict[Key, asyncio.Future[EncodedImage]] = {}
         self._room = asyncio.Semaphore(MAX_BATCH)
@@ -89,7 +91,8 @@ class ImageEncoder(Component, ImageEncoderCalls):
     async def stop(self) -> None:
         await super().stop()
         self._thread.shutdown(wait=False)
-        self._decoding.shutdown(wait=False)
+        self._preparing.shutdown(wait=False)
+        self._decoder.close()
 
     @property
     def state(self) -> str:
@@ -144,8 +147,8 @@ class ImageEncoder(Component, ImageEncoderCalls):
 
     async def _decoded(self, file: ImageFile) -> PreparedImage:
         assert self._vision is not None
-        work = functools.partial(_prepare, self._vision, file.data, self._settings.max_pixels)
-        return await asyncio.get_running_loop().run_in_executor(self._decoding, work)
+        rgb = await asyncio.wrap_future(self._decoder.submit(file.data))
+        return await asyncio.get_running_loop().run_in_executor(self._preparing, self._vision.prepare, rgb)
 
     async def _run(self) -> None:
         """Encodes what waits, together."""
@@ -212,24 +215,3 @@ def _load(model_dir: Path, config: FarsightConfig) -> VisionModel:
     if vision is None:
         raise ConfigError("model.path", str(model_dir), "a model that sees")
     return vision
-
-
-def _prepare(vision: VisionModel, data: bytes, max_pixels: int) -> PreparedImage:
-    """
-    Raises:
-        InvalidValueError: It is no picture, or not one that the model takes.
-    """
-    import io
-
-    import numpy as np
-    from PIL import Image, ImageOps
-
-    try:
-        with Image.open(io.BytesIO(data)) as opened:
-            if opened.width * opened.height > max_pixels:
-                size = f"{opened.width} x {opened.height} pixels"
-                raise InvalidValueError("image", size, f"a picture of at most {max_pixels} pixels (images.max_pixels)")
-            rgb = np.asarray(ImageOps.exif_transpose(opened).convert("RGB"))
-    except (OSError, ValueError, SyntaxError) as error:
-        raise InvalidValueError("image", f"{len(data)} bytes", f"a picture that can be read ({error})") from error
-    return vision.prepare(rgb)

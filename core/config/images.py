@@ -20,7 +20,7 @@ class ImagesConfig:
         num_threads: Threads that each computes with; 0 is half of the processors.
         cache_mib: Most memory of the rows that each keeps of pictures that it has encoded.
         max_per_request: Most pictures of one request.
-        max_pixels: A picture of more pixels is refused.
+        max_pixels: A picture of more pixels is refused; the default is a little more than one of 8K.
         max_waiting_mib: Files of pictures that wait at one ingress replica; beyond it requests get 429.
         wait_s: A request whose pictures are not encoded within so many seconds gets 503.
     """
@@ -30,7 +30,7 @@ class ImagesConfig:
     num_threads: int = 0
     cache_mib: int = 256
     max_per_request: int = 16
-    max_pixels: int = 64_000_000
+    max_pixels: int = 1 << 25
     max_waiting_mib: int = 64
     wait_s: float = 120.0
 
