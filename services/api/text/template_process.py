@@ -74,6 +74,7 @@ class TemplateProcess:
         add_generation_prompt: bool = True,
         tools: Tools | None = None,
         arguments: Mapping[str, Any] | None = None,
+        image_text: str = "",
     ) -> tuple[str, tuple[tuple[int, int], ...]]:
         """The text of a conversation, and the places in it that clients wrote (``ClientText.spans``).
 
@@ -81,12 +82,13 @@ class TemplateProcess:
             add_generation_prompt: Whether it ends where the assistant's turn begins.
             tools: Functions that the model may call.
             arguments: Further values that the template may know.
+            image_text: What stands for a picture where the template takes no parts.
 
         Raises:
             TemplateRefused: The template does not render it.
             TemplateStopped: It took too much time or memory.
         """
-        data = _packed([messages, add_generation_prompt, tools, dict(arguments or {})])
+        data = _packed([messages, add_generation_prompt, tools, dict(arguments or {}), image_text])
         with self._turn:
             try:
                 text, spans = _asked(self._ready(), data)
@@ -159,24 +161,32 @@ def _reason(error: Exception) -> str:
 def main() -> None:
     """``python -m services.api.text.template_process SOCKET``"""
     from services.api.text.client_text import client_value, client_value_of, compile_template, spans_of
+    from services.api.text.content_forms import ContentForms
 
     with parent_stream() as stream:
         source, variables = _unpacked(receive(stream) or b"")
         limit_process(MAX_BYTES)
         compiled: list[Any] = []
+        forms = ContentForms(
+            lambda messages: str(
+                compiled[0].render(
+                    messages=messages, tools=None, documents=None, add_generation_prompt=True, **variables
+                )
+            )
+        )
         stream.write(framed(_answer(lambda: compiled.append(compile_template(source)))))
         stream.flush()
 
         def render(
-            messages: Messages, add_generation_prompt: bool, tools: Tools | None, arguments: Mapping[str, Any]
+            messages: Messages,
+            add_generation_prompt: bool,
+            tools: Tools | None,
+            arguments: Mapping[str, Any],
+            image_text: str,
         ) -> tuple[str, tuple[tuple[int, int], ...]]:
             """The role is one of a few words; all else is the client's own."""
-            chat = [
-                {name: value if name == "role" else client_value(value) for name, value in message.items()}
-                for message in messages
-            ]
             text = compiled[0].render(
-                messages=chat,
+                messages=forms.fitting(messages, image_text),
                 tools=client_value(tools),
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
