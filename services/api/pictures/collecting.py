@@ -27,10 +27,7 @@ def check_pictures(contents: Iterable[Content], sight: Sight | None) -> None:
     """
     for number, (place, part) in enumerate(_places(contents)):
         if sight is None:
-            field = part.field or f"{place}.type"
-            raise InvalidValueError(
-                field, "a picture" if part.field else "image_url", "'text': text alone is read here"
-            )
+            raise InvalidValueError(part.field or f"{place}.type", "a picture", "'text': text alone is read here")
         if number == sight.max_per_request:
             expected = f"at most {number} pictures in a request (images.max_per_request)"
             raise InvalidValueError(part.field or place, f"picture {number + 1}", expected)

@@ -58,7 +58,7 @@ class MixedContent:
 
 
 def check_content(value: Any) -> str | MixedContent | None:
-    """What a message's ``content`` says. Text parts alone are joined by line breaks: most templates take one string.
+    """What a message's ``content`` says.
 
     Raises:
         PydanticCustomError: It is something else.
@@ -67,10 +67,13 @@ def check_content(value: Any) -> str | MixedContent | None:
         return value
     if not isinstance(value, list) or not 0 < len(value) <= MAX_PARTS:
         raise refused("", value, CONTENT)
-    parts = tuple(_part(index, part) for index, part in enumerate(value))
-    if all(isinstance(part, str) for part in parts):
-        return "\n".join(part for part in parts if isinstance(part, str))
-    return MixedContent(parts)
+    return content_of([_part(index, part) for index, part in enumerate(value)])
+
+
+def content_of(parts: Sequence[str | Picture]) -> str | MixedContent:
+    """What parts of a message are together. Texts alone are joined by line breaks: most templates take one string."""
+    texts = [part for part in parts if isinstance(part, str)]
+    return "\n".join(texts) if len(texts) == len(parts) else MixedContent(tuple(parts))
 
 
 def text_of(content: str | Sequence[Any]) -> str:
@@ -125,12 +128,24 @@ def picture_of(url: str, field: str = "") -> Picture:
     Raises:
         NoPicture: It is no such URL.
     """
-    if url[: len(_WEB[1])].lower().startswith(_WEB):
-        return Picture(b"", b"", url, field)
     head = _DATA_URL.match(url[:_MAX_HEAD])
-    if head is None:
-        raise NoPicture(_URL)
-    return picture_from(url[head.end() :], field)
+    if head is not None:
+        return picture_from(url[head.end() :], field)
+    try:
+        return web_picture(url, field)
+    except NoPicture as error:
+        raise NoPicture(_URL) from error
+
+
+def web_picture(url: str, field: str = "") -> Picture:
+    """A picture that is to be fetched.
+
+    Raises:
+        NoPicture: It is no such URL.
+    """
+    if not url[: len(_WEB[1])].lower().startswith(_WEB):
+        raise NoPicture("a URL of http or https")
+    return Picture(b"", b"", url, field)
 
 
 def picture_from(text: str, field: str = "") -> Picture:
