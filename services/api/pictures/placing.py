@@ -42,7 +42,7 @@ def expanded(
     for image in images:
         place = prompt_ids.index(sight.placeholder_id, begin)
         ids += prompt_ids[begin:place]
-        spans.append(ImageSpan(len(ids), image.num_tokens, image.digest, image.grid, image.embeddings))
+        spans.append(ImageSpan(len(ids), image.num_tokens, image.digest, image.grid, image.embeddings, image.rows))
         ids += [sight.placeholder_id] * image.num_tokens
         begin = place + 1
     ids += prompt_ids[begin:]
