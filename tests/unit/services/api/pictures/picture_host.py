@@ -39,10 +39,10 @@ class PictureHost:
         self.port = 0
 
     @contextlib.asynccontextmanager
-    async def serving(self, tls: ssl.SSLContext | None = None) -> AsyncIterator[PictureHost]:
+    async def serving(self, tls: ssl.SSLContext | None = None, port: int = 0) -> AsyncIterator[PictureHost]:
         if tls is not None:
             tls.sni_callback = lambda _, name, __: self.names.append(name)
-        server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=tls)
+        server = await asyncio.start_server(self._serve, "127.0.0.1", port, ssl=tls)
         self.port = server.sockets[0].getsockname()[1]
         try:
             yield self
