@@ -77,7 +77,7 @@ class ImageEncoder(Component, ImageEncoderCalls):
         self._thread = ThreadPoolExecutor(1, "tower")
         self._preparing = ThreadPoolExecutor(1, "pixels")
         self._decoder = PictureDecoder(DecodeLimits(max_pixels=self._settings.max_pixels))
-        self._vision: VisionModel | None = None
+        self._built: asyncio.Future[VisionModel] = asyncio.get_running_loop().create_future()
         self._open: dict[str, asyncio.Future[EncodedImage]] = {}
         self._room = asyncio.Semaphore(MAX_BATCH)
         self._decoding = asyncio.Semaphore(MAX_DECODED)
@@ -95,7 +95,7 @@ class ImageEncoder(Component, ImageEncoderCalls):
                 os.nice(_NICE)
         model_dir = Path(self.context.site.model_dir)
         loop = asyncio.get_running_loop()
-        self._vision = await loop.run_in_executor(self._thread, _load, model_dir, self.context.config)
+        self._built.set_result(await loop.run_in_executor(self._thread, _load, model_dir, self.context.config))
         self.spawn(self._run())
         self.spawn(again_and_again(self._sweep, SWEEP_S))
 
@@ -107,7 +107,7 @@ class ImageEncoder(Component, ImageEncoderCalls):
 
     @property
     def state(self) -> str:
-        return "starting" if self._vision is None else "ready"
+        return "ready" if self._built.done() else "starting"
 
     @property
     def queue(self) -> int:
@@ -153,10 +153,10 @@ class ImageEncoder(Component, ImageEncoderCalls):
         return self._cache.keep(name, EncodedImage(file.digest, prepared.num_tokens, prepared.grid, embeddings))
 
     async def _decoded(self, file: ImageFile) -> PreparedImage:
-        assert self._vision is not None
+        vision = await asyncio.shield(self._built)
         async with self._decoding:
             rgb = await asyncio.wrap_future(self._decoder.submit(file.data))
-            return await asyncio.get_running_loop().run_in_executor(self._preparing, self._vision.prepare, rgb)
+            return await asyncio.get_running_loop().run_in_executor(self._preparing, vision.prepare, rgb)
 
     async def _sweep(self) -> None:
         while True:
@@ -184,8 +184,7 @@ class ImageEncoder(Component, ImageEncoderCalls):
             self._metrics.times.observe(self._encoded_at - began)
 
     async def _encoded(self, images: Sequence[PreparedImage]) -> list[bytes]:
-        vision = self._vision
-        assert vision is not None
+        vision = self._built.result()
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, lambda: [vision.packed(rows) for rows in vision.encode(images)])
 

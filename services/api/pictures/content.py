@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +67,7 @@ def check_content(value: Any) -> str | MixedContent | None:
     return MixedContent(parts)
 
 
-def text_of(content: str | Sequence[Any]) -> str:
+def text_of(content: str | list[dict[str, str]]) -> str:
     """The text of a content as ``for_template`` gives it."""
     if isinstance(content, str):
         return content
