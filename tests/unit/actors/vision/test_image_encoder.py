@@ -164,6 +164,21 @@ async def test_pictures_that_wait_are_encoded_together_and_block_nobody(model_di
         assert tower.batches == [1, 5]
 
 
+async def test_a_batch_under_way_is_work_that_may_hang(model_dir: Path) -> None:
+    async with encoder_of(model_dir) as encoder:
+        assert encoder.work is None
+        tower = GatedTower(encoder)
+        asked = asyncio.create_task(encoded(encoder, file_of(picture(1, 40, 40))))
+        await until(lambda: tower.batches == [1])
+        work = encoder.work
+        assert work is not None and work.name == "image-encoder-0" and work.clock is not None
+        tower.gate.set()
+        await asked
+        assert encoder.work is None
+        await encoded(encoder, file_of(picture(2, 40, 40)))
+        assert encoder._num_batches == work.count + 1
+
+
 async def test_who_asks_before_the_tower_is_loaded_waits_for_it(model_dir: Path) -> None:
     """A restarted encoder is found by its name before it has started."""
     async with encoder_of(model_dir) as other:

@@ -11,8 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from core.images import ImageSpan
-from core.images import digest_of
+from core.images import ImageSpan, digest_of
 from core.messages.images import EncodedImage, ImageFile
 from core.messages.kv import KVTraffic, KVUsage
 from core.messages.live import LiveView
