@@ -76,7 +76,7 @@ def content_of(parts: Sequence[str | Picture]) -> str | MixedContent:
     return "\n".join(texts) if len(texts) == len(parts) else MixedContent(tuple(parts))
 
 
-def text_of(content: str | Sequence[Any]) -> str:
+def text_of(content: str | list[dict[str, str]]) -> str:
     """The text of a content as ``for_template`` gives it."""
     if isinstance(content, str):
         return content
