@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from typing import Protocol
 
 from core.messages.images import EncodedImage
 from engine.vision.row_files import RowStore
+
+logger = logging.getLogger(__name__)
 
 
 class RowCache(Protocol):
@@ -82,12 +85,12 @@ class SharedRows:
         return None if found is None else EncodedImage(b"", found.num_tokens, found.grid, rows=name)
 
     def keep(self, name: str, image: EncodedImage) -> EncodedImage:
-        """See ``RowCache.keep``.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
-        self._store.keep(name, image.num_tokens, image.grid, image.embeddings)
+        """See ``RowCache.keep``; rows that cannot be written go with the answer."""
+        try:
+            self._store.keep(name, image.num_tokens, image.grid, image.embeddings)
+        except OSError as error:
+            logger.warning("rows of a picture cannot be written, and go with its request: %s", error)
+            return image
         return EncodedImage(image.digest, image.num_tokens, image.grid, rows=name)
 
     def sweep(self) -> None:
