@@ -149,6 +149,13 @@ def serve(
     ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="TLS certificate chain in PEM; serves HTTPS.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Private key of --tls-cert in PEM.")] = None,
+    allow_image_urls: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST,...",
+            help="Hosts that pictures may be fetched from, as pictures.example.org or HOST:PORT; default: none.",
+        ),
+    ] = None,
     benchmark_mode: Annotated[
         bool | None,
         typer.Option(
@@ -198,6 +205,7 @@ def serve(
             "tls_key": None if tls_key is None else str(tls_key),
         },
         "actors": {"placement": placement},
+        "images": {"allow_urls": allow_image_urls},
         "predictor": {"artefact": None if predictor is None else str(predictor), "encoder": predictor_encoder},
     }
     from services.launch.launch import run_service
@@ -291,7 +299,9 @@ AdminKeyOption = Annotated[
 
 @app.command()
 def scale(
-    kind: Annotated[str, typer.Argument(help="replica, length-predictor, serving-time-estimator or ingress.")],
+    kind: Annotated[
+        str, typer.Argument(help="replica, length-predictor, serving-time-estimator, image-encoder or ingress.")
+    ],
     count: Annotated[int, typer.Argument(help="Wanted number of them.")],
     port: PortOption = 8000,
     host: HostOption = "127.0.0.1",
