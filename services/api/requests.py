@@ -21,7 +21,7 @@ from services.api.pictures.collecting import check_pictures, check_places, pictu
 from services.api.pictures.placing import Sight
 from services.api.schemas import ChatCompletionRequest, ChatTurn, CompletionRequest, SamplingFields
 from services.api.structured import Constraint
-from services.api.text.echo import Echo
+from services.api.text.echo import Echo, last_turn
 from services.api.text.prompts import ChatEnd, ChatPrompt, PromptEncoder, PromptText, of_chat, of_completion
 from services.api.text.request_grammars import chat_grammar, own_grammar
 from tokenization.tool_formats.parts import OutputForm
@@ -49,7 +49,7 @@ class Generation:
         shows_token_ids: Whether the client gets the token ids of prompt and output.
         names_ids: Whether log probabilities name tokens by their ids.
         continuous_usage: Whether every chunk says the usage so far.
-        echoes: The text put before the outputs of each prompt; empty without ``echo``.
+        echoes: The text put before the outputs of each prompt; empty where there is none.
         prompt_only: The client asked for 0 tokens; the one token that every request yields is not returned.
         beams: The search for its outputs; None where they are drawn.
         service_tier: Tier that serves it; empty where the client names none.
@@ -295,6 +295,7 @@ def _of_chat(body: ChatCompletionRequest, text: str, model: ModelInfo, encoder: 
         texts=(_prompt_text(body, text),),
         model=body.model or model.name,
         chat=True,
+        echoes=last_turn(_messages(body)) if body.echo else (),
         form=form,
         num_tries=num_tries,
         n=num_tries,

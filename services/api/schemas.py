@@ -443,6 +443,7 @@ class ChatCompletionRequest(SamplingFields, ChatTurn):
     max_completion_tokens: int | None = Field(None, ge=1, description="Default: the rest of the context.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="Requires logprobs.")
+    echo: bool | None = Field(None, description="Extension; a last message of the assistant goes before the answer.")
     include_reasoning: bool | None = Field(None, description="Extension; false leaves the reasoning out of the answer.")
     thinking_token_budget: int | None = Field(
         None, ge=0, le=MAX_THINKING_TOKENS, description="Extension; most tokens of the reasoning, which then ends."

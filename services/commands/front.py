@@ -51,7 +51,7 @@ def front(
     ] = "",
     preset: Annotated[str | None, typer.Option(help="Scheduling preset; default: as for `farsight serve`.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on; default: 127.0.0.1.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; default: 8000.")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port to listen on; default: 8000.")] = None,
     api_key: Annotated[
         str | None,
         typer.Option(envvar=API_KEY_VARIABLE, help="The one key that opens this front; never sent upstream."),

@@ -26,7 +26,7 @@ from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, Site, again_and_again, w
 from core.degraded import Degraded
 from core.errors import InvalidValueError
 from core.exposition import exposition
-from core.forecast import Forecast, ForecastQuestion
+from core.forecast import Forecast
 from core.messages.drains import DrainReplica
 from core.messages.forecasts import ForecastMade, ForecastsMade
 from core.messages.log import FinishedRequests, LoggedWindow, RequestTrace, RequestTraces
@@ -45,7 +45,7 @@ from services.ingress.ledger import RequestLedger
 from services.ingress.logged_requests import LoggedRequests
 from services.ingress.observed import ObservedService
 from services.ingress.overview import Overview
-from services.ingress.predictor_client import PredictorClient
+from services.ingress.predictor_client import PredictorClient, question_of
 from services.ingress.prefixes import prefix_hashes
 from services.ingress.streams import ClientStream, TokenInbox, fail_stream
 from services.ingress.versions import REPLACED, VersionedStreams
@@ -107,9 +107,9 @@ class EngineClient(ObservedService, SeeingService, VersionedStreams):
         self._images = ImageClient(site, self._peers, self._ingress_id)
         self._logged = LoggedRequests(self._peers, site.config.scheduler.preset)
         self._made: list[ForecastMade] = []
-        self._forecaster: PredictorClient | None = None
+        self.forecaster: PredictorClient | None = None
         if predicts_requests(site.config):
-            self._forecaster = PredictorClient(self._peers, site.config, self._degraded, self._foresee)
+            self.forecaster = PredictorClient(self._peers, site.config, self._degraded, self._foresee)
         self._predictor_wait_s = site.config.predictor.wait_s
         self._pumps: dict[str, asyncio.Task[None]] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -132,8 +132,8 @@ class EngineClient(ObservedService, SeeingService, VersionedStreams):
             work.append(self._images.run)
         if self._keep is not None:
             work.append(self._keep)
-        if self._forecaster is not None:
-            work.append(self._forecaster.run)
+        if self.forecaster is not None:
+            work.append(self.forecaster.run)
         self._tasks = [asyncio.create_task(again_and_again(each, LOOK_AGAIN_S)) for each in work]
 
     async def stream(
@@ -156,8 +156,8 @@ class EngineClient(ObservedService, SeeingService, VersionedStreams):
             raise
         try:
             with self._images.held(request):
-                if text is not None and self._forecaster is not None:
-                    await self._ask(stream, text, self._forecaster)
+                if text is not None and self.forecaster is not None:
+                    await self._ask(stream, text, self.forecaster)
                 self._ledger.open(stream)
                 self._outgoing_due.set()
                 reason = None
@@ -213,18 +213,8 @@ class EngineClient(ObservedService, SeeingService, VersionedStreams):
 
     async def _ask(self, stream: ClientStream, text: PromptText, forecaster: PredictorClient) -> None:
         """Asks how long it will be, and waits for the answer as long as the settings allow."""
-        request = stream.request
-        question = ForecastQuestion(
-            request.request_id,
-            text.instruction,
-            text.user_input,
-            text.user_input_len(request.prompt_len),
-            request.prompt_len,
-            request.sampling.max_new_tokens,
-            request.tenant,
-        )
         wait_s = self._predictor_wait_s
-        if forecaster.ask(question) and wait_s > 0:
+        if forecaster.ask(question_of(stream.request, text)) and wait_s > 0:
             await wait_for(stream.predicted, wait_s)
 
     def _foresee(self, answers: list[tuple[str, Forecast]]) -> None:

@@ -41,6 +41,7 @@ from services.api.text.settings import text_settings
 from services.api.tracing.exporter import SpanExporter
 from services.ingress.attendance import SUPERVISED_S, Attendance
 from services.ingress.engine_client import EngineClient
+from services.ingress.line_forecasts import line_forecasts
 from services.ingress.liveness import Liveness, publish
 from services.ingress.paced_http import pace_http
 from services.ingress.tenants import TenantExchange
@@ -141,7 +142,8 @@ class Ingress:
         server = self._site.config.server
         metered = MeteredBackend(client, door, shares_prefixes=shares)
         app = build_app(metered, self._encoder, server.max_body_bytes, workers=workers)
-        place = RunningPlace(app, door.caller_of, client.first_check.free_places, server.max_body_bytes)
+        foresee = line_forecasts(client, self._encoder)
+        place = RunningPlace(app, door.caller_of, client.first_check.free_places, server.max_body_bytes, foresee)
         runner = BatchRunner(batches, place, uuid.uuid4().hex[:12], uses_keys=not door.is_open)
         await again_and_again(runner.run, LOOK_AGAIN_S)
 
