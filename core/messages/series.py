@@ -60,3 +60,25 @@ class SeriesReply:
     at: tuple[float, ...]
     columns: tuple[SeriesColumn, ...]
     tenants: tuple[SeriesColumn, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """One of several things of a kind, such as a replica, and its lines."""
+
+    name: str
+    columns: tuple[SeriesColumn, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TableReply:
+    """Lines of several things of a kind.
+
+    Attributes:
+        at: As in ``SeriesReply``; each column has one value a point.
+        num_left_out: Things for which there was no room.
+    """
+
+    at: tuple[float, ...]
+    rows: tuple[TableRow, ...]
+    num_left_out: int = 0

@@ -22,6 +22,11 @@ class Chart {
     else this.rebuild();
   }
 
+  close() {
+    this.plot?.destroy();
+    charts.splice(charts.indexOf(this), 1);
+  }
+
   resize() {
     const width = this.host.clientWidth;
     if (this.plot && width > 0 && width !== this.plot.width) this.plot.setSize({width, height: this.height});

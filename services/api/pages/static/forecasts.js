@@ -12,8 +12,7 @@ function drawScatter() {
   scatter.set([pairs.map(([predicted]) => predicted), pairs.map(([, real]) => real), pairs.map(([predicted]) => predicted)]);
 }
 
-async function readEnded() {
-  const view = await getJson("live/requests");
+function takeEnded(view) {
   for (const each of view.replicas.flatMap((replica) => replica.ended)) {
     if (each.predicted_len === null || each.reason === "abort") continue;
     seen.set(`${each.response_id}/${each.choice}`, [each.predicted_len, each.output_len]);
@@ -22,12 +21,16 @@ async function readEnded() {
   drawScatter();
 }
 
-async function readVersions() {
-  const {learnt} = await getJson("live/status");
+function showVersions({learnt}) {
   byId("versions").tBodies[0].replaceChildren(...learnt.map((each) => make("tr", "", ...[
     each.kind, each.version, each.score === null ? "–" : each.score.toPrecision(4), whole(each.num_examples), clock(1000 * each.created_at), each.current ? "yes" : "no",
   ].map((text) => make("td", "", String(text))))));
 }
 
-repeat(readEnded, 2000, inBanner("The requests"));
-repeat(readVersions, 5000, inBanner("The versions"));
+follow({
+  requests: takeEnded,
+  status: (status) => {
+    showHealth(status);
+    showVersions(status);
+  },
+});

@@ -41,8 +41,7 @@ function drawCurve(panel, replica) {
   panel.chart.set([steps, points.map((point) => point.tokens), points.map(() => replica.capacity_tokens)]);
 }
 
-repeat(async () => {
-  const view = await getJson("live/requests");
+function drawReplicas(view) {
   const replicas = [...view.replicas].sort((a, b) => natural(a.replica, b.replica));
   for (const replica of replicas) {
     const panel = panelOf(replica.replica);
@@ -53,7 +52,7 @@ repeat(async () => {
     drawCurve(panel, replica);
   }
   if (replicas.length) byId("replicas").replaceChildren(...replicas.map((replica) => panels.get(replica.replica).node));
-}, 2000, inBanner("The schedulers"));
+}
 
 const history15 = new History("second");
 const span = () => RANGES.second.span_s;
@@ -61,10 +60,12 @@ const mebibytes = (bytes) => `${(bytes / 2 ** 20).toFixed(bytes < 1e7 ? 1 : 0)} 
 const queues = new Chart(byId("queues"), {lines: [{label: "running"}, {label: "waiting"}], show: amount, top: 4, sync: "scheduler", span});
 const moved = new Chart(byId("moved"), {lines: [{label: "moved"}], show: mebibytes, top: 2 ** 20, sync: "scheduler", span});
 
-repeat(async () => {
-  await history15.update();
+function drawHistory(more) {
+  history15.take(more);
   const {at, columns} = history15;
   if (!at.length) return;
   queues.set([at, columns.running, columns.waiting]);
   moved.set([at, columns.moved_bytes]);
-}, 5000, inBanner("The history"));
+}
+
+follow({requests: drawReplicas, series: drawHistory}, {query: () => history15.query});

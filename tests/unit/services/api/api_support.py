@@ -11,11 +11,12 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from core.messages.activity import ComponentsQuery, ComponentsReply, RecentDecisions
 from core.messages.kv import KVTraffic, KVUsage
 from core.messages.live import LiveView
 from core.messages.log import ArtefactInfo, LoggedWindow, RequestTrace
 from core.messages.placement import PlacementView
-from core.messages.series import SeriesQuery, SeriesReply
+from core.messages.series import SeriesQuery, SeriesReply, TableReply
 from core.messages.status import ComponentCounts, ComponentStatus, StatusReply
 from core.messages.tokens import TokenDelta
 from core.messages.weights import ServedWeights, Upgrade
@@ -78,6 +79,10 @@ class ScriptedBackend:
         self.placements: PlacementView | Exception = PlacementView("round-robin")
         self.history: SeriesReply | Exception = SeriesReply((), ())
         self.on_replicas = LiveView(())
+        self.loads = TableReply((), ())
+        self.lives = ComponentsReply(TableReply((), ()), ())
+        self.decided: tuple[RecentDecisions, ...] = ()
+        self.kinds: list[str] = []
         self.logged: LoggedWindow | Exception | None = None
         self.num_opened = 0
         self.num_closed = 0
@@ -122,6 +127,16 @@ class ScriptedBackend:
         if isinstance(self.history, Exception):
             raise self.history
         return self.history
+
+    async def replica_series(self, query: SeriesQuery) -> TableReply:
+        return self.loads
+
+    async def component_series(self, query: ComponentsQuery) -> ComponentsReply:
+        self.kinds.append(query.kind)
+        return self.lives
+
+    async def recent_decisions(self, kind: str) -> tuple[RecentDecisions, ...]:
+        return self.decided
 
     async def live(self, max_rows: int) -> LiveView:
         return self.on_replicas
