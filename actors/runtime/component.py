@@ -148,6 +148,11 @@ class Component:
 
     def recent(self) -> Iterable[Decision]:
         """The last decisions, oldest first; instants in seconds since the epoch."""
+        return self.noted
+
+    @property
+    def noted(self) -> tuple[Decision, ...]:
+        """What ``note`` has kept, oldest first."""
         return tuple(self._noted)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from actors.log.log_outbox import LogOutbox
 from actors.runtime.component import ComponentContext
@@ -14,6 +14,7 @@ from actors.runtime.peer import again_and_again, wait_for
 from actors.scheduling.batch_estimates import EstimatedTimes
 from actors.scheduling.event_recorder import EventRecorder, recorded
 from actors.scheduling.router import FleetShell
+from core.decisions import Decision
 from core.messages.fleet import ReplicaState
 from core.messages.forecasts import ForecastsMade
 from core.messages.log import FinishedBatch, FinishedBatches
@@ -84,6 +85,10 @@ class Batcher(FleetShell):
         await self._handle(ReplicaRests(state.replica, state.resting))
         await super().replica_state(state)
 
+    def recent(self) -> Iterable[Decision]:
+        """Batches, not single placements."""
+        return self.noted
+
     @property
     def work_done(self) -> Mapping[str, float]:
         return {**super().work_done, "batches ended": self._num_ended, "batches split": self._batches.num_splits}
@@ -95,6 +100,9 @@ class Batcher(FleetShell):
             match instruction:
                 case PlaceRequests(_, requests):
                     self._metrics.started(len(requests))
+                    choice = self._batches.choice(requests[0].request_id) if requests else None
+                    if choice is not None:
+                        self.note("placed", **choice.facts())
                 case BatchEnded():
                     self._metrics.ended(instruction.duration_s)
                     self._times.ended(instruction)

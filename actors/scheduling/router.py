@@ -271,7 +271,7 @@ class FleetShell(Component, RouterCalls):
         return {"requests placed": self._notes.num_placed}
 
     def recent(self) -> Iterable[Decision]:
-        return (*super().recent(), *map(_placed, reversed(self._notes.recent())))
+        return map(_placed, reversed(self._notes.recent()))
 
     async def _handle(self, event: GlobalEvent) -> Answers:
         """Gives the machine an event. Messages to a Scheduler leave in the order of the events behind them."""

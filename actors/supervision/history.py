@@ -98,11 +98,13 @@ class History:
         known = {name: each for name, each in zip(replicas, live, strict=True) if each is not None}
         told = {name: each for name, each in zip(replicas, usages, strict=True) if each is not None}
         now = time.time()
-        self._series.tick(self._instant(outlook, known.values(), told.values()), now)
+        self._series.tick(self._instant(outlook, known, told.values()), now)
         self._replicas.tick(replica_values(placed, known, told), now)
 
-    def _instant(self, outlook: LoadSnapshot | None, live: Iterable[ReplicaLive], usages: Iterable[KVUsage]) -> Instant:
-        known, told = list(live), list(usages)
+    def _instant(
+        self, outlook: LoadSnapshot | None, live: Mapping[str, ReplicaLive], usages: Iterable[KVUsage]
+    ) -> Instant:
+        known, told = list(live.values()), list(usages)
         return Instant(
             running=sum(each.num_running for each in known),
             waiting=sum(each.num_waiting for each in known) + (outlook.demand.num_waiting if outlook else 0),
@@ -110,6 +112,7 @@ class History:
             kv_peak=_peak_share(known),
             queue_delay_s=None if outlook is None else queue_delay_s(outlook, outlook.num_replicas),
             moved_bytes=_moved_bytes(told),
+            forecasts={name: each.forecasts for name, each in live.items()},
             tenants=self._tenants.usage(time.monotonic()),
         )
 

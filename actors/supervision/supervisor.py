@@ -200,7 +200,7 @@ class Supervisor(Component, SupervisorCalls):
             if known not in (None, getattr(before, SCALABLE[kind])):
                 return
             counts = scaled(before, kind, count)
-            self.note("scaled", kind=kind, count=count)
+            self.note("scaled", what=kind, count=count)
             try:
                 await self._change(counts)
             except FarsightError:  # the added components cannot start

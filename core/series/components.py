@@ -76,10 +76,13 @@ class ComponentHistory:
         return ComponentsReply(lines, tuple(each for each in self._events if each.kind == query.kind))
 
     def _remembered(self, row: ComponentStatus) -> ComponentStatus:
-        """A component that does not answer keeps the process and the restarts that were known of it."""
+        """A component that does not answer keeps the process and the restarts that were known of it; one that has never
+        answered is starting."""
         before = self._last.get(row.name)
-        if row.pid or before is None:
+        if row.pid:
             return row
+        if before is None or not before.pid:
+            return dataclasses.replace(row, state="starting") if row.state == "dead" else row
         return dataclasses.replace(row, pid=before.pid, node=before.node, restarts=before.restarts)
 
     def _note(self, row: ComponentStatus, now: float) -> None:

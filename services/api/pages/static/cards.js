@@ -69,12 +69,16 @@ class ChartCard {
 
   draw(at, lines) {
     this.lines = lines;
-    if (!lines.length) return;
+    if (!lines.length) {
+      if (this.spec.none) setText(this.values, this.spec.none);
+      return;
+    }
+    if (!this.values.children.length) this.values.textContent = "";
     const names = lines.map((line) => line.label).join("\n");
     if (names !== this.names) {
       this.plot.replaceChildren();
       this.chart?.close();
-      this.chart = new Chart(this.plot, {lines, show: this.spec.show, top: this.spec.top, sync: "cards", span: this.spec.span, hover: (index) => {
+      this.chart = new Chart(this.plot, {lines, show: this.spec.show, top: this.spec.top, low: this.spec.low, sync: "cards", span: this.spec.span, hover: (index) => {
         this.index = index;
         this.showValues();
       }});

@@ -13,7 +13,7 @@ const CHARTS = [
     lines: [{column: "kv_used", label: "in use"}, {column: "kv_peak", label: "predicted peak", dash: [5, 4]}]},
   {id: "refusals", title: "Refusals and errors a second", about: "Requests answered 429 or 503 unstarted, and requests that failed.", show: rate, top: 1,
     lines: [{column: "rejected", label: "refused"}, {column: "failed", label: "failed"}]},
-  {id: "tenants", title: "Cost by tenant", about: "GPU-seconds a second of each tenant.", show: rate, top: 0.1, lines: []},
+  {id: "tenants", title: "Cost by tenant", about: "GPU-seconds a second of each tenant.", show: rate, top: 0.1, lines: [], none: "No tenant has used the device yet."},
 ];
 
 const histories = {second: new History("second"), minute: new History("minute")};
@@ -29,7 +29,6 @@ function linesOf(spec, history) {
 function drawCharts() {
   for (const card of cards) {
     const history = histories[ranges.value], lines = linesOf(card.spec, history);
-    card.node.hidden = !lines.length;
     card.draw(history.at, lines);
   }
 }

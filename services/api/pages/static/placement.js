@@ -88,7 +88,7 @@ function drawView(view) {
 // The loads over time: a chart for each column, a line for each replica.
 const LOADS = [
   {column: "requests", title: "Requests", about: "Requests that are on the replica.", show: amount, top: 4},
-  {column: "work_tokens", title: "Work", about: "Tokens of prompt and expected output of the requests there.", show: amount, top: 100},
+  {column: "work_tokens", title: "Work, tokens", about: "Tokens of prompt and expected output of the requests there.", show: (value) => amount(Math.round(value)), top: 100},
   {column: "waiting", title: "Waiting there", about: "Requests on the replica that wait for a place in its batch.", show: amount, top: 4},
   {column: "kv_used", title: "KV memory in use", about: "Share of its KV pool.", show: percent, top: 1},
 ];

@@ -14,10 +14,20 @@ function panelOf(name) {
   return panels.get(name);
 }
 
+const RANKS_S = [0.1, 0.3, 1, 3, 10, 30, 100];  // upper ends of the groups of an order that ranks by time
+
+// Where a waiting request stands in the queue: its level of the MLFQ, or the range of its rank.
+function standing(row) {
+  if (row.level) return `level ${row.level}`;
+  if (row.rank_s === null) return "in order of arrival";
+  const end = RANKS_S.find((each) => row.rank_s < each);
+  return end === undefined ? `rank ${seconds(RANKS_S[RANKS_S.length - 1])} and more` : `rank below ${seconds(end)}`;
+}
+
 function groupsOf(requests) {
   const groups = new Map(STATES_SHOWN.map((state) => [state, 0]));
-  for (const row of requests) {
-    const group = row.state === "waiting" && row.level ? `waiting, level ${row.level}` : row.state;
+  for (const row of [...requests].sort((a, b) => a.level - b.level || (a.rank_s ?? 0) - (b.rank_s ?? 0))) {
+    const group = row.state === "waiting" ? `waiting, ${standing(row)}` : row.state;
     groups.set(group, (groups.get(group) ?? 0) + 1);
   }
   return [...groups].filter(([, count]) => count > 0);
@@ -68,4 +78,28 @@ function drawHistory(more) {
   moved.set([at, columns.moved_bytes]);
 }
 
-follow({requests: drawReplicas, series: drawHistory}, {query: () => history15.query});
+// In batch mode: the last batches with what Magnus counts of them.
+let inBatches = false;
+
+function drawBatches(more) {
+  const rows = more.decisions.filter((each) => "batch_size" in each.facts || each.kind === "batch_ended").map(({at, kind, facts}) => {
+    const ended = kind === "batch_ended", number = (name) => name in facts ? whole(facts[name]) : "–";
+    return [clock(1000 * at), ended ? "ended" : "pulled", facts.replica, number(ended ? "num_requests" : "batch_size"), number("batch_len"),
+      ended ? `${number("generation_len")} of ${number("predicted_len")}` : number("generation_len"),
+      "waste_tokens" in facts ? `${number("waste_tokens")} of ${number("waste_limit_tokens")}` : "–",
+      ended ? `${seconds(facts.took_s)} of ${seconds(facts.estimated_s)}` : "–"];
+  });
+  byId("batches").tBodies[0].replaceChildren(...rows.map((cells) => make("tr", "", ...cells.map((text) => make("td", "", text)))));
+  byId("no-batches").hidden = rows.length > 0;
+}
+
+function showKinds(status) {
+  showHealth(status);
+  inBatches = status.actors.some((row) => row.kind === "Batcher");
+  byId("batches-panel").hidden = !inBatches;
+}
+
+follow({requests: drawReplicas, series: drawHistory, status: showKinds, components: drawBatches}, {
+  query: () => ({...history15.query, kind: "Batcher"}),
+  wants: (part) => part !== "components" || inBatches,
+});

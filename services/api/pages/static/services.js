@@ -19,7 +19,7 @@ const ABOUT = {
 const LEARNS = {LengthPredictor: "length-predictor", ServingTimeEstimator: "batch-times"};
 const ORDER = Object.keys(ABOUT);
 const OWN = {health: null, queue: {column: "queue", title: "Queue", about: "Requests or messages that it has and has not finished.", show: amount, top: 4},
-  restarts: {column: "restarts", title: "Restarts", about: "How often the Supervisor has started it again.", show: whole, top: 1}};
+  restarts: {column: "restarts", title: "Restarts", about: "How often the Supervisor has started it again.", show: amount, top: 1}};
 const HEALTH_CLASSES = ["ready", "away", "down"];
 let kind = "", components = [];
 let tables = {};
