@@ -59,6 +59,10 @@ class RecentByKey(Generic[K, T]):
         self._clock = clock
         self._known: dict[K, Recent[T]] = {}
 
+    def __len__(self) -> int:
+        """Answers that are kept."""
+        return len(self._known)
+
     async def get(self, key: K) -> T:
         """The answer to this key, at most ``for_s`` older than the question."""
         now = self._clock()
