@@ -25,7 +25,10 @@ QUEUE, HEALTH, RESTARTS = "queue", "health", "restarts"
 READY, AWAY, DOWN = 0.0, 1.0, 2.0
 """Values of ``HEALTH``: it does its work, it is starting, waiting or draining, it is gone."""
 
-RESTARTED = "restarted"
+LATE_S = 2.5
+"""One that has not answered for so long is down; before, it is only late, as on a busy machine."""
+
+RESTARTED, LATE = "restarted", "late"
 _DOWN = frozenset({"dead", "lost", "failed"})
 
 
@@ -41,7 +44,9 @@ class ComponentHistory:
         self._table = SeriesTable(MAX_COMPONENTS, MAX_COLUMNS, peaks=(HEALTH, RESTARTS))
         self._events: deque[LifeEvent] = deque(maxlen=MAX_EVENTS)
         self._last: dict[str, ComponentStatus] = {}
-        self._counts: dict[str, Mapping[str, float]] = {}
+        self._heard: dict[str, float] = {}
+        self._told: dict[str, str] = {}
+        self._counts: dict[str, tuple[float, Mapping[str, float]]] = {}
         self._ticked_at: float | None = None
 
     def tick(self, seen: Iterable[Activity], now: float) -> None:
@@ -53,20 +58,21 @@ class ComponentHistory:
         """
         if self._ticked_at is not None and now <= self._ticked_at:
             return
-        span_s = 1.0 if self._ticked_at is None else now - self._ticked_at
         self._ticked_at = now
         rows, listed = {}, set()
         for each in seen:
-            row, name = self._remembered(each.row), each.row.name
+            row, name = self._remembered(each.row, now), each.row.name
             listed.add(name)
             self._note(row, now)
             own = {HEALTH: health_of(row.state), RESTARTS: float(row.restarts)}
-            if own[HEALTH] < DOWN:
-                own |= {QUEUE: float(row.queue)} | self._rates(name, each.counts, span_s)
+            if each.row.pid and own[HEALTH] < DOWN:
+                own |= {QUEUE: float(row.queue)} | self._rates(name, each.counts, now)
             rows[name] = own
         for gone in set(self._last) - listed:
             del self._last[gone]
             self._counts.pop(gone, None)
+            self._heard.pop(gone, None)
+            self._told.pop(gone, None)
         self._table.tick(rows, now)
 
     def since(self, query: ComponentsQuery) -> ComponentsReply:
@@ -75,35 +81,38 @@ class ComponentHistory:
         lines = self._table.since(query.span, names, MAX_SHOWN)
         return ComponentsReply(lines, tuple(each for each in self._events if each.kind == query.kind))
 
-    def _remembered(self, row: ComponentStatus) -> ComponentStatus:
+    def _remembered(self, row: ComponentStatus, now: float) -> ComponentStatus:
         """A component that does not answer keeps the process and the restarts that were known of it; one that has never
         answered is starting."""
         before = self._last.get(row.name)
         if row.pid:
+            self._heard[row.name] = now
             return row
         if before is None or not before.pid:
             return dataclasses.replace(row, state="starting") if row.state == "dead" else row
-        return dataclasses.replace(row, pid=before.pid, node=before.node, restarts=before.restarts)
+        state = LATE if row.state == "dead" and now - self._heard[row.name] < LATE_S else row.state
+        return dataclasses.replace(row, state=state, pid=before.pid, node=before.node, restarts=before.restarts)
 
     def _note(self, row: ComponentStatus, now: float) -> None:
         """An event where the state is another one than before, or the process is."""
         before = self._last.get(row.name)
         self._last[row.name] = row
         if before is None:
+            self._told[row.name] = row.state
             return
         replaced = bool(row.pid and before.pid) and (row.pid, row.node) != (before.pid, before.node)
         if replaced or row.restarts > before.restarts:
             self._events.appendleft(LifeEvent(now, row.name, row.kind, RESTARTED, row.last_end))
-        if row.state != before.state:
+        if row.state not in (LATE, self._told[row.name]):
             reason = row.degraded if health_of(row.state) < DOWN else ""
             self._events.appendleft(LifeEvent(now, row.name, row.kind, row.state, reason))
+            self._told[row.name] = row.state
 
-    def _rates(self, name: str, counts: Iterable[Count], span_s: float) -> dict[str, float]:
-        """A second's work by name; a count that fell belongs to a new process, which counts from 0."""
-        now = {each.name: each.value for each in counts}
-        before = self._counts.get(name)
-        self._counts[name] = now
-        if before is None:
-            return dict.fromkeys(now, 0.0)
-        gained = {key: value - before.get(key, 0.0) for key, value in now.items()}
-        return {key: (now[key] if more < 0 else more) / span_s for key, more in gained.items()}
+    def _rates(self, name: str, counts: Iterable[Count], now: float) -> dict[str, float]:
+        """Work a second by name, since it last told; a count that fell belongs to a new process, which counts from 0."""
+        values = {each.name: each.value for each in counts}
+        told_at, before = self._counts.get(name, (now, values))
+        self._counts[name] = now, values
+        span_s = max(now - told_at, 1e-3)
+        gained = {key: value - before.get(key, 0.0) for key, value in values.items()}
+        return {key: (values[key] if more < 0 else more) / span_s for key, more in gained.items()}

@@ -67,15 +67,16 @@ function drawReplicas(view) {
 const history15 = new History("second");
 const span = () => RANGES.second.span_s;
 const mebibytes = (bytes) => `${(bytes / 2 ** 20).toFixed(bytes < 1e7 ? 1 : 0)} MiB`;
-const queues = new Chart(byId("queues"), {lines: [{label: "running"}, {label: "waiting"}], show: amount, top: 4, sync: "scheduler", span});
-const moved = new Chart(byId("moved"), {lines: [{label: "moved"}], show: mebibytes, top: 2 ** 20, sync: "scheduler", span});
+const queues = new ChartCard({id: "queues", title: "Places and queue", about: "Requests with a place, and requests that wait, on all replicas.", show: amount, top: 4, span});
+const moved = new ChartCard({id: "moved", title: "Offload traffic a second", about: "Bytes of KV copied between device and host.", show: mebibytes, top: 2 ** 20, span});
+byId("traffic").append(queues.node, moved.node);
 
 function drawHistory(more) {
   history15.take(more);
   const {at, columns} = history15;
   if (!at.length) return;
-  queues.set([at, columns.running, columns.waiting]);
-  moved.set([at, columns.moved_bytes]);
+  queues.draw(at, ["running", "waiting"].map((name) => ({label: name, values: columns[name]})));
+  moved.draw(at, [{label: "both ways", values: columns.moved_bytes}]);
 }
 
 // In batch mode: the last batches with what Magnus counts of them.

@@ -37,18 +37,21 @@ def test_counts_become_rates() -> None:
     history.tick([activity(ROW, steps=9)], NOW + 4)  # no later instant: left out
     assert lines(history)["steps"] == (0.0, 50.0, 50.0, 7.0)
     assert lines(history)["queue"] == (3.0,) * 4
+    history.tick([activity(DEAD)], NOW + 5)  # late: what it did meanwhile counts over both seconds
+    history.tick([activity(ROW, steps=27)], NOW + 6)
+    assert lines(history)["steps"][4:] == (None, 10.0)
 
 
 def test_a_death_is_seen_with_its_reason_and_counted_once() -> None:
     history = ComponentHistory()
     back = dataclasses.replace(ROW, pid=4712, restarts=1, last_end="its process died")
-    for second, row in enumerate((ROW, DEAD, dataclasses.replace(back, state="starting"), back)):
+    for second, row in enumerate((ROW, DEAD, DEAD, DEAD, dataclasses.replace(back, state="starting"), back)):
         history.tick([activity(row)], NOW + second)
-    assert lines(history)["health"] == (0.0, 2.0, 1.0, 0.0)
-    assert lines(history)["restarts"] == (0.0, 0.0, 1.0, 1.0)
-    assert lines(history)["queue"][1] is None
+    assert lines(history)["health"] == (0.0, 1.0, 1.0, 2.0, 1.0, 0.0)
+    assert lines(history)["restarts"] == (0.0, 0.0, 0.0, 0.0, 1.0, 1.0)
+    assert lines(history)["queue"][1:4] == (None, None, None)
     events = [(each.at - NOW, each.state, each.reason) for each in reply(history).events]
-    assert events == [(3, "ready", ""), (2, "starting", ""), (2, "restarted", "its process died"), (1, "dead", "")]
+    assert events == [(5, "ready", ""), (4, "starting", ""), (4, "restarted", "its process died"), (3, "dead", "")]
 
 
 def test_one_that_has_never_answered_is_starting() -> None:
@@ -59,13 +62,21 @@ def test_one_that_has_never_answered_is_starting() -> None:
     assert [each.state for each in reply(history).events] == ["ready"]
 
 
-def test_one_that_was_only_late_has_not_restarted() -> None:
+def test_one_that_was_only_late_has_neither_died_nor_restarted() -> None:
     history = ComponentHistory()
     again = dataclasses.replace(ROW, restarts=2)
-    for second, row in enumerate((again, DEAD, again)):
+    for second, row in enumerate((again, DEAD, DEAD, again)):
         history.tick([activity(row)], NOW + second)
-    assert [each.state for each in reply(history).events] == ["ready", "dead"]
-    assert lines(history)["restarts"] == (2.0, 2.0, 2.0)
+    assert reply(history).events == ()
+    assert lines(history)["restarts"] == (2.0,) * 4
+    assert lines(history)["health"] == (0.0, 1.0, 1.0, 0.0)
+
+
+def test_one_that_died_and_came_back_at_once_has_restarted() -> None:
+    history = ComponentHistory()
+    for second, row in enumerate((ROW, DEAD, dataclasses.replace(ROW, pid=5, restarts=1))):
+        history.tick([activity(row)], NOW + second)
+    assert [each.state for each in reply(history).events] == ["restarted"]
 
 
 def test_a_kind_that_nobody_knows_is_kept_like_the_others() -> None:
