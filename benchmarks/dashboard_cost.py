@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import collections
+import contextlib
 import json
 import shutil
 import statistics
@@ -18,10 +19,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 from playwright.sync_api import Browser, sync_playwright
 
 from benchmarks.common.servers import RunningServer, ServerCommand, free_port
@@ -66,8 +68,10 @@ class Load(threading.Thread):
 
     async def _send(self) -> None:
         clients = Clients(self._port, self._seed)
+        left: list[asyncio.Task[None]] = []
         while not self._done.is_set():
-            await clients.arrivals(self.run_seen, 1.0)
+            left = [*(task for task in left if not task.done()), *await clients.arrivals(self.run_seen, 1.0)]
+        await asyncio.gather(*left)
         await clients.close()
 
     def stop(self) -> None:
@@ -77,10 +81,29 @@ class Load(threading.Thread):
 
 def measure(server: RunningServer, seconds: float) -> Mapping[str, float]:
     """CPU seconds a second of each process of the server, from now on."""
-    began, before = time.perf_counter(), server.tree.cpu_by_process()
+    processes = server.tree.processes()  # those that begin in the window are none of the dashboard's
+    began, before = time.perf_counter(), cpu_s(processes)
     time.sleep(seconds)
-    after, took_s = server.tree.cpu_by_process(), time.perf_counter() - began
-    return {name: (cpu_s - before.get(name, 0.0)) / took_s for name, cpu_s in after.items()}
+    after, took_s = cpu_s(processes), time.perf_counter() - began
+    return {name_of(each): (after[each] - before[each]) / took_s for each in processes if each in after}
+
+
+def cpu_s(processes: Sequence[psutil.Process]) -> dict[psutil.Process, float]:
+    """CPU seconds so far, of those that live."""
+    used = {}
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            used[process] = sum(process.cpu_times()[:2])
+    return used
+
+
+def name_of(process: psutil.Process) -> str:
+    """Its pid and what it is; titles of Ray's actors change with what they do, so without the method."""
+    try:
+        title = " ".join(process.cmdline()[:3])[-60:] or process.name()
+    except psutil.NoSuchProcess:
+        title = "ended"
+    return f"{process.pid} {title.split('.', 1)[0] if title.startswith('ray::') else title}"
 
 
 def with_pages(browser: Browser, server: RunningServer, args: argparse.Namespace) -> tuple[Mapping[str, float], int]:

@@ -109,7 +109,7 @@ class ComponentHistory:
             self._told[row.name] = row.state
 
     def _rates(self, name: str, counts: Iterable[Count], now: float) -> dict[str, float]:
-        """Work a second by name, since it last told; a count that fell belongs to a new process, which counts from 0."""
+        """Work a second by name, since it last told; a count that fell is of a new process, which counts from 0."""
         values = {each.name: each.value for each in counts}
         told_at, before = self._counts.get(name, (now, values))
         self._counts[name] = now, values
