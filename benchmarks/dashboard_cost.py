@@ -34,7 +34,6 @@ from services.launch.launch import EMBEDDED_NAME
 PROGRAM = ("python", "-m", "benchmarks.dashboard_cost")
 PAGES = "dashboard,dashboard/requests,dashboard/scheduler"
 MAX_SHARE = 0.01
-MAX_MEMORY_MB = 20.0
 SETTLE_S = 3.0
 READY_S = 300.0
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
