@@ -127,7 +127,7 @@ class History:
         self._components.tick([*itertools.chain.from_iterable(found), *self._ingresses(ingresses)], time.time())
 
     async def _activity(self, host: str, names: list[str]) -> list[Activity]:
-        """Of the components that this process should have; those that it does not tell of are dead."""
+        """The components that this process should have; those that it does not tell of are dead."""
         reply = await _ask(self._peers.host(host).activity())
         told = {each.row.name: each for each in reply.components} if reply else {}
         return [told.get(name) or Activity(self._dead(name), ()) for name in names]

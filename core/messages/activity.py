@@ -49,7 +49,7 @@ class RecentDecisions:
 
 @dataclass(frozen=True, slots=True)
 class RecentReply:
-    """Of the components of one process."""
+    """What the components of one process decided last."""
 
     components: tuple[RecentDecisions, ...]
 

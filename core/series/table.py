@@ -108,7 +108,7 @@ class SeriesTable:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all rows that are kept."""
+        """All rows that are kept."""
         return tuple(self._rows)
 
     def _columns(self, tier: _Tier, name: str, places: list[int]) -> tuple[SeriesColumn, ...]:

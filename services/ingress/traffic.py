@@ -21,7 +21,7 @@ class TrafficReports:
     """Sends counts since the start of the replica, so that a lost report loses nothing.
 
     Args:
-        ingress_id: Of the replica, as in the name of its component.
+        ingress_id: As in the name of the replica's component.
     """
 
     def __init__(self, peers: PeerBook, tally: TrafficTally, ingress_id: str) -> None:

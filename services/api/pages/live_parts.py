@@ -141,7 +141,7 @@ def _table(reply: TableReply) -> dict[str, Any]:
 
 
 def _decisions(found: Iterable[RecentDecisions]) -> list[ComponentDecision]:
-    """Of all components together, the newest first."""
+    """All components together, the newest decision first."""
     pairs = [(each.component, decision) for each in found for decision in unpack_decisions(each.decisions)]
     pairs.sort(key=lambda pair: pair[1].at, reverse=True)
     return [
