@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from actors.calls.message import message
-from core.messages.activity import Activities, KindQuery, RecentReply
+from core.messages.series import Activities, KindQuery, RecentReply
 from core.messages.status import ComponentRows
 
 

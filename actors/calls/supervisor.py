@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from actors.calls.message import message
-from core.messages.activity import ComponentsQuery, ComponentsReply
 from core.messages.drains import DrainProgress, DrainReplica, DrainService, IngressOrders, IngressReport
-from core.messages.series import SeriesQuery, SeriesReply, TableReply, TrafficCounts
+from core.messages.series import ComponentsQuery, ComponentsReply, SeriesQuery, SeriesReply, TableReply, TrafficCounts
 from core.messages.status import ComponentCounts, Scale, StartState
 from core.messages.tenants import TenantBudgets, TenantReport, TenantUsages
 from core.messages.weights import ServedWeights, Upgrade

@@ -29,8 +29,8 @@ from core.codec import encode
 from core.config.load import FarsightConfig
 from core.decisions import pack_decisions
 from core.errors import MessageError
-from core.messages.activity import Activities, Activity, Count, KindQuery, RecentDecisions, RecentReply
 from core.messages.pulse import Pulse
+from core.messages.series import Activities, Activity, Count, KindQuery, RecentDecisions, RecentReply
 from core.messages.status import ComponentRows, ComponentStatus
 
 logger = logging.getLogger(__name__)

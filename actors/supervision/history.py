@@ -16,11 +16,19 @@ from actors.runtime.names import SUPERVISOR, by_host, own_replicas, wanted_compo
 from actors.runtime.peer import PeerBook, PeerLost
 from core.config.load import FarsightConfig
 from core.load_snapshot import LoadSnapshot
-from core.messages.activity import Activity, ComponentsQuery, ComponentsReply, Count
 from core.messages.kv import KVUsage
 from core.messages.live import LiveQuery, ReplicaLive
 from core.messages.placement import ReplicaLoads
-from core.messages.series import SeriesQuery, SeriesReply, TableReply, TrafficCounts
+from core.messages.series import (
+    Activity,
+    ComponentsQuery,
+    ComponentsReply,
+    Count,
+    SeriesQuery,
+    SeriesReply,
+    TableReply,
+    TrafficCounts,
+)
 from core.messages.status import ComponentCounts, ComponentRows, ComponentStatus
 from core.series.components import MAX_COMPONENTS, ComponentHistory
 from core.series.service import Instant, ServiceSeries

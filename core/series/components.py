@@ -9,7 +9,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Iterable, Mapping
 
-from core.messages.activity import Activity, ComponentsQuery, ComponentsReply, Count, LifeEvent
+from core.messages.series import Activity, ComponentsQuery, ComponentsReply, Count, LifeEvent
 from core.messages.status import ComponentStatus
 from core.series.table import SeriesTable
 

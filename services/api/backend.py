@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from core.abilities import Abilities
-from core.messages.activity import ComponentsQuery, ComponentsReply, RecentDecisions
 from core.messages.live import LiveView
 from core.messages.log import LoggedWindow, RequestTrace
 from core.messages.placement import PlacementView
-from core.messages.series import SeriesQuery, SeriesReply, TableReply
+from core.messages.series import ComponentsQuery, ComponentsReply, RecentDecisions, SeriesQuery, SeriesReply, TableReply
 from core.messages.status import ComponentCounts, StatusReply
 from core.messages.tokens import TokenDelta
 from core.messages.weights import ServedWeights, Upgrade

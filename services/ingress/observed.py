@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from core.messages.activity import ComponentsQuery, ComponentsReply, RecentDecisions
 from core.messages.live import LiveView
 from core.messages.placement import PlacementView
-from core.messages.series import SeriesQuery, SeriesReply, TableReply
+from core.messages.series import ComponentsQuery, ComponentsReply, RecentDecisions, SeriesQuery, SeriesReply, TableReply
 from core.messages.status import StatusReply
 from core.series.tally import TrafficTally
 from services.ingress.overview import Overview

@@ -27,12 +27,19 @@ from actors.runtime.peer import PeerBook, PeerLost, Site, current_counts
 from core.errors import FarsightError
 from core.exposition import OPEN_METRICS_TYPE
 from core.load_snapshot import LoadSnapshot
-from core.messages.activity import ComponentsQuery, ComponentsReply, KindQuery, RecentDecisions
 from core.messages.kv import KVUsage
 from core.messages.live import LiveQuery, LiveView, ReplicaLive
 from core.messages.log import ArtefactInfo
 from core.messages.placement import PlacementView
-from core.messages.series import SeriesQuery, SeriesReply, TableReply
+from core.messages.series import (
+    ComponentsQuery,
+    ComponentsReply,
+    KindQuery,
+    RecentDecisions,
+    SeriesQuery,
+    SeriesReply,
+    TableReply,
+)
 from core.messages.status import ComponentStatus, StatusReply
 from kvcache.residency import total_usage
 from policies.fleet.queue_delay import queue_delay_s

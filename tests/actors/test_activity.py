@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from core.decisions import unpack_decisions
-from core.messages.activity import ComponentsQuery, ComponentsReply
-from core.messages.series import SeriesQuery
+from core.messages.series import ComponentsQuery, ComponentsReply, SeriesQuery
 from services.ingress.engine_client import EngineClient
 from tests.actors.local_system import System, calm_client, eventually, kill, read, ready_rows
 from tests.actors.test_deaths import FUSED_ELSE_LONG

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, TypeAdapter
 
 from core.decisions import Facts, unpack_decisions
-from core.messages.activity import ComponentsQuery, LifeEvent, RecentDecisions
 from core.messages.live import LiveView
 from core.messages.placement import PlacementView
-from core.messages.series import SeriesColumn, SeriesQuery, TableReply
+from core.messages.series import ComponentsQuery, LifeEvent, RecentDecisions, SeriesColumn, SeriesQuery, TableReply
 from services.api.answers.replies import status_reply
 from services.api.backend import GenerationBackend
 from services.api.pages.recent import RecentByKey
@@ -76,7 +75,7 @@ class Components(Table):
     decisions: list[ComponentDecision]
 
 
-class Asked(NamedTuple):
+class PartQuestion(NamedTuple):
     """What one part is asked for; fields that a part does not need hold their defaults, so that answers are shared."""
 
     part: str
@@ -103,9 +102,9 @@ class LiveParts:
         """
         if part not in ("series", "replicas", "components"):
             span = SeriesQuery()
-        return await self._recent[part].get(Asked(part, span, kind if part == "components" else ""))
+        return await self._recent[part].get(PartQuestion(part, span, kind if part == "components" else ""))
 
-    async def _read(self, asked: Asked) -> bytes:
+    async def _read(self, asked: PartQuestion) -> bytes:
         backend = self._backend
         match asked.part:
             case "status":
@@ -124,7 +123,7 @@ class LiveParts:
         reply = await self._backend.series(span)
         return Series(at=_instants(reply.at), columns=_lines(reply.columns), tenants=_lines(reply.tenants))
 
-    async def _components(self, asked: Asked) -> Components:
+    async def _components(self, asked: PartQuestion) -> Components:
         reply, decided = await asyncio.gather(
             self._backend.component_series(ComponentsQuery(asked.kind, asked.span)),
             self._backend.recent_decisions(asked.kind),

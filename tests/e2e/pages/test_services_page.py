@@ -9,9 +9,8 @@ import time
 from playwright.sync_api import Page, expect
 
 from core.decisions import Decision, pack_decisions
-from core.messages.activity import ComponentsReply, LifeEvent, RecentDecisions
 from core.messages.placement import PlacementView
-from core.messages.series import SeriesColumn, TableReply, TableRow
+from core.messages.series import ComponentsReply, LifeEvent, RecentDecisions, SeriesColumn, TableReply, TableRow
 from tests.e2e.pages.test_dashboard_page import (
     PIECES,
     PLACEMENTS,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from core.codec import decode, encode
-from core.messages.activity import Activity, ComponentsQuery, ComponentsReply, Count
-from core.messages.series import SeriesQuery
+from core.messages.series import Activity, ComponentsQuery, ComponentsReply, Count, SeriesQuery
 from core.messages.status import ComponentStatus
 from core.series.components import MAX_EVENTS, MAX_SHOWN, ComponentHistory
 

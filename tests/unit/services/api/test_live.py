@@ -11,10 +11,17 @@ import pytest
 
 from core.decisions import Decision, pack_decisions
 from core.errors import FarsightError
-from core.messages.activity import ComponentsReply, LifeEvent, RecentDecisions
 from core.messages.live import EndedRequest, LiveRequest, LiveView, MemoryPoint, ReplicaLive
 from core.messages.log import RequestTrace
-from core.messages.series import SeriesColumn, SeriesReply, TableReply, TableRow
+from core.messages.series import (
+    ComponentsReply,
+    LifeEvent,
+    RecentDecisions,
+    SeriesColumn,
+    SeriesReply,
+    TableReply,
+    TableRow,
+)
 from services.api.pages.recent import Recent, RecentByKey
 from services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.access.access_support import guarded_server
