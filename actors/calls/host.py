@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from actors.calls.message import message
-from core.messages.series import Activities, KindQuery, RecentReply
+from core.messages.series import Activities, NamesQuery, RecentReply
 from core.messages.status import ComponentRows
 
 
@@ -17,9 +17,9 @@ class HostCalls(Protocol):
         """Every component here as it is now."""
 
     @message()
-    async def activity(self) -> Activities:
-        """The same, with what each has done since it began."""
+    async def activity(self, query: NamesQuery) -> Activities:
+        """Those named, as they are now, with what each has done since it began."""
 
     @message()
-    async def recent(self, query: KindQuery) -> RecentReply:
-        """The last decisions of the components of a kind."""
+    async def recent(self, query: NamesQuery) -> RecentReply:
+        """The last decisions of those named."""

@@ -30,7 +30,7 @@ from core.config.load import FarsightConfig
 from core.decisions import pack_decisions
 from core.errors import MessageError
 from core.messages.pulse import Pulse
-from core.messages.series import Activities, Activity, Count, KindQuery, RecentDecisions, RecentReply
+from core.messages.series import Activities, Activity, Count, NamesQuery, RecentDecisions, RecentReply
 from core.messages.status import ComponentRows, ComponentStatus
 
 logger = logging.getLogger(__name__)
@@ -148,14 +148,18 @@ class ComponentHost(HostCalls):
         """Every component here."""
         return ComponentRows(tuple(self._rows()))
 
-    async def activity(self) -> Activities:
-        """Every component here, and what it has done."""
-        return Activities(tuple(Activity(self._row(each), _counts(each)) for each in self._components.values()))
+    async def activity(self, query: NamesQuery) -> Activities:
+        """Those named, and what each has done."""
+        return Activities(tuple(Activity(self._row(each), _counts(each)) for each in self._named(query)))
 
-    async def recent(self, query: KindQuery) -> RecentReply:
-        """The last decisions of those of a kind."""
-        asked = [each for each in self._components.values() if each.kind == query.kind]
-        return RecentReply(tuple(RecentDecisions(each.name, pack_decisions(each.recent())) for each in asked))
+    async def recent(self, query: NamesQuery) -> RecentReply:
+        """The last decisions of those named."""
+        return RecentReply(
+            tuple(RecentDecisions(each.name, pack_decisions(each.recent())) for each in self._named(query))
+        )
+
+    def _named(self, query: NamesQuery) -> list[Component]:
+        return [self._components[name] for name in query.names if name in self._components]
 
     async def metrics(self) -> str:
         """What /metrics shows, for readers that cannot reach the port of this process."""

@@ -24,6 +24,7 @@ from core.messages.series import (
     ComponentsQuery,
     ComponentsReply,
     Count,
+    NamesQuery,
     SeriesQuery,
     SeriesReply,
     TableReply,
@@ -136,7 +137,7 @@ class History:
 
     async def _activity(self, host: str, names: list[str]) -> list[Activity]:
         """The components that this process should have; those that it does not tell of are dead."""
-        reply = await _ask(self._peers.host(host).activity())
+        reply = await _ask(self._peers.host(host).activity(NamesQuery(tuple(names))))
         told = {each.row.name: each for each in reply.components} if reply else {}
         return [told.get(name) or Activity(self._dead(name), ()) for name in names]
 

@@ -28,7 +28,7 @@ from actors.runtime.hosts import CREATE_TIMEOUT_S, find_host, list_hosts, recrea
 from actors.runtime.metrics import ComponentRestarts
 from actors.runtime.names import SCALABLE, SUPERVISOR, by_host, host_of, initial_counts, own_replicas, wanted_components
 from actors.runtime.nodes import Homes
-from actors.runtime.peer import LOOK_AGAIN_S, PeerLost
+from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, again_and_again
 from actors.runtime.rank_groups import remove_rank_group
 from actors.runtime.watching import watched
 from actors.supervision.autoscaling import Autoscaler
@@ -52,6 +52,9 @@ delayed, each time for twice as long ..."""
 
 MAX_BACKOFF_S = 5.0
 """... up to so many seconds."""
+
+HISTORY_PAUSE_S = 2.0
+"""After a fault in what people look at."""
 
 DRAIN_S = 20.0
 """Seconds that a replica which is being removed may take to finish its requests; the rest is resumed elsewhere."""
@@ -115,7 +118,7 @@ class Supervisor(Component, SupervisorCalls):
         scaler = Autoscaler(self.context.config, self.context.peers, lambda: self._counts, self._scale)
         for task in scaler.tasks():
             self.spawn(task)
-        self.spawn(self._history.run())
+        self.spawn(again_and_again(self._history.run, HISTORY_PAUSE_S))  # a fault in it is no reason to start anew
 
     async def stop(self) -> None:
         for task in self._keepers.values():

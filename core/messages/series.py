@@ -111,10 +111,10 @@ class Activities:
 
 
 @dataclass(frozen=True, slots=True)
-class KindQuery:
-    """To a process: the components of this kind alone."""
+class NamesQuery:
+    """To a process: those of these components that it has."""
 
-    kind: str
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

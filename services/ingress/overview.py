@@ -34,7 +34,7 @@ from core.messages.placement import PlacementView
 from core.messages.series import (
     ComponentsQuery,
     ComponentsReply,
-    KindQuery,
+    NamesQuery,
     RecentDecisions,
     SeriesQuery,
     SeriesReply,
@@ -128,10 +128,10 @@ class Overview:
         components = [SUPERVISOR, *wanted_components(self._counts, self._config.model.num_ranks)]
         asked = [name for name in components if kind_of(name, self._config) == kind][:MAX_ASKED]
         hosts = by_host(asked, self._peers.placement)
-        found = await asyncio.gather(*(self._recent(host, KindQuery(kind)) for host in hosts))
+        found = await asyncio.gather(*(self._recent(host, NamesQuery(tuple(each))) for host, each in hosts.items()))
         return tuple(itertools.chain.from_iterable(found))
 
-    async def _recent(self, host: str, query: KindQuery) -> tuple[RecentDecisions, ...]:
+    async def _recent(self, host: str, query: NamesQuery) -> tuple[RecentDecisions, ...]:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 return (await self._peers.host(host).recent(query)).components
