@@ -14,6 +14,9 @@ ROUTER = "router"
 LOG_STORE = "log-store"
 STREAM_STORE = "stream-store"
 SUPERVISOR = "supervisor"
+HOST = "host"
+"""Who answers for a process as a whole: no component has this name."""
+
 CONTROL = "control"
 """The one actor that hosts every component of ``placement = "fused"``, or "packed", that is not listed in
 ``_ALONE``."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from actors.calls.failures import register
+from actors.calls.host import HostCalls
 from actors.calls.learning import LengthPredictorCalls, ServingTimeEstimatorCalls
 from actors.calls.log_store import LogStoreCalls, StreamStoreCalls
 from actors.calls.message import Meter, Peer, stub
@@ -18,6 +19,7 @@ from actors.calls.supervisor import SupervisorCalls
 from actors.calls.vision import ImageEncoderCalls
 from actors.calls.worker import WorkerCalls
 from actors.runtime.names import (
+    HOST,
     LOG_STORE,
     NAMESPACE,
     ROUTER,
@@ -167,6 +169,11 @@ class PeerBook:
         if host == self._host or name in self._local:
             return LocalPeer(self._local, name)
         return RemotePeer(name, self.actor(host), self._delay_s)
+
+    def host(self, host: str) -> HostCalls:
+        """The process of that name, for what it says of all its components."""
+        calls: HostCalls = stub(HostCalls, RemotePeer(HOST, self.actor(host)))
+        return calls
 
     def actor(self, host: str) -> RemoteActor:
         """The process of that name."""

@@ -92,6 +92,7 @@ class ModelWorker(Component, WorkerCalls):
         self._metrics = EngineMetrics(context.registry, context.config.model.name, context.index)
         self._gaps, self._model_cpu, self._ooms, self._cut_off = _step_metrics(context.registry)
         self._num_ooms = 0  # that the metric knows
+        self._num_steps = self._num_prefilled = self._num_decoded = 0
 
     async def start(self) -> None:
         """Loads the model and begins to step.
@@ -198,6 +199,10 @@ class ModelWorker(Component, WorkerCalls):
         return None if self._stepped_at is None else time.monotonic() - self._stepped_at
 
     @property
+    def work_done(self) -> Mapping[str, float]:
+        return {"steps": self._num_steps, "prompt tokens": self._num_prefilled, "output tokens": self._num_decoded}
+
+    @property
     def work(self) -> Work | None:
         step = None if self._steps is None else self._steps.under_way
         if step is None:
@@ -231,6 +236,9 @@ class ModelWorker(Component, WorkerCalls):
             self._samples.append(sample)
             self._bounds.add(sample)
         self._metrics.step(sample.prefill_tokens + sample.decode_seqs)
+        self._num_steps += 1
+        self._num_prefilled += sample.prefill_tokens
+        self._num_decoded += sample.decode_seqs
         self._model_cpu.inc(step.cpu_s)
         num_ooms = worker.runner.num_ooms
         self._ooms.inc(num_ooms - self._num_ooms)

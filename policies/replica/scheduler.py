@@ -434,8 +434,7 @@ class ReplicaScheduler:
             self._promises.ended(scheduled, now, censored=censored)
         else:
             self._promises.left(finished.request_id)
-        forecast = scheduled.forecast
-        yield RequestEnded(finished, scheduled.arrived_at, now, None if forecast is None else forecast.mean)
+        yield RequestEnded(finished, scheduled.arrived_at, now, scheduled.forecast)
 
     # -- Decide: whose turn it is
 

@@ -11,7 +11,7 @@ from core.messages.images import EncodedImage, ImageFile
 from core.messages.live import LiveView
 from core.messages.log import LoggedWindow, RequestTrace
 from core.messages.placement import PlacementView
-from core.messages.series import SeriesQuery, SeriesReply
+from core.messages.series import ComponentsQuery, ComponentsReply, RecentDecisions, SeriesQuery, SeriesReply, TableReply
 from core.messages.status import ComponentCounts, StatusReply
 from core.messages.tokens import TokenDelta
 from core.messages.weights import ServedWeights, Upgrade
@@ -118,6 +118,26 @@ class GenerationBackend(Protocol):
         Raises:
             FarsightError: The Supervisor cannot be reached now.
         """
+        ...
+
+    async def replica_series(self, query: SeriesQuery) -> TableReply:
+        """The loads of the replicas over time.
+
+        Raises:
+            FarsightError: The Supervisor cannot be reached now.
+        """
+        ...
+
+    async def component_series(self, query: ComponentsQuery) -> ComponentsReply:
+        """What the components of a kind did over time.
+
+        Raises:
+            FarsightError: The Supervisor cannot be reached now.
+        """
+        ...
+
+    async def recent_decisions(self, kind: str) -> tuple[RecentDecisions, ...]:
+        """The last decisions of the components of a kind, of those that answer."""
         ...
 
     async def live(self, max_rows: int) -> LiveView:

@@ -93,8 +93,8 @@ class EngineClient(ObservedService, SeeingService, VersionedStreams):
         self._config = site.config
         self._sends_text = any(each.prompt == "text" for each in site.config.replica)
         self._keep = keep
-        self._ingress_id = uuid.uuid4().hex[:12]
-        self._ledger = RequestLedger(self._ingress_id)
+        self.ingress_id = uuid.uuid4().hex[:12]
+        self._ledger = RequestLedger(self.ingress_id)
         self._ids = itertools.count()
         self._streams: dict[str, ClientStream] = {}
         self._slow: set[str] = set()
@@ -120,7 +120,7 @@ class EngineClient(ObservedService, SeeingService, VersionedStreams):
         self._metrics = RequestMetrics(self.registry, model.name)
         self.first_check = FirstCheck(site.config.server, self._metrics.rejected)
         self.tally = self._metrics.tally
-        show_degraded(self.registry, lambda: [(f"ingress-{self._ingress_id}", self._degraded)])
+        show_degraded(self.registry, lambda: [(f"ingress-{self.ingress_id}", self._degraded)])
         self._health = HealthServer(self.registry, lambda: [self._row()])
         self._port = 0
 
@@ -173,8 +173,8 @@ class EngineClient(ObservedService, SeeingService, VersionedStreams):
     def _named(self, request: Request, text: PromptText | None) -> Request:
         return dataclasses.replace(
             request,
-            request_id=f"{self._ingress_id}-{next(self._ids)}",
-            ingress_id=self._ingress_id,
+            request_id=f"{self.ingress_id}-{next(self._ids)}",
+            ingress_id=self.ingress_id,
             # The log of a stream that another ingress replica goes on with names the weights that it began with.
             model_version=request.model_version if request.output_ids else self.model_version,
             prefix_hashes=prefix_hashes(request, self._prefix_block_size),
@@ -340,7 +340,7 @@ class EngineClient(ObservedService, SeeingService, VersionedStreams):
         inbox = TokenInbox()
         while True:
             try:
-                poll = TokenPoll(self._ingress_id, inbox.ack_seq, tuple(self._slow))
+                poll = TokenPoll(self.ingress_id, inbox.ack_seq, tuple(self._slow))
                 reply = await worker.poll_tokens(poll)
             except PeerLost:
                 inbox = TokenInbox()
@@ -406,7 +406,7 @@ class EngineClient(ObservedService, SeeingService, VersionedStreams):
 
     def _row(self) -> ComponentStatus:
         return ComponentStatus(
-            name=f"ingress-{self._ingress_id}",
+            name=f"ingress-{self.ingress_id}",
             kind="Ingress",
             pid=os.getpid(),
             node=socket.gethostname(),
@@ -432,7 +432,7 @@ class EngineClient(ObservedService, SeeingService, VersionedStreams):
     async def metrics(self, *, open_metrics: bool) -> str:
         """Of every process."""
         own = exposition(self.registry, open_metrics=True)
-        return await self._overview.metrics(f"ingress-{self._ingress_id}", own, open_metrics=open_metrics)
+        return await self._overview.metrics(f"ingress-{self.ingress_id}", own, open_metrics=open_metrics)
 
     async def explain(self, response_id: str) -> tuple[RequestTrace, ...]:
         """What is known of the decisions behind an answer, by all components.

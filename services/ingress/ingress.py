@@ -89,7 +89,7 @@ class Ingress:
         leave_full_collections_to_us()
         collect = functools.partial(collect_when_quiet, lambda: client.num_open + len(pace) <= QUIET_REQUESTS)
         self._collecting = asyncio.create_task(again_and_again(collect, LOOK_AGAIN_S))
-        reports = TrafficReports(self._site.peers(), client.tally)
+        reports = TrafficReports(self._site.peers(), client.tally, client.ingress_id)
         self._reporting = asyncio.create_task(again_and_again(reports.run, LOOK_AGAIN_S))
         door = self._make_door(client)
         limits = connection_limits(server, behind_haproxy=PROXY_DIRECTORY_VARIABLE in os.environ)

@@ -14,12 +14,10 @@ from typing import Any
 import pytest
 
 from actors.runtime.names import LOG_STORE, ROUTER
-from core.codec import decode
 from core.config.engine import EXECUTIONS
 from core.config.model import ModelConfig
 from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.messages.log import BatchPage, LogQuery
-from core.messages.status import ComponentRows
 from services.ingress.engine_client import EngineClient
 from tests.actors.conftest import open_system
 from tests.actors.local_system import (
@@ -185,7 +183,7 @@ async def test_the_requests_of_a_worker_that_dies_with_a_batch_wait_again_and_an
         readings = [Reading(client, PROMPTS[index], sampling(index, 200)) for index in range(8)]
 
         async def running() -> bool:
-            (row,) = decode(await host.rows.remote(), ComponentRows).components
+            (row,) = (await host.rows.remote()).components
             return row.queue > 0 and any(reading.tokens for reading in readings)
 
         await eventually(running, "a batch runs")

@@ -11,7 +11,7 @@ from core.messages.images import EncodedImage, ImageFile
 from core.messages.live import LiveView
 from core.messages.log import LoggedWindow, RequestTrace
 from core.messages.placement import PlacementView
-from core.messages.series import SeriesQuery, SeriesReply
+from core.messages.series import ComponentsQuery, ComponentsReply, RecentDecisions, SeriesQuery, SeriesReply, TableReply
 from core.messages.status import ComponentCounts, StatusReply
 from core.messages.tokens import TokenDelta
 from core.messages.weights import ServedWeights, Upgrade
@@ -131,6 +131,15 @@ class MeteredBackend:
 
     async def series(self, query: SeriesQuery) -> SeriesReply:
         return await self._backend.series(query)
+
+    async def replica_series(self, query: SeriesQuery) -> TableReply:
+        return await self._backend.replica_series(query)
+
+    async def component_series(self, query: ComponentsQuery) -> ComponentsReply:
+        return await self._backend.component_series(query)
+
+    async def recent_decisions(self, kind: str) -> tuple[RecentDecisions, ...]:
+        return await self._backend.recent_decisions(kind)
 
     async def live(self, max_rows: int) -> LiveView:
         return await self._backend.live(max_rows)

@@ -17,7 +17,7 @@ from core.messages.kv import KVTraffic, KVUsage
 from core.messages.live import LiveView
 from core.messages.log import ArtefactInfo, LoggedWindow, RequestTrace
 from core.messages.placement import PlacementView
-from core.messages.series import SeriesQuery, SeriesReply
+from core.messages.series import ComponentsQuery, ComponentsReply, RecentDecisions, SeriesQuery, SeriesReply, TableReply
 from core.messages.status import ComponentCounts, ComponentStatus, StatusReply
 from core.messages.tokens import TokenDelta
 from core.messages.weights import ServedWeights, Upgrade
@@ -84,6 +84,10 @@ class ScriptedBackend:
         self.placements: PlacementView | Exception = PlacementView("round-robin")
         self.history: SeriesReply | Exception = SeriesReply((), ())
         self.on_replicas = LiveView(())
+        self.loads = TableReply((), ())
+        self.lives = ComponentsReply(TableReply((), ()), ())
+        self.decided: tuple[RecentDecisions, ...] = ()
+        self.kinds: list[str] = []
         self.logged: LoggedWindow | Exception | None = None
         self.num_opened = 0
         self.num_closed = 0
@@ -134,6 +138,16 @@ class ScriptedBackend:
         if isinstance(self.history, Exception):
             raise self.history
         return self.history
+
+    async def replica_series(self, query: SeriesQuery) -> TableReply:
+        return self.loads
+
+    async def component_series(self, query: ComponentsQuery) -> ComponentsReply:
+        self.kinds.append(query.kind)
+        return self.lives
+
+    async def recent_decisions(self, kind: str) -> tuple[RecentDecisions, ...]:
+        return self.decided
 
     async def live(self, max_rows: int) -> LiveView:
         return self.on_replicas
