@@ -63,6 +63,7 @@ class ProfileFile:
         schema: ``SCHEMA``.
         kv_bytes: Bytes of the KV of one token; None where it is not known.
         copy_bandwidth: Bytes a second between device and host, each way; None where it was not measured.
+        image_token_s: Seconds that the image encoder takes for each token of a picture; None where it was not measured.
     """
 
     base_s: float
@@ -73,6 +74,7 @@ class ProfileFile:
     schema: int = SCHEMA
     kv_bytes: int | None = None
     copy_bandwidth: float | None = None
+    image_token_s: float | None = None
     machine: ProfiledMachine | None = None
     range: ProfiledRange | None = None
     error: HeldBackErrors | None = None

@@ -15,8 +15,9 @@ from services.progress import progress_bar
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from simulator.cluster.latency import LinearLatency, Roofline
+    from simulator.cluster.latency import LatencyModel, LinearLatency, Roofline
     from simulator.experiment import Experiment
+    from simulator.traffic.workload import Workload
 
 _FLAGS = {
     "scheduler.preset": "--preset",
@@ -260,7 +261,15 @@ def _read_profile(path: Path) -> LinearLatency:
         latency = replace(latency, kv_bytes=profile.kv_bytes)
     if profile.copy_bandwidth is not None:
         latency = replace(latency, copy_bandwidth=profile.copy_bandwidth)
+    if profile.image_token_s is not None:
+        latency = replace(latency, image_token_s=profile.image_token_s)
     return latency
+
+
+def say_if_pictures_cost_nothing(arrivals: Workload, latency: LatencyModel) -> None:
+    """Warns where a traffic has pictures and nothing says how long an encoder takes for them."""
+    if latency.image_s(1) == 0 and any(arrival.images for arrival in arrivals):
+        typer.echo("pictures are encoded in no time here: the profile has no image_token_s", err=True)
 
 
 def _simulate(experiment: Experiment, out: Path | None, plot: Path | None, as_json: bool) -> None:
@@ -272,6 +281,7 @@ def _simulate(experiment: Experiment, out: Path | None, plot: Path | None, as_js
     from simulator.summary import tables
 
     arrivals = make_arrivals(experiment)
+    say_if_pictures_cost_nothing(arrivals, experiment.latency)
     timeline = None if plot is None else Timeline()
     with progress_bar("requests", len(arrivals)) as progress:
         outcome = run(experiment, arrivals, progress=progress, timeline=timeline)

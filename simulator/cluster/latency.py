@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -29,6 +30,10 @@ class LatencyModel(Protocol):
         """Seconds to copy the KV of these tokens between device and host, one way."""
         ...
 
+    def image_s(self, num_tokens: int) -> float:
+        """Seconds that the encoder takes for a picture of so many tokens, beside the steps."""
+        ...
+
     @property
     def cost(self) -> StepCost:
         """The linear model nearest to this one, which policies price with."""
@@ -42,15 +47,19 @@ class LinearLatency:
     Attributes:
         kv_bytes: Bytes of the KV of one token.
         copy_bandwidth: Bytes per second between device and host, each way.
+        image_token_s: Seconds of the image encoder for each token of a picture; 0 where it is not known.
     """
 
     cost: StepCost
     kv_bytes: int = device_profile.A100_7B.kv_bytes
     copy_bandwidth: float = device_profile.A100_7B.copy_bandwidth
+    image_token_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.copy_bandwidth <= 0:
             raise InvalidValueError("copy_bandwidth", self.copy_bandwidth, "bytes a second above 0")
+        if not 0 <= self.image_token_s < math.inf:
+            raise InvalidValueError("image_token_s", self.image_token_s, "seconds >= 0")
 
     def step_s(self, prefill_tokens: int, decode_seqs: int, context_tokens: int, prefill_pairs: int = 0) -> float:
         return self.cost.step_s(prefill_tokens, decode_seqs, context_tokens, prefill_pairs)
@@ -61,8 +70,11 @@ class LinearLatency:
     def copy_s(self, num_tokens: int) -> float:
         return num_tokens * self.kv_bytes / self.copy_bandwidth
 
+    def image_s(self, num_tokens: int) -> float:
+        return num_tokens * self.image_token_s
 
-A100_7B = LinearLatency(device_profile.A100_7B.cost)
+
+A100_7B = LinearLatency(device_profile.A100_7B.cost, image_token_s=device_profile.A100_7B.image_token_s)
 """A 7B model on an A100, as a linear profile."""
 
 
@@ -78,6 +90,19 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
+class VisionShape:
+    """The sizes of a vision tower.
+
+    Attributes:
+        num_params: Parameters that each patch of a picture is multiplied with.
+        patches_per_token: Patches that become one token of the prompt.
+    """
+
+    num_params: float
+    patches_per_token: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """The sizes of a decoder model.
 
@@ -86,6 +111,7 @@ class ModelShape:
         kv_share: KV heads / attention heads.
         expert_params: How many of them are in mixtures of experts.
         expert_share: Experts that a token takes / experts.
+        vision: The tower that turns its pictures into rows; None for a model that does not see.
     """
 
     name: str
@@ -95,6 +121,7 @@ class ModelShape:
     kv_share: float = 1.0
     expert_params: float = 0.0
     expert_share: float = 1.0
+    vision: VisionShape | None = None
 
     @property
     def active_params(self) -> float:
@@ -186,6 +213,14 @@ class Roofline:
         links = self.tensor_parallel * self.pipeline_parallel
         return num_tokens * self.model.kv_bytes / (self.gpu.host_bandwidth * links)
 
+    def image_s(self, num_tokens: int) -> float:
+        """The tower's arithmetic on one device; 0 for a model without one."""
+        tower = self.model.vision
+        if tower is None:
+            return 0.0
+        flops = 2 * tower.num_params * tower.patches_per_token * num_tokens
+        return flops / (self.gpu.flops * self.efficiency)
+
     @property
     def cost(self) -> StepCost:
         weights_s = 2 * self.model.num_params / self._bandwidth
@@ -219,6 +254,9 @@ class PipelineLatency:
 
     def copy_s(self, num_tokens: int) -> float:
         return self.whole.copy_s(num_tokens)
+
+    def image_s(self, num_tokens: int) -> float:
+        return self.whole.image_s(num_tokens)
 
     @property
     def cost(self) -> StepCost:

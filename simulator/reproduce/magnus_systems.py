@@ -173,6 +173,9 @@ class _Stalling:
     def copy_s(self, num_tokens: int) -> float:
         return self.inner.copy_s(num_tokens)
 
+    def image_s(self, num_tokens: int) -> float:
+        return self.inner.image_s(num_tokens)
+
 
 def _slower(latency: LinearLatency, factor: float) -> LinearLatency:
     cost = latency.cost

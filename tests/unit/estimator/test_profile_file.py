@@ -27,6 +27,7 @@ FULL = ProfileFile(
     prefill_pair_s=5e-9,
     kv_bytes=2048,
     copy_bandwidth=1e10,
+    image_token_s=3e-6,
     machine=ProfiledMachine("m", "float32", "a processor", 2, 1, 0.99),
     range=ProfiledRange(1024, 128, 131072, 524800),
     error=HeldBackErrors(0.05, 0.15, 132),

@@ -143,6 +143,9 @@ class RecordedTimes:
     def copy_s(self, num_tokens: int) -> float:
         raise AssertionError("nothing is copied")
 
+    def image_s(self, num_tokens: int) -> float:
+        raise AssertionError("no request has pictures")
+
     def serving_time_s(self, *shape: int) -> float:
         """What the live machine was told at this instant."""
         assert self.fleet is not None
