@@ -215,14 +215,16 @@ class EngineClient(ObservedService, VersionedStreams):
     async def _ask(self, stream: ClientStream, text: PromptText, forecaster: PredictorClient) -> None:
         """Asks how long it will be, and waits for the answer as long as the settings allow."""
         request = stream.request
+        image_tokens = tuple(image.length for image in request.images)
         question = ForecastQuestion(
             request.request_id,
             text.instruction,
             text.user_input,
-            text.user_input_len(request.prompt_len),
+            text.user_input_len(request.prompt_len - sum(image_tokens)),
             request.prompt_len,
             request.sampling.max_new_tokens,
             request.tenant,
+            image_tokens,
         )
         wait_s = self._predictor_wait_s
         if forecaster.ask(question) and wait_s > 0:
