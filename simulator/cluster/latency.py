@@ -151,12 +151,21 @@ GPUS = {
 }
 """Data sheet rates."""
 
+CLIP_L_336 = VisionShape(304e6)
+"""CLIP ViT-L/14 at 336 pixels, the tower of LLaVA 1.5: a token for each patch."""
+
+QWEN_VL_TOWER = VisionShape(1.98e9, patches_per_token=4)
+"""ViT-bigG of 1.9 G parameters and a resampler of 80 M, from 1,024 patches to 256 tokens (Qwen-VL, Table 1)."""
+
 MODELS = {
     model.name: model
     for model in (
         ModelShape("opt-2.7b", 32, 2560, 2.7e9),
         ModelShape("chatglm-6b", 28, 4096, 6.2e9),
         ModelShape("llama-2-7b", 32, 4096, 6.7e9),
+        ModelShape("llava-1.5-7b", 32, 4096, 6.7e9, vision=CLIP_L_336),
+        ModelShape("llava-1.5-13b", 40, 5120, 13e9, vision=CLIP_L_336),
+        ModelShape("qwen-vl-7b", 32, 4096, 7.7e9, vision=QWEN_VL_TOWER),
         ModelShape("mistral-7b", 32, 4096, 7.2e9, kv_share=0.25),
         ModelShape("llama-2-13b", 40, 5120, 13e9),
         ModelShape("opt-13b", 40, 5120, 13e9),
