@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from core.config.scheduling import BatchConfig
+from core.costs import FREE_IMAGES
 from core.errors import ConfigError, InvalidValueError
 from simulator.cluster.latency import LinearLatency, Roofline
 from simulator.cluster.records import Record
@@ -70,7 +71,7 @@ def _without_images(latency: Any) -> None:
     if not isinstance(latency, dict):
         return
     if "gpu" not in latency:
-        latency.setdefault("image_token_s", 0.0)
+        latency.setdefault("image_cost", dataclasses.asdict(FREE_IMAGES))
     elif isinstance(latency.get("model"), dict):
         latency["model"].setdefault("vision", None)
 

@@ -201,7 +201,7 @@ def _slowdowns(done: Sequence[Record], shape: ReplicaShape, latency: LatencyMode
         lengths = record.arrival.prompt_len, record.num_tokens
         if lengths not in alone:
             alone[lengths] = alone_s(*lengths, shape.max_batch_tokens, latency)
-        encoded_s = sum(latency.image_s(image.tokens) for image in record.arrival.images)
+        encoded_s = latency.image_cost.encode_s([image.tokens for image in record.arrival.images])
         found.append(record.jct_s / (encoded_s + alone[lengths]))
     return found
 

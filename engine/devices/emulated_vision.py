@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from core.costs import ImageCost
 from engine.devices.emulated import Pace
 from engine.vision.geometry import ImageGeometry, PreparedImage, load_geometry
 from estimator.device_profile import find_device_profile
@@ -16,7 +17,7 @@ class EmulatedVision:
     """Has the interface of ``engine.vision.model.VisionModel`` and loads no torch. One thread at a time.
 
     Args:
-        token_s: Seconds for each token of a picture.
+        cost: Seconds of a batch of pictures.
 
     Attributes:
         hidden_size: 0: rows have no values.
@@ -24,9 +25,9 @@ class EmulatedVision:
 
     hidden_size = 0
 
-    def __init__(self, geometry: ImageGeometry, token_s: float, pace: Pace | None = None) -> None:
+    def __init__(self, geometry: ImageGeometry, cost: ImageCost, pace: Pace | None = None) -> None:
         self.geometry = geometry
-        self._token_s = token_s
+        self._cost = cost
         self._pace = pace or Pace()
 
     def prepare(self, rgb: np.ndarray) -> PreparedImage:
@@ -35,8 +36,8 @@ class EmulatedVision:
 
     def encode(self, images: Sequence[PreparedImage]) -> list[np.ndarray]:
         """Rows without values, ``[num_tokens, 0]``, when the time of all images is over."""
-        num_tokens = sum(image.num_tokens for image in images)
-        self._pace.wait_until(self._pace.now() + num_tokens * self._token_s)
+        batch_s = self._cost.encode_s([image.num_tokens for image in images])
+        self._pace.wait_until(self._pace.now() + batch_s)
         return [np.zeros((image.num_tokens, 0), np.float32) for image in images]
 
     def packed(self, rows: np.ndarray) -> bytes:
@@ -54,4 +55,4 @@ def emulate_vision(model_dir: Path, profile: str, pace: Pace | None = None) -> E
         ConfigError, InvalidValueError: As ``find_device_profile`` and ``load_geometry``.
     """
     geometry = load_geometry(model_dir)
-    return None if geometry is None else EmulatedVision(geometry, find_device_profile(profile).image_token_s, pace)
+    return None if geometry is None else EmulatedVision(geometry, find_device_profile(profile).image_cost, pace)

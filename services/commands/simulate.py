@@ -256,20 +256,21 @@ def _read_profile(path: Path) -> LinearLatency:
     except (OSError, ValueError) as error:
         raise ConfigError("--profile", str(path), f"a JSON file ({error})") from error
     profile = parse_profile(text, f"--profile {path}")
-    latency = LinearLatency(profile.cost)
+    latency = LinearLatency(profile.cost, image_cost=profile.image_cost)
     if profile.kv_bytes is not None:
         latency = replace(latency, kv_bytes=profile.kv_bytes)
     if profile.copy_bandwidth is not None:
         latency = replace(latency, copy_bandwidth=profile.copy_bandwidth)
-    if profile.image_token_s is not None:
-        latency = replace(latency, image_token_s=profile.image_token_s)
     return latency
 
 
 def say_if_pictures_cost_nothing(arrivals: Workload, latency: LatencyModel) -> None:
     """Warns where a traffic has pictures and nothing says how long an encoder takes for them."""
-    if latency.image_s(1) == 0 and any(arrival.images for arrival in arrivals):
-        typer.echo("pictures are encoded in no time here: the profile has no image_token_s", err=True)
+    if latency.image_cost.is_free and any(arrival.images for arrival in arrivals):
+        typer.echo(
+            "pictures are encoded in no time here: the profile has no image_batch_s, image_token_s or image_pair_s",
+            err=True,
+        )
 
 
 def _simulate(experiment: Experiment, out: Path | None, plot: Path | None, as_json: bool) -> None:

@@ -6,53 +6,100 @@ it is in no queue, and steps of other requests go on.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+import math
+from collections import OrderedDict, deque
+from collections.abc import Sequence
 
+from core.costs import ImageCost
 from simulator.traffic.pictures import SimImage
+
+MAX_BATCH = 16
+"""Most pictures of a batch, as of a server's encoder."""
+
+_Picture = tuple[str, int]
+"""Its name and its tokens; a picture without a name is given one."""
 
 
 class ImageEncoder:
-    """Encodes pictures one after the other in the order in which they come, and keeps the rows of the latest.
-
-    The price is linear in tokens, so batches of pictures would take as long and only end later.
+    """Encodes the pictures that wait, together, in the order in which they came; keeps the rows of the latest.
 
     Args:
-        encode_s: Seconds of a picture, by its tokens.
+        cost: Seconds of a batch.
         cache_tokens: Image tokens whose rows are kept; the least recently used go first.
+
+    Attributes:
+        ends_at: The instant at which the batch under way is done; infinity if there is none.
+        num_encoded: Pictures encoded, or under way.
+        num_found: Pictures of which rows were kept, or that were already waiting or under way.
     """
 
-    def __init__(self, encode_s: Callable[[int], float], cache_tokens: int) -> None:
-        self._encode_s = encode_s
+    def __init__(self, cost: ImageCost, cache_tokens: int) -> None:
+        self._cost = cost
         self._cache_tokens = cache_tokens
-        self._kept: OrderedDict[tuple[str, int], float] = OrderedDict()  # name and tokens -> instant of its rows
+        self._kept: OrderedDict[_Picture, None] = OrderedDict()
         self._num_kept = 0
-        self._free_at = 0.0
+        self._waiting: deque[_Picture] = deque()
+        self._batch: list[_Picture] = []
+        self._awaited: dict[_Picture, list[str]] = {}  # pictures without rows -> requests that wait for them
+        self._missing: dict[str, int] = {}  # pictures that a request waits for
+        self.ends_at = math.inf
         self.num_encoded = 0
         self.num_found = 0
         self.busy_s = 0.0
 
-    def encode(self, images: Sequence[SimImage], now: float) -> float:
-        """The instant at which the rows of all these pictures are there; calls come in order of time. O(pictures)."""
-        return max((self._rows_at(image, now) for image in images), default=now)
+    def submit(self, request_id: str, images: Sequence[SimImage]) -> bool:
+        """Adds the pictures of a request; whether the rows of all of them are there. ``begin`` starts what waits."""
+        num_missing = sum(self._asks(request_id, image, index) for index, image in enumerate(images))
+        if num_missing:
+            self._missing[request_id] = num_missing
+        return not num_missing
 
-    def _rows_at(self, image: SimImage, now: float) -> float:
-        key = image.name, image.tokens
-        if image.name and key in self._kept:
-            self._kept.move_to_end(key)
-            self.num_found += 1
-            return max(now, self._kept[key])
-        seconds = self._encode_s(image.tokens)
-        self.num_encoded += 1
+    def begin(self, now: float) -> None:
+        """Starts a batch of what waits, unless one is under way."""
+        if self._batch or not self._waiting:
+            return
+        self._batch = [self._waiting.popleft() for _ in range(min(MAX_BATCH, len(self._waiting)))]
+        seconds = self._cost.encode_s([tokens for _, tokens in self._batch])
         self.busy_s += seconds
-        self._free_at = max(self._free_at, now) + seconds
-        if image.name:
-            self._keep(key, self._free_at)
-        return self._free_at
+        self.ends_at = now + seconds
 
-    def _keep(self, key: tuple[str, int], rows_at: float) -> None:
-        self._kept[key] = rows_at
-        self._num_kept += key[1]
+    def finish(self, now: float) -> list[str]:
+        """Ends the batch of ``ends_at`` and starts the next one; the requests that now have all their rows."""
+        ready = []
+        for picture in self._batch:
+            for request_id in self._awaited.pop(picture):
+                self._missing[request_id] -= 1
+                if not self._missing[request_id]:
+                    del self._missing[request_id]
+                    ready.append(request_id)
+            self._keep(picture)
+        self._batch = []
+        self.ends_at = math.inf
+        self.begin(now)
+        return ready
+
+    def _asks(self, request_id: str, image: SimImage, index: int) -> bool:
+        """Whether the request has to wait for the picture."""
+        picture = image.name or f"{request_id}/{index}", image.tokens
+        if picture in self._kept:
+            self._kept.move_to_end(picture)
+            self.num_found += 1
+            return False
+        if picture in self._awaited:
+            self.num_found += 1
+        else:
+            self.num_encoded += 1
+            if self._cost.is_free:
+                self._keep(picture)
+                return False
+            self._awaited[picture] = []
+            self._waiting.append(picture)
+        self._awaited[picture].append(request_id)
+        return True
+
+    def _keep(self, picture: _Picture) -> None:
+        self._kept[picture] = None
+        self._num_kept += picture[1]
         while self._num_kept > self._cache_tokens:
             (_, tokens), _ = self._kept.popitem(last=False)
             self._num_kept -= tokens

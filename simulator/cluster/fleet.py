@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import heapq
 import itertools
 import math
 from collections import deque
@@ -121,9 +120,8 @@ class Fleet:
         self._clients = clients
         self._timeline = timeline
         self._flush = flush
-        self.encoder = ImageEncoder(shape.latency.image_s, shape.image_cache_tokens)
-        self._num_encodings = 0
-        self._encoding: list[tuple[float, int, Request]] = []  # a heap: when its rows are there, order of arrival
+        self.encoder = ImageEncoder(shape.latency.image_cost, shape.image_cache_tokens)
+        self._encoding: dict[str, Request] = {}
         self._until = ""
         self._is_over = False
         self._under_way: dict[str, tuple[Request, Record]] = {}
@@ -243,26 +241,20 @@ class Fleet:
         for arrival in arrivals:
             request = self._request(arrival)
             self._under_way[request.request_id] = request, Record(arrival)
-            rows_at = self.encoder.encode(arrival.images, self.now)
-            if rows_at > self.now:
-                self._num_encodings += 1
-                heapq.heappush(self._encoding, (rows_at, self._num_encodings, request))
-            else:
+            if self.encoder.submit(request.request_id, arrival.images):
                 requests.append(request)
-        self._await_images()
+            else:
+                self._encoding[request.request_id] = request
+        self.encoder.begin(self.now)
+        self._alarms.set(_Due.IMAGES, self.encoder.ends_at)
         if requests:
             self._tell(RequestsArrived(tuple(requests)))
 
     def _submit_encoded(self) -> None:
-        requests = []
-        while self._encoding and self._encoding[0][0] <= self.now:
-            requests.append(heapq.heappop(self._encoding)[-1])
-        self._await_images()
-        self._tell(RequestsArrived(tuple(requests)))
-
-    def _await_images(self) -> None:
-        if self._encoding:
-            self._alarms.set(_Due.IMAGES, self._encoding[0][0])
+        ready = [self._encoding.pop(request_id) for request_id in self.encoder.finish(self.now)]
+        self._alarms.set(_Due.IMAGES, self.encoder.ends_at)
+        if ready:
+            self._tell(RequestsArrived(tuple(ready)))
 
     def _tell(self, event: GlobalEvent) -> None:
         """Tells the scheduler over replicas, and carries out what it answers."""

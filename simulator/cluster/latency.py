@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from core.costs import StepCost
+from core.costs import FREE_IMAGES, ImageCost, StepCost
 from core.errors import InvalidValueError
 from estimator import device_profile
 
@@ -30,8 +29,9 @@ class LatencyModel(Protocol):
         """Seconds to copy the KV of these tokens between device and host, one way."""
         ...
 
-    def image_s(self, num_tokens: int) -> float:
-        """Seconds that the encoder takes for a picture of so many tokens, beside the steps."""
+    @property
+    def image_cost(self) -> ImageCost:
+        """What the image encoder takes, beside the steps."""
         ...
 
     @property
@@ -47,19 +47,17 @@ class LinearLatency:
     Attributes:
         kv_bytes: Bytes of the KV of one token.
         copy_bandwidth: Bytes per second between device and host, each way.
-        image_token_s: Seconds of the image encoder for each token of a picture; 0 where it is not known.
+        image_cost: What the image encoder takes; nothing where it is not known.
     """
 
     cost: StepCost
     kv_bytes: int = device_profile.A100_7B.kv_bytes
     copy_bandwidth: float = device_profile.A100_7B.copy_bandwidth
-    image_token_s: float = 0.0
+    image_cost: ImageCost = FREE_IMAGES
 
     def __post_init__(self) -> None:
         if self.copy_bandwidth <= 0:
             raise InvalidValueError("copy_bandwidth", self.copy_bandwidth, "bytes a second above 0")
-        if not 0 <= self.image_token_s < math.inf:
-            raise InvalidValueError("image_token_s", self.image_token_s, "seconds >= 0")
 
     def step_s(self, prefill_tokens: int, decode_seqs: int, context_tokens: int, prefill_pairs: int = 0) -> float:
         return self.cost.step_s(prefill_tokens, decode_seqs, context_tokens, prefill_pairs)
@@ -70,11 +68,8 @@ class LinearLatency:
     def copy_s(self, num_tokens: int) -> float:
         return num_tokens * self.kv_bytes / self.copy_bandwidth
 
-    def image_s(self, num_tokens: int) -> float:
-        return num_tokens * self.image_token_s
 
-
-A100_7B = LinearLatency(device_profile.A100_7B.cost, image_token_s=device_profile.A100_7B.image_token_s)
+A100_7B = LinearLatency(device_profile.A100_7B.cost, image_cost=device_profile.A100_7B.image_cost)
 """A 7B model on an A100, as a linear profile."""
 
 
@@ -222,13 +217,14 @@ class Roofline:
         links = self.tensor_parallel * self.pipeline_parallel
         return num_tokens * self.model.kv_bytes / (self.gpu.host_bandwidth * links)
 
-    def image_s(self, num_tokens: int) -> float:
-        """The tower's arithmetic on one device; 0 for a model without one."""
+    @property
+    def image_cost(self) -> ImageCost:
+        """The tower's arithmetic on one device, and a launch for each batch; nothing for a model without a tower."""
         tower = self.model.vision
         if tower is None:
-            return 0.0
-        flops = 2 * tower.num_params * tower.patches_per_token * num_tokens
-        return flops / (self.gpu.flops * self.efficiency)
+            return FREE_IMAGES
+        flops = 2 * tower.num_params * tower.patches_per_token
+        return ImageCost(self.overhead_s, flops / (self.gpu.flops * self.efficiency))
 
     @property
     def cost(self) -> StepCost:
@@ -264,8 +260,9 @@ class PipelineLatency:
     def copy_s(self, num_tokens: int) -> float:
         return self.whole.copy_s(num_tokens)
 
-    def image_s(self, num_tokens: int) -> float:
-        return self.whole.image_s(num_tokens)
+    @property
+    def image_cost(self) -> ImageCost:
+        return self.whole.image_cost
 
     @property
     def cost(self) -> StepCost:

@@ -23,7 +23,7 @@ from functools import partial
 
 import numpy as np
 
-from core.costs import StepCost
+from core.costs import FREE_IMAGES, ImageCost, StepCost
 from policies.batching.fcfs import FcfsBatches
 from simulator.cluster.latency import GPUS, MODELS, Roofline
 from simulator.cluster.padded import padded_fleet
@@ -88,7 +88,7 @@ class OneGpu:
     image_share: float
 
     def step_s(self, prefill_tokens: int, decode_seqs: int, context_tokens: int, prefill_pairs: int = 0) -> float:
-        encoded_s = self.inner.image_s(1) * self.image_share * prefill_tokens
+        encoded_s = self.inner.image_cost.token_s * self.image_share * prefill_tokens
         return encoded_s + self.inner.step_s(prefill_tokens, decode_seqs, context_tokens, prefill_pairs)
 
     def decode_run_s(self, decode_seqs: int, context_tokens: int, num_steps: int) -> float:
@@ -97,14 +97,15 @@ class OneGpu:
     def copy_s(self, num_tokens: int) -> float:
         return self.inner.copy_s(num_tokens)
 
-    def image_s(self, num_tokens: int) -> float:
+    @property
+    def image_cost(self) -> ImageCost:
         """Nothing beside the steps."""
-        return 0.0
+        return FREE_IMAGES
 
     @property
     def cost(self) -> StepCost:
         cost = self.inner.cost
-        return replace(cost, prefill_token_s=cost.prefill_token_s + self.inner.image_s(1) * self.image_share)
+        return replace(cost, prefill_token_s=cost.prefill_token_s + self.inner.image_cost.token_s * self.image_share)
 
 
 def questions(line: Seeing, num: int = NUM_QUESTIONS, seed: int = 0) -> list[SimRequest]:

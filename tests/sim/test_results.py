@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from core.config.scheduling import BatchConfig
+from core.costs import FREE_IMAGES
 from core.errors import ConfigError, IntegrityError, InvalidValueError
 from policies.presets import PRESETS
 from simulator.cluster.latency import GPUS, MODELS, LatencyModel, ModelShape, Roofline, VisionShape
@@ -99,8 +100,8 @@ def test_a_config_of_a_version_without_pictures_is_read(tmp_path: Path) -> None:
             del config["latency"]["model"]["vision"]
             known: LatencyModel = replace(latency, model=replace(latency.model, vision=None))
         else:
-            del config["latency"]["image_token_s"]
-            known = replace(latency, image_token_s=0.0)
+            del config["latency"]["image_cost"]
+            known = replace(latency, image_cost=FREE_IMAGES)
         path.write_text(to_json(config))
         assert read_config(path) == replace(experiment, latency=known)
 

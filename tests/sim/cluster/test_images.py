@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from core.costs import StepCost
+from core.costs import ImageCost, StepCost
 from core.errors import InvalidValueError
 from policies.compose import build_router, build_scheduler
 from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
 from policies.settings import PolicySettings
-from simulator.cluster.encoder import ImageEncoder
+from simulator.cluster.encoder import MAX_BATCH, ImageEncoder
 from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import GPUS, LinearLatency, ModelShape, Roofline, VisionShape
 from simulator.cluster.records import Record
@@ -23,7 +24,7 @@ from simulator.traffic.pictures import SimImage, image_spans, shared_blocks
 from simulator.traffic.workload import SimRequest
 
 COST = StepCost(base_s=1.0, prefill_token_s=0.1, decode_seq_s=0.0, context_token_s=0.0)
-LATENCY = LinearLatency(COST, image_token_s=0.5)
+LATENCY = LinearLatency(COST, image_cost=ImageCost(token_s=0.5))
 """A picture of 10 tokens is encoded in 5 s."""
 
 
@@ -56,14 +57,14 @@ def test_a_request_begins_when_its_picture_is_encoded() -> None:
     assert record.ttft_s == pytest.approx(5.0 + 2.4)  # the client waits for the encoder too
 
 
-def test_pictures_are_encoded_one_after_the_other_while_text_goes_on() -> None:
-    arrivals = [seen("a", 0.0), seen("b", 1.0), SimRequest("text", 1.0, 5, 6, 10)]
-    records = by_id(fleet().run(arrivals).done)
-    # text: prefill of 5 until 2.5, then five steps of 1 s; a's rows come at 5, in the step that ends at 5.5
+def test_pictures_are_encoded_while_text_goes_on() -> None:
+    arrivals = [seen("a", 0.0), seen("b", 1.0), seen("c", 2.0), SimRequest("text", 1.0, 5, 6, 10)]
+    records = by_id(fleet().run(sorted(arrivals, key=lambda each: each.arrived_at)).done)
+    # text: prefill of 5 until 2.5, then steps of 1 s; a's rows come at 5, in the step that ends at 5.5
     assert records["text"].first_token_at == pytest.approx(2.5)
     assert records["a"].first_token_at == pytest.approx(5.5 + 2.4)
-    # b's rows are there at 10
-    assert records["b"].first_token_at == pytest.approx(10.0 + 2.4, abs=1.0) and records["b"].first_token_at > 12
+    # b and c, which have waited for a, are encoded together from 5 to 15, when nothing else runs
+    assert records["b"].first_token_at == records["c"].first_token_at == pytest.approx(15.0 + 1.0 + 2.8)
 
 
 def test_an_equal_picture_is_neither_encoded_nor_computed_again() -> None:
@@ -84,15 +85,44 @@ def test_who_asks_for_a_picture_that_is_being_encoded_waits_for_it() -> None:
 
 
 def test_the_encoder_keeps_the_latest_pictures() -> None:
-    encoder = ImageEncoder(lambda tokens: float(tokens), cache_tokens=20)
+    encoder = ImageEncoder(ImageCost(token_s=1.0), cache_tokens=20)
     cat, dog, cow = SimImage(10, "cat"), SimImage(10, "dog"), SimImage(10, "cow")
-    assert encoder.encode([cat, dog], 0.0) == 20.0
-    assert encoder.encode([cat], 30.0) == 30.0
-    assert encoder.encode([cow], 30.0) == 40.0  # drops the dog, which was used before the cat
-    assert encoder.encode([cat], 50.0) == 50.0
-    assert encoder.encode([dog], 50.0) == 60.0
+
+    def encode(name: str, *images: SimImage, at: float) -> float:
+        """When its rows are there."""
+        if encoder.submit(name, images):
+            return at
+        encoder.begin(at)
+        ends_at = encoder.ends_at
+        assert encoder.finish(ends_at) == [name]
+        return ends_at
+
+    assert encode("a", cat, dog, at=0.0) == 20.0
+    assert encode("b", cat, at=30.0) == 30.0
+    assert encode("c", cow, at=30.0) == 40.0  # drops the dog, which was used before the cat
+    assert encode("d", cat, at=50.0) == 50.0
+    assert encode("e", dog, at=50.0) == 60.0
     assert (encoder.num_encoded, encoder.num_found) == (4, 2)
-    assert encoder.encode([], 70.0) == 70.0
+    assert encode("f", at=70.0) == 70.0
+    assert encode("g", SimImage(30, "large"), at=70.0) == 100.0  # larger than what is kept
+    assert encode("h", cat, at=100.0) == 110.0
+    assert encoder.ends_at == math.inf
+
+
+def test_a_batch_takes_what_waits_up_to_its_bound() -> None:
+    encoder = ImageEncoder(ImageCost(batch_s=1.0, pair_s=0.01), cache_tokens=10_000)
+    pictures = [SimImage(10, str(number)) for number in range(MAX_BATCH + 3)]
+    assert not encoder.submit("a", pictures[:1]) and encoder.ends_at == math.inf
+    encoder.begin(0.0)
+    assert encoder.ends_at == pytest.approx(2.0)
+    assert not encoder.submit("b", pictures[1:])
+    assert not encoder.submit("c", pictures[:2])
+    encoder.begin(1.0)  # changes nothing: a batch is under way
+    assert encoder.finish(2.0) == ["a"]  # c lacks its second picture still
+    assert encoder.ends_at == pytest.approx(2.0 + 1.0 + MAX_BATCH)
+    assert encoder.finish(encoder.ends_at) == ["c"]
+    assert encoder.finish(encoder.ends_at) == ["b"]
+    assert encoder.busy_s == pytest.approx(2.0 + 17.0 + 3.0) and encoder.ends_at == math.inf
 
 
 def test_a_closed_loop_counts_requests_that_are_being_encoded() -> None:
@@ -164,7 +194,10 @@ def test_a_picture_without_tokens_and_pictures_beyond_the_prompt() -> None:
 def test_a_roofline_encodes_by_the_arithmetic_of_its_tower() -> None:
     model = ModelShape("sees", 32, 4096, 6.7e9, vision=VisionShape(304e6, patches_per_token=4))
     roofline = Roofline(GPUS["a100-80g"], model, tensor_parallel=2)
-    assert roofline.image_s(576) == pytest.approx(2 * 304e6 * 4 * 576 / (312e12 * 0.6))
-    assert replace(roofline, model=replace(model, vision=None)).image_s(576) == 0.0
-    with pytest.raises(InvalidValueError, match="image_token_s"):
-        LinearLatency(COST, image_token_s=-1.0)
+    cost = roofline.image_cost
+    assert cost.encode_s([576]) == pytest.approx(0.004 + 2 * 304e6 * 4 * 576 / (312e12 * 0.6))
+    assert cost.encode_s([]) == 0.0
+    assert replace(roofline, model=replace(model, vision=None)).image_cost.is_free
+    for name in ("batch_s", "token_s", "pair_s"):
+        with pytest.raises(InvalidValueError, match=f"image_{name}"):
+            ImageCost(**{name: -1.0})

@@ -24,11 +24,11 @@ def test_questions_share_pictures_as_in_the_data() -> None:
 
 def test_a_gpu_that_also_encodes_takes_the_time_of_the_pictures() -> None:
     gpu = Roofline(GPUS["a100-80g"], MODELS["qwen-vl-7b"])
-    both = OneGpu(gpu, image_share=0.5)
-    assert both.step_s(1000, 3, 90) == pytest.approx(gpu.step_s(1000, 3, 90) + gpu.image_s(500))
+    both, token_s = OneGpu(gpu, image_share=0.5), gpu.image_cost.token_s
+    assert both.step_s(1000, 3, 90) == pytest.approx(gpu.step_s(1000, 3, 90) + 500 * token_s)
     assert both.decode_run_s(3, 90, 7) == gpu.decode_run_s(3, 90, 7) and both.copy_s(9) == gpu.copy_s(9)
-    assert both.image_s(256) == 0.0 < gpu.image_s(256)
-    assert both.cost == replace(gpu.cost, prefill_token_s=gpu.cost.prefill_token_s + gpu.image_s(1) * 0.5)
+    assert both.image_cost.is_free and not gpu.image_cost.is_free
+    assert both.cost == replace(gpu.cost, prefill_token_s=gpu.cost.prefill_token_s + token_s * 0.5)
 
 
 def test_a_line_compares_with_batches_and_with_another_admission() -> None:

@@ -38,24 +38,24 @@ class Clock:
 
 
 def test_pictures_take_their_tokens_time(model_dir: Path) -> None:
-    (model_dir / "profile.json").write_text(json.dumps({**PROFILE, "image_token_s": 0.5}))
+    (model_dir / "profile.json").write_text(json.dumps({**PROFILE, "image_token_s": 0.5, "image_batch_s": 3.0}))
     clock = Clock()
     vision = emulate_vision(model_dir, str(model_dir / "profile.json"), Pace(lambda: clock.now, clock.sleep))
     assert isinstance(vision, EmulatedVision)
     image = vision.prepare(np.zeros((20, 30, 3), np.uint8))
     assert image.num_tokens == 16 == load_geometry(model_dir).tokens_of(30, 20)  # type: ignore[union-attr]
     rows = vision.encode([image, image])
-    assert clock.now == pytest.approx(100.0 + 2 * 16 * 0.5)
+    assert clock.now == pytest.approx(103.0 + 2 * 16 * 0.5)
     assert [each.shape for each in rows] == [(16, 0)] * 2
     assert vision.packed(rows[0]) == b""
-    assert vision.encode([]) == [] and clock.now == pytest.approx(116.0)
+    assert vision.encode([]) == [] and clock.now == pytest.approx(119.0)
 
 
 def test_profiles_say_what_a_picture_takes(model_dir: Path) -> None:
     path = model_dir / "profile.json"
     path.write_text(json.dumps(PROFILE))
-    assert find_device_profile(str(path)).image_token_s == 0.0
-    assert find_device_profile("a100-7b").image_token_s == A100_7B.image_token_s > 0
+    assert find_device_profile(str(path)).image_cost.is_free
+    assert find_device_profile("a100-7b").image_cost == A100_7B.image_cost and not A100_7B.image_cost.is_free
     (model_dir / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     assert emulate_vision(model_dir, "a100-7b") is None
 
