@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Protocol
 
+from core.errors import InvalidValueError
 from core.messages.step_times import ReplicaStepProfile, StepSample
 
 
@@ -67,6 +69,41 @@ class StepCost:
         steps = ((0, 1, 500, 0), (0, 64, 32_000, 0), (512, 0, 0, attention_pairs(512, 0)))
         prices = ((self.step_s(*step), other.step_s(*step)) for step in steps)
         return all(abs(mine - theirs) <= share * theirs for mine, theirs in prices)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageCost:
+    """Seconds that an image encoder takes for a batch of pictures, beside the steps.
+
+    Attributes:
+        batch_s: Seconds of every batch.
+        token_s: Seconds of each token of its pictures.
+        pair_s: Seconds of each pair of tokens of one picture, within which a tower attends.
+    """
+
+    batch_s: float = 0.0
+    token_s: float = 0.0
+    pair_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("batch_s", "token_s", "pair_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise InvalidValueError(f"image_{name}", getattr(self, name), "seconds >= 0")
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no picture takes any time, as where nothing is known of the encoder."""
+        return not (self.batch_s or self.token_s or self.pair_s)
+
+    def encode_s(self, tokens: Sequence[int]) -> float:
+        """Seconds of a batch of pictures of so many tokens each; 0 without any."""
+        if not tokens:
+            return 0.0
+        return self.batch_s + self.token_s * sum(tokens) + self.pair_s * sum(each * each for each in tokens)
+
+
+FREE_IMAGES = ImageCost()
+"""Nothing is known of an encoder, or there is none."""
 
 
 def row_shares(

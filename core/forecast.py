@@ -39,9 +39,10 @@ class ForecastQuestion:
         instruction: What its application says to the model each time.
         user_input: The request's own part.
         user_input_len: Length of ``user_input``, in tokens of the served model.
-        prompt_len: Length of the whole prompt, in tokens.
+        prompt_len: Length of the whole prompt, in tokens, those of its images included.
         max_new_tokens: Limit of the output, in tokens.
         tenant: As in ``Request``; empty where no API keys are in use.
+        image_tokens: Tokens of each image of the prompt.
     """
 
     request_id: str
@@ -51,6 +52,12 @@ class ForecastQuestion:
     prompt_len: int
     max_new_tokens: int
     tenant: str = ""
+    image_tokens: tuple[int, ...] = ()
+
+    @property
+    def rest_len(self) -> int:
+        """Length of what is neither user input nor image, in tokens."""
+        return max(self.prompt_len - self.user_input_len - sum(self.image_tokens), 0)
 
 
 @dataclass(frozen=True, slots=True)

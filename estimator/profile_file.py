@@ -8,7 +8,7 @@ import typing
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, TypeVar
 
-from core.costs import StepCost
+from core.costs import ImageCost, StepCost
 from core.errors import InvalidValueError
 
 SCHEMA = 1
@@ -63,6 +63,8 @@ class ProfileFile:
         schema: ``SCHEMA``.
         kv_bytes: Bytes of the KV of one token; None where it is not known.
         copy_bandwidth: Bytes a second between device and host, each way; None where it was not measured.
+        image_token_s: This and the next two are the prices of ``ImageCost``, in seconds; None where the image encoder
+            was not measured.
     """
 
     base_s: float
@@ -73,6 +75,9 @@ class ProfileFile:
     schema: int = SCHEMA
     kv_bytes: int | None = None
     copy_bandwidth: float | None = None
+    image_token_s: float | None = None
+    image_batch_s: float | None = None
+    image_pair_s: float | None = None
     machine: ProfiledMachine | None = None
     range: ProfiledRange | None = None
     error: HeldBackErrors | None = None
@@ -81,6 +86,11 @@ class ProfileFile:
     def cost(self) -> StepCost:
         """The prices."""
         return StepCost(self.base_s, self.prefill_token_s, self.decode_seq_s, self.context_token_s, self.prefill_pair_s)
+
+    @property
+    def image_cost(self) -> ImageCost:
+        """The prices of pictures."""
+        return ImageCost(self.image_batch_s or 0.0, self.image_token_s or 0.0, self.image_pair_s or 0.0)
 
     def to_json(self) -> str:
         """The fields that are known, as one JSON object."""

@@ -1,7 +1,8 @@
 """Features of a request for a forest: its input length and compressed embeddings (Magnus, §III-B).
 
 ``x = [UIL, c(e_U), c(e_I)]``: the length of the user input in tokens, then the user input's and the instruction's
-embedding, each summed in groups.
+embedding, each summed in groups. Behind these stand how many images a request has, and how large they are; artefacts
+from before know none.
 """
 
 from __future__ import annotations
@@ -40,6 +41,24 @@ def compress(embeddings: Floats, num_groups: int) -> Floats:
     sums = embeddings.reshape(rows, num_groups, size).sum(axis=2)
     compressed: Floats = (sums / np.sqrt(size)).astype(np.float32)
     return compressed
+
+
+IMAGES = "images"
+"""Entry of an artefact's metadata: whether its features count images."""
+
+NUM_IMAGE_FEATURES = 2
+"""Number of images, and their tokens together."""
+
+
+def image_features(questions: Sequence[ForecastQuestion]) -> Floats:
+    """(rows, NUM_IMAGE_FEATURES)."""
+    rows = [(len(each.image_tokens), sum(each.image_tokens)) for each in questions]
+    return np.array(rows, np.float32).reshape(-1, NUM_IMAGE_FEATURES)
+
+
+def with_images(features: Floats, questions: Sequence[ForecastQuestion], *, images: bool) -> Floats:
+    """Features (rows, features) with those of images behind them, if a model counts them."""
+    return np.concatenate([features, image_features(questions)], axis=1) if images else features
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import numpy as np
 from core.forecast import ForecastQuestion
 from predictor.embedding_cache import EmbeddingCache
 from predictor.encoders import Scorer
-from predictor.features import FeatureShape, Floats, input_lens
+from predictor.features import NUM_IMAGE_FEATURES, FeatureShape, Floats, input_lens, with_images
 from predictor.words import WordScorer
 
 
@@ -33,9 +33,11 @@ class EmbeddingReader:
     Args:
         shape: Shape of the full features; the short ones lack the user input.
         cache: The cache around the encoder.
+        images: Whether features count images.
     """
 
-    def __init__(self, shape: FeatureShape, cache: EmbeddingCache) -> None:
+    def __init__(self, shape: FeatureShape, cache: EmbeddingCache, *, images: bool = True) -> None:
+        self._images = images
         self._shape = shape
         self._short = replace(shape, d_user=0)
         self._cache = cache
@@ -43,16 +45,18 @@ class EmbeddingReader:
     def full(self, questions: Sequence[ForecastQuestion]) -> Floats:
         """Encodes the user inputs, and instructions that are not cached."""
         app, user = self._cache.embed([q.instruction for q in questions], [q.user_input for q in questions])
-        return self._shape.matrix(input_lens(questions), user, app)
+        return with_images(self._shape.matrix(input_lens(questions), user, app), questions, images=self._images)
 
     def length(self, questions: Sequence[ForecastQuestion]) -> tuple[list[int], Floats]:
         """The questions whose instruction's embedding is cached."""
         vectors = [self._cache.known(each.instruction) for each in questions]
         kept = [number for number, vector in enumerate(vectors) if vector is not None]
         if not kept:
-            return [], np.empty((0, self._short.num_features), np.float32)
+            num_features = self._short.num_features + NUM_IMAGE_FEATURES * self._images
+            return [], np.empty((0, num_features), np.float32)
         app = np.stack([vector for vector in vectors if vector is not None])
-        return kept, self._short.matrix(input_lens([questions[number] for number in kept]), None, app)
+        read = [questions[number] for number in kept]
+        return kept, with_images(self._short.matrix(input_lens(read), None, app), read, images=self._images)
 
 
 class WordReader:

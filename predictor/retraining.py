@@ -17,7 +17,7 @@ from core.forecast import QUANTILES
 from predictor.applications.growing import grow_by_application
 from predictor.applications.reading import MODEL as APPLICATIONS
 from predictor.artefact import TrainedModel, from_bytes
-from predictor.features import Floats
+from predictor.features import IMAGES, Floats
 from predictor.metrics import pinball
 from predictor.models import FULL, LENGTH, pack, unpack
 from predictor.trainer import ForestOptions, grow
@@ -69,7 +69,8 @@ def feature_set(artefact: TrainedModel) -> str:
         return str(metadata[FEATURE_SET])
     if "words" in artefact.arrays:
         return "words-" + hashlib.sha256(np.ascontiguousarray(artefact.arrays["words"]).tobytes()).hexdigest()[:16]
-    return f"{metadata['encoder']}-{metadata['d_user']}-{metadata['d_app']}"
+    images = "-images" if metadata.get(IMAGES, False) else ""
+    return f"{metadata['encoder']}-{metadata['d_user']}-{metadata['d_app']}{images}"
 
 
 def samples_of(artefact: TrainedModel) -> list[Sample]:

@@ -13,7 +13,7 @@ from predictor.applications.reading import SECRET, ApplicationReader
 from predictor.artefact import ArtefactError, TrainedModel
 from predictor.embedding_cache import EmbeddingCache
 from predictor.encoders import Encoder, Scorer
-from predictor.features import FeatureShape, Floats
+from predictor.features import IMAGES, FeatureShape, Floats
 from predictor.history import HistoryPredictor
 from predictor.models import BERT, FULL, LENGTH, Model, unpack
 from predictor.quantiles import LengthDistributions
@@ -121,13 +121,14 @@ def _reader(artefact: TrainedModel, encoder: Encoder | Scorer | None, cache_size
         if not isinstance(encoder, Scorer):
             raise InvalidValueError("encoder", encoder, "the artefact's own regressor")
         return ScoreReader(encoder)
+    images = bool(metadata.get(IMAGES, False))
     if metadata["model"] == APPLICATIONS:
-        return ApplicationReader(artefact.arrays[SECRET].tobytes())
+        return ApplicationReader(artefact.arrays[SECRET].tobytes(), images=images)
     if encoder_of(artefact) is None:
-        return WordReader(WordScorer(artefact.arrays["words"]))
+        return WordReader(WordScorer(artefact.arrays["words"], images))
     trained_with, dim = metadata["encoder"], int(metadata["dim"])
     if not isinstance(encoder, Encoder) or (encoder.name, encoder.dim) != (trained_with, dim):
         found = f"{encoder.name} ({encoder.dim} dimensions)" if isinstance(encoder, Encoder) else None
         raise InvalidValueError("encoder", found, f"{trained_with} ({dim} dimensions), as in training")
     shape = FeatureShape(dim, int(metadata["d_user"]), int(metadata["d_app"]))
-    return EmbeddingReader(shape, EmbeddingCache(encoder, cache_size))
+    return EmbeddingReader(shape, EmbeddingCache(encoder, cache_size), images=images)

@@ -13,7 +13,7 @@ from core.errors import InvalidValueError
 from core.forecast import Example
 from predictor.artefact import TrainedModel
 from predictor.encoders import Encoder, probe_of
-from predictor.features import FeatureShape, Floats, input_lens
+from predictor.features import IMAGES, FeatureShape, Floats, input_lens, with_images
 from predictor.linear import fit_linear
 from predictor.models import FULL, LENGTH, pack
 from predictor.retraining import LENGTH_TREES, MAX_FEATURES, TRAIN_FEATURES, TRAIN_LENS
@@ -79,7 +79,7 @@ def train(
         InvalidValueError: too few examples, no encoder, or dimensions that do not divide the encoder's.
     """
     complete = complete_ones(examples)
-    metadata: dict[str, Any] = {"version": version, "model": recipe.model, "num_examples": len(complete)}
+    metadata: dict[str, Any] = {"version": version, "model": recipe.model, "num_examples": len(complete), IMAGES: True}
     if recipe.model == "forest":
         metadata["forest"] = asdict(recipe.forest)
     if recipe.reads == "words":
@@ -123,10 +123,11 @@ def _train_on_embeddings(
     shape = FeatureShape(encoder.dim, d_user, d_app)  # raises before anything is encoded
     metadata |= {"encoder": encoder.name, "dim": encoder.dim, "d_user": d_user, "d_app": d_app}
     app, user = embed_all(encoder, examples, progress)
-    own_lens = input_lens([each.question for each in examples])
+    questions = [each.question for each in examples]
+    own_lens = input_lens(questions)
     lens = np.array([each.output_len for each in examples])
-    full = shape.matrix(own_lens, user, app)
-    short = replace(shape, d_user=0).matrix(own_lens, None, app)
+    full = with_images(shape.matrix(own_lens, user, app), questions, images=True)
+    short = with_images(replace(shape, d_user=0).matrix(own_lens, None, app), questions, images=True)
     probe = probe_of(encoder)
     if recipe.model == "linear":
         return TrainedModel(metadata, {**_pack_both(fit_linear(full, lens), fit_linear(short, lens)), **probe})

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.forecast import ForecastQuestion
-from predictor.features import Floats
+from predictor.features import NUM_IMAGE_FEATURES, Floats, with_images
 
 NUM_BUCKETS = 2**15
 """Buckets for the n-grams of one text; instruction and user input have buckets of their own."""
@@ -25,8 +25,8 @@ NUM_BUCKETS = 2**15
 MAX_WORDS = 512
 """Most words read of a text, from its beginning: bounds the time of a forecast."""
 
-NUM_FEATURES = 4
-"""Number of features of a forest over these scores."""
+NUM_FEATURES = 4 + NUM_IMAGE_FEATURES
+"""Number of features of a forest over these scores; artefacts that count no images have those before them alone."""
 
 _NUM_FOLDS = 4
 _RIDGE = 10.0
@@ -43,20 +43,24 @@ class WordScorer:
     Attributes:
         weights: (2 · NUM_BUCKETS + 4, 2): n-grams of the instruction, of the user input, two lengths, whether there is
             no user input, and the constant.
+        images: Whether features count images.
     """
 
     weights: Floats
+    images: bool = True
 
     def features(self, questions: Sequence[ForecastQuestion]) -> Floats:
-        """(rows, NUM_FEATURES): input length, length of the rest of the prompt, both scores. O(words)."""
+        """(rows, NUM_FEATURES): input length, length of the rest of the prompt, both scores, images. O(words)."""
         scores = np.array([self.weights[c].T @ v for c, v in map(_row, questions)]).reshape(-1, 2)
-        return with_scores(questions, scores)
+        return with_scores(questions, scores, images=self.images)
 
 
-def with_scores(questions: Sequence[ForecastQuestion], scores: NDArray[np.floating[Any]]) -> Floats:
+def with_scores(
+    questions: Sequence[ForecastQuestion], scores: NDArray[np.floating[Any]], *, images: bool = True
+) -> Floats:
     """The forest's input, (rows, NUM_FEATURES), from scores (rows, 2)."""
-    lens = np.array([(each.user_input_len, _rest_len(each)) for each in questions], np.float32).reshape(-1, 2)
-    return np.concatenate([lens, scores.astype(np.float32)], axis=1)
+    lens = np.array([(each.user_input_len, each.rest_len) for each in questions], np.float32).reshape(-1, 2)
+    return with_images(np.concatenate([lens, scores.astype(np.float32)], axis=1), questions, images=images)
 
 
 def buckets(text: str) -> NDArray[np.int64]:
@@ -105,14 +109,10 @@ def _targets(questions: Sequence[ForecastQuestion], output_lens: NDArray[np.inte
     return np.stack([places, np.log1p(output_lens) - np.log1p(input_lens)], axis=1)
 
 
-def _rest_len(question: ForecastQuestion) -> int:
-    return max(question.prompt_len - question.user_input_len, 0)
-
-
 def _row(question: ForecastQuestion) -> tuple[NDArray[np.int64], Floats]:
     """Columns that are not zero, and their values."""
     app, user = buckets(question.instruction), buckets(question.user_input) + NUM_BUCKETS
-    rest = [np.log1p(question.user_input_len), np.log1p(_rest_len(question)), float(not question.user_input), 1.0]
+    rest = [np.log1p(question.user_input_len), np.log1p(question.rest_len), float(not question.user_input), 1.0]
     columns = np.concatenate([app, user, 2 * NUM_BUCKETS + np.arange(4)])
     values = np.concatenate([np.ones(len(app)), np.full(len(user), _USER_WEIGHT), np.array(rest)])
     return columns, values.astype(np.float32)

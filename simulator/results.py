@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from core.config.scheduling import BatchConfig
+from core.costs import FREE_IMAGES
 from core.errors import ConfigError, InvalidValueError
 from simulator.cluster.latency import LinearLatency, Roofline
 from simulator.cluster.records import Record
@@ -61,7 +62,18 @@ def read_config(path: Path) -> Experiment:
         config["rate"] = math.inf
     latency = config.get("latency")
     kind = Roofline if isinstance(latency, dict) and "gpu" in latency else LinearLatency
+    _without_images(latency)
     return _built(Experiment, config, "config", {"latency": kind})
+
+
+def _without_images(latency: Any) -> None:
+    """Adds what earlier versions, which knew no pictures, did not write."""
+    if not isinstance(latency, dict):
+        return
+    if "gpu" not in latency:
+        latency.setdefault("image_cost", dataclasses.asdict(FREE_IMAGES))
+    elif isinstance(latency.get("model"), dict):
+        latency["model"].setdefault("vision", None)
 
 
 _Built = typing.TypeVar("_Built")
@@ -89,6 +101,9 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
         return float(value)
     if value is None and type(None) in kinds:
         return None
+    part = next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
+    if part is not None:
+        return _typed(part, value, where)
     if type(value) not in kinds:
         expected = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
         raise InvalidValueError(where, value, f"a value of type {expected}")
@@ -103,6 +118,7 @@ def request_row(record: Record) -> dict[str, Any]:
         "app": arrival.app,
         "replica": record.replica,
         "prompt_len": arrival.prompt_len,
+        "image_tokens": sum(image.tokens for image in arrival.images),
         "cached_len": record.cached_len,
         "output_len": record.num_tokens,
         "predicted_len": None if arrival.forecast is None else arrival.forecast.mean,

@@ -80,6 +80,7 @@ def run(
         experiment.sla,
         num_failed=len(failed),
         num_padding_tokens=num_computed - sum(record.num_tokens for record in recorder.done),
+        num_images_encoded=fleet.encoder.num_encoded,
     )
     return RunOutcome(recorder, tuple(failed), summary)
 
@@ -118,7 +119,7 @@ def _replica_shape(experiment: Experiment, arrivals: Workload) -> ReplicaShape:
         max_num_seqs=experiment.max_num_seqs,
         max_batch_tokens=experiment.max_batch_tokens,
         look_every=0 if is_steady(preset) and not _any_gives_way(arrivals) else 1,
-        shares_prefixes=any(arrival.prefix for arrival in arrivals),
+        shares_prefixes=any(each.prefix or any(image.name for image in each.images) for each in arrivals),
         execution="static" if preset.mode == "batch" else "ragged",
         offload_hop_s=experiment.offload_hop_s or 0.0,
     )

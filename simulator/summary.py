@@ -57,9 +57,9 @@ class Summary:
     """The numbers of one run.
 
     Rates are per second of the makespan, from the first arrival to the last token. Slowdown is the JCT of a request
-    divided by its time alone on an idle replica without a cached prefix; below 1 if a prefix was cached. Memory means
-    are over the steps of all replicas; the peak is that of one replica. If outputs are returned whole, as in batch
-    mode, there are no times between tokens, and TTFT alone decides whether a request is good.
+    divided by its time alone on an idle service without a cached prefix or picture; below 1 if one was cached. Memory
+    means are over the steps of all replicas; the peak is that of one replica. If outputs are returned whole, as in
+    batch mode, there are no times between tokens, and TTFT alone decides whether a request is good.
 
     Attributes:
         num_failed: Requests that were refused or that fit into no replica.
@@ -70,6 +70,7 @@ class Summary:
         num_swaps: Number of times KV was moved to the host.
         num_steps: Forward passes, of all replicas.
         prefix_hit_rate: Share of the prompt tokens found in the prefix cache.
+        num_images_encoded: Pictures that the encoder computed; those found in its cache are not among them.
     """
 
     num_requests: int
@@ -97,6 +98,7 @@ class Summary:
     num_steps: int
     makespan_s: float
     prefix_hit_rate: float
+    num_images_encoded: int = 0
 
     def to_dict(self) -> dict[str, Number]:
         """Flat: a distribution as ``jct_s_mean``, ``jct_s_p50``, ``jct_s_p99``. The keys are a contract."""
@@ -118,12 +120,14 @@ def summarize(
     *,
     num_failed: int = 0,
     num_padding_tokens: int = 0,
+    num_images_encoded: int = 0,
 ) -> Summary:
     """The numbers of a run that has ended; O(n log n) in its requests.
 
     Args:
         num_failed: Requests that did not run to their end.
         num_padding_tokens: Tokens computed only as padding.
+        num_images_encoded: As ``Summary`` has it.
     """
     done, usage = recorder.done, recorder.usage.values()
     num_good = sum(map(sla.meets, done))
@@ -163,6 +167,7 @@ def summarize(
         num_steps=num_steps,
         makespan_s=makespan_s,
         prefix_hit_rate=_ratio(sum(record.cached_len for record in done), num_prompts),
+        num_images_encoded=num_images_encoded,
     )
 
 
@@ -196,7 +201,8 @@ def _slowdowns(done: Sequence[Record], shape: ReplicaShape, latency: LatencyMode
         lengths = record.arrival.prompt_len, record.num_tokens
         if lengths not in alone:
             alone[lengths] = alone_s(*lengths, shape.max_batch_tokens, latency)
-        found.append(record.jct_s / alone[lengths])
+        encoded_s = latency.image_cost.encode_s([image.tokens for image in record.arrival.images])
+        found.append(record.jct_s / (encoded_s + alone[lengths]))
     return found
 
 
@@ -237,6 +243,7 @@ _COUNTS = {
     "KV memory, mean share": "memory_mean_share",
     "KV memory, peak share": "memory_peak_share",
     "prefix hit rate": "prefix_hit_rate",
+    "pictures encoded": "num_images_encoded",
     "steps": "num_steps",
     "makespan s": "makespan_s",
 }

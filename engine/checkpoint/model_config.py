@@ -18,7 +18,7 @@ from engine.checkpoint.config_fields import Fields, UnsupportedModelError, read_
 from engine.checkpoint.families.experts import Experts
 from engine.checkpoint.families.latent import Latent
 from engine.checkpoint.families.record import ACTIVATIONS, Biases, Blocks, TensorNames, of_config
-from engine.checkpoint.families.vision import VISION
+from engine.checkpoint.families.vision import VISION, seeing_name
 from engine.checkpoint.gguf_model import EXPERT_DOWN, EXPERT_UP, gguf_config, rope_factors
 from engine.checkpoint.quantization import Quantization, read_quantization
 from engine.checkpoint.rotary_config import FactorScaling, read_rotary
@@ -250,7 +250,7 @@ def _architecture(raw: dict[str, Any]) -> str:
     known = [*ARCHITECTURES, *VISION]
     if not isinstance(names, list) or len(names) != 1 or names[0] not in known:
         raise UnsupportedModelError("architectures", names, f"one of {', '.join(known)}")
-    return str(names[0])
+    return seeing_name(raw) or str(names[0])
 
 
 def _fields(raw: dict[str, Any], name: str) -> Fields:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 
 from core.costs import StepCost
@@ -109,17 +110,21 @@ class EmulatedRunner:
         self._free_at = -math.inf
 
     def _token(self, sequence: Sequence) -> int:
-        return self._token_ids[token_hash(sequence.request, sequence.output_len) % len(self._token_ids)]
+        origin = token_hash(sequence.named_ids, sequence.request, sequence.output_len)
+        return self._token_ids[origin % len(self._token_ids)]
 
 
-def token_hash(request: Request, index: int) -> int:
+def token_hash(named_ids: SequenceOf[int], request: Request, index: int) -> int:
     """The origin of the output token of this index: the prompt's token in its place, and the seed unless greedy.
 
     Nothing else: no batch, attempt or replica changes an answer. Two prompts of one length that differ in some tokens
-    have answers that differ in as many places.
+    have answers that differ in as many places; tokens of unlike pictures differ.
+
+    Args:
+        named_ids: Of its prompt at least, as ``core.images.identity_ids`` names them.
     """
     sampling = request.sampling
-    prompt_token = request.prompt_ids[index % len(request.prompt_ids)]
+    prompt_token = named_ids[index % len(request.prompt_ids)]
     seed = 0 if sampling.greedy else sampling.seed + 1
     return _mix(_mix(_mix(seed) + index) + prompt_token)
 

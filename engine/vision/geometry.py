@@ -15,11 +15,12 @@ import numpy as np
 
 from core.errors import InvalidValueError
 from engine.checkpoint.config_fields import Fields, read_json
-from engine.checkpoint.families.vision import VISION, Shape, VisionFamily
+from engine.checkpoint.families.vision import VISION, Shape, VisionFamily, seeing_name
 from engine.vision.anyres import read_anyres
 from engine.vision.dynamic import read_dynamic
 from engine.vision.pixels import check_rgb
 from engine.vision.square import read_square
+from engine.vision.stretched import read_stretched
 from tokenization.gguf.file import is_gguf
 
 MAX_SIDE = 1 << 15
@@ -127,6 +128,7 @@ _READERS: Mapping[Shape, Callable[[dict[str, Any], dict[str, Any]], Pixels]] = {
     "square": read_square,
     "anyres": read_anyres,
     "dynamic": read_dynamic,
+    "stretched": read_stretched,
 }
 
 
@@ -140,16 +142,10 @@ def load_geometry(model_dir: Path) -> ImageGeometry | None:
     if is_gguf(model_dir):
         return None
     raw = read_json(model_dir, "config.json")
-    name = vision_name(raw or {})
+    name = seeing_name(raw or {})
     if raw is None or name is None:
         return None
     return read_geometry(raw, name, read_json(model_dir, "preprocessor_config.json") or {})
-
-
-def vision_name(raw: dict[str, Any]) -> str | None:
-    """The family of a configuration that sees; None for any other."""
-    names = raw.get("architectures")
-    return names[0] if isinstance(names, list) and len(names) == 1 and names[0] in list(VISION) else None
 
 
 def read_geometry(raw: dict[str, Any], name: str, processor: dict[str, Any]) -> ImageGeometry:
@@ -168,11 +164,12 @@ def read_geometry(raw: dict[str, Any], name: str, processor: dict[str, Any]) -> 
 
 
 def _placeholder_id(raw: dict[str, Any], family: VisionFamily) -> int:
-    fields = Fields(raw, {})
-    for name in family.placeholder_fields:
+    for path in family.placeholder_fields:
+        holder, _, name = path.rpartition(".")
+        fields = Fields(raw[holder] if holder else raw, {}, f"{holder}." if holder else "")
         value = fields[name]
         if value is not None:
             if type(value) is not int or value < 0:
                 raise fields.error(name, "a token id")
-            return value
+            return value + family.placeholder_behind
     return family.default_id

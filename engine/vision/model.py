@@ -15,6 +15,7 @@ from engine.checkpoint.families.vision import VISION, Tower
 from engine.vision.clip import ClipTower
 from engine.vision.geometry import ImageGeometry, PreparedImage, load_geometry
 from engine.vision.qwen import QwenTower
+from engine.vision.qwen_vl import QwenVlTower
 from engine.vision.stored import TowerTensors, read_tower
 
 
@@ -32,6 +33,7 @@ _TOWERS: Mapping[Tower, Callable[..., VisionTower]] = {
     "clip": ClipTower,
     "qwen2_vl": QwenTower,
     "qwen2_5_vl": QwenTower,
+    "qwen_vl": QwenVlTower,
 }
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from predictor.applications.reading import KEYS, keys_of
-from predictor.features import Floats
+from predictor.applications.reading import KEYS, NUM_TEXT_FEATURES, keys_of
+from predictor.features import NUM_IMAGE_FEATURES, Floats
 from predictor.forest import Forest
 from predictor.quantiles import LengthDistributions
 
@@ -21,6 +21,7 @@ NUM_STATISTICS = 4
 mean square of the former."""
 
 NUM_DERIVED = 6
+"""Numbers of the forest's input that do not say what images there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +40,12 @@ class KeyStatistics:
         """The forest's input.
 
         Args:
-            raw: (rows, NUM_FEATURES), from ``raw_features``.
+            raw: (rows, NUM_FEATURES), from ``raw_features``, or without the columns of images.
 
         Returns:
-            (rows, NUM_DERIVED): the three lengths, the output length that the application's mean says, the one that
-            its mean ratio to the input says, and how far its outputs spread. O(rows log keys).
+            (rows, NUM_DERIVED and those of images): the three lengths, the output length that the application's mean
+            says, the one that its mean ratio to the input says, how far its outputs spread, and the columns of images
+            as they are. O(rows log keys).
         """
         total = self.sums[-1:] / max(self.sums[-1, 0], 1.0)
         known = np.repeat(total[:, 1:], len(raw), axis=0)
@@ -52,7 +54,8 @@ class KeyStatistics:
             known = (own[:, 1:] + SHRINK * known) / (own[:, :1] + SHRINK)
         by_ratio = known[:, 1] + np.log1p(raw[:, 0])
         spread = np.sqrt(np.maximum(known[:, 2] - known[:, 0] ** 2, 0.0))
-        derived = np.concatenate([raw[:, :3], np.stack([known[:, 0], by_ratio, spread], axis=1)], axis=1)
+        statistics = np.stack([known[:, 0], by_ratio, spread], axis=1)
+        derived = np.concatenate([raw[:, :3], statistics, raw[:, NUM_TEXT_FEATURES:]], axis=1)
         return derived.astype(np.float32)
 
     def _sums_of(self, keys: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -92,7 +95,7 @@ class ApplicationForest(Forest):
         """
         Forest.check(self)
         fits = (
-            self.num_features == NUM_DERIVED
+            self.num_features in (NUM_DERIVED, NUM_DERIVED + NUM_IMAGE_FEATURES)
             and self.keys.ndim == 1
             and self.key_sums.shape == (len(self.keys) + 1, NUM_STATISTICS)
             and bool((np.diff(self.keys) > 0).all() and np.isfinite(self.key_sums).all())

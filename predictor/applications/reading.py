@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.forecast import ForecastQuestion
-from predictor.features import Floats
+from predictor.features import NUM_IMAGE_FEATURES, Floats, with_images
 
 MODEL = "applications"
 """Name of the model in an artefact."""
@@ -17,10 +17,13 @@ MODEL = "applications"
 KEY_PARTS, PART_BITS = 3, 21
 """A key has 63 bits. It is kept in numbers of 21 bits, each of which float32 holds exactly."""
 
-NUM_FEATURES = 3 + 2 * KEY_PARTS
+NUM_TEXT_FEATURES = 3 + 2 * KEY_PARTS
 """Length of the user input, of the rest of the prompt, the limit of the output, and two keys."""
 
-KEYS = (slice(3, 3 + KEY_PARTS), slice(3 + KEY_PARTS, NUM_FEATURES))
+NUM_FEATURES = NUM_TEXT_FEATURES + NUM_IMAGE_FEATURES
+"""Those, and images; artefacts that count no images have those of the text alone."""
+
+KEYS = (slice(3, 3 + KEY_PARTS), slice(3 + KEY_PARTS, NUM_TEXT_FEATURES))
 """Columns of the keys: the whole instruction, and the opening of the prompt."""
 
 NO_KEY = -1
@@ -36,23 +39,24 @@ SECRET, SECRET_BYTES = "key.secret", 32
 """Array of an artefact that holds the secret of its keys, and its length."""
 
 
-def raw_features(questions: Sequence[ForecastQuestion], secret: bytes) -> Floats:
+def raw_features(questions: Sequence[ForecastQuestion], secret: bytes, *, images: bool = True) -> Floats:
     """What is logged of the questions, shape (rows, NUM_FEATURES).
 
     Args:
         secret: ``SECRET_BYTES`` bytes that clients do not know, the same for all rows that are learned from together.
+        images: Whether images count; without, shape (rows, NUM_TEXT_FEATURES).
     """
     rows = [
         (
             each.user_input_len,
-            max(each.prompt_len - each.user_input_len, 0),
+            each.rest_len,
             each.max_new_tokens,
             *_key(secret, each.tenant, "instruction", each.instruction[:READ_CHARS]),
             *_key(secret, each.tenant, "opening", _opening(each)),
         )
         for each in questions
     ]
-    return np.array(rows, np.float32).reshape(-1, NUM_FEATURES)
+    return with_images(np.array(rows, np.float32).reshape(-1, NUM_TEXT_FEATURES), questions, images=images)
 
 
 def keys_of(raw: Floats, columns: slice) -> NDArray[np.int64]:
@@ -66,22 +70,23 @@ class ApplicationReader:
     """``Reader`` of raw features; reading everything costs some microseconds.
 
     Args:
-        secret: As in ``raw_features``.
+        secret: As in ``raw_features``; so is ``images``.
 
     Raises:
         ValueError: The secret has another length than ``SECRET_BYTES``.
     """
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: bytes, *, images: bool = True) -> None:
         if len(secret) != SECRET_BYTES:
             raise ValueError(f"a secret of {SECRET_BYTES} bytes")
         self._secret = secret
+        self._images = images
 
     def full(self, questions: Sequence[ForecastQuestion]) -> Floats:
-        return raw_features(questions, self._secret)
+        return raw_features(questions, self._secret, images=self._images)
 
     def length(self, questions: Sequence[ForecastQuestion]) -> tuple[list[int], Floats]:
-        return list(range(len(questions))), raw_features(questions, self._secret)
+        return list(range(len(questions))), self.full(questions)
 
 
 def _opening(question: ForecastQuestion) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from predictor.applications.reading import MODEL, NUM_FEATURES, SECRET
 from predictor.artefact import TrainedModel
 from predictor.encoders import Encoder, probe_of
-from predictor.features import FeatureShape
+from predictor.features import IMAGES, NUM_IMAGE_FEATURES, FeatureShape
 from predictor.retraining import FEATURE_SET, TRAIN_FEATURES, TRAIN_LENS
 from predictor.trainer import ForestOptions
 
@@ -41,7 +41,8 @@ def untrained(weights: str, secret: bytes, num_trees: int = FOREST.num_trees) ->
         "model": MODEL,
         "num_examples": 0,
         "forest": asdict(replace(FOREST, num_trees=num_trees)),
-        FEATURE_SET: f"{MODEL}-2 {secret_name} {weights}",
+        IMAGES: True,
+        FEATURE_SET: f"{MODEL}-3 {secret_name} {weights}",
     }
     features, lens = np.empty((0, NUM_FEATURES), np.float32), np.empty(0, np.int32)
     kept = np.frombuffer(secret, np.uint8)
@@ -72,7 +73,8 @@ def untrained_with_encoder(encoder: Encoder, weights: str, num_trees: int = FORE
         "dim": encoder.dim,
         "d_user": D_USER,
         "d_app": D_APP,
-        FEATURE_SET: f"usin-1 {encoder.name} {print_of} {weights}",
+        IMAGES: True,
+        FEATURE_SET: f"usin-2 {encoder.name} {print_of} {weights}",
     }
-    features, lens = np.empty((0, shape.num_features), np.float32), np.empty(0, np.int32)
+    features, lens = np.empty((0, shape.num_features + NUM_IMAGE_FEATURES), np.float32), np.empty(0, np.int32)
     return TrainedModel(metadata, {TRAIN_FEATURES: features, TRAIN_LENS: lens, **probe})

@@ -26,6 +26,7 @@ from services.commands.simulate import (
     hardware,
     one_line_errors,
     preset_names,
+    say_if_pictures_cost_nothing,
     wide_console,
 )
 from services.progress import progress_bar
@@ -100,7 +101,9 @@ def advise(
             max_num_seqs=max_num_seqs,
             sla=Sla(sla_ttft, sla_mtpot),
         )
-        parts = cut_windows(_arrivals(experiment, requests * windows), requests, windows)
+        arrivals = _arrivals(experiment, requests * windows)
+        say_if_pictures_cost_nothing(arrivals, latency)
+        parts = cut_windows(arrivals, requests, windows)
         options = setups(names, max_replicas)
         measured = _measure(experiment, options, parts, seconds)
         advice = judge(measured, good)

@@ -47,6 +47,7 @@ class _Row:
     output: str | int
     task: str
     censored: bool
+    image_tokens: tuple[int, ...]
 
 
 class TokenCounter:
@@ -78,7 +79,8 @@ def read_examples(
 ) -> Examples:
     """Reads rows with ``instruction``, ``user_input`` and ``output`` or ``output_len``.
 
-    They may also have ``task`` or ``app``, and ``censored`` for an output that was cut off.
+    They may also have ``task`` or ``app``, ``censored`` for an output that was cut off, and ``image_tokens``: the
+    tokens of a picture, or a list of them.
 
     Args:
         path: JSON lines; ``.gz`` is unpacked.
@@ -135,7 +137,8 @@ def _parse(line: bytes) -> _Row:
         raise ValueError("task: not a string")
     if not isinstance(censored, bool):
         raise ValueError("censored: neither true nor false")
-    return _Row(_text(row, "instruction"), _text(row, "user_input"), _output(row), task, censored)
+    texts = _text(row, "instruction"), _text(row, "user_input")
+    return _Row(*texts, _output(row), task, censored, _image_tokens(row))
 
 
 def _text(row: dict[str, Any], name: str) -> str:
@@ -147,6 +150,14 @@ def _text(row: dict[str, Any], name: str) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(f"{name}: half a surrogate pair") from error
     return value
+
+
+def _image_tokens(row: dict[str, Any]) -> tuple[int, ...]:
+    given = row.get("image_tokens", [])
+    tokens = given if isinstance(given, list) else [given]
+    if not all(type(each) is int and 0 < each < MAX_NEW_TOKENS for each in tokens):
+        raise ValueError(f"image_tokens: not a number of tokens from 1 to {MAX_NEW_TOKENS - 1}, or a list of such")
+    return tuple(tokens)
 
 
 def _output(row: dict[str, Any]) -> str | int:
@@ -171,8 +182,9 @@ def _take(pending: list[tuple[int, _Row]], counter: TokenCounter, found: Example
             instruction=row.instruction,
             user_input=row.user_input,
             user_input_len=user_len,
-            prompt_len=app_len + user_len,
+            prompt_len=app_len + user_len + sum(row.image_tokens),
             max_new_tokens=MAX_NEW_TOKENS,
+            image_tokens=row.image_tokens,
         )
         output_len = next(counted) if isinstance(row.output, str) else row.output
         found.examples.append(Example(question, output_len, row.censored))

@@ -16,8 +16,9 @@ from services.progress import progress_bar
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from simulator.cluster.latency import LinearLatency, Roofline
+    from simulator.cluster.latency import LatencyModel, LinearLatency, Roofline
     from simulator.experiment import Experiment
+    from simulator.traffic.workload import Workload
 
 _FLAGS = {
     "scheduler.preset": "--preset",
@@ -262,12 +263,21 @@ def _read_profile(path: Path) -> LinearLatency:
     except (OSError, ValueError) as error:
         raise ConfigError("--profile", str(path), f"a JSON file ({error})") from error
     profile = parse_profile(text, f"--profile {path}")
-    latency = LinearLatency(profile.cost)
+    latency = LinearLatency(profile.cost, image_cost=profile.image_cost)
     if profile.kv_bytes is not None:
         latency = replace(latency, kv_bytes=profile.kv_bytes)
     if profile.copy_bandwidth is not None:
         latency = replace(latency, copy_bandwidth=profile.copy_bandwidth)
     return latency
+
+
+def say_if_pictures_cost_nothing(arrivals: Workload, latency: LatencyModel) -> None:
+    """Warns where a traffic has pictures and nothing says how long an encoder takes for them."""
+    if latency.image_cost.is_free and any(arrival.images for arrival in arrivals):
+        typer.echo(
+            "pictures are encoded in no time here: the profile has no image_batch_s, image_token_s or image_pair_s",
+            err=True,
+        )
 
 
 def _simulate(experiment: Experiment, out: Path | None, plot: Path | None, as_json: bool) -> None:
@@ -279,6 +289,7 @@ def _simulate(experiment: Experiment, out: Path | None, plot: Path | None, as_js
     from simulator.summary import tables
 
     arrivals = make_arrivals(experiment)
+    say_if_pictures_cost_nothing(arrivals, experiment.latency)
     timeline = None if plot is None else Timeline()
     with progress_bar("requests", len(arrivals)) as progress:
         outcome = run(experiment, arrivals, progress=progress, timeline=timeline)

@@ -37,14 +37,16 @@ logger = logging.getLogger(__name__)
 
 def question_of(request: Request, text: PromptText) -> ForecastQuestion:
     """What a predictor is told of a request whose prompt came as text."""
+    image_tokens = tuple(image.length for image in request.images)
     return ForecastQuestion(
         request.request_id,
         text.instruction,
         text.user_input,
-        text.user_input_len(request.prompt_len),
+        text.user_input_len(request.prompt_len - sum(image_tokens)),
         request.prompt_len,
         request.sampling.max_new_tokens,
         request.tenant,
+        image_tokens,
     )
 
 

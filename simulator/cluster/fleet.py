@@ -32,12 +32,14 @@ from policies.fleet.scheduler import FleetMachine
 from policies.order.offload_orders import OffloadDecider
 from policies.replica.events import RefuseRequest, RequestsArrived
 from policies.replica.scheduler import ReplicaScheduler
+from simulator.cluster.encoder import ImageEncoder
 from simulator.cluster.events import Alarms
 from simulator.cluster.latency import LatencyModel
 from simulator.cluster.pipelined import PipelinedReplica
 from simulator.cluster.records import Record, Recorder
 from simulator.cluster.replica import Replica, ReplicaShape
 from simulator.cluster.timeline import Timeline
+from simulator.traffic.pictures import shared_blocks
 from simulator.traffic.workload import SimRequest, as_request
 
 
@@ -48,6 +50,7 @@ class FleetShape:
     Attributes:
         announce_s: Interval at which ingress replicas announce their open streams, and so learn which requests a batch
             that broke off has lost; 0 for at once.
+        image_cache_tokens: Image tokens whose rows the encoder keeps: 256 MiB of rows of 4,096 values of two bytes.
         reload_s: After a batch broke off its worker takes nothing for so long (Magnus III-C reloads the model); 0 for a
             server of ours, which goes on.
     """
@@ -57,17 +60,19 @@ class FleetShape:
     num_replicas: int = 1
     announce_s: float = 0.0
     reload_s: float = 0.0
+    image_cache_tokens: int = 32_768
 
 
 class _Due(Enum):
     """What rings beside the replicas.
 
     ``MACHINE``: the scheduler over replicas wants to hear that time has passed. ``LOST``: ingress replicas announce
-    their streams, and requests of broken batches come back.
+    their streams, and requests of broken batches come back. ``IMAGES``: the rows of a request's pictures are there.
     """
 
     MACHINE = 0
     LOST = 1
+    IMAGES = 2
 
 
 class _Reload(NamedTuple):
@@ -115,6 +120,8 @@ class Fleet:
         self._clients = clients
         self._timeline = timeline
         self._flush = flush
+        self.encoder = ImageEncoder(shape.latency.image_cost, shape.image_cache_tokens)
+        self._encoding: dict[str, Request] = {}
         self._until = ""
         self._is_over = False
         self._under_way: dict[str, tuple[Request, Record]] = {}
@@ -212,6 +219,8 @@ class Fleet:
                 self._tell(TimePassed())
             case _Due.LOST:
                 self._resume_lost()
+            case _Due.IMAGES:
+                self._submit_encoded()
 
     def _wake_replica(self, index: int, progress: Callable[[int], None] | None) -> None:
         replica = self.replicas[index]
@@ -228,10 +237,24 @@ class Fleet:
                 progress(len(self.recorder.done))
 
     def _arrive(self, arrivals: list[SimRequest]) -> None:
-        requests = [as_request(arrival, self._block_names(arrival)) for arrival in arrivals]
-        for request, arrival in zip(requests, arrivals, strict=True):
+        requests = []
+        for arrival in arrivals:
+            request = self._request(arrival)
             self._under_way[request.request_id] = request, Record(arrival)
-        self._tell(RequestsArrived(tuple(requests)))
+            if self.encoder.submit(request.request_id, arrival.images):
+                requests.append(request)
+            else:
+                self._encoding[request.request_id] = request
+        self.encoder.begin(self.now)
+        self._alarms.set(_Due.IMAGES, self.encoder.ends_at)
+        if requests:
+            self._tell(RequestsArrived(tuple(requests)))
+
+    def _submit_encoded(self) -> None:
+        ready = [self._encoding.pop(request_id) for request_id in self.encoder.finish(self.now)]
+        self._alarms.set(_Due.IMAGES, self.encoder.ends_at)
+        if ready:
+            self._tell(RequestsArrived(tuple(ready)))
 
     def _tell(self, event: GlobalEvent) -> None:
         """Tells the scheduler over replicas, and carries out what it answers."""
@@ -282,14 +305,16 @@ class Fleet:
         self._lost.clear()
         self._tell(RequestsArrived(tuple(resumed)))
 
-    def _block_names(self, arrival: SimRequest) -> tuple[int, ...]:
-        """Block names of a prompt: first the shared blocks, then its own blocks with negative names."""
+    def _request(self, arrival: SimRequest) -> Request:
+        """With the block names of its prompt: first the shared blocks, then its own blocks with negative names."""
         shape = self._shape.replica
+        images = arrival.spans(shape.block_size)
         if not shape.shares_prefixes:
-            return ()
-        num_own = arrival.prompt_len // shape.block_size - len(arrival.prefix)
+            return as_request(arrival, images=images)
+        shared = shared_blocks(arrival.prefix, arrival.images, images, shape.block_size) if images else arrival.prefix
+        num_own = arrival.prompt_len // shape.block_size - len(shared)
         self._num_names += max(0, num_own)
-        return arrival.prefix + tuple(range(-self._num_names, -self._num_names + num_own))
+        return as_request(arrival, shared + tuple(range(-self._num_names, -self._num_names + num_own)), images)
 
     def _start(self, record: Record, queue_s: float) -> None:
         request, _ = self._under_way[record.arrival.request_id]

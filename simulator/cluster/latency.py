@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from core.costs import StepCost
+from core.costs import FREE_IMAGES, ImageCost, StepCost
 from core.errors import InvalidValueError
 from estimator import device_profile
 
@@ -30,6 +30,11 @@ class LatencyModel(Protocol):
         ...
 
     @property
+    def image_cost(self) -> ImageCost:
+        """What the image encoder takes, beside the steps."""
+        ...
+
+    @property
     def cost(self) -> StepCost:
         """The linear model nearest to this one, which policies price with."""
         ...
@@ -42,11 +47,13 @@ class LinearLatency:
     Attributes:
         kv_bytes: Bytes of the KV of one token.
         copy_bandwidth: Bytes per second between device and host, each way.
+        image_cost: What the image encoder takes; nothing where it is not known.
     """
 
     cost: StepCost
     kv_bytes: int = device_profile.A100_7B.kv_bytes
     copy_bandwidth: float = device_profile.A100_7B.copy_bandwidth
+    image_cost: ImageCost = FREE_IMAGES
 
     def __post_init__(self) -> None:
         if self.copy_bandwidth <= 0:
@@ -62,7 +69,7 @@ class LinearLatency:
         return num_tokens * self.kv_bytes / self.copy_bandwidth
 
 
-A100_7B = LinearLatency(device_profile.A100_7B.cost)
+A100_7B = LinearLatency(device_profile.A100_7B.cost, image_cost=device_profile.A100_7B.image_cost)
 """A 7B model on an A100, as a linear profile."""
 
 
@@ -78,6 +85,19 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
+class VisionShape:
+    """The sizes of a vision tower.
+
+    Attributes:
+        num_params: Parameters that each patch of a picture is multiplied with.
+        patches_per_token: Patches that become one token of the prompt.
+    """
+
+    num_params: float
+    patches_per_token: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """The sizes of a decoder model.
 
@@ -86,6 +106,7 @@ class ModelShape:
         kv_share: KV heads / attention heads.
         expert_params: How many of them are in mixtures of experts.
         expert_share: Experts that a token takes / experts.
+        vision: The tower that turns its pictures into rows; None for a model that does not see.
     """
 
     name: str
@@ -95,6 +116,7 @@ class ModelShape:
     kv_share: float = 1.0
     expert_params: float = 0.0
     expert_share: float = 1.0
+    vision: VisionShape | None = None
 
     @property
     def active_params(self) -> float:
@@ -124,12 +146,21 @@ GPUS = {
 }
 """Data sheet rates."""
 
+CLIP_L_336 = VisionShape(304e6)
+"""CLIP ViT-L/14 at 336 pixels, the tower of LLaVA 1.5: a token for each patch."""
+
+QWEN_VL_TOWER = VisionShape(1.98e9, patches_per_token=4)
+"""ViT-bigG of 1.9 G parameters and a resampler of 80 M, from 1,024 patches to 256 tokens (Qwen-VL, Table 1)."""
+
 MODELS = {
     model.name: model
     for model in (
         ModelShape("opt-2.7b", 32, 2560, 2.7e9),
         ModelShape("chatglm-6b", 28, 4096, 6.2e9),
         ModelShape("llama-2-7b", 32, 4096, 6.7e9),
+        ModelShape("llava-1.5-7b", 32, 4096, 6.7e9, vision=CLIP_L_336),
+        ModelShape("llava-1.5-13b", 40, 5120, 13e9, vision=CLIP_L_336),
+        ModelShape("qwen-vl-7b", 32, 4096, 7.7e9, vision=QWEN_VL_TOWER),
         ModelShape("mistral-7b", 32, 4096, 7.2e9, kv_share=0.25),
         ModelShape("llama-2-13b", 40, 5120, 13e9),
         ModelShape("opt-13b", 40, 5120, 13e9),
@@ -187,6 +218,15 @@ class Roofline:
         return num_tokens * self.model.kv_bytes / (self.gpu.host_bandwidth * links)
 
     @property
+    def image_cost(self) -> ImageCost:
+        """The tower's arithmetic on one device, and a launch for each batch; nothing for a model without a tower."""
+        tower = self.model.vision
+        if tower is None:
+            return FREE_IMAGES
+        flops = 2 * tower.num_params * tower.patches_per_token
+        return ImageCost(self.overhead_s, flops / (self.gpu.flops * self.efficiency))
+
+    @property
     def cost(self) -> StepCost:
         weights_s = 2 * self.model.num_params / self._bandwidth
         return StepCost(
@@ -219,6 +259,10 @@ class PipelineLatency:
 
     def copy_s(self, num_tokens: int) -> float:
         return self.whole.copy_s(num_tokens)
+
+    @property
+    def image_cost(self) -> ImageCost:
+        return self.whole.image_cost
 
     @property
     def cost(self) -> StepCost:

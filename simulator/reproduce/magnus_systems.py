@@ -25,7 +25,7 @@ from functools import cache, partial
 
 import numpy as np
 
-from core.costs import StepCost
+from core.costs import ImageCost, StepCost
 from core.forecast import QUANTILES, Forecast
 from estimator.knn import padded_batch_s
 from policies.batching.base import Batcher, ChooseBatch, first_arrived
@@ -172,6 +172,10 @@ class _Stalling:
 
     def copy_s(self, num_tokens: int) -> float:
         return self.inner.copy_s(num_tokens)
+
+    @property
+    def image_cost(self) -> ImageCost:
+        return self.inner.image_cost
 
 
 def _slower(latency: LinearLatency, factor: float) -> LinearLatency:

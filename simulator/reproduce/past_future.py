@@ -27,6 +27,7 @@ import numpy as np
 
 from simulator.cluster.latency import GPUS, MODELS, Roofline
 from simulator.cluster.records import Record
+from simulator.reproduce.past_future_images import TABLE_2_REPRODUCTION
 from simulator.reproduce.past_future_runs import (
     DISTRIBUTIONS,
     ORACLE,
@@ -311,4 +312,5 @@ PAST_FUTURE = (
     Reproduction("past_future_window", "Past-Future, Figures 3 and 4", (figure_3, figure_4)),
     Reproduction("past_future_goodput", "Past-Future, Figure 7", tuple(partial(figure_7, name) for name in SATURATING)),
     Reproduction("past_future_varying", "Past-Future, Figure 8", (figure_8,)),
+    TABLE_2_REPRODUCTION,
 )

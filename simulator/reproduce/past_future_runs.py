@@ -154,10 +154,11 @@ def requests(lengths: LengthPair, num: int, seed: int = 0, name: str = "r") -> l
     rng = np.random.default_rng(seed)
     prompts, outputs = lengths.prompt.sample(rng, num).tolist(), lengths.output.sample(rng, num).tolist()
     return [
-        SimRequest(f"{name}{i}", 0.0, prompt, output, lengths.max_new_tokens, forecast=_certain(output))
+        SimRequest(f"{name}{i}", 0.0, prompt, output, lengths.max_new_tokens, forecast=certain(output))
         for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
     ]
 
 
-def _certain(length: float) -> Forecast:
+def certain(length: float) -> Forecast:
+    """A forecast that knows the true length."""
     return Forecast(length, (length,) * len(QUANTILES), 1, "given", 1)

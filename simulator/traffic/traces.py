@@ -15,10 +15,12 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
 from core.errors import FarsightError
+from simulator.traffic.pictures import SimImage
 from simulator.traffic.workload import SimRequest
 
 MOONCAKE_BLOCK = 512
@@ -130,15 +132,56 @@ class TraceRow:
             raise self.error(f"{name} is not a list of whole numbers of at least 0")
         return tuple(names)
 
+    def images(self, prompt_len: int) -> tuple[SimImage, ...]:
+        """The columns ``image_tokens`` (a number, or one for each picture) and ``image`` (a name for each).
+
+        Args:
+            prompt_len: Tokens of the prompt, those of its pictures included.
+        """
+        tokens = [self._image_tokens(each) for each in self._several("image_tokens")]
+        if tokens == [0]:
+            tokens = []  # a row without a picture in a table that has the column
+        names = self._several("image") or [""] * len(tokens)
+        if not all(isinstance(name, str) for name in names):
+            raise self.error(f"image is not a text or a list of texts: {self.values['image']!r}")
+        if len(names) != len(tokens):
+            raise self.error(f"{len(names)} names in image for {len(tokens)} pictures in image_tokens")
+        if 0 in tokens:
+            raise self.error(f"image_tokens holds a picture of no tokens: {self.values['image_tokens']!r}")
+        if sum(tokens) > prompt_len:
+            raise self.error(f"image_tokens are {sum(tokens)}, more than the prompt's {prompt_len}, which hold them")
+        return tuple(starmap(SimImage, zip(tokens, names, strict=True)))
+
+    def _several(self, name: str) -> list[Any]:
+        """The values of a column that may hold several: a list in JSON, parts between semicolons in CSV."""
+        value = self.values.get(name)
+        if value is None or value == "":
+            return []
+        if isinstance(value, str):
+            return value.split(";")
+        return value if isinstance(value, list) else [value]
+
+    def _image_tokens(self, value: Any) -> int:
+        number = _as_number(value)
+        if not (number >= 0 and number == int(number)):
+            raise self.error(f"image_tokens is not a whole number of at least 0, or several: {value!r}")
+        return int(number)
+
     def _number(self, name: str) -> float:
         value = self.value(name)
-        try:
-            number = math.nan if isinstance(value, bool) else float(value)
-        except (TypeError, ValueError):
-            number = math.nan
+        number = _as_number(value)
         if not math.isfinite(number):
             raise self.error(f"{name} is not a number: {value!r}")
         return number
+
+
+def _as_number(value: Any) -> float:
+    """NaN for what is no finite number."""
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return math.nan
+    return number if math.isfinite(number) else math.nan
 
 
 def find_data(name: str, data_dir: Path | None = None) -> Path:
@@ -166,7 +209,7 @@ def read_trace(path: Path, format_name: str | None = None, max_new_tokens: int |
     Args:
         format_name: ``azure``, ``mooncake``, or ``own`` (JSON lines of arrived_at, prompt_len, output_len and, if
             wanted, max_new_tokens, prefix, app, priority, deadline_s, tenant, weight); ``None`` finds out by the first
-            line.
+            line. Any may have ``image_tokens`` and ``image`` as well (``TraceRow.images``).
         max_new_tokens: The clients' limit if the file has none; ``None`` takes the file's longest output. Longer
         outputs end there.
 
@@ -270,7 +313,9 @@ def _own(row: TraceRow, app: str) -> SimRequest:
 
 def _arrival(row: TraceRow, arrived_at: float, prompt: str, output: str, app: str) -> SimRequest:
     # max_new_tokens 0 means unknown; ``_bounded`` fills it in once the whole file is read.
-    return SimRequest(f"{app}-{row.line}", arrived_at, row.length(prompt), row.length(output), 0, app=app)
+    prompt_len = row.length(prompt)
+    images = row.images(prompt_len)
+    return SimRequest(f"{app}-{row.line}", arrived_at, prompt_len, row.length(output), 0, app=app, images=images)
 
 
 def _timestamp(row: TraceRow) -> float:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from core.forecast import Forecast
+from core.images import ImageSpan
 from core.request import NO_SLO, Request, SamplingParams, Slo
+from simulator.traffic.pictures import SimImage, image_spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +18,13 @@ class SimRequest:
 
     Attributes:
         arrived_at: Seconds from the start.
+        prompt_len: Its prompt in tokens, those of its pictures included.
         output_len: Its true output length in tokens; at most ``max_new_tokens``.
         prefix: Names of the prompt's shareable blocks, from the first token on.
         app: The kind of request, for tables.
         forecast: The predictor's forecast.
         tenant, weight, slo: As in ``Request``.
+        images: The pictures of its prompt, in their order.
     """
 
     request_id: str
@@ -36,17 +40,27 @@ class SimRequest:
     tenant: str = ""
     weight: float = 1.0
     slo: Slo = NO_SLO
+    images: tuple[SimImage, ...] = ()
+
+    def spans(self, block_size: int) -> tuple[ImageSpan, ...]:
+        """Where its pictures lie, with KV blocks of so many tokens.
+
+        Raises:
+            InvalidValueError: They have more tokens than the prompt.
+        """
+        return image_spans(self.request_id, self.images, self.prompt_len, len(self.prefix), block_size)
 
 
 Workload = Sequence[SimRequest]
 """In order of arrival."""
 
 
-def as_request(arrival: SimRequest, prefix_hashes: tuple[int, ...] = ()) -> Request:
+def as_request(arrival: SimRequest, prefix_hashes: tuple[int, ...] = (), images: tuple[ImageSpan, ...] = ()) -> Request:
     """The request as the policies see it, without its output length. Token values have no effect.
 
     Args:
         prefix_hashes: Names of all its full blocks, including unshared ones.
+        images: Where its pictures lie, from ``SimRequest.spans``.
     """
     return Request(
         arrival.request_id,
@@ -61,6 +75,7 @@ def as_request(arrival: SimRequest, prefix_hashes: tuple[int, ...] = ()) -> Requ
         tenant=arrival.tenant,
         weight=arrival.weight,
         slo=arrival.slo,
+        images=images,
     )
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from core.config.scheduling import BatchConfig
+from core.costs import FREE_IMAGES
 from core.errors import ConfigError, IntegrityError, InvalidValueError
 from policies.presets import PRESETS
-from simulator.cluster.latency import GPUS, MODELS, Roofline
+from simulator.cluster.latency import GPUS, MODELS, LatencyModel, ModelShape, Roofline, VisionShape
 from simulator.cluster.timeline import Timeline
 from simulator.experiment import DEFAULT_RATE, PREDICTORS, Experiment, free_kv_tokens, make_arrivals
 from simulator.results import config_of, read_config, request_row, to_json, write_results
@@ -70,7 +71,8 @@ def test_a_line_for_each_request(tmp_path: Path) -> None:
 
 def test_keys_of_a_request_are_a_contract(tmp_path: Path) -> None:
     outcome, _ = written(tmp_path)
-    keys = ["app", "arrived_at", "cached_len", "finished_at", "first_token_at", "jct_s", "mtpot_s", "num_evictions"]
+    keys = ["app", "arrived_at", "cached_len", "finished_at", "first_token_at"]
+    keys += ["image_tokens", "jct_s", "mtpot_s", "num_evictions"]
     keys += ["num_swaps", "output_len", "predicted_len", "prompt_len", "replica", "request_id", "tpot_s", "ttft_s"]
     assert sorted(request_row(outcome.recorder.done[0])) == keys
 
@@ -85,6 +87,23 @@ def test_the_config_has_every_field_and_the_version(tmp_path: Path) -> None:
     config = config_of(replace(SMALL, latency=Roofline(GPUS["h100"], MODELS["opt-13b"])))
     assert config["farsight_version"] and config["seed"] == 7 and config["latency"]["gpu"]["name"] == "h100"
     assert config.keys() - {"farsight_version"} == set(Experiment.__dataclass_fields__)
+
+
+def test_a_config_of_a_version_without_pictures_is_read(tmp_path: Path) -> None:
+    tower = ModelShape("sees", 32, 4096, 7e9, vision=VisionShape(304e6))
+    for latency in (SMALL.latency, Roofline(GPUS["h100"], MODELS["opt-13b"]), Roofline(GPUS["h100"], tower)):
+        experiment, path = replace(SMALL, latency=latency), tmp_path / "config.json"
+        config = config_of(experiment)
+        path.write_text(to_json(config))
+        assert read_config(path) == experiment
+        if isinstance(latency, Roofline):
+            del config["latency"]["model"]["vision"]
+            known: LatencyModel = replace(latency, model=replace(latency.model, vision=None))
+        else:
+            del config["latency"]["image_cost"]
+            known = replace(latency, image_cost=FREE_IMAGES)
+        path.write_text(to_json(config))
+        assert read_config(path) == replace(experiment, latency=known)
 
 
 def test_json_has_no_nan() -> None:

@@ -25,6 +25,7 @@ KEYS = {f"{name}_{point}" for name in LATENCIES for point in POINTS}
 KEYS |= {"num_requests", "num_failed", "num_preempted", "num_evictions", "num_swaps", "num_steps", "makespan_s"}
 KEYS |= {"goodput_share", "goodput_requests_per_s", "requests_per_s", "output_tokens_per_s", "total_tokens_per_s"}
 KEYS |= {"evictions_per_100_requests", "swaps_per_100_requests", "prefix_hit_rate"}
+KEYS |= {"num_images_encoded"}
 KEYS |= {"memory_mean_tokens", "memory_mean_share", "memory_peak_tokens", "memory_peak_share"}
 
 

@@ -15,8 +15,9 @@ from engine.checkpoint.families.record import Evidence
 Tower = Literal["clip", "qwen2_vl", "qwen2_5_vl", "qwen_vl"]
 """What turns pixels into rows."""
 
-Shape = Literal["square", "anyres", "dynamic"]
-"""How a picture becomes tokens: one square; a square and tiles of it; as many as its size asks for."""
+Shape = Literal["square", "anyres", "dynamic", "stretched"]
+"""How a picture becomes tokens: one square; a square and tiles of it; as many as its size asks for; a square that all
+of it is stretched to, of a fixed number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,8 @@ class VisionFamily:
         default_type: The ``model_type`` where the configuration names none.
         text_at: Where the text model's fields stand; where there is no such object, beside ``vision_config``.
         placeholder: The token that stands for an image, as text.
-        placeholder_fields: Where its id stands, by precedence.
+        placeholder_fields: Where its id stands, by precedence; ``a.b`` is a field of an object.
+        placeholder_behind: By how much its id is more than what stands there.
         default_id: Its id where no field says it.
         around: Text before and behind an image's tokens in a prompt that no chat template wrote.
         renamed: Beginnings of names of the text model's tensors, and what ``TensorNames`` says instead.
@@ -45,6 +47,7 @@ class VisionFamily:
     placeholder: str
     placeholder_fields: tuple[str, ...]
     default_id: int
+    placeholder_behind: int = 0
     around: tuple[str, str] = ("", "")
     text_at: str = "text_config"
     renamed: tuple[tuple[str, str], ...] = ()
@@ -84,6 +87,10 @@ _QWEN_TEXT = {
     "eos_token_id": 151645,
 }
 _QWEN_NAMES = (("model.language_model.", "model."),)
+
+_QWEN_1 = "QWenLMHeadModel"
+QWEN_VL = "QwenVLForConditionalGeneration"
+"""Qwen-VL, whose checkpoints call themselves by the name of Qwen 1."""
 
 VISION: Mapping[str, VisionFamily] = {
     "LlavaForConditionalGeneration": VisionFamily(
@@ -140,5 +147,32 @@ VISION: Mapping[str, VisionFamily] = {
         towers=("visual.", "model.visual."),
         axes=True,
     ),
+    QWEN_VL: VisionFamily(
+        Evidence(
+            "Qwen-VL, with images", "a description", verified=False, test="vision/test_tokens.py", date="2026-11-27"
+        ),
+        {"qwen": _QWEN_1},
+        "qwen",
+        tower="qwen_vl",
+        shape="stretched",
+        placeholder="<imgpad>",
+        placeholder_fields=("visual.image_start_id",),
+        placeholder_behind=2,
+        default_id=151859,
+        around=("<img>", "</img>"),
+        towers=("transformer.visual.",),
+    ),
 }
-"""Families by their name in ``config.json``."""
+"""Families by their name in ``config.json``, but for Qwen-VL (``seeing_name``)."""
+
+
+def seeing_name(raw: Mapping[str, Any]) -> str | None:
+    """The family of a configuration that sees; None for any other.
+
+    Qwen-VL's configuration has the name of its text model, Qwen 1, and the object ``visual`` beside.
+    """
+    names = raw.get("architectures")
+    if not isinstance(names, list) or len(names) != 1:
+        return None
+    name = QWEN_VL if names[0] == _QWEN_1 and raw.get("visual") is not None else names[0]
+    return name if name in list(VISION) else None

@@ -53,7 +53,7 @@ def served(method: str, **options: Any) -> PastFutureOutcome:
 
 
 def test_all_names_are_registered_and_their_cells_can_be_sent_to_processes() -> None:
-    names = [f"past_future_{name}" for name in ("fig1", "table1", "window", "goodput", "varying")]
+    names = [f"past_future_{name}" for name in ("fig1", "table1", "window", "goodput", "varying", "table2")]
     assert [each.name for each in PAST_FUTURE] == names
     assert set(names) <= REPRODUCTIONS.keys()
     for each in PAST_FUTURE:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from simulator.traffic.pictures import SimImage
 from simulator.traffic.traces import MissingTraceError, TraceError, count_tokens, find_data, read_texts, read_trace
 from simulator.traffic.workload import SimRequest
 
@@ -95,6 +96,14 @@ def _bad_files() -> list[tuple[str, str | bytes, int, str]]:
         ("hash ids negative", MOONCAKE.replace("[0, 7]", "[0, -7]"), 1, "hash_ids is not a list of whole numbers"),
         ("a name not a text", _own(app=3), 1, "app is not a text: 3"),
         ("half a priority", _own(priority=0.5), 1, "priority is not a whole number: 0.5"),
+        ("more image than prompt", _own(image_tokens=5), 1, "image_tokens are 5, more than the prompt's 4"),
+        ("half an image token", _own(image_tokens=1.5), 1, "image_tokens is not a whole number of at least 0"),
+        ("a negative picture", _own(image_tokens=[2, -1]), 1, "image_tokens is not a whole number of at least 0"),
+        ("endless pictures", _own(image_tokens="inf"), 1, "image_tokens is not a whole number of at least 0"),
+        ("an empty picture", _own(image_tokens=[2, 0]), 1, "image_tokens holds a picture of no tokens: [2, 0]"),
+        ("a name for no picture", _own(image="cat"), 1, "1 names in image for 0 pictures"),
+        ("names too few", _own(image_tokens=[1, 1], image=["cat"]), 1, "1 names in image for 2 pictures"),
+        ("a name that is a number", _own(image_tokens=1, image=[7]), 1, "image is not a text or a list of texts: [7]"),
         ("not UTF-8", row.encode() + b"\xff\xfe,1,1\n", 3, "not UTF-8"),
     ]
 
@@ -188,3 +197,18 @@ def test_an_own_trace_may_name_tenants(tmp_path: Path) -> None:
     path.write_text(line.replace('"weight": 2', '"weight": 0'))
     with pytest.raises(TraceError, match="weight is not above 0"):
         read_trace(path)
+
+
+def test_every_format_may_have_pictures(tmp_path: Path) -> None:
+    cat, dog = SimImage(3, "cat"), SimImage(2, "dog")
+    csv = (
+        "arrival_s,input_tokens,output_tokens,image_tokens,image\n"
+        "0.0,9,4,3,cat\n1.0,9,4,3;2,cat;dog\n2.0,9,4,0,\n3.0,9,4,,\n4.0,9,4,2;3,\n5.0,9,4,3;2,cat;\n"
+    )
+    found = [arrival.images for arrival in read_trace(_file(tmp_path, csv))]
+    assert found == [(cat,), (cat, dog), (), (), (SimImage(2), SimImage(3)), (cat, SimImage(2))]
+    lines = _own(image_tokens=3, image="cat") + _own(image_tokens=[3, 1]) + _own(image_tokens=0) + _own(image=None)
+    found = [arrival.images for arrival in read_trace(_file(tmp_path, lines))]
+    assert found == [(cat,), (SimImage(3), SimImage(1)), (), ()]
+    mooncake = json.dumps({**json.loads(MOONCAKE), "image_tokens": 3, "image": "cat"}) + "\n"
+    assert read_trace(_file(tmp_path, mooncake))[0].images == (cat,)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from core.costs import StepCost
+from core.costs import ImageCost, StepCost
 from core.errors import InvalidValueError
 from estimator.profile_file import (
     SCHEMA,
@@ -27,6 +27,9 @@ FULL = ProfileFile(
     prefill_pair_s=5e-9,
     kv_bytes=2048,
     copy_bandwidth=1e10,
+    image_token_s=3e-6,
+    image_batch_s=1e-3,
+    image_pair_s=2e-9,
     machine=ProfiledMachine("m", "float32", "a processor", 2, 1, 0.99),
     range=ProfiledRange(1024, 128, 131072, 524800),
     error=HeldBackErrors(0.05, 0.15, 132),
@@ -44,6 +47,7 @@ def test_what_was_written_is_read() -> None:
 def test_four_prices_are_enough() -> None:
     profile = parse_profile(json.dumps(PRICES), "x")
     assert profile.cost == StepCost(1.0, 0.1, 0, 0.0, 0.0)
+    assert profile.image_cost.is_free and FULL.image_cost == ImageCost(1e-3, 3e-6, 2e-9)
     assert profile.schema == SCHEMA and profile.kv_bytes is None and profile.machine is None
 
 

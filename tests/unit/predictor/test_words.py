@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from predictor.metrics import kendall_tau
-from predictor.words import MAX_WORDS, NUM_BUCKETS, buckets, fit_words
+from predictor.words import MAX_WORDS, NUM_BUCKETS, NUM_FEATURES, buckets, fit_words
 from tests.unit.predictor.requests import examples, question
 
 
@@ -53,4 +53,4 @@ def test_an_empty_request_and_none() -> None:
     scorer, _ = fit_words([each.question for each in examples(50)], np.arange(50))
     assert scorer.weights.shape == (2 * NUM_BUCKETS + 4, 2)
     assert np.isfinite(scorer.features([question("", "")])).all()
-    assert scorer.features([]).shape == (0, 4)
+    assert scorer.features([]).shape == (0, NUM_FEATURES)

@@ -25,6 +25,7 @@ from predictor.applications.reading import SECRET_BYTES
 from predictor.shedding import Effort
 from predictor.trainer import ForestOptions
 from predictor.training import Recipe, train
+from predictor.words import NUM_FEATURES
 from tests.unit.actors.components import append, component_context, finished, opened, read_examples, until
 from tests.unit.engine.encoders.test_encoders import make_labse
 
@@ -98,7 +99,7 @@ async def test_each_question_gets_its_forecast_and_the_log_what_it_rests_on(tmp_
             "r1": short.mean,
             "r2": long.mean,
         }
-        assert all(len(each.forecast.features) == 16 for each in examples)
+        assert all(len(each.forecast.features) == 4 * NUM_FEATURES for each in examples)
 
 
 async def test_beyond_its_share_of_a_core_nothing_is_looked_at(tmp_path: Path, artefact: Path) -> None:

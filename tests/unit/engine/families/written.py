@@ -179,22 +179,29 @@ class Baichuan:
 class Qwen1:
     """``w1(y) * silu(w2(y))``; a bias for queries, keys and values alone."""
 
+    def __init__(self, hidden: int = HIDDEN) -> None:
+        self._hidden = hidden
+
     def shapes(self, vocab: int) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = {"transformer.wte.weight": (vocab, HIDDEN)}
+        hidden = self._hidden
+        shapes: dict[str, tuple[int, ...]] = {"transformer.wte.weight": (vocab, hidden)}
         for i in range(LAYERS):
             at = f"transformer.h.{i}."
-            shapes |= {f"{at}attn.c_attn.weight": (3 * HIDDEN, HIDDEN), f"{at}attn.c_attn.bias": (3 * HIDDEN,)}
-            shapes |= {f"{at}attn.c_proj.weight": (HIDDEN, HIDDEN), f"{at}mlp.c_proj.weight": (HIDDEN, INNER)}
-            shapes |= {f"{at}mlp.w{n}.weight": (INNER, HIDDEN) for n in (1, 2)}
-            shapes |= {f"{at}ln_{n}.weight": (HIDDEN,) for n in (1, 2)}
-        return shapes | {"transformer.ln_f.weight": (HIDDEN,), "lm_head.weight": (vocab, HIDDEN)}
+            shapes |= {f"{at}attn.c_attn.weight": (3 * hidden, hidden), f"{at}attn.c_attn.bias": (3 * hidden,)}
+            shapes |= {f"{at}attn.c_proj.weight": (hidden, hidden), f"{at}mlp.c_proj.weight": (hidden, INNER)}
+            shapes |= {f"{at}mlp.w{n}.weight": (INNER, hidden) for n in (1, 2)}
+            shapes |= {f"{at}ln_{n}.weight": (hidden,) for n in (1, 2)}
+        return shapes | {"transformer.ln_f.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
 
     def logits(self, t: Tensors, ids: list[int]) -> Tensor:
-        x = t["transformer.wte.weight"][ids]
+        return self.logits_of_rows(t, t["transformer.wte.weight"][ids])
+
+    def logits_of_rows(self, t: Tensors, x: Tensor) -> Tensor:
+        """Of embeddings, or of what stands in their place."""
         for i in range(LAYERS):
             at = f"transformer.h.{i}."
             packed = F.linear(rms(x, t[f"{at}ln_1.weight"]), t[f"{at}attn.c_attn.weight"], t[f"{at}attn.c_attn.bias"])
-            query, key, value = (each.view(len(ids), HEADS, HEAD_DIM) for each in packed.split(HIDDEN, -1))
+            query, key, value = (each.view(len(x), HEADS, -1) for each in packed.split(self._hidden, -1))
             x = x + attention(turn_halves(query), turn_halves(key), value) @ t[f"{at}attn.c_proj.weight"].T
             y = rms(x, t[f"{at}ln_2.weight"])
             inner = (y @ t[f"{at}mlp.w1.weight"].T) * F.silu(y @ t[f"{at}mlp.w2.weight"].T)

@@ -21,12 +21,16 @@ from core.config.engine import EngineConfig
 from core.config.scheduling import SchedulerConfig
 from core.images import ImageSpan
 from core.request import SamplingParams
-from engine.checkpoint.families.vision import VISION
+from engine.checkpoint.families.vision import QWEN_VL, VISION
 from engine.checkpoint.model_config import load_model_config
 from engine.engine import Engine
 from engine.vision.model import VisionModel, load_vision
 from tests.unit.engine.small_models import NEAR_TIE
 from tests.unit.engine.vision.models import IMAGE_ID, SHAPES, SeeingReference, save_seeing_model
+from tests.unit.engine.vision.written import WrittenReference, save_written_seeing
+
+WRITTEN = "qwen_vl"
+Reference = SeeingReference | WrittenReference
 
 NUM_TOKENS = 40
 BLOCK_SIZE = 16
@@ -76,16 +80,19 @@ def expand(vision: VisionModel, prompt: Prompt) -> tuple[list[int], list[ImageSp
 
 
 @pytest.fixture(scope="session")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, SeeingReference]]:
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Reference]]:
     @functools.cache
-    def make(shape: str) -> tuple[Path, SeeingReference]:
+    def make(shape: str) -> tuple[Path, Reference]:
+        if shape == WRITTEN:
+            out = save_written_seeing(tmp_path_factory.mktemp("seeing"))
+            return out, WrittenReference(out)
         out = save_seeing_model(tmp_path_factory.mktemp("seeing"), shape)
         return out, SeeingReference(out, shape)
 
     return make
 
 
-def assert_likeliest(reference: SeeingReference, ids: list[int], images: list[np.ndarray], output: list[int]) -> None:
+def assert_likeliest(reference: Reference, ids: list[int], images: list[np.ndarray], output: list[int]) -> None:
     """Each token is the reference's likeliest one behind what comes before it, or as likely but for rounding."""
     logits = reference.logits([*ids, *output], images)[len(ids) - 1 : -1]
     best = logits.max(-1).values
@@ -95,15 +102,15 @@ def assert_likeliest(reference: SeeingReference, ids: list[int], images: list[np
 
 def test_every_family_is_compared() -> None:
     """What the registry says of a family is what these tests compare."""
-    assert {given["architecture"] for given in SHAPES.values()} == set(VISION)
-    assert all(family.evidence.verified for family in VISION.values())
+    assert {given["architecture"] for given in SHAPES.values()} == set(VISION) - {QWEN_VL}
+    assert all(family.evidence.verified == (name != QWEN_VL) for name, family in VISION.items())
 
 
 @pytest.mark.parametrize("kept", ["computed again", "on the host"])
 @pytest.mark.parametrize("backend", ["torch", "native"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_tokens_are_those_of_transformers(
-    shape: str, backend: str, kept: str, seeing: Callable[[str], tuple[Path, SeeingReference]]
+@pytest.mark.parametrize("shape", [*SHAPES, WRITTEN])
+def test_tokens_are_those_of_the_reference(
+    shape: str, backend: str, kept: str, seeing: Callable[[str], tuple[Path, Reference]]
 ) -> None:
     model_dir, reference = seeing(shape)
     vision = load_vision(model_dir, torch.float32)

@@ -122,6 +122,8 @@ BAD_ROWS: list[tuple[dict[str, Any] | str, str]] = [
     ({"instruction": "x", "user_input": "x", "output_len": 1, "task": 3}, "task: not a string"),
     ({"instruction": "x", "user_input": "x", "output_len": 1, "censored": "no"}, "censored: neither true nor false"),
     ({"instruction": "x", "user_input": "\ud800", "output_len": 1}, "user_input: half a surrogate pair"),
+    ({"instruction": "x", "user_input": "x", "output_len": 1, "image_tokens": 0}, "image_tokens: not a number"),
+    ({"instruction": "x", "user_input": "x", "output_len": 1, "image_tokens": [1, "2"]}, "image_tokens: not a number"),
 ]
 
 
@@ -132,6 +134,15 @@ def test_a_bad_row_is_named_and_skipped(tmp_path: Path, bad: dict[str, Any] | st
     assert [each.question.request_id for each in found.examples] == ["1", "2", "5", "6"]
     assert len(found.rejected) == 1
     assert found.rejected[0].startswith(f"{data}, line 3: {reason}")
+
+
+def test_rows_may_have_pictures(tmp_path: Path) -> None:
+    text = {"instruction": "x", "user_input": "x", "output_len": 1}
+    data = write(tmp_path / "d.jsonl", [{**text, "image_tokens": [576, 20]}, {**text, "image_tokens": 7}, text])
+    questions = [each.question for each in read_examples(data, TokenCounter(EMBEDDED_TOKENIZER)).examples]
+    assert [each.image_tokens for each in questions] == [(576, 20), (7,), ()]
+    assert [each.prompt_len - questions[2].prompt_len for each in questions] == [596, 7, 0]
+    assert {each.rest_len for each in questions} == {questions[2].rest_len}
 
 
 def test_bad_rows_at_the_terminal(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from core.config.load import FarsightConfig
 from core.config.log import LogConfig
 from core.config.model import ModelConfig
 from core.config.scheduling import SchedulerConfig
-from core.costs import StepCost
+from core.costs import FREE_IMAGES, StepCost
 from core.forecast import Forecast
 from core.messages.plans import WorkerReady
 from core.request import Request, SamplingParams
@@ -142,6 +142,8 @@ class RecordedTimes:
 
     def copy_s(self, num_tokens: int) -> float:
         raise AssertionError("nothing is copied")
+
+    image_cost = FREE_IMAGES
 
     def serving_time_s(self, *shape: int) -> float:
         """What the live machine was told at this instant."""

@@ -1,0 +1,162 @@
+"""Lengths that depend on pictures are learned, from traffic and by training; artefacts from before read as they did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from core.codec import decode, encode
+from core.forecast import Example, Forecast, ForecastQuestion
+from core.messages.forecasts import ForecastQuestions
+from predictor.applications.reading import NUM_FEATURES, NUM_TEXT_FEATURES, SECRET_BYTES, raw_features
+from predictor.applications.start import untrained, untrained_with_encoder
+from predictor.artefact import TrainedModel, from_bytes
+from predictor.features import IMAGES, NUM_IMAGE_FEATURES, image_features
+from predictor.history import HistoryPredictor
+from predictor.models import check_artefact
+from predictor.retraining import TRAIN_FEATURES, Sample, feature_set, retrain, retraining, samples_of
+from predictor.shedding import Effort
+from predictor.text_predictor import TextPredictor, encoder_of
+from predictor.training import RECIPES, train
+from predictor.words import WordScorer
+from tests.unit.predictor.requests import CountingEncoder
+
+SECRET = bytes(range(SECRET_BYTES))
+
+
+def question(number: int, *image_tokens: int) -> ForecastQuestion:
+    """The same words whatever the pictures."""
+    text_len = 1 + number % 5
+    return ForecastQuestion(
+        f"r{number}",
+        "describe",
+        "word " * text_len,
+        text_len,
+        text_len + 3 + sum(image_tokens),
+        4096,
+        image_tokens=image_tokens,
+    )
+
+
+def seen(num: int = 300) -> list[Example]:
+    """30 tokens for each picture, and one more for each ten tokens of pictures; 10 without any."""
+    rng = np.random.default_rng(num)
+    found = []
+    for number in range(num):
+        pictures = tuple(rng.choice((100, 1000), size=number % 4).tolist())
+        length = 10 + 30 * len(pictures) + sum(pictures) / 10
+        found.append(Example(question(number, *pictures), int(length * rng.uniform(0.95, 1.05))))
+    return found
+
+
+def from_traffic(examples: Sequence[Example]) -> TrainedModel:
+    features = raw_features([each.question for each in examples], SECRET)
+    samples = [Sample(row, each.output_len) for row, each in zip(features, examples, strict=True)]
+    return from_bytes(retrain(retraining(untrained("w", SECRET), samples)))
+
+
+def by_kind(kind: str, examples: Sequence[Example]) -> TrainedModel:
+    if kind == "traffic":
+        return from_traffic(examples)
+    recipe = RECIPES[kind]
+    recipe = replace(recipe, forest=replace(recipe.forest, num_trees=20, min_samples_leaf=5))
+    recipe = recipe if recipe.d_user is None else replace(recipe, d_user=8)
+    encoder = None if recipe.reads == "words" else CountingEncoder()
+    return from_bytes(train(examples, encoder, recipe).to_bytes())
+
+
+def forecasts(artefact: TrainedModel, *questions: ForecastQuestion, effort: Effort = Effort.FULL) -> list[Forecast]:
+    encoder = None if encoder_of(artefact) is None else CountingEncoder()
+    predictor = TextPredictor(artefact, encoder, HistoryPredictor())
+    predictor.forecast(questions)  # instructions are known from now on
+    return predictor.forecast(questions, effort)
+
+
+@pytest.mark.parametrize("kind", ["traffic", *RECIPES])
+def test_number_and_size_of_pictures_say_how_long_the_answer_is(kind: str) -> None:
+    artefact = by_kind(kind, seen())
+    check_artefact(artefact)
+    asked = [question(3), question(3, 100), question(3, 1000), question(3, 100, 100), question(3, 1000, 1000)]
+    wanted = [10, 50, 140, 90, 270]
+    for effort in (Effort.FULL, Effort.LENGTH):
+        for found, tokens in zip(forecasts(artefact, *asked, effort=effort), wanted, strict=True):
+            assert found.mean == pytest.approx(tokens, rel=0.3, abs=5), (kind, effort, tokens)
+
+
+def test_pictures_are_counted_apart_from_text() -> None:
+    rows = raw_features([question(3), question(3, 100, 1000)], SECRET)
+    assert rows.shape == (2, NUM_FEATURES)
+    assert rows[0, :NUM_TEXT_FEATURES].tolist() == rows[1, :NUM_TEXT_FEATURES].tolist()
+    assert rows[:, NUM_TEXT_FEATURES:].tolist() == [[0, 0], [2, 1100]]
+    assert image_features([]).shape == (0, NUM_IMAGE_FEATURES)
+    words = WordScorer(np.zeros((2 * 2**15 + 4, 2), np.float32))
+    assert words.features([question(3, 100, 1000)])[0].tolist() == [4, 3, 0, 0, 2, 1100]
+
+
+def test_questions_carry_pictures_over_the_wire() -> None:
+    sent = ForecastQuestions((question(1, 576), question(2)))
+    assert decode(encode(sent), ForecastQuestions) == sent
+
+
+def without_images(artefact: TrainedModel) -> TrainedModel:
+    """As a version wrote it that knew no pictures."""
+    metadata = {name: value for name, value in artefact.metadata.items() if name != IMAGES}
+    arrays = dict(artefact.arrays)
+    if TRAIN_FEATURES in arrays:
+        arrays[TRAIN_FEATURES] = arrays[TRAIN_FEATURES][:, :-NUM_IMAGE_FEATURES]
+    return TrainedModel(metadata, arrays)
+
+
+def test_an_artefact_that_knows_no_pictures_still_serves_and_learns() -> None:
+    examples = seen()
+    rows = raw_features([each.question for each in examples], SECRET, images=False)
+    samples = [Sample(row, each.output_len) for row, each in zip(rows, examples, strict=True)]
+    before = from_bytes(retrain(retraining(without_images(untrained("w", SECRET)), samples)))
+    check_artefact(before)
+    plain, pictured = forecasts(before, question(3), question(3, 1000))
+    assert plain == pictured  # it cannot tell them apart
+    encoder = None
+    features = TextPredictor(before, encoder, HistoryPredictor()).forecast_with_features([question(3, 9)])[1][0]
+    assert features is not None and features.shape == (NUM_TEXT_FEATURES,)
+    again = from_bytes(retrain(retraining(before, [*samples_of(before), Sample(features, 20)])))
+    assert again.metadata["version"] == 2
+
+
+@pytest.mark.parametrize("kind", ["words", "forest", "linear"])
+def test_trained_artefacts_from_before_read_as_they_did(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def as_before(features: np.ndarray, questions: Sequence[ForecastQuestion], *, images: bool) -> np.ndarray:
+        return features
+
+    for module in ("predictor.training", "predictor.words"):
+        monkeypatch.setattr(f"{module}.with_images", as_before)
+    written = by_kind(kind, seen())
+    monkeypatch.undo()
+    before = TrainedModel({name: value for name, value in written.metadata.items() if name != IMAGES}, written.arrays)
+    check_artefact(before)
+    for effort in (Effort.FULL, Effort.LENGTH):
+        plain, pictured = forecasts(before, question(3), question(3, 1000), effort=effort)
+        assert plain == pictured
+    assert kind == "words" or feature_set(before) != feature_set(by_kind(kind, seen()))
+
+
+class SixteenLetters(CountingEncoder):
+    """Has as many dimensions as are kept."""
+
+    dim = 16
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        rows = [[text.count(letter) for letter in "abcdefghilmnorst"] for text in texts]
+        return np.array(rows, np.float32).reshape(-1, self.dim)
+
+
+def test_what_is_learned_with_and_without_pictures_does_not_mix() -> None:
+    assert "applications-3" in feature_set(untrained("w", SECRET))
+    begun = untrained_with_encoder(SixteenLetters(), "w")
+    assert feature_set(begun).startswith("usin-2")
+    predictor = TextPredictor(begun, SixteenLetters(), HistoryPredictor())
+    row = predictor.forecast_with_features([question(3, 100, 1000)])[1][0]
+    assert row is not None and len(row) == begun.arrays[TRAIN_FEATURES].shape[1]
+    assert row[-NUM_IMAGE_FEATURES:].tolist() == [2, 1100]
