@@ -18,6 +18,7 @@ MAX_DIGEST = 64
 """Longest digest of an image, in bytes."""
 
 _ID_BYTES = 4
+_DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,11 @@ class ImageSpan:
     def end(self) -> int:
         """Index behind its last token."""
         return self.start + self.length
+
+
+def digest_of(data: bytes) -> bytes:
+    """Names a file of a picture by its content."""
+    return blake2b(data, digest_size=_DIGEST_BYTES).digest()
 
 
 def check_spans(images: Sequence[ImageSpan], prompt_len: int) -> None:

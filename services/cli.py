@@ -291,7 +291,9 @@ AdminKeyOption = Annotated[
 
 @app.command()
 def scale(
-    kind: Annotated[str, typer.Argument(help="replica, length-predictor, serving-time-estimator or ingress.")],
+    kind: Annotated[
+        str, typer.Argument(help="replica, length-predictor, serving-time-estimator, image-encoder or ingress.")
+    ],
     count: Annotated[int, typer.Argument(help="Wanted number of them.")],
     port: PortOption = 8000,
     host: HostOption = "127.0.0.1",

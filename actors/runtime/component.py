@@ -142,6 +142,7 @@ _CLASSES = {
     "backend": "actors.external.backend:OpenAIBackend",
     "length-predictor": "actors.learning.length_predictor:LengthPredictor",
     "serving-time-estimator": "actors.learning.serving_time_estimator:ServingTimeEstimator",
+    "image-encoder": "actors.vision.image_encoder:ImageEncoder",
     "log-store": "actors.log.log_store:LogStore",
     "stream-store": "actors.log.stream_store:StreamStore",
     "supervisor": "actors.supervision.supervisor:Supervisor",

@@ -15,6 +15,7 @@ from actors.calls.log_store import LogStoreCalls, StreamStoreCalls
 from actors.calls.message import Meter, Peer, stub
 from actors.calls.scheduling import KVOffloadCalls, RouterCalls, SchedulerCalls
 from actors.calls.supervisor import SupervisorCalls
+from actors.calls.vision import ImageEncoderCalls
 from actors.calls.worker import WorkerCalls
 from actors.runtime.names import (
     LOG_STORE,
@@ -23,6 +24,7 @@ from actors.runtime.names import (
     STREAM_STORE,
     SUPERVISOR,
     host_of,
+    image_encoder_name,
     kv_offload_manager_name,
     length_predictor_name,
     scheduler_name,
@@ -143,6 +145,10 @@ class PeerBook:
         estimator: ServingTimeEstimatorCalls = stub(ServingTimeEstimatorCalls, self.peer(name))
         return estimator
 
+    def image_encoder(self, index: int) -> ImageEncoderCalls:
+        encoder: ImageEncoderCalls = stub(ImageEncoderCalls, self.peer(image_encoder_name(index)))
+        return encoder
+
     def log_store(self) -> LogStoreCalls:
         log_store: LogStoreCalls = stub(LogStoreCalls, self.peer(LOG_STORE))
         return log_store
@@ -189,6 +195,7 @@ class Site:
         namespace: Of Ray, where the actors have their names.
         detached: Whether the actors outlive the job that started them.
         model_version: Number of the weights in ``model_dir`` since the service started; requests run on one alone.
+        sees: Whether the model reads pictures.
         model_since: When the first request on these weights may have come in, in seconds since the epoch.
     """
 
@@ -199,6 +206,7 @@ class Site:
     detached: bool = True
     model_version: int = 0
     model_since: float = 0.0
+    sees: bool = False
 
     def peers(self, local: Mapping[str, Answering] | None = None, host: str = "") -> PeerBook:
         """The other components as the process named ``host`` sees them, which has those in ``local`` itself."""

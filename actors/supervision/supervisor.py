@@ -26,7 +26,16 @@ from actors.runtime.cluster_store import ClusterStore
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.hosts import CREATE_TIMEOUT_S, find_host, list_hosts, recreate_host
 from actors.runtime.metrics import ComponentRestarts
-from actors.runtime.names import SCALABLE, SUPERVISOR, by_host, host_of, initial_counts, own_replicas, wanted_components
+from actors.runtime.names import (
+    IMAGE_ENCODER,
+    SCALABLE,
+    SUPERVISOR,
+    by_host,
+    host_of,
+    initial_counts,
+    own_replicas,
+    wanted_components,
+)
 from actors.runtime.nodes import Homes
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost
 from actors.runtime.rank_groups import remove_rank_group
@@ -73,7 +82,7 @@ class Supervisor(Component, SupervisorCalls):
         super().__init__(context)
         self._site = context.site
         self._own = host_of(SUPERVISOR, self._site.placement)
-        self._counts = initial_counts(context.config)
+        self._counts = initial_counts(context.config, sees=self._site.sees)
         self._store = ClusterStore(self._site.namespace)
         self._homes = Homes(self._store, on_gpu=context.config.engine.device == "cuda")
         self._keepers: dict[str, asyncio.Task[None]] = {}
@@ -136,6 +145,8 @@ class Supervisor(Component, SupervisorCalls):
     async def scale(self, scale: Scale) -> ComponentCounts:
         if scale.kind not in SCALABLE:
             raise MessageError("kind", scale.kind, f"one of {', '.join(SCALABLE)}")
+        if scale.kind == IMAGE_ENCODER and not self._site.sees:
+            raise MessageError("kind", scale.kind, "another kind: the served model reads no pictures")
         model = self.context.config.model
         follows = scale.kind == "replica" and model.max_replicas > 0
         low, high = (model.min_replicas, model.max_replicas) if follows else (1, 1000)

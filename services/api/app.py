@@ -39,7 +39,7 @@ from services.api.body_workers import BodyWorkers, read_body
 from services.api.dialects.anthropic_errors import AnthropicErrors
 from services.api.dialects.messages import message_routes
 from services.api.dialects.responses import response_routes
-from services.api.dialects.running import Running, named_for
+from services.api.dialects.running import Running, named_for, seeing
 from services.api.dialects.stored import StoredResponses
 from services.api.errors import SERVER_ERROR, ApiError, install_error_handlers, unhealthy
 from services.api.generate import ClientGone, collect, while_connected
@@ -206,6 +206,10 @@ def _generation_routes(
     async def respond(
         generation: Generation, request: Request, headers: MutableHeaders
     ) -> Completion | ChatCompletion | Response:
+        try:
+            generation = await seeing(generation, request, backend, shares_across_keys)
+        except ClientGone:
+            return Response(status_code=_CLIENT_CLOSED_REQUEST)
         named = named_for(generation, request, shares_across_keys)
         promise = AnswerPromise(len(named.requests))
         ANSWER.set(promise)

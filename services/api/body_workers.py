@@ -23,11 +23,11 @@ import msgpack
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
+from core.child_process import LENGTH, framed, start_child
 from core.codec import decode, encode
 from core.errors import CapacityError
 from core.request import Request
 from services.api.backend import ModelInfo
-from services.api.child_process import LENGTH, framed, start_child
 from services.api.errors import SERVER_ERROR, ApiError, as_api_error
 from services.api.middleware import parse_object
 from services.api.requests import Generation, make_generation

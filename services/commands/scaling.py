@@ -15,6 +15,7 @@ ROW_KINDS = {
     "replica": "ModelWorker",
     "length-predictor": "LengthPredictor",
     "serving-time-estimator": "ServingTimeEstimator",
+    "image-encoder": "ImageEncoder",
     "ingress": "Ingress",
 }
 """The names in ``/status`` of the kinds that can be scaled."""

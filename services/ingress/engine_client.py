@@ -35,17 +35,18 @@ from core.messages.status import ComponentCounts, ComponentStatus, Scale
 from core.messages.tokens import TokenDelta, TokenPoll
 from core.messages.weights import ServedWeights, Upgrade
 from core.request import Request
-from kvcache.block_manager import hash_blocks, salted_root
 from policies.compose import predicts_requests
 from services.api.backend import ModelInfo
 from services.api.text.prompts import PromptText
 from services.ingress.explanations import Explanations
 from services.ingress.first_check import CountedRequest, FirstCheck
+from services.ingress.image_client import ImageClient
 from services.ingress.ledger import RequestLedger
 from services.ingress.logged_requests import LoggedRequests
 from services.ingress.observed import ObservedService
 from services.ingress.overview import Overview
 from services.ingress.predictor_client import PredictorClient
+from services.ingress.prefixes import prefix_hashes
 from services.ingress.streams import ClientStream, TokenInbox, fail_stream
 from services.ingress.versions import REPLACED, VersionedStreams
 
@@ -103,6 +104,8 @@ class EngineClient(ObservedService, VersionedStreams):
         self._log = LogOutbox(log_store.append, FinishedRequests, self._degraded)
         self._traces = LogOutbox(log_store.append_traces, RequestTraces, self._degraded)
         self._explanations = Explanations(self._peers)
+        self._images = ImageClient(site, self._peers)
+        self.see = self._images.see
         self._logged = LoggedRequests(self._peers, site.config.scheduler.preset)
         self._made: list[ForecastMade] = []
         self._forecaster: PredictorClient | None = None
@@ -126,6 +129,8 @@ class EngineClient(ObservedService, VersionedStreams):
         """Starts the background pumps, on the event loop that serves requests."""
         self._port = await self._health.start()
         work = [self._pump_outgoing, self._pump_announcements, self._log.run, self._traces.run]
+        if self.model.sight is not None:
+            work.append(self._images.run)
         if self._keep is not None:
             work.append(self._keep)
         if self._forecaster is not None:
@@ -172,7 +177,7 @@ class EngineClient(ObservedService, VersionedStreams):
             ingress_id=self._ingress_id,
             # The log of a stream that another ingress replica goes on with names the weights that it began with.
             model_version=request.model_version if request.output_ids else self.model_version,
-            prefix_hashes=self._prefix_hashes(request),
+            prefix_hashes=prefix_hashes(request, self._prefix_block_size),
             source=text.source if self._sends_text and text is not None else None,
         )
 
@@ -205,12 +210,6 @@ class EngineClient(ObservedService, VersionedStreams):
         where = f"it was on {replica}" if replica else "no replica takes requests"
         fail_stream(stream, stream.attempts, f"no token within {waited_s:.0f} s; {where}")
         self._outgoing_due.set()
-
-    def _prefix_hashes(self, request: Request) -> tuple[int, ...]:
-        """Made here, once: there are several ingress replicas, and one Router."""
-        if not self._prefix_block_size or request.sampling.computes_prompt:
-            return ()
-        return tuple(hash_blocks(request.prompt_ids, self._prefix_block_size, salted_root(request.cache_salt)))
 
     async def _ask(self, stream: ClientStream, text: PromptText, forecaster: PredictorClient) -> None:
         """Asks how long it will be, and waits for the answer as long as the settings allow."""

@@ -21,6 +21,7 @@ from core.config.server import ServerConfig, is_loopback
 from core.errors import CapacityError
 from core.messages.fleet import ServedModel
 from engine.checkpoint.encoder_config import abilities_of
+from engine.vision.geometry import load_geometry
 from estimator.device_profile import profile_label
 from services.api.access.door import Door, door_settings
 from services.api.access.metered import MeteredBackend
@@ -32,6 +33,7 @@ from services.api.batches.running import BatchRunner, RunningPlace
 from services.api.batches.shelf import Files
 from services.api.body_workers import BodyWorkers
 from services.api.middleware import LoopPace
+from services.api.pictures.placing import Sight
 from services.api.readiness import Readiness
 from services.api.streams.keeper import StreamKeeper
 from services.api.text.prompts import PromptEncoder
@@ -192,6 +194,7 @@ async def open_client(site: Site) -> EngineClient:
         benchmark_mode=site.config.engine.benchmark_mode,
         emulated=profile_label(site.config.engine.profile),
         abilities=served_abilities(site),
+        sight=served_sight(site),
     )
     client = EngineClient(site, model, lambda: keep_supervisor(site), prefix_block_size=served.prefix_block_size)
     await client.start()
@@ -203,6 +206,15 @@ def served_abilities(site: Site) -> Abilities:
     if not site.config.model.replicas or site.config.engine.profile:
         return Abilities()
     return abilities_of(Path(site.model_dir))
+
+
+def served_sight(site: Site) -> Sight | None:
+    """How the replicas of our own engine see; None if they do not."""
+    geometry = load_geometry(Path(site.model_dir)) if site.sees else None
+    if geometry is None:
+        return None
+    text = f"{geometry.before}{geometry.placeholder}{geometry.after}"
+    return Sight(text, geometry.placeholder_id, site.config.images.max_per_request)
 
 
 async def _wait_for_model(site: Site) -> ServedModel:

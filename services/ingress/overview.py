@@ -53,7 +53,7 @@ class Overview:
     def __init__(self, site: Site, peers: PeerBook) -> None:
         self._config = site.config
         self._peers = peers
-        self._counts = initial_counts(site.config)
+        self._counts = initial_counts(site.config, sees=site.sees)
         self._last: dict[str, ComponentStatus] = {}
 
     async def status(self) -> StatusReply:

@@ -138,7 +138,14 @@ def find_site(config: FarsightConfig, model: LocatedModel) -> Site:
         predictor=_find_predictor(config.predictor),
         access=absolute_paths(config.access),
     )
-    return Site(named, str(model.directory), resolve_placement(config))
+    return Site(named, str(model.directory), resolve_placement(config), sees=_sees(config, model.directory))
+
+
+def _sees(config: FarsightConfig, directory: Path) -> bool:
+    """Whether replicas of our own engine read pictures."""
+    from engine.vision.geometry import load_geometry
+
+    return bool(config.model.replicas) and load_geometry(directory) is not None
 
 
 def _find_predictor(predictor: PredictorConfig) -> PredictorConfig:

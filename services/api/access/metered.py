@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from core.errors import CapacityError, InvalidValueError
+from core.messages.images import EncodedImage, ImageFile
 from core.messages.live import LiveView
 from core.messages.log import LoggedWindow, RequestTrace
 from core.messages.placement import PlacementView
@@ -111,6 +112,13 @@ class MeteredBackend:
 
     async def logged_around(self, request_id: str) -> LoggedWindow | None:
         return await self._backend.logged_around(request_id)
+
+    async def see(self, files: Sequence[ImageFile], salt: str) -> tuple[EncodedImage, ...]:
+        """As ``GenerationBackend.see``; what is kept of a picture is shared as cached prefixes are."""
+        caller = CURRENT.get()
+        if caller is not None and not self._shares_prefixes:
+            salt = salt_of(caller.identity, salt)
+        return await self._backend.see(files, salt)
 
     async def status(self) -> StatusReply:
         return await self._backend.status()

@@ -23,7 +23,7 @@ from services.api.answers.sse import EventStream, StreamWriter, chunks
 from services.api.answers.trace_context import traced
 from services.api.backend import GenerationBackend
 from services.api.errors import ApiError
-from services.api.generate import ChoiceResult, ClientGone, collect, while_connected
+from services.api.generate import ChoiceResult, ClientGone, collect, while_connected, with_pictures
 from services.api.middleware import parse_object
 from services.api.promised import ANSWER, AnswerPromise
 from services.api.requests import Generation, generation_of
@@ -49,6 +49,7 @@ class Running:
     async def begin(self, chat: ChatCompletionRequest, request: Request, id_prefix: str) -> Generation:
         """The chat as it will run, under a new id; from here on the answer has a promise."""
         generation = await generation_of(chat, self.backend.model, self.encoder)
+        generation = await seeing(generation, request, self.backend, self.shares_across_keys)
         named = named_for(dataclasses.replace(generation, id_prefix=id_prefix), request, self.shares_across_keys)
         ANSWER.set(AnswerPromise(len(named.requests)))
         return named
@@ -80,6 +81,23 @@ class Running:
 
     def stream(self, generation: Generation, writer: StreamWriter) -> Response:
         return EventStream(chunks(self.backend, generation, writer), failure=writer.failure)
+
+
+async def seeing(
+    generation: Generation, request: Request, backend: GenerationBackend, shares_across_keys: bool
+) -> Generation:
+    """With the images of its pictures, unless the client leaves meanwhile.
+
+    Raises:
+        ClientGone: It has left.
+        ApiError, InvalidValueError, CapacityError: As ``with_pictures``.
+    """
+    if not generation.pictures:
+        return generation
+    salt = generation.prompts[0].cache_salt
+    if not shares_across_keys:
+        salt = salt_of(sent_key(request.headers), salt)
+    return await while_connected(request.receive, with_pictures(backend, generation, salt))
 
 
 def named_for(generation: Generation, request: Request, shares_across_keys: bool) -> Generation:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from core.images import ImageSpan
+from core.messages.images import EncodedImage, ImageFile
 from core.messages.kv import KVTraffic, KVUsage
 from core.messages.live import LiveView
 from core.messages.log import ArtefactInfo, LoggedWindow, RequestTrace
@@ -26,6 +28,8 @@ from services.api.text.prompts import PromptText
 MODEL = "tiny"
 MAX_MODEL_LEN = 64
 VOCAB_SIZE = 300
+IMAGE_TOKENS = 5
+"""Of every picture that a scripted backend sees."""
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -66,6 +70,8 @@ class ScriptedBackend:
         self.texts: list[PromptText | None] = []
         self.priorities: list[int] = []
         self.salts: list[str] = []
+        self.images: list[tuple[ImageSpan, ...]] = []
+        self.seen: list[tuple[ImageFile, str]] = []
         self.keys: list[str] = []
         self.is_healthy = True
         self.origins: list[Origin | None] = []
@@ -93,6 +99,7 @@ class ScriptedBackend:
         self.priorities.append(request.priority)
         self.wishes.append((request.deadline_s, request.slo))
         self.salts.append(request.cache_salt)
+        self.images.append(request.images)
         self.keys.append(key)
         self.num_opened += 1
         try:
@@ -106,6 +113,10 @@ class ScriptedBackend:
                     await asyncio.sleep(step)
         finally:
             self.num_closed += 1
+
+    async def see(self, files: Sequence[ImageFile], salt: str) -> tuple[EncodedImage, ...]:
+        self.seen += [(file, salt) for file in files]
+        return tuple(EncodedImage(file.digest, IMAGE_TOKENS, (1, IMAGE_TOKENS), b"rows") for file in files)
 
     async def status(self) -> StatusReply:
         return StatusReply(self.components, KV_USAGE, self.artefacts, queue_delay_s=1.25)

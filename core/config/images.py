@@ -1,0 +1,43 @@
+"""``[images]``: pictures in prompts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from core.config.checks import require
+
+DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class ImagesConfig:
+    """Pictures that clients send to a model that sees. They have no effect on any other.
+
+    Attributes:
+        encoders: Number of ImageEncoders at the start; each has a process of its own.
+        device: Where an ImageEncoder computes; ``cuda`` gives each a GPU of its own.
+        num_threads: Threads that each computes with; 0 is half of the processors.
+        cache_mib: Most memory of the rows that each keeps of pictures that it has encoded.
+        max_per_request: Most pictures of one request.
+        max_pixels: A picture of more pixels is refused; the default is a little more than one of 8K.
+        max_waiting_mib: Files of pictures that wait at one ingress replica; beyond it requests get 429.
+        wait_s: A request whose pictures are not encoded within so many seconds gets 503.
+    """
+
+    encoders: int = 1
+    device: str = "cpu"
+    num_threads: int = 0
+    cache_mib: int = 256
+    max_per_request: int = 16
+    max_pixels: int = 1 << 25
+    max_waiting_mib: int = 64
+    wait_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        require(self.device in DEVICES, "images.device", self.device, f"one of {', '.join(DEVICES)}")
+        for name in ("encoders", "max_per_request", "max_pixels", "max_waiting_mib"):
+            require(getattr(self, name) >= 1, f"images.{name}", getattr(self, name), "an integer >= 1")
+        for name in ("num_threads", "cache_mib"):
+            require(getattr(self, name) >= 0, f"images.{name}", getattr(self, name), "an integer >= 0")
+        require(0 < self.wait_s < math.inf, "images.wait_s", self.wait_s, "a number > 0")

@@ -1,0 +1,41 @@
+"""From one placeholder for each picture to as many as it has tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from core.images import ImageSpan
+from core.messages.images import EncodedImage
+from core.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """How the served model sees.
+
+    Attributes:
+        text: What stands for a picture where a chat template takes texts alone.
+        placeholder_id: The token that stands for a picture.
+        max_per_request: Most pictures of one request.
+    """
+
+    text: str
+    placeholder_id: int
+    max_per_request: int
+
+
+def placed(request: Request, images: Sequence[EncodedImage], sight: Sight) -> Request:
+    """The request with its images; its prompt has one placeholder for each."""
+    spans: list[ImageSpan] = []
+    ids: list[int] = []
+    begin = 0
+    for image in images:
+        place = request.prompt_ids.index(sight.placeholder_id, begin)
+        ids += request.prompt_ids[begin:place]
+        spans.append(ImageSpan(len(ids), image.num_tokens, image.digest, image.grid, image.embeddings))
+        ids += [sight.placeholder_id] * image.num_tokens
+        begin = place + 1
+    ids += request.prompt_ids[begin:]
+    return dataclasses.replace(request, prompt_ids=tuple(ids), images=tuple(spans))
