@@ -6,7 +6,6 @@ Ids: 0 ``<pad>``, 1 ``<s>`` (BOS), 2 ``</s>`` (EOS), 3 ``<sep>``, 4-7 reserved, 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -63,15 +62,11 @@ def byte_symbols() -> list[str]:
     return [symbols[byte] for byte in range(256)]
 
 
-def build_backend(special: Sequence[str] = SPECIAL_TOKENS) -> Tokenizer:
-    """Byte-level BPE without merges, which puts BOS before a plain prompt.
-
-    Args:
-        special: As many as ``SPECIAL_TOKENS``, of which the reserved ones may have other names.
-    """
-    vocabulary = {token: index for index, token in enumerate((*special, *byte_symbols()))}
+def build_backend() -> Tokenizer:
+    """Byte-level BPE without merges, which puts BOS before a plain prompt."""
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *byte_symbols()))}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.post_processor = processors.TemplateProcessing(
@@ -80,12 +75,10 @@ def build_backend(special: Sequence[str] = SPECIAL_TOKENS) -> Tokenizer:
     return backend
 
 
-def build_tokenizer(
-    special: Sequence[str] = SPECIAL_TOKENS, template: str = CHAT_TEMPLATE
-) -> PreTrainedTokenizerFast:
+def build_tokenizer() -> PreTrainedTokenizerFast:
     """The tokenizer with its chat template, ready for ``save_pretrained``."""
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=build_backend(special),
+        tokenizer_object=build_backend(),
         bos_token=BOS,
         eos_token=EOS,
         pad_token=PAD,
@@ -94,12 +87,16 @@ def build_tokenizer(
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
-    tokenizer.chat_template = template
+    tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 
 def save_tokenizer(out: Path, tokenizer: PreTrainedTokenizerFast | None = None) -> None:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json``, with the chat template inside the latter."""
+    """Write ``tokenizer.json`` and ``tokenizer_config.json``, with the chat template inside the latter.
+
+    Args:
+        tokenizer: Another than the embedded model's.
+    """
     (tokenizer or build_tokenizer()).save_pretrained(out, save_jinja_files=False)
     path = out / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8"))

@@ -16,19 +16,19 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlavaForConditionalGeneration
 
-from tools.embedded_model.tokenizer import EOS_ID, PAD_ID, encode_bytes
+from tools.embedded_model.tokenizer import EOS_ID, PAD_ID
 from tools.embedded_vision.drawing import draw
-from tools.embedded_vision.model import IMAGE_ID, PATCHES, pixels_of, prompt_ids
+from tools.embedded_vision.model import PATCHES, pixels_of, prompt_ids
 from tools.embedded_vision.questions import TASKS, Question
 from tools.embedded_vision.scenes import Scene, number_scene, scenes, shapes_scene
 from tools.embedded_vision.tower import rows_of
+from tools.embedded_vision.words import encode
 
 IGNORED = -100
 PREFIX = PATCHES + 1
 """BOS and the picture."""
-ASKED = ("count_kind", "count_kind", "count_colour", "count_all", "is_there")
-"""Tasks asked about every training picture of shapes; some are asked to list them too."""
-LIST_SHARE = 0.35
+ASKED = ("each_kind", "each_colour", "count_kind", "count_colour", "count_all", "is_there")
+"""Tasks asked about every training picture of shapes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def _row(questions: Sequence[Question]) -> tuple[list[int], list[int], list[int]
     positions, segments, targets = list(range(PREFIX)), [0] * PREFIX, [IGNORED] * PREFIX
     for number, question in enumerate(questions, 1):
         prompt = prompt_ids(question.text)[PREFIX:]
-        answer = [*encode_bytes(question.answer), EOS_ID]
+        answer = [*encode(question.answer), EOS_ID]
         ids += [*prompt, *answer[:-1]]
         targets += [*[IGNORED] * (len(prompt) - 1), *answer]
         length = len(prompt) + len(answer) - 1
@@ -135,11 +135,8 @@ class TrainingPictures:
         return collate(pictures, [self._questions(scene) for scene in drawn])
 
     def _questions(self, scene: Scene) -> list[Question]:
-        names: tuple[str, ...] = ("read",)
-        if not scene.number:
-            names = (*ASKED, "list") if self._rng.random() < LIST_SHARE else ASKED
-        asked = (TASKS[name].ask(scene, self._rng) for name in names)
-        return [question for question in asked if question is not None]
+        names = ("read",) if scene.number else ASKED
+        return [TASKS[name].ask(scene, self._rng) for name in names]
 
 
 def check_batches(part: str, count: int, seed: int) -> dict[str, Batch]:
@@ -151,9 +148,7 @@ def check_batches(part: str, count: int, seed: int) -> dict[str, Batch]:
         pictures, questions = [], []
         while len(questions) < count:
             scene = next(source)
-            question = task.ask(scene, rng)
-            if question is not None:
-                pictures.append(draw(scene, rng))
-                questions.append([question])
+            questions.append([task.ask(scene, rng)])
+            pictures.append(draw(scene, rng))
         batches[name] = collate(pixels_of(pictures), questions)
     return batches

@@ -13,49 +13,14 @@ from transformers import (
     CLIPVisionConfig,
     GenerationConfig,
     LlamaConfig,
-    LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
 )
 
-from tools.embedded_model.tokenizer import (
-    BOS_ID,
-    EOS_ID,
-    PAD_ID,
-    SEP_ID,
-    SPECIAL_TOKENS,
-    build_tokenizer,
-    encode_bytes,
-    save_tokenizer,
-)
+from tools.embedded_model.tokenizer import BOS_ID, EOS_ID, MAX_POSITIONS, PAD_ID, SEP_ID, save_tokenizer
 from tools.embedded_vision.scenes import CELLS, GRID
+from tools.embedded_vision.words import IMAGE_ID, build_tokenizer, encode
 
-TEXT_MODEL: Final = Path(__file__).parents[2] / "services" / "embedded_model"
-"""Where the text model starts from."""
-IMAGE_ID: Final = 4
-"""The first reserved token of the text model's vocabulary stands for a patch of a picture."""
-IMAGE: Final = "<image>"
-CHAT_TEMPLATE: Final = (
-    "{%- set ns = namespace(system='', user=none) -%}"
-    "{%- for message in messages -%}"
-    "{%- set text = namespace(value='', images='') -%}"
-    "{%- if message['content'] is string -%}{%- set text.value = message['content'] -%}"
-    "{%- else -%}{%- for part in message['content'] -%}"
-    "{%- if part['type'] == 'text' -%}{%- set text.value = text.value + part['text'] -%}"
-    "{%- else -%}{%- set text.images = text.images + '<image>' -%}{%- endif -%}"
-    "{%- endfor -%}{%- endif -%}"
-    "{%- if message['role'] == 'system' -%}{%- set ns.system = text.value + '\\n' -%}"
-    "{%- elif message['role'] == 'user' -%}"
-    "{%- set ns.user = (text.images + '\\n' if text.images else '') + ns.system + text.value -%}"
-    "{%- endif -%}"
-    "{%- endfor -%}"
-    "{%- if ns.user is none -%}"
-    "{{- raise_exception('This model answers a user message, and the conversation has none.') -}}"
-    "{%- endif -%}"
-    "{{- bos_token + ns.user -}}"
-    "{%- if add_generation_prompt -%}{{- '<sep>' -}}{%- endif -%}"
-)
-"""Single-turn, as the text model's: the picture, a newline, the last user message, SEP."""
 PATCH: Final = 16
 SIDE: Final = PATCH * GRID
 """Pixels of the square that the tower reads: a patch is a cell."""
@@ -77,8 +42,20 @@ PROCESSOR: Final[dict[str, Any]] = {
 
 
 def build_model() -> LlavaForConditionalGeneration:
-    """An untrained CLIP tower and projector of LLaVA 1.5 before the embedded text model's weights."""
-    text: Any = LlamaConfig.from_pretrained(TEXT_MODEL, dtype="float32")
+    """The untrained model: LLaVA 1.5 with a CLIP tower of three layers and a Llama of three."""
+    text = LlamaConfig(
+        vocab_size=len(build_tokenizer()),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True,
+        bos_token_id=BOS_ID,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
+    )
     tower = CLIPVisionConfig(
         hidden_size=128,
         intermediate_size=384,
@@ -104,13 +81,6 @@ def build_model() -> LlavaForConditionalGeneration:
     return LlavaForConditionalGeneration(config).float()
 
 
-def take_text_model(model: LlavaForConditionalGeneration) -> None:
-    """Puts the embedded text model's weights into ``model``."""
-    trained = LlamaForCausalLM.from_pretrained(TEXT_MODEL, dtype=torch.float32)
-    model.model.language_model.load_state_dict(trained.model.state_dict())
-    model.tie_weights()
-
-
 def export(model: LlavaForConditionalGeneration, out: Path) -> None:
     """Writes the model with bfloat16 weights, its generation settings, its processor and its tokenizer."""
     out.mkdir(parents=True, exist_ok=True)
@@ -125,8 +95,7 @@ def export(model: LlavaForConditionalGeneration, out: Path) -> None:
     stored.save_pretrained(out)
     (out / "model.safetensors").chmod(0o644)
     (out / "preprocessor_config.json").write_text(json.dumps(PROCESSOR, indent=2) + "\n", encoding="utf-8")
-    special = [IMAGE if index == IMAGE_ID else token for index, token in enumerate(SPECIAL_TOKENS)]
-    save_tokenizer(out, build_tokenizer(special, CHAT_TEMPLATE))
+    save_tokenizer(out, build_tokenizer())
 
 
 def pixels_of(pictures: list[np.ndarray]) -> torch.Tensor:
@@ -138,4 +107,4 @@ def pixels_of(pictures: list[np.ndarray]) -> torch.Tensor:
 
 def prompt_ids(question: str) -> list[int]:
     """Token ids of a prompt of one picture and a question, up to the answer."""
-    return [BOS_ID, *[IMAGE_ID] * PATCHES, *encode_bytes("\n" + question), SEP_ID]
+    return [BOS_ID, *[IMAGE_ID] * PATCHES, *encode(question), SEP_ID]

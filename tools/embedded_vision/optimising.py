@@ -20,8 +20,9 @@ def build_optimizer(parts: Sequence[tuple[Sequence[nn.Module], float]]) -> torch
     groups: list[dict[str, Any]] = []
     for modules, peak in parts:
         parameters = [each for module in modules for each in module.parameters() if each.requires_grad]
-        for decay, of in ((WEIGHT_DECAY, [p for p in parameters if p.ndim > 1]), (0.0, [p for p in parameters if p.ndim < 2])):
-            groups.append({"params": of, "weight_decay": decay, "peak": peak, "lr": 0.0})
+        matrices, vectors = ([p for p in parameters if (p.ndim > 1) is wide] for wide in (True, False))
+        groups.append({"params": matrices, "weight_decay": WEIGHT_DECAY, "peak": peak, "lr": 0.0})
+        groups.append({"params": vectors, "weight_decay": 0.0, "peak": peak, "lr": 0.0})
     return torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
 
 

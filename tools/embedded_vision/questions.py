@@ -9,9 +9,6 @@ from typing import Final
 
 from tools.embedded_vision.scenes import COLOURS, KINDS, Scene, number_scene, shapes_scene
 
-MAX_LISTED: Final = 6
-"""Shapes of a picture whose shapes are listed."""
-
 
 @dataclass(frozen=True, slots=True)
 class Question:
@@ -27,11 +24,11 @@ class Task:
 
     Attributes:
         make: Draws a scene that the question can be asked about.
-        ask: Draws a question about a scene; None where it cannot be asked.
+        ask: Draws a question about a scene.
     """
 
     make: Callable[[random.Random], Scene]
-    ask: Callable[[Scene, random.Random], Question | None]
+    ask: Callable[[Scene, random.Random], Question]
 
 
 def _count_kind(scene: Scene, rng: random.Random) -> Question:
@@ -59,10 +56,14 @@ def _is_there(scene: Scene, rng: random.Random) -> Question:
     return Question(f"Is there a {colour} {kind}?", "yes" if found else "no")
 
 
-def _list(scene: Scene, rng: random.Random) -> Question | None:
-    if len(scene.shapes) > MAX_LISTED:
-        return None
-    return Question("List the shapes.", ", ".join(f"{shape.colour} {shape.kind}" for shape in scene.shapes))
+def _each_kind(scene: Scene, rng: random.Random) -> Question:
+    counts = [sum(shape.kind == kind for shape in scene.shapes) for kind in KINDS]
+    return Question("Count each kind.", ", ".join(f"{n} {kind}s" for n, kind in zip(counts, KINDS, strict=True)))
+
+
+def _each_colour(scene: Scene, rng: random.Random) -> Question:
+    counts = [sum(shape.colour == colour for shape in scene.shapes) for colour in COLOURS]
+    return Question("Count each colour.", ", ".join(f"{n} {each}" for n, each in zip(counts, COLOURS, strict=True)))
 
 
 def _read(scene: Scene, rng: random.Random) -> Question:
@@ -74,6 +75,7 @@ TASKS: Final[Mapping[str, Task]] = {
     "count_colour": Task(shapes_scene, _count_colour),
     "count_all": Task(shapes_scene, _count_all),
     "is_there": Task(shapes_scene, _is_there),
-    "list": Task(shapes_scene, _list),
+    "each_kind": Task(shapes_scene, _each_kind),
+    "each_colour": Task(shapes_scene, _each_colour),
     "read": Task(number_scene, _read),
 }

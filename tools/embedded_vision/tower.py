@@ -1,4 +1,4 @@
-"""First stages of the training: the tower and the projector learn what each cell holds, then how many of each there are.
+"""First stages of the training: the tower and the projector learn what each cell holds, then to count.
 
 Linear layers on the projector's rows name the content of their cells, and count the shapes of the whole picture; they
 are dropped afterwards. Every picture gives many answers this way, where a question gives one, so that the tower sees
