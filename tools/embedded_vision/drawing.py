@@ -50,8 +50,12 @@ STROKES: Final = {
 """Strokes of the digits in a box one wide and one high."""
 
 
-def draw(scene: Scene, rng: random.Random) -> np.ndarray:
-    """The picture of a scene, uint8 ``[SIDE, SIDE, 3]``."""
+def draw(scene: Scene, rng: random.Random, noise: float = NOISE) -> np.ndarray:
+    """The picture of a scene, uint8 ``[SIDE, SIDE, 3]``.
+
+    Args:
+        noise: Largest standard deviation of a pixel's noise, of 255.
+    """
     ground = rng.randint(212, 250)
     picture = Image.new("RGB", (SIDE, SIDE), _near((ground,) * 3, 5, rng))
     pen = ImageDraw.Draw(picture)
@@ -60,7 +64,7 @@ def draw(scene: Scene, rng: random.Random) -> np.ndarray:
     for index, cell in enumerate(scene.cells):
         row, column = divmod(index, GRID)
         _draw_cell(pen, cell, (column * CELL, row * CELL), ink, printed, rng)
-    noisy = np.asarray(picture, np.float32) + _noise(rng) * np.float32(rng.random() * NOISE)
+    noisy = np.asarray(picture, np.float32) + _noise(rng) * np.float32(rng.random() * noise)
     return np.clip(noisy + 0.5, 0, 255).astype(np.uint8)
 
 

@@ -15,18 +15,22 @@ come from ``python -m tools.embedded_vision.evaluate``, on pictures that neither
 from __future__ import annotations
 
 import argparse
+import random
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 import torch
+from PIL import Image
 from torch import nn
 from transformers import LlavaForConditionalGeneration
 
 from tools.embedded_vision.answers import Batch, TrainingPictures, answer_loss, check_batches, right_answers
+from tools.embedded_vision.drawing import draw
 from tools.embedded_vision.model import build_model, export
 from tools.embedded_vision.optimising import build_optimizer, set_rate
+from tools.embedded_vision.scenes import scenes, shapes_scene
 from tools.embedded_vision.tower import CELLS_STAGE, COUNTS_STAGE, train_tower
 
 SEED: Final = 1
@@ -82,6 +86,13 @@ def _right_of(model: LlavaForConditionalGeneration, checks: Mapping[str, Batch])
     return {name: sum(map(sum, right_answers(model, batch))) for name, batch in checks.items()}
 
 
+def write_example(out: Path, seed: int) -> None:
+    """A picture that the server shows in its first request; without noise it has some hundred bytes."""
+    rng = random.Random(seed)
+    picture = draw(next(scenes(shapes_scene, "held_out", rng)), rng, noise=0)
+    Image.fromarray(picture).quantize(32).save(out / "example.png", optimize=True)
+
+
 def train(out: Path, checkpoints: Path, seed: int) -> None:
     """All stages that are not done yet, then the model's files."""
     checkpoints.mkdir(parents=True, exist_ok=True)
@@ -95,6 +106,7 @@ def train(out: Path, checkpoints: Path, seed: int) -> None:
         model.load_state_dict(torch.load(path, weights_only=True))
     train_answers(model, checkpoints / "answers.pt", ANSWERS_STEPS, seed)
     export(model, out)
+    write_example(out, seed)
 
 
 def main() -> None:
