@@ -34,6 +34,7 @@ class ImageSpan:
         embeddings: ``length`` rows of the model's hidden size, one behind the other, little-endian: float32, or
             bfloat16, which the number of bytes tells apart. Empty where the worker gets them in another way
             (``engine.vision.spans.EmbeddingSource``).
+        rows: Name of the file of its rows, where processes share them (``engine.vision.row_files``).
     """
 
     start: int
@@ -41,6 +42,7 @@ class ImageSpan:
     digest: bytes
     grid: tuple[int, ...] = ()
     embeddings: bytes = b""
+    rows: str = ""
 
     def __post_init__(self) -> None:
         if self.start < 0 or self.length < 1:

@@ -170,6 +170,8 @@ class Supervisor(Component, SupervisorCalls):
     async def upgrade(self, order: Upgrade) -> ServedWeights:
         if self._upgrade.is_under_way:
             raise FarsightError("an upgrade is under way")
+        if order.model_dir and self._site.sees:
+            raise MessageError("model", order.model_dir, "no other weights: what a model sees is encoded by its own")
         if self._site.placement == "packed":
             raise MessageError("model", order.model_dir, "no upgrade: emulated devices share processes (packed)")
         # It goes on without the caller, which may end meanwhile.

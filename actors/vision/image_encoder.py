@@ -23,11 +23,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from actors.calls.vision import ImageEncoderCalls
 from actors.runtime.component import Component, ComponentContext
-from actors.vision.row_cache import Key, RowCache
+from actors.runtime.peer import again_and_again
+from actors.runtime.shared_rows import rows_directory
+from actors.vision.row_cache import CarriedRows, RowCache, SharedRows
 from core.errors import ConfigError, FarsightError, InvalidValueError
 from core.messages.images import EncodedImage, EncodedImages, EncodeImages, ImageFile
 from core.processors import usable_processors
 from engine.vision.decoder import DecodeLimits, PictureDecoder
+from engine.vision.row_files import RowStore, rows_name
 
 if TYPE_CHECKING:
     from core.config.load import FarsightConfig
@@ -36,6 +39,12 @@ if TYPE_CHECKING:
 
 MAX_BATCH = 16
 """Pictures that are decoded and not yet encoded, and so most of a batch."""
+
+MAX_DECODED = 2
+"""Pictures at their full size: one is resized while the next is decoded."""
+
+SWEEP_S = 60.0
+"""How often it is looked for what dead processes have held."""
 
 _NICE = 5
 """Steps of workers go first where processors are few."""
@@ -64,13 +73,14 @@ class ImageEncoder(Component, ImageEncoderCalls):
         super().__init__(context)
         self._settings = context.config.images
         self._metrics = _metrics(context.registry)
-        self._cache = RowCache(self._settings.cache_mib * _MIB)
+        self._cache = _cache(self._settings.cache_mib * _MIB)
         self._thread = ThreadPoolExecutor(1, "tower")
         self._preparing = ThreadPoolExecutor(1, "pixels")
         self._decoder = PictureDecoder(DecodeLimits(max_pixels=self._settings.max_pixels))
         self._vision: VisionModel | None = None
-        self._open: dict[Key, asyncio.Future[EncodedImage]] = {}
+        self._open: dict[str, asyncio.Future[EncodedImage]] = {}
         self._room = asyncio.Semaphore(MAX_BATCH)
+        self._decoding = asyncio.Semaphore(MAX_DECODED)
         self._prepared: asyncio.Queue[_Waiting] = asyncio.Queue()
         self._encoded_at: float | None = None
 
@@ -87,6 +97,7 @@ class ImageEncoder(Component, ImageEncoderCalls):
         loop = asyncio.get_running_loop()
         self._vision = await loop.run_in_executor(self._thread, _load, model_dir, self.context.config)
         self.spawn(self._run())
+        self.spawn(again_and_again(self._sweep, SWEEP_S))
 
     async def stop(self) -> None:
         await super().stop()
@@ -111,30 +122,26 @@ class ImageEncoder(Component, ImageEncoderCalls):
 
     async def _one(self, file: ImageFile, salt: str) -> EncodedImage:
         """From the cache, or from another caller's encoding that is under way, or encoded now."""
-        key = salt, file.digest
-        found = self._cache.find(key)
-        if found is None and key in self._open:
-            found = await asyncio.shield(self._open[key])
+        name = rows_name(file.digest, salt)
+        found = self._cache.find(name)
+        if found is None and name in self._open:
+            found = await asyncio.shield(self._open[name])
         if found is not None:
             self._metrics.images.labels("refused" if found.problem else "cached").inc()
-            return dataclasses.replace(found, is_cached=True)
-        task = asyncio.create_task(self._fresh(file))
-        self._open[key] = task
-        task.add_done_callback(functools.partial(self._done, key))
+            return dataclasses.replace(found, digest=file.digest, is_cached=True)
+        task = asyncio.create_task(self._fresh(file, name))
+        self._open[name] = task
+        task.add_done_callback(functools.partial(self._done, name))
         # A caller that leaves does not end it: another may wait for the same picture.
         return await asyncio.shield(task)
 
-    def _done(self, key: Key, task: asyncio.Future[EncodedImage]) -> None:
-        del self._open[key]
-        if task.cancelled() or task.exception() is not None:
-            return
-        image = task.result()
-        self._metrics.images.labels("refused" if image.problem else "encoded").inc()
-        if not image.problem:
-            self._cache.keep(key, image)
+    def _done(self, name: str, task: asyncio.Future[EncodedImage]) -> None:
+        del self._open[name]
+        if not task.cancelled() and task.exception() is None:
+            self._metrics.images.labels("refused" if task.result().problem else "encoded").inc()
             self._metrics.kept.set(self._cache.num_bytes)
 
-    async def _fresh(self, file: ImageFile) -> EncodedImage:
+    async def _fresh(self, file: ImageFile, name: str) -> EncodedImage:
         async with self._room:
             try:
                 prepared = await self._decoded(file)
@@ -143,12 +150,18 @@ class ImageEncoder(Component, ImageEncoderCalls):
             waiting = _Waiting(prepared, asyncio.get_running_loop().create_future())
             self._prepared.put_nowait(waiting)
             embeddings = await waiting.rows
-        return EncodedImage(file.digest, prepared.num_tokens, prepared.grid, embeddings)
+        return self._cache.keep(name, EncodedImage(file.digest, prepared.num_tokens, prepared.grid, embeddings))
 
     async def _decoded(self, file: ImageFile) -> PreparedImage:
         assert self._vision is not None
-        rgb = await asyncio.wrap_future(self._decoder.submit(file.data))
-        return await asyncio.get_running_loop().run_in_executor(self._preparing, self._vision.prepare, rgb)
+        async with self._decoding:
+            rgb = await asyncio.wrap_future(self._decoder.submit(file.data))
+            return await asyncio.get_running_loop().run_in_executor(self._preparing, self._vision.prepare, rgb)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            await asyncio.to_thread(self._cache.sweep)
 
     async def _run(self) -> None:
         """Encodes what waits, together."""
@@ -199,6 +212,11 @@ def _metrics(registry: CollectorRegistry) -> _EncoderMetrics:
         Histogram("farsight:image_batch_seconds", "Time of encoding them.", registry=registry, buckets=_TIMES_S),
         Gauge("farsight:image_cache_bytes", "Rows that are kept.", registry=registry),
     )
+
+
+def _cache(max_bytes: int) -> RowCache:
+    directory = rows_directory()
+    return CarriedRows(max_bytes) if directory is None else SharedRows(RowStore(directory, max_bytes))
 
 
 def _load(model_dir: Path, config: FarsightConfig) -> VisionModel:

@@ -1,43 +1,95 @@
-"""What an ImageEncoder keeps of pictures: rows by content, within a bound of bytes; the longest unused go first."""
+"""What an ImageEncoder keeps of pictures, by name, within a bound of bytes; the longest unused go first."""
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
+from typing import Protocol
 
 from core.messages.images import EncodedImage
-
-Key = tuple[str, bytes]
-"""Salt and digest: who shares no salt shares no picture."""
+from engine.vision.row_files import RowStore
 
 
-class RowCache:
-    """
+class RowCache(Protocol):
+    """Rows by the name that ``engine.vision.row_files.rows_name`` makes."""
+
+    num_bytes: int
+
+    def find(self, name: str) -> EncodedImage | None:
+        """The rows of a picture, without its digest; they are the latest used from now on."""
+        ...
+
+    def keep(self, name: str, image: EncodedImage) -> EncodedImage:
+        """Keeps the rows of a picture, in place of others, and returns what is to be told of them."""
+        ...
+
+    def sweep(self) -> None:
+        """Drops what nobody asks for any more; called from time to time."""
+        ...
+
+
+class CarriedRows:
+    """Rows in this process, which go with each answer.
+
     Args:
-        max_bytes: Of the rows; 0 keeps none.
+        max_bytes: Of all rows; 0 keeps none.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._kept: OrderedDict[Key, EncodedImage] = OrderedDict()
+        self._kept: OrderedDict[str, EncodedImage] = OrderedDict()
         self.num_bytes = 0
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def find(self, key: Key) -> EncodedImage | None:
-        """The rows of a picture, which are the latest used from now on."""
-        found = self._kept.get(key)
+    def find(self, name: str) -> EncodedImage | None:
+        """See ``RowCache.find``."""
+        found = self._kept.get(name)
         if found is not None:
-            self._kept.move_to_end(key)
+            self._kept.move_to_end(name)
         return found
 
-    def keep(self, key: Key, image: EncodedImage) -> None:
-        """Keeps a picture if it fits at all, in place of others."""
+    def keep(self, name: str, image: EncodedImage) -> EncodedImage:
+        """See ``RowCache.keep``; what does not fit at all is not kept."""
         size = len(image.embeddings)
-        if key in self._kept or size > self._max_bytes:
-            return
-        self._kept[key] = image
-        self.num_bytes += size
+        if name not in self._kept and size <= self._max_bytes:
+            self._kept[name] = image
+            self.num_bytes += size
         while self.num_bytes > self._max_bytes:
             _, dropped = self._kept.popitem(last=False)
             self.num_bytes -= len(dropped.embeddings)
+        return image
+
+    def sweep(self) -> None:
+        """See ``RowCache.sweep``: nothing is left behind here."""
+
+
+class SharedRows:
+    """Rows in files, which answers name.
+
+    Args:
+        store: Of the directory that the service shares.
+    """
+
+    def __init__(self, store: RowStore) -> None:
+        self._store = store
+
+    @property
+    def num_bytes(self) -> int:
+        return self._store.num_bytes
+
+    def find(self, name: str) -> EncodedImage | None:
+        """See ``RowCache.find``."""
+        found = self._store.find(name)
+        return None if found is None else EncodedImage(b"", found.num_tokens, found.grid, rows=name)
+
+    def keep(self, name: str, image: EncodedImage) -> EncodedImage:
+        """See ``RowCache.keep``.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        self._store.keep(name, image.num_tokens, image.grid, image.embeddings)
+        return EncodedImage(image.digest, image.num_tokens, image.grid, rows=name)
+
+    def sweep(self) -> None:
+        """See ``RowCache.sweep``."""
+        self._store.sweep(time.time())

@@ -29,6 +29,7 @@ from actors.pulse.process_clock import read_clock
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.metrics import EngineMetrics
 from actors.runtime.peer import wait_for
+from actors.runtime.shared_rows import rows_directory
 from actors.worker.step_loop import Step, StepBounds, StepLoop
 from actors.worker.token_channels import POLL_TIMEOUT_S, TICK_S, TokenChannels
 from core.errors import RankLost
@@ -321,11 +322,20 @@ def _build(model_dir: Path, config: FarsightConfig, incarnation: str, ranks: Ran
         place: The replica's number.
     """
     from engine.build import build_worker
+    from engine.vision.row_files import SharedEmbeddings
 
     if config.engine.device == "cpu" and ranks is None:
         bind_to_node(place, compute_threads(config.engine.num_threads, config.model.most_replicas))
+    rows = rows_directory()
     worker = build_worker(
-        model_dir, config.model.dtype, config.engine, incarnation, config.model.most_replicas, config.scheduler, ranks
+        model_dir,
+        config.model.dtype,
+        config.engine,
+        incarnation,
+        config.model.most_replicas,
+        config.scheduler,
+        ranks,
+        None if rows is None else SharedEmbeddings(rows),
     )
     gc.collect()
     gc.freeze()  # what torch has brought need not be looked through again, in the middle of a step

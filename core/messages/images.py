@@ -37,7 +37,7 @@ class EncodedImage:
     """One picture as a model reads it.
 
     Attributes:
-        digest, grid, embeddings: As of ``core.images.ImageSpan``.
+        digest, grid, embeddings, rows: As of ``core.images.ImageSpan``.
         num_tokens: Its tokens.
         is_cached: Whether it had been encoded before.
         problem: What a picture would have to be, where this one cannot be read; nothing else is known of it then.
@@ -48,6 +48,7 @@ class EncodedImage:
     num_tokens: int = 0
     grid: tuple[int, ...] = ()
     embeddings: bytes = b""
+    rows: str = ""
     is_cached: bool = False
     problem: str = ""
     found: str = ""

@@ -92,7 +92,7 @@ class GenerationBackend(Protocol):
         Raises:
             InvalidValueError: One of them cannot be read.
             CapacityError: Too many wait.
-            FarsightError: They could not be encoded in time.
+            ApiError: 503: they could not be encoded, or not in time.
         """
         ...
 

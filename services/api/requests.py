@@ -270,6 +270,8 @@ def _of_chat(body: ChatCompletionRequest, text: str, model: ModelInfo, encoder: 
     check_encoded("messages", prompt_ids, model)
     prompt_ids = _truncated(prompt_ids, body, model)
     pictures = pictures_of(message.content for message in body.messages)
+    if pictures and body.truncate_prompt_tokens is not None:
+        raise InvalidValueError("truncate_prompt_tokens", body.truncate_prompt_tokens, "null beside pictures")
     if pictures and model.sight is not None:
         check_places(prompt_ids, len(pictures), model.sight)
     room = check_prompt_len("messages", len(prompt_ids), model)

@@ -40,7 +40,7 @@ from services.api.backend import ModelInfo
 from services.api.text.prompts import PromptText
 from services.ingress.explanations import Explanations
 from services.ingress.first_check import CountedRequest, FirstCheck
-from services.ingress.image_client import ImageClient
+from services.ingress.image_client import ImageClient, SeeingService
 from services.ingress.ledger import RequestLedger
 from services.ingress.logged_requests import LoggedRequests
 from services.ingress.observed import ObservedService
@@ -68,7 +68,7 @@ OWN_ENGINE_S = 1.0
 logger = logging.getLogger(__name__)
 
 
-class EngineClient(ObservedService, VersionedStreams):
+class EngineClient(ObservedService, SeeingService, VersionedStreams):
     """A ``GenerationBackend`` over the Router and the model workers.
 
     Args:
@@ -104,8 +104,7 @@ class EngineClient(ObservedService, VersionedStreams):
         self._log = LogOutbox(log_store.append, FinishedRequests, self._degraded)
         self._traces = LogOutbox(log_store.append_traces, RequestTraces, self._degraded)
         self._explanations = Explanations(self._peers)
-        self._images = ImageClient(site, self._peers)
-        self.see = self._images.see
+        self._images = ImageClient(site, self._peers, self._ingress_id)
         self._logged = LoggedRequests(self._peers, site.config.scheduler.preset)
         self._made: list[ForecastMade] = []
         self._forecaster: PredictorClient | None = None
@@ -156,16 +155,17 @@ class EngineClient(ObservedService, VersionedStreams):
             self.first_check.leave(admitted)
             raise
         try:
-            if text is not None and self._forecaster is not None:
-                await self._ask(stream, text, self._forecaster)
-            self._ledger.open(stream)
-            self._outgoing_due.set()
-            reason = None
-            while reason is None:
-                delta = await stream.deltas.take()
-                self._note_read(stream)
-                reason = delta.finish_reason
-                yield delta
+            with self._images.held(request):
+                if text is not None and self._forecaster is not None:
+                    await self._ask(stream, text, self._forecaster)
+                self._ledger.open(stream)
+                self._outgoing_due.set()
+                reason = None
+                while reason is None:
+                    delta = await stream.deltas.take()
+                    self._note_read(stream)
+                    reason = delta.finish_reason
+                    yield delta
         finally:
             self.first_check.leave(admitted)
             self._close(stream)
@@ -496,4 +496,5 @@ class EngineClient(ObservedService, VersionedStreams):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._health.stop()
+        self._images.close()
         self._peers.close()

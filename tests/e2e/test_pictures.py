@@ -17,6 +17,7 @@ from tests.unit.engine.vision.test_tokens import assert_likeliest
 
 SHAPE = "qwen2_vl"
 NUM_TOKENS = 24
+BLOCK_SIZE = 16
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,10 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("pictures")
-    running = start_server(folder / "server.log", "--model", str(model_dir), "--dtype", "float32")
+    config = folder / "config.toml"
+    config.write_text(f"[engine]\nblock_size = {BLOCK_SIZE}\n")
+    flags = ("--model", str(model_dir), "--dtype", "float32", "--config", str(config))
+    running = start_server(folder / "server.log", *flags)
     yield running
     running.stop()
 
@@ -66,7 +70,9 @@ async def test_a_repeated_picture_is_encoded_once_and_its_prefix_is_found(seeing
     for reply in again:
         assert reply["choices"][0]["token_ids"] == once["choices"][0]["token_ids"]
         hits = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
-        assert hits >= (prompt_len - 1) // 16 * 16, f"{hits} of {prompt_len} tokens came from the prefix cache"
+        assert hits >= (prompt_len - 1) // BLOCK_SIZE * BLOCK_SIZE, (
+            f"{hits} of {prompt_len} tokens came from the prefix cache"
+        )
 
 
 async def test_an_encoder_is_a_component_like_others(seeing: Server) -> None:

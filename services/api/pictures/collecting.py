@@ -37,7 +37,7 @@ def check_places(prompt_ids: Sequence[int], num_pictures: int, sight: Sight) -> 
     """
     found = prompt_ids.count(sight.placeholder_id)
     if found != num_pictures:
-        shown = f"{num_pictures} pictures, of which the chat template and truncate_prompt_tokens leave {found}"
+        shown = f"{num_pictures} pictures, for which the chat template makes {found} places"
         raise InvalidValueError("messages", shown, "a place in the prompt for each picture")
 
 

@@ -34,7 +34,7 @@ def placed(request: Request, images: Sequence[EncodedImage], sight: Sight) -> Re
     for image in images:
         place = request.prompt_ids.index(sight.placeholder_id, begin)
         ids += request.prompt_ids[begin:place]
-        spans.append(ImageSpan(len(ids), image.num_tokens, image.digest, image.grid, image.embeddings))
+        spans.append(ImageSpan(len(ids), image.num_tokens, image.digest, image.grid, image.embeddings, image.rows))
         ids += [sight.placeholder_id] * image.num_tokens
         begin = place + 1
     ids += request.prompt_ids[begin:]
