@@ -18,7 +18,7 @@ GRID: Final = 4
 CELLS: Final = GRID * GRID
 KINDS: Final = ("circle", "square", "triangle")
 COLOURS: Final = ("red", "green", "blue", "yellow")
-MAX_SHAPES: Final = 9
+MAX_SHAPES: Final = 4
 MAX_DIGITS: Final = GRID
 
 Part = Literal["training", "validation", "held_out"]
@@ -70,9 +70,9 @@ def shapes_scene(rng: random.Random) -> Scene:
 
 
 def number_scene(rng: random.Random) -> Scene:
-    """A number of one to ``MAX_DIGITS`` digits in neighbouring cells of one row."""
+    """A number of one to ``MAX_DIGITS`` digits in the cells of one row, from the left."""
     digits = rng.randint(1, MAX_DIGITS)
-    start = rng.randrange(GRID) * GRID + rng.randint(0, GRID - digits)
+    start = rng.randrange(GRID) * GRID
     cells: list[Cell] = [None] * CELLS
     for cell in range(start, start + digits):
         cells[cell] = str(rng.randrange(10))

@@ -68,7 +68,7 @@ class TowerStage:
 
 
 CELLS_STAGE: Final = TowerStage("tower", (full_scene, full_scene, shapes_scene, number_scene), 2e-3, counts=False)
-COUNTS_STAGE: Final = TowerStage("counts", (shapes_scene, shapes_scene, shapes_scene, number_scene), 1e-3, counts=True)
+COUNTS_STAGE: Final = TowerStage("counts", (shapes_scene, shapes_scene, shapes_scene, number_scene), 2e-3, counts=True)
 
 
 @dataclass(frozen=True, slots=True)

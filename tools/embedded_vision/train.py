@@ -35,16 +35,17 @@ from tools.embedded_vision.tower import CELLS_STAGE, COUNTS_STAGE, train_tower
 
 SEED: Final = 1
 CELLS_STEPS: Final = 450
-COUNTS_STEPS: Final = 250
-ANSWERS_STEPS: Final = 1000
-SHAPES_BATCH: Final = 24
-NUMBERS_BATCH: Final = 16
-SHAPES_SHARE: Final = 0.75
+COUNTS_STEPS: Final = 350
+ANSWERS_STEPS: Final = 500
+SHAPES_BATCH: Final = 32
+NUMBERS_BATCH: Final = 24
+SHAPES_SHARE: Final = 0.65
 """Of pictures of shapes in the loss."""
-TOWER_RATE: Final = 3e-4
-RATE: Final = 1e-3
-"""Peak rate of projector and text model in the last stage."""
-CHECK_EVERY: Final = 100
+TOWER_RATE: Final = 4e-4
+PROJECTOR_RATE: Final = 5e-4
+TEXT_RATE: Final = 2e-3
+"""Peak rates of the last stage."""
+CHECK_EVERY: Final = 50
 CHECKED: Final = 100
 """Validation pictures a task."""
 
@@ -55,8 +56,8 @@ def train_answers(model: LlavaForConditionalGeneration, best: Path, steps: int, 
     optimizer = build_optimizer(
         [
             ([model.model.vision_tower], TOWER_RATE),
-            ([model.model.multi_modal_projector], RATE),
-            ([model.model.language_model], RATE),
+            ([model.model.multi_modal_projector], PROJECTOR_RATE),
+            ([model.model.language_model], TEXT_RATE),
         ]
     )
     pictures = TrainingPictures(seed)

@@ -1,7 +1,20 @@
 // Draws pictures of the kind that the embedded vision model reads: shapes, or a number, on a grid of four by four cells.
-const CELL = 32, GRID = 4, MOST_SHAPES = 9;
+const CELL = 32, GRID = 4, MOST_SHAPES = 4;
 const SHADES = {red: [215, 45, 45], green: [45, 160, 65], blue: [45, 85, 215], yellow: [235, 195, 35]};
 const KINDS = ["circle", "square", "triangle"];
+// Strokes of the digits in percent of a box; a semicolon lifts the pen.
+const STROKES = [
+  "50,0 85,18 90,50 85,82 50,100 15,82 10,50 15,18 50,0",
+  "20,25 55,0 55,100",
+  "12,22 30,2 70,2 88,25 75,50 10,100 90,100",
+  "12,10 50,0 85,20 75,42 45,48 80,58 88,80 50,100 10,88",
+  "70,100 70,0 8,68 95,68",
+  "85,0 20,0 15,45 55,38 88,60 80,90 45,100 10,90",
+  "80,5 40,15 12,60 25,95 65,100 88,75 70,50 30,52 14,70",
+  "10,0 90,0 40,100",
+  "50,47 18,28 30,3 70,3 82,28 50,47 12,72 28,98 72,98 88,72 50,47",
+  "86,30 70,50 30,50 12,25 35,0 75,5 88,40 60,85 20,95",
+];
 const between = (low, high) => low + Math.random() * (high - low);
 const pick = (choices) => choices[Math.floor(Math.random() * choices.length)];
 
@@ -41,15 +54,27 @@ function drawnShapes() {
   return {canvas, shows: shown.join(", ")};
 }
 
+function drawDigit(pen, digit, left, top) {
+  const height = between(19, 26), width = height * between(0.5, 0.75), slant = between(-0.15, 0.15);
+  const x = left + 2 + between(0, CELL - width - 4), y = top + 2 + between(0, CELL - height - 4);
+  for (const stroke of STROKES[digit].split(";")) {
+    pen.beginPath();
+    for (const point of stroke.trim().split(" ")) {
+      const [across, down] = point.split(",").map((part) => part / 100);
+      pen.lineTo(x + width * (across + slant * (0.5 - down)), y + height * down);
+    }
+    pen.stroke();
+  }
+}
+
 function drawnNumber() {
   const {canvas, pen} = blank();
   const digits = Array.from({length: 1 + Math.floor(between(0, GRID))}, () => Math.floor(between(0, 10)));
-  const start = Math.floor(between(0, GRID - digits.length + 1)), row = Math.floor(between(0, GRID));
-  pen.fillStyle = "rgb(30 30 60)";
-  pen.font = `${Math.round(between(23, 28))}px sans-serif`;
-  pen.textAlign = "center";
-  pen.textBaseline = "middle";
-  digits.forEach((digit, index) => pen.fillText(digit, CELL * (start + index + 0.5) + between(-4, 4), CELL * (row + 0.5) + between(-3, 3)));
+  const row = Math.floor(between(0, GRID));
+  pen.strokeStyle = "rgb(40 30 60)";
+  pen.lineWidth = Math.round(between(2, 5));
+  pen.lineCap = pen.lineJoin = "round";
+  digits.forEach((digit, index) => drawDigit(pen, digit, CELL * index, CELL * row));
   return {canvas, shows: `the number ${digits.join("")}`};
 }
 
