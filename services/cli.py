@@ -64,7 +64,8 @@ def main(
 @app.command()
 def serve(
     model: Annotated[
-        str | None, typer.Option(help="Model directory, GGUF file or hub id; default: the embedded model.")
+        str | None,
+        typer.Option(help="Directory, GGUF file, hub id or embedded-vision; default: the embedded model."),
     ] = None,
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="Name that clients ask for; several times for several names.")
@@ -400,7 +401,8 @@ def batch(
         typer.Option(help="Dashboard of a Ray cluster, as http://host:8265; default: a private cluster here."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Model directory, GGUF file or hub id; default: the embedded model.")
+        str | None,
+        typer.Option(help="Directory, GGUF file, hub id or embedded-vision; default: the embedded model."),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file; flags override it.")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight at once.")] = 64,

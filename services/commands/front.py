@@ -97,11 +97,12 @@ def front_tables(
 
 
 def _tokenizer_here(server: FoundServer, model: str, ask_server: Ask) -> str:
-    """Where the server's own model is, if this machine has it. Our own server's embedded model is always here."""
-    from services.launch.launch import EMBEDDED_MODEL, EMBEDDED_NAME
+    """Where the server's own model is, if this machine has it. Our own server's embedded models are always here."""
+    from services.launch.launch import EMBEDDED_MODEL, EMBEDDED_NAME, VISION_MODEL, VISION_NAME
 
-    if server.kind == "farsight" and model == EMBEDDED_NAME:
-        return str(EMBEDDED_MODEL)
+    shipped = {EMBEDDED_NAME: EMBEDDED_MODEL, VISION_NAME: VISION_MODEL}
+    if server.kind == "farsight" and model in shipped:
+        return str(shipped[model])
     return local_path(server, model, ask_server)
 
 
