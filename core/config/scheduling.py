@@ -131,6 +131,9 @@ class BatchConfig:
             empty: a batch is estimated by the sum of its steps until 200 batches have run.
         num_bins: k: bins of output lengths (Multi-Bin, section 4).
         max_wait_s: Seconds that a request waits for others of its bin; then its batch runs as it is (Multi-Bin).
+        reload_s: Seconds for which a worker takes no batch after one that ran out of memory, as long as the paper's
+            worker takes to load its model again before the batch is split (Magnus, section III-C). 0: our workers
+            keep their model, and go on at once.
     """
 
     batch_size: int = 0
@@ -139,6 +142,7 @@ class BatchConfig:
     artefact: str = ""
     num_bins: int = 4
     max_wait_s: float = 1.0
+    reload_s: float = 0.0
 
     def __post_init__(self) -> None:
         require(self.batch_size >= 0, "batch.batch_size", self.batch_size, "an integer >= 0")
@@ -147,3 +151,4 @@ class BatchConfig:
         require(1 <= neighbours <= 200, "batch.knn_neighbours", neighbours, "an integer from 1 to 200")
         require(self.num_bins >= 1, "batch.num_bins", self.num_bins, "an integer >= 1")
         require(self.max_wait_s >= 0, "batch.max_wait_s", self.max_wait_s, "a number >= 0")
+        require(0 <= self.reload_s < math.inf, "batch.reload_s", self.reload_s, "seconds >= 0")

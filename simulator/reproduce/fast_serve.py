@@ -25,7 +25,7 @@ from core.costs import StepCost
 from core.forecast import QUANTILES, Forecast
 from policies.compose import build_router, build_scheduler
 from policies.replica.scheduler import SchedulerLimits
-from policies.settings import MlfqRules, PolicySettings
+from policies.settings import MLFQ_SWITCHES, MlfqRules, PolicySettings
 from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import GPUS, MODELS, LinearLatency, Roofline
 from simulator.cluster.records import Recorder
@@ -92,12 +92,12 @@ def least_attained_gain(load: Load) -> float:
     return float(beyond.sum() / (2 * (beyond**2).sum()))
 
 
-def fig6_jct_s(preset: str, *, skip_join: bool = True, order: str = "", kv: str = "") -> dict[str, float]:
+def fig6_jct_s(preset: str, *, mlfq: str = "skip-join", order: str = "", kv: str = "") -> dict[str, float]:
     """JCT of the three jobs of Figure 6, batch 1: a prompt token or an output token takes one unit of time."""
     latency = LinearLatency(StepCost(0.0, 1.0, 1.0, 0.0), kv_bytes=1)
     forecast = Forecast(2.0, (2.0,) * len(QUANTILES), 1, "given", 0)
     jobs = [SimRequest(f"J{i}", 0.0, prompt, 2, 2, forecast=forecast) for i, prompt in enumerate((5, 1, 2), start=1)]
-    rules = MlfqRules(quantum_s=1.0, starve_limit_s=math.inf, skip_join=skip_join)
+    rules = MlfqRules(quantum_s=1.0, starve_limit_s=math.inf, **MLFQ_SWITCHES[mlfq])
     settings = PolicySettings(watermark=1.0, mlfq=rules, cost=latency.cost)
     limits = SchedulerLimits(1, 0)
     shape = FleetShape(ReplicaShape(1000, 1, 1000, max_num_seqs=1, look_every=1), latency)
@@ -108,7 +108,7 @@ def fig6_jct_s(preset: str, *, skip_join: bool = True, order: str = "", kv: str 
 def _fig6() -> list[Row]:
     systems = (
         ("FCFS", 25 / 3, fig6_jct_s("fcfs"), ""),
-        ("naive MLFQ", 10.0, fig6_jct_s("fastserve", skip_join=False), "iterations are not interrupted"),
+        ("naive MLFQ", 10.0, fig6_jct_s("fastserve", mlfq="no-preemption"), "iterations are not interrupted"),
         ("skip-join MLFQ", 20 / 3, fig6_jct_s("fastserve"), ""),
         ("SRPT", 6.0, fig6_jct_s("fcfs", order="gittins", kv="cheapest-victim"), "the Gittins order with true lengths"),
     )

@@ -54,6 +54,7 @@ WRONG = [
     ("[batch]\nbatch_size = -1", "batch.batch_size", ">= 0"),
     ("[batch]\nnum_bins = 0", "batch.num_bins", ">= 1"),
     ("[batch]\nwma_threshold = -1.0", "batch.wma_threshold", ">= 0"),
+    ("[batch]\nreload_s = -1.0", "batch.reload_s", "seconds >= 0"),
     ("[batch]\nmax_wait_s = inf", "batch.max_wait_s", "type float"),
     ('[scheduler]\nexecution = "padded"', "scheduler.execution", "one of ragged, static"),
     ("[engine]\nblock_size = -1", "engine.block_size", ">= 0"),
