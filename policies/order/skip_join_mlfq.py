@@ -29,8 +29,10 @@ _Key = tuple[Urgency, bool, int, int]
 _MID_ITERATION = 0
 
 _LEAST_LEFT = 1e-6
-"""Share of a quantum that counts as nothing where iterations are cut off. A job attains its quantum in parts, and rounding
-may leave 1e-17 s of it, which no iteration fits into and no clock tells from none: the job would stand still."""
+"""Share of a quantum that counts as nothing where iterations are cut off.
+
+A job attains its quantum in parts, and rounding may leave 1e-17 s of it, which no iteration fits into and no clock
+tells from none: the job would stand still."""
 
 PROMOTIONS_AT_ONCE = 16
 """Jobs promoted at one scheduling point at most: about 0.3 ms. The others follow at the next scheduling points."""

@@ -129,7 +129,7 @@ async def test_a_worker_takes_nothing_while_it_reloads_after_a_batch_ran_out_of_
     }
     events = tmp_path / "events"
     scheduler = SchedulerConfig(preset="multi-bin", event_log=str(events))
-    with open_system("split", actor_model_dir, tmp_path / "log", scheduler, **tables) as system:
+    with open_system("split", actor_model_dir, tmp_path, scheduler, **tables) as system:
         async with calm_client(system) as client:
             streams = await asyncio.gather(*(read(client, index, NUM_TOKENS) for index in INDEXES))
     for index, tokens in zip(INDEXES, streams, strict=True):
