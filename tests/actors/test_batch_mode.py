@@ -18,7 +18,6 @@ from core.config.engine import EXECUTIONS
 from core.config.model import ModelConfig
 from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.messages.log import BatchPage, LogQuery
-from core.messages.status import ComponentRows
 from policies.event_log import read_log
 from policies.fleet.events import PlaceRequests, ReplicaBroke
 from services.ingress.engine_client import EngineClient
