@@ -52,7 +52,7 @@ class PictureDecoder:
     May be used by any number of threads. An event loop awaits ``asyncio.wrap_future(decoder.submit(data))``.
 
     Args:
-        limits: Of each file.
+        limits: What each file may cost.
         num_processes: Files that are read at the same time; each process starts when it is needed, and stays.
     """
 

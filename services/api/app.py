@@ -306,7 +306,7 @@ async def _read_large(
 
 
 async def _gone(request: Request, error: Exception) -> Response:
-    """Nobody reads it."""
+    """The connection is closed: the status is for the access log."""
     return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
 

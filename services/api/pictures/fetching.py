@@ -55,8 +55,8 @@ class Wanted:
 class FetchLimits:
     """
     Attributes:
-        max_bytes: Of one picture's file.
-        max_waiting_bytes: Of all files that are fetched or wait to be read, and so of those of one request.
+        max_bytes: Size of one picture's file.
+        max_waiting_bytes: Bytes of all files that are fetched or wait to be read, and so of those of one request.
         timeout_s: From the wait for a turn to the last byte, redirects included.
     """
 
