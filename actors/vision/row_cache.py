@@ -16,7 +16,10 @@ logger = logging.getLogger(__name__)
 class RowCache(Protocol):
     """Rows by the name that ``engine.vision.row_files.rows_name`` makes."""
 
-    num_bytes: int
+    @property
+    def num_bytes(self) -> int:
+        """Of all rows."""
+        ...
 
     def find(self, name: str) -> EncodedImage | None:
         """The rows of a picture, without its digest; they are the latest used from now on."""

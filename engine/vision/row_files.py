@@ -215,7 +215,7 @@ class SharedEmbeddings:
         for path in _places(self._root, span.rows):
             with contextlib.suppress(FileNotFoundError):
                 mapped = np.memmap(path, np.uint8, mode="r")
-                return unpacked(memoryview(mapped)[_HEAD.size :], span.length, hidden_size)
+                return unpacked(mapped[_HEAD.size :].data, span.length, hidden_size)
         raise InvalidValueError("images.rows", span.rows, "rows that are kept until their request ends")
 
 

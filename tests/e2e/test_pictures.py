@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
+import numpy as np
 import pytest
 
 from tests.e2e.pictures import ask, chat_body, image_outcomes, picture, placeholders_of
@@ -39,7 +40,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterato
 async def test_tokens_are_those_of_transformers(seeing: Server, model_dir: Path) -> None:
     """One picture, several, and none, all of them in flight together."""
     first, second, third = picture(1, 50, 40), picture(2, 30, 70), picture(3, 33, 31)
-    chats = [
+    chats: list[list[str | np.ndarray]] = [
         ["What is this?", first],
         [second, "and this", third, "?"],
         ["No picture at all."],

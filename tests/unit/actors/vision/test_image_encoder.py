@@ -45,8 +45,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def encoder_of(model_dir: Path, **settings: int) -> AsyncIterator[ImageEncoder]:
-    config = FarsightConfig(model=ModelConfig(dtype="float32"), images=ImagesConfig(**settings))
+async def encoder_of(model_dir: Path, cache_mib: int = 64) -> AsyncIterator[ImageEncoder]:
+    config = FarsightConfig(model=ModelConfig(dtype="float32"), images=ImagesConfig(cache_mib=cache_mib))
     site = Site(config, str(model_dir), "fused", sees=True)
     encoder = ImageEncoder(ComponentContext("image-encoder-0", site, 0, site.peers({}), CollectorRegistry()))
     await encoder.start()

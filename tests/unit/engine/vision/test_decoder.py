@@ -43,7 +43,7 @@ def test_files_are_read_as_transformers_reads_them(name: str, decoder: PictureDe
     with Image.open(BytesIO(UNUSUAL[name])) as image:
         expected = np.asarray(load_image(image))
     found = decoder.decode(UNUSUAL[name])
-    assert (found.dtype, found.shape) == (np.uint8, expected.shape)
+    assert found.dtype == np.uint8 and found.shape == expected.shape
     assert np.array_equal(found, expected)
 
 
