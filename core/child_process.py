@@ -17,10 +17,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from io import BufferedRWPair
-from typing import Any, TypeAlias
-
-Stream: TypeAlias = "BufferedRWPair[Any, Any]"
-"""An end of a socket, to read and to write."""
+from typing import Any
 
 LENGTH = struct.Struct(">I")
 """What stands before a frame."""
@@ -53,7 +50,7 @@ def framed(data: bytes) -> bytes:
     return LENGTH.pack(len(data)) + data
 
 
-def receive(stream: Stream) -> bytes | None:
+def receive(stream: BufferedRWPair[Any, Any]) -> bytes | None:
     """The next frame; None at the end of the connection."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
@@ -128,7 +125,7 @@ class LimitedChild:
         return ChildStopped(f"its process ended with status {code}")
 
 
-def _end(process: subprocess.Popen[bytes], connection: socket.socket, stream: Stream) -> None:
+def _end(process: subprocess.Popen[bytes], connection: socket.socket, stream: BufferedRWPair[Any, Any]) -> None:
     with contextlib.suppress(OSError):  # what was not sent is lost
         stream.close()
     connection.close()
@@ -137,7 +134,7 @@ def _end(process: subprocess.Popen[bytes], connection: socket.socket, stream: St
 
 
 @contextlib.contextmanager
-def parent_stream() -> Iterator[Stream]:
+def parent_stream() -> Iterator[BufferedRWPair[Any, Any]]:
     """A child's end of its socket, whose number is the last argument."""
     with socket.socket(fileno=int(sys.argv[-1])) as connection, connection.makefile("rwb") as stream:
         yield stream

@@ -77,7 +77,7 @@ class ImageEncoder(Component, ImageEncoderCalls):
         super().__init__(context)
         self._settings = context.config.images
         self._metrics = _metrics(context.registry)
-        self._cache = _cache(self._settings.cache_mib * _MIB)
+        self._cache = _cache(self._settings.cache_mib * _MIB, context.name)
         self._thread = ThreadPoolExecutor(1, "tower")
         self._preparing = ThreadPoolExecutor(1, "pixels")
         self._decoder = PictureDecoder(DecodeLimits(max_pixels=self._settings.max_pixels))
@@ -247,9 +247,9 @@ def _metrics(registry: CollectorRegistry) -> _EncoderMetrics:
     )
 
 
-def _cache(max_bytes: int) -> RowCache:
+def _cache(max_bytes: int, owner: str) -> RowCache:
     directory = rows_directory()
-    return CarriedRows(max_bytes) if directory is None else SharedRows(RowStore(directory, max_bytes))
+    return CarriedRows(max_bytes) if directory is None else SharedRows(RowStore(directory, max_bytes, owner))
 
 
 def _load(model_dir: Path, config: FarsightConfig) -> VisionModel:

@@ -46,8 +46,8 @@ def png_of(width: int, height: int, rows: bytes) -> bytes:
 def bomb(width: int, height: int) -> bytes:
     """A few kilobytes that hold a black picture of that size, all rows of it."""
     packer = zlib.compressobj(9)
-    row = bytes(width + 1)
-    parts = [packer.compress(row) for _ in range(height)]
+    row, parts = bytes(width + 1), list[bytes]()
+    parts.extend(packer.compress(row) for _ in range(height))
     return png_of(width, height, b"".join(parts) + packer.flush())
 
 
