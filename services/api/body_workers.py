@@ -55,8 +55,8 @@ def read_body(data: bytes, *, chat: bool, model: ModelInfo, encoder: PromptEncod
     Raises:
         ApiError, InvalidValueError, RequestValidationError: As for a small body, which FastAPI checks.
     """
-    body: ChatCompletionRequest | CompletionRequest
-    body = checked(ChatCompletionRequest if chat else CompletionRequest, parse_object(data))
+    fields = parse_object(data)
+    body = checked(ChatCompletionRequest, fields) if chat else checked(CompletionRequest, fields)
     return make_generation(body, model, encoder)
 
 

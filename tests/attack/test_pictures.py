@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import warnings
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from io import BytesIO
@@ -28,6 +27,8 @@ from tests.free_ports import free_port
 from tests.unit.engine.vision.models import IMAGE_ID, SeeingReference, save_chatting_model
 from tests.unit.engine.vision.test_tokens import assert_likeliest
 from tests.unit.services.api.pictures.picture_host import PictureHost, http
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Pillow warns of many of these files when this process reads them
 
 SHAPE = "qwen2_vl"
 AT_ONCE = 4
@@ -68,7 +69,7 @@ def expected_pixels(data: bytes) -> np.ndarray | None:
     """What transformers reads; None where it does not, or where the limits or the model's shape forbid it."""
     limits = DecodeLimits()
     try:
-        with warnings.catch_warnings(action="ignore"), Image.open(BytesIO(data), formats=FORMATS) as image:
+        with Image.open(BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
             if width * height > limits.max_pixels or max(width, height) > limits.max_side:
                 return None

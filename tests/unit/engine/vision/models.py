@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from PIL import Image
 from torch import Tensor, nn
 
 from engine.checkpoint.families.vision import VISION
@@ -150,7 +151,9 @@ class SeeingReference:
 
     def inputs(self, images: list[np.ndarray]) -> dict[str, Tensor]:
         """What the processor makes of pictures."""
-        return dict(self._processor(images=images, return_tensors="pt")) if images else {}
+        # As pictures of Pillow: of an array of 3 x 3 numbers it cannot be told which axis has the colours.
+        pictures = [Image.fromarray(each) for each in images]
+        return dict(self._processor(images=pictures, return_tensors="pt")) if pictures else {}
 
     @torch.no_grad()
     def logits(self, ids: list[int], images: list[np.ndarray]) -> Tensor:

@@ -165,7 +165,8 @@ async def test_a_private_entry_allows_no_special_address(address: str) -> None:
 
 
 async def test_a_name_without_an_address_is_refused() -> None:
-    for addresses in ({}, {"pictures.example": []}):
+    unknown: list[dict[str, list[str]]] = [{}, {"pictures.example": []}]
+    for addresses in unknown:
         lookup = Names(**addresses)
         await refused(fetcher_of("pictures.example", lookup=lookup), "http://pictures.example/", "host that")
 
