@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from core.errors import FarsightError
 from core.forecast import Forecast, ForecastQuestion
 from services.api.batches.lines import BatchLine
-from services.api.batches.order import Foresee
+from services.api.batches.order import ForecastLines
 from services.api.errors import ApiError
 from services.api.requests import generation_of
 from services.api.schemas import ChatCompletionRequest, CompletionRequest
@@ -26,13 +26,13 @@ _BODIES: dict[str, type[ChatCompletionRequest] | type[CompletionRequest]] = {
 """The endpoints whose answers have a length."""
 
 
-def line_forecasts(client: EngineClient, encoder: PromptEncoder) -> Foresee | None:
+def line_forecasts(client: EngineClient, encoder: PromptEncoder) -> ForecastLines | None:
     """What forecasts the lines of batches that run over this client; None if no request of it gets a forecast."""
     forecaster = client.forecaster
     if forecaster is None:
         return None
 
-    async def foresee(lines: Sequence[BatchLine]) -> list[Forecast | None]:
+    async def forecast_lines(lines: Sequence[BatchLine]) -> list[Forecast | None]:
         questions = []
         for line in lines:
             questions.append(await _question(line, client, encoder))
@@ -41,7 +41,7 @@ def line_forecasts(client: EngineClient, encoder: PromptEncoder) -> Foresee | No
         forecasts = iter(await forecaster.forecasts(asked) or [None] * len(asked))
         return [None if each is None else next(forecasts) for each in questions]
 
-    return foresee
+    return forecast_lines
 
 
 async def _question(line: BatchLine, client: EngineClient, encoder: PromptEncoder) -> ForecastQuestion | None:
