@@ -38,7 +38,8 @@ def line_forecasts(client: EngineClient, encoder: PromptEncoder) -> ForecastLine
             questions.append(await _question(line, client, encoder))
             await asyncio.sleep(0)  # streams of other requests have their turns
         asked = [each for each in questions if each is not None]
-        forecasts = iter(await forecaster.forecasts(asked) or [None] * len(asked))
+        made: Sequence[Forecast | None] = await forecaster.forecasts(asked) or [None] * len(asked)
+        forecasts = iter(made)
         return [None if each is None else next(forecasts) for each in questions]
 
     return forecast_lines
