@@ -39,7 +39,7 @@ from services.launch.failures import failing_in_two_lines
 from services.one_line_errors import OneLineErrors, failing_in_one_line, naming_flags
 
 if TYPE_CHECKING:
-    from services.commands.scaling import Change
+    from services.commands.scaling import ServerChange
 
 STATUS_TIMEOUT_S = 5.0
 
@@ -373,7 +373,7 @@ def _admin_key(server: str, token: str | None, api_key: str | None) -> str:
     return token or key_for(server, None) or api_key or ""
 
 
-def _say(change: Change, as_json: bool) -> None:
+def _say(change: ServerChange, as_json: bool) -> None:
     """Prints what has changed on a running server."""
     typer.echo(json.dumps(change.result) if as_json else change.line)
 

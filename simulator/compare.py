@@ -21,7 +21,7 @@ _T_TABLE = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2
 """Student's t at 97.5 % for 1 to 10 degrees of freedom."""
 
 _SAME, _LIGHT_SLOWDOWN = 1e-3, 1.3
-"""Ratios that differ from 1 by less are none; requests that wait for nobody share steps, which alone costs less."""
+"""Ratios that differ from 1 by less are none. Requests that never wait share steps, which last longer than alone."""
 
 SHOWN = {
     "JCT s, mean": "jct_s_mean",

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp
 
 from core.errors import FarsightError
 from services.api.batches.lines import BatchLine, LineResult
-from services.api.batches.order import Foresee, LongestFirst
+from services.api.batches.order import ForecastLines, LongestFirst
 from services.api.batches.sender import LineSender, RetryPolicy
 from services.batch.progress import ProgressStore
 
@@ -27,7 +27,7 @@ async def run_batch(
     concurrency: int = DEFAULT_CONCURRENCY,
     on_done: Callable[[int, int], None],
     retry: RetryPolicy | None = None,
-    foresee: Foresee | None = None,
+    forecast_lines: ForecastLines | None = None,
 ) -> None:
     """Runs each line without a result once; when it returns, the store holds all results.
 
@@ -35,13 +35,13 @@ async def run_batch(
         concurrency: Most requests in flight at once; >= 1.
         on_done: Called with the number of finished lines and the number of failures among them, earlier runs
         included, whenever more results are on disk.
-        foresee: Forecasts lines, of which the longest begin first; None keeps their order.
+        forecast_lines: Forecasts lines, of which the longest begin first; None keeps their order.
 
     Raises:
         ServiceStalled: The service answered no line for the whole retry time of one.
         FarsightError: Results cannot be written.
     """
-    pending = LongestFirst([each for each in enumerate(lines) if each[1].custom_id not in store], foresee)
+    pending = LongestFirst([each for each in enumerate(lines) if each[1].custom_id not in store], forecast_lines)
     results: asyncio.Queue[LineResult | None] = asyncio.Queue(GROUP_LINES)
     sender = LineSender(app, retry or RetryPolicy())
 

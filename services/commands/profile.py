@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import platform
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -42,7 +42,7 @@ def profile(
 ) -> None:
     """Measure step times on this machine, for `farsight simulate --profile`."""
     try:
-        given = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "num_threads": threads}
+        given: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "num_threads": threads}
         with naming_flags({"engine": given}):
             engine = EngineConfig(**given, prefix_cache=False)
         _profile(out, model, dtype, engine, rounds, as_json)

@@ -30,7 +30,7 @@ _LOOK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ServerChange:
     """What has changed on a running server.
 
     Attributes:
@@ -42,7 +42,7 @@ class Change:
     result: dict[str, Any]
 
 
-def scale_service(url: str, token: str, kind: str, count: int) -> Change:
+def scale_service(url: str, token: str, kind: str, count: int) -> ServerChange:
     """Scales the components of a kind.
 
     Raises:
@@ -56,10 +56,10 @@ def scale_service(url: str, token: str, kind: str, count: int) -> Change:
     note = "" if kind != "ingress" else _wait_ingress(url, token, count)
     seconds = time.monotonic() - began
     result = {"kind": kind, "before": before, "count": count, "seconds": seconds}
-    return Change(f"{kind}: {before} -> {count} after {seconds:.1f} s{note}", result)
+    return ServerChange(f"{kind}: {before} -> {count} after {seconds:.1f} s{note}", result)
 
 
-def drain_replica(url: str, token: str, replica: str, *, cancel: bool) -> Change:
+def drain_replica(url: str, token: str, replica: str, *, cancel: bool) -> ServerChange:
     """Takes a replica out or back.
 
     Raises:
@@ -70,12 +70,12 @@ def drain_replica(url: str, token: str, replica: str, *, cancel: bool) -> Change
     state = "drained" if reply["drained"] else "takes requests"
     seconds = time.monotonic() - began
     result = {"replica": replica, "drained": bool(reply["drained"]), "seconds": seconds}
-    return Change(f"replica {replica}: {state} after {seconds:.1f} s", result)
+    return ServerChange(f"replica {replica}: {state} after {seconds:.1f} s", result)
 
 
 def upgrade_service(
     url: str, token: str, model: str | None, config: Path | None, *, surge: bool, drain_s: float
-) -> Change:
+) -> ServerChange:
     """Replaces the weights of a running service, or the settings of its workers.
 
     Raises:
@@ -92,7 +92,7 @@ def upgrade_service(
     reply = ask(url, "/admin/upgrade", SCALE_TIMEOUT_S + drain_s, token, body)
     seconds = time.monotonic() - began
     result = {"model": reply["model"], "version": reply["version"], "seconds": seconds}
-    return Change(f"all replicas run {reply['model']} (version {reply['version']}) after {seconds:.1f} s", result)
+    return ServerChange(f"all replicas run {reply['model']} (version {reply['version']}) after {seconds:.1f} s", result)
 
 
 def _wait_ingress(url: str, token: str, count: int) -> str:

@@ -142,8 +142,8 @@ class Ingress:
         server = self._site.config.server
         metered = MeteredBackend(client, door, shares_prefixes=shares)
         app = build_app(metered, self._encoder, server.max_body_bytes, workers=workers)
-        foresee = line_forecasts(client, self._encoder)
-        place = RunningPlace(app, door.caller_of, client.first_check.free_places, server.max_body_bytes, foresee)
+        forecast_lines = line_forecasts(client, self._encoder)
+        place = RunningPlace(app, door.caller_of, client.first_check.free_places, server.max_body_bytes, forecast_lines)
         runner = BatchRunner(batches, place, uuid.uuid4().hex[:12], uses_keys=not door.is_open)
         await again_and_again(runner.run, LOOK_AGAIN_S)
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from core.errors import FarsightError
 from core.forecast import Forecast, ForecastQuestion
 from services.api.batches.lines import BatchLine
-from services.api.batches.order import Foresee
+from services.api.batches.order import ForecastLines
 from services.api.errors import ApiError
 from services.api.requests import generation_of
 from services.api.schemas import ChatCompletionRequest, CompletionRequest
@@ -26,22 +26,23 @@ _BODIES: dict[str, type[ChatCompletionRequest] | type[CompletionRequest]] = {
 """The endpoints whose answers have a length."""
 
 
-def line_forecasts(client: EngineClient, encoder: PromptEncoder) -> Foresee | None:
+def line_forecasts(client: EngineClient, encoder: PromptEncoder) -> ForecastLines | None:
     """What forecasts the lines of batches that run over this client; None if no request of it gets a forecast."""
     forecaster = client.forecaster
     if forecaster is None:
         return None
 
-    async def foresee(lines: Sequence[BatchLine]) -> list[Forecast | None]:
+    async def forecast_lines(lines: Sequence[BatchLine]) -> list[Forecast | None]:
         questions = []
         for line in lines:
             questions.append(await _question(line, client, encoder))
             await asyncio.sleep(0)  # streams of other requests have their turns
         asked = [each for each in questions if each is not None]
-        forecasts = iter(await forecaster.forecasts(asked) or [None] * len(asked))
+        made: Sequence[Forecast | None] = await forecaster.forecasts(asked) or [None] * len(asked)
+        forecasts = iter(made)
         return [None if each is None else next(forecasts) for each in questions]
 
-    return foresee
+    return forecast_lines
 
 
 async def _question(line: BatchLine, client: EngineClient, encoder: PromptEncoder) -> ForecastQuestion | None:

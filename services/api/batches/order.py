@@ -18,7 +18,7 @@ WINDOW_LINES = 256
 """So many lines are forecast and put in order together: each line waits for the forecasts of its window alone, and a
 forecaster that has learned from the first windows serves the later ones."""
 
-Foresee = Callable[[Sequence[BatchLine]], Awaitable[Sequence[Forecast | None]]]
+ForecastLines = Callable[[Sequence[BatchLine]], Awaitable[Sequence[Forecast | None]]]
 """Forecasts the outputs of lines, in their order; None for a line of which nothing can be said."""
 
 
@@ -27,12 +27,12 @@ class LongestFirst:
 
     Args:
         lines: With the number by which their taker knows each.
-        foresee: None where nothing is forecast: then the lines keep their order.
+        forecast_lines: None where outputs are not forecast: then the lines keep their order.
     """
 
-    def __init__(self, lines: Iterable[tuple[int, BatchLine]], foresee: Foresee | None) -> None:
+    def __init__(self, lines: Iterable[tuple[int, BatchLine]], forecast_lines: ForecastLines | None) -> None:
         self._lines = iter(lines)
-        self._foresee = foresee
+        self._forecast_lines = forecast_lines
         self._window: list[tuple[int, BatchLine]] = []
         self._turn = asyncio.Lock()
 
@@ -46,8 +46,8 @@ class LongestFirst:
     async def _next_window(self) -> list[tuple[int, BatchLine]]:
         """Lines in the reverse of the order in which they begin."""
         window = list(islice(self._lines, WINDOW_LINES))
-        if self._foresee is not None and len(window) > 1:
-            forecasts = await self._foresee([line for _, line in window])
+        if self._forecast_lines is not None and len(window) > 1:
+            forecasts = await self._forecast_lines([line for _, line in window])
             window = [window[index] for index in longest_first(forecasts)]
         window.reverse()
         return window

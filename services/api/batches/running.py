@@ -31,7 +31,7 @@ from core.kept import (
 from services.api.access.caller import CURRENT
 from services.api.access.keys import Caller
 from services.api.batches.lines import BatchLine, LineChecker, LineResult, unsent
-from services.api.batches.order import Foresee, LongestFirst
+from services.api.batches.order import ForecastLines, LongestFirst
 from services.api.batches.records import WINDOW_S, BatchError, Batches, BatchRecord, StoredBatch, batch_tier
 from services.api.batches.sender import LineSender, RetryPolicy, ServiceStalled
 from services.api.batches.shelf import LINES, PART_BYTES, RUN, FileRecord
@@ -80,14 +80,14 @@ class RunningPlace:
         caller_of: Who a tenant's lines run for; None for a tenant that is not known.
         free_places: How many more may begin now.
         max_body_bytes: As of the application.
-        foresee: Forecasts lines; None where nothing is forecast.
+        forecast_lines: Forecasts lines; None where outputs are not forecast.
     """
 
     app: ASGIApp
     caller_of: Callable[[str], Caller | None]
     free_places: Callable[[], int]
     max_body_bytes: int
-    foresee: Foresee | None = None
+    forecast_lines: ForecastLines | None = None
 
 
 class BatchRunner:
@@ -277,7 +277,7 @@ class _Job:
     async def _run_lines(self, lines: list[BatchLine], sender: LineSender) -> None:
         """Runs the lines without a result; returns when they have one, or when the batch is to end."""
         done = await self._done()
-        pending = LongestFirst([each for each in enumerate(lines) if each[0] not in done], self._place.foresee)
+        pending = LongestFirst([each for each in enumerate(lines) if each[0] not in done], self._place.forecast_lines)
         results: asyncio.Queue[tuple[int, LineResult] | None] = asyncio.Queue(GROUP_LINES)
 
         async def answer(index: int, line: BatchLine) -> None:

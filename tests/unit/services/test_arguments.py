@@ -38,7 +38,7 @@ COMMANDS = dict(walk(app))
 @functools.cache
 def flags_of(command: Command) -> dict[str, set[Any]]:
     """Each flag, or argument in capitals, with the types that its values may have."""
-    found = {}
+    found: dict[str, set[Any]] = {}
     for name, hint in typing.get_type_hints(COMMANDS[command], include_extras=True).items():
         if name in ("return", "context"):
             continue

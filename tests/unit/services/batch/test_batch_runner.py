@@ -91,11 +91,11 @@ async def test_the_longest_forecast_begins_first(tmp_path: Path, target: Path) -
         begun.append(number)
         return 200, {}, {"number": number}
 
-    async def foresee(lines: Sequence[BatchLine]) -> list[Forecast | None]:
+    async def forecast_lines(lines: Sequence[BatchLine]) -> list[Forecast | None]:
         return [Forecast(float(line.number), (1.0,) * len(QUANTILES), 1, "forest", 1) for line in lines]
 
     output = await _run_whole(
-        answering(answer), numbered(tmp_path / "in.jsonl", 9), target, concurrency=1, foresee=foresee
+        answering(answer), numbered(tmp_path / "in.jsonl", 9), target, concurrency=1, forecast_lines=forecast_lines
     )
     assert begun == list(reversed(range(9)))
     assert [line["response"]["body"]["number"] for line in output] == list(range(9))

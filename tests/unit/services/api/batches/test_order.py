@@ -36,11 +36,11 @@ def test_ranks_count_where_all_are_of_one_version() -> None:
 async def test_each_window_is_put_in_order_by_itself() -> None:
     asked: list[int] = []
 
-    async def foresee(lines: Sequence[BatchLine]) -> list[Forecast | None]:
+    async def forecast_lines(lines: Sequence[BatchLine]) -> list[Forecast | None]:
         asked.append(len(lines))
         return [forecast(line.number) for line in lines]
 
-    order = LongestFirst(numbered(WINDOW_LINES + 3), foresee)
+    order = LongestFirst(numbered(WINDOW_LINES + 3), forecast_lines)
     taken = []
     while (each := await order.take()) is not None:
         taken.append(each[0])
@@ -50,11 +50,11 @@ async def test_each_window_is_put_in_order_by_itself() -> None:
 
 
 async def test_several_takers_get_each_line_once() -> None:
-    async def foresee(lines: Sequence[BatchLine]) -> list[Forecast | None]:
+    async def forecast_lines(lines: Sequence[BatchLine]) -> list[Forecast | None]:
         await asyncio.sleep(0)
         return [forecast(1)] * len(lines)
 
-    order = LongestFirst(numbered(2 * WINDOW_LINES), foresee)
+    order = LongestFirst(numbered(2 * WINDOW_LINES), forecast_lines)
     taken: list[int] = []
 
     async def work() -> None:
