@@ -48,7 +48,7 @@ async def test_every_kind_tells_what_it_has_done(system: System) -> None:
             "Router",
             "ServingTimeEstimator",
             "LogStore",
-        ):  # a Scheduler notes nothing of requests without a name
+        ):  # a Scheduler notes named requests alone
             decided = await client.recent_decisions(kind)
             assert any(unpack_decisions(each.decisions) for each in decided), kind
         loads = await client.replica_series(SeriesQuery())
