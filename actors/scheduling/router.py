@@ -16,7 +16,7 @@ from actors.runtime.names import ROUTER, initial_counts
 from actors.runtime.peer import PeerLost, current_counts
 from actors.scheduling.event_recorder import Handle
 from core.costs import StepCost, profile_cost
-from core.decisions import Decision, DecisionPacker, on_clock, pack_decisions
+from core.decisions import Decision, DecisionPacker, Facts, on_clock, pack_decisions
 from core.load_snapshot import LoadSnapshot
 from core.messages.fleet import InFlight, ReplicaName, ReplicaNews, ReplicaState, ServedModel
 from core.messages.forecasts import ForecastMade, ForecastsMade
@@ -437,8 +437,8 @@ class Router(FleetShell):
 
 
 def _placed(each: RecentPlacement) -> Decision:
-    facts = {"replica": each.replica, "reason": each.reason, "known_tokens": each.known_len, "hit_tokens": each.hit_len}
-    return Decision("placement", each.placed_at, facts)
+    where: Facts = {"replica": each.replica, "reason": each.reason}
+    return Decision("placement", each.placed_at, {**where, "known_tokens": each.known_len, "hit_tokens": each.hit_len})
 
 
 def _waiting(response_id: str, request: Request, since: float) -> RequestTrace:

@@ -44,7 +44,11 @@ async def test_every_kind_tells_what_it_has_done(system: System) -> None:
             return all([await has_done(client, kind, name) for kind, name in DONE.items()])
 
         await eventually(all_done, "every kind has a line")
-        for kind in ("Router", "Scheduler", "ServingTimeEstimator", "LogStore"):
+        for kind in (
+            "Router",
+            "ServingTimeEstimator",
+            "LogStore",
+        ):  # a Scheduler notes named requests alone
             decided = await client.recent_decisions(kind)
             assert any(unpack_decisions(each.decisions) for each in decided), kind
         loads = await client.replica_series(SeriesQuery())

@@ -8,7 +8,7 @@ import time
 
 from playwright.sync_api import Page, expect
 
-from core.decisions import Decision, pack_decisions
+from core.decisions import Decision, Facts, pack_decisions
 from core.messages.placement import PlacementView
 from core.messages.series import ComponentsReply, LifeEvent, RecentDecisions, SeriesColumn, TableReply, TableRow
 from tests.e2e.pages.test_dashboard_page import (
@@ -152,8 +152,8 @@ def test_the_prefix_tree_is_an_icicle(page: Page, filled: LiveServer) -> None:
 
 
 def test_batches_are_on_the_scheduler_page_in_batch_mode(page: Page, filled: LiveServer) -> None:
-    pulled = {"replica": "0", "batch_size": 5, "batch_len": 70, "generation_len": 40, "waste_tokens": 120}
-    ended = {"replica": "0", "num_requests": 5, "batch_len": 70, "generation_len": 44, "predicted_len": 40}
+    pulled: Facts = {"replica": "0", "batch_size": 5, "batch_len": 70, "generation_len": 40, "waste_tokens": 120}
+    ended: Facts = {"replica": "0", "num_requests": 5, "batch_len": 70, "generation_len": 44, "predicted_len": 40}
     told = [
         Decision("placed", 5.0, {**pulled, "waste_limit_tokens": 500}),
         Decision("batch_ended", 6.0, {**ended, "took_s": 1.5, "estimated_s": 1.25}),
