@@ -26,7 +26,7 @@ from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, Site, again_and_again, w
 from core.degraded import Degraded
 from core.errors import InvalidValueError
 from core.exposition import exposition
-from core.forecast import Forecast, ForecastQuestion
+from core.forecast import Forecast
 from core.messages.drains import DrainReplica
 from core.messages.forecasts import ForecastMade, ForecastsMade
 from core.messages.log import FinishedRequests, LoggedWindow, RequestTrace, RequestTraces
@@ -215,17 +215,7 @@ class EngineClient(ObservedService, VersionedStreams):
     async def _ask(self, stream: ClientStream, text: PromptText, forecaster: PredictorClient) -> None:
         """Asks how long it will be, and waits for the answer as long as the settings allow."""
         request = stream.request
-        image_tokens = tuple(image.length for image in request.images)
-        question = ForecastQuestion(
-            request.request_id,
-            text.instruction,
-            text.user_input,
-            text.user_input_len(request.prompt_len - sum(image_tokens)),
-            request.prompt_len,
-            request.sampling.max_new_tokens,
-            request.tenant,
-            image_tokens,
-        )
+        question = text.question(request)
         wait_s = self._predictor_wait_s
         if forecaster.ask(question) and wait_s > 0:
             await wait_for(stream.predicted, wait_s)

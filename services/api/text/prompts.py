@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from core.errors import CapacityError, ConfigError, InvalidValueError
-from core.request import PromptSource
+from core.forecast import ForecastQuestion
+from core.request import PromptSource, Request
 from services.api.errors import ApiError
 from services.api.text.client_text import placed, spans_of
 from services.api.text.dialect import Dialect
@@ -248,10 +249,24 @@ class PromptText:
     user_input: str
     source: PromptSource | None = None
 
-    def user_input_len(self, prompt_len: int) -> int:
-        """Its share of the prompt's tokens, by characters: tokenising it alone would cost as much as the prompt."""
+    def question(self, request: Request) -> ForecastQuestion:
+        """What a predictor is asked of the request that this became."""
+        image_tokens = tuple(image.length for image in request.images)
+        return ForecastQuestion(
+            request.request_id,
+            self.instruction,
+            self.user_input,
+            self.user_input_len(request.prompt_len - sum(image_tokens)),
+            request.prompt_len,
+            request.sampling.max_new_tokens,
+            request.tenant,
+            image_tokens,
+        )
+
+    def user_input_len(self, text_len: int) -> int:
+        """Its share of the text's tokens, by characters: tokenising it alone would cost as much as the prompt."""
         num_chars = len(self.instruction) + len(self.user_input)
-        return round(prompt_len * len(self.user_input) / num_chars) if num_chars else 0
+        return round(text_len * len(self.user_input) / num_chars) if num_chars else 0
 
 
 def of_chat(messages: Sequence[Mapping[str, Any]]) -> PromptText:
