@@ -18,6 +18,7 @@ MAX_DIGEST = 64
 """Longest digest of an image, in bytes."""
 
 _ID_BYTES = 4
+_DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class ImageSpan:
         embeddings: ``length`` rows of the model's hidden size, one behind the other, little-endian: float32, or
             bfloat16, which the number of bytes tells apart. Empty where the worker gets them in another way
             (``engine.vision.spans.EmbeddingSource``).
+        rows: Name of the file of its rows, where processes share them (``engine.vision.row_files``).
     """
 
     start: int
@@ -40,6 +42,7 @@ class ImageSpan:
     digest: bytes
     grid: tuple[int, ...] = ()
     embeddings: bytes = b""
+    rows: str = ""
 
     def __post_init__(self) -> None:
         if self.start < 0 or self.length < 1:
@@ -53,6 +56,11 @@ class ImageSpan:
     def end(self) -> int:
         """Index behind its last token."""
         return self.start + self.length
+
+
+def digest_of(data: bytes) -> bytes:
+    """Names a file of a picture by its content."""
+    return blake2b(data, digest_size=_DIGEST_BYTES).digest()
 
 
 def check_spans(images: Sequence[ImageSpan], prompt_len: int) -> None:

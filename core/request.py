@@ -382,6 +382,11 @@ class Request:
         return len(self.prompt_ids)
 
     @property
+    def own_engine_field(self) -> str:
+        """As ``SamplingParams.own_engine_field``, of all that it asks."""
+        return "images" if self.images else self.sampling.own_engine_field
+
+    @property
     def prefill_only(self) -> bool:
         """Whether it ends with its prompt and generates nothing."""
         return bool(self.sampling.pooling)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from core.costs import StepCost
-from estimator.knn import BatchTimes
+from estimator.knn import BatchLearning, BatchTimes
 
 FILE_NAME = "batch-times.npz"
 
@@ -22,11 +22,11 @@ def write_batch_times(directory: Path, times: BatchTimes) -> Path:
     return path
 
 
-def read_batch_times(directory: Path, cost: StepCost, num_neighbours: int) -> BatchTimes:
+def read_batch_times(directory: Path, cost: StepCost, learning: BatchLearning) -> BatchTimes:
     """Reads it back; the last two arguments are those of ``BatchTimes``.
 
     Raises:
         OSError: There is no such file.
         InvalidValueError: It is damaged, or no such artefact.
     """
-    return BatchTimes.from_bytes((directory / FILE_NAME).read_bytes(), cost, num_neighbours)
+    return BatchTimes.from_bytes((directory / FILE_NAME).read_bytes(), cost, learning)

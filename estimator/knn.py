@@ -66,6 +66,21 @@ class ServedBatch:
             raise InvalidValueError("duration_s", self.duration_s, "seconds above 0")
 
 
+@dataclass(frozen=True, slots=True)
+class BatchLearning:
+    """How the times of batches are learned (Magnus, section III-D).
+
+    Attributes:
+        num_neighbours: k, at most ``MIN_BATCHES``.
+        every_s: Seconds between two refits.
+        rule: Which batches are learned from, by the error in seconds.
+    """
+
+    num_neighbours: int = NUM_NEIGHBOURS
+    every_s: float = PERIOD_S
+    rule: ErrorRule = RULE
+
+
 class StepPrices(Protocol):
     """Seconds of steps by their work; ``StepCost`` is one."""
 
@@ -86,24 +101,24 @@ class BatchTimes:
 
     k-nearest-neighbour regression on (batch size, L, G), each standardised: the plain mean of the neighbours' times.
     Until ``MIN_BATCHES`` are known, it adds up the costs of the batch's steps instead, and learns from every batch.
-    After that it learns only from batches whose time, estimated again with their true G, ``RULE`` calls wrong.
+    After that it learns only from batches whose time, estimated again with their true G, ``learning.rule`` calls wrong.
 
     Estimates hold for batches that resemble earlier ones: far from all of them, the nearest neighbour is not near.
 
     Args:
         cost: Cost of a step, until it is measured (``price``).
         batches: Batches known before; the last ``MAX_BATCHES`` are kept.
-        num_neighbours: k, at most ``MIN_BATCHES``.
+        learning: How it learns.
     """
 
     def __init__(
-        self, cost: StepCost, batches: Iterable[ServedBatch] = (), *, num_neighbours: int = NUM_NEIGHBOURS
+        self, cost: StepCost, batches: Iterable[ServedBatch] = (), learning: BatchLearning | None = None
     ) -> None:
         self._cost = cost
-        self._num_neighbours = num_neighbours
+        self._learning = learning or BatchLearning()
         self._batches = deque(batches, maxlen=MAX_BATCHES)
         self._served: deque[ServedBatch] = deque(maxlen=MAX_BATCHES)
-        self._schedule = Schedule(PERIOD_S)
+        self._schedule = Schedule(self._learning.every_s)
         self._fit()
 
     @property
@@ -137,7 +152,7 @@ class BatchTimes:
         self._served.append(batch)
 
     def learn(self, now: float) -> int:
-        """Every ``PERIOD_S`` seconds learns from the batches that ``RULE`` picks, and fits again; returns their number.
+        """When it is due learns from the batches that the rule picks, and fits again; returns their number.
 
         Cost: O(n log n) in the batches known and observed since.
         """
@@ -158,7 +173,8 @@ class BatchTimes:
             return []
         estimates_s = self.estimates_s([(each.batch_size, each.prompt_len, each.output_len) for each in served])
         pairs = zip(served, estimates_s, strict=True)
-        return [batch for batch, estimate_s in pairs if RULE.is_wrong(estimate_s, batch.duration_s)]
+        rule = self._learning.rule
+        return [batch for batch, estimate_s in pairs if rule.is_wrong(estimate_s, batch.duration_s)]
 
     def _fit(self) -> None:
         self._neighbours: Any = None
@@ -171,7 +187,7 @@ class BatchTimes:
         self._mean, spread = features.mean(axis=0), features.std(axis=0)
         self._spread = np.where(spread > 0, spread, 1.0)
         # A tree, because the search of all rows starts threads, which costs more than it saves.
-        self._neighbours = KNeighborsRegressor(self._num_neighbours, algorithm="kd_tree")
+        self._neighbours = KNeighborsRegressor(self._learning.num_neighbours, algorithm="kd_tree")
         self._neighbours.fit((features - self._mean) / self._spread, rows[:, 3])
 
     def _rows(self) -> _Array:
@@ -185,7 +201,7 @@ class BatchTimes:
         return buffer.getvalue()
 
     @classmethod
-    def from_bytes(cls, data: bytes, cost: StepCost, num_neighbours: int = NUM_NEIGHBOURS) -> BatchTimes:
+    def from_bytes(cls, data: bytes, cost: StepCost, learning: BatchLearning | None = None) -> BatchTimes:
         """An estimator from the result of ``to_bytes``; it estimates the same for the same step cost.
 
         Raises:
@@ -201,7 +217,7 @@ class BatchTimes:
         if not np.array_equal(checksum, _checksum(rows)):
             raise InvalidValueError("batch times: checksum", checksum.tobytes().hex(), "that of its rows")
         batches = [ServedBatch(int(size), int(prompt), int(output), took_s) for size, prompt, output, took_s in rows]
-        return cls(cost, batches, num_neighbours=num_neighbours)
+        return cls(cost, batches, learning)
 
 
 def _checksum(rows: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:

@@ -233,8 +233,11 @@ class PlanExecutor(ABC):
         took_s = max(duration_s, batch.cut_off_s)  # a device that makes up for a late host was cut off earlier
         for item, share in zip(batch.items, self.meter.shares(batch), strict=True):
             held = self._held[item.request_id]
-            held.ran_s += took_s
-            held.cut_off_at_s = held.slot.cut_off_at_s
+            slot_s = held.slot.cut_off_at_s
+            # A sum of floats may fall short of the seconds that are over, and leave 1e-17 s for further steps.
+            ran_s = held.ran_s + took_s
+            held.ran_s = max(ran_s, slot_s) if took_s >= slot_s - held.ran_s else ran_s
+            held.cut_off_at_s = slot_s
             self.meter.charge(held, share * took_s)
         self.num_cut_off += 1
         self.revision += 1

@@ -21,7 +21,7 @@ from policies.order.offload_orders import OffloadDecider, told
 from policies.placement.base import PLACEMENTS, Placement
 from policies.presets import PRESETS, Preset, find_preset
 from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
-from policies.settings import BatchSettings, E2Config, MlfqRules, PolicySettings, ServingTime
+from policies.settings import MLFQ_SWITCHES, BatchSettings, E2Config, MlfqRules, PolicySettings, ServingTime
 
 GRANT_LEAD_S = 0.15
 """Grant lead on a server: 1.5 times the interval between two reports of a worker."""
@@ -180,8 +180,7 @@ def configured_settings(config: SchedulerConfig) -> PolicySettings:
         ratio=config.quantum_ratio,
         num_levels=config.num_levels or None,
         starve_limit_s=config.starve_limit_s,
-        skip_join=config.mlfq == "skip-join",
-        kills=config.mlfq == "preemption",
+        **MLFQ_SWITCHES[config.mlfq],
     )
     max_gap_s = config.max_gap_ms / 1e3 if config.max_gap_ms else math.inf
     return PolicySettings(
@@ -286,7 +285,7 @@ def build_batch_scheduler(preset: str, settings: BatchSettings, forecast_wait_s:
     Raises:
         ConfigError: there is no such preset, or it is not of batch mode.
     """
-    return BatchScheduler(build_batcher(preset, settings), settings.serving_time_s, forecast_wait_s)
+    return BatchScheduler(build_batcher(preset, settings), settings.serving_time_s, forecast_wait_s, settings.reload_s)
 
 
 def configured_batch_scheduler(
@@ -309,6 +308,7 @@ def configured_batch_scheduler(
         max_wait_s=batch.max_wait_s,
         batch_size=batch.batch_size,
         max_num_seqs=max_num_seqs,
+        reload_s=batch.reload_s,
     )
     return build_batch_scheduler(config.preset, settings, forecast_wait_s)
 

@@ -202,6 +202,10 @@ class ScheduledRequest(Job):
         queue_s = max(0.0, now - self.arrived_at - ran_s)
         return StartedRequest(self.request_id, self.request.attempt, cached_len, queue_s)
 
+    def end(self, output_len: int, ran_s: float) -> None:
+        """It has ended on the worker, perhaps before any report of its progress."""
+        self.output_len, self.ran_s = output_len, max(self.ran_s, ran_s)
+
     def decode(self, num_steps: int, duration_s: float, block_size: int) -> None:
         """It has decoded so many tokens, as the next report will say too."""
         self.told = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from core.costs import A100_7B, StepCost
@@ -77,6 +77,14 @@ class MlfqRules:
             raise InvalidValueError("max_prompt_tokens", self.max_prompt_tokens, "at least 1")
         if self.kills and self.skip_join:
             raise InvalidValueError("kills", self.kills, "false with skip_join, whose iterations fit their quanta")
+
+
+MLFQ_SWITCHES: Mapping[str, dict[str, bool]] = {
+    "skip-join": {"skip_join": True, "kills": False},
+    "no-preemption": {"skip_join": False, "kills": False},
+    "preemption": {"skip_join": False, "kills": True},
+}
+"""Fields of ``MlfqRules`` by ``[scheduler] mlfq``: FastServe's own queue, and the baselines of its section 6.3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +184,7 @@ class BatchSettings:
         max_wait_s: Seconds after which a bin that is not full becomes a batch as it is.
         batch_size: Most jobs of a batch; 0 for the preset's own number.
         max_num_seqs: Most jobs that a worker runs at once; no batch is larger.
+        reload_s: Seconds for which a worker takes nothing after a batch of it has run out of memory.
     """
 
     memory_tokens: float
@@ -186,6 +195,7 @@ class BatchSettings:
     max_wait_s: float = math.inf
     batch_size: int = 0
     max_num_seqs: int | None = None
+    reload_s: float = 0.0
 
 
 def _require(ok: bool, field: str, value: object, expected: str) -> None:

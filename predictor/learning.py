@@ -82,6 +82,7 @@ class ContinuousLearning(Generic[Example, Model]):
         period_s: Seconds between the beginnings of two fits.
         growth: A fit is also due once the train set has grown by this share since the last one; inf: never for that.
         max_examples: Size of the train set; the oldest examples are dropped.
+        rule: Which outputs are learned from, by the error in tokens.
     """
 
     def __init__(
@@ -92,8 +93,10 @@ class ContinuousLearning(Generic[Example, Model]):
         period_s: float = PERIOD_S,
         growth: float = math.inf,
         max_examples: int = MAX_EXAMPLES,
+        rule: ErrorRule = RULE,
     ) -> None:
         self._score = score
+        self._rule = rule
         self._current = current
         self._version = 0 if current is None else 1
         self._examples = deque(examples, maxlen=max_examples)
@@ -126,14 +129,14 @@ class ContinuousLearning(Generic[Example, Model]):
         return self._num_fitting is not None
 
     def observe(self, outcomes: Iterable[PredictionOutcome[Example]]) -> None:
-        """Takes ended requests, oldest first: some are held back; from the others ``RULE`` picks those to train on."""
+        """Takes ended requests, oldest first: some are held back; from the others the rule picks those to train on."""
         for outcome in outcomes:
             if outcome.censored:
                 continue
             self._num_seen += 1
             if self._num_seen % HELD_BACK_EVERY == 0:
                 self._held_back.append(outcome.example)
-            elif outcome.predicted is None or RULE.is_wrong(outcome.predicted, outcome.actual):
+            elif outcome.predicted is None or self._rule.is_wrong(outcome.predicted, outcome.actual):
                 self._examples.append(outcome.example)
                 self._num_new += 1
 

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import os
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from core.config.load import load_config
-from core.errors import FarsightError
 from services.bench.command import bench
 from services.commands.advise import advise
 from services.commands.ask import (
     KEY_VARIABLE,
     ApiKeyOption,
     HostOption,
+    JsonOption,
     PortOption,
     UrlOption,
     address_of,
@@ -36,10 +36,14 @@ from services.commands.simulate import compare, simulate
 from services.commands.train import train
 from services.demo.command import demo
 from services.launch.failures import failing_in_two_lines
+from services.one_line_errors import OneLineErrors, failing_in_one_line, naming_flags
+
+if TYPE_CHECKING:
+    from services.commands.scaling import Change
 
 STATUS_TIMEOUT_S = 5.0
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(cls=OneLineErrors, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 def _version(value: bool) -> None:
@@ -60,7 +64,8 @@ def main(
 @app.command()
 def serve(
     model: Annotated[
-        str | None, typer.Option(help="Model directory, GGUF file or hub id; default: the embedded model.")
+        str | None,
+        typer.Option(help="Directory, GGUF file, hub id or embedded-vision; default: the embedded model."),
     ] = None,
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="Name that clients ask for; several times for several names.")
@@ -149,6 +154,13 @@ def serve(
     ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="TLS certificate chain in PEM; serves HTTPS.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Private key of --tls-cert in PEM.")] = None,
+    allow_image_urls: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST,...",
+            help="Hosts that pictures may be fetched from, as pictures.example.org or HOST:PORT; default: none.",
+        ),
+    ] = None,
     benchmark_mode: Annotated[
         bool | None,
         typer.Option(
@@ -198,6 +210,7 @@ def serve(
             "tls_key": None if tls_key is None else str(tls_key),
         },
         "actors": {"placement": placement},
+        "images": {"allow_urls": allow_image_urls},
         "predictor": {"artefact": None if predictor is None else str(predictor), "encoder": predictor_encoder},
     }
     from services.launch.launch import run_service
@@ -206,7 +219,7 @@ def serve(
 
     if api_key is not None:
         os.environ[KEY_VARIABLE] = api_key  # Ingress replicas read it from there, as they do under `serve deploy`.
-    with failing_in_two_lines("serve"):
+    with failing_in_two_lines("serve"), naming_flags(overrides):
         settings = load_config(config, overrides)
         say = in_format(typer.echo, settings.server.log_format)
         run_service(settings, say, StopSignal())
@@ -219,15 +232,12 @@ def status(
     host: HostOption = "127.0.0.1",
     url: UrlOption = None,
     api_key: ApiKeyOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show every logical component of a running server."""
-    try:
+    with failing_in_one_line():
         server = address_of(url, host, port)
         body = ask(server, "/status", STATUS_TIMEOUT_S, key_for(server, api_key))
-    except FarsightError as error:
-        typer.echo(f"farsight: {error}", err=True)
-        raise typer.Exit(1) from error
     if as_json:
         typer.echo(json.dumps(body))
     else:
@@ -291,18 +301,23 @@ AdminKeyOption = Annotated[
 
 @app.command()
 def scale(
-    kind: Annotated[str, typer.Argument(help="replica, length-predictor, serving-time-estimator or ingress.")],
-    count: Annotated[int, typer.Argument(help="Wanted number of them.")],
+    kind: Annotated[
+        str, typer.Argument(help="replica, length-predictor, serving-time-estimator, image-encoder or ingress.")
+    ],
+    count: Annotated[int, typer.Argument(min=0, help="Wanted number of them.")],
     port: PortOption = 8000,
     host: HostOption = "127.0.0.1",
     url: UrlOption = None,
     token: TokenOption = None,
     api_key: AdminKeyOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Change the number of components of one kind while the server runs."""
     from services.commands.scaling import scale_service
 
-    _say_change(url, host, port, token, api_key, lambda server, key: scale_service(server, key, kind, count))
+    with failing_in_one_line():
+        server = address_of(url, host, port)
+        _say(scale_service(server, _admin_key(server, token, api_key), kind, count), as_json)
 
 
 @app.command()
@@ -314,11 +329,14 @@ def drain(
     url: UrlOption = None,
     token: TokenOption = None,
     api_key: AdminKeyOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Take a replica out of a running server: its requests end or move, then its processes end."""
     from services.commands.scaling import drain_replica
 
-    _say_change(url, host, port, token, api_key, lambda server, key: drain_replica(server, key, replica, cancel=cancel))
+    with failing_in_one_line():
+        server = address_of(url, host, port)
+        _say(drain_replica(server, _admin_key(server, token, api_key), replica, cancel=cancel), as_json)
 
 
 @app.command()
@@ -333,55 +351,45 @@ def upgrade(
         bool, typer.Option("--surge/--no-surge", help="Run one more replica meanwhile, so that no request waits.")
     ] = True,
     drain_s: Annotated[
-        float, typer.Option(help="Seconds that the last requests on the old weights may take; the rest ends.")
+        float, typer.Option(min=0, help="Seconds that the last requests on the old weights may take; the rest ends.")
     ] = 600.0,
     port: PortOption = 8000,
     host: HostOption = "127.0.0.1",
     url: UrlOption = None,
     token: TokenOption = None,
     api_key: AdminKeyOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Replace the weights of a running server, or settings; every stream ends on the weights that it began with."""
     from services.commands.scaling import upgrade_service
 
-    _say_change(
-        url,
-        host,
-        port,
-        token,
-        api_key,
-        lambda server, key: upgrade_service(server, key, model, config, surge=surge, drain_s=drain_s),
-    )
-
-
-def _say_change(
-    url: str | None, host: str, port: int, token: str | None, api_key: str | None, change: Callable[[str, str], str]
-) -> None:
-    """Prints what a change of a running server says.
-
-    Args:
-        change: Gets the server's address and the key to send.
-    """
-    try:
+    with failing_in_one_line():
         server = address_of(url, host, port)
-        typer.echo(change(server, token or key_for(server, None) or api_key or ""))
-    except FarsightError as error:
-        typer.echo(f"farsight: {error}", err=True)
-        raise typer.Exit(1) from error
+        key = _admin_key(server, token, api_key)
+        _say(upgrade_service(server, key, model, config, surge=surge, drain_s=drain_s), as_json)
+
+
+def _admin_key(server: str, token: str | None, api_key: str | None) -> str:
+    return token or key_for(server, None) or api_key or ""
+
+
+def _say(change: Change, as_json: bool) -> None:
+    """Prints what has changed on a running server."""
+    typer.echo(json.dumps(change.result) if as_json else change.line)
 
 
 @app.command()
 def down(
     address: Annotated[str, typer.Option(help="Address of the Ray cluster, as HOST:PORT.")] = "auto",
+    as_json: JsonOption = False,
 ) -> None:
     """End all parts of Farsight that `serve deploy` started in a Ray cluster."""
     from services.commands.down import end_service
 
-    try:
-        end_service(address, typer.echo)
-    except FarsightError as error:
-        typer.echo(f"farsight: {error}", err=True)
-        raise typer.Exit(1) from error
+    with failing_in_one_line():
+        ended = end_service(address, lambda line: typer.echo(line, err=as_json))
+    if as_json:
+        typer.echo(json.dumps({"ended": ended}))
 
 
 @app.command()
@@ -393,20 +401,25 @@ def batch(
         typer.Option(help="Dashboard of a Ray cluster, as http://host:8265; default: a private cluster here."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Model directory, GGUF file or hub id; default: the embedded model.")
+        str | None,
+        typer.Option(help="Directory, GGUF file, hub id or embedded-vision; default: the embedded model."),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file; flags override it.")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight at once.")] = 64,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Run a file of requests as a Ray job. After an early end, the same command resumes it."""
-    from services.batch.submit import BatchOptions, submit
+    from services.batch.submit import BatchOptions, count_answers, submit
 
     options = BatchOptions(model, config, concurrency, overwrite)
     with failing_in_two_lines("batch"):
         # Check the settings before anything starts.
         patience_s = load_config(config, {"model": {"path": model}}).server.start_patience_s
-        exit_status = submit(source, target, address, options, lambda text: typer.echo(text, nl=False), patience_s)
+        say = functools.partial(typer.echo, nl=False, err=as_json)
+        exit_status = submit(source, target, address, options, say, patience_s)
+        if as_json and not exit_status:
+            typer.echo(json.dumps({"output": str(target), **count_answers(target)}))
     raise typer.Exit(exit_status)
 
 

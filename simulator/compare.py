@@ -20,6 +20,9 @@ CONFIDENCE = 0.95
 _T_TABLE = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
 """Student's t at 97.5 % for 1 to 10 degrees of freedom."""
 
+_SAME, _LIGHT_SLOWDOWN = 1e-3, 1.3
+"""Ratios that differ from 1 by less are none; requests that wait for nobody share steps, which alone costs less."""
+
 SHOWN = {
     "JCT s, mean": "jct_s_mean",
     "JCT s, p99": "jct_s_p99",
@@ -125,6 +128,20 @@ def compare(
         Compared(preset, base, tuple(seeds), tuple(runs[preset]), paired_ratios(runs[preset], runs[base]))
         for preset in presets
     ]
+
+
+def idle_slowdown(compared: Sequence[Compared]) -> float | None:
+    """The largest mean slowdown, where the load was so light that the presets had nothing to order: each preset's
+    completion times are those of the first, and nearly those of requests that run alone. None where one waited.
+    """
+    others = compared[1:]
+    slowdowns = [each.mean("slowdown_mean") for each in compared]
+    ratios = [each.ratios[name] for each in others for name in ("jct_s_mean", "jct_s_p99")]
+    same = all(ratio is not None and abs(ratio.mean - 1) < _SAME for ratio in ratios)
+    known = [each for each in slowdowns if each is not None]
+    if not others or not same or len(known) < len(slowdowns) or max(known) >= _LIGHT_SLOWDOWN:
+        return None
+    return max(known)
 
 
 def _shifted(progress: Callable[[int], None], begun: int) -> Callable[[int], None]:

@@ -12,7 +12,7 @@ from core.messages.forecasts import ForecastsMade
 from core.messages.kv import KVUsage, OffloadOrders, OffloadQuestion
 from core.messages.live import LiveQuery, ReplicaLive
 from core.messages.log import RequestTraces, TraceQuery
-from core.messages.placement import PlacementView
+from core.messages.placement import PlacementView, ReplicaLoads
 from core.messages.plans import StepReport
 from core.messages.requests import Announce, AnnounceReply, Keys, Refusals, Submit, SubmitReply
 from core.messages.status import ComponentRows, ComponentStatus
@@ -64,6 +64,10 @@ class RouterCalls(Protocol):
     @message()
     async def replica_news(self, news: ReplicaNews) -> None:
         """What has started, ended or been cached on a replica."""
+
+    @message()
+    async def replica_loads(self) -> ReplicaLoads:
+        """What is on each replica, for the history of the service."""
 
     @message()
     async def placement(self) -> PlacementView:

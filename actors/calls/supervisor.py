@@ -6,7 +6,7 @@ from typing import Protocol
 
 from actors.calls.message import message
 from core.messages.drains import DrainProgress, DrainReplica, DrainService, IngressOrders, IngressReport
-from core.messages.series import SeriesQuery, SeriesReply, TrafficCounts
+from core.messages.series import ComponentsQuery, ComponentsReply, SeriesQuery, SeriesReply, TableReply, TrafficCounts
 from core.messages.status import ComponentCounts, Scale, StartState
 from core.messages.tenants import TenantBudgets, TenantReport, TenantUsages
 from core.messages.weights import ServedWeights, Upgrade
@@ -62,3 +62,11 @@ class SupervisorCalls(Protocol):
     @message()
     async def series(self, query: SeriesQuery) -> SeriesReply:
         """The history of the service."""
+
+    @message()
+    async def replica_series(self, query: SeriesQuery) -> TableReply:
+        """The loads of the replicas over time."""
+
+    @message()
+    async def component_series(self, query: ComponentsQuery) -> ComponentsReply:
+        """Queues, rates, health and restarts of the components of a kind over time."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from contextlib import aclosing
 from pathlib import Path
 
@@ -96,6 +96,7 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
         self._router_sends = False  # the last state that the Router received said that requests may come
         self._returned: list[tuple[Request, TokenDelta]] = []
         self._answered_at: float | None = None
+        self._num_ended = 0
         self._router = context.peers.router()
         self._traces = LogOutbox(context.peers.log_store().append_traces, RequestTraces, context.degraded)
         self._queues = EngineMetrics(context.registry, config.model.name, self._replica)
@@ -157,6 +158,10 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
         return None if self._answered_at is None else time.monotonic() - self._answered_at
 
     @property
+    def work_done(self) -> Mapping[str, float]:
+        return {"requests ended": self._num_ended}
+
+    @property
     def url(self) -> str:
         return self._config.url
 
@@ -192,6 +197,7 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
                 self._queues.started(started.queue_s)
             case RequestEnded(finished):
                 self._ended.append(finished)
+                self._num_ended += 1
                 self._events_due.set()
             case AccountClosed():
                 self._traces.add(self._trace(instruction, ended=True))
@@ -203,6 +209,7 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
     def _note_breaker(self) -> None:
         breaker = self._machine.breaker
         self._metrics.set_state(breaker.state)
+        self.note("breaker", state=breaker.state.value, reason=breaker.reason)
         self._news_due.set()
         why = f": {breaker.reason}" if breaker.reason else ""
         logger.warning("%s (%s): the breaker is %s%s", self._replica, self._config.url, breaker.state.value, why)

@@ -15,11 +15,12 @@ from actors.runtime.component import ComponentContext
 from actors.runtime.peer import PeerLost
 from core.costs import StepCost
 from core.errors import ConfigError, FarsightError, InvalidValueError
+from core.learning import ErrorRule
 from core.messages.log import Artefact, ArtefactName
 from core.messages.step_times import BatchShape, ServedBatchTime
 from estimator.batch_times_file import read_batch_times
 from estimator.device_profile import known_cost
-from estimator.knn import MIN_BATCHES, BatchTimes, ServedBatch
+from estimator.knn import MIN_BATCHES, BatchLearning, BatchTimes, ServedBatch
 from policies.settings import PRIOR_COST
 
 KIND = "batch-times"
@@ -47,11 +48,12 @@ class BatchTimeLearner:
     def __init__(self, context: ComponentContext) -> None:
         settings = context.config.batch
         self._log_store: LogStoreCalls = context.peers.log_store()
-        self._num_neighbours = settings.knn_neighbours
+        rule = ErrorRule(settings.learn_min_error_s, settings.learn_min_share)
+        self._how = BatchLearning(settings.knn_neighbours, settings.learn_every_s, rule)
         self._stores = context.index == "0"
         # A replica that has seen no step answers by the device's own profile where that is known.
         self._cost = known_cost(context.config.engine.profile, PRIOR_COST)
-        self._times = _trained(settings.artefact, self._cost, settings.knn_neighbours)
+        self._times = _trained(settings.artefact, self._cost, self._how)
         self._errors_s: deque[float] = deque(maxlen=NUM_SCORED)
         self._num_observed = 0
         self._unsaved = False
@@ -93,7 +95,7 @@ class BatchTimeLearner:
             return False  # it is not there, or has not opened its file yet
         if artefact is not None:
             try:
-                times = await asyncio.to_thread(BatchTimes.from_bytes, artefact.data, self._cost, self._num_neighbours)
+                times = await asyncio.to_thread(BatchTimes.from_bytes, artefact.data, self._cost, self._how)
             except InvalidValueError as error:
                 logger.error("version %d of %s cannot be read, learning starts over: %s", artefact.version, KIND, error)
             else:
@@ -129,12 +131,12 @@ class BatchTimeLearner:
         self._unsaved = False
 
 
-def _trained(directory: str, cost: StepCost, num_neighbours: int) -> BatchTimes:
+def _trained(directory: str, cost: StepCost, learning: BatchLearning) -> BatchTimes:
     """What ``farsight train --estimator`` has learned; without it, one that knows no batch."""
     if not directory:
-        return BatchTimes(cost, num_neighbours=num_neighbours)
+        return BatchTimes(cost, learning=learning)
     try:
-        return read_batch_times(Path(directory), cost, num_neighbours)
+        return read_batch_times(Path(directory), cost, learning)
     except (FarsightError, OSError) as error:
         expected = f"a directory of `farsight train --estimator` ({error})"
         raise ConfigError("batch.artefact", directory, expected) from error

@@ -13,6 +13,8 @@ import numpy as np
 from actors.calls.log_store import LogStoreCalls
 from actors.learning.model_registry import ModelRegistry
 from actors.runtime.peer import PeerLost
+from core.config.learning import PredictorConfig
+from core.learning import ErrorRule
 from core.messages.log import ExamplePage, LoggedExample, LogQuery
 from predictor.applications.start import GROWTH
 from predictor.applications.start import MAX_EXAMPLES as MAX_OWN_EXAMPLES
@@ -55,7 +57,7 @@ class LengthLearner:
     Args:
         current: The version that serves.
         use: Called with each version that is to serve from now on.
-        period_s: Seconds between the starts of two fits.
+        settings: When a fit begins, and which requests it learns from.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class LengthLearner:
         shelf: ModelRegistry,
         current: TrainedModel,
         use: Callable[[TrainedModel], None],
-        period_s: float,
+        settings: PredictorConfig,
     ) -> None:
         self._log_store = log_store
         self._shelf = shelf
@@ -77,9 +79,10 @@ class LengthLearner:
             score,
             current,
             samples_of(current),
-            period_s,
+            settings.learn_every_s,
             GROWTH if self._from_all else math.inf,
             MAX_OWN_EXAMPLES if self._from_all else MAX_EXAMPLES,
+            ErrorRule(settings.learn_min_error, settings.learn_min_share),
         )
         self._row: int | None = None
         self._unsaved: tuple[TrainedModel, float] | None = None

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Gauge
 
@@ -54,6 +54,7 @@ class LengthPredictor(Component, LengthPredictorCalls):
         self._row: int | None = None
         self._predictor = HistoryPredictor(WINDOW)
         self._reader: TextForecasts | None = None
+        self._num_predicted = self._num_learnt = 0
         self._show()
 
     async def start(self) -> None:
@@ -75,7 +76,15 @@ class LengthPredictor(Component, LengthPredictorCalls):
     async def predict(self, questions: ForecastQuestions) -> Forecasts:
         if self._reader is None:
             raise FarsightError(f"{self.name} has no predictor.artefact, and no policy reads forecasts of requests")
-        return Forecasts(tuple(await self._reader.answer(questions.questions)))
+        made = tuple(await self._reader.answer(questions.questions))
+        self._num_predicted += len(made)
+        if made:
+            self.note("forecasts_made", num_requests=len(made), last_mean_tokens=made[-1].mean)
+        return Forecasts(made)
+
+    @property
+    def work_done(self) -> Mapping[str, float]:
+        return {"requests forecast": self._num_predicted, "outputs learned": self._num_learnt}
 
     @property
     def last_step_age_s(self) -> float | None:
@@ -123,7 +132,9 @@ class LengthPredictor(Component, LengthPredictorCalls):
     def _learn(self, records: Sequence[FinishedRequest]) -> None:
         since = self.context.site.model_since  # outputs of earlier weights tell nothing about these
         known = (each for each in records if each.received_at >= since and each.finish_reason in _COMPLETE)
-        self._predictor.learn([each.output_len for each in known if each.output_len])  # 0: nothing was to be generated
+        lengths = [each.output_len for each in known if each.output_len]  # 0: nothing was to be generated
+        self._predictor.learn(lengths)
+        self._num_learnt += len(lengths)
         self._show()
 
     def _start_over(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Gauge
 
@@ -43,6 +44,7 @@ class ServingTimeEstimator(Component, ServingTimeEstimatorCalls):
         self._profiles: dict[str, StepProfile] = {}
         self._observed_at: float | None = None
         self._batches = BatchTimeLearner(context)
+        self._num_samples = self._num_estimates = 0
 
     async def start(self) -> None:
         if is_batch_mode(self.context.config.scheduler.preset):
@@ -52,12 +54,19 @@ class ServingTimeEstimator(Component, ServingTimeEstimatorCalls):
     def last_step_age_s(self) -> float | None:
         return None if self._observed_at is None else time.monotonic() - self._observed_at
 
+    @property
+    def work_done(self) -> Mapping[str, float]:
+        return {"step samples": self._num_samples, "batches estimated": self._num_estimates}
+
     async def observe(self, samples: StepSamples) -> ReplicaStepProfile | None:
         profile = self._profiles.setdefault(samples.replica, StepProfile())
         profile.observe(samples.samples)
         for term, value_s in zip(TERMS, profile.coefficients(), strict=True):
             self._gauge.labels(samples.replica, term).set(value_s)
         self._observed_at = time.monotonic()
+        self._num_samples += len(samples.samples)
+        terms = {f"{term}_s": round(value_s, 9) for term, value_s in zip(TERMS, profile.coefficients(), strict=True)}
+        self.note("steps_fitted", replica=samples.replica, num_samples=profile.num_samples, **terms)
         best = max(self._profiles.values(), key=lambda each: each.num_samples)
         if (cost := best.cost()) is not None:
             self._batches.price(cost)
@@ -67,6 +76,7 @@ class ServingTimeEstimator(Component, ServingTimeEstimatorCalls):
         return StepProfileReply(tuple(_row(name, profile) for name, profile in self._profiles.items()))
 
     async def estimate_batches(self, shapes: BatchShapes) -> BatchEstimates:
+        self._num_estimates += len(shapes.shapes)
         return BatchEstimates(tuple(self._batches.estimates_s(shapes.shapes)))
 
     async def observe_batches(self, batches: ServedBatchTimes) -> None:

@@ -97,9 +97,7 @@ class TextForecasts:
         """Coroutines that must run as long as it serves."""
         work = [self._server.run(), self._outbox.run()]
         if self._settings.learn and can_be_retrained(self._artefact):
-            learner = LengthLearner(
-                self._log_store, self._shelf, self._artefact, self._use, self._settings.learn_every_s
-            )
+            learner = LengthLearner(self._log_store, self._shelf, self._artefact, self._use, self._settings)
             work.append(learner.run() if self._is_learner else self._keep_up())
         return work
 

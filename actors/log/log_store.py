@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -89,6 +89,7 @@ class LogStore(Component, LogStoreCalls):
         self._closing = False
         self._queue = 0
         self._written_at: float | None = None
+        self._num_written = self._num_commits = 0
         self._num_records = _num_records(context.registry)
         self._num_bytes = _num_bytes(context.registry)
 
@@ -121,6 +122,10 @@ class LogStore(Component, LogStoreCalls):
     @property
     def last_step_age_s(self) -> float | None:
         return None if self._written_at is None else time.monotonic() - self._written_at
+
+    @property
+    def work_done(self) -> Mapping[str, float]:
+        return {"records written": self._num_written, "commits": self._num_commits}
 
     async def append(self, finished: FinishedRequests) -> None:
         await self._append(finished.records, "FinishedRequests")
@@ -286,8 +291,12 @@ class LogStore(Component, LogStoreCalls):
 
     async def _commit(self, records: Sequence[Record]) -> None:
         assert self._backend is not None
+        began = time.monotonic()
         with self._telling("write", self._backend):
             added = await self._backend.write(records)
+        self._num_written += len(records)
+        self._num_commits += 1
+        self.note("committed", num_records=len(records), took_s=time.monotonic() - began)
         await self._note(added, self._backend)
 
     async def _note(self, added: dict[str, int], backend: LogBackend) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-from collections.abc import Callable, Coroutine
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -15,10 +17,14 @@ from actors.calls.message import declared
 from actors.runtime.names import ROUTER
 from actors.runtime.peer import PeerBook, Site
 from core.config.load import FarsightConfig
+from core.decisions import Decision
 from core.degraded import Degraded
 from core.errors import MessageError
 from core.messages.pulse import Work
 from policies.compose import is_batch_mode
+
+MAX_RECENT = 20
+"""Decisions that a component keeps for people who look."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,8 @@ class Component:
         self.context = context
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
+        self._num_answered = 0
+        self._noted: deque[Decision] = deque(maxlen=MAX_RECENT)
 
     @property
     def name(self) -> str:
@@ -72,6 +80,7 @@ class Component:
         Raises:
             MessageError: no contract declares the method, or the component does not understand the message.
         """
+        self._num_answered += 1
         kind: Any = type(self)
         message = declared(kind).get(method)
         if message is None:
@@ -124,6 +133,29 @@ class Component:
         return None
 
     @property
+    def work_done(self) -> Mapping[str, float]:
+        """What it has done since it began, by names that people read; the operator's pages show the rates."""
+        return {}
+
+    @property
+    def num_answered(self) -> int:
+        """Messages since it began."""
+        return self._num_answered
+
+    def note(self, kind: str, **facts: float | str) -> None:
+        """Keeps a decision for people who look: no text of clients, and nothing that costs more than to remember."""
+        self._noted.append(Decision(kind, time.time(), facts))
+
+    def recent(self) -> Iterable[Decision]:
+        """The last decisions, oldest first; instants in seconds since the epoch."""
+        return self.noted
+
+    @property
+    def noted(self) -> tuple[Decision, ...]:
+        """What ``note`` has kept, oldest first."""
+        return tuple(self._noted)
+
+    @property
     def url(self) -> str:
         """As in ``ComponentStatus.url``, and so ``breaker``."""
         return ""
@@ -142,6 +174,7 @@ _CLASSES = {
     "backend": "actors.external.backend:OpenAIBackend",
     "length-predictor": "actors.learning.length_predictor:LengthPredictor",
     "serving-time-estimator": "actors.learning.serving_time_estimator:ServingTimeEstimator",
+    "image-encoder": "actors.vision.image_encoder:ImageEncoder",
     "log-store": "actors.log.log_store:LogStore",
     "stream-store": "actors.log.stream_store:StreamStore",
     "supervisor": "actors.supervision.supervisor:Supervisor",

@@ -14,23 +14,29 @@ from typing import Any
 import ray
 from prometheus_client import CollectorRegistry, generate_latest
 
+from actors.calls.host import HostCalls
+from actors.calls.message import declared
 from actors.pulse.process_clock import own_life
 from actors.runtime.component import Component, ComponentContext, component_class
 from actors.runtime.health import HealthServer
 from actors.runtime.log_lines import send_log_lines
 from actors.runtime.metrics import RefusedMessages, show_degraded
+from actors.runtime.names import HOST
 from actors.runtime.peer import PeerLost, Site
 from actors.runtime.remote import listen
 from actors.runtime.watching import Lives, own_node, period_s
 from core.codec import encode
 from core.config.load import FarsightConfig
+from core.decisions import pack_decisions
+from core.errors import MessageError
 from core.messages.pulse import Pulse
+from core.messages.series import Activities, Activity, Count, NamesQuery, RecentDecisions, RecentReply
 from core.messages.status import ComponentRows, ComponentStatus
 
 logger = logging.getLogger(__name__)
 
 
-class ComponentHost:
+class ComponentHost(HostCalls):
     """Hosts components and passes messages on to them.
 
     Args:
@@ -109,10 +115,18 @@ class ComponentHost:
             PeerLost: it is not here, or not yet.
             MessageError: the message is refused, which is counted; nothing else happens.
         """
+        if name == HOST:
+            return await self._answer(method, data)
         component = self._components.get(name)
         if component is None:
             raise PeerLost(name)
         return await component.answer(method, data)
+
+    async def _answer(self, method: str, data: bytes) -> bytes:
+        message = declared(HostCalls).get(method)
+        if message is None:
+            raise MessageError("HostCalls.method", method, "a message that a process answers")
+        return message.write_reply(await getattr(self, method)(*message.read_request(data)))
 
     async def local_address(self) -> tuple[str, str]:
         """The node's id, and where callers on it find a socket that takes what ``call`` takes."""
@@ -130,9 +144,22 @@ class ComponentHost:
         """What it was started with."""
         return self._site
 
-    async def rows(self) -> bytes:
-        """``ComponentRows``: every component here."""
-        return encode(ComponentRows(tuple(self._rows())))
+    async def rows(self) -> ComponentRows:
+        """Every component here."""
+        return ComponentRows(tuple(self._rows()))
+
+    async def activity(self, query: NamesQuery) -> Activities:
+        """Those named, and what each has done."""
+        return Activities(tuple(Activity(self._row(each), _counts(each)) for each in self._named(query)))
+
+    async def recent(self, query: NamesQuery) -> RecentReply:
+        """The last decisions of those named."""
+        return RecentReply(
+            tuple(RecentDecisions(each.name, pack_decisions(each.recent())) for each in self._named(query))
+        )
+
+    def _named(self, query: NamesQuery) -> list[Component]:
+        return [self._components[name] for name in query.names if name in self._components]
 
     async def metrics(self) -> str:
         """What /metrics shows, for readers that cannot reach the port of this process."""
@@ -189,3 +216,8 @@ class ComponentHost:
             last_end=self._last_end,
             degraded=component.context.degraded.reason(time.monotonic()),
         )
+
+
+def _counts(component: Component) -> tuple[Count, ...]:
+    own = [Count(name, value) for name, value in component.work_done.items()]
+    return *own, Count("messages", component.num_answered)

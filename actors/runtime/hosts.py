@@ -10,7 +10,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.runtime.host import ComponentHost
-from actors.runtime.names import SUPERVISOR, actor_name, host_of, worker_name
+from actors.runtime.names import IMAGE_ENCODER, SUPERVISOR, actor_name, host_of, worker_name
 from actors.runtime.nodes import head_node, living_nodes
 from actors.runtime.peer import LOOK_AGAIN_S, Site
 from actors.runtime.rank_groups import rank_options
@@ -61,6 +61,8 @@ def create_host(host: str, site: Site, restarts: int, node_id: str = "", last_en
 
 def num_gpus(host: str, site: Site) -> int:
     """GPUs of its own that a host needs."""
+    if host.startswith(IMAGE_ENCODER):
+        return int(site.config.images.device == "cuda")
     return int(site.config.engine.device == "cuda" and host.startswith(worker_name("")))
 
 

@@ -14,6 +14,9 @@ ROUTER = "router"
 LOG_STORE = "log-store"
 STREAM_STORE = "stream-store"
 SUPERVISOR = "supervisor"
+HOST = "host"
+"""Who answers for a process as a whole: no component has this name."""
+
 CONTROL = "control"
 """The one actor that hosts every component of ``placement = "fused"``, or "packed", that is not listed in
 ``_ALONE``."""
@@ -27,7 +30,10 @@ BACKENDS = "backends"
 LENGTH_PREDICTOR = "length-predictor"
 """The kind, as ``kind_of`` names it."""
 
-_ALONE = ("worker", "rank", LENGTH_PREDICTOR)
+IMAGE_ENCODER = "image-encoder"
+"""The kind of those that turn pictures into rows."""
+
+_ALONE = ("worker", "rank", LENGTH_PREDICTOR, IMAGE_ENCODER)
 _BACKEND = "backend-"
 
 
@@ -85,6 +91,10 @@ def serving_time_estimator_name(index: int) -> str:
     return f"serving-time-estimator-{index}"
 
 
+def image_encoder_name(index: int) -> str:
+    return f"{IMAGE_ENCODER}-{index}"
+
+
 def replica_of(component: str) -> str:
     """The replica that a component belongs to; empty for components of the whole service."""
     kind, _, index = component.rpartition("-")
@@ -109,16 +119,23 @@ SCALABLE = {
     "replica": "replicas",
     "length-predictor": "length_predictors",
     "serving-time-estimator": "serving_time_estimators",
+    IMAGE_ENCODER: "image_encoders",
     "ingress": "ingress_replicas",
 }
 """What can be scaled, and its field of ``ComponentCounts``."""
 
 
-def initial_counts(config: FarsightConfig) -> ComponentCounts:
-    """As configured. ``ingress_replicas`` is 0 until another number is asked for than Ray Serve was given."""
+def initial_counts(config: FarsightConfig, *, sees: bool = False) -> ComponentCounts:
+    """As configured. ``ingress_replicas`` is 0 until another number is asked for than Ray Serve was given.
+
+    Args:
+        sees: Whether the model reads pictures.
+    """
     actors = config.actors
     counts = (config.model.replicas, actors.length_predictors, actors.serving_time_estimators)
-    return ComponentCounts(*counts, ingress_replicas=0, backends=len(config.replica))
+    return ComponentCounts(
+        *counts, ingress_replicas=0, backends=len(config.replica), image_encoders=config.images.encoders if sees else 0
+    )
 
 
 def replica_components(replica: str, num_ranks: int = 1) -> list[str]:
@@ -141,6 +158,7 @@ def wanted_components(counts: ComponentCounts, num_ranks: int = 1) -> list[str]:
     components = [ROUTER, LOG_STORE, STREAM_STORE]
     components += map(length_predictor_name, range(counts.length_predictors))
     components += map(serving_time_estimator_name, range(counts.serving_time_estimators))
+    components += map(image_encoder_name, range(counts.image_encoders))
     for replica in own_replicas(counts):
         components += replica_components(replica, num_ranks)
     components += map(backend_name, range(counts.backends))

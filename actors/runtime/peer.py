@@ -10,19 +10,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from actors.calls.failures import register
+from actors.calls.host import HostCalls
 from actors.calls.learning import LengthPredictorCalls, ServingTimeEstimatorCalls
 from actors.calls.log_store import LogStoreCalls, StreamStoreCalls
 from actors.calls.message import Meter, Peer, stub
 from actors.calls.scheduling import KVOffloadCalls, RouterCalls, SchedulerCalls
 from actors.calls.supervisor import SupervisorCalls
+from actors.calls.vision import ImageEncoderCalls
 from actors.calls.worker import WorkerCalls
 from actors.runtime.names import (
+    HOST,
     LOG_STORE,
     NAMESPACE,
     ROUTER,
     STREAM_STORE,
     SUPERVISOR,
     host_of,
+    image_encoder_name,
     kv_offload_manager_name,
     length_predictor_name,
     scheduler_name,
@@ -143,6 +147,10 @@ class PeerBook:
         estimator: ServingTimeEstimatorCalls = stub(ServingTimeEstimatorCalls, self.peer(name))
         return estimator
 
+    def image_encoder(self, index: int) -> ImageEncoderCalls:
+        encoder: ImageEncoderCalls = stub(ImageEncoderCalls, self.peer(image_encoder_name(index)))
+        return encoder
+
     def log_store(self) -> LogStoreCalls:
         log_store: LogStoreCalls = stub(LogStoreCalls, self.peer(LOG_STORE))
         return log_store
@@ -161,6 +169,11 @@ class PeerBook:
         if host == self._host or name in self._local:
             return LocalPeer(self._local, name)
         return RemotePeer(name, self.actor(host), self._delay_s)
+
+    def host(self, host: str) -> HostCalls:
+        """The process of that name, for what it says of all its components."""
+        calls: HostCalls = stub(HostCalls, RemotePeer(HOST, self.actor(host)))
+        return calls
 
     def actor(self, host: str) -> RemoteActor:
         """The process of that name."""
@@ -189,6 +202,7 @@ class Site:
         namespace: Of Ray, where the actors have their names.
         detached: Whether the actors outlive the job that started them.
         model_version: Number of the weights in ``model_dir`` since the service started; requests run on one alone.
+        sees: Whether the model reads pictures.
         model_since: When the first request on these weights may have come in, in seconds since the epoch.
     """
 
@@ -199,6 +213,7 @@ class Site:
     detached: bool = True
     model_version: int = 0
     model_since: float = 0.0
+    sees: bool = False
 
     def peers(self, local: Mapping[str, Answering] | None = None, host: str = "") -> PeerBook:
         """The other components as the process named ``host`` sees them, which has those in ``local`` itself."""

@@ -26,9 +26,7 @@ from ray.exceptions import ActorUnschedulableError, ObjectLostError, RayActorErr
 from actors.calls.failures import read_failure, write_failure
 from actors.runtime.names import NAMESPACE, actor_name
 from actors.runtime.peer import PeerLost
-from core.codec import decode
 from core.errors import FarsightError
-from core.messages.status import ComponentRows, ComponentStatus
 
 AVAILABLE = sys.platform == "linux"
 MAX_FRAME_BYTES = 2**31 - 1
@@ -118,10 +116,6 @@ class RemoteActor:
         if address and node_id == ray.get_runtime_context().get_node_id():
             self._link = await connect(address)
         return self._link
-
-    async def rows(self) -> tuple[ComponentStatus, ...]:
-        """The components of this process; raises PeerLost."""
-        return decode(await self.call("rows"), ComponentRows).components
 
     async def metrics(self) -> str:
         """What its /metrics shows; raises PeerLost."""

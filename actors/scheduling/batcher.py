@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Iterable, Mapping
 
 from actors.log.log_outbox import LogOutbox
 from actors.runtime.component import ComponentContext
@@ -13,6 +14,7 @@ from actors.runtime.peer import again_and_again, wait_for
 from actors.scheduling.batch_estimates import EstimatedTimes
 from actors.scheduling.event_recorder import EventRecorder, recorded
 from actors.scheduling.router import FleetShell
+from core.decisions import Decision
 from core.messages.fleet import ReplicaState
 from core.messages.forecasts import ForecastsMade
 from core.messages.log import FinishedBatch, FinishedBatches
@@ -60,6 +62,7 @@ class Batcher(FleetShell):
         self._log = LogOutbox(context.peers.log_store().append_batches, FinishedBatches, context.degraded)
         self._metrics = BatchMetrics(context.registry, context.config.model.name)
         self._counted_splits = 0
+        self._num_ended = 0
 
     async def start(self) -> None:
         await super().start()
@@ -82,6 +85,14 @@ class Batcher(FleetShell):
         await self._handle(ReplicaRests(state.replica, state.resting))
         await super().replica_state(state)
 
+    def recent(self) -> Iterable[Decision]:
+        """Batches, not single placements."""
+        return self.noted
+
+    @property
+    def work_done(self) -> Mapping[str, float]:
+        return {**super().work_done, "batches ended": self._num_ended, "batches split": self._batches.num_splits}
+
     def _tell_and_note(self, event: GlobalEvent, now: float) -> list[GlobalInstruction]:
         """Instructions are noted before they are carried out; what is due, and when, may be another thing now."""
         instructions = self._tell(event, now)
@@ -89,13 +100,30 @@ class Batcher(FleetShell):
             match instruction:
                 case PlaceRequests(_, requests):
                     self._metrics.started(len(requests))
+                    choice = self._batches.choice(requests[0].request_id) if requests else None
+                    if choice is not None:
+                        self.note("placed", **choice.facts())
                 case BatchEnded():
                     self._metrics.ended(instruction.duration_s)
                     self._times.ended(instruction)
                     self._log.add(self._record(instruction))
+                    self._note_end(instruction)
         self._times.look()
         self._due_changed.set()
         return instructions
+
+    def _note_end(self, batch: BatchEnded) -> None:
+        self._num_ended += 1
+        self.note(
+            "batch_ended",
+            replica=batch.replica,
+            num_requests=batch.num_requests,
+            batch_len=batch.prompt_len,
+            generation_len=batch.output_len,
+            predicted_len=batch.predicted_len,
+            took_s=batch.duration_s,
+            estimated_s=batch.estimated_s,
+        )
 
     def _record(self, batch: BatchEnded) -> FinishedBatch:
         return FinishedBatch(

@@ -7,6 +7,7 @@ they still fit (ADR 70). It keeps no state that a decision depends on: a success
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from actors.calls.scheduling import KVOffloadCalls
 from actors.runtime.component import Component, ComponentContext
@@ -31,6 +32,7 @@ class KVOffloadManager(Component, KVOffloadCalls):
         self._metrics = EngineMetrics(context.registry, context.config.model.name, context.index)
         self._counts = OffloadMetrics(context.registry, context.config.model.name, context.index)
         self._observed_at: float | None = None
+        self._num_decided = 0
 
     async def stop(self) -> None:
         await super().stop()
@@ -41,6 +43,10 @@ class KVOffloadManager(Component, KVOffloadCalls):
             raise MessageError("OffloadQuestion", question.seq, "none: this KV policy is the Scheduler's alone")
         orders = self._decider.decide(question)
         self._counts.set_idle_target(orders.idle_target)
+        self._num_decided += 1
+        numbers = {"num_out": len(orders.offload), "num_dropped": len(orders.drop), "num_back": len(orders.upload)}
+        if any(numbers.values()):
+            self.note("kv_ordered", **numbers, idle_target_tokens=orders.idle_target)
         return orders
 
     async def observe(self, report: StepReport) -> None:
@@ -55,6 +61,16 @@ class KVOffloadManager(Component, KVOffloadCalls):
     @property
     def queue(self) -> int:
         return self._mirror.usage.num_resident
+
+    @property
+    def work_done(self) -> Mapping[str, float]:
+        traffic = self._mirror.usage.traffic
+        return {
+            "questions decided": self._num_decided,
+            "offloads": traffic.offloads,
+            "uploads": traffic.uploads,
+            "tokens recomputed": traffic.recomputed_tokens,
+        }
 
     @property
     def last_step_age_s(self) -> float | None:

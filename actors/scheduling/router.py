@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from actors.calls.learning import LengthPredictorCalls
@@ -21,7 +21,7 @@ from core.load_snapshot import LoadSnapshot
 from core.messages.fleet import InFlight, ReplicaName, ReplicaNews, ReplicaState, ServedModel
 from core.messages.forecasts import ForecastMade, ForecastsMade
 from core.messages.log import RequestTrace, RequestTraces, TraceQuery
-from core.messages.placement import PlacementView
+from core.messages.placement import PlacementView, RecentPlacement, ReplicaLoads
 from core.messages.requests import (
     Announce,
     AnnounceReply,
@@ -223,6 +223,9 @@ class FleetShell(Component, RouterCalls):
             self._cost = profile_cost(news.profile)
             await self._handle(StepsPriced(news.replica, self._cost))
 
+    async def replica_loads(self) -> ReplicaLoads:
+        return ReplicaLoads(self._machine.replica_views())
+
     async def placement(self) -> PlacementView:
         """At most ``VIEW_S`` old."""
         now = time.monotonic()
@@ -262,6 +265,13 @@ class FleetShell(Component, RouterCalls):
     @property
     def last_step_age_s(self) -> float | None:
         return None if self._handled_at is None else time.monotonic() - self._handled_at
+
+    @property
+    def work_done(self) -> Mapping[str, float]:
+        return {"requests placed": self._notes.num_placed}
+
+    def recent(self) -> Iterable[Decision]:
+        return map(_placed, reversed(self._notes.recent()))
 
     async def _handle(self, event: GlobalEvent) -> Answers:
         """Gives the machine an event. Messages to a Scheduler leave in the order of the events behind them."""
@@ -424,6 +434,11 @@ class Router(FleetShell):
         settings = PolicySettings(block_size=config.engine.kv_block_size, e2=configured_e2(config.placement))
         machine = build_router(config.scheduler.preset, config.scheduler.placement, settings)
         super().__init__(context, machine, machine.handle)
+
+
+def _placed(each: RecentPlacement) -> Decision:
+    facts = {"replica": each.replica, "reason": each.reason, "known_tokens": each.known_len, "hit_tokens": each.hit_len}
+    return Decision("placement", each.placed_at, facts)
 
 
 def _waiting(response_id: str, request: Request, since: float) -> RequestTrace:

@@ -6,19 +6,19 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from actors.calls.scheduling import SchedulerCalls
 from actors.log.log_outbox import LogOutbox
-from actors.runtime.component import Component, ComponentContext
+from actors.runtime.component import MAX_RECENT, Component, ComponentContext
 from actors.runtime.metrics import EngineMetrics, OffloadMetrics
 from actors.runtime.names import initial_counts
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, current_counts, wait_for
 from actors.runtime.request_traces import request_trace
 from actors.scheduling.event_recorder import EventRecorder, recorded
 from core.costs import profile_cost
-from core.decisions import Decision, pack_decisions
+from core.decisions import Decision, on_clock, pack_decisions, unpack_decisions
 from core.errors import MessageError
 from core.messages.cache import CacheReply, KVCacheEvent, StartedRequest
 from core.messages.fleet import ReplicaNews, ReplicaState
@@ -125,6 +125,8 @@ class Scheduler(Component, SchedulerCalls):
         self._offload_metrics = OffloadMetrics(context.registry, config.model.name, self._replica)
         self._counted_preemptions = 0
         self._counted_offloads = OffloadTally()
+        self._num_started = self._num_ended = self._num_plans = 0
+        self._closed: deque[bytes] = deque(maxlen=MAX_RECENT)
         self._traces = LogOutbox(context.peers.log_store().append_traces, RequestTraces, context.degraded)
 
     async def start(self) -> None:
@@ -192,6 +194,21 @@ class Scheduler(Component, SchedulerCalls):
     def last_step_age_s(self) -> float | None:
         return None if self._reported_at is None else time.monotonic() - self._reported_at
 
+    @property
+    def work_done(self) -> Mapping[str, float]:
+        return {
+            "requests started": self._num_started,
+            "requests ended": self._num_ended,
+            "preemptions": self._machine.num_preemptions,
+            "plans": self._num_plans,
+        }
+
+    def recent(self) -> Iterable[Decision]:
+        """The last decisions about requests that have ended here; each request has many."""
+        epoch_s = time.time() - time.monotonic()
+        found = (each for packed in self._closed for each in unpack_decisions(on_clock(epoch_s, packed)))
+        return sorted(found, key=lambda each: each.at)[-MAX_RECENT:]
+
     def _handle(self, event: Event) -> list[Refusal]:
         """Gives the machine an event and carries out what it says; returns refusals."""
         refusals = []
@@ -209,6 +226,7 @@ class Scheduler(Component, SchedulerCalls):
                     refusals.append(Refusal(request_id, attempt, field, message))
                 case RequestStarted(started):
                     self._started.append(started)
+                    self._num_started += 1
                     self._metrics.started(started.queue_s)
                     self._events_due.set()
                 case CacheTold(notice):
@@ -217,12 +235,14 @@ class Scheduler(Component, SchedulerCalls):
                 case RequestEnded(finished):
                     self._view.ended(instruction)
                     self._ended.append(finished)
+                    self._num_ended += 1
                     self._events_due.set()
                 case BatchBroken(keys):
                     self._broken += keys
                     self._news_due.set()
                 case AccountClosed():
                     self._view.closed(instruction)
+                    self._closed.append(instruction.decisions)
                     self._traces.add(self._trace(instruction, ended=True))
         if self._in_batches:
             self._note_resting()
@@ -287,6 +307,7 @@ class Scheduler(Component, SchedulerCalls):
             self._plan_due.clear()
             if self._plan is not None:
                 pushed_at = time.monotonic()
+                self._num_plans += 1
                 await self._try(self._worker.push_plan(self._plan))  # a new worker gets a new plan
 
     async def _ask_about_kv(self) -> None:

@@ -191,9 +191,9 @@ class Autoscaler:
         queues = []
         for index in range(num):
             name = length_predictor_name(index)
-            host = self._peers.actor(host_of(name, self._peers.placement))
+            host = self._peers.host(host_of(name, self._peers.placement))
             try:
-                rows = await host.rows()
+                rows = (await host.rows()).components
             except PeerLost:
                 return None
             queues += [row.queue for row in rows if row.name == name]

@@ -6,23 +6,47 @@ It is the Supervisor's, because that outlives every ingress replica and is one; 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TypeVar
 
-from actors.runtime.names import own_replicas
+from actors.runtime.component import kind_of
+from actors.runtime.names import SUPERVISOR, by_host, own_replicas, wanted_components
 from actors.runtime.peer import PeerBook, PeerLost
+from core.config.load import FarsightConfig
+from core.load_snapshot import LoadSnapshot
 from core.messages.kv import KVUsage
 from core.messages.live import LiveQuery, ReplicaLive
-from core.messages.series import SeriesQuery, SeriesReply, TrafficCounts
-from core.messages.status import ComponentCounts
+from core.messages.placement import ReplicaLoads
+from core.messages.series import (
+    Activity,
+    ComponentsQuery,
+    ComponentsReply,
+    Count,
+    NamesQuery,
+    SeriesQuery,
+    SeriesReply,
+    TableReply,
+    TrafficCounts,
+)
+from core.messages.status import ComponentCounts, ComponentRows, ComponentStatus
+from core.series.components import MAX_COMPONENTS, ComponentHistory
 from core.series.service import Instant, ServiceSeries
+from core.series.table import SeriesTable
 from policies.fleet.queue_delay import queue_delay_s
 from policies.tenancy.budgets import SharedBudgets
 
 TICK_S = 1.0
 TIMEOUT_S = 0.8
 """A component that does not answer within this time is left out of this second."""
+
+MAX_REPLICAS = 64
+REPLICA_COLUMNS = ("requests", "work_tokens", "waiting", "kv_used")
+"""Lines of a replica: with ``MAX_REPLICAS`` of them 2.4 MB."""
+
+MAX_SHOWN = 16
+"""Replicas in one answer."""
 
 R = TypeVar("R")
 
@@ -35,36 +59,61 @@ class History:
         tenants: Their sums.
     """
 
-    def __init__(self, peers: PeerBook, counts: Callable[[], ComponentCounts], tenants: SharedBudgets) -> None:
+    def __init__(
+        self, peers: PeerBook, config: FarsightConfig, counts: Callable[[], ComponentCounts], tenants: SharedBudgets
+    ) -> None:
         self._peers = peers
+        self._config = config
         self._counts = counts
         self._tenants = tenants
         self._series = ServiceSeries()
+        self._replicas = SeriesTable(MAX_REPLICAS, len(REPLICA_COLUMNS))
+        self._components = ComponentHistory()
+        self._traffic: dict[str, TrafficCounts] = {}
 
     def report(self, counts: TrafficCounts) -> None:
         """Counts of an ingress replica."""
+        self._traffic[ingress_name(counts.ingress_id)] = counts
         self._series.report(counts, time.time())
 
     def since(self, query: SeriesQuery) -> SeriesReply:
         """The points that the query asks for."""
         return self._series.since(query)
 
+    def of_replicas(self, query: SeriesQuery) -> TableReply:
+        """The loads of the replicas."""
+        return self._replicas.since(query, sorted(self._replicas.names), MAX_SHOWN)
+
+    def of_components(self, query: ComponentsQuery) -> ComponentsReply:
+        """Queues, rates, health and restarts."""
+        return self._components.since(query)
+
     async def run(self) -> None:
         """One point a second until it is cancelled."""
         while True:
             now = time.time()
             await asyncio.sleep(TICK_S - now % TICK_S)
-            self._series.tick(await self._instant(), time.time())
+            await asyncio.gather(self._note_service(), self._note_components())
 
-    async def _instant(self) -> Instant:
+    async def _note_service(self) -> None:
+        """A point of the whole service, and of each replica."""
         replicas = own_replicas(self._counts())
-        outlook, live, usages = await asyncio.gather(
+        outlook, placed, live, usages = await asyncio.gather(
             _ask(self._peers.router().outlook()),
+            _ask(self._peers.router().replica_loads()),
             asyncio.gather(*(_ask(self._peers.scheduler(name).live(LiveQuery())) for name in replicas)),
             asyncio.gather(*(_ask(self._peers.kv_offload_manager(name).usage()) for name in replicas)),
         )
-        known = [each for each in live if each is not None]
-        told = [each for each in usages if each is not None]
+        known = {name: each for name, each in zip(replicas, live, strict=True) if each is not None}
+        told = {name: each for name, each in zip(replicas, usages, strict=True) if each is not None}
+        now = time.time()
+        self._series.tick(self._instant(outlook, known, told.values()), now)
+        self._replicas.tick(replica_values(placed, known, told), now)
+
+    def _instant(
+        self, outlook: LoadSnapshot | None, live: Mapping[str, ReplicaLive], usages: Iterable[KVUsage]
+    ) -> Instant:
+        known, told = list(live.values()), list(usages)
         return Instant(
             running=sum(each.num_running for each in known),
             waiting=sum(each.num_waiting for each in known) + (outlook.demand.num_waiting if outlook else 0),
@@ -72,8 +121,67 @@ class History:
             kv_peak=_peak_share(known),
             queue_delay_s=None if outlook is None else queue_delay_s(outlook, outlook.num_replicas),
             moved_bytes=_moved_bytes(told),
+            forecasts={name: each.forecasts for name, each in live.items()},
             tenants=self._tenants.usage(time.monotonic()),
         )
+
+    async def _note_components(self) -> None:
+        """A point of each component; those beyond ``MAX_COMPONENTS`` are not asked."""
+        wanted = [SUPERVISOR, *wanted_components(self._counts(), self._config.model.num_ranks)][:MAX_COMPONENTS]
+        hosts = by_host(wanted, self._peers.placement)
+        rows = self._peers.router().ingress_rows()
+        found, ingresses = await asyncio.gather(
+            asyncio.gather(*(self._activity(host, names) for host, names in hosts.items())), _ask(rows)
+        )
+        self._components.tick([*itertools.chain.from_iterable(found), *self._ingresses(ingresses)], time.time())
+
+    async def _activity(self, host: str, names: list[str]) -> list[Activity]:
+        """The components that this process should have; those that it does not tell of are dead."""
+        reply = await _ask(self._peers.host(host).activity(NamesQuery(tuple(names))))
+        told = {each.row.name: each for each in reply.components} if reply else {}
+        return [told.get(name) or Activity(self._dead(name), ()) for name in names]
+
+    def _dead(self, name: str) -> ComponentStatus:
+        return ComponentStatus(name, kind_of(name, self._config), 0, "", "dead", 0, None, 0, 0)
+
+    def _ingresses(self, rows: ComponentRows | None) -> list[Activity]:
+        if rows is None:
+            return []
+        listed = {row.name for row in rows.components}
+        self._traffic = {name: each for name, each in self._traffic.items() if name in listed}
+        return [Activity(row, _ingress_counts(self._traffic.get(row.name))) for row in rows.components]
+
+
+def ingress_name(ingress_id: str) -> str:
+    """The component of that ingress replica."""
+    return f"ingress-{ingress_id}"
+
+
+def _ingress_counts(counts: TrafficCounts | None) -> tuple[Count, ...]:
+    if counts is None:
+        return ()
+    return (
+        Count("requests ended", counts.ended),
+        Count("requests failed", counts.failed),
+        Count("requests refused", counts.rejected),
+        Count("prompt tokens", counts.prompt_tokens),
+        Count("output tokens", counts.output_tokens),
+    )
+
+
+def replica_values(
+    placed: ReplicaLoads | None, live: Mapping[str, ReplicaLive], usages: Mapping[str, KVUsage]
+) -> dict[str, dict[str, float]]:
+    """The columns of each replica that is known of: by the Router, by its Scheduler, by its KVOffloadManager."""
+    rows: dict[str, dict[str, float]] = {}
+    for view in placed.replicas if placed else ():
+        rows[view.replica] = {"requests": float(view.num_requests), "work_tokens": view.work_tokens}
+    for name, each in live.items():
+        rows.setdefault(name, {})["waiting"] = float(each.num_waiting)
+    for name, usage in usages.items():
+        if usage.num_blocks:
+            rows.setdefault(name, {})["kv_used"] = 1.0 - usage.free_blocks / usage.num_blocks
+    return rows
 
 
 def _used_share(usages: Iterable[KVUsage]) -> float | None:

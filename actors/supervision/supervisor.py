@@ -15,7 +15,7 @@ import dataclasses
 import logging
 import time
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import ray
@@ -26,9 +26,18 @@ from actors.runtime.cluster_store import ClusterStore
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.hosts import CREATE_TIMEOUT_S, find_host, list_hosts, recreate_host
 from actors.runtime.metrics import ComponentRestarts
-from actors.runtime.names import SCALABLE, SUPERVISOR, by_host, host_of, initial_counts, own_replicas, wanted_components
+from actors.runtime.names import (
+    IMAGE_ENCODER,
+    SCALABLE,
+    SUPERVISOR,
+    by_host,
+    host_of,
+    initial_counts,
+    own_replicas,
+    wanted_components,
+)
 from actors.runtime.nodes import Homes
-from actors.runtime.peer import LOOK_AGAIN_S, PeerLost
+from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, again_and_again
 from actors.runtime.rank_groups import remove_rank_group
 from actors.runtime.watching import watched
 from actors.supervision.autoscaling import Autoscaler
@@ -40,7 +49,7 @@ from core.codec import decode, encode
 from core.errors import FarsightError, MessageError
 from core.messages.drains import DrainProgress, DrainReplica, DrainService, IngressOrders, IngressReport
 from core.messages.fleet import ReplicaName
-from core.messages.series import SeriesQuery, SeriesReply, TrafficCounts
+from core.messages.series import ComponentsQuery, ComponentsReply, SeriesQuery, SeriesReply, TableReply, TrafficCounts
 from core.messages.status import ComponentCounts, Scale, StartState
 from core.messages.tenants import TenantBudgets, TenantReport, TenantUsages
 from core.messages.weights import ServedWeights, Upgrade
@@ -52,6 +61,9 @@ delayed, each time for twice as long ..."""
 
 MAX_BACKOFF_S = 5.0
 """... up to so many seconds."""
+
+HISTORY_PAUSE_S = 2.0
+"""After a fault in what people look at."""
 
 DRAIN_S = 20.0
 """Seconds that a replica which is being removed may take to finish its requests; the rest is resumed elsewhere."""
@@ -73,7 +85,7 @@ class Supervisor(Component, SupervisorCalls):
         super().__init__(context)
         self._site = context.site
         self._own = host_of(SUPERVISOR, self._site.placement)
-        self._counts = initial_counts(context.config)
+        self._counts = initial_counts(context.config, sees=self._site.sees)
         self._store = ClusterStore(self._site.namespace)
         self._homes = Homes(self._store, on_gpu=context.config.engine.device == "cuda")
         self._keepers: dict[str, asyncio.Task[None]] = {}
@@ -82,9 +94,10 @@ class Supervisor(Component, SupervisorCalls):
         self._scaling = asyncio.Lock()
         self._acted_at = time.monotonic()
         self._has_taken_over = False
+        self._num_created = 0
         self._tenants = SharedBudgets(uuid.uuid4().hex)
         self._ingresses = IngressReports()
-        self._history = History(context.peers, lambda: self._counts, self._tenants)
+        self._history = History(context.peers, context.config, lambda: self._counts, self._tenants)
         self._upgrade = RollingUpgrade(
             self._store, self._site.model_dir, self._ingresses, lambda: self._counts, self._change, self._renew
         )
@@ -114,7 +127,7 @@ class Supervisor(Component, SupervisorCalls):
         scaler = Autoscaler(self.context.config, self.context.peers, lambda: self._counts, self._scale)
         for task in scaler.tasks():
             self.spawn(task)
-        self.spawn(self._history.run())
+        self.spawn(again_and_again(self._history.run, HISTORY_PAUSE_S))  # a fault in it is no reason to start anew
 
     async def stop(self) -> None:
         for task in self._keepers.values():
@@ -136,6 +149,8 @@ class Supervisor(Component, SupervisorCalls):
     async def scale(self, scale: Scale) -> ComponentCounts:
         if scale.kind not in SCALABLE:
             raise MessageError("kind", scale.kind, f"one of {', '.join(SCALABLE)}")
+        if scale.kind == IMAGE_ENCODER and not self._site.sees:
+            raise MessageError("kind", scale.kind, "another kind: the served model reads no pictures")
         model = self.context.config.model
         follows = scale.kind == "replica" and model.max_replicas > 0
         low, high = (model.min_replicas, model.max_replicas) if follows else (1, 1000)
@@ -159,6 +174,8 @@ class Supervisor(Component, SupervisorCalls):
     async def upgrade(self, order: Upgrade) -> ServedWeights:
         if self._upgrade.is_under_way:
             raise FarsightError("an upgrade is under way")
+        if order.model_dir and self._site.sees:
+            raise MessageError("model", order.model_dir, "no other weights: what a model sees is encoded by its own")
         if self._site.placement == "packed":
             raise MessageError("model", order.model_dir, "no upgrade: emulated devices share processes (packed)")
         # It goes on without the caller, which may end meanwhile.
@@ -185,6 +202,12 @@ class Supervisor(Component, SupervisorCalls):
     async def series(self, query: SeriesQuery) -> SeriesReply:
         return self._history.since(query)
 
+    async def replica_series(self, query: SeriesQuery) -> TableReply:
+        return self._history.of_replicas(query)
+
+    async def component_series(self, query: ComponentsQuery) -> ComponentsReply:
+        return self._history.of_components(query)
+
     async def _scale(self, kind: str, count: int, known: int | None = None) -> None:
         """Scales a kind, unless its number is no longer ``known``; None scales from any number."""
         async with self._scaling:
@@ -192,6 +215,7 @@ class Supervisor(Component, SupervisorCalls):
             if known not in (None, getattr(before, SCALABLE[kind])):
                 return
             counts = scaled(before, kind, count)
+            self.note("scaled", what=kind, count=count)
             try:
                 await self._change(counts)
             except FarsightError:  # the added components cannot start
@@ -215,6 +239,10 @@ class Supervisor(Component, SupervisorCalls):
         self._keep_wanted()
         await self._add_to_living()
         await self.started()
+
+    @property
+    def work_done(self) -> Mapping[str, float]:
+        return {"processes started": self._num_created}
 
     @property
     def queue(self) -> int:
@@ -303,6 +331,8 @@ class Supervisor(Component, SupervisorCalls):
                 await asyncio.sleep(min(MAX_BACKOFF_S, LOOK_AGAIN_S * 2**failures))
 
     async def _create(self, host: str, restarts: int, why: str) -> Any:
+        self._num_created += 1
+        self.note("process_started", host=host, start=restarts + 1, last_end=why or "none before")
         await self._store.put(_restarts_key(host), b"%d" % restarts)
         site = self._upgrade.site_of(host, self._site)
         return await recreate_host(host, site, restarts, await self._homes.of(host), why)

@@ -29,6 +29,7 @@ from actors.pulse.process_clock import read_clock
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.metrics import EngineMetrics
 from actors.runtime.peer import wait_for
+from actors.runtime.shared_rows import rows_directory
 from actors.worker.step_loop import Step, StepBounds, StepLoop
 from actors.worker.token_channels import POLL_TIMEOUT_S, TICK_S, TokenChannels
 from core.errors import RankLost
@@ -91,6 +92,7 @@ class ModelWorker(Component, WorkerCalls):
         self._metrics = EngineMetrics(context.registry, context.config.model.name, context.index)
         self._gaps, self._model_cpu, self._ooms, self._cut_off = _step_metrics(context.registry)
         self._num_ooms = 0  # that the metric knows
+        self._num_steps = self._num_prefilled = self._num_decoded = 0
 
     async def start(self) -> None:
         """Loads the model and begins to step.
@@ -197,6 +199,10 @@ class ModelWorker(Component, WorkerCalls):
         return None if self._stepped_at is None else time.monotonic() - self._stepped_at
 
     @property
+    def work_done(self) -> Mapping[str, float]:
+        return {"steps": self._num_steps, "prompt tokens": self._num_prefilled, "output tokens": self._num_decoded}
+
+    @property
     def work(self) -> Work | None:
         step = None if self._steps is None else self._steps.under_way
         if step is None:
@@ -230,6 +236,9 @@ class ModelWorker(Component, WorkerCalls):
             self._samples.append(sample)
             self._bounds.add(sample)
         self._metrics.step(sample.prefill_tokens + sample.decode_seqs)
+        self._num_steps += 1
+        self._num_prefilled += sample.prefill_tokens
+        self._num_decoded += sample.decode_seqs
         self._model_cpu.inc(step.cpu_s)
         num_ooms = worker.runner.num_ooms
         self._ooms.inc(num_ooms - self._num_ooms)
@@ -321,11 +330,20 @@ def _build(model_dir: Path, config: FarsightConfig, incarnation: str, ranks: Ran
         place: The replica's number.
     """
     from engine.build import build_worker
+    from engine.vision.row_files import SharedEmbeddings
 
     if config.engine.device == "cpu" and ranks is None:
         bind_to_node(place, compute_threads(config.engine.num_threads, config.model.most_replicas))
+    rows = rows_directory()
     worker = build_worker(
-        model_dir, config.model.dtype, config.engine, incarnation, config.model.most_replicas, config.scheduler, ranks
+        model_dir,
+        config.model.dtype,
+        config.engine,
+        incarnation,
+        config.model.most_replicas,
+        config.scheduler,
+        ranks,
+        None if rows is None else SharedEmbeddings(rows),
     )
     gc.collect()
     gc.freeze()  # what torch has brought need not be looked through again, in the middle of a step

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 
@@ -16,12 +17,22 @@ RETRY_S = 0.05
 AGAIN = (429, 502, 503, 504)
 
 
+BodyOf = Callable[[int, int], dict[str, Any]]
+
+
 @dataclass
 class Client:
-    """One client; ``done`` are its complete answers, ``gaps`` its pauses between events as (began, seconds)."""
+    """One client; ``done`` are its complete answers, ``gaps`` its pauses between events as (began, seconds).
+
+    Attributes:
+        path: Where it asks.
+        body_of: What it asks, by its index and its number of tokens.
+    """
 
     index: int
     num_tokens: int
+    path: str = "/v1/completions"
+    body_of: BodyOf = stream_body
     done: list[Stream] = field(default_factory=list)
     gaps: list[tuple[float, float]] = field(default_factory=list)
     statuses: dict[int, int] = field(default_factory=dict)
@@ -44,9 +55,9 @@ class Client:
         stream_id = last_id = ""
         while not stream.done and not self.failures:
             asked = "GET" if last_id else "POST"
-            address = f"/v1/streams/{stream_id}" if last_id else "/v1/completions"
+            address = f"/v1/streams/{stream_id}" if last_id else self.path
             headers = {"Last-Event-ID": last_id} if last_id else {"X-Farsight-Resumable": "true"}
-            body = None if last_id else stream_body(self.index, self.num_tokens)
+            body = None if last_id else self.body_of(self.index, self.num_tokens)
             self.num_resumed += bool(last_id)
             try:
                 async with session.request(asked, address, json=body, headers=headers) as reply:
@@ -92,10 +103,12 @@ class Client:
 
 
 @asynccontextmanager
-async def clients(base_url: str, number: int, num_tokens: int) -> AsyncIterator[list[Client]]:
+async def clients(
+    base_url: str, number: int, num_tokens: int, path: str = "/v1/completions", body_of: BodyOf = stream_body
+) -> AsyncIterator[list[Client]]:
     """Clients at work; at the end each finishes the answer that it reads."""
     connector = aiohttp.TCPConnector(limit=0)
-    found = [Client(index, num_tokens) for index in range(number)]
+    found = [Client(index, num_tokens, path, body_of) for index in range(number)]
     stop = asyncio.Event()
     async with aiohttp.ClientSession(base_url, connector=connector, timeout=aiohttp.ClientTimeout(None)) as session:
         tasks = [asyncio.create_task(client.run(session, stop)) for client in found]

@@ -63,7 +63,7 @@ class Stream:
             self.errors.append(chunk["error"])
             return
         for choice in chunk["choices"]:
-            self.texts.append(choice["text"])
+            self.texts.append(choice["text"] if "text" in choice else choice["delta"].get("content") or "")
             self.arrived_at.append(time.monotonic())
             self.reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
         if chunk.get("usage"):

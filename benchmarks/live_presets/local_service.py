@@ -21,11 +21,9 @@ from actors.runtime.host import ComponentHost
 from actors.runtime.names import LOG_STORE, by_host, initial_counts, length_predictor_name, wanted_components
 from actors.runtime.peer import Answering, LocalPeer, PeerBook, Site
 from actors.scheduling.scheduler import FEED_S
-from core.codec import decode
 from core.config.load import FarsightConfig
 from core.forecast import QUANTILES, Forecast
 from core.messages.forecasts import ForecastQuestions, Forecasts
-from core.messages.status import ComponentRows
 from services.api.backend import ModelInfo
 from services.ingress.engine_client import EngineClient
 
@@ -140,7 +138,7 @@ async def running(config: FarsightConfig, forecasts: Mapping[str, Forecast], mod
 async def _up(hosts: Iterable[ComponentHost]) -> None:
     """Returns when every replica has a worker, and the Router knows of one."""
     while True:
-        components = [component for host in hosts for component in decode(await host.rows(), ComponentRows).components]
+        components = [component for host in hosts for component in (await host.rows()).components]
         if all(component.state == "ready" for component in components if component.kind in _SERVING):
             return
         await asyncio.sleep(FEED_S)

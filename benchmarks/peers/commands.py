@@ -49,6 +49,7 @@ class PeerOptions:
         threads: Compute threads.
         in_flight: The most requests in flight; llama.cpp has so many slots.
         more: More arguments of its server.
+        dtype: Of weights and KV; llama.cpp has that of its file.
     """
 
     installed: Path
@@ -57,6 +58,7 @@ class PeerOptions:
     threads: int = 1
     in_flight: int = 1
     more: Sequence[str] = ()
+    dtype: str = "bfloat16"
 
 
 def peer(name: str, options: PeerOptions) -> Peer:
@@ -73,7 +75,7 @@ def vllm_command(options: PeerOptions) -> ServerCommand:
     port, model_name = free_port(), options.model.resolve().name
     words = [str(options.installed / "bin/vllm"), "serve", str(options.model), "--served-model-name", model_name]
     words += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(options.max_model_len)]
-    words += ["--dtype", "bfloat16", "--no-enable-prefix-caching", "--distributed-executor-backend", "uni"]
+    words += ["--dtype", options.dtype, "--no-enable-prefix-caching", "--distributed-executor-backend", "uni"]
     env = {**OFFLINE, **SINGLE_PROCESS, "VLLM_CPU_KVCACHE_SPACE": KV_SPACE_GIB, "VLLM_NO_USAGE_STATS": "1"}
     env |= {"OMP_NUM_THREADS": str(options.threads)}
     env |= {"VLLM_CACHE_ROOT": str(options.installed / "cache")}  # compiled graphs; kept out of the home directory
@@ -95,7 +97,7 @@ def transformers_command(options: PeerOptions) -> ServerCommand:
     port = free_port()
     words = [str(options.installed / "bin/transformers"), "serve", str(options.model)]
     words += ["--continuous-batching", "--device", "cpu"]
-    words += ["--dtype", "bfloat16", "--host", "127.0.0.1", "--port", str(port), "--no-cb-use-cuda-graph"]
+    words += ["--dtype", options.dtype, "--host", "127.0.0.1", "--port", str(port), "--no-cb-use-cuda-graph"]
     words += ["--cb-block-size", CB_BLOCK_TOKENS, "--cb-num-blocks", CB_BLOCKS, "--cb-max-batch-tokens", "2048"]
     env = {**OFFLINE, "OMP_NUM_THREADS": str(options.threads)}
     return ServerCommand([*words, *options.more], port, str(options.model), env)

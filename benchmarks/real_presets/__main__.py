@@ -37,7 +37,7 @@ def main() -> None:
 def _run(args: argparse.Namespace) -> int:
     """How many runs are missing after this part."""
     args.out.mkdir(parents=True, exist_ok=True)
-    bench = Bench(args.model, args.requests, args.max_num_seqs, args.threads, args.texts, args.peer_venv)
+    bench = Bench(args.model, args.requests, args.max_num_seqs, args.threads, args.dtype, args.texts, args.peer_venv)
     systems = [System.parse(each) for each in args.systems]
 
     def still_missing() -> list[Run]:
@@ -63,6 +63,7 @@ def _parse() -> argparse.Namespace:
     run.add_argument("--requests", type=int, default=500, help="of a cell")
     run.add_argument("--max-num-seqs", type=int, default=16, help="places of each server")
     run.add_argument("--threads", type=int, default=2, help="compute threads of each server")
+    run.add_argument("--dtype", default="bfloat16", help="of all servers; float32 where processors lack bfloat16")
     run.add_argument("--for-s", type=float, default=math.inf, help="end after so many seconds, to go on later")
     run.add_argument("--texts", type=Path, help="file of the eight tasks, for the workload texts")
     run.add_argument("--peer-venv", type=Path, help="where vLLM is installed, for the system vllm")

@@ -71,6 +71,7 @@ class Bench:
     """What all cells share.
 
     Attributes:
+        dtype: Of weights and KV, of each server.
         texts: File of the eight tasks.
         peer_venv: Where vLLM is installed; None without it.
     """
@@ -79,6 +80,7 @@ class Bench:
     num_requests: int = 500
     max_num_seqs: int = 16
     threads: int = 2
+    dtype: str = "bfloat16"
     texts: Path | None = None
     peer_venv: Path | None = None
 
@@ -102,13 +104,14 @@ class Bench:
             if self.peer_venv is None:
                 raise ConfigError("--peer-venv", None, "the virtual environment of vLLM")
             more = ("--max-num-seqs", str(self.max_num_seqs))
-            return vllm_command(PeerOptions(self.peer_venv, self.model, threads=self.threads, more=more))
+            options = PeerOptions(self.peer_venv, self.model, threads=self.threads, more=more, dtype=self.dtype)
+            return vllm_command(options)
         config = folder / f"{system.name}.toml"
         engine = ["[engine]", f"max_num_seqs = {self.max_num_seqs}"]
         config.write_text("\n".join([*engine, "[scheduler]", *system.settings, ""]), "utf-8")
-        options = ["--config", str(config), "--preset", system.preset, "--dtype", "bfloat16"]
-        options += ["--threads", str(self.threads)]
-        return farsight_command(self.model, options)
+        arguments = ["--config", str(config), "--preset", system.preset, "--dtype", self.dtype]
+        arguments += ["--threads", str(self.threads)]
+        return farsight_command(self.model, arguments)
 
 
 @contextlib.contextmanager

@@ -28,6 +28,9 @@ class PredictorConfig:
         wait_s: Seconds that a request waits for its forecast before the ingress sends it; a later forecast follows it.
         learn: Train again while serving, on requests that were predicted badly.
         learn_every_s: Seconds between two trainings; Magnus trains every three minutes (section III-B).
+        learn_min_error: Only requests whose prediction was wrong by more than so many tokens are learned from (Magnus,
+            section III-B: 10) ...
+        learn_min_share: ... and by more than this share of the true length (0.1).
     """
 
     artefact: str = ""
@@ -39,6 +42,8 @@ class PredictorConfig:
     wait_s: float = 0.0
     learn: bool = True
     learn_every_s: float = 180.0
+    learn_min_error: float = 10.0
+    learn_min_share: float = 0.1
 
     def __post_init__(self) -> None:
         reads = bool(self.artefact) or self.from_traffic
@@ -47,3 +52,5 @@ class PredictorConfig:
         require(self.cpu_share > 0, "predictor.cpu_share", self.cpu_share, "a number > 0")
         require(self.wait_s >= 0, "predictor.wait_s", self.wait_s, "a number >= 0")
         require(self.learn_every_s > 0, "predictor.learn_every_s", self.learn_every_s, "a number > 0")
+        for name in ("learn_min_error", "learn_min_share"):
+            require(getattr(self, name) >= 0, f"predictor.{name}", getattr(self, name), "a number >= 0")

@@ -16,6 +16,7 @@ from core.config.actors import ActorsConfig
 from core.config.checks import require
 from core.config.engine import EMULATED, EngineConfig
 from core.config.files import FilesConfig
+from core.config.images import ImagesConfig
 from core.config.learning import PredictorConfig
 from core.config.log import LogConfig
 from core.config.model import ModelConfig
@@ -47,6 +48,7 @@ class FarsightConfig:
     log: LogConfig = field(default_factory=LogConfig)
     traces: TracesConfig = field(default_factory=TracesConfig)
     files: FilesConfig = field(default_factory=FilesConfig)
+    images: ImagesConfig = field(default_factory=ImagesConfig)
     replica: tuple[ReplicaConfig, ...] = ()
 
     def __post_init__(self) -> None:

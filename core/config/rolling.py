@@ -30,8 +30,11 @@ ROLLING: Mapping[str, tuple[str, ...]] = {
         *("window_s", "rebalance", "rebalance_ratio", "rebalance_after", "autoscale", "balance", "imbalance_ratio"),
         *("balanced_ratio", "initial_output_len", "max_tree_mib"),
     ),
-    "batch": ("wma_threshold", "knn_neighbours", "num_bins", "max_wait_s"),
-    "predictor": ("num_trees", "cpu_share", "learn", "learn_every_s"),
+    "batch": (
+        *("wma_threshold", "knn_neighbours", "num_bins", "max_wait_s", "reload_s"),
+        *("learn_every_s", "learn_min_error_s", "learn_min_share"),
+    ),
+    "predictor": ("num_trees", "cpu_share", "learn", "learn_every_s", "learn_min_error", "learn_min_share"),
 }
 """By section: what the workers of a replica alone read, and its Scheduler alone, when they start; what the ingress
 replicas alone compare requests with; what the components in ``READERS`` alone read."""

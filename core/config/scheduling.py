@@ -37,18 +37,20 @@ class SchedulerConfig:
             milliseconds: so many prompt tokens go into a step as its measured cost allows. Streams that take more than
             half of it by themselves leave prompts as much time as they take. 0 for no bound but
             ``engine.max_batch_tokens``. 200 cost nothing where it was measured.
-        watermark: Share of the KV pool that admission may fill, in (0, 1].
+        watermark: Share of the KV pool that admission may fill, in (0, 1] ("watermark" of the aggressive scheduler in
+            Past-Future, table 1).
         standby_slots: Requests sent to the worker ahead of need.
         mlfq: Which MLFQ the order ``skip-join-mlfq`` is: ``skip-join``, FastServe's own; or a baseline of its section
             6.3, which knows no lengths, so that every request joins the first queue: ``no-preemption`` goes on with an
             iteration that outlasts its quantum, ``preemption`` cuts it off (``kills``): its work is lost, its time
             counts, and the request sinks. Iterations are cut off between layers, on ``cpu`` and ``emulated`` devices.
-        quantum_s: Shortest first quantum of skip-join MLFQ, in seconds; where a step of one sequence takes longer,
-            that is the quantum. A quantum should outlast four round trips between Scheduler and worker, of some 5 ms
-            each.
+        quantum_s: Shortest quantum of the first queue of skip-join MLFQ, in seconds (FastServe, section 4.1); where a
+            step of one sequence takes longer, that is the quantum. A quantum should outlast four round trips between
+            Scheduler and worker, of some 5 ms each.
         quantum_ratio: Quantum of a level of skip-join MLFQ divided by that of the level above it (FastServe, section
             4.1).
-        num_levels: Levels of skip-join MLFQ; the last is then unbounded. 0 makes levels as they are needed.
+        num_levels: Levels of skip-join MLFQ, its queues (FastServe, section 4.1); the last is then unbounded. 0 makes
+            levels as they are needed.
         starve_limit_s: STARVE_LIMIT: skip-join MLFQ promotes a request that has waited so many seconds to the first
             queue (FastServe, algorithm 1).
         min_idle_slots: K: proactive offload keeps free what so many running requests hold (FastServe, section 4.2).
@@ -122,7 +124,8 @@ class BatchConfig:
     """How batches are formed under a preset of batch mode.
 
     Attributes:
-        batch_size: Most requests of a batch; 0 is the preset's own number. Never more than ``engine.max_num_seqs``.
+        batch_size: Most requests of a batch (B of Multi-Bin, section 3; the fixed batch size of Magnus, equation 1); 0
+            is the preset's own number. Never more than ``engine.max_num_seqs``.
         wma_threshold: Phi: a request joins a batch only if the wasted memory accesses stay below this; in tokens
             (Magnus, section III-C).
         knn_neighbours: k: the serving time of a batch is the mean of so many served batches like it (Magnus,
@@ -131,6 +134,14 @@ class BatchConfig:
             empty: a batch is estimated by the sum of its steps until 200 batches have run.
         num_bins: k: bins of output lengths (Multi-Bin, section 4).
         max_wait_s: Seconds that a request waits for others of its bin; then its batch runs as it is (Multi-Bin).
+        reload_s: Seconds for which a worker takes no batch after one that ran out of memory, as long as the paper's
+            worker takes to load its model again before the batch is split (Magnus, section III-C). 0: our workers
+            keep their model, and go on at once.
+        learn_every_s: Seconds between two fits of the estimator of batch times; Magnus fits every two minutes (section
+            III-D).
+        learn_min_error_s: Only batches whose estimate was wrong by more than so many seconds are learned from (Magnus,
+            section III-D: 2) ...
+        learn_min_share: ... and by more than this share of the true time (0.2).
     """
 
     batch_size: int = 0
@@ -139,6 +150,10 @@ class BatchConfig:
     artefact: str = ""
     num_bins: int = 4
     max_wait_s: float = 1.0
+    reload_s: float = 0.0
+    learn_every_s: float = 120.0
+    learn_min_error_s: float = 2.0
+    learn_min_share: float = 0.2
 
     def __post_init__(self) -> None:
         require(self.batch_size >= 0, "batch.batch_size", self.batch_size, "an integer >= 0")
@@ -147,3 +162,7 @@ class BatchConfig:
         require(1 <= neighbours <= 200, "batch.knn_neighbours", neighbours, "an integer from 1 to 200")
         require(self.num_bins >= 1, "batch.num_bins", self.num_bins, "an integer >= 1")
         require(self.max_wait_s >= 0, "batch.max_wait_s", self.max_wait_s, "a number >= 0")
+        require(0 <= self.reload_s < math.inf, "batch.reload_s", self.reload_s, "seconds >= 0")
+        require(0 < self.learn_every_s < math.inf, "batch.learn_every_s", self.learn_every_s, "seconds > 0")
+        for name in ("learn_min_error_s", "learn_min_share"):
+            require(0 <= getattr(self, name) < math.inf, f"batch.{name}", getattr(self, name), "a number >= 0")

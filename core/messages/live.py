@@ -49,7 +49,12 @@ class LiveRequest:
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """A request that has ended on a replica; ``took_s`` since it reached the replica's scheduler."""
+    """A request that has ended on a replica.
+
+    Attributes:
+        predicted_len, most_len: As in ``LiveRequest``.
+        took_s: Since it reached the replica's scheduler.
+    """
 
     response_id: str
     choice: int
@@ -57,6 +62,7 @@ class EndedRequest:
     output_len: int
     predicted_len: float | None
     took_s: float
+    most_len: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,25 @@ class MemoryPoint:
 
     steps: int
     tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastTally:
+    """What came of forecasts, over the requests that had one and ended of themselves or at their limit.
+
+    Attributes:
+        error_tokens: Sum of the distances between mean and true length.
+        excess_tokens: Sum of mean minus true length; below 0 where forecasts were too short.
+        output_tokens: Sum of the true lengths.
+        within_p50, within_p90: Requests that were no longer than that quantile.
+    """
+
+    num_requests: int = 0
+    error_tokens: float = 0.0
+    excess_tokens: float = 0.0
+    output_tokens: int = 0
+    within_p50: int = 0
+    within_p90: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +103,7 @@ class ReplicaLive:
         curve: The predicted memory, at most ``policies.replica.live_view.MAX_POINTS`` points, steps rising.
         requests: Those with a place first, then those that wait, best first.
         ended: The last ones, newest first.
+        forecasts: Since the Scheduler began.
     """
 
     replica: str
@@ -89,6 +115,7 @@ class ReplicaLive:
     curve: tuple[MemoryPoint, ...]
     requests: tuple[LiveRequest, ...] = ()
     ended: tuple[EndedRequest, ...] = ()
+    forecasts: ForecastTally = ForecastTally()
 
     @property
     def peak_tokens(self) -> int:

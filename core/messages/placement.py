@@ -29,6 +29,13 @@ class ReplicaView:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaLoads:
+    """All replicas."""
+
+    replicas: tuple[ReplicaView, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PrefixView:
     """A node of the prefix tree.
 

@@ -1,8 +1,11 @@
-"""What a service measured of itself over time, on its way to the Supervisor and to the dashboard."""
+"""What a service measured of itself over time, and what its components do, on the way to the Supervisor and to the
+dashboard; no component decides by these messages."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from core.messages.status import ComponentStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +63,103 @@ class SeriesReply:
     at: tuple[float, ...]
     columns: tuple[SeriesColumn, ...]
     tenants: tuple[SeriesColumn, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """One of several things of a kind, such as a replica, and its lines."""
+
+    name: str
+    columns: tuple[SeriesColumn, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TableReply:
+    """Lines of several things of a kind.
+
+    Attributes:
+        at: As in ``SeriesReply``; each column has one value a point.
+        num_left_out: Things for which there was no room.
+    """
+
+    at: tuple[float, ...]
+    rows: tuple[TableRow, ...]
+    num_left_out: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """How much of something a component has done since it began."""
+
+    name: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """A component now, and its counts."""
+
+    row: ComponentStatus
+    counts: tuple[Count, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Activities:
+    """The components of one process."""
+
+    components: tuple[Activity, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NamesQuery:
+    """To a process: those of these components that it has."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RecentDecisions:
+    """The last decisions of a component, packed as in ``core.decisions``; facts hold no text of clients."""
+
+    component: str
+    decisions: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RecentReply:
+    """What the components of one process decided last."""
+
+    components: tuple[RecentDecisions, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LifeEvent:
+    """A component changed its state, or another process took its place.
+
+    Attributes:
+        at: Seconds since the epoch.
+        state: From then on, as in ``ComponentStatus``; ``restarted`` for a new process.
+        reason: Why, where that is known; else empty.
+    """
+
+    at: float
+    name: str
+    kind: str
+    state: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentsQuery:
+    """To the Supervisor: the lines of the components of this kind."""
+
+    kind: str
+    span: SeriesQuery
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentsReply:
+    """From the Supervisor; ``events`` newest first."""
+
+    lines: TableReply
+    events: tuple[LifeEvent, ...]

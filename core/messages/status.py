@@ -66,6 +66,7 @@ class ComponentCounts:
 
     Attributes:
         draining: Replicas that take no new requests and are to be drained, once theirs have ended or moved.
+        image_encoders: 0 where the model reads text alone.
         drained: Replicas that the operator has taken out: they count as replicas, and have no processes.
     """
 
@@ -76,6 +77,7 @@ class ComponentCounts:
     backends: int = 0
     draining: tuple[str, ...] = ()
     drained: tuple[str, ...] = ()
+    image_encoders: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,11 @@ report that comes twice, or late, counts once.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from core.messages.live import ForecastTally
 from core.messages.series import SeriesColumn, SeriesQuery, SeriesReply, TrafficCounts
 from core.messages.tenants import TenantUsage
 from core.series.durations import add_counts, more_since, percentile_s
@@ -25,7 +28,13 @@ FORGET_S = 3600.0
 
 LEVELS = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 DURATIONS = ("ttft", "itl", "jct")
-RATES = ("prompt_tokens", "output_tokens", "ended", "failed", "rejected", "moved_bytes")
+FORECASTS = tuple(field.name for field in dataclasses.fields(ForecastTally))
+"""Columns ``forecast_...``: what came of forecasts a second. Their ratios are errors and shares, over any span."""
+
+RATES = (
+    *("prompt_tokens", "output_tokens", "ended", "failed", "rejected", "moved_bytes"),
+    *(f"forecast_{name}" for name in FORECASTS),
+)
 GAUGES = ("running", "waiting", "kv_used", "kv_peak", "queue_delay_s")
 PEAKS = ("kv_peak",)
 """Gauges of which a minute keeps the highest value, not the mean."""
@@ -40,6 +49,7 @@ class Instant:
     Attributes:
         kv_used, kv_peak: Share of the KV pools in use, and the predicted highest share; None without a pool.
         moved_bytes: KV copied between device and host since the workers began.
+        forecasts: By replica, since its Scheduler began.
         tenants: Sums over all ingress replicas.
     """
 
@@ -49,6 +59,7 @@ class Instant:
     kv_peak: float | None = None
     queue_delay_s: float | None = None
     moved_bytes: int = 0
+    forecasts: Mapping[str, ForecastTally] = field(default_factory=dict)
     tenants: tuple[TenantUsage, ...] = ()
 
 
@@ -94,6 +105,7 @@ class ServiceSeries:
         self._gpu_s: dict[str, float] | None = None
         self._tenant_rejections: int | None = None
         self._moved: int | None = None
+        self._forecasts: dict[str, ForecastTally] = {}
         self._second, self._minute = _Span(), _Span()
         self._ticked_at: float | None = None
         self._minute_began: float | None = None
@@ -148,6 +160,8 @@ class ServiceSeries:
         if self._moved is not None:
             self._second.count("moved_bytes", max(0, instant.moved_bytes - self._moved))  # a new worker counts from 0
         self._moved = instant.moved_bytes
+        for replica, tally in instant.forecasts.items():
+            self._take_forecasts(replica, tally)
         rejected = sum(tenant.rejected for tenant in instant.tenants)
         if self._tenant_rejections is not None:
             self._second.count("rejected", max(0, rejected - self._tenant_rejections))
@@ -159,6 +173,15 @@ class ServiceSeries:
                 more_s = max(0.0, sum_s - self._gpu_s.get(name, 0.0))
                 self._second.tenants[line] = self._second.tenants.get(line, 0.0) + more_s
         self._gpu_s = gpu_s
+
+    def _take_forecasts(self, replica: str, tally: ForecastTally) -> None:
+        """What has come since the last time; the first time, and after a restart, that is only compared with later."""
+        before = self._forecasts.get(replica)
+        self._forecasts[replica] = tally
+        if before is None or tally.num_requests < before.num_requests:
+            return
+        for name in FORECASTS:
+            self._second.count(f"forecast_{name}", getattr(tally, name) - getattr(before, name))
 
     def _line_of(self, tenant: str) -> str:
         if tenant in self._tenant_rings:

@@ -33,14 +33,23 @@ class CarriedEmbeddings:
 
     def rows(self, span: ImageSpan, hidden_size: int) -> np.ndarray:
         """See ``EmbeddingSource.rows``."""
-        values, size = span.length * hidden_size, len(span.embeddings)
-        if size == 4 * values:
-            return np.frombuffer(span.embeddings, "<f4").reshape(span.length, hidden_size)
-        if size == 2 * values:
-            wide = np.frombuffer(span.embeddings, "<u2").astype("<u4") << np.uint32(16)
-            return wide.view("<f4").reshape(span.length, hidden_size)
-        expected = f"{4 * values} bytes (float32) or {2 * values} (bfloat16): {span.length} rows of {hidden_size}"
-        raise InvalidValueError("images.embeddings", f"{size} bytes", expected)
+        return unpacked(span.embeddings, span.length, hidden_size)
+
+
+def unpacked(data: bytes | memoryview, length: int, hidden_size: int) -> np.ndarray:
+    """float32 ``[length, hidden_size]`` of the bytes in ``ImageSpan.embeddings``.
+
+    Raises:
+        InvalidValueError: There are more or fewer of them.
+    """
+    values, size = length * hidden_size, len(data)
+    if size == 4 * values:
+        return np.frombuffer(data, "<f4").reshape(length, hidden_size)
+    if size == 2 * values:
+        wide = np.frombuffer(data, "<u2").astype("<u4") << np.uint32(16)
+        return wide.view("<f4").reshape(length, hidden_size)
+    expected = f"{4 * values} bytes (float32) or {2 * values} (bfloat16): {length} rows of {hidden_size}"
+    raise InvalidValueError("images.embeddings", f"{size} bytes", expected)
 
 
 @dataclass(frozen=True, slots=True)

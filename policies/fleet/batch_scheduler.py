@@ -71,11 +71,17 @@ class BatchScheduler(FleetMachine):
         batcher: Forms batches; this object owns it from now on.
         serving_time_s: Estimated seconds of a batch, for the record.
         forecast_wait_s: As in ``CentralQueue``.
+        reload_s: After a batch has broken off its replica takes nothing for so long (Magnus, section III-C, loads the
+            model again); 0 for replicas that go on at once.
     """
 
-    def __init__(self, batcher: Batcher, serving_time_s: ServingTime, forecast_wait_s: float = 0.0) -> None:
+    def __init__(
+        self, batcher: Batcher, serving_time_s: ServingTime, forecast_wait_s: float = 0.0, reload_s: float = 0.0
+    ) -> None:
         super().__init__()
         self._serving_time_s = serving_time_s
+        self._reload_s = reload_s
+        self._reloads_until: dict[str, float] = {}  # by replica
         self._waiting = CentralQueue(batcher, forecast_wait_s)
         self._runs: dict[str, _Run] = {}  # by replica
         self._resting: dict[str, frozenset[Key]] = {}  # by replica
@@ -96,11 +102,16 @@ class BatchScheduler(FleetMachine):
     @property
     def next_due_at(self) -> float | None:
         """The instant at which the next ``TimePassed`` is due; None if nothing is."""
-        return self._waiting.next_due_at(lambda: any(map(self._is_idle, self._names())))
+        due_at = self._waiting.next_due_at(lambda: any(map(self._is_idle, self._names())))
+        due = [] if due_at is None else [due_at]
+        if self._table.num_queued:
+            due += self._reloads_until.values()
+        return min(due, default=None)
 
     def handle(self, event: GlobalEvent, now: float) -> list[GlobalInstruction]:
         """See ``FleetMachine.handle``; after every event idle replicas pull."""
         self._now = now
+        self._reloads_until = {name: until for name, until in self._reloads_until.items() if until > now}
         out = self._take(event)
         self._waiting.pass_time(now)
         out += self._refuse_failed()
@@ -131,6 +142,7 @@ class BatchScheduler(FleetMachine):
                 return self._measure_replicas()
             case ReplicaAway(name):
                 self._table.set_away(name)
+                self._reloads_until.pop(name, None)  # its next process has loaded the model
             case ReplicaDraining(name, ends):
                 self._table.drain(name, ends=ends)
             case ReplicaGone(name):
@@ -150,7 +162,9 @@ class BatchScheduler(FleetMachine):
         return [load.name for load in self._table.loads()]
 
     def _is_idle(self, name: str) -> bool:
-        """Whether a replica has nothing in flight but requests whose clients do not read."""
+        """Whether a replica takes the next batch: nothing is in flight there but requests whose clients do not read."""
+        if name in self._reloads_until:
+            return False
         if not self.num_on(name):
             return True
         resting = self._resting.get(name)
@@ -283,6 +297,8 @@ class BatchScheduler(FleetMachine):
         for member in members:
             self._table.remove(member.request_id)
         self._waiting.break_off(members, len(keys), None if run is None else run.batch, self._now)
+        if self._reload_s:
+            self._reloads_until[name] = self._now + self._reload_s
         self.num_splits += 1
 
     def _take_forecasts(self, made: Iterable[ForecastMade]) -> None:
@@ -311,6 +327,7 @@ class BatchScheduler(FleetMachine):
         self._table.drop_replica(name)
         self._runs.pop(name, None)
         self._resting.pop(name, None)
+        self._reloads_until.pop(name, None)
 
     def check_integrity(self) -> None:
         """See ``FleetMachine``; also checks that the queue and the batches agree with the table."""

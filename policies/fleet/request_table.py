@@ -116,7 +116,7 @@ class FleetReplica:
 
     def holds(self, request: Request) -> bool:
         """Whether its worker holds the request when it is as long as it may get."""
-        if self.ready is None or (self.ready.external and request.sampling.own_engine_field):
+        if self.ready is None or (self.ready.external and request.own_engine_field):
             return False
         return request.max_total_len <= self.ready.max_model_len
 
@@ -278,7 +278,7 @@ class RequestTable:
         """Those of ``loads()`` that hold the request at its longest; usually all, and then ``loads()`` itself."""
         loads = self.loads()
         fits_all = request.max_total_len <= self._open_max_len and request.model_version == self._open_version
-        if fits_all and not request.sampling.own_engine_field:
+        if fits_all and not request.own_engine_field:
             return loads
         return tuple(load for load in loads if self._replicas[load.name].fits(request))
 
@@ -293,7 +293,7 @@ class RequestTable:
         """Says why a request never fits; it is not queued any more. Its owner is not told."""
         self._queued.pop(request.request_id, None)
         known = [replica.ready for replica in self._replicas.values() if replica.ready is not None]
-        field = request.sampling.own_engine_field
+        field = request.own_engine_field
         if field and all(ready.external for ready in known):
             message = "none (nor best_of or echo with it): other servers answer here, which are not asked for it"
             return RefuseRequest(request.request_id, request.attempt, field, message)

@@ -65,19 +65,29 @@ class LengthHistory:
         self.version += 1
         self._is_sorted = False
 
-    def quantiles(self, levels: FloatArray) -> IntArray:
+    def quantiles(self, levels: FloatArray, going_on: Sequence[int] = ()) -> IntArray:
         """The least lengths l with P(up to l) >= level; O(log w) each.
 
         Mass above all observed lengths counts as the longest entry here (Efron's convention).
 
+        Args:
+            going_on: Tokens so far of outputs that have not ended: each counts as a cut entry. Without them the law is
+                that of who ends first, which an order that favours short jobs makes too short. O(w log w) with any.
+
         Raises:
             InvalidValueError: The history is empty.
         """
-        self._sort()
         if not self._codes:
             raise InvalidValueError("history", 0, "at least one length")
-        index = np.searchsorted(self._cdf, np.asarray(levels) - CDF_TOLERANCE, side="left")
-        return np.append(self._lengths, max(self._codes) // 2)[index]
+        codes = self._codes
+        if len(going_on):
+            codes = codes + [2 * length + 1 for length in going_on]
+            lengths, cdf = _kaplan_meier(codes)
+        else:
+            self._sort()
+            lengths, cdf = self._lengths, self._cdf
+        index = np.searchsorted(cdf, np.asarray(levels) - CDF_TOLERANCE, side="left")
+        return np.append(lengths, max(codes) // 2)[index]
 
     def sample(self, rng: np.random.Generator, n: int) -> IntArray:
         """n independent lengths of P(l), as ``quantiles`` sees it; shape (n,)."""
@@ -132,14 +142,24 @@ class LengthHistory:
         return longer
 
     def _sort(self) -> None:
-        """Kaplan-Meier: each end takes its share of the entries at risk, in order of length, ends before cuts."""
         if self._is_sorted:
             return
-        ordered = np.sort(np.array(self._codes, np.int64))
-        is_end = ordered % 2 == 0
-        at_risk = np.arange(len(ordered), 0, -1)
-        survival = np.cumprod(np.where(is_end, 1.0 - 1.0 / at_risk, 1.0))
-        self._lengths_to_infinity = np.append(ordered[is_end] // 2, np.iinfo(np.int64).max)
-        self._cdf_from_zero = np.append(0.0, 1.0 - survival[is_end])
+        lengths, cdf = _kaplan_meier(self._codes)
+        self._lengths_to_infinity = np.append(lengths, np.iinfo(np.int64).max)
+        self._cdf_from_zero = np.append(0.0, cdf)
         self._lengths, self._cdf = self._lengths_to_infinity[:-1], self._cdf_from_zero[1:]
         self._is_sorted = True
+
+
+def _kaplan_meier(codes: Sequence[int]) -> tuple[IntArray, FloatArray]:
+    """Lengths that ended, rising, and P(up to each): every end takes its share of the entries at risk, ends before
+    cuts.
+
+    Args:
+        codes: Twice the length, plus one for a cut output.
+    """
+    ordered = np.sort(np.array(codes, np.int64))
+    is_end = ordered % 2 == 0
+    at_risk = np.arange(len(ordered), 0, -1)
+    survival = np.cumprod(np.where(is_end, 1.0 - 1.0 / at_risk, 1.0))
+    return ordered[is_end] // 2, 1.0 - survival[is_end]

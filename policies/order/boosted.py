@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from core.decisions import Facts
 from core.errors import InvalidValueError
 from policies.interfaces import ORDERS, Job, ReplicaContext
+from policies.lengths import law as length_law
 from policies.order.gittins import DecodePrice, FloatArray, Gittins
 from policies.settings import PRIOR_CAPACITY
 
@@ -133,6 +134,18 @@ class Boosted(Gittins):
             self._ranking = None
         super().ran(job, duration_s, now)
 
+    def learn(self, job: Job, *, censored: bool) -> None:
+        version = self._history_version
+        super().learn(job, censored=censored)
+        if self._max_pause_s and self._history_version > version:
+            self._mark_stale(slice(None))  # streams that stand still are not ranked again as they run
+
+    def _observed(self) -> NDArray[np.int64]:
+        """Where streams stand still for shorter ones these end first: those that go on count as far as they are."""
+        generated = self._column("generated")
+        going_on = generated[generated > 0].astype(np.int64).tolist() if self._max_pause_s else ()
+        return self._history.quantiles(length_law.LEVELS, going_on)
+
     def _keys(self, rows: slice | NDArray[np.int64], now: float) -> list[NDArray[Any]]:
         self._asked_at = now
         resident, arrived_at = self._column("resident")[rows], self._column("arrived_at")[rows]
@@ -159,8 +172,17 @@ class Boosted(Gittins):
 
     def _boosts(self, ranks: FloatArray, tokens: FloatArray) -> FloatArray:
         boost = boosts(ranks, self.yardstick_s, self._max_boost_s)
-        boost += tokens * self._price.full_step_s
+        boost += tokens * self._step_s()
         return np.minimum(boost, self._max_boost_s, out=boost)
+
+    def _step_s(self) -> float:
+        """Seconds of a step of as many jobs as run at once, half way through their outputs, as far as memory lasts."""
+        lengths = self._column("context") + self._column("tokens") / 2
+        if not len(lengths):
+            return 0.0
+        price = self._price
+        context_len = min(price.capacity, price.max_num_seqs * float(lengths.mean()))
+        return price.step.step_s(0, price.max_num_seqs, round(context_len))
 
     def explain(self, job: Job, now: float) -> Facts:
         """Its rank as last worked out, the yardstick and the boost, and how far its forecast is trusted."""

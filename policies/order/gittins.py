@@ -83,11 +83,6 @@ class DecodePrice:
         if self.unit not in ("volume", "time"):
             raise InvalidValueError("unit", self.unit, "volume or time")
 
-    @property
-    def full_step_s(self) -> float:
-        """Seconds of a step in which as many sequences decode, over as much context, as there may be."""
-        return self.step.step_s(0, self.max_num_seqs, self.capacity)
-
     def seconds(self, context: FloatArray, tokens: FloatArray) -> FloatArray:
         """The time of ``tokens`` more tokens from ``context`` on, elementwise.
 
@@ -222,9 +217,13 @@ class Gittins(Order):
         self._history.add(job.output_len, censored=censored)
         self._num_learned += 1
         if self._num_learned == MIN_COMPLETIONS or self._num_learned % REFRESH_COMPLETIONS == 0:
-            self._history_points = self._history.quantiles(length_law.LEVELS).astype(np.float64)
+            self._history_points = self._observed().astype(np.float64)
             self._history_version += 1
             self._mark_stale(self._column("generated") == 0)
+
+    def _observed(self) -> NDArray[np.int64]:
+        """Points of the law of outputs as the history has it, shape (32,)."""
+        return self._history.quantiles(length_law.LEVELS)
 
     def ran(self, job: Job, duration_s: float, now: float) -> None:
         """Due if the prefill has ended or 16 tokens have come since its last rank."""

@@ -28,6 +28,12 @@ _Key = tuple[Urgency, bool, int, int]
 """(urgency, whether its prefill is beyond the budget, level, ticket)."""
 _MID_ITERATION = 0
 
+_LEAST_LEFT = 1e-6
+"""Share of a quantum that counts as nothing where iterations are cut off.
+
+A job attains its quantum in parts, and rounding may leave 1e-17 s of it, which no iteration fits into and no clock
+tells from none: the job would stand still."""
+
 PROMOTIONS_AT_ONCE = 16
 """Jobs promoted at one scheduling point at most: about 0.3 ms. The others follow at the next scheduling points."""
 
@@ -265,6 +271,8 @@ class SkipJoinMlfq(Order):
             yield place
 
     def _is_used_up(self, place: _Place) -> bool:
+        if self.rules.kills:
+            return place.attained_s >= (1 - _LEAST_LEFT) * place.allotment_s
         if self.rules.strict:
             return place.attained_s > place.allotment_s
         return place.attained_s >= place.allotment_s

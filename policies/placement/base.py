@@ -84,6 +84,11 @@ class PlacementStats:
             RecentPlacement(placed_at, choice.replica, choice.reason, request.known_len, choice.hit_len)
         )
 
+    @property
+    def num_placed(self) -> int:
+        """Requests placed so far."""
+        return self._counts.total()
+
     def reasons(self) -> tuple[ReasonCount, ...]:
         """The commonest first."""
         return tuple(ReasonCount(*each) for each in self._counts.most_common())

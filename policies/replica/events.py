@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.costs import StepCost
+from core.forecast import Forecast
 from core.messages.cache import KVCacheEvent, StartedRequest
 from core.messages.forecasts import ForecastMade
 from core.messages.kv import OffloadOrders, OffloadQuestion
@@ -148,12 +149,12 @@ class CacheTold:
 
 @dataclass(frozen=True, slots=True)
 class RequestEnded:
-    """A request reached its end in the worker; said once. ``predicted_len``: mean of its forecast; None without one."""
+    """A request reached its end in the worker; said once. ``forecast``: the one that it had; None without one."""
 
     finished: FinishedSequence
     arrived_at: float
     ended_at: float
-    predicted_len: float | None = None
+    forecast: Forecast | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from core.forecast import QUANTILES
-from core.messages.live import EndedRequest, LiveRequest, MemoryPoint, ReplicaLive
+from core.forecast import QUANTILES, Forecast
+from core.messages.live import EndedRequest, ForecastTally, LiveRequest, MemoryPoint, ReplicaLive
 from core.promise import Promise
 from core.request import Residency
 from policies.admission.past_future import peak_profile
@@ -25,7 +25,8 @@ MAX_ENDED = 50
 FORGETTING = 0.02
 """Weight of the latest request in the mean length of those that have ended."""
 
-_Q90 = QUANTILES.index(0.9)
+_Q50, _Q90 = QUANTILES.index(0.5), QUANTILES.index(0.9)
+_COMPLETE = ("stop", "length")
 
 
 class SchedulerWatch:
@@ -42,6 +43,7 @@ class SchedulerWatch:
         self._machine = machine
         self._ended: deque[EndedRequest] = deque(maxlen=MAX_ENDED)
         self._mean_len: float | None = None
+        self._forecasts = ForecastTally()
         self._just_ended: dict[str, RequestEnded] = {}
 
     def ended(self, end: RequestEnded) -> None:
@@ -49,6 +51,8 @@ class SchedulerWatch:
         length = float(end.finished.output_len)
         self._mean_len = length if self._mean_len is None else self._mean_len + FORGETTING * (length - self._mean_len)
         self._just_ended[end.finished.request_id] = end
+        if end.forecast is not None and end.finished.status.finish_reason in _COMPLETE:
+            self._forecasts = _counted(self._forecasts, end.forecast, end.finished.output_len)
         while len(self._just_ended) > MAX_ENDED:
             del self._just_ended[next(iter(self._just_ended))]
 
@@ -58,9 +62,17 @@ class SchedulerWatch:
         if end is None:
             return
         reason = end.finished.status.finish_reason or ""
-        origin, took_s = account.origin, end.ended_at - end.arrived_at
+        origin, forecast = account.origin, end.forecast
         self._ended.appendleft(
-            EndedRequest(origin.response_id, origin.choice, reason, end.finished.output_len, end.predicted_len, took_s)
+            EndedRequest(
+                response_id=origin.response_id,
+                choice=origin.choice,
+                reason=reason,
+                output_len=end.finished.output_len,
+                predicted_len=None if forecast is None else forecast.mean,
+                took_s=end.ended_at - end.arrived_at,
+                most_len=None if forecast is None else forecast.quantiles[_Q90],
+            )
         )
 
     def of(self, now: float, max_rows: int) -> ReplicaLive:
@@ -81,6 +93,7 @@ class SchedulerWatch:
             curve=self._curve(admitted),
             requests=tuple(self._rows(now, max_rows)),
             ended=tuple(self._ended) if max_rows else (),
+            forecasts=self._forecasts,
         )
 
     def _curve(self, admitted: list[ScheduledRequest]) -> tuple[MemoryPoint, ...]:
@@ -149,6 +162,18 @@ class SchedulerWatch:
             eta_p50=None if end is None else end.p50_s,
             eta_p90=None if end is None else end.p90_s,
         )
+
+
+def _counted(tally: ForecastTally, forecast: Forecast, output_len: int) -> ForecastTally:
+    excess = forecast.mean - output_len
+    return ForecastTally(
+        tally.num_requests + 1,
+        tally.error_tokens + abs(excess),
+        tally.excess_tokens + excess,
+        tally.output_tokens + output_len,
+        tally.within_p50 + (output_len <= forecast.quantiles[_Q50]),
+        tally.within_p90 + (output_len <= forecast.quantiles[_Q90]),
+    )
 
 
 def _state(each: ScheduledRequest, runs: bool) -> str:

@@ -425,7 +425,7 @@ class ReplicaScheduler:
         if finished.ran_s > 0 and not scheduled.started:
             yield RequestStarted(scheduled.first_run(finished.cached_len, finished.ran_s, now))
         self._let_go(finished.request_id)
-        scheduled.output_len = finished.output_len
+        scheduled.end(finished.output_len, finished.ran_s)
         yield EndReached(scheduled, finished.status)
         censored = finished.status is not SequenceStatus.FINISHED_STOPPED
         if not scheduled.request.prefill_only:  # its length is none that an output may have
@@ -434,8 +434,7 @@ class ReplicaScheduler:
             self._promises.ended(scheduled, now, censored=censored)
         else:
             self._promises.left(finished.request_id)
-        forecast = scheduled.forecast
-        yield RequestEnded(finished, scheduled.arrived_at, now, None if forecast is None else forecast.mean)
+        yield RequestEnded(finished, scheduled.arrived_at, now, scheduled.forecast)
 
     # -- Decide: whose turn it is
 

@@ -93,6 +93,7 @@ class ScaleReply(BaseModel):
     replicas: int
     length_predictors: int
     serving_time_estimators: int
+    image_encoders: int
     ingress_replicas: int | None
 
 
@@ -157,6 +158,7 @@ def _reply(counts: ComponentCounts) -> ScaleReply:
         replicas=counts.replicas,
         length_predictors=counts.length_predictors,
         serving_time_estimators=counts.serving_time_estimators,
+        image_encoders=counts.image_encoders,
         ingress_replicas=counts.ingress_replicas or None,
     )
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from core.abilities import Abilities
+from core.messages.images import EncodedImage, ImageFile
 from core.messages.live import LiveView
 from core.messages.log import LoggedWindow, RequestTrace
 from core.messages.placement import PlacementView
-from core.messages.series import SeriesQuery, SeriesReply
+from core.messages.series import ComponentsQuery, ComponentsReply, RecentDecisions, SeriesQuery, SeriesReply, TableReply
 from core.messages.status import ComponentCounts, StatusReply
 from core.messages.tokens import TokenDelta
 from core.messages.weights import ServedWeights, Upgrade
 from core.request import Request
+from services.api.pictures.placing import Sight
 from services.api.text.prompts import PromptText
 
 
@@ -34,6 +36,7 @@ class ModelInfo:
         emulated: Profile name of an emulated device, whose answers are made up; empty if a model computes.
         version: Version of the weights that new requests run on.
         abilities: What it can do.
+        sight: How it sees; None if it reads text alone.
     """
 
     name: str
@@ -47,6 +50,7 @@ class ModelInfo:
     abilities: Abilities = field(default_factory=Abilities)
     aliases: tuple[str, ...] = ()
     end_ids: tuple[int, ...] = ()
+    sight: Sight | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -79,6 +83,19 @@ class GenerationBackend(Protocol):
         """
         ...
 
+    async def see(self, files: Sequence[ImageFile], salt: str) -> tuple[EncodedImage, ...]:
+        """What the model reads of these pictures, in their order.
+
+        Args:
+            salt: Only requests of the same salt share what is kept of a picture.
+
+        Raises:
+            InvalidValueError: One of them cannot be read.
+            CapacityError: Too many wait.
+            ApiError: 503: they could not be encoded, or not in time.
+        """
+        ...
+
     async def status(self) -> StatusReply:
         """One row for each running component."""
         ...
@@ -101,6 +118,26 @@ class GenerationBackend(Protocol):
         Raises:
             FarsightError: The Supervisor cannot be reached now.
         """
+        ...
+
+    async def replica_series(self, query: SeriesQuery) -> TableReply:
+        """The loads of the replicas over time.
+
+        Raises:
+            FarsightError: The Supervisor cannot be reached now.
+        """
+        ...
+
+    async def component_series(self, query: ComponentsQuery) -> ComponentsReply:
+        """What the components of a kind did over time.
+
+        Raises:
+            FarsightError: The Supervisor cannot be reached now.
+        """
+        ...
+
+    async def recent_decisions(self, kind: str) -> tuple[RecentDecisions, ...]:
+        """The last decisions of the components of a kind, of those that answer."""
         ...
 
     async def live(self, max_rows: int) -> LiveView:

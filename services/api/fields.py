@@ -190,7 +190,6 @@ CHAT_NEUTRAL: dict[str, NeutralOnly] = {
     "best_of": NeutralOnly((1,), "n draws several outputs"),
     "chat_template": NeutralOnly(("",), "the model's own template is used, chat_template.jinja"),
     "documents": NeutralOnly(([],), "put the documents into a message"),
-    "echo": NeutralOnly((False,), "an answer does not repeat its messages"),
     "audio": NeutralOnly((), "only text can be generated"),
     "function_call": NeutralOnly(("none", "auto"), "use tool_choice"),
     "functions": NeutralOnly(([],), "use tools"),

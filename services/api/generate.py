@@ -15,7 +15,11 @@ from core.messages.tokens import TokenDelta, TokenLogprobs
 from core.request import Fault, Request
 from services.api.backend import GenerationBackend
 from services.api.errors import INVALID_REQUEST, SERVER_ERROR, ApiError
-from services.api.requests import Generation
+from services.api.pictures.collecting import check_places, pictures_of
+from services.api.pictures.placing import expanded, placed
+from services.api.requests import Generation, check_prompt_len, prompt_of_chat, too_long
+from services.api.schemas import ChatTurn
+from services.api.text.prompts import PromptEncoder
 
 _T = TypeVar("_T")
 _QUEUED_DELTAS = 64
@@ -96,6 +100,54 @@ async def collect(backend: GenerationBackend, generation: Generation) -> list[Ch
         async for index, delta in deltas:
             results[index].add(delta)
     return results
+
+
+async def with_pictures(backend: GenerationBackend, generation: Generation, salt: str) -> Generation:
+    """The generation with the images of its prompt, each in as many tokens as it has.
+
+    Args:
+        salt: As for ``GenerationBackend.see``.
+
+    Raises:
+        ApiError, InvalidValueError: A picture that cannot be read, or a prompt that does not fit with it.
+        CapacityError: Too many pictures wait.
+    """
+    sight = backend.model.sight
+    if not generation.pictures or sight is None:
+        return generation
+    images = await backend.see(generation.pictures, salt)
+    [prompt] = generation.prompts
+    prompt = placed(prompt, images, sight)
+    room = check_prompt_len("messages", prompt.prompt_len, backend.model)
+    most = prompt.sampling.max_new_tokens
+    if most > room and generation.limit_field:
+        why = f"a prompt of {prompt.prompt_len} tokens and the output must fit"
+        raise too_long(generation.limit_field, str(most), room, why, backend.model)
+    if most > room:
+        sampling = dataclasses.replace(prompt.sampling, max_new_tokens=room)
+        prompt = dataclasses.replace(prompt, sampling=sampling)
+    return dataclasses.replace(generation, prompts=(prompt,), pictures=())
+
+
+async def prompt_ids_of(
+    body: ChatTurn, backend: GenerationBackend, encoder: PromptEncoder, salt: str
+) -> tuple[int, ...]:
+    """The prompt of a conversation. Its pictures are encoded, and kept for the request that will follow.
+
+    Args:
+        salt: As for ``GenerationBackend.see``.
+
+    Raises:
+        ApiError, InvalidValueError, CapacityError: As ``with_pictures``.
+    """
+    sight = backend.model.sight
+    rendered = await encoder.render_chat_soon(prompt_of_chat(body, sight))
+    ids = await asyncio.to_thread(encoder.encode_rendered, rendered)
+    pictures = pictures_of(message.content for message in body.messages or ())
+    if not pictures or sight is None:
+        return ids
+    check_places(ids, len(pictures), sight)
+    return expanded(ids, await backend.see(pictures, salt), sight)[0]
 
 
 def shown_choices(generation: Generation, results: Sequence[ChoiceResult]) -> list[ChoiceResult]:

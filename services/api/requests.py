@@ -11,18 +11,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from core.errors import InvalidValueError
+from core.messages.images import ImageFile
 from core.request import Origin, PromptSource, Request, SamplingParams, check_token_ids
 from services.api.backend import ModelInfo
 from services.api.beams.fields import BeamParams
 from services.api.errors import ApiError
 from services.api.fields import shown
+from services.api.pictures.collecting import check_pictures, check_places, pictures_of
+from services.api.pictures.placing import Sight
 from services.api.schemas import ChatCompletionRequest, ChatTurn, CompletionRequest, SamplingFields
 from services.api.structured import Constraint
-from services.api.text.echo import Echo
-from services.api.text.grammars import grammar_of, schema_of
+from services.api.text.echo import Echo, last_turn
 from services.api.text.prompts import ChatEnd, ChatPrompt, PromptEncoder, PromptText, of_chat, of_completion
-from services.api.text.tool_grammars import Calls, tool_grammar
-from services.api.tools.fields import NamedTool
+from services.api.text.request_grammars import chat_grammar, own_grammar
 from tokenization.tool_formats.parts import OutputForm
 
 DEFAULT_MAX_TOKENS = 16
@@ -48,12 +49,14 @@ class Generation:
         shows_token_ids: Whether the client gets the token ids of prompt and output.
         names_ids: Whether log probabilities name tokens by their ids.
         continuous_usage: Whether every chunk says the usage so far.
-        echoes: The text put before the outputs of each prompt; empty without ``echo``.
+        echoes: The text put before the outputs of each prompt; empty where there is none.
         prompt_only: The client asked for 0 tokens; the one token that every request yields is not returned.
         beams: The search for its outputs; None where they are drawn.
         service_tier: Tier that serves it; empty where the client names none.
         response_id: The id of the client's answer.
         id_prefix: What that id begins with; empty for what its kind has.
+        pictures: Files of the pictures of its one prompt, whose places hold one token each until they are encoded.
+        limit_field: The field that limits its output; empty where the context does.
         form: What its outputs may hold beside text; None for nothing.
         requests: ``num_tries`` of the first prompt, then those of the second, and so on; empty before ``named``.
     """
@@ -80,6 +83,8 @@ class Generation:
     id_prefix: str = ""
     form: OutputForm | None = None
     requests: tuple[Request, ...] = ()
+    pictures: tuple[ImageFile, ...] = ()
+    limit_field: str = ""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -154,7 +159,7 @@ async def generation_of(
     """
     if isinstance(body, ChatCompletionRequest):
         check_generates(body.model, model)
-        text = await encoder.render_chat_soon(prompt_of_chat(body))
+        text = await encoder.render_chat_soon(prompt_of_chat(body, model.sight))
         if len(text) < _THREAD_FROM_CHARS and body.constraint is None and not body.tools:
             return _of_chat(body, text, model, encoder)
         return await asyncio.to_thread(_of_chat, body, text, model, encoder)
@@ -175,7 +180,7 @@ def make_generation(
     check_generates(body.model, model)
     if isinstance(body, CompletionRequest):
         return _of_completion(body, model, encoder)
-    return _of_chat(body, encoder.render_chat(prompt_of_chat(body)), model, encoder)
+    return _of_chat(body, encoder.render_chat(prompt_of_chat(body, model.sight)), model, encoder)
 
 
 def _of_completion(body: CompletionRequest, model: ModelInfo, encoder: PromptEncoder) -> Generation:
@@ -189,7 +194,7 @@ def _of_completion(body: CompletionRequest, model: ModelInfo, encoder: PromptEnc
     for field, prompt in body.prompts:
         prompt_ids, offsets = _prompt_ids(field, prompt, body, model, encoder)
         texts.append(of_completion(prompt, body.instruction) if isinstance(prompt, str) else None)
-        room = _check_prompt_len(field, len(prompt_ids), model)
+        room = check_prompt_len(field, len(prompt_ids), model)
         request = _request(body, prompt_ids, limit, min(DEFAULT_MAX_TOKENS, room), model, encoder)
         requests.append(_scored(request, logprobs, scores_prompt, body.prompt_logprobs))
         if body.echo and isinstance(prompt, str) and offsets is not None:
@@ -239,12 +244,19 @@ def _truncated(prompt_ids: tuple[int, ...], body: SamplingFields, model: ModelIn
     return prompt_ids[:kept] if body.truncation_side == "right" else prompt_ids[-kept:]
 
 
-def prompt_of_chat(body: ChatTurn) -> ChatPrompt:
-    """The messages, their tools and where they end, as the encoder renders them."""
+def prompt_of_chat(body: ChatTurn, sight: Sight | None = None) -> ChatPrompt:
+    """The messages, their tools and where they end, as the encoder renders them.
+
+    Raises:
+        InvalidValueError: There are pictures, and the model does not see, or too many.
+    """
+    check_pictures((message.content for message in body.messages or ()), sight)
     end = ChatEnd.NEW_TURN if body.add_generation_prompt is not False else ChatEnd.AFTER_MESSAGES
     if body.continue_final_message:
         end = ChatEnd.IN_FINAL_MESSAGE
-    return ChatPrompt(_messages(body), end, body.shown_tools, body.template_arguments)
+    return ChatPrompt(
+        _messages(body), end, body.shown_tools, body.template_arguments, "" if sight is None else sight.text
+    )
 
 
 def _messages(body: ChatTurn) -> list[dict[str, Any]]:
@@ -257,7 +269,12 @@ def _of_chat(body: ChatCompletionRequest, text: str, model: ModelInfo, encoder: 
     prompt_ids = encoder.encode_rendered(text)
     check_encoded("messages", prompt_ids, model)
     prompt_ids = _truncated(prompt_ids, body, model)
-    room = _check_prompt_len("messages", len(prompt_ids), model)
+    pictures = pictures_of(message.content for message in body.messages)
+    if pictures and body.truncate_prompt_tokens is not None:
+        raise InvalidValueError("truncate_prompt_tokens", body.truncate_prompt_tokens, "null beside pictures")
+    if pictures and model.sight is not None:
+        check_places(prompt_ids, len(pictures), model.sight)
+    room = check_prompt_len("messages", len(prompt_ids), model)
     limit = None
     if body.max_completion_tokens is not None:
         limit = _Limit("max_completion_tokens", body.max_completion_tokens)
@@ -278,6 +295,7 @@ def _of_chat(body: ChatCompletionRequest, text: str, model: ModelInfo, encoder: 
         texts=(_prompt_text(body, text),),
         model=body.model or model.name,
         chat=True,
+        echoes=last_turn(_messages(body)) if body.echo else (),
         form=form,
         num_tries=num_tries,
         n=num_tries,
@@ -285,6 +303,8 @@ def _of_chat(body: ChatCompletionRequest, text: str, model: ModelInfo, encoder: 
         include_usage=body.include_usage,
         shows_logprobs=logprobs is not None,
         num_logprobs=logprobs or 0,
+        pictures=pictures,
+        limit_field="" if limit is None else limit.field,
         **_shown_fields(body),
     )
 
@@ -370,7 +390,7 @@ def check_encoded(field: str, prompt_ids: tuple[int, ...], model: ModelInfo) -> 
         raise InvalidValueError(field, f"text with token {highest}", expected)
 
 
-def _check_prompt_len(field: str, prompt_len: int, model: ModelInfo) -> int:
+def check_prompt_len(field: str, prompt_len: int, model: ModelInfo) -> int:
     """The number of output tokens that fit after the prompt."""
     if prompt_len == 0:
         raise ApiError(f"{field}: got no tokens, expected at least one", param=field, code="invalid_value")
@@ -452,7 +472,7 @@ def _sampling(
         logit_bias=body.logit_bias,
         min_tokens=body.min_tokens or 0,
         benchmark_len=body.benchmark_len,
-        grammar=_grammar(body, model) if form is None else _chat_grammar(body, model, encoder, form),
+        grammar=_grammar(body, model, encoder, form),
         shown_ids=() if form is None else encoder.dialect.shown_ids(),
         reasoning=encoder.dialect.budget(None if model.emulated else form, body.most_reasoning),
         allowed_token_ids=tuple(dict.fromkeys(body.allowed_token_ids or ())),
@@ -462,36 +482,11 @@ def _sampling(
     return sampling
 
 
-def _grammar(body: SamplingFields, model: ModelInfo) -> str:
-    constraint = body.constraint
-    if constraint is None:
-        return ""
-    if model.emulated:
-        expected = "null: an emulated device makes its tokens up, so they follow nothing"
-        raise InvalidValueError(constraint.field, constraint.kind, expected)
-    return grammar_of(constraint)
-
-
-def _chat_grammar(body: SamplingFields, model: ModelInfo, encoder: PromptEncoder, form: OutputForm) -> str:
-    """The grammar of an output that may call tools or reason."""
+def _grammar(body: SamplingFields, model: ModelInfo, encoder: PromptEncoder, form: OutputForm | None) -> str:
+    if form is None:
+        return own_grammar(body, emulated=bool(model.emulated))
     assert isinstance(body, ChatCompletionRequest)
-    constraint = body.constraint
-    if body.must_call and model.emulated:
-        expected = "'auto' or 'none': an emulated device makes its tokens up, so they follow nothing"
-        raise InvalidValueError("tool_choice", "a forced call", expected)
-    answer = None
-    if constraint is not None and not body.must_call:
-        own = _grammar(body, model)  # refuses what cannot be followed, and names its place
-        answer = schema_of(constraint)
-        if answer is None and body.usable_tools:
-            expected = "null beside tools: an output can follow a JSON Schema or call tools, and nothing else"
-            raise InvalidValueError(constraint.field, constraint.kind, expected)
-        if answer is None or not (body.usable_tools or form.reasons):
-            return own
-    if model.emulated:
-        return ""
-    parallel = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedTool)
-    return tool_grammar(Calls(body.usable_tools, body.must_call, parallel, answer), encoder.dialect, form)
+    return chat_grammar(body, encoder.dialect, form, emulated=bool(model.emulated))
 
 
 def _given(value: float | None, default: float) -> float:

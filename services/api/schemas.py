@@ -30,9 +30,9 @@ from services.api.fields import (
     MESSAGE_NEUTRAL,
     PROMPT,
     NeutralOnly,
-    is_empty,
     refused,
 )
+from services.api.pictures.content import MixedContent, check_content
 from services.api.strict import StrictModel
 from services.api.structured import Constraint, ResponseFormat, StructuredOutputs, constraint_of
 from services.api.tools.fields import MAX_CALLS, MAX_SCHEMA_DEPTH, ToolCall, ToolFields, nesting
@@ -111,28 +111,6 @@ def _check_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
     return tuple(biases.items())
 
 
-def _check_content(value: Any) -> str | None:
-    """Text parts are joined by line breaks: templates take one string."""
-    if isinstance(value, str | None):
-        return value
-    if not isinstance(value, list) or not value:
-        raise refused("", value, CONTENT)
-    return "\n".join(_part_text(index, part) for index, part in enumerate(value))
-
-
-def _part_text(index: int, part: Any) -> str:
-    if not isinstance(part, dict):
-        raise refused(f"[{index}]", part, 'an object {"type": "text", "text": ...}')
-    if part.get("type") != "text":
-        raise refused(f"[{index}].type", part.get("type"), "'text' (images, audio and files are not supported)")
-    if not isinstance(part.get("text"), str):
-        raise refused(f"[{index}].text", part.get("text"), "a string")
-    for name in part.keys() - {"type", "text", "cache_control"}:
-        if not is_empty(part[name]):
-            raise refused(f"[{index}].{name}", part[name], "only the fields 'type' and 'text'")
-    return str(part["text"])
-
-
 Prompt = Annotated[
     str | list[str] | list[int] | list[list[int]],
     PlainValidator(check_prompt, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
@@ -149,7 +127,7 @@ LogitBias = Annotated[
     PlainValidator(_check_logit_bias, json_schema_input_type=_Biases | None),
 ]
 Content = Annotated[
-    str | None, PlainValidator(_check_content, json_schema_input_type=str | list[dict[str, str]] | None)
+    str | MixedContent | None, PlainValidator(check_content, json_schema_input_type=str | list[dict[str, Any]] | None)
 ]
 
 
@@ -382,12 +360,16 @@ class ChatMessage(StrictModel):
         for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool"), ("reasoning_content", "assistant")):
             if getattr(self, name) and self.role != role:
                 raise refused(f".{name}", "a value", f"null in a message of role {self.role!r}")
+        if isinstance(self.content, MixedContent) and self.role not in ("user", "tool"):
+            raise refused(".content", "a picture", f"text alone in a message of role {self.role!r}")
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates take it: a string of content, and the arguments of calls as objects."""
-        found = self.model_dump(exclude_none=True, exclude={"tool_calls"})
-        found["content"] = self.content or ""
+        """As chat templates take it: a string of content, or parts where there are pictures, and the arguments of
+        calls as objects."""
+        content = self.content.for_template() if isinstance(self.content, MixedContent) else self.content or ""
+        rest = self.model_dump(exclude_none=True, exclude={"role", "content", "tool_calls"})
+        found = {"role": self.role, "content": content, **rest}
         if self.tool_calls:
             found["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return found
@@ -461,6 +443,7 @@ class ChatCompletionRequest(SamplingFields, ChatTurn):
     max_completion_tokens: int | None = Field(None, ge=1, description="Default: the rest of the context.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="Requires logprobs.")
+    echo: bool | None = Field(None, description="Extension; a last message of the assistant goes before the answer.")
     include_reasoning: bool | None = Field(None, description="Extension; false leaves the reasoning out of the answer.")
     thinking_token_budget: int | None = Field(
         None, ge=0, le=MAX_THINKING_TOKENS, description="Extension; most tokens of the reasoning, which then ends."

@@ -19,9 +19,11 @@ from actors.runtime.names import SUPERVISOR, host_of
 from actors.runtime.peer import Site
 from core.config.load import FarsightConfig
 from services.api.backend import GenerationBackend
+from services.api.batches.order import Foresee
 from services.api.text.prompts import PromptEncoder
 from services.api.text.settings import text_settings
 from services.ingress.ingress import open_client
+from services.ingress.line_forecasts import line_forecasts
 from services.launch.cluster import ServiceFailed
 from services.launch.launch import find_model, find_site, start_components
 from services.launch.stages import Stages
@@ -32,8 +34,10 @@ _GCS_FLAG = "--gcs-address="
 @contextlib.asynccontextmanager
 async def open_backend(
     config: FarsightConfig, stages: Stages
-) -> AsyncGenerator[tuple[GenerationBackend, PromptEncoder], None]:
-    """The backend of one job and the encoder of its model; closing it ends every component it started.
+) -> AsyncGenerator[tuple[GenerationBackend, PromptEncoder, Foresee | None], None]:
+    """The backend of one job, the encoder of its model and what forecasts its lines, if its preset reads forecasts.
+
+    Closing it ends every component it started.
 
     Runs in the job's driver, on the event loop that will send the requests.
 
@@ -50,7 +54,8 @@ async def open_backend(
         await _start(site, stages)
         client = await open_client(site)
         try:
-            yield client, PromptEncoder(Path(site.model_dir), text_settings(site.config.model))
+            encoder = PromptEncoder(Path(site.model_dir), text_settings(site.config.model))
+            yield client, encoder, line_forecasts(client, encoder)
         finally:
             await client.close()
             holder.cancel()

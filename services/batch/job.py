@@ -72,9 +72,9 @@ async def _run(
     batch: Batch, store: ProgressStore, config: FarsightConfig, concurrency: int, progress: Progress
 ) -> None:
     stages = Stages(lambda line: progress.say(f"farsight batch: {line}"), config.server.start_patience_s)
-    async with open_backend(config, stages) as (backend, encoder):
+    async with open_backend(config, stages) as (backend, encoder, foresee):
         served = build_app(backend, encoder, max_body_bytes=config.server.max_body_bytes)
-        await run_batch(served, batch.lines, store, concurrency=concurrency, on_done=progress)
+        await run_batch(served, batch.lines, store, concurrency=concurrency, on_done=progress, foresee=foresee)
 
 
 class Progress:

@@ -9,6 +9,7 @@ from starlette.types import ASGIApp
 
 from core.errors import FarsightError
 from services.api.batches.lines import BatchLine, LineResult
+from services.api.batches.order import Foresee, LongestFirst
 from services.api.batches.sender import LineSender, RetryPolicy
 from services.batch.progress import ProgressStore
 
@@ -26,6 +27,7 @@ async def run_batch(
     concurrency: int = DEFAULT_CONCURRENCY,
     on_done: Callable[[int, int], None],
     retry: RetryPolicy | None = None,
+    foresee: Foresee | None = None,
 ) -> None:
     """Runs each line without a result once; when it returns, the store holds all results.
 
@@ -33,18 +35,19 @@ async def run_batch(
         concurrency: Most requests in flight at once; >= 1.
         on_done: Called with the number of finished lines and the number of failures among them, earlier runs
         included, whenever more results are on disk.
+        foresee: Forecasts lines, of which the longest begin first; None keeps their order.
 
     Raises:
         ServiceStalled: The service answered no line for the whole retry time of one.
         FarsightError: Results cannot be written.
     """
-    pending = iter([line for line in lines if line.custom_id not in store])
+    pending = LongestFirst([each for each in enumerate(lines) if each[1].custom_id not in store], foresee)
     results: asyncio.Queue[LineResult | None] = asyncio.Queue(GROUP_LINES)
     sender = LineSender(app, retry or RetryPolicy())
 
     async def work() -> None:
-        for line in pending:  # All workers share the iterator, so each line goes to one worker.
-            await results.put(await sender.send(line))
+        while (numbered := await pending.take()) is not None:
+            await results.put(await sender.send(numbered[1]))
 
     async def work_all() -> None:
         async with asyncio.TaskGroup() as workers:

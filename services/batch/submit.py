@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import psutil
 
 from core.errors import FarsightError, InvalidValueError
-from services.api.batches.lines import read_batch
+from services.api.batches.lines import read_batch, read_result
 from services.batch.progress import ProgressStore, partial_path
 from services.batch.runner import DEFAULT_CONCURRENCY
 from services.launch.signals import INTERRUPTED, StopSignal
@@ -107,6 +107,13 @@ def submit(source: Path, target: Path, address: str | None, options: BatchOption
     if stop.received:
         say(f"Stopped. Finished results are kept in {partial_path(target)}; run the same command again to resume.\n")
     return status
+
+
+def count_answers(target: Path) -> dict[str, int]:
+    """How many lines of a finished output hold an answer, and how many a failure."""
+    with target.open("rb") as lines:
+        failed = [result.failed for result in map(read_result, lines) if result is not None]
+    return {"completed": len(failed) - sum(failed), "failed": sum(failed)}
 
 
 def entrypoint(python: str, source: Path, target: Path, options: BatchOptions) -> str:

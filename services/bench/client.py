@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -108,4 +109,15 @@ async def find_model(target: BenchTarget) -> str:
             reply.raise_for_status()
             return str((await reply.json(content_type=None))["data"][0]["id"])
     except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError, TimeoutError) as error:
-        raise FarsightError(f"{url} lists no model ({error!r}); pass --model") from error
+        raise FarsightError(f"{url} lists no model ({_reason(error)}); pass --model") from error
+
+
+def _reason(error: Exception) -> str:
+    """Why a server could not be asked, without the library's own objects."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return os.strerror(error.errno) if error.errno else "no connection"
+    if isinstance(error, TimeoutError):
+        return f"no answer within {LOOKUP_TIMEOUT_S:g} s"
+    if isinstance(error, LookupError | TypeError | ValueError):
+        return "its answer is no list of models"
+    return " ".join(str(error).split())

@@ -117,6 +117,10 @@ class Bench:
                 for kind, count in run["errors"].items():
                     example = run["error_examples"][kind]
                     self._say(f"error at {target['label']}, round {number}, {count} times: {kind}: {example}")
+                    if kind == "HTTP 400":
+                        self._say(
+                            "requests that do not fit the context: cut by --max-prompt-tokens, --max-output-tokens"
+                        )
 
     def _plot(self, case: Case, runs: dict[str, list[RunResult]], directory: Path) -> None:
         directory.mkdir(exist_ok=True)

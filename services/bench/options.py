@@ -123,7 +123,8 @@ def _check_outputs(options: BenchOptions) -> None:
 
 def _check_numbers(options: BenchOptions) -> None:
     least: dict[str, int] = {"num_requests": 1, "repeats": 1, "warm_up": 0, "output_tokens": 1, "num_groups": 1}
-    least |= {"prefix_tokens": 1, "max_prompt_tokens": 1, "max_output_tokens": 1, "temperature": 0, "cv": 0, "salt": 0}
+    least |= {"prefix_tokens": 1, "max_prompt_tokens": 1, "max_output_tokens": 1, "temperature": 0, "cv": 0}
+    least |= {"salt": 0, "seed": 0, "vocab_size": 4}
     for name, bound in least.items():
         value = getattr(options, name)
         if value is not None and not value >= bound:

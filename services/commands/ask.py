@@ -25,7 +25,8 @@ ApiKeyOption = Annotated[
 ]
 
 
-PortOption = Annotated[int, typer.Option(help="Port of the running server.")]
+PortOption = Annotated[int, typer.Option(min=1, max=65535, help="Port of the running server.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 HostOption = Annotated[
     str,
     typer.Option(help="Address of the running server; https://NAME if it speaks TLS and is on another machine."),

@@ -22,8 +22,8 @@ _LOOK_S = 0.2
 _SERVE_NAMESPACE = "serve"
 
 
-def end_service(address: str, say: Callable[[str], None]) -> None:
-    """Ends the Ray Serve application and all components without waiting for streams; reports each of them.
+def end_service(address: str, say: Callable[[str], None]) -> list[str]:
+    """Ends the Ray Serve application and all components without waiting for streams; returns their names.
 
     Args:
         address: Address of the cluster; ``auto`` takes RAY_ADDRESS or else the cluster of this machine.
@@ -43,8 +43,7 @@ def end_service(address: str, say: Callable[[str], None]) -> None:
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise FarsightError(f"no Ray cluster answers at {address}: {error}") from error
     try:
-        _end_ingress(say)
-        _end_components(say)
+        return _end_ingress(say) + _end_components(say)
     finally:
         ray.shutdown()
 
@@ -60,39 +59,43 @@ def _check_listening(address: str) -> None:
         raise FarsightError(f"no Ray cluster answers at {address}: {error}") from error
 
 
-def _end_ingress(say: Callable[[str], None]) -> None:
+def _end_ingress(say: Callable[[str], None]) -> list[str]:
     """Ends the application before the actors, since every ingress replica starts a missing Supervisor."""
     import ray
     from ray import serve
 
     from services.launch.launch import APP_NAME
 
+    ended = []
     if APP_NAME in serve.status().applications:
+        ended.append(APP_NAME)
         serve.delete(APP_NAME, _blocking=False)
         say(f"ended application {APP_NAME}")
     prefix = f"SERVE_REPLICA::{APP_NAME}#"
     for actor in ray.util.list_named_actors(all_namespaces=True):
         if actor["namespace"] == _SERVE_NAMESPACE and actor["name"].startswith(prefix):
             _kill(actor["name"], _SERVE_NAMESPACE)
+    return ended
 
 
-def _end_components(say: Callable[[str], None]) -> None:
+def _end_components(say: Callable[[str], None]) -> list[str]:
     """Ends the Supervisor first, since it restarts the other actors."""
     from actors.runtime.hosts import list_hosts
 
     deadline = time.monotonic() + TIMEOUT_S
-    said: set[str] = set()
+    said: list[str] = []
     while hosts := list_hosts(NAMESPACE):
         if time.monotonic() > deadline:
             raise FarsightError(f"still there after {TIMEOUT_S:.0f} s: {', '.join(sorted(hosts))}")
         for host in sorted(hosts, key=lambda name: (name not in (SUPERVISOR, CONTROL), name)):
             _kill(actor_name(host), NAMESPACE)
             if host not in said:
-                said.add(host)
+                said.append(host)
                 say(f"ended actor {host}")
         time.sleep(_LOOK_S)
     if not said:
         say("No actor of Farsight was running.")
+    return said
 
 
 def _kill(name: str, namespace: str) -> None:

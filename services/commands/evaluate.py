@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from core.errors import ConfigError
+from services.commands.ask import JsonOption
 from services.commands.train import (
     DataArgument,
     DeviceOption,
@@ -46,7 +47,7 @@ def evaluate(
         Path | None, typer.Option(metavar="FILE.png", help="Plot forecasts against true lengths into this PNG file.")
     ] = None,
     strict: StrictOption = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Measure a predictor of output lengths: errors, ranking, and calibration of its quantiles."""
     with one_line_errors():

@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from core.errors import ConfigError, FarsightError
-from services.commands.ask import ApiKeyOption, HostOption, PortOption, UrlOption, address_of, ask, key_for
-from services.commands.simulate import KvTokensOption, MaxNumSeqsOption, ProfileOption, ReplicasOption
+from services.commands.ask import ApiKeyOption, HostOption, JsonOption, PortOption, UrlOption, address_of, ask, key_for
+from services.commands.simulate import (
+    KvTokensOption,
+    MaxNumSeqsOption,
+    ProfileOption,
+    ReplicasOption,
+    check_counts,
+)
 from services.commands.what_if import Question, answer, sentence
 
 if TYPE_CHECKING:
@@ -26,7 +32,7 @@ def explain(
     host: HostOption = "127.0.0.1",
     url: UrlOption = None,
     api_key: ApiKeyOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
     change: Annotated[
         str, typer.Option("--if", help="What would have been: preset=NAME, replicas=N or priority=N; needs --log.")
     ] = "",
@@ -39,6 +45,7 @@ def explain(
 ) -> None:
     """Show the decisions about a request, their times and the numbers behind them, or what would have been."""
     try:
+        check_counts({"--replicas": replicas, "--kv-tokens": kv_tokens, "--max-num-seqs": max_num_seqs})
         if change and not log:
             raise ConfigError("--log", log, "the server's log beside --if: a SQLite file, or a redis:// URL")
         found = _ask(address_of(url, host, port), response_id, api_key)

@@ -51,7 +51,7 @@ def front(
     ] = "",
     preset: Annotated[str | None, typer.Option(help="Scheduling preset; default: as for `farsight serve`.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on; default: 127.0.0.1.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; default: 8000.")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port to listen on; default: 8000.")] = None,
     api_key: Annotated[
         str | None,
         typer.Option(envvar=API_KEY_VARIABLE, help="The one key that opens this front; never sent upstream."),
@@ -97,11 +97,12 @@ def front_tables(
 
 
 def _tokenizer_here(server: FoundServer, model: str, ask_server: Ask) -> str:
-    """Where the server's own model is, if this machine has it. Our own server's embedded model is always here."""
-    from services.launch.launch import EMBEDDED_MODEL, EMBEDDED_NAME
+    """Where the server's own model is, if this machine has it. Our own server's embedded models are always here."""
+    from services.launch.launch import EMBEDDED_MODEL, EMBEDDED_NAME, VISION_MODEL, VISION_NAME
 
-    if server.kind == "farsight" and model == EMBEDDED_NAME:
-        return str(EMBEDDED_MODEL)
+    shipped = {EMBEDDED_NAME: EMBEDDED_MODEL, VISION_NAME: VISION_MODEL}
+    if server.kind == "farsight" and model in shipped:
+        return str(shipped[model])
     return local_path(server, model, ask_server)
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +14,8 @@ import typer
 from core.errors import FarsightError, InvalidValueError
 from services.api.access.key_file import KeyFile, changed_key_file, checked_name, parse_tenant, read_key_file
 from services.api.access.keys import Role, Tenant, make_key
+from services.commands.ask import JsonOption
+from services.one_line_errors import failing_in_one_line, naming_flags
 
 FILE_VARIABLE = "FARSIGHT_KEY_FILE"
 
@@ -44,6 +44,7 @@ def add(
     priority_min: Annotated[int | None, typer.Option(help="Lowest value of priority (goes first).")] = None,
     priority_max: Annotated[int | None, typer.Option(help="Highest value of priority.")] = None,
     weight: Annotated[float | None, typer.Option(help="Share of the tenant in fair orders; default: 1.")] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Make a key and print it once; the file keeps only a hash. Limits hold for all keys of the tenant."""
     limits = {
@@ -55,24 +56,26 @@ def add(
         "weight": weight,
     }
     given = {key: value for key, value in limits.items() if value is not None}
-    with _failing(), changed_key_file(_path(key_file)) as content:
+    named = naming_flags({f"tenants.{tenant or name}": given})
+    with failing_in_one_line(), named, changed_key_file(_path(key_file)) as content:
         checked_name("NAME", name)
         owner = checked_name("--tenant", tenant or name)
         if any(known.name == name for known in content[0].keys):
             raise InvalidValueError("NAME", name, "a name that no other key has; `farsight keys revoke` frees it")
         key, record = make_key(name, owner, role or [Role.SERVE], time.time())
         content[0] = KeyFile((*content[0].keys, record), _with_limits(content[0], owner, given))
-    typer.echo(key)
+    made = {"key": key, "id": record.id, "name": record.name, "tenant": record.tenant, "roles": list(record.roles)}
+    typer.echo(json.dumps(made) if as_json else key)
     typer.echo("This is the only time that the key is shown.", err=True)
 
 
 @keys.command(name="list")
 def list_keys(
     key_file: KeyFileOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """List keys and tenants, without secrets."""
-    with _failing():
+    with failing_in_one_line():
         content = read_key_file(_path(key_file))
     rows = [
         {
@@ -95,24 +98,16 @@ def list_keys(
 def revoke(
     name: Annotated[str, typer.Argument(help="Name of the key.")],
     key_file: KeyFileOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Revoke a key: a running server refuses it within a second. Answers under way go on."""
-    with _failing(), changed_key_file(_path(key_file)) as content:
+    with failing_in_one_line(), changed_key_file(_path(key_file)) as content:
         kept = tuple(key for key in content[0].keys if key.name != name)
         if len(kept) == len(content[0].keys):
             known = ", ".join(key.name for key in kept) or "none"
             raise InvalidValueError("NAME", name, f"the name of a key in the file: {known}")
         content[0] = KeyFile(kept, content[0].tenants)
-    typer.echo(f"revoked {name}")
-
-
-@contextlib.contextmanager
-def _failing() -> Iterator[None]:
-    try:
-        yield
-    except FarsightError as error:
-        typer.echo(f"farsight: {error}", err=True)
-        raise typer.Exit(1) from error
+    typer.echo(json.dumps({"revoked": name}) if as_json else f"revoked {name}")
 
 
 def _path(key_file: Path | None) -> Path:

@@ -12,6 +12,8 @@ import typer
 from core.config.engine import EngineConfig
 from core.errors import ConfigError, FarsightError
 from core.processors import compute_threads, usable_processors
+from services.commands.ask import JsonOption
+from services.one_line_errors import naming_flags
 from services.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -36,13 +38,13 @@ def profile(
     max_model_len: Annotated[int, typer.Option(help="Longest sequence, in tokens; 0: the model's context.")] = 0,
     threads: Annotated[int, typer.Option(help="Compute threads; 0: the number that farsight serve uses.")] = 0,
     rounds: Annotated[int, typer.Option(help="Number of measurements of each step, at least 3.")] = 6,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Measure step times on this machine, for `farsight simulate --profile`."""
     try:
-        engine = EngineConfig(
-            max_num_seqs=max_num_seqs, max_model_len=max_model_len, num_threads=threads, prefix_cache=False
-        )
+        given = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "num_threads": threads}
+        with naming_flags({"engine": given}):
+            engine = EngineConfig(**given, prefix_cache=False)
         _profile(out, model, dtype, engine, rounds, as_json)
     except (FarsightError, OSError) as error:
         typer.echo(f"farsight: {error}", err=True)

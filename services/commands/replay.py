@@ -17,6 +17,7 @@ from services.commands.simulate import (
     ProfileOption,
     ReplicasOption,
     TensorParallelOption,
+    check_counts,
     hardware,
     one_line_errors,
     preset_names,
@@ -53,6 +54,8 @@ def replay(
     """Run the requests of a log under other presets in virtual time and compare with the logged run."""
     with one_line_errors():
         presets = preset_names("--preset", ",".join(preset))
+        counts = {"--replicas": replicas, "--tensor-parallel": tensor_parallel}
+        check_counts(counts | {"--kv-tokens": kv_tokens, "--max-num-seqs": max_num_seqs})
         from services.commands.logged_traffic import read_traffic
 
         traffic = read_traffic(log)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ ROW_KINDS = {
     "replica": "ModelWorker",
     "length-predictor": "LengthPredictor",
     "serving-time-estimator": "ServingTimeEstimator",
+    "image-encoder": "ImageEncoder",
     "ingress": "Ingress",
 }
 """The names in ``/status`` of the kinds that can be scaled."""
@@ -27,8 +29,21 @@ STATUS_TIMEOUT_S = 10.0
 _LOOK_S = 0.2
 
 
-def scale_service(url: str, token: str, kind: str, count: int) -> str:
-    """Scales and returns one line about it.
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What has changed on a running server.
+
+    Attributes:
+        line: For people.
+        result: For programs; times in seconds.
+    """
+
+    line: str
+    result: dict[str, Any]
+
+
+def scale_service(url: str, token: str, kind: str, count: int) -> Change:
+    """Scales the components of a kind.
 
     Raises:
         FarsightError: An argument is wrong, the server refuses, or no server answers.
@@ -39,11 +54,13 @@ def scale_service(url: str, token: str, kind: str, count: int) -> str:
     before = _num_rows(url, token, kind)
     ask(url, "/admin/scale", SCALE_TIMEOUT_S, token, {"kind": kind, "count": count})
     note = "" if kind != "ingress" else _wait_ingress(url, token, count)
-    return f"{kind}: {before} -> {count} after {time.monotonic() - began:.1f} s{note}"
+    seconds = time.monotonic() - began
+    result = {"kind": kind, "before": before, "count": count, "seconds": seconds}
+    return Change(f"{kind}: {before} -> {count} after {seconds:.1f} s{note}", result)
 
 
-def drain_replica(url: str, token: str, replica: str, *, cancel: bool) -> str:
-    """Takes a replica out or back, and returns one line about it.
+def drain_replica(url: str, token: str, replica: str, *, cancel: bool) -> Change:
+    """Takes a replica out or back.
 
     Raises:
         FarsightError: An argument is wrong, the server refuses, or no server answers.
@@ -51,13 +68,15 @@ def drain_replica(url: str, token: str, replica: str, *, cancel: bool) -> str:
     began = time.monotonic()
     reply = ask(url, "/admin/drain", SCALE_TIMEOUT_S, token, {"replica": replica, "cancel": cancel})
     state = "drained" if reply["drained"] else "takes requests"
-    return f"replica {replica}: {state} after {time.monotonic() - began:.1f} s"
+    seconds = time.monotonic() - began
+    result = {"replica": replica, "drained": bool(reply["drained"]), "seconds": seconds}
+    return Change(f"replica {replica}: {state} after {seconds:.1f} s", result)
 
 
 def upgrade_service(
     url: str, token: str, model: str | None, config: Path | None, *, surge: bool, drain_s: float
-) -> str:
-    """Replaces the weights of a running service, or the settings of its workers, and returns one line about it.
+) -> Change:
+    """Replaces the weights of a running service, or the settings of its workers.
 
     Raises:
         FarsightError: An argument is wrong, the server refuses, or no server answers.
@@ -71,7 +90,9 @@ def upgrade_service(
     if config is not None:
         body["config"] = read_toml(config)
     reply = ask(url, "/admin/upgrade", SCALE_TIMEOUT_S + drain_s, token, body)
-    return f"all replicas run {reply['model']} (version {reply['version']}) after {time.monotonic() - began:.1f} s"
+    seconds = time.monotonic() - began
+    result = {"model": reply["model"], "version": reply["version"], "seconds": seconds}
+    return Change(f"all replicas run {reply['model']} (version {reply['version']}) after {seconds:.1f} s", result)
 
 
 def _wait_ingress(url: str, token: str, count: int) -> str:

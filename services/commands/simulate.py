@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from core.errors import ConfigError, FarsightError, InvalidValueError
+from services.commands.ask import JsonOption
 from services.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -66,7 +67,6 @@ SlaTtftOption = Annotated[float, typer.Option("--sla-ttft", help="SLA: most seco
 SlaMtpotOption = Annotated[
     float, typer.Option("--sla-mtpot", help="SLA: most seconds between two tokens of a request.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 _WITH_CONFIG = ("config", "out", "plot", "as_json")
@@ -158,6 +158,13 @@ def one_line_errors() -> Iterator[None]:
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+def check_counts(given: Mapping[str, int | None]) -> None:
+    """Raises ConfigError for the first flag whose value is below 1."""
+    for flag, value in given.items():
+        if value is not None and value < 1:
+            raise ConfigError(flag, value, "an integer >= 1")
 
 
 def preset_names(flag: str, given: str) -> list[str]:
@@ -308,13 +315,17 @@ def _simulate(experiment: Experiment, out: Path | None, plot: Path | None, as_js
 
 def _compare(experiment: Experiment, presets: list[str], seeds: range, as_json: bool) -> None:
     from simulator.compare import compare as run_all
-    from simulator.compare import comparison_table
+    from simulator.compare import comparison_table, idle_slowdown
     from simulator.results import to_json
 
     num_requests = experiment.num_requests
     total = None if num_requests is None else num_requests * len(presets) * len(seeds)
     with progress_bar("requests", total) as progress:
         compared = run_all(experiment, presets, seeds, progress)
+    slowdown = idle_slowdown(compared)
+    if slowdown is not None:
+        told = f"nothing waited at this load (mean slowdown {slowdown:.2f}), so the presets had nothing to order"
+        typer.echo(f"{told}; a higher --rate shows how they differ", err=True)
     if as_json:
         for each in compared:
             typer.echo(to_json(each.to_dict()))

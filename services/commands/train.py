@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ import typer
 
 from core.errors import ConfigError, FarsightError, InvalidValueError
 from core.forecast import Example
+from services.commands.ask import JsonOption
 from services.commands.logged_traffic import opened_log
 from services.progress import progress_bar
 
@@ -67,9 +69,9 @@ def train(
     d_app: Annotated[int | None, typer.Option(help="Dimensions kept of an instruction's embedding.")] = None,
     trees: Annotated[int, typer.Option(help="Number of trees of a forest.")] = 100,
     max_features: Annotated[float, typer.Option(help="Share of the features tried at each split of a tree.")] = 1.0,
-    epochs: Annotated[int, typer.Option(help="Passes of --kind bert over the data.")] = 3,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of a request that --kind bert reads.")] = 256,
-    seed: Annotated[int, typer.Option(help="Random seed; the same seed and data give the same predictor.")] = 0,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes of --kind bert over the data.")] = 3,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a request that --kind bert reads.")] = 256,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed; the same seed and data give the same predictor.")] = 0,
     strict: StrictOption = False,
     estimator: Annotated[
         bool,
@@ -77,6 +79,7 @@ def train(
             "--estimator", help="Learn how long batches take; DATA is then the log file of a server in batch mode."
         ),
     ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Train a predictor of output lengths on finished requests; with --estimator, of times on finished batches."""
     from predictor.models import BERT
@@ -84,14 +87,15 @@ def train(
     with one_line_errors():
         if estimator:
             path, num_batches = _train_estimator(data, out)
-            typer.echo(f"{path}: learned from {num_batches} batches; serve with [batch] artefact = {str(out)!r}")
+            line = f'{path}: learned from {num_batches} batches; serve with [batch] artefact = "{out}"'
+            typer.echo(json.dumps({"path": str(path), "num_batches": num_batches}) if as_json else line)
             return
         if kind == BERT:
             made = _fine_tuning(encoder, device, epochs, max_tokens, seed)
         else:
             forest = {"num_trees": trees, "max_features": max_features, "seed": seed}
             made = _training(_recipe(kind, encoder, d_user, d_app, forest), encoder, device)
-        _train(data, out, made, tokenizer, strict)
+        _train(data, out, made, tokenizer, strict, as_json)
 
 
 def _recipe(kind: str, encoder: str | None, d_user: int | None, d_app: int | None, forest: dict[str, Any]) -> Recipe:
@@ -145,7 +149,7 @@ def _fine_tuning(encoder: str | None, device: str, epochs: int, max_tokens: int,
     return made
 
 
-def _train(data: Path, out: Path, training: Training, tokenizer: Path | None, strict: bool) -> None:
+def _train(data: Path, out: Path, training: Training, tokenizer: Path | None, strict: bool, as_json: bool) -> None:
     from predictor.artefact import FILE_NAME, load
     from services.commands.forecast_data import EMBEDDED_TOKENIZER, TokenCounter, read_examples
 
@@ -163,8 +167,13 @@ def _train(data: Path, out: Path, training: Training, tokenizer: Path | None, st
         artefact = training(found.examples, version, progress)
     path = artefact.save(out)
     left_out = sum(each.censored for each in found.examples)
+    num_examples = artefact.metadata["num_examples"]
+    if as_json:
+        result = {"path": str(path), "version": version, "num_examples": num_examples, "num_left_out": left_out}
+        typer.echo(json.dumps(result))
+        return
     note = f", {left_out} left out that were cut off" if left_out else ""
-    typer.echo(f"{path}: version {version}, trained on {artefact.metadata['num_examples']} requests{note}")
+    typer.echo(f"{path}: version {version}, trained on {num_examples} requests{note}")
 
 
 def _train_estimator(log: Path, out: Path) -> tuple[Path, int]:

@@ -35,17 +35,18 @@ from core.messages.status import ComponentCounts, ComponentStatus, Scale
 from core.messages.tokens import TokenDelta, TokenPoll
 from core.messages.weights import ServedWeights, Upgrade
 from core.request import Request
-from kvcache.block_manager import hash_blocks, salted_root
 from policies.compose import predicts_requests
 from services.api.backend import ModelInfo
 from services.api.text.prompts import PromptText
 from services.ingress.explanations import Explanations
 from services.ingress.first_check import CountedRequest, FirstCheck
+from services.ingress.image_client import ImageClient, SeeingService
 from services.ingress.ledger import RequestLedger
 from services.ingress.logged_requests import LoggedRequests
 from services.ingress.observed import ObservedService
 from services.ingress.overview import Overview
-from services.ingress.predictor_client import PredictorClient
+from services.ingress.predictor_client import PredictorClient, question_of
+from services.ingress.prefixes import prefix_hashes
 from services.ingress.streams import ClientStream, TokenInbox, fail_stream
 from services.ingress.versions import REPLACED, VersionedStreams
 
@@ -67,7 +68,7 @@ OWN_ENGINE_S = 1.0
 logger = logging.getLogger(__name__)
 
 
-class EngineClient(ObservedService, VersionedStreams):
+class EngineClient(ObservedService, SeeingService, VersionedStreams):
     """A ``GenerationBackend`` over the Router and the model workers.
 
     Args:
@@ -92,8 +93,8 @@ class EngineClient(ObservedService, VersionedStreams):
         self._config = site.config
         self._sends_text = any(each.prompt == "text" for each in site.config.replica)
         self._keep = keep
-        self._ingress_id = uuid.uuid4().hex[:12]
-        self._ledger = RequestLedger(self._ingress_id)
+        self.ingress_id = uuid.uuid4().hex[:12]
+        self._ledger = RequestLedger(self.ingress_id)
         self._ids = itertools.count()
         self._streams: dict[str, ClientStream] = {}
         self._slow: set[str] = set()
@@ -103,11 +104,12 @@ class EngineClient(ObservedService, VersionedStreams):
         self._log = LogOutbox(log_store.append, FinishedRequests, self._degraded)
         self._traces = LogOutbox(log_store.append_traces, RequestTraces, self._degraded)
         self._explanations = Explanations(self._peers)
+        self._images = ImageClient(site, self._peers, self._ingress_id)
         self._logged = LoggedRequests(self._peers, site.config.scheduler.preset)
         self._made: list[ForecastMade] = []
-        self._forecaster: PredictorClient | None = None
+        self.forecaster: PredictorClient | None = None
         if predicts_requests(site.config):
-            self._forecaster = PredictorClient(self._peers, site.config, self._degraded, self._foresee)
+            self.forecaster = PredictorClient(self._peers, site.config, self._degraded, self._foresee)
         self._predictor_wait_s = site.config.predictor.wait_s
         self._pumps: dict[str, asyncio.Task[None]] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -118,7 +120,7 @@ class EngineClient(ObservedService, VersionedStreams):
         self._metrics = RequestMetrics(self.registry, model.name)
         self.first_check = FirstCheck(site.config.server, self._metrics.rejected)
         self.tally = self._metrics.tally
-        show_degraded(self.registry, lambda: [(f"ingress-{self._ingress_id}", self._degraded)])
+        show_degraded(self.registry, lambda: [(f"ingress-{self.ingress_id}", self._degraded)])
         self._health = HealthServer(self.registry, lambda: [self._row()])
         self._port = 0
 
@@ -126,10 +128,12 @@ class EngineClient(ObservedService, VersionedStreams):
         """Starts the background pumps, on the event loop that serves requests."""
         self._port = await self._health.start()
         work = [self._pump_outgoing, self._pump_announcements, self._log.run, self._traces.run]
+        if self.model.sight is not None:
+            work.append(self._images.run)
         if self._keep is not None:
             work.append(self._keep)
-        if self._forecaster is not None:
-            work.append(self._forecaster.run)
+        if self.forecaster is not None:
+            work.append(self.forecaster.run)
         self._tasks = [asyncio.create_task(again_and_again(each, LOOK_AGAIN_S)) for each in work]
 
     async def stream(
@@ -151,16 +155,17 @@ class EngineClient(ObservedService, VersionedStreams):
             self.first_check.leave(admitted)
             raise
         try:
-            if text is not None and self._forecaster is not None:
-                await self._ask(stream, text, self._forecaster)
-            self._ledger.open(stream)
-            self._outgoing_due.set()
-            reason = None
-            while reason is None:
-                delta = await stream.deltas.take()
-                self._note_read(stream)
-                reason = delta.finish_reason
-                yield delta
+            with self._images.held(request):
+                if text is not None and self.forecaster is not None:
+                    await self._ask(stream, text, self.forecaster)
+                self._ledger.open(stream)
+                self._outgoing_due.set()
+                reason = None
+                while reason is None:
+                    delta = await stream.deltas.take()
+                    self._note_read(stream)
+                    reason = delta.finish_reason
+                    yield delta
         finally:
             self.first_check.leave(admitted)
             self._close(stream)
@@ -168,11 +173,11 @@ class EngineClient(ObservedService, VersionedStreams):
     def _named(self, request: Request, text: PromptText | None) -> Request:
         return dataclasses.replace(
             request,
-            request_id=f"{self._ingress_id}-{next(self._ids)}",
-            ingress_id=self._ingress_id,
+            request_id=f"{self.ingress_id}-{next(self._ids)}",
+            ingress_id=self.ingress_id,
             # The log of a stream that another ingress replica goes on with names the weights that it began with.
             model_version=request.model_version if request.output_ids else self.model_version,
-            prefix_hashes=self._prefix_hashes(request),
+            prefix_hashes=prefix_hashes(request, self._prefix_block_size),
             source=text.source if self._sends_text and text is not None else None,
         )
 
@@ -206,18 +211,10 @@ class EngineClient(ObservedService, VersionedStreams):
         fail_stream(stream, stream.attempts, f"no token within {waited_s:.0f} s; {where}")
         self._outgoing_due.set()
 
-    def _prefix_hashes(self, request: Request) -> tuple[int, ...]:
-        """Made here, once: there are several ingress replicas, and one Router."""
-        if not self._prefix_block_size or request.sampling.computes_prompt:
-            return ()
-        return tuple(hash_blocks(request.prompt_ids, self._prefix_block_size, salted_root(request.cache_salt)))
-
     async def _ask(self, stream: ClientStream, text: PromptText, forecaster: PredictorClient) -> None:
         """Asks how long it will be, and waits for the answer as long as the settings allow."""
-        request = stream.request
-        question = text.question(request)
         wait_s = self._predictor_wait_s
-        if forecaster.ask(question) and wait_s > 0:
+        if forecaster.ask(question_of(stream.request, text)) and wait_s > 0:
             await wait_for(stream.predicted, wait_s)
 
     def _foresee(self, answers: list[tuple[str, Forecast]]) -> None:
@@ -343,7 +340,7 @@ class EngineClient(ObservedService, VersionedStreams):
         inbox = TokenInbox()
         while True:
             try:
-                poll = TokenPoll(self._ingress_id, inbox.ack_seq, tuple(self._slow))
+                poll = TokenPoll(self.ingress_id, inbox.ack_seq, tuple(self._slow))
                 reply = await worker.poll_tokens(poll)
             except PeerLost:
                 inbox = TokenInbox()
@@ -409,7 +406,7 @@ class EngineClient(ObservedService, VersionedStreams):
 
     def _row(self) -> ComponentStatus:
         return ComponentStatus(
-            name=f"ingress-{self._ingress_id}",
+            name=f"ingress-{self.ingress_id}",
             kind="Ingress",
             pid=os.getpid(),
             node=socket.gethostname(),
@@ -435,7 +432,7 @@ class EngineClient(ObservedService, VersionedStreams):
     async def metrics(self, *, open_metrics: bool) -> str:
         """Of every process."""
         own = exposition(self.registry, open_metrics=True)
-        return await self._overview.metrics(f"ingress-{self._ingress_id}", own, open_metrics=open_metrics)
+        return await self._overview.metrics(f"ingress-{self.ingress_id}", own, open_metrics=open_metrics)
 
     async def explain(self, response_id: str) -> tuple[RequestTrace, ...]:
         """What is known of the decisions behind an answer, by all components.
@@ -489,4 +486,5 @@ class EngineClient(ObservedService, VersionedStreams):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._health.stop()
+        self._images.close()
         self._peers.close()

@@ -21,6 +21,7 @@ from core.config.server import ServerConfig, is_loopback
 from core.errors import CapacityError
 from core.messages.fleet import ServedModel
 from engine.checkpoint.encoder_config import abilities_of
+from engine.vision.geometry import load_geometry
 from estimator.device_profile import profile_label
 from services.api.access.door import Door, door_settings
 from services.api.access.metered import MeteredBackend
@@ -32,6 +33,7 @@ from services.api.batches.running import BatchRunner, RunningPlace
 from services.api.batches.shelf import Files
 from services.api.body_workers import BodyWorkers
 from services.api.middleware import LoopPace
+from services.api.pictures.placing import Sight
 from services.api.readiness import Readiness
 from services.api.streams.keeper import StreamKeeper
 from services.api.text.prompts import PromptEncoder
@@ -39,6 +41,7 @@ from services.api.text.settings import text_settings
 from services.api.tracing.exporter import SpanExporter
 from services.ingress.attendance import SUPERVISED_S, Attendance
 from services.ingress.engine_client import EngineClient
+from services.ingress.line_forecasts import line_forecasts
 from services.ingress.liveness import Liveness, publish
 from services.ingress.paced_http import pace_http
 from services.ingress.tenants import TenantExchange
@@ -86,7 +89,7 @@ class Ingress:
         leave_full_collections_to_us()
         collect = functools.partial(collect_when_quiet, lambda: client.num_open + len(pace) <= QUIET_REQUESTS)
         self._collecting = asyncio.create_task(again_and_again(collect, LOOK_AGAIN_S))
-        reports = TrafficReports(self._site.peers(), client.tally)
+        reports = TrafficReports(self._site.peers(), client.tally, client.ingress_id)
         self._reporting = asyncio.create_task(again_and_again(reports.run, LOOK_AGAIN_S))
         door = self._make_door(client)
         limits = connection_limits(server, behind_haproxy=PROXY_DIRECTORY_VARIABLE in os.environ)
@@ -139,7 +142,8 @@ class Ingress:
         server = self._site.config.server
         metered = MeteredBackend(client, door, shares_prefixes=shares)
         app = build_app(metered, self._encoder, server.max_body_bytes, workers=workers)
-        place = RunningPlace(app, door.caller_of, client.first_check.free_places, server.max_body_bytes)
+        foresee = line_forecasts(client, self._encoder)
+        place = RunningPlace(app, door.caller_of, client.first_check.free_places, server.max_body_bytes, foresee)
         runner = BatchRunner(batches, place, uuid.uuid4().hex[:12], uses_keys=not door.is_open)
         await again_and_again(runner.run, LOOK_AGAIN_S)
 
@@ -192,6 +196,7 @@ async def open_client(site: Site) -> EngineClient:
         benchmark_mode=site.config.engine.benchmark_mode,
         emulated=profile_label(site.config.engine.profile),
         abilities=served_abilities(site),
+        sight=served_sight(site),
     )
     client = EngineClient(site, model, lambda: keep_supervisor(site), prefix_block_size=served.prefix_block_size)
     await client.start()
@@ -203,6 +208,15 @@ def served_abilities(site: Site) -> Abilities:
     if not site.config.model.replicas or site.config.engine.profile:
         return Abilities()
     return abilities_of(Path(site.model_dir))
+
+
+def served_sight(site: Site) -> Sight | None:
+    """How the replicas of our own engine see; None if they do not."""
+    geometry = load_geometry(Path(site.model_dir)) if site.sees else None
+    if geometry is None:
+        return None
+    text = f"{geometry.before}{geometry.placeholder}{geometry.after}"
+    return Sight(text, geometry.placeholder_id, site.config.images.max_per_request)
 
 
 async def _wait_for_model(site: Site) -> ServedModel:

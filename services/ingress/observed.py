@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from core.messages.live import LiveView
 from core.messages.placement import PlacementView
-from core.messages.series import SeriesQuery, SeriesReply
+from core.messages.series import ComponentsQuery, ComponentsReply, RecentDecisions, SeriesQuery, SeriesReply, TableReply
 from core.messages.status import StatusReply
 from core.series.tally import TrafficTally
 from services.ingress.overview import Overview
@@ -35,6 +35,26 @@ class ObservedService:
             FarsightError: The Supervisor does not answer.
         """
         return await self._overview.series(query)
+
+    async def replica_series(self, query: SeriesQuery) -> TableReply:
+        """The loads of the replicas over time.
+
+        Raises:
+            FarsightError: The Supervisor does not answer.
+        """
+        return await self._overview.replica_series(query)
+
+    async def component_series(self, query: ComponentsQuery) -> ComponentsReply:
+        """What the components of a kind did over time.
+
+        Raises:
+            FarsightError: The Supervisor does not answer.
+        """
+        return await self._overview.component_series(query)
+
+    async def recent_decisions(self, kind: str) -> tuple[RecentDecisions, ...]:
+        """The last decisions of the components of a kind, of those that answer."""
+        return await self._overview.recent_decisions(kind)
 
     async def live(self, max_rows: int) -> LiveView:
         """What is on the replicas now; at most so many requests of each."""

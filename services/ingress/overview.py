@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from contextlib import suppress
+from typing import TypeVar
 
 import aiohttp
 from ray.exceptions import RayTaskError
@@ -30,7 +31,15 @@ from core.messages.kv import KVUsage
 from core.messages.live import LiveQuery, LiveView, ReplicaLive
 from core.messages.log import ArtefactInfo
 from core.messages.placement import PlacementView
-from core.messages.series import SeriesQuery, SeriesReply
+from core.messages.series import (
+    ComponentsQuery,
+    ComponentsReply,
+    NamesQuery,
+    RecentDecisions,
+    SeriesQuery,
+    SeriesReply,
+    TableReply,
+)
 from core.messages.status import ComponentStatus, StatusReply
 from kvcache.residency import total_usage
 from policies.fleet.queue_delay import queue_delay_s
@@ -42,9 +51,14 @@ _OPEN = {"Accept": OPEN_METRICS_TYPE}
 TIMEOUT_S = 1.0
 """A process that does not answer within this time is shown as dead."""
 
+MAX_ASKED = 12
+"""Components of a kind that are asked for their last decisions."""
 
 DEFECTS = (RayTaskError, RemoteError)
 """What a component raised by mistake, from another node or from this one."""
+
+
+R = TypeVar("R")
 
 
 class Overview:
@@ -53,7 +67,7 @@ class Overview:
     def __init__(self, site: Site, peers: PeerBook) -> None:
         self._config = site.config
         self._peers = peers
-        self._counts = initial_counts(site.config)
+        self._counts = initial_counts(site.config, sees=site.sees)
         self._last: dict[str, ComponentStatus] = {}
 
     async def status(self) -> StatusReply:
@@ -91,11 +105,38 @@ class Overview:
         Raises:
             FarsightError: The Supervisor does not answer.
         """
+        return await _supervised(self._peers.supervisor().series(query))
+
+    async def replica_series(self, query: SeriesQuery) -> TableReply:
+        """The loads of the replicas over time.
+
+        Raises:
+            FarsightError: The Supervisor does not answer.
+        """
+        return await _supervised(self._peers.supervisor().replica_series(query))
+
+    async def component_series(self, query: ComponentsQuery) -> ComponentsReply:
+        """What the components of a kind did over time.
+
+        Raises:
+            FarsightError: The Supervisor does not answer.
+        """
+        return await _supervised(self._peers.supervisor().component_series(query))
+
+    async def recent_decisions(self, kind: str) -> tuple[RecentDecisions, ...]:
+        """The last decisions of the components of a kind, of those that answer; none of an ingress replica."""
+        components = [SUPERVISOR, *wanted_components(self._counts, self._config.model.num_ranks)]
+        asked = [name for name in components if kind_of(name, self._config) == kind][:MAX_ASKED]
+        hosts = by_host(asked, self._peers.placement)
+        found = await asyncio.gather(*(self._recent(host, NamesQuery(tuple(each))) for host, each in hosts.items()))
+        return tuple(itertools.chain.from_iterable(found))
+
+    async def _recent(self, host: str, query: NamesQuery) -> tuple[RecentDecisions, ...]:
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                return await self._peers.supervisor().series(query)
-        except (PeerLost, TimeoutError, *DEFECTS) as error:
-            raise FarsightError("the Supervisor does not answer") from error
+                return (await self._peers.host(host).recent(query)).components
+        except (PeerLost, TimeoutError, *DEFECTS):
+            return ()
 
     async def live(self, max_rows: int) -> LiveView:
         """What is on each replica that answers; at most so many requests of each."""
@@ -138,7 +179,7 @@ class Overview:
     async def _rows(self, host: str, components: list[str]) -> list[ComponentStatus]:
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                rows = await self._peers.actor(host).rows()
+                rows = (await self._peers.host(host).rows()).components
         except (PeerLost, TimeoutError):
             rows = ()
         self._last |= {row.name: row for row in rows}
@@ -200,3 +241,12 @@ class Overview:
         if last is None:
             return ComponentStatus(component, kind_of(component, self._config), 0, "", "dead", 0, None, 0, 0)
         return dataclasses.replace(last, state="dead", queue=0, last_step_age_s=None, http_port=0)
+
+
+async def _supervised(call: Awaitable[R]) -> R:
+    """What the Supervisor answers, or FarsightError."""
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            return await call
+    except (PeerLost, TimeoutError, *DEFECTS) as error:
+        raise FarsightError("the Supervisor does not answer") from error

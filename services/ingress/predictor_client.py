@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from actors.runtime.names import initial_counts, length_predictor_name
 from actors.runtime.peer import LOOK_AGAIN_S, PeerBook, PeerLost, current_counts
@@ -14,6 +14,8 @@ from core.degraded import FORECASTS_SHED, SHED_SHOWN_S, Degraded
 from core.errors import FarsightError
 from core.forecast import Forecast, ForecastQuestion
 from core.messages.forecasts import ForecastQuestions
+from core.request import Request
+from services.api.text.prompts import PromptText
 
 MAX_QUESTIONS = 64
 """In one message."""
@@ -27,7 +29,25 @@ GATHER_S = 0.02
 COUNTS_S = 5.0
 """How often the number of predictors is looked up."""
 
+ASK_S = 5.0
+"""So long ``forecasts`` waits for an answer."""
+
 logger = logging.getLogger(__name__)
+
+
+def question_of(request: Request, text: PromptText) -> ForecastQuestion:
+    """What a predictor is told of a request whose prompt came as text."""
+    image_tokens = tuple(image.length for image in request.images)
+    return ForecastQuestion(
+        request.request_id,
+        text.instruction,
+        text.user_input,
+        text.user_input_len(request.prompt_len - sum(image_tokens)),
+        request.prompt_len,
+        request.sampling.max_new_tokens,
+        request.tenant,
+        image_tokens,
+    )
 
 
 class PredictorClient:
@@ -61,6 +81,20 @@ class PredictorClient:
             self._degraded.note(FORECASTS_SHED, reason, time.monotonic(), SHED_SHOWN_S)
             return False
         return True
+
+    async def forecasts(self, questions: Sequence[ForecastQuestion]) -> list[Forecast] | None:
+        """Asks at once, and waits; for what is no request yet. None if no predictor answers in time."""
+        made: list[Forecast] = []
+        try:
+            async with asyncio.timeout(ASK_S):
+                for first in range(0, len(questions), MAX_QUESTIONS):
+                    group = tuple(questions[first : first + MAX_QUESTIONS])
+                    reply = await self._peers.length_predictor(0).predict(ForecastQuestions(group))
+                    made.extend(reply.forecasts)
+        except (TimeoutError, FarsightError) as error:
+            logger.warning("lines of a batch keep their order: no forecast (%s)", error or "no answer in time")
+            return None
+        return made
 
     async def run(self) -> None:
         """Asks the predictors that are free; one message is under way for each."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 
 from actors.runtime.peer import PeerBook, PeerLost
 from core.errors import FarsightError
@@ -19,12 +18,16 @@ logger = logging.getLogger(__name__)
 
 
 class TrafficReports:
-    """Sends counts since the start of the replica, so that a lost report loses nothing."""
+    """Sends counts since the start of the replica, so that a lost report loses nothing.
 
-    def __init__(self, peers: PeerBook, tally: TrafficTally) -> None:
+    Args:
+        ingress_id: As in the name of the replica's component.
+    """
+
+    def __init__(self, peers: PeerBook, tally: TrafficTally, ingress_id: str) -> None:
         self._supervisor = peers.supervisor()
         self._tally = tally
-        self._ingress_id = uuid.uuid4().hex
+        self._ingress_id = ingress_id
 
     async def run(self) -> None:
         """Reports until it is cancelled."""

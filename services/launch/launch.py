@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
-import shlex
 import socket
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -38,11 +36,16 @@ from services.launch.proxy import ProxyStart, front_proxy, wait_routed
 from services.launch.signals import StopSignal
 from services.launch.stages import Stages
 from services.launch.starting import LOOK_S, StartingComponents
+from services.launch.welcome import Example, welcome
 from services.proxy.haproxy import HAProxyKeeper, choose_proxy
 from services.run_file import ADMIN_TOKEN_VARIABLE, published
 
 EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded_model"
 EMBEDDED_NAME = "farsight-embedded"
+VISION_MODEL = Path(__file__).parents[1] / "embedded_vision"
+VISION_NAME = "farsight-embedded-vision"
+VISION_PATH = "embedded-vision"
+"""What ``--model`` says for the embedded model that sees; a directory of that name is ``./embedded-vision``."""
 WATCH_INTERVAL_S = 0.5
 
 R = TypeVar("R")
@@ -77,10 +80,6 @@ class LocatedModel:
     name: str
     chats: bool = True
 
-    @property
-    def is_embedded(self) -> bool:
-        return self.directory == EMBEDDED_MODEL
-
 
 def find_model(config: FarsightConfig) -> LocatedModel:
     """The configured model, or the embedded one. Without replicas of our own engine its tokenizer is enough.
@@ -98,7 +97,9 @@ def find_model(config: FarsightConfig) -> LocatedModel:
     from services.api.text.settings import text_settings
 
     model = LocatedModel(EMBEDDED_MODEL, config.model.name or EMBEDDED_NAME)
-    if config.model.path:
+    if config.model.path == VISION_PATH:
+        model = LocatedModel(VISION_MODEL, config.model.name or VISION_NAME)
+    elif config.model.path:
         directory = resolve_model_dir(config.model.path, weights=config.model.replicas > 0)
         model = LocatedModel(directory, config.model.name or _name_of(config.model.path))
     # Refuse a model that cannot run before anything starts.
@@ -138,7 +139,14 @@ def find_site(config: FarsightConfig, model: LocatedModel) -> Site:
         predictor=_find_predictor(config.predictor),
         access=absolute_paths(config.access),
     )
-    return Site(named, str(model.directory), resolve_placement(config))
+    return Site(named, str(model.directory), resolve_placement(config), sees=_sees(config, model.directory))
+
+
+def _sees(config: FarsightConfig, directory: Path) -> bool:
+    """Whether replicas of our own engine read pictures."""
+    from engine.vision.geometry import load_geometry
+
+    return bool(config.model.replicas) and load_geometry(directory) is not None
 
 
 def _find_predictor(predictor: PredictorConfig) -> PredictorConfig:
@@ -406,7 +414,7 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
         url = f"{'https' if config.access.tls_cert else 'http'}://{config.server.host}:{config.server.port}"
         key = " -H 'Authorization: Bearer KEY'" if config.access.key_file or os.environ.get(API_KEY_VARIABLE) else ""
         say(f"Ready after {stages.elapsed_s:.1f} s.")
-        for line in welcome(url, model, key):
+        for line in welcome(url, model.name, _example(model), key):
             say(line)
         with published(config.server.port, os.environ[ADMIN_TOKEN_VARIABLE], site.config.access.tls_cert) as run_file:
             stop.starting(lambda: run_file.unlink(missing_ok=True))
@@ -416,6 +424,11 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
         say("Stopping.")
 
 
+def _example(model: LocatedModel) -> Example:
+    shipped: dict[Path, Example] = {EMBEDDED_MODEL: "embedded", VISION_MODEL: "vision"}
+    return shipped.get(model.directory, "chat" if model.chats else "text")
+
+
 def learning_note(config: FarsightConfig) -> str:
     """Says that a policy reads forecasts of requests and nothing was trained for it; empty where that is not so."""
     predictor = config.predictor
@@ -423,39 +436,6 @@ def learning_note(config: FarsightConfig) -> str:
         return ""
     by = f"Magnus's features over {predictor.encoder}" if predictor.encoder else "application"
     return f"No --predictor: preset {config.scheduler.preset} learns output lengths from its own requests, by {by}."
-
-
-def welcome(url: str, model: LocatedModel, key: str) -> list[str]:
-    """What a user can do with a service that has just started: a request that fits the model, and addresses.
-
-    Args:
-        key: Words of curl that bring an API key; empty where none is needed.
-    """
-    path, fields = "/v1/chat/completions", {"model": model.name, **_EXAMPLES["chat"]}
-    if model.is_embedded:
-        fields = {"model": model.name, **_EXAMPLES["embedded"]}
-    elif not model.chats:
-        path, fields = "/v1/completions", {"model": model.name, **_EXAMPLES["text"]}
-    post = f"curl -N {url}{path} -H 'Content-Type: application/json'{key}"
-    body = shlex.quote(json.dumps(fields | {"stream": True}))
-    return [
-        f"Try:\n  {post} \\\n    -d {body}",
-        f"OpenAI API: {url}/v1   First: curl {url}/v1/models{key}   Stop: Ctrl-C",
-        f"Dashboard: {url}/dashboard   Playground: {url}/play",
-    ]
-
-
-_EXAMPLES: dict[str, dict[str, Any]] = {
-    "embedded": {
-        "messages": [
-            {"role": "system", "content": "Write in upper case:"},
-            {"role": "user", "content": "hello world"},
-        ],
-        "temperature": 0,
-    },
-    "chat": {"messages": [{"role": "user", "content": "Say hello in three languages."}], "max_tokens": 64},
-    "text": {"prompt": "Once upon a time", "max_tokens": 32},
-}
 
 
 def numa_advice(config: FarsightConfig, num_nodes: int) -> str | None:

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple
 
 from core.messages.cache import StartedRequest
 from core.messages.plans import FinishedSequence
@@ -21,7 +20,6 @@ from policies.fleet.events import (
     BatchEnded,
     GlobalEvent,
     PlaceRequests,
-    ReplicaAway,
     ReplicaBroke,
     ReplicaUp,
     RequestsEnded,
@@ -51,15 +49,12 @@ class FleetShape:
         announce_s: Interval at which ingress replicas announce their open streams, and so learn which requests a batch
             that broke off has lost; 0 for at once.
         image_cache_tokens: Image tokens whose rows the encoder keeps: 256 MiB of rows of 4,096 values of two bytes.
-        reload_s: After a batch broke off its worker takes nothing for so long (Magnus III-C reloads the model); 0 for a
-            server of ours, which goes on.
     """
 
     replica: ReplicaShape
     latency: LatencyModel
     num_replicas: int = 1
     announce_s: float = 0.0
-    reload_s: float = 0.0
     image_cache_tokens: int = 32_768
 
 
@@ -73,12 +68,6 @@ class _Due(Enum):
     MACHINE = 0
     LOST = 1
     IMAGES = 2
-
-
-class _Reload(NamedTuple):
-    """A worker has loaded its model again."""
-
-    replica: int
 
 
 class Fleet:
@@ -116,7 +105,7 @@ class Fleet:
         self._num_names = 0
         self.machine = machine
         self.now = 0.0
-        self._alarms: Alarms[int | _Due | _Reload] = Alarms()
+        self._alarms: Alarms[int | _Due] = Alarms()
         self._clients = clients
         self._timeline = timeline
         self._flush = flush
@@ -213,8 +202,6 @@ class Fleet:
         match self._alarms.pop():
             case int(index):
                 self._wake_replica(index, progress)
-            case _Reload(index):
-                self._tell(ReplicaUp(self.replicas[index].name, self.replicas[index].ready))
             case _Due.MACHINE:
                 self._tell(TimePassed())
             case _Due.LOST:
@@ -285,13 +272,9 @@ class Fleet:
         """Tells of batches that ran out of memory; their requests come back with the next announcement."""
         while self._broken:
             name, keys = self._broken.popleft()
-            shape, index = self._shape, int(name)
             self._lost += [request_id for request_id, _ in keys]
-            if shape.reload_s:
-                self._alarms.set(_Reload(index), self.now + shape.reload_s)
-                self._tell(ReplicaAway(name))
             self._tell(ReplicaBroke(name, keys))
-            every_s = shape.announce_s
+            every_s = self._shape.announce_s
             self._alarms.set(_Due.LOST, (self.now // every_s + 1) * every_s if every_s else self.now)
 
     def _resume_lost(self) -> None:

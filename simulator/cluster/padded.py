@@ -32,7 +32,7 @@ def padded_fleet(
     Args:
         kv_tokens: What a worker holds; a batch that needs more breaks off at the step that does not fit. None for no
             bound.
-        reload_s: As in ``FleetShape``.
+        reload_s: As in ``BatchScheduler``.
     """
     num_blocks, block_size = (_MOST_SEQUENCES, _ANY_LENGTH) if kv_tokens is None else (kv_tokens, 1)
     replica = ReplicaShape(
@@ -43,8 +43,8 @@ def padded_fleet(
         execution="static",
     )
     return Fleet(
-        FleetShape(replica, latency, num_workers, reload_s=reload_s),
-        BatchScheduler(batcher, partial(padded_batch_s, latency)),
+        FleetShape(replica, latency, num_workers),
+        BatchScheduler(batcher, partial(padded_batch_s, latency), reload_s=reload_s),
         lambda _: build_batch_runner(_MOST_SEQUENCES),
         flush=batcher.flush,
     )

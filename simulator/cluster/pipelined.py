@@ -10,6 +10,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
+from core.errors import InvalidValueError
 from core.request import Request
 from kvcache import StepBatch
 from kvcache.step_batch import step_work
@@ -56,9 +57,14 @@ class PipelineStep(StepRun):
 class PipelinedReplica(Replica):
     """A ``Replica`` with ``shape.num_stages`` batches in flight; the latency model gives the time of one batch in all
     stages together.
+
+    Raises:
+        InvalidValueError: The order of the scheduler has iterations cut off: a server refuses that too.
     """
 
     def _set_up(self) -> None:
+        if self.scheduler.order.cuts_off:
+            raise InvalidValueError("num_stages", self.shape.num_stages, "1 where iterations are cut off")
         self._stages = StageTimes(self.shape.num_stages)
         self._steps: deque[PipelineStep] = deque()
         self._left_at = 0.0

@@ -57,7 +57,7 @@ class ReplicaUsage:
 
     Attributes:
         num_output_tokens: Output tokens computed, invalid ones of padded batches included.
-        num_prompt_tokens: Prompt tokens computed, padding included.
+        num_prompt_tokens: Prompt tokens computed, padding and steps that were cut off included.
         token_steps: Sum over steps of the KV tokens in use.
     """
 

@@ -3,7 +3,8 @@
 It advances from event to event. Consecutive steps that only decode the same sequences form one run, up to the next step
 in which anything can change. If an event arrives earlier, the finished steps are recorded and the run ends with the
 current step, as it would on a device. A padded batch (``execution`` ``static``) has two runs, its prompts and its
-outputs: an output that ends before the last one changes neither size nor price of the steps.
+outputs: an output that ends before the last one changes neither size nor price of the steps. A step that may be cut off
+(``StepBatch.cut_off_s``) is a run of its own.
 """
 
 from __future__ import annotations
@@ -391,6 +392,10 @@ class Replica:
     def _book(self, run: StepRun) -> bool:
         """Records a finished run; returns whether a request ended."""
         seconds, num_steps = run.seconds(run.num_steps), run.num_steps
+        if run.is_cut_off:
+            self._use(run, seconds)
+            self.executor.cut_off(run.batch, seconds)
+            return False
         if isinstance(self.executor, StaticExecutor):
             return self._book_padded(self.executor, run, seconds)
         first_at, last_at = run.began_at + run.seconds(1), run.began_at + seconds

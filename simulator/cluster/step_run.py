@@ -16,7 +16,7 @@ class StepRun:
 
     Attributes:
         work: Work of the first step; each further one has one token of context more per decoding sequence.
-        num_steps: 1 if the step computes prompts.
+        num_steps: 1 if the step computes prompts or may be cut off.
         ends_at: When the last of them is over.
         num_told: So many of them have been reported to the scheduler.
     """
@@ -33,6 +33,14 @@ class StepRun:
         """Seconds of the first steps."""
         if num_steps == 0:
             return 0.0
+        return min(self._whole_s(num_steps), self.batch.cut_off_s)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the step is cut off before its end: it brings nothing."""
+        return self.batch.may_be_cut_off and self.batch.cut_off_s < self._whole_s(1)
+
+    def _whole_s(self, num_steps: int) -> float:
         if self.work.prefill_tokens:
             return self.latency.step_s(*self.work)
         return self.latency.decode_run_s(self.work.decode_seqs, self.work.context_tokens, num_steps)

@@ -11,7 +11,7 @@ import numpy as np
 from policies.batching.fcfs import FcfsBatches
 from policies.compose import build_router, build_scheduler
 from policies.replica.scheduler import SchedulerLimits
-from policies.settings import MlfqRules, PolicySettings
+from policies.settings import MLFQ_SWITCHES, MlfqRules, PolicySettings
 from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import LatencyModel, PipelineLatency, Roofline
 from simulator.cluster.padded import padded_fleet
@@ -77,6 +77,10 @@ class Testbed:
     @property
     def rules(self) -> MlfqRules:
         return MlfqRules(self.quantum_s, ratio=self.ratio, starve_limit_s=self.starve_limit_s)
+
+    def rules_of(self, mlfq: str) -> MlfqRules:
+        """The same of a baseline of section 6.3, as ``[scheduler] mlfq`` names it."""
+        return replace(self.rules, **MLFQ_SWITCHES[mlfq])
 
 
 def serve(bed: Testbed, load: Load, preset: str, rules: MlfqRules | None = None, **parts: str) -> Recorder:

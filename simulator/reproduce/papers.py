@@ -103,7 +103,7 @@ FASTSERVE = Paper(
         PaperFigure("Fig 9 (a)", "mean JCT by rate, 175B on 16 GPUs", "fastserve_load"),
         PaperFigure("Fig 9 (b)", "mean JCT by burstiness", "fastserve_cv"),
         PaperFigure("Fig 9 (c)", "mean JCT by skew of lengths", "fastserve_zipf"),
-        PaperFigure("Fig 10 (a)", "MLFQ without skip-join, by rate", "fastserve_variants", r"^\(a\)|preemption$"),
+        PaperFigure("Fig 10 (a)", "MLFQ without skip-join, by rate", "fastserve_variants", r"^\(a\)"),
         PaperFigure("Fig 10 (b)", "the same, by burstiness", "fastserve_variants", r"^\(b\)"),
         PaperFigure("Fig 10 (c)", "the same, by skew", "fastserve_variants", r"^\(c\)"),
         PaperFigure("Fig 10 (d)", "the same, by quantum ratio", "fastserve_variants", r"^\(d\)"),

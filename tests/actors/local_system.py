@@ -205,7 +205,7 @@ async def ready_rows(client: EngineClient) -> dict[str, ComponentStatus]:
 
 
 def _concerns(client: EngineClient, row: ComponentStatus) -> bool:
-    return row.kind != "Ingress" or row.name == f"ingress-{client._ingress_id}"
+    return row.kind != "Ingress" or row.name == f"ingress-{client.ingress_id}"
 
 
 async def wait_whole(client: EngineClient) -> None:

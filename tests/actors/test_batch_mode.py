@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from actors.runtime.names import LOG_STORE, ROUTER
-from core.codec import decode
 from core.config.engine import EXECUTIONS
 from core.config.model import ModelConfig
 from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.messages.log import BatchPage, LogQuery
-from core.messages.status import ComponentRows
+from policies.event_log import read_log
+from policies.fleet.events import PlaceRequests, ReplicaBroke
 from services.ingress.engine_client import EngineClient
 from tests.actors.conftest import open_system
 from tests.actors.local_system import (
@@ -114,6 +114,45 @@ async def test_a_batch_that_runs_out_of_memory_is_split_and_nobody_notices(cramp
     assert splits >= 1
 
 
+RELOAD_S = 1.0
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated:a100-7b"])
+async def test_a_worker_takes_nothing_while_it_reloads_after_a_batch_ran_out_of_memory(
+    ray_cluster: None, actor_model_dir: Path, tmp_path: Path, truth: Truth, device: str
+) -> None:
+    tables = {
+        "engine": dataclasses.replace(ENGINE, device=device, kv_memory=KV_MEMORY),
+        "batch": BatchConfig(batch_size=8, max_wait_s=1.0, reload_s=RELOAD_S),
+    }
+    events = tmp_path / "events"
+    scheduler = SchedulerConfig(preset="multi-bin", event_log=str(events))
+    with open_system("split", actor_model_dir, tmp_path, scheduler, **tables) as system:
+        async with calm_client(system) as client:
+            streams = await asyncio.gather(*(read(client, index, NUM_TOKENS) for index in INDEXES))
+    for index, tokens in zip(INDEXES, streams, strict=True):
+        if device == "cpu":
+            truth.check(index, tokens, NUM_TOKENS)
+        else:
+            assert len(tokens) == NUM_TOKENS, "an emulated device has tokens of its own"
+    (log,) = events.glob(f"{ROUTER}*")
+    pauses = pauses_after_breaks(log.read_bytes())
+    assert pauses and min(pauses) >= RELOAD_S, pauses
+
+
+def pauses_after_breaks(data: bytes) -> list[float]:
+    """From each end of a batch that broke off to the next batch, on the only worker; seconds."""
+    broke_at: float | None = None
+    pauses: list[float] = []
+    for each in read_log(data)[1]:
+        if broke_at is not None and any(isinstance(said, PlaceRequests) for said in each.instructions):
+            pauses.append(each.now - broke_at)
+            broke_at = None
+        if isinstance(each.event, ReplicaBroke) and broke_at is None:
+            broke_at = each.now
+    return pauses
+
+
 @pytest.fixture(scope="module", params=["magnus", pytest.param("multi-bin", marks=pytest.mark.long)])
 def pulling(
     request: pytest.FixtureRequest, ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
@@ -185,7 +224,7 @@ async def test_the_requests_of_a_worker_that_dies_with_a_batch_wait_again_and_an
         readings = [Reading(client, PROMPTS[index], sampling(index, 200)) for index in range(8)]
 
         async def running() -> bool:
-            (row,) = decode(await host.rows.remote(), ComponentRows).components
+            (row,) = (await host.rows.remote()).components
             return row.queue > 0 and any(reading.tokens for reading in readings)
 
         await eventually(running, "a batch runs")

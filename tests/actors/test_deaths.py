@@ -39,6 +39,7 @@ SPLIT_DEATHS = [
     ("worker-0", "worker-1"),
     ("router", "scheduler-0", "worker-0"),
     ("scheduler-1", "worker-1", "supervisor"),
+    ("worker-0", "scheduler-0", "kv-offload-manager-0"),  # what they did moves to the other replica
 ]
 FUSED_DEATHS = [
     ("router",),  # and all others that live in the same process

@@ -175,7 +175,7 @@ async def _one_resident(system: System, replica: str, held_blocks: float) -> boo
 
 async def _counts_one(client: EngineClient) -> bool:
     status = await rows(client)
-    return status["router"].queue == status[f"ingress-{client._ingress_id}"].queue == 1
+    return status["router"].queue == status[f"ingress-{client.ingress_id}"].queue == 1
 
 
 async def test_every_component_is_in_the_status(system: System, client: EngineClient) -> None:
@@ -189,7 +189,7 @@ async def test_every_component_is_in_the_status(system: System, client: EngineCl
 
 
 async def _introduced(client: EngineClient) -> bool:
-    return f"ingress-{client._ingress_id}" in await rows(client)
+    return f"ingress-{client.ingress_id}" in await rows(client)
 
 
 async def test_replicas_share_the_requests(client: EngineClient) -> None:

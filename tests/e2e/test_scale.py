@@ -216,7 +216,7 @@ def test_who_may_not_or_asks_wrongly_is_refused(
 
 def test_the_command_says_what_is_wrong_in_one_line(server: Server) -> None:
     for words, message in [
-        (["wizard", "2"], "one of replica, length-predictor, serving-time-estimator, ingress"),
+        (["wizard", "2"], "one of replica, length-predictor, serving-time-estimator, image-encoder, ingress"),
         (["replica", "0"], "an integer from 1 to 1000"),
         (["replica", "1", "--token", "guess"], "the admin token is wrong"),
     ]:

@@ -91,9 +91,13 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def save_tokenizer(out: Path) -> None:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json``, with the chat template inside the latter."""
-    build_tokenizer().save_pretrained(out, save_jinja_files=False)
+def save_tokenizer(out: Path, tokenizer: PreTrainedTokenizerFast | None = None) -> None:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json``, with the chat template inside the latter.
+
+    Args:
+        tokenizer: Another than the embedded model's.
+    """
+    (tokenizer or build_tokenizer()).save_pretrained(out, save_jinja_files=False)
     path = out / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name that every release knows

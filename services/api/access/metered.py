@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from core.errors import CapacityError, InvalidValueError
+from core.messages.images import EncodedImage, ImageFile
 from core.messages.live import LiveView
 from core.messages.log import LoggedWindow, RequestTrace
 from core.messages.placement import PlacementView
-from core.messages.series import SeriesQuery, SeriesReply
+from core.messages.series import ComponentsQuery, ComponentsReply, RecentDecisions, SeriesQuery, SeriesReply, TableReply
 from core.messages.status import ComponentCounts, StatusReply
 from core.messages.tokens import TokenDelta
 from core.messages.weights import ServedWeights, Upgrade
@@ -112,6 +113,13 @@ class MeteredBackend:
     async def logged_around(self, request_id: str) -> LoggedWindow | None:
         return await self._backend.logged_around(request_id)
 
+    async def see(self, files: Sequence[ImageFile], salt: str) -> tuple[EncodedImage, ...]:
+        """As ``GenerationBackend.see``; what is kept of a picture is shared as cached prefixes are."""
+        caller = CURRENT.get()
+        if caller is not None and not self._shares_prefixes:
+            salt = salt_of(caller.identity, salt)
+        return await self._backend.see(files, salt)
+
     async def status(self) -> StatusReply:
         return await self._backend.status()
 
@@ -123,6 +131,15 @@ class MeteredBackend:
 
     async def series(self, query: SeriesQuery) -> SeriesReply:
         return await self._backend.series(query)
+
+    async def replica_series(self, query: SeriesQuery) -> TableReply:
+        return await self._backend.replica_series(query)
+
+    async def component_series(self, query: ComponentsQuery) -> ComponentsReply:
+        return await self._backend.component_series(query)
+
+    async def recent_decisions(self, kind: str) -> tuple[RecentDecisions, ...]:
+        return await self._backend.recent_decisions(kind)
 
     async def live(self, max_rows: int) -> LiveView:
         return await self._backend.live(max_rows)

@@ -140,9 +140,14 @@ class ChatAnswer(BaseModel):
     tool_calls: list[CallMade] | None = None
 
     @classmethod
-    def of(cls, answer: TakenApart) -> ChatAnswer:
+    def of(cls, answer: TakenApart, before: str = "") -> ChatAnswer:
+        """
+        Args:
+            before: Text that goes before the content.
+        """
         calls = [CallMade.model_validate(call.fields()) for call in answer.calls]
-        return cls(content=answer.content, reasoning_content=answer.reasoning or None, tool_calls=calls or None)
+        content = before + (answer.content or "") if before else answer.content
+        return cls(content=content, reasoning_content=answer.reasoning or None, tool_calls=calls or None)
 
     @model_serializer(mode="wrap")
     def _shown(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -356,7 +361,7 @@ def chat_completion(generation: Generation, results: Sequence[ChoiceResult], tex
         choices.append(
             ChatChoice(
                 index=index,
-                message=ChatAnswer.of(answer),
+                message=ChatAnswer.of(answer, generation.echoes[0].text if generation.echoes else ""),
                 logprobs=logprobs,
                 finish_reason="tool_calls" if answer.calls and result.finish_reason == "stop" else result.finish_reason,
                 token_ids=result.token_ids if generation.shows_token_ids else None,

@@ -187,7 +187,8 @@ class ChunkWriter:
         self._so_far = (0, 0, 0.0)  # output tokens, cached tokens, GPU-seconds
         self._unnamed = set(range(len(generation.requests)))  # choices whose prompt's tokens are not shown yet
         # Echoed prompt by choice, until it is written; in a stream every request is a choice.
-        self._echoes = dict(enumerate(echo.text for echo in generation.echoes for _ in range(generation.n)))
+        echoes = () if chat else generation.echoes  # a chat's goes with the opening
+        self._echoes = dict(enumerate(echo.text for echo in echoes for _ in range(generation.n)))
         self._logprobs: list[CompletionLogprobs] = []
         if generation.shows_logprobs and not chat:
             prompts = (index // generation.n for index in range(len(generation.requests)))
@@ -208,7 +209,7 @@ class ChunkWriter:
         """The first chunk of each choice: a chat's names the role, a completion has none."""
         if not self._chat:
             return b""
-        role = {"role": "assistant", "content": ""}
+        role = {"role": "assistant", "content": "".join(echo.text for echo in self._generation.echoes)}
         return b"".join(self._chat_event(index, role, None, None) for index in range(len(self._generation.requests)))
 
     def output(self, index: int, delta: TokenDelta) -> bytes:

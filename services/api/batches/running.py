@@ -31,6 +31,7 @@ from core.kept import (
 from services.api.access.caller import CURRENT
 from services.api.access.keys import Caller
 from services.api.batches.lines import BatchLine, LineChecker, LineResult, unsent
+from services.api.batches.order import Foresee, LongestFirst
 from services.api.batches.records import WINDOW_S, BatchError, Batches, BatchRecord, StoredBatch, batch_tier
 from services.api.batches.sender import LineSender, RetryPolicy, ServiceStalled
 from services.api.batches.shelf import LINES, PART_BYTES, RUN, FileRecord
@@ -79,12 +80,14 @@ class RunningPlace:
         caller_of: Who a tenant's lines run for; None for a tenant that is not known.
         free_places: How many more may begin now.
         max_body_bytes: As of the application.
+        foresee: Forecasts lines; None where nothing is forecast.
     """
 
     app: ASGIApp
     caller_of: Callable[[str], Caller | None]
     free_places: Callable[[], int]
     max_body_bytes: int
+    foresee: Foresee | None = None
 
 
 class BatchRunner:
@@ -274,7 +277,7 @@ class _Job:
     async def _run_lines(self, lines: list[BatchLine], sender: LineSender) -> None:
         """Runs the lines without a result; returns when they have one, or when the batch is to end."""
         done = await self._done()
-        pending = [each for each in enumerate(lines) if each[0] not in done]
+        pending = LongestFirst([each for each in enumerate(lines) if each[0] not in done], self._place.foresee)
         results: asyncio.Queue[tuple[int, LineResult] | None] = asyncio.Queue(GROUP_LINES)
 
         async def answer(index: int, line: BatchLine) -> None:
@@ -287,13 +290,13 @@ class _Job:
         async def begin_all() -> None:
             num_free = 0
             async with asyncio.TaskGroup() as answers:
-                for index, line in pending:
+                while (next_line := await pending.take()) is not None:
                     while not num_free:
                         await asyncio.sleep(ROOM_S)
                         num_free = min(BURST, self._place.free_places())
                     num_free -= 1
                     await self._room.acquire()
-                    answers.create_task(answer(index, line))
+                    answers.create_task(answer(*next_line))
             await results.put(None)
 
         work_task = asyncio.create_task(begin_all())

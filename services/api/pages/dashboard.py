@@ -16,6 +16,7 @@ PAGES = {
     "/dashboard/requests": "requests",
     "/dashboard/scheduler": "scheduler",
     "/dashboard/placement": "placement",
+    "/dashboard/services": "services",
     "/dashboard/forecasts": "forecasts",
     "/play": "play",
 }

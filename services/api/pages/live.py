@@ -1,78 +1,73 @@
-"""``/live/...``: what the operators' pages poll. For keys with the role ``observe``; numbers and names, no text of
-prompts or answers."""
+"""``/live``: what the operators' pages poll. For keys with the role ``observe``; numbers and names, no text of prompts
+or answers."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import asyncio
+import json
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
-from pydantic import BaseModel
+from starlette.responses import Response
 
 from core.errors import FarsightError
 from core.messages.live import LiveView
 from core.messages.series import SeriesQuery
-from services.api.answers.replies import ErrorReply, Status, status_reply
+from services.api.answers.replies import ErrorReply, Status
 from services.api.backend import GenerationBackend
 from services.api.errors import SERVER_ERROR, ApiError
 from services.api.pages.explain import RESPONSE_ID, Explanation, explanation, unknown_request
-from services.api.pages.recent import Recent
-
-MAX_ROWS = 200
-"""Requests of each replica in one answer."""
-
-STATUS_S = 1.5
-"""``/live/status`` is at most so many seconds old: every process is asked for it. ``/status`` is always of now."""
-
-LIVE_S = 0.75
+from services.api.pages.live_parts import FOR_S, Components, LiveParts, Series, Table
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     503: {"model": ErrorReply, "description": "The component that knows does not answer now."}
 }
 
-
-class Series(BaseModel):
-    """Points in time: ``at`` in seconds since the epoch, and for each line its values, null where there is none.
-
-    Attributes:
-        tenants: GPU-seconds a second by tenant.
-    """
-
-    at: list[float]
-    columns: dict[str, list[float | None]]
-    tenants: dict[str, list[float | None]]
+Step = Literal["second", "minute"]
+After = Annotated[float, Query(ge=0.0)]
+Kind = Annotated[str, Query(max_length=64)]
+Parts = Annotated[
+    str, Query(alias="parts", max_length=256, description=f"Some of {', '.join(FOR_S)}, separated by commas.")
+]
 
 
 def live_routes(backend: GenerationBackend) -> APIRouter:
     """The routes.
 
     Args:
-        backend: Not bound to the caller's tenant: an observer sees the requests of all tenants.
+        backend: As for ``LiveParts``.
     """
-    router = APIRouter(prefix="/live", tags=["operation"], responses=_ERRORS)
-    recent_status = Recent(backend.status, STATUS_S)
-    recent_live = Recent(lambda: backend.live(MAX_ROWS), LIVE_S)
+    router = APIRouter(tags=["operation"], responses=_ERRORS)
+    parts = LiveParts(backend)
+    router.add_api_route("/live", _page_answer(parts), response_model=dict[str, Any])
 
-    @router.get("/status")
-    async def status() -> Status:
-        return status_reply(await recent_status.get(), backend.model)
-
-    @router.get("/series")
-    async def series(step: Literal["second", "minute"] = "second", after: float = Query(0.0, ge=0.0)) -> Series:
+    async def one(part: str, step: Step = "second", after: float = 0.0, kind: str = "") -> Response:
         try:
-            reply = await backend.series(SeriesQuery(step == "minute", after))
+            return _json(await parts.get(part, SeriesQuery(step == "minute", after), kind))
         except FarsightError as error:
             raise _unavailable(error) from error
-        return Series(
-            at=[round(each, 3) for each in reply.at],
-            columns={column.name: list(map(_short, column.values)) for column in reply.columns},
-            tenants={column.name: list(map(_short, column.values)) for column in reply.tenants},
-        )
 
-    @router.get("/requests")
-    async def requests() -> LiveView:
-        return await recent_live.get()
+    @router.get("/live/status", response_model=Status)
+    async def status() -> Response:
+        return await one("status")
 
-    @router.get("/requests/{response_id}")
+    @router.get("/live/series", response_model=Series)
+    async def series(step: Step = "second", after: After = 0.0) -> Response:
+        return await one("series", step, after)
+
+    @router.get("/live/replicas", response_model=Table)
+    async def replicas(step: Step = "second", after: After = 0.0) -> Response:
+        return await one("replicas", step, after)
+
+    @router.get("/live/components", response_model=Components)
+    async def components(kind: Kind, step: Step = "second", after: After = 0.0) -> Response:
+        return await one("components", step, after, kind)
+
+    @router.get("/live/requests", response_model=LiveView)
+    async def requests() -> Response:
+        return await one("requests")
+
+    @router.get("/live/requests/{response_id}")
     async def request(response_id: str) -> Explanation:
         try:
             traces = await backend.explain(response_id) if RESPONSE_ID.fullmatch(response_id) else ()
@@ -85,10 +80,33 @@ def live_routes(backend: GenerationBackend) -> APIRouter:
     return router
 
 
+def _page_answer(parts: LiveParts) -> Any:
+    """The handler of ``/live``."""
+
+    async def live(asked: Parts, step: Step = "second", after: After = 0.0, kind: Kind = "") -> Response:
+        """Several parts in one answer; a part that cannot be read is an ``error``."""
+        names = list(dict.fromkeys(asked.split(",")))
+        unknown = [name for name in names if name not in FOR_S]
+        if unknown:
+            raise ApiError(f"parts holds {unknown[0]!r}, expected some of {', '.join(FOR_S)}", param="parts")
+        span = SeriesQuery(step == "minute", after)
+        found = await asyncio.gather(*(_or_error(parts, name, span, kind) for name in names))
+        bodies = (b'"%s":%s' % (name.encode(), body) for name, body in zip(names, found, strict=True))
+        return _json(b"{%s}" % b",".join(bodies))
+
+    return live
+
+
+async def _or_error(parts: LiveParts, name: str, span: SeriesQuery, kind: str) -> bytes:
+    try:
+        return await parts.get(name, span, kind)
+    except FarsightError as error:
+        return json.dumps(_unavailable(error).body()).encode()
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
+
+
 def _unavailable(error: FarsightError) -> ApiError:
     return ApiError(str(error), status=503, kind=SERVER_ERROR, code="unavailable")
-
-
-def _short(value: float | None) -> float | None:
-    """Four digits are more than a chart shows."""
-    return None if value is None else float(f"{value:.4g}")

@@ -309,6 +309,52 @@ def _ends(facts: Facts) -> str:
     return f"{_seconds(facts, 'p50_s')} (median), {_seconds(facts, 'p90_s')} (90 %){coarse}"
 
 
+# What components decide that is about no single request.
+
+
+def _placement(facts: Facts) -> str:
+    cached = f", {_count(facts, 'hit_tokens')} of them believed cached there" if facts.get("hit_tokens") else ""
+    known = _tokens(facts, "known_tokens")
+    return f"Placed a request of {known}{cached} on replica {facts.get('replica', '?')} ({facts.get('reason', '?')})."
+
+
+def _batch_ended(facts: Facts) -> str:
+    size, where = _plural(facts, "num_requests", "request"), facts.get("replica", "?")
+    took, estimated = _seconds(facts, "took_s"), _seconds(facts, "estimated_s")
+    longest = f"longest output {_tokens(facts, 'generation_len')}, {_count(facts, 'predicted_len')} predicted"
+    return f"A batch of {size} ended on replica {where} after {took} ({estimated} estimated); {longest}."
+
+
+def _kv_ordered(facts: Facts) -> str:
+    out, back, dropped = (_count(facts, name) for name in ("num_out", "num_back", "num_dropped"))
+    return f"Ordered KV of {out} requests to the host, of {back} back, and of {dropped} dropped."
+
+
+def _forecasts_made(facts: Facts) -> str:
+    mean = _number(facts.get("last_mean_tokens", 0))
+    return f"Forecast the outputs of {_plural(facts, 'num_requests', 'request')}; mean of the last: {mean} tokens."
+
+
+def _steps_fitted(facts: Facts) -> str:
+    step, seq = _seconds(facts, "step_s"), _seconds(facts, "decode_seq_s")
+    samples, where = _plural(facts, "num_samples", "sample"), facts.get("replica", "?")
+    return f"Steps of replica {where} fitted to {samples}: {step} each, {seq} for each sequence in it."
+
+
+def _committed(facts: Facts) -> str:
+    return f"Committed {_plural(facts, 'num_records', 'record')} in {_seconds(facts, 'took_s')}."
+
+
+def _breaker(facts: Facts) -> str:
+    why = f" ({facts['reason']})" if facts.get("reason") else ""
+    return f"The circuit breaker of the other server is now {facts.get('state', '?')}{why}."
+
+
+def _process_started(facts: Facts) -> str:
+    host, before = facts.get("host", "?"), facts.get("last_end", "?")
+    return f"Started the process {host}, start {_count(facts, 'start')}; the one before: {before}."
+
+
 _SENTENCES: dict[str, Callable[[Facts], str]] = {
     "received": _received,
     "promised": _promised,
@@ -360,4 +406,13 @@ _SENTENCES: dict[str, Callable[[Facts], str]] = {
     ),
     "finished": _finished,
     "answered": _answered,
+    "placement": _placement,
+    "batch_ended": _batch_ended,
+    "kv_ordered": _kv_ordered,
+    "forecasts_made": _forecasts_made,
+    "steps_fitted": _steps_fitted,
+    "committed": _committed,
+    "breaker": _breaker,
+    "process_started": _process_started,
+    "scaled": lambda facts: f"Scaled {facts.get('what', '?')} to {_count(facts, 'count')}.",
 }

@@ -1,9 +1,10 @@
-"""The prompt of a completion as its client gets it back before the output."""
+"""What a client gets back before the output: the prompt of a completion, or the turn that a chat goes on with."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tokenization.text_stream import TextDecoder
 
@@ -28,3 +29,10 @@ class Echo:
             texts.append(stream.push(token_id))
             reached += len(texts[-1])
         return cls("".join([*texts, stream.flush()]), tuple(offsets))
+
+
+def last_turn(messages: Sequence[Mapping[str, Any]]) -> tuple[Echo, ...]:
+    """The text of a last message of the assistant, whom the answer is by as well; nothing of anybody else's."""
+    last = messages[-1]
+    text = last.get("content")
+    return (Echo(text),) if last["role"] == "assistant" and isinstance(text, str) and text else ()

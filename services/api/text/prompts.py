@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from core.errors import CapacityError, ConfigError, InvalidValueError
-from core.forecast import ForecastQuestion
-from core.request import PromptSource, Request
+from core.request import PromptSource
 from services.api.errors import ApiError
+from services.api.pictures.content import text_of
 from services.api.text.client_text import placed, spans_of
 from services.api.text.dialect import Dialect
 from services.api.text.echo import Echo
@@ -46,12 +46,14 @@ class ChatPrompt(NamedTuple):
     Attributes:
         tools: Functions that the model may call; None for none.
         arguments: Further values that the template may know.
+        image_text: What stands for a picture where the template takes texts alone.
     """
 
     messages: Sequence[Mapping[str, Any]]
     end: ChatEnd = ChatEnd.NEW_TURN
     tools: Sequence[Mapping[str, Any]] | None = None
     arguments: Mapping[str, Any] = {}
+    image_text: str = ""
 
 
 class PromptEncoder:
@@ -178,12 +180,13 @@ class PromptEncoder:
                 add_generation_prompt=prompt.end is ChatEnd.NEW_TURN,
                 tools=prompt.tools,
                 arguments=prompt.arguments,
+                image_text=prompt.image_text,
             )
         except TemplateRefused as error:
             message = f"messages: the model's chat template refused them: {error}"
             raise ApiError(message, param="messages", code="chat_template_error") from error
         if prompt.end is ChatEnd.IN_FINAL_MESSAGE:
-            cut = _end_of_final(text, prompt.messages[-1]["content"])
+            cut = _end_of_final(text, text_of(prompt.messages[-1]["content"]))
             text, spans = text[:cut], tuple((begin, min(stop, cut)) for begin, stop in spans if begin < cut)
         return placed(text, spans) if spans else text
 
@@ -249,20 +252,6 @@ class PromptText:
     user_input: str
     source: PromptSource | None = None
 
-    def question(self, request: Request) -> ForecastQuestion:
-        """What a predictor is asked of the request that this became."""
-        image_tokens = tuple(image.length for image in request.images)
-        return ForecastQuestion(
-            request.request_id,
-            self.instruction,
-            self.user_input,
-            self.user_input_len(request.prompt_len - sum(image_tokens)),
-            request.prompt_len,
-            request.sampling.max_new_tokens,
-            request.tenant,
-            image_tokens,
-        )
-
     def user_input_len(self, text_len: int) -> int:
         """Its share of the text's tokens, by characters: tokenising it alone would cost as much as the prompt."""
         num_chars = len(self.instruction) + len(self.user_input)
@@ -272,9 +261,12 @@ class PromptText:
 def of_chat(messages: Sequence[Mapping[str, Any]]) -> PromptText:
     """A conversation without a user is all instruction."""
     last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
-    others = [message["content"] for i, message in enumerate(messages) if i != last]
-    source = PromptSource(messages=tuple((message["role"], message["content"]) for message in messages))
-    return PromptText("\n".join(others), "" if last is None else messages[last]["content"], source)
+    texts = [text_of(message["content"]) for message in messages]
+    others = [text for i, text in enumerate(texts) if i != last]
+    source = PromptSource(
+        messages=tuple((message["role"], text) for message, text in zip(messages, texts, strict=True))
+    )
+    return PromptText("\n".join(others), "" if last is None else texts[last], source)
 
 
 def of_completion(prompt: str, instruction: str | None) -> PromptText:

@@ -13,6 +13,7 @@ from urllib.error import HTTPError
 import pytest
 from playwright.sync_api import Page, expect, sync_playwright
 
+from services.api.pages.dashboard import PAGES
 from services.commands.ask import ask
 from services.launch.launch import EMBEDDED_NAME
 from tests.e2e.pages.test_dashboard_page import chromium_path, open_page, start_browser
@@ -27,6 +28,14 @@ NOTE_RED = """name => {
   return Date.now();
 }"""
 """Notes when the card of that name turns red, however short that lasts; returns what time it is."""
+
+NOTE_RED_PILL = """() => {
+  const pill = document.getElementById("health");
+  const note = () => { if (pill.dataset.level === "bad") window.redAt ??= Date.now(); };
+  new MutationObserver(note).observe(pill, {attributes: true});
+  return Date.now();
+}"""
+"""The same for the one word of the other pages."""
 
 READY_COLOUR = """name => {
   const card = document.querySelector(`[data-testid="card-${name}"]`);
@@ -92,6 +101,48 @@ def test_a_killed_service_turns_red_and_then_green(split_server: Server, page: P
     expect(card.locator("[data-field=restarts]")).to_have_text(str(restarts + 1))
     expect(page.get_by_test_id("overall")).to_have_text(re.compile("All .* components ready"))
     page.screenshot(path=tmp_path / "green.png")
+
+
+def test_a_killed_worker_is_red_on_every_page(split_server: Server, page: Page) -> None:
+    tabs = {}
+    for address in PAGES:
+        if address in ("/dashboard", "/play"):  # the first is tested above, the other shows no component
+            continue
+        tabs[address] = tab = page.context.new_page()
+        tab.goto(f"{split_server.base_url}{address}")
+        expect(tab.get_by_test_id("health")).to_have_attribute("data-level", "ok")
+    began_ms = {address: tab.evaluate(NOTE_RED_PILL) for address, tab in tabs.items()}
+    os.kill(split_server.pid_of("worker-0"), signal.SIGKILL)
+    killed_ms = page.evaluate("Date.now()")
+    for address, tab in tabs.items():
+        wait_until(lambda tab=tab: tab.evaluate("window.redAt"), f"{address} does not turn red")  # type: ignore[misc]
+        red_ms = tab.evaluate("window.redAt")
+        assert began_ms[address] <= red_ms <= killed_ms + RED_WITHIN_MS, address
+    for tab in tabs.values():
+        expect(tab.get_by_test_id("health")).to_have_attribute("data-level", "ok")
+        tab.close()
+
+
+def test_every_kind_of_a_real_service_has_a_page(split_server: Server, page: Page) -> None:
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.get_by_test_id("to-services").click()
+    kinds = {row["kind"] for row in split_server.get("/status")["actors"]}
+    expect(page.get_by_test_id("kinds").locator("a")).to_have_count(len(kinds))
+    for kind in sorted(kinds):
+        page.get_by_test_id(f"kind-{kind}").click()
+        expect(page.get_by_test_id("kind")).to_have_text(kind)
+        complete(split_server, f"For {kind}")
+        for chart in ("queue", "restarts"):
+            shown = page.get_by_test_id(f"chart-{chart}")
+            expect(shown).to_have_attribute("aria-label", re.compile(r": .* \d"))
+            expect(shown.locator("canvas")).to_have_count(1)
+        expect(page.get_by_test_id("lives").locator("rect.ready").first).to_be_attached()
+    page.get_by_test_id("kind-Router").click()
+    expect(page.get_by_test_id("decisions")).to_contain_text("on replica 0 (in turn)")
+    page.get_by_test_id("kind-ModelWorker").click()
+    expect(page.get_by_test_id("chart-steps").locator("canvas")).to_have_count(1)
+    assert not wrong
 
 
 def complete(server: Server, prompt: str) -> str:

@@ -181,7 +181,7 @@ def test_schedulers_and_forecasts(page: Page, filled: LiveServer) -> None:
     expect(panel).to_contain_text("1 running, 1 waiting, 0 with KV on the host, predicted peak 78 % of 640 tokens")
     expect(panel).to_contain_text("waiting, level 2")
     expect(panel.locator("canvas")).to_have_count(1)
-    expect(page.get_by_test_id("moved").locator("canvas")).to_have_count(1)
+    expect(page.get_by_test_id("chart-moved").locator("canvas")).to_have_count(1)
     page.get_by_test_id("to-forecasts").click()
     expect(page.get_by_test_id("error")).to_contain_text("2 requests: mean error 2 tokens; 50 % were no longer")
     expect(page.get_by_test_id("versions")).to_contain_text("length-predictor words")

@@ -37,6 +37,13 @@ def run(arrivals: list[SimRequest], num_stages: int, preset: str = "fcfs", num_b
     return recorder
 
 
+def test_iterations_cut_off_are_refused_where_several_are_in_flight() -> None:
+    settings = PolicySettings(mlfq=MlfqRules(skip_join=False, kills=True))
+    shape = FleetShape(ReplicaShape(100, num_stages=2), TWO_STAGES)
+    with pytest.raises(InvalidValueError, match="num_stages: got 2, expected 1 where iterations are cut off"):
+        Fleet(shape, build_router("fcfs"), lambda _: build_scheduler("fastserve", SchedulerLimits(8, 0), settings))
+
+
 def together(num: int, output_len: int = 400) -> list[SimRequest]:
     return [SimRequest(f"r{i}", 0.0, 1, output_len, output_len) for i in range(num)]
 

@@ -15,8 +15,18 @@ import pytest
 
 from core.costs import StepCost
 from core.errors import InvalidValueError
+from core.learning import ErrorRule
 from estimator import knn
-from estimator.knn import MAX_BATCHES, MIN_BATCHES, PERIOD_S, RULE, BatchTimes, ServedBatch, padded_batch_s
+from estimator.knn import (
+    MAX_BATCHES,
+    MIN_BATCHES,
+    PERIOD_S,
+    RULE,
+    BatchLearning,
+    BatchTimes,
+    ServedBatch,
+    padded_batch_s,
+)
 from policies.settings import ServingTime
 
 COST = StepCost(base_s=0.01, prefill_token_s=1e-4, decode_seq_s=1e-3, context_token_s=1e-6, prefill_pair_s=1e-8)
@@ -191,6 +201,17 @@ def test_sklearn_is_loaded_only_where_neighbours_are_asked() -> None:
 
 def test_an_estimate_is_the_mean_of_as_many_neighbours_as_told() -> None:
     batches = [ServedBatch(4, 100, 10 + i, float(i + 1)) for i in range(MIN_BATCHES)]
-    assert BatchTimes(COST, batches, num_neighbours=1)(4, 100, 10) == 1.0
-    again = BatchTimes.from_bytes(BatchTimes(COST, batches).to_bytes(), COST, num_neighbours=3)
+    assert BatchTimes(COST, batches, BatchLearning(num_neighbours=1))(4, 100, 10) == 1.0
+    again = BatchTimes.from_bytes(BatchTimes(COST, batches).to_bytes(), COST, BatchLearning(num_neighbours=3))
     assert again(4, 100, 10) == pytest.approx(2.0)
+
+
+def test_when_and_from_what_it_learns_is_told() -> None:
+    """A batch of 0.5 s that took 1 s is off by half: learned from where that counts, and after 10 s instead of 120."""
+    known = [ServedBatch(4, 100, 10, 0.5) for _ in range(MIN_BATCHES)]
+    usual, keen = BatchTimes(COST, known), BatchTimes(COST, known, BatchLearning(3, 10.0, ErrorRule(0.2, 0.2)))
+    for times in (usual, keen):
+        times.learn(0.0)
+        times.observe(ServedBatch(4, 100, 10, 1.0))
+    assert (usual.learn(10.0), keen.learn(10.0)) == (0, 1)
+    assert (usual.learn(120.0), usual.num_batches, keen.num_batches) == (0, MIN_BATCHES, MIN_BATCHES + 1)

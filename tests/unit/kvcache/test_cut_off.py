@@ -47,6 +47,22 @@ def test_who_was_cut_off_waits_for_a_plan_and_who_was_not_goes_on() -> None:
     assert batch is not None and batch.cut_off_s == math.inf  # it goes on, as beyond other grants
 
 
+@pytest.mark.parametrize("ran_s", [0.2, 0.0])
+def test_rounding_leaves_none_of_the_seconds_that_are_over(ran_s: float) -> None:
+    """0.2 + (0.9 - 0.2) is 1.1e-16 less than 0.9: what is left would be a step of no length, again and again."""
+    worker = executor()
+    worker.apply_plan(plan(1, replace(slot("a"), cut_off_at_s=0.9)))
+    batch = worker.next_batch()
+    assert batch is not None
+    if ran_s:
+        worker.commit(batch, duration_s=ran_s)
+        batch = worker.next_batch()
+    assert batch is not None and batch.cut_off_s == 0.9 - ran_s
+    worker.cut_off(batch, batch.cut_off_s)
+    assert worker.next_batch() is None
+    assert [each.ran_s for each in worker.report().progress] == [0.9]
+
+
 def test_without_seconds_nothing_is_cut_off_and_steps_are_got_ready() -> None:
     worker = executor()
     worker.apply_plan(plan(1, slot("a")))

@@ -11,6 +11,7 @@ import pytest
 from sklearn.ensemble import RandomForestRegressor
 
 from core.errors import IntegrityError
+from core.learning import ErrorRule
 from predictor.learning import (
     HELD_BACK_EVERY,
     MAX_EXAMPLES,
@@ -41,8 +42,8 @@ def distance(model: float, examples: Sequence[int]) -> float:
     return abs(model - sum(examples) / len(examples))
 
 
-def numbers(current: float | None = None) -> ContinuousLearning[int, float]:
-    learning = ContinuousLearning(distance, current)
+def numbers(current: float | None = None, rule: ErrorRule = RULE) -> ContinuousLearning[int, float]:
+    learning = ContinuousLearning(distance, current, rule=rule)
     assert learning.begin(0.0) is None
     return learning
 
@@ -58,6 +59,15 @@ def test_one_in_five_is_held_back_and_the_rest_trained_on_if_it_was_wrong() -> N
     verdict = learning.judge(0.0)
     held_back = [*range(4, 100, 5), *range(1004, 1050, 5), 2004, 2009]
     assert verdict.score == distance(0.0, held_back), "all that was held back, whether it was wrong or not"
+
+
+def test_from_what_it_learns_is_told() -> None:
+    """Predictions that are off by 6 tokens are learned from where 5 count, and not where 10 do."""
+    off_by_six = [PredictionOutcome(i, 26.0, 20.0) for i in range(100)]
+    usual, keen = numbers(), numbers(rule=ErrorRule(5.0, 0.1))
+    for learning in (usual, keen):
+        learning.observe(off_by_six)
+    assert (usual.num_examples, keen.num_examples) == (0, 80)
 
 
 def test_what_was_cut_off_is_never_a_target() -> None:

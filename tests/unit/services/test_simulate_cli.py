@@ -240,6 +240,15 @@ def test_compare_prints_a_row_for_each_preset() -> None:
     assert invoke("compare", *words).stdout == result.stdout
 
 
+@pytest.mark.parametrize(("rate", "said"), [("0.2", True), ("inf", False)])
+def test_compare_says_where_nothing_waited(rate: str, said: bool) -> None:
+    words = ("--presets", "fcfs,farsight", "--seeds", "1", "--requests", "40", "--rate", rate)
+    result = invoke("compare", *words)
+    assert result.exit_code == 0
+    assert ("nothing waited at this load" in result.stderr) == said
+    assert "nothing waited" not in result.stdout
+
+
 def test_compare_prints_a_table() -> None:
     result = invoke("compare", "--presets", "fcfs,past-future", "--seeds", "2")
     assert "past-future / fcfs" in result.stdout

@@ -22,6 +22,11 @@ class Chart {
     else this.rebuild();
   }
 
+  close() {
+    this.plot?.destroy();
+    charts.splice(charts.indexOf(this), 1);
+  }
+
   resize() {
     const width = this.host.clientWidth;
     if (this.plot && width > 0 && width !== this.plot.width) this.plot.setSize({width, height: this.height});
@@ -35,7 +40,7 @@ class Chart {
       width: Math.max(120, this.host.clientWidth), height: this.height,
       legend: {show: false}, cursor: {sync: spec.sync ? {key: spec.sync} : undefined, drag: {x: false, y: false}, points: {size: 5}},
       scales: {x: {time: !spec.xs, range: spec.span ? (u, low, high) => [Math.max(high - spec.span(), Math.min(low, high - spec.span() / 15)), high] : undefined},
-        y: {range: (u, low, high) => [0, Math.max(spec.top ?? 0, 1.08 * (high ?? 0)) || 1]}},
+        y: {range: (u, low, high) => [spec.low ? Math.min(0, 1.08 * (low ?? 0)) : 0, Math.max(spec.top ?? 0, 1.08 * (high ?? 0)) || 1]}},
       axes: [{...axis, size: 26, incrs: spec.xs ? undefined : MINUTES_S, values: spec.xs ? (u, all) => all.map(spec.xs) : (u, all) => all.map((at) => new Date(1000 * at).toLocaleTimeString([], {hour: "2-digit", minute: "2-digit", hour12: false}))},
         {...axis, size: 58, space: 32, values: (u, all) => all.map(spec.show)}],
       series: [{}, ...spec.lines.map((line, index) => ({

@@ -78,7 +78,6 @@ const inBanner = (what) => (problem) => {
   setText(byId("banner-text"), [...problems.values()].join(" "));
 };
 
-const HEALTH_MS = 2000;
 const SHOWN_MS = 3000;  // shortest time that the page shows a death
 const lives = new Map();  // name of a component -> {process, diedAt}
 const isDown = (row) => ["dead", "lost", "failed", "gone"].includes(row.state);
@@ -94,8 +93,7 @@ function replacedOf(actors, now) {
 }
 
 // The state of all components in one word, on pages that do not show each of them.
-async function pollHealth() {
-  const {actors} = await getJson("live/status");
+function showHealth({actors}) {
   const down = actors.filter(isDown), replaced = replacedOf(actors, performance.now());
   const away = actors.filter((row) => row.state !== "ready" && !isDown(row) && !replaced.includes(row));
   const pill = byId("health");
@@ -105,4 +103,50 @@ async function pollHealth() {
   pill.title = pill.textContent;  // the line may cut the text
 }
 
-if (byId("health")) addEventListener("load", () => repeat(pollHealth, HEALTH_MS, inBanner("The state of components")));
+const POLL_MS = 2000, PHASE_MS = 600, LEAST_WAIT_MS = 300;
+const PART_TITLES = {status: "The state of components", requests: "The requests", placement: "The placements", series: "The history", replicas: "The history of replicas", components: "The history of components"};
+
+// All pages ask at the same instants, so that the server draws up one answer for all of them.
+function untilTurn() {
+  const left = (((PHASE_MS - Date.now()) % POLL_MS) + POLL_MS) % POLL_MS;
+  return left < LEAST_WAIT_MS ? left + POLL_MS : left;
+}
+
+// Asks again and again for the parts of /live that the page shows, and gives each to its function: {part: take}.
+// `options`: {query: () => fields of the question, wants: (part) => whether it is asked for in this turn, tell: hears of
+// every turn}. Returns a function that asks at once.
+function follow(parts, options = {}) {
+  follow.used = true;
+  const takes = byId("health") ? {status: showHealth, ...parts} : parts;
+  const tell = options.tell ?? inBanner("The server");
+  let timer = null, number = 0;
+  async function ask() {
+    const names = Object.keys(takes).filter((name) => options.wants?.(name) ?? true);
+    const asked = new URLSearchParams({parts: names.join(","), ...options.query?.()});
+    const own = ++number, body = await getJson(`live?${asked}`);
+    if (own !== number) return;  // a later question has been asked meanwhile
+    for (const name of names) {
+      const problem = body[name].error?.message ?? null;
+      (options.tellPart?.(name) ?? inBanner(PART_TITLES[name]))(problem);
+      if (problem === null) takes[name](body[name]);
+    }
+  }
+  async function turn() {
+    clearTimeout(timer);
+    if (!document.hidden) {
+      try {
+        await ask();
+        tell(null);
+      } catch (error) {
+        tell(reasonOf(error));
+      }
+    }
+    clearTimeout(timer);
+    timer = setTimeout(turn, untilTurn());
+  }
+  turn();
+  return turn;
+}
+
+// Pages that ask for nothing else show at least the health.
+if (byId("health")) addEventListener("load", () => follow.used || follow({}));

@@ -6,6 +6,9 @@ const EMBEDDED = [["Write in upper case:", "hello world"], ["Repeat the text:", 
   ["Write it three times:", "knock knock"], ["Make a bullet list:", "milk bread butter"], ["Count:", "3 to 12"], ["Is there a digit?", "route 66"],
   ["Open a ticket:", "printer on floor 2 is broken"]];
 const EXAMPLES = ["Once upon a time", "Write one sentence about the sea.", "Count from one to ten."];
+// What the embedded vision model was trained on: questions about pictures, which this page draws.
+const SEEING = [["How many circles?", drawnShapes], ["How many red shapes?", drawnShapes], ["How many shapes?", drawnShapes],
+  ["Is there a blue square?", drawnShapes], ["Count each kind.", drawnShapes], ["Count each colour.", drawnShapes], ["Read the number.", drawnNumber]];
 let model = null, running = null;
 
 async function readModel() {
@@ -13,17 +16,24 @@ async function readModel() {
   const [found] = (await getJson("v1/models")).data;
   model = found;
   setText(byId("model"), `${found.id} · ${whole(found.max_model_len)} tokens${found.emulated ? ` · emulated (${found.emulated}): answers are made up` : ""}`);
-  const examples = found.id === "farsight-embedded" ? EMBEDDED : EXAMPLES.map((text) => ["", text]);
-  byId("examples").replaceChildren(...examples.map(([instruction, text]) => {
-    const button = make("button", "", `${instruction} ${text}`.trim());
+  const examples = examplesOf(found.id);
+  byId("examples").replaceChildren(...examples.map((example) => {
+    const button = make("button", "", `${example[0]} ${example[1]}`.trim());
     button.type = "button";
-    button.addEventListener("click", () => choose(instruction, text));
+    button.addEventListener("click", () => choose(...example));
     return button;
   }));
   if (!byId("prompt").value) choose(...examples[0]);
 }
 
-function choose(instruction, text) {
+// Of each: the instruction, the text, and what draws a picture for it, if anything.
+function examplesOf(id) {
+  if (id === "farsight-embedded") return EMBEDDED;
+  return id === "farsight-embedded-vision" ? SEEING.map(([text, drawn]) => ["", text, drawn]) : EXAMPLES.map((text) => ["", text]);
+}
+
+function choose(instruction, text, drawn = null) {
+  if (drawn !== null) attachDrawn(drawn());
   byId("instruction").value = instruction;
   byId("prompt").value = text;
 }
@@ -32,8 +42,11 @@ function bodyOf() {
   const text = byId("prompt").value;
   const instruction = byId("instruction").value;
   const system = instruction ? [{role: "system", content: instruction}] : [];
-  const chat = {messages: [...system, {role: "user", content: text}]};
-  const content = byId("kind").value === "chat" ? chat : {prompt: instruction ? `${instruction} ${text}` : text};
+  const isChat = byId("kind").value === "chat";
+  if (pictures.length && !isChat) throw new Error("Pictures go with a chat: choose the kind chat, or remove them.");
+  const parts = pictures.map((picture) => ({type: "image_url", image_url: {url: picture.url}}));
+  const chat = {messages: [...system, {role: "user", content: parts.length ? [...parts, {type: "text", text}] : text}]};
+  const content = isChat ? chat : {prompt: instruction ? `${instruction} ${text}` : text};
   return {model: model.id, ...content, max_tokens: Number(byId("max-tokens").value), temperature: Number(byId("temperature").value),
     priority: Number(byId("priority").value), stream: true, stream_options: {include_usage: true}};
 }

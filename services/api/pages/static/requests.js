@@ -105,8 +105,7 @@ function drawEnded(view) {
     make("td", "number", each.predicted_len === null ? "–" : whole(each.predicted_len)), make("td", "number", seconds(each.took_s)), make("td", "", each.replica)])));
 }
 
-async function poll() {
-  const view = await getJson("live/requests");
+async function drawView(view) {
   rows = view.replicas.flatMap((replica) => replica.requests.map((row) => ({...row, replica: replica.replica})));
   const sum = (name) => view.replicas.reduce((total, replica) => total + replica[name], 0);
   setText(byId("sums"), `${sum("num_running")} running, ${sum("num_waiting") + view.num_unplaced} waiting, ${sum("num_offloaded")} offloaded on ${view.replicas.length} replicas`);
@@ -153,4 +152,4 @@ for (const table of ["live", "ended"]) {
   });
 }
 drawHeads();
-repeat(poll, 2000, inBanner("The requests"));
+follow({requests: drawView});

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from tests.unit.engine.small_models import save_model
 LARGEST_ERROR = 0.12
 """Mean error of a logit over the mean size of one. A block that is left out changes logits by as much as they are."""
 
-PROMPT = [(7 * i) % 290 + 5 for i in range(41)]
+PROMPTS = [[((7 + 2 * seed) * i + seed) % 290 + 5 for i in range(41)] for seed in range(3)]
+"""The median of their errors counts. Where two experts are nearly tied for a token, rounding picks the other one on
+some processors, and the logits of that prompt are as far away as if a block were left out."""
 PLAIN = ["bloom", "gemma2", "gemma3", "glm4", "gptj whole heads", "granite", "olmo2", "phi"]
 WITH_EXPERTS = ["gpt-oss", "granite moe", "mixtral", "qwen2 moe", "qwen3 moe"]
 TYPES: dict[str, dict[str, Any]] = {
@@ -28,14 +31,24 @@ TYPES: dict[str, dict[str, Any]] = {
 }
 
 
-def logits(model_dir: Path, **how: Any) -> Tensor:
-    """Behind a prompt that is computed in two chunks."""
-    driver = Driver(ModelRunner.from_dir(model_dir, num_blocks=8, block_size=16, **how))
-    driver.add("a", PROMPT)
-    driver.logits(a=29)
-    found = driver.logits(a=12)[0]
+def logits(model_dir: Path, **how: Any) -> list[Tensor]:
+    """Behind each of the prompts, each computed in two chunks."""
+    driver = Driver(ModelRunner.from_dir(model_dir, num_blocks=8 * len(PROMPTS), block_size=16, **how))
+    return [_behind(driver, str(number), prompt) for number, prompt in enumerate(PROMPTS)]
+
+
+def _behind(driver: Driver, name: str, prompt: list[int]) -> Tensor:
+    driver.add(name, prompt)
+    driver.logits(**{name: 29})
+    found = driver.logits(**{name: 12})[0]
     assert found is not None
     return found.clone()
+
+
+def median_error(found: list[Tensor], exact: list[Tensor]) -> float:
+    return statistics.median(
+        float((one - other).abs().mean() / other.abs().mean()) for one, other in zip(found, exact, strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", [*PLAIN, *WITH_EXPERTS])
@@ -43,7 +56,7 @@ def test_other_types_compute_nearly_the_same(name: str, tmp_path: Path) -> None:
     model_dir = save_model(tmp_path, **FAMILIES[name])
     exact = logits(model_dir, backend="torch", dtype=torch.float32)
     for kind, how in TYPES.items():
-        error = (logits(model_dir, **how) - exact).abs().mean() / exact.abs().mean()
+        error = median_error(logits(model_dir, **how), exact)
         assert error < LARGEST_ERROR, f"{kind}: {error:.3f}"
 
 
@@ -52,5 +65,5 @@ def test_experts_in_4_bits_are_multiplied_as_they_are_rounded(name: str, tmp_pat
     """The weights of both are the same; the compiled step rounds its inputs to 8 bits besides."""
     model_dir = save_model(tmp_path, **FAMILIES[name])
     exact = logits(model_dir, backend="torch", dtype=torch.float32, bits=4)
-    error = (logits(model_dir, backend="native", dtype=torch.float32, bits=4) - exact).abs().mean() / exact.abs().mean()
+    error = median_error(logits(model_dir, backend="native", dtype=torch.float32, bits=4), exact)
     assert error < LARGEST_ERROR, f"{error:.3f}"

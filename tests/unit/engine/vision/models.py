@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from engine.checkpoint.families.vision import VISION
 from tests.unit.engine.small_models import byte_level_tokenizer
 
 IMAGE_ID = 310
@@ -159,3 +160,28 @@ class SeeingReference:
             given["mm_token_type_ids"] = torch.tensor([[int(token == IMAGE_ID) for token in ids]])
         logits: Tensor = self._model(input_ids=torch.tensor([ids]), **given).logits[0].float()
         return logits
+
+
+CHATML_PARTS = (
+    "{% for message in messages %}<{{ message.role }}>"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""A chat template that takes parts, as Qwen2-VL's does."""
+
+
+def save_chatting_model(out: Path, shape: str = "qwen2_vl", template: str = CHATML_PARTS) -> Path:
+    """``save_seeing_model`` with a chat template and a tokenizer that knows the placeholder."""
+    save_seeing_model(out, shape)
+    tokenizer = byte_level_tokenizer(IMAGE_ID)
+    placeholder = VISION[SHAPES[shape]["architecture"]].placeholder
+    fill = [f"<|unused_{index}|>" for index in range(IMAGE_ID - tokenizer.get_vocab_size())]
+    tokenizer.add_special_tokens([*fill, placeholder, "<|vision_start|>", "<|vision_end|>"])
+    assert tokenizer.token_to_id(placeholder) == IMAGE_ID
+    tokenizer.save(str(out / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    (out / "tokenizer_config.json").write_text(json.dumps(config))
+    return out

@@ -215,9 +215,9 @@ def test_what_fits_no_worker_is_refused_and_what_fits_another_one_stays() -> Non
     assert placed(house.tell(ReplicaUp("b", ready(max_model_len=400)))) == [("b", ["large2"])]
 
 
-def broken_house(*names: str) -> House:
-    """They ran in one batch, which broke off."""
-    house = House(batch_size=8)
+def broken_house(*names: str, **settings: object) -> House:
+    """They ran in one batch on replica a, which broke off."""
+    house = House(batch_size=8, **settings)  # type: ignore[arg-type]
     house.arrive(*map(request, names))
     assert house.tell(ReplicaBroke("a", tuple((name, 0) for name in names))) == []
     return house
@@ -244,6 +244,32 @@ def test_what_is_said_twice_of_a_broken_batch_is_heard_once() -> None:
     assert house.arrive(request("r1", 1), request("r2", 1)) == [("a", ["r1"])]
     house.tell(ReplicaBroke("a", (("r1", 0), ("r2", 0))))
     assert house.machine.num_splits == 1
+
+
+def test_a_replica_takes_nothing_while_it_reloads() -> None:
+    house = broken_house("r1", "r2", reload_s=5.0)
+    house.now = 1.0
+    assert house.machine.next_due_at is None, "nothing waits"
+    assert house.arrive(request("r1", 1), request("r2", 1)) == []
+    house.tell(ReplicaBroke("a", (("r1", 0), ("r2", 0))))
+    assert house.machine.next_due_at == 5.0, "what is said twice of a batch begins no second reload"
+    house.now = 5.0
+    assert placed(house.tell(TimePassed())) == [("a", ["r1"])]
+    assert house.machine.next_due_at is None
+
+
+def test_another_replica_takes_the_halves_meanwhile() -> None:
+    house = broken_house("r1", "r2", "r3", reload_s=5.0)
+    house.tell(ReplicaUp("b", ready("w2")))
+    assert house.arrive(*(request(name, 1) for name in ("r1", "r2", "r3"))) == [("b", ["r1", "r2"])]
+    assert placed(house.end(("r1", 1), ("r2", 1))) == [("b", ["r3"])]
+
+
+def test_a_replica_that_died_has_loaded_its_model_when_it_is_back() -> None:
+    house = broken_house("r1", "r2", reload_s=5.0)
+    house.tell(ReplicaAway("a"))
+    assert house.arrive(request("r1", 1), request("r2", 1)) == []
+    assert placed(house.tell(ReplicaUp("a", ready("w2")))) == [("a", ["r1"])]
 
 
 @pytest.mark.parametrize("gone", ["abort", "closed", "lost"])

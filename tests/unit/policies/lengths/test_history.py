@@ -62,6 +62,20 @@ def test_kaplan_meier_by_hand() -> None:
     assert (drawn == 7).mean() == pytest.approx(5 / 12, abs=0.01)
 
 
+def test_outputs_that_go_on_count_as_cut_ones_and_are_not_kept() -> None:
+    levels = np.linspace(0.05, 0.95, 19)
+    history, cut = LengthHistory(), LengthHistory()
+    for length in (5, 8, 8, 13):
+        history.add(length)
+        cut.add(length)
+    before = history.quantiles(levels)
+    for length in (8, 40, 2):
+        cut.add(length, censored=True)
+    np.testing.assert_array_equal(history.quantiles(levels, [8, 40, 2]), cut.quantiles(levels))
+    assert history.quantiles(levels, [8, 40, 2])[-1] == 40
+    np.testing.assert_array_equal(history.quantiles(levels), before)
+
+
 def test_mass_above_everything_seen_is_the_limit_of_the_job() -> None:
     """An end at 2, a cut at 5: half of the mass lies beyond 5, it is not known where."""
     history = LengthHistory(initial=[2])

@@ -74,6 +74,17 @@ def test_a_longer_backlog_lets_small_jobs_pass_more() -> None:
     assert names(order) == ["old", "young"]
 
 
+def test_memory_that_nobody_fills_changes_nothing() -> None:
+    step = StepCost(base_s=0.002, prefill_token_s=0.5e-3, decode_seq_s=0.5e-3, context_token_s=1e-6)
+    jobs = [job("long", 2000.0, 0.0), *(job(f"short{number}", 20.0, 5.0 + number) for number in range(8))]
+    orders = [Boosted(DecodePrice(step, 8, capacity), tail=0.1, max_boost_s=1e4) for capacity in (20_000, 2_000_000)]
+    for order in orders:
+        for each in jobs:
+            order.add(each, each.arrived_at)
+    assert names(orders[0]) == names(orders[1])
+    assert names(orders[1])[-1] == "long", "its tokens take steps of 8 jobs, not of a memory that is never full"
+
+
 @pytest.mark.parametrize("tail", [0.5, 1.0, 4.0])
 def test_the_yardstick_is_nine_deviations_of_the_backlog(tail: float) -> None:
     order = order_of(*(job(str(number), 500.0) for number in range(4)), tail=tail, max_boost_s=1e6)
@@ -132,6 +143,23 @@ def test_a_turn_is_seen_at_once_and_whatever_was_asked_between() -> None:
     order.ran(long[0], 0.1, 10.5)
     assert names(order, 10.5)[0] == "long1"
     assert names(order, 10.5)[-1] == "long0"
+
+
+@pytest.mark.parametrize(("max_pause_s", "first"), [(0.4, "new"), (0.0, "stands")])
+def test_where_streams_stand_still_the_law_counts_those_that_go_on(max_pause_s: float, first: str) -> None:
+    order = Boosted(DecodePrice(STEP, 2, 100_000), theta=1.0, tail=0.01, max_boost_s=1e4, max_pause_s=max_pause_s)
+    unknown = {"length": 1.0, "forecast": None, "max_new_tokens": 600}
+    for number in range(4):
+        order.add(job(f"goes-on{number}", **unknown, output_len=300, computed_len=399), 0.0)
+    order.add(job("stands", **unknown, output_len=40, computed_len=139), 0.0)
+    order.add(job("new", **unknown, prompt_len=1000), 0.0)
+    for number in range(50):
+        ended = job(f"short{number}", **unknown, output_len=10)
+        order.add(ended, 0.0)
+        order.remove(ended)
+        order.learn(ended, censored=False)
+    ranked = [name for name in names(order, 0.1) if not name.startswith("goes-on")]
+    assert ranked[0] == first, "by the ended ones alone, which were short, it would be about to end"
 
 
 @pytest.mark.parametrize(("num_streams", "prompt_len"), [(9, 100), (2, 40_000)])

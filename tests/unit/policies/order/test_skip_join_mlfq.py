@@ -228,6 +228,19 @@ def test_a_new_cost_prices_what_comes_after_it() -> None:
     assert (order.level(before), order.level(after)) == (3, 4)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_quantum_that_was_used_in_parts_is_used_up(strict: bool) -> None:
+    """Eight times 0.1 is 1.1e-16 less than 0.8: no iteration fits into the rest, and each would be cut off at once."""
+    order = unit_mlfq(quantum_s=0.8, skip_join=False, kills=True, strict=strict)
+    (job,) = jobs((4, 1))
+    order.add(job, 0.0)
+    for i in range(8):
+        assert order.level(job) == 1 and order.slice_s(job) > 0.09
+        order.ran(job, 0.1, 0.1 * (i + 1))
+    assert order.level(job) == 2 and order.slice_s(job) == 1.6
+    order.check_integrity()
+
+
 def test_unknown_jobs_are_removed_without_complaint() -> None:
     order = unit_mlfq()
     (job,) = jobs((1, 1))

@@ -254,3 +254,13 @@ def test_all_accounts_together_are_bounded_and_closing_makes_room() -> None:
     first, second = accounts.pop_closed()
     assert (len(first.decisions), first.num_left_out, len(second.decisions), second.num_left_out) == (4, 0, 2, 3)
     assert not accounts.has_closed
+
+
+@pytest.mark.parametrize("num_tokens", [1, 30])
+def test_the_steps_of_an_answer_are_counted_to_its_end(num_tokens: int) -> None:
+    """An answer that ends in its first step has no report of its progress, only that of its end."""
+    replica = Replica("fcfs")
+    replica.connect()
+    replica.tell(RequestsArrived((request("short", max_new_tokens=num_tokens),)))
+    replica.run()
+    assert replica.decisions("short")[-1].facts["ran_s"] == pytest.approx(num_tokens * STEP_S)

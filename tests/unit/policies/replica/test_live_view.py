@@ -27,7 +27,7 @@ def forecast(mean: float) -> Forecast:
 
 def end(number: int, output_len: int = 2) -> RequestEnded:
     finished = FinishedSequence(f"r-{number}", 0, SequenceStatus.FINISHED_STOPPED, output_len)
-    return RequestEnded(finished, 1.0, 3.5, 4.0)
+    return RequestEnded(finished, 1.0, 3.5, forecast(4.0))
 
 
 @pytest.mark.parametrize("preset", CONTINUOUS)

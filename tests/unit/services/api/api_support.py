@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from core.images import ImageSpan, digest_of
+from core.messages.images import EncodedImage, ImageFile
 from core.messages.kv import KVTraffic, KVUsage
 from core.messages.live import LiveView
 from core.messages.log import ArtefactInfo, LoggedWindow, RequestTrace
 from core.messages.placement import PlacementView
-from core.messages.series import SeriesQuery, SeriesReply
+from core.messages.series import ComponentsQuery, ComponentsReply, RecentDecisions, SeriesQuery, SeriesReply, TableReply
 from core.messages.status import ComponentCounts, ComponentStatus, StatusReply
 from core.messages.tokens import TokenDelta
 from core.messages.weights import ServedWeights, Upgrade
@@ -26,6 +28,8 @@ from services.api.text.prompts import PromptText
 MODEL = "tiny"
 MAX_MODEL_LEN = 64
 VOCAB_SIZE = 300
+IMAGE_TOKENS = 5
+"""Of every picture that a scripted backend sees."""
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -66,6 +70,8 @@ class ScriptedBackend:
         self.texts: list[PromptText | None] = []
         self.priorities: list[int] = []
         self.salts: list[str] = []
+        self.images: list[tuple[ImageSpan, ...]] = []
+        self.seen: list[tuple[ImageFile, str]] = []
         self.keys: list[str] = []
         self.is_healthy = True
         self.origins: list[Origin | None] = []
@@ -78,6 +84,10 @@ class ScriptedBackend:
         self.placements: PlacementView | Exception = PlacementView("round-robin")
         self.history: SeriesReply | Exception = SeriesReply((), ())
         self.on_replicas = LiveView(())
+        self.loads = TableReply((), ())
+        self.lives = ComponentsReply(TableReply((), ()), ())
+        self.decided: tuple[RecentDecisions, ...] = ()
+        self.kinds: list[str] = []
         self.logged: LoggedWindow | Exception | None = None
         self.num_opened = 0
         self.num_closed = 0
@@ -93,6 +103,7 @@ class ScriptedBackend:
         self.priorities.append(request.priority)
         self.wishes.append((request.deadline_s, request.slo))
         self.salts.append(request.cache_salt)
+        self.images.append(request.images)
         self.keys.append(key)
         self.num_opened += 1
         try:
@@ -106,6 +117,11 @@ class ScriptedBackend:
                     await asyncio.sleep(step)
         finally:
             self.num_closed += 1
+
+    async def see(self, files: Sequence[ImageFile], salt: str) -> tuple[EncodedImage, ...]:
+        self.seen += [(file, salt) for file in files]
+        digests = [file.digest or digest_of(file.url.encode()) for file in files]  # nothing is fetched here
+        return tuple(EncodedImage(digest, IMAGE_TOKENS, (1, IMAGE_TOKENS), b"rows") for digest in digests)
 
     async def status(self) -> StatusReply:
         return StatusReply(self.components, KV_USAGE, self.artefacts, queue_delay_s=1.25)
@@ -122,6 +138,16 @@ class ScriptedBackend:
         if isinstance(self.history, Exception):
             raise self.history
         return self.history
+
+    async def replica_series(self, query: SeriesQuery) -> TableReply:
+        return self.loads
+
+    async def component_series(self, query: ComponentsQuery) -> ComponentsReply:
+        self.kinds.append(query.kind)
+        return self.lives
+
+    async def recent_decisions(self, kind: str) -> tuple[RecentDecisions, ...]:
+        return self.decided
 
     async def live(self, max_rows: int) -> LiveView:
         return self.on_replicas

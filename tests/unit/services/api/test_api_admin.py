@@ -52,6 +52,7 @@ async def test_the_new_counts_come_back(http: httpx.AsyncClient, backend: Script
         "replicas": 3,
         "length_predictors": 1,
         "serving_time_estimators": 1,
+        "image_encoders": 0,
         "ingress_replicas": None,
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import math
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -335,3 +336,26 @@ def test_tokens_of_a_byte_fallback_tokenizer() -> None:
     tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
     texts = TokenTexts(tokenizer)
     assert [texts.data(i) for i in range(4)] == [b"<unk>", b" the", b"\xe6", b"cat"]
+
+
+TURN = {"role": "assistant", "content": "the cat"}
+
+
+@pytest.mark.parametrize(
+    ("last", "echoed"), [([TURN], "the cat"), ([TURN, {"role": "user", "content": "and then"}], ""), ([], "")]
+)
+async def test_a_chat_echoes_the_turn_that_it_goes_on_with(
+    client: httpx.AsyncClient, last: list[dict[str, str]], echoed: str
+) -> None:
+    messages = [{"role": "user", "content": "hi"}, *last]
+    fields = {"messages": messages, "temperature": 0, "max_tokens": 4}
+    if last == [TURN]:
+        fields["continue_final_message"] = True
+    plain = (await post(client, CHAT, **fields))["choices"][0]["message"]["content"]
+    whole = (await post(client, CHAT, **fields, echo=True, n=2))["choices"]
+    assert whole[0]["message"]["content"] == echoed + plain
+    assert all(choice["message"]["content"].startswith(echoed) for choice in whole)
+    reply = await client.post("/v1/chat/completions", json={**CHAT, **fields, "echo": True, "stream": True})
+    chunks = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
+    streamed = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+    assert streamed == echoed + plain

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
+import signal
 from collections.abc import AsyncIterator, Iterator
 
 import httpx
@@ -179,7 +181,7 @@ def test_a_process_that_is_ended_is_replaced(window: LoggedWindow) -> None:
     question = WhatIfQuestion(window, "past-future")
     first = process.ask(question)
     assert process._child is not None
-    process._child.kill()
+    os.kill(process._child.pid, signal.SIGKILL)
     with pytest.raises(FarsightError, match="was stopped"):
         process.ask(question)
     assert process.ask(question) == first == process.ask(question)

@@ -13,8 +13,16 @@ from core.decisions import Decision, pack_decisions
 from core.errors import FarsightError
 from core.messages.live import EndedRequest, LiveRequest, LiveView, MemoryPoint, ReplicaLive
 from core.messages.log import RequestTrace
-from core.messages.series import SeriesColumn, SeriesReply
-from services.api.pages.recent import Recent
+from core.messages.series import (
+    ComponentsReply,
+    LifeEvent,
+    RecentDecisions,
+    SeriesColumn,
+    SeriesReply,
+    TableReply,
+    TableRow,
+)
+from services.api.pages.recent import Recent, RecentByKey
 from services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.access.access_support import guarded_server
 from tests.unit.services.api.api_support import ScriptedBackend, write_model_dir
@@ -65,6 +73,76 @@ async def test_wrong_fields_are_refused(client: httpx.AsyncClient, address: str)
     assert (await client.get(address)).status_code == 400
 
 
+TABLE = TableReply((5.0, 6.0), (TableRow(HOSTILE, (SeriesColumn("queue", (1.0, None)),)),), 3)
+
+
+async def test_several_parts_in_one_answer(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
+    backend.history, backend.on_replicas, backend.loads = HISTORY, VIEW, TABLE
+    parts = ("status", "series", "requests", "placement", "replicas")
+    reply = (await client.get(f"/live?parts={','.join(parts)}&after=3")).json()
+    assert tuple(reply) == parts
+    for part in ("status", "series", "requests", "replicas"):
+        assert reply[part] == (await client.get(f"/live/{part}?after=3")).json()
+    assert reply["placement"] == (await client.get("/placement")).json()
+    assert reply["replicas"] == {"at": [5.0, 6.0], "rows": {HOSTILE: {"queue": [1.0, None]}}, "num_left_out": 3}
+
+
+async def test_a_part_that_cannot_be_read_spares_the_others(
+    client: httpx.AsyncClient, backend: ScriptedBackend
+) -> None:
+    backend.history = FarsightError(f"away: {HOSTILE}")
+    reply = (await client.get("/live?parts=series,status")).json()
+    assert reply["series"]["error"]["message"] == f"away: {HOSTILE}"
+    assert reply["status"]["actors"]
+
+
+async def test_components_of_a_kind(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
+    event = LifeEvent(7.0, "router", "Router", "restarted", HOSTILE)
+    backend.lives = ComponentsReply(TABLE, (event,))
+    early, late = (pack_decisions([Decision("waits", at, {"reason": HOSTILE})]) for at in (1.0, 2.0))
+    backend.decided = (RecentDecisions("a", early), RecentDecisions("b", late))
+    reply = (await client.get("/live/components?kind=Router")).json()
+    assert backend.kinds == ["Router"]
+    assert reply["rows"] == {HOSTILE: {"queue": [1.0, None]}}
+    assert reply["events"][0]["reason"] == HOSTILE
+    assert [each["component"] for each in reply["decisions"]] == ["b", "a"]
+    assert reply["decisions"][0]["text"] == "Waits behind other requests."
+    assert (await client.get("/live/components")).status_code == 400
+    assert (await client.get(f"/live/components?kind={'x' * 65}")).status_code == 400
+
+
+@pytest.mark.parametrize("parts", ["", "status,", "nothing", "status,<script>", "x" * 300])
+async def test_unknown_parts_are_refused(client: httpx.AsyncClient, parts: str) -> None:
+    reply = await client.get("/live", params={"parts": parts})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "parts"
+
+
+async def test_pages_share_one_reading(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
+    asked = [client.get("/live?parts=components&kind=Router&after=3") for _ in range(5)]
+    assert len({reply.text for reply in await asyncio.gather(*asked)}) == 1
+    assert backend.kinds == ["Router"]
+    await client.get("/live?parts=components&kind=Scheduler&after=3")
+    assert backend.kinds == ["Router", "Scheduler"]
+
+
+async def test_answers_by_key_are_few_and_forgotten() -> None:
+    now, read = [0.0], []
+
+    async def answer(key: str) -> str:
+        read.append(key)
+        return key
+
+    recent = RecentByKey(answer, 1.0, 2, lambda: now[0])
+    for key in ("a", "b", "a", "c", "a"):
+        assert await recent.get(key) == key
+    assert read == ["a", "b", "c", "a"]  # the oldest of three was forgotten
+    now[0] = 1.0
+    assert await recent.get("c") == "c"
+    assert read[4:] == ["c"]
+    assert len(recent) == 1
+
+
 async def test_requests_on_the_replicas(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
     backend.on_replicas = VIEW
     reply = (await client.get("/live/requests")).json()
@@ -105,7 +183,8 @@ async def test_pages_share_an_answer_for_a_moment() -> None:
 
 
 def test_an_observer_sees_all_tenants_and_a_client_none(tmp_path: Path) -> None:
-    addresses = ("/live/status", "/live/series", "/live/requests", f"/live/requests/{RESPONSE_ID}")
+    parts = ("/live/status", "/live/series", "/live/requests", "/live/replicas", "/live/components?kind=Router")
+    addresses = (*parts, "/live?parts=status,components&kind=Router", f"/live/requests/{RESPONSE_ID}")
     with guarded_server(tmp_path, PromptEncoder(write_model_dir(tmp_path / "model"))) as server:
         server.backend.traces, server.backend.on_replicas = [trace(b"another tenant's")], VIEW
         with httpx.Client(base_url=server.base_url) as http:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from core.images import ImageSpan
-from core.request import PromptSource, Request, SamplingParams
+from core.request import PromptSource
 from services.api.text.prompts import PromptText, of_chat, of_completion
 from tests.unit.services.api.api_support import MODEL, ScriptedBackend
 
@@ -57,11 +56,3 @@ async def test_the_backend_gets_the_parts_of_a_prompt(client: httpx.AsyncClient,
     assert [parts(text) for text in backend.texts] == expected
     reply = await client.post("/v1/completions", json=texts | {"instruction": 3})
     assert reply.status_code == 400 and "instruction" in reply.text
-
-
-def test_a_question_counts_pictures_apart_from_the_text() -> None:
-    images = (ImageSpan(2, 6, b"the first one"), ImageSpan(9, 4, b"the second one"))
-    request = Request("r", 0, "i", (7,) * 20, SamplingParams(30), tenant="t", images=images)
-    asked = PromptText("abc", "def" * 3).question(request)
-    assert (asked.image_tokens, asked.prompt_len, asked.max_new_tokens, asked.tenant) == ((6, 4), 20, 30, "t")
-    assert asked.user_input_len == round(10 * 9 / 12) and asked.rest_len == 10 - asked.user_input_len

@@ -6,14 +6,15 @@ import asyncio
 import json
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from core.errors import CapacityError, FarsightError
-from services.api.batches.lines import Batch, LineResult, read_batch
+from core.forecast import QUANTILES, Forecast
+from services.api.batches.lines import Batch, BatchLine, LineResult, read_batch
 from services.api.batches.sender import RetryPolicy, ServiceStalled
 from services.batch.progress import ProgressStore
 from services.batch.runner import GROUP_S, run_batch
@@ -81,6 +82,23 @@ async def test_concurrency_is_bounded_and_used(tmp_path: Path, target: Path) -> 
 
     await _run_whole(answering(answer), numbered(tmp_path / "in.jsonl", 50), target, concurrency=7)
     assert most == 7
+
+
+async def test_the_longest_forecast_begins_first(tmp_path: Path, target: Path) -> None:
+    begun: list[int] = []
+
+    async def answer(number: int) -> Answer:
+        begun.append(number)
+        return 200, {}, {"number": number}
+
+    async def foresee(lines: Sequence[BatchLine]) -> list[Forecast | None]:
+        return [Forecast(float(line.number), (1.0,) * len(QUANTILES), 1, "forest", 1) for line in lines]
+
+    output = await _run_whole(
+        answering(answer), numbered(tmp_path / "in.jsonl", 9), target, concurrency=1, foresee=foresee
+    )
+    assert begun == list(reversed(range(9)))
+    assert [line["response"]["body"]["number"] for line in output] == list(range(9))
 
 
 async def test_output_order_does_not_depend_on_who_is_first(tmp_path: Path, target: Path) -> None:

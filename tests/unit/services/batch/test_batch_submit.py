@@ -236,8 +236,8 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedBackend:
     @asynccontextmanager
     async def open_backend(
         config: FarsightConfig, stages: Stages
-    ) -> AsyncGenerator[tuple[GenerationBackend, PromptEncoder], None]:
-        yield backend, encoder
+    ) -> AsyncGenerator[tuple[GenerationBackend, PromptEncoder, None], None]:
+        yield backend, encoder, None
 
     monkeypatch.setattr(job, "open_backend", open_backend)
     return backend

@@ -64,7 +64,7 @@ def test_json_is_what_the_file_holds(tmp_path: Path) -> None:
     [
         (["--rounds", "2"], "--rounds: got 2, expected an integer >= 3"),
         (["--max-num-seqs", "1", "--max-model-len", "16"], "--rounds: got 6, expected an integer >= 8 with so few"),
-        (["--max-num-seqs", "0"], "engine.max_num_seqs: got 0, expected an integer >= 1"),
+        (["--max-num-seqs", "0"], "--max-num-seqs: got 0, expected an integer >= 1"),
         (["--max-model-len", "4"], "--max-model-len: got 4, expected an integer >= 8"),
         (["--dtype", "int3"], "dtype: got 'int3'"),
         (["--model", "/nowhere/at/all"], "model"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import shutil
 import subprocess
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 import services
 from actors.runtime.hosts import num_gpus
@@ -23,14 +26,15 @@ from core.errors import ConfigError, InvalidValueError
 from core.messages.status import ComponentCounts
 from services.launch.launch import (
     EMBEDDED_MODEL,
+    VISION_MODEL,
     LocatedModel,
     check_gpus,
     find_model,
     find_site,
     numa_advice,
     resolve_placement,
-    welcome,
 )
+from services.launch.welcome import Example, welcome
 from tests.unit.engine.gguf_files import write_gguf
 
 
@@ -171,15 +175,26 @@ def test_the_check_of_a_model_loads_neither_torch_nor_ray() -> None:
 
 
 def test_the_first_request_that_is_shown_fits_the_model() -> None:
-    def shown(model: LocatedModel) -> tuple[str, dict[str, Any]]:
-        text = welcome("http://h:1", model, " -H 'Authorization: Bearer KEY'")[0]
+    def shown(example: Example) -> tuple[str, dict[str, Any]]:
+        text = welcome("http://h:1", "own", example, " -H 'Authorization: Bearer KEY'")[0]
         assert "-H 'Authorization: Bearer KEY'" in text
         return text.split("curl -N http://h:1")[1].split(" ")[0], json.loads(text.split("-d '")[1].removesuffix("'"))
 
-    path, body = shown(LocatedModel(EMBEDDED_MODEL, "small"))
-    assert (path, body["model"], len(body["messages"])) == ("/v1/chat/completions", "small", 2)
-    path, body = shown(LocatedModel(Path("/model"), "own"))
+    path, body = shown("embedded")
+    assert (path, body["model"], len(body["messages"])) == ("/v1/chat/completions", "own", 2)
+    path, body = shown("vision")
+    picture = body["messages"][0]["content"][0]["image_url"]["url"].removeprefix("data:image/png;base64,")
+    assert path == "/v1/chat/completions"
+    assert Image.open(io.BytesIO(base64.b64decode(picture))).size == (128, 128)
+    path, body = shown("chat")
     assert (path, len(body["messages"])) == ("/v1/chat/completions", 1)
-    path, body = shown(LocatedModel(Path("/model"), "own", chats=False))
+    path, body = shown("text")
     assert (path, body["stream"]) == ("/v1/completions", True)
     assert "messages" not in body
+
+
+def test_the_embedded_model_that_sees_is_chosen_by_name() -> None:
+    config = FarsightConfig(model=ModelConfig(path="embedded-vision"))
+    assert find_model(config) == LocatedModel(VISION_MODEL, "farsight-embedded-vision")
+    named = FarsightConfig(model=ModelConfig(path="embedded-vision", name="eyes"))
+    assert find_model(named).name == "eyes"

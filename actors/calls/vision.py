@@ -1,0 +1,16 @@
+"""What an ImageEncoder answers."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from actors.calls.message import message
+from core.messages.images import EncodedImages, EncodeImages
+
+
+class ImageEncoderCalls(Protocol):
+    """An ImageEncoder."""
+
+    @message(long=True)
+    async def encode(self, order: EncodeImages) -> EncodedImages:
+        """The rows of each picture, or why it has none."""

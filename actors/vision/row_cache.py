@@ -1,0 +1,98 @@
+"""What an ImageEncoder keeps of pictures, by name, within a bound of bytes; the longest unused go first."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from typing import Protocol
+
+from core.messages.images import EncodedImage
+from engine.vision.row_files import RowStore
+
+logger = logging.getLogger(__name__)
+
+
+class RowCache(Protocol):
+    """Rows by the name that ``engine.vision.row_files.rows_name`` makes."""
+
+    num_bytes: int
+
+    def find(self, name: str) -> EncodedImage | None:
+        """The rows of a picture, without its digest; they are the latest used from now on."""
+        ...
+
+    def keep(self, name: str, image: EncodedImage) -> EncodedImage:
+        """Keeps the rows of a picture, in place of others, and returns what is to be told of them."""
+        ...
+
+    def sweep(self) -> None:
+        """Drops what nobody asks for any more; called from time to time."""
+        ...
+
+
+class CarriedRows:
+    """Rows in this process, which go with each answer.
+
+    Args:
+        max_bytes: Of all rows; 0 keeps none.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[str, EncodedImage] = OrderedDict()
+        self.num_bytes = 0
+
+    def find(self, name: str) -> EncodedImage | None:
+        """See ``RowCache.find``."""
+        found = self._kept.get(name)
+        if found is not None:
+            self._kept.move_to_end(name)
+        return found
+
+    def keep(self, name: str, image: EncodedImage) -> EncodedImage:
+        """See ``RowCache.keep``; what does not fit at all is not kept."""
+        size = len(image.embeddings)
+        if name not in self._kept and size <= self._max_bytes:
+            self._kept[name] = image
+            self.num_bytes += size
+        while self.num_bytes > self._max_bytes:
+            _, dropped = self._kept.popitem(last=False)
+            self.num_bytes -= len(dropped.embeddings)
+        return image
+
+    def sweep(self) -> None:
+        """See ``RowCache.sweep``: nothing is left behind here."""
+
+
+class SharedRows:
+    """Rows in files, which answers name.
+
+    Args:
+        store: Of the directory that the service shares.
+    """
+
+    def __init__(self, store: RowStore) -> None:
+        self._store = store
+
+    @property
+    def num_bytes(self) -> int:
+        return self._store.num_bytes
+
+    def find(self, name: str) -> EncodedImage | None:
+        """See ``RowCache.find``."""
+        found = self._store.find(name)
+        return None if found is None else EncodedImage(b"", found.num_tokens, found.grid, rows=name)
+
+    def keep(self, name: str, image: EncodedImage) -> EncodedImage:
+        """See ``RowCache.keep``; rows that cannot be written go with the answer."""
+        try:
+            self._store.keep(name, image.num_tokens, image.grid, image.embeddings)
+        except OSError as error:
+            logger.warning("rows of a picture cannot be written, and go with its request: %s", error)
+            return image
+        return EncodedImage(image.digest, image.num_tokens, image.grid, rows=name)
+
+    def sweep(self) -> None:
+        """See ``RowCache.sweep``."""
+        self._store.sweep(time.time())

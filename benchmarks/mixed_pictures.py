@@ -1,0 +1,162 @@
+"""What pictures do to the text streams beside them: ``python -m benchmarks.mixed_pictures``.
+
+A real server of a small random Qwen2-VL. ``--streams`` clients ask for one answer after the other, by turns in two
+kinds of phases. In both, half of them send texts. In the phases "pictures" the other half show pictures that nobody has
+shown before; in the phases "text" they send as many random tokens. Measured is the largest gap between two events of
+each answer of the first half; printed is its 99th percentile in either kind of phase, and the ratio of the two (1.2 is
+asked at most). The machine's load is printed, since a busy one decides both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import io
+import itertools
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+from PIL import Image
+
+from benchmarks.common.seeing_model import PIXELS_OF_A_TOKEN, save_seeing_model
+from benchmarks.common.servers import RunningServer, ServerCommand, free_port
+from benchmarks.make_model import VOCAB_SIZE
+
+READY_S = 300.0
+WIDTH, HEIGHT = 448, 336
+IMAGE_TOKENS = WIDTH * HEIGHT // PIXELS_OF_A_TOKEN
+MODEL = "seeing"
+KINDS = ("text", "pictures")
+
+
+@dataclass(slots=True)
+class Phase:
+    """What was seen in the phases of one kind.
+
+    Attributes:
+        gaps_s: The largest gap of each answer to a text of the first half.
+        num_others: Answers to the other half.
+    """
+
+    gaps_s: list[float] = field(default_factory=list)
+    num_others: int = 0
+
+
+class Clients:
+    """Clients of one server.
+
+    Args:
+        num_tokens: Of each answer.
+    """
+
+    def __init__(self, url: str, num_tokens: int) -> None:
+        self._draw = random.Random(1)
+        self._numbers = itertools.count()
+        self._num_tokens = num_tokens
+        connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(600)
+        self._session = aiohttp.ClientSession(url, connector=connector, timeout=timeout)
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def run(self, phase: Phase, kind: str, number: int, seconds: float) -> None:
+        """One phase."""
+        end = time.monotonic() + seconds
+        half = number // 2
+        texts = [self._texts(phase, end) for _ in range(half)]
+        others = [self._others(phase, kind, end) for _ in range(number - half)]
+        await asyncio.gather(*texts, *others)
+
+    async def _texts(self, phase: Phase, end: float) -> None:
+        while time.monotonic() < end:
+            phase.gaps_s.append(await self._largest_gap_s(*self._text(32)))
+
+    async def _others(self, phase: Phase, kind: str, end: float) -> None:
+        while time.monotonic() < end:
+            await self._largest_gap_s(*(self._picture() if kind == "pictures" else self._text(IMAGE_TOKENS)))
+            phase.num_others += 1
+
+    def _text(self, length: int) -> tuple[str, dict[str, Any]]:
+        return "/v1/completions", {"prompt": [self._draw.randrange(3, VOCAB_SIZE) for _ in range(length)]}
+
+    def _picture(self) -> tuple[str, dict[str, Any]]:
+        coarse = np.random.default_rng(next(self._numbers)).integers(0, 256, (HEIGHT // 28, WIDTH // 28, 3), np.uint8)
+        data = io.BytesIO()
+        Image.fromarray(np.kron(coarse, np.ones((28, 28, 1), np.uint8))).save(data, "JPEG")
+        url = f"data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}"
+        return "/v1/chat/completions", {
+            "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+        }
+
+    async def _largest_gap_s(self, path: str, body: dict[str, Any]) -> float:
+        fields = {"model": MODEL, "max_tokens": self._num_tokens, "ignore_eos": True, "temperature": 0, "stream": True}
+        largest, before = 0.0, 0.0
+        async with self._session.post(path, json=body | fields) as reply:
+            if reply.status != 200:
+                raise RuntimeError(f"{reply.status}: {await reply.text()}")
+            async for line in reply.content:
+                if line.startswith(b"data: {"):
+                    if b'"error"' in line:
+                        raise RuntimeError(line.decode())
+                    now = time.monotonic()
+                    largest, before = max(largest, now - before if before else 0.0), now
+        return largest
+
+
+async def measure(url: str, args: argparse.Namespace) -> dict[str, Phase]:
+    """Phases by turns; the first of each kind warms up and is dropped."""
+    clients = Clients(url, args.tokens)
+    phases = {kind: Phase() for kind in KINDS}
+    try:
+        for kind in KINDS:
+            await clients.run(Phase(), kind, args.streams, args.seconds / 2)
+        for _ in range(args.rounds):
+            for kind in KINDS:
+                await clients.run(phases[kind], kind, args.streams, args.seconds)
+    finally:
+        await clients.close()
+    return phases
+
+
+def report(phases: dict[str, Phase]) -> dict[str, Any]:
+    p99 = {kind: float(np.percentile(phases[kind].gaps_s, 99)) for kind in KINDS}
+    found: dict[str, Any] = {f"{kind}_gap_p99_ms": round(1e3 * p99[kind], 1) for kind in KINDS}
+    found |= {f"{kind}_answers": [len(phases[kind].gaps_s), phases[kind].num_others] for kind in KINDS}
+    return found | {"ratio": round(p99["pictures"] / p99["text"], 3), "load": [round(x, 1) for x in os.getloadavg()]}
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each phase")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args(words)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model_dir = save_seeing_model(folder / MODEL, IMAGE_TOKENS)
+        port = free_port()
+        flags = ["--model", str(model_dir), "--port", str(port)]
+        server = RunningServer(
+            ServerCommand([sys.executable, "-m", "services.cli", "serve", *flags], port, MODEL), folder / "server.log"
+        )
+        try:
+            server.wait_until_ready(READY_S)
+            print(json.dumps(report(asyncio.run(measure(server.command.base_url, args)))))
+        finally:
+            server.stop()
+
+
+if __name__ == "__main__":
+    main()

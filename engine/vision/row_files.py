@@ -1,0 +1,251 @@
+"""Rows of images in files that processes of one machine map: who encodes writes them, who decodes reads them.
+
+A file in the page cache is shared memory with a name. The encoder keeps a bounded number of them (``RowStore``). An
+ingress replica holds those of its requests by hard links of its own (``RowHolder``), so that what the encoder drops
+stays as long as a request needs it, and what a dead process held can be told by its name. All of a name's files are
+the same rows: the name is a hash of the picture and of the salt that divides tenants. Knows no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+
+from core.errors import InvalidValueError
+from core.images import ImageSpan
+from engine.vision.spans import CarriedEmbeddings, unpacked
+
+_HEAD = struct.Struct("<8sIIIIQ")
+_MAGIC = b"farsrows"
+_KEPT, _HELD = "kept", "held"
+_NAME_BYTES = 24
+
+ORPHANED_S = 300.0
+"""What a dead ingress replica held is kept for so long: its resumable streams go on elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """What a file says of its rows.
+
+    Attributes:
+        name: Of the file.
+        num_tokens: Rows.
+        grid: As of ``core.images.ImageSpan``.
+        num_bytes: Of the rows.
+    """
+
+    name: str
+    num_tokens: int
+    grid: tuple[int, ...]
+    num_bytes: int
+
+
+def rows_name(digest: bytes, salt: str) -> str:
+    """The name of a picture's rows: only who has the same salt knows it."""
+    return blake2b(digest, key=blake2b(salt.encode()).digest(), digest_size=_NAME_BYTES).hexdigest()
+
+
+class RowStore:
+    """The rows that an encoder keeps; the longest unused go first. One thread at a time.
+
+    Finds what an earlier encoder has left.
+
+    Args:
+        root: A directory of the service, for its user alone.
+        max_bytes: Of all rows; one picture is always kept, since its reader has yet to come.
+        owner: Names the encoder among those of the service: none drops what another keeps.
+    """
+
+    def __init__(self, root: Path, max_bytes: int, owner: str) -> None:
+        self._held = root / _HELD
+        self._folder = root / _KEPT / owner
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[str, StoredRows] = OrderedDict()
+        self.num_bytes = 0
+        for folder in (root, self._held, root / _KEPT, self._folder):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        for path in sorted(self._folder.iterdir(), key=lambda each: each.stat().st_mtime):
+            found = _read_head(path)
+            if found is None:
+                path.unlink()
+            else:
+                self._add(found)
+        self._shrink()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def find(self, name: str) -> StoredRows | None:
+        """What is kept under that name, which is the latest used from now on."""
+        found = self._kept.get(name)
+        if found is None:
+            return None
+        if not (self._folder / name).exists():
+            self._forget(name)
+            return None
+        self._kept.move_to_end(name)
+        return found
+
+    def keep(self, name: str, num_tokens: int, grid: tuple[int, ...], rows: bytes) -> StoredRows:
+        """Writes rows, and drops others where they are too many.
+
+        Raises:
+            OSError: They cannot be written.
+        """
+        path = self._folder / name
+        unfinished = path.with_name(f".{secrets.token_hex(8)}")
+        height, width = grid or (0, 0)
+        try:
+            with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(_HEAD.pack(_MAGIC, num_tokens, height, width, 0, len(rows)))
+                file.write(rows)
+            unfinished.rename(path)
+        except OSError:
+            unfinished.unlink(missing_ok=True)
+            raise
+        stored = StoredRows(name, num_tokens, grid, len(rows))
+        self._add(stored)
+        self._shrink()
+        return stored
+
+    def _add(self, stored: StoredRows) -> None:
+        if stored.name in self._kept:
+            self._forget(stored.name)
+        self.num_bytes += stored.num_bytes
+        self._kept[stored.name] = stored
+
+    def _forget(self, name: str) -> None:
+        self.num_bytes -= self._kept.pop(name).num_bytes
+
+    def _shrink(self) -> None:
+        while self.num_bytes > self._max_bytes and len(self._kept) > 1:
+            name = next(iter(self._kept))
+            self._forget(name)
+            (self._folder / name).unlink(missing_ok=True)
+
+    def sweep(self, now: float) -> None:
+        """Drops what ingress replicas that are dead have held, after ``ORPHANED_S``.
+
+        Args:
+            now: Seconds since the epoch.
+        """
+        for folder in self._held.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # its owner has just ended
+                if not _lives(folder.name.partition("-")[0]) and now - folder.stat().st_mtime > ORPHANED_S:
+                    shutil.rmtree(folder)
+
+
+class RowHolder:
+    """Holds the rows that one process's requests need. One thread at a time.
+
+    Args:
+        root: As for ``RowStore``.
+        owner: Names this holder among those of the process.
+    """
+
+    def __init__(self, root: Path, owner: str) -> None:
+        self._root = root
+        self._folder = root / _HELD / f"{os.getpid()}-{owner}"
+        self._holds: Counter[str] = Counter()
+
+    def hold(self, name: str) -> bool:
+        """Whether the rows are there; they stay until as many ``release`` as holds."""
+        if not self._holds[name] and not any(self._linked(path) for path in _places(self._root, name)):
+            del self._holds[name]
+            return False
+        self._holds[name] += 1
+        return True
+
+    def release(self, name: str) -> None:
+        """Ends one hold; after ``close`` there is none."""
+        if name not in self._holds:
+            return
+        self._holds[name] -= 1
+        if not self._holds[name]:
+            del self._holds[name]
+            (self._folder / name).unlink(missing_ok=True)
+
+    def __len__(self) -> int:
+        return len(self._holds)
+
+    def close(self) -> None:
+        """Ends all holds."""
+        self._holds.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _linked(self, path: Path) -> bool:
+        for folder in (self._folder.parent.parent, self._folder.parent, self._folder):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            os.link(path, self._folder / path.name)
+        except FileExistsError:
+            return True
+        except FileNotFoundError:
+            return False
+        os.utime(self._folder)
+        return True
+
+
+class SharedEmbeddings:
+    """Rows that came with the request, or are in a file. An ``engine.vision.spans.EmbeddingSource``.
+
+    Args:
+        root: As for ``RowStore``.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._carried = CarriedEmbeddings()
+
+    def rows(self, span: ImageSpan, hidden_size: int) -> np.ndarray:
+        """See ``EmbeddingSource.rows``."""
+        if not span.rows:
+            return self._carried.rows(span, hidden_size)
+        for path in _places(self._root, span.rows):
+            with contextlib.suppress(FileNotFoundError):
+                mapped = np.memmap(path, np.uint8, mode="r")
+                return unpacked(memoryview(mapped)[_HEAD.size :], span.length, hidden_size)
+        raise InvalidValueError("images.rows", span.rows, "rows that are kept until their request ends")
+
+
+def _lives(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _places(root: Path, name: str) -> Iterator[Path]:
+    """Where rows of that name may be."""
+    if len(name) != 2 * _NAME_BYTES or not name.isalnum():
+        raise InvalidValueError("images.rows", name, "a name that `rows_name` makes")
+    for kind in (_KEPT, _HELD):
+        with contextlib.suppress(FileNotFoundError):  # nothing was encoded yet
+            for folder in (root / kind).iterdir():
+                yield folder / name
+
+
+def _read_head(path: Path) -> StoredRows | None:
+    """None of a file that was not written to its end, or is another."""
+    with open(path, "rb") as file:
+        head = file.read(_HEAD.size)
+    if len(head) < _HEAD.size or path.name.startswith("."):
+        return None
+    magic, num_tokens, height, width, _, num_bytes = _HEAD.unpack(head)
+    if magic != _MAGIC or path.stat().st_size != _HEAD.size + num_bytes:
+        return None
+    return StoredRows(path.name, num_tokens, (height, width) if height else (), num_bytes)

@@ -1,0 +1,162 @@
+"""The parts of ``/live`` that the operators' pages poll.
+
+A page asks for several parts in one answer. Each part is encoded once, and the pages share the bytes for a moment: what
+open pages cost depends little on how many they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, TypeAdapter
+
+from core.decisions import Facts, unpack_decisions
+from core.messages.live import LiveView
+from core.messages.placement import PlacementView
+from core.messages.series import ComponentsQuery, LifeEvent, RecentDecisions, SeriesColumn, SeriesQuery, TableReply
+from services.api.answers.replies import status_reply
+from services.api.backend import GenerationBackend
+from services.api.pages.recent import RecentByKey
+from services.api.pages.sentences import sentence
+
+MAX_ROWS = 200
+"""Requests of each replica in one answer."""
+
+FOR_S = {"status": 1.5, "requests": 0.75, "placement": 0.75, "series": 0.75, "replicas": 0.75, "components": 0.75}
+"""The parts, and how old each is at most. ``/status`` is always of now."""
+
+MOST_KEYS = 6
+"""Questions whose answers are shared: a page that has just been opened asks for all points, the others for new ones."""
+
+MAX_DECISIONS = 60
+
+_LIVE, _PLACEMENT = TypeAdapter(LiveView), TypeAdapter(PlacementView)
+
+Lines = dict[str, list[float | None]]
+"""Values by the name of their line, one a point, null where there is none."""
+
+
+class Series(BaseModel):
+    """Points in time: ``at`` in seconds since the epoch.
+
+    Attributes:
+        tenants: GPU-seconds a second by tenant.
+    """
+
+    at: list[float]
+    columns: Lines
+    tenants: Lines
+
+
+class Table(BaseModel):
+    """Lines of several things of a kind, by their names; ``num_left_out`` found no room."""
+
+    at: list[float]
+    rows: dict[str, Lines]
+    num_left_out: int
+
+
+class ComponentDecision(BaseModel):
+    """What a component decided, as a sentence and with its numbers; ``at`` in seconds since the epoch."""
+
+    component: str
+    at: float
+    kind: str
+    text: str
+    facts: Facts
+
+
+class Components(Table):
+    """The components of one kind over time; ``events`` and ``decisions`` newest first."""
+
+    events: list[LifeEvent]
+    decisions: list[ComponentDecision]
+
+
+class PartQuestion(NamedTuple):
+    """What one part is asked for; fields that a part does not need hold their defaults, so that answers are shared."""
+
+    part: str
+    span: SeriesQuery = SeriesQuery()
+    kind: str = ""
+
+
+class LiveParts:
+    """Draws up the parts.
+
+    Args:
+        backend: Not bound to the caller's tenant: an observer sees the requests of all tenants.
+    """
+
+    def __init__(self, backend: GenerationBackend) -> None:
+        self._backend = backend
+        self._recent = {part: RecentByKey(self._read, for_s, MOST_KEYS) for part, for_s in FOR_S.items()}
+
+    async def get(self, part: str, span: SeriesQuery, kind: str) -> bytes:
+        """A part as JSON.
+
+        Raises:
+            FarsightError: The component that knows does not answer.
+        """
+        if part not in ("series", "replicas", "components"):
+            span = SeriesQuery()
+        return await self._recent[part].get(PartQuestion(part, span, kind if part == "components" else ""))
+
+    async def _read(self, asked: PartQuestion) -> bytes:
+        backend = self._backend
+        match asked.part:
+            case "status":
+                return status_reply(await backend.status(), backend.model).model_dump_json().encode()
+            case "requests":
+                return _LIVE.dump_json(await backend.live(MAX_ROWS))
+            case "placement":
+                return _PLACEMENT.dump_json(await backend.placement())
+            case "series":
+                return (await self._series(asked.span)).model_dump_json().encode()
+            case "replicas":
+                return Table(**_table(await backend.replica_series(asked.span))).model_dump_json().encode()
+        return (await self._components(asked)).model_dump_json().encode()
+
+    async def _series(self, span: SeriesQuery) -> Series:
+        reply = await self._backend.series(span)
+        return Series(at=_instants(reply.at), columns=_lines(reply.columns), tenants=_lines(reply.tenants))
+
+    async def _components(self, asked: PartQuestion) -> Components:
+        reply, decided = await asyncio.gather(
+            self._backend.component_series(ComponentsQuery(asked.kind, asked.span)),
+            self._backend.recent_decisions(asked.kind),
+        )
+        return Components(**_table(reply.lines), events=list(reply.events), decisions=_decisions(decided))
+
+
+def _table(reply: TableReply) -> dict[str, Any]:
+    return {
+        "at": _instants(reply.at),
+        "rows": {row.name: _lines(row.columns) for row in reply.rows},
+        "num_left_out": reply.num_left_out,
+    }
+
+
+def _decisions(found: Iterable[RecentDecisions]) -> list[ComponentDecision]:
+    """All components together, the newest decision first."""
+    pairs = [(each.component, decision) for each in found for decision in unpack_decisions(each.decisions)]
+    pairs.sort(key=lambda pair: pair[1].at, reverse=True)
+    return [
+        ComponentDecision(component=name, at=each.at, kind=each.kind, text=sentence(each), facts=each.facts)
+        for name, each in pairs[:MAX_DECISIONS]
+    ]
+
+
+def _instants(at: Iterable[float]) -> list[float]:
+    return [round(each, 3) for each in at]
+
+
+def _lines(columns: Iterable[SeriesColumn]) -> Lines:
+    return {column.name: list(map(_short, column.values)) for column in columns}
+
+
+def _short(value: float | None) -> float | None:
+    """Four digits are more than a chart shows."""
+    return None if value is None else float(f"{value:.4g}")

@@ -1,0 +1,1 @@
+"""Pictures in messages, and the places that they take in a prompt."""

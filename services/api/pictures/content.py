@@ -1,0 +1,163 @@
+"""The content of a message: a text, or parts that are texts and pictures."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from core.images import digest_of
+from services.api.fields import CONTENT, is_empty, refused
+
+MAX_PARTS = 4096
+"""Parts of one message."""
+
+_DATA_URL = re.compile(r"data:(?:image/[\w.+-]+|application/octet-stream)?(?:;[\w.+=-]+)*;base64,", re.IGNORECASE)
+_MAX_HEAD = 256
+"""Characters of a data URL before its data."""
+
+_URL = "a picture as a data URL ('data:image/png;base64,...') or by http or https"
+_WEB = ("http://", "https://")
+_DETAILS = ("auto", "low", "high")
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture in a message.
+
+    Attributes:
+        data: The file.
+        digest: Names it (``core.images.digest_of``).
+        url: Where the file is to be fetched from; empty where it is here.
+        field: Where its client wrote it; empty for where a chat has it.
+    """
+
+    data: bytes
+    digest: bytes
+    url: str = ""
+    field: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MixedContent:
+    """Texts and at least one picture, in their order."""
+
+    parts: tuple[str | Picture, ...]
+
+    @property
+    def text(self) -> str:
+        """The texts alone."""
+        return "\n".join(part for part in self.parts if isinstance(part, str))
+
+    def for_template(self) -> list[dict[str, str]]:
+        """As chat templates take parts."""
+        return [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in self.parts]
+
+
+def check_content(value: Any) -> str | MixedContent | None:
+    """What a message's ``content`` says.
+
+    Raises:
+        PydanticCustomError: It is something else.
+    """
+    if isinstance(value, str | MixedContent | None):  # other APIs' messages come with their pictures
+        return value
+    if not isinstance(value, list) or not 0 < len(value) <= MAX_PARTS:
+        raise refused("", value, CONTENT)
+    return content_of([_part(index, part) for index, part in enumerate(value)])
+
+
+def content_of(parts: Sequence[str | Picture]) -> str | MixedContent:
+    """What parts of a message are together. Texts alone are joined by line breaks: most templates take one string."""
+    texts = [part for part in parts if isinstance(part, str)]
+    return "\n".join(texts) if len(texts) == len(parts) else MixedContent(tuple(parts))
+
+
+def text_of(content: str | list[dict[str, str]]) -> str:
+    """The text of a content as ``for_template`` gives it."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content if part["type"] == "text")
+
+
+def _part(index: int, part: Any) -> str | Picture:
+    if not isinstance(part, dict):
+        raise refused(f"[{index}]", part, 'an object {"type": "text", "text": ...}')
+    kind = part.get("type")
+    if kind not in ("text", "image_url"):
+        raise refused(f"[{index}].type", kind, "'text' or 'image_url' (audio and files are not supported)")
+    for name in part.keys() - {"type", kind, "cache_control"}:
+        if not is_empty(part[name]):
+            raise refused(f"[{index}].{name}", part[name], f"only the fields 'type' and {kind!r}")
+    if kind == "image_url":
+        return _picture(f"[{index}].image_url", part.get("image_url"))
+    if not isinstance(part.get("text"), str):
+        raise refused(f"[{index}].text", part.get("text"), "a string")
+    return str(part["text"])
+
+
+def _picture(where: str, value: Any) -> Picture:
+    """What an ``image_url`` holds: an object with a URL, or the URL itself. ``detail`` changes nothing: the model's
+    own rule says how finely a picture is seen."""
+    if isinstance(value, dict):
+        detail = value.get("detail")
+        if detail is not None and detail not in _DETAILS:
+            raise refused(f"{where}.detail", detail, f"one of {', '.join(_DETAILS)}")
+        for name in value.keys() - {"url", "detail"}:
+            if not is_empty(value[name]):
+                raise refused(f"{where}.{name}", value[name], "only the fields 'url' and 'detail'")
+        where, value = f"{where}.url", value.get("url")
+    if not isinstance(value, str):
+        raise refused(where, value, _URL)
+    try:
+        return picture_of(value)
+    except NoPicture as error:
+        raise refused(where, value, str(error)) from error
+
+
+class NoPicture(Exception):
+    """A text that is no picture; its own text completes "expected ..."."""
+
+
+def picture_of(url: str, field: str = "") -> Picture:
+    """The picture in a data URL, or one that is to be fetched.
+
+    Raises:
+        NoPicture: It is no such URL.
+    """
+    head = _DATA_URL.match(url[:_MAX_HEAD])
+    if head is not None:
+        return picture_from(url[head.end() :], field)
+    try:
+        return web_picture(url, field)
+    except NoPicture as error:
+        raise NoPicture(_URL) from error
+
+
+def web_picture(url: str, field: str = "") -> Picture:
+    """A picture that is to be fetched.
+
+    Raises:
+        NoPicture: It is no such URL.
+    """
+    if not url[: len(_WEB[1])].lower().startswith(_WEB):
+        raise NoPicture("a URL of http or https")
+    return Picture(b"", b"", url, field)
+
+
+def picture_from(text: str, field: str = "") -> Picture:
+    """The picture in base64.
+
+    Raises:
+        NoPicture: It is none.
+    """
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise NoPicture(f"a picture whose data are base64 ({error})") from error
+    if not data:
+        raise NoPicture("a picture with data")
+    return Picture(data, digest_of(data), field=field)

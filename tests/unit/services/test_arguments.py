@@ -1,0 +1,156 @@
+"""Wrong arguments of every command: one line with the flag, the value and what would be right; and ``--json``."""
+
+from __future__ import annotations
+
+import functools
+import json
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from services.cli import app
+
+NO_RESULT = {("serve",), ("front",)}
+"""Commands that run until they are ended; a demo can end by itself."""
+
+MAY_BE_NEGATIVE = {("keys", "add", "--priority-min"), ("keys", "add", "--priority-max")}
+
+Command = tuple[str, ...]
+
+
+def walk(group: typer.Typer, path: Command = ()) -> Iterator[tuple[Command, Callable[..., Any]]]:
+    for command in group.registered_commands:
+        assert command.callback is not None
+        yield (*path, command.name or command.callback.__name__), command.callback
+    for each in group.registered_groups:
+        assert each.typer_instance is not None
+        yield from walk(each.typer_instance, (*path, str(each.name)))
+
+
+COMMANDS = dict(walk(app))
+
+
+@functools.cache
+def flags_of(command: Command) -> dict[str, set[Any]]:
+    """Each flag, or argument in capitals, with the types that its values may have."""
+    found = {}
+    for name, hint in typing.get_type_hints(COMMANDS[command], include_extras=True).items():
+        if name in ("return", "context"):
+            continue
+        base, info = typing.get_args(hint)
+        parts = {base, *typing.get_args(base)}
+        parts |= {each for part in parts for each in typing.get_args(part)}
+        if isinstance(info, typer.models.ArgumentInfo):
+            found[info.metavar or name.upper()] = parts
+        else:
+            decls = [each for each in (info.default, *(info.param_decls or ())) if isinstance(each, str)]
+            flag = next((each for each in decls if each.startswith("--")), None)
+            found[flag or f"--{name.replace('_', '-')}"] = parts
+    return found
+
+
+NUMERIC = [
+    (command, flag)
+    for command in COMMANDS
+    for flag, kinds in flags_of(command).items()
+    if kinds & {int, float} and flag.startswith("--")
+]
+
+
+@pytest.fixture
+def needed(tmp_path: Path) -> dict[Command, list[str]]:
+    """What a command cannot do without, right but for servers and files that are not there."""
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"instruction": "a", "user_input": "b", "output_len": 3}\n')
+    out, key_file = str(tmp_path / "out"), str(tmp_path / "keys.json")
+    nobody = "http://127.0.0.1:1"
+    return {
+        ("scale",): ["replica", "1"],
+        ("drain",): ["0"],
+        ("batch",): [str(data), out],
+        ("bench",): ["--url", nobody],
+        ("explain",): ["cmpl-1"],
+        ("front",): [nobody],
+        ("profile",): ["--out", out],
+        ("compare",): ["--presets", "fcfs"],
+        ("replay",): [str(tmp_path / "none"), "--preset", "fcfs"],
+        ("advise",): ["sharegpt-like"],
+        ("train",): [str(data), "--out", out],
+        ("evaluate",): [str(tmp_path), str(data)],
+        ("keys", "add"): ["name", "--key-file", key_file],
+        ("keys", "revoke"): ["name", "--key-file", key_file],
+    }
+
+
+def refusal(command: Command, args: list[str]) -> str:
+    """The one line of a refusal; a second one may say what to do."""
+    done = CliRunner().invoke(app, [*command, *args])
+    assert done.exit_code in (1, 2), done.output
+    assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
+    first, *more = done.stderr.splitlines()
+    assert all(line.startswith("farsight: What to do: ") for line in more), done.stderr
+    assert len(more) <= 1
+    return first
+
+
+@pytest.mark.parametrize(("command", "flag"), NUMERIC, ids=[f"{'-'.join(each)}{flag}" for each, flag in NUMERIC])
+def test_a_wrong_number_is_told_with_its_flag(
+    command: Command, flag: str, needed: dict[Command, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(*_: Any) -> None:
+        raise AssertionError("something has begun to run")
+
+    monkeypatch.setattr("services.launch.launch.run_service", started)
+    wrong = ["many", *([] if (*command, flag) in MAY_BE_NEGATIVE else ["-1"])]
+    for value in wrong:
+        line = refusal(command, [*needed.get(command, []), f"{flag}={value}"])
+        assert line.startswith(f"farsight: {flag}: got "), line
+        assert value in line and ", expected " in line, line
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids="-".join)
+def test_every_command_with_a_result_has_json(command: Command) -> None:
+    assert ("--json" in flags_of(command)) == (command not in NO_RESULT)
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (["nothing"], ["'nothing'", "`farsight --help`"]),
+        (["statu"], ["'status'"]),
+        (["status", "--prot", "1"], ["--prot", "`farsight status --help`"]),
+        (["keys", "ad"], ["'add'", "`farsight keys --help`"]),
+        (["train"], ["DATA", "`farsight train --help`"]),
+        (["status", "--port"], ["--port"]),
+        (["scale", "replica", "many"], ["COUNT", "'many'", "an integer"]),
+        (["bench", "--url", "http://127.0.0.1:1", "--endpoint", "chats"], ["--endpoint", "'chats'", "'completions'"]),
+    ],
+)
+def test_what_there_is_not(args: list[str], parts: list[str]) -> None:
+    line = refusal((), args)
+    assert all(part in line for part in parts), line
+
+
+def test_without_arguments_there_is_help() -> None:
+    done = CliRunner().invoke(app, [])
+    assert "serve" in done.output and "Usage" in done.output
+
+
+def test_bench_says_why_it_cannot_ask_a_server() -> None:
+    line = refusal((), ["bench", "--url", "http://127.0.0.1:1"])
+    assert "Connection refused" in line
+    assert "Error(" not in line and "ConnectionKey" not in line
+
+
+def test_keys_as_json(tmp_path: Path) -> None:
+    file = ["--key-file", str(tmp_path / "keys.json")]
+    made = json.loads(CliRunner().invoke(app, ["keys", "add", "one", *file, "--json"]).stdout)
+    assert (made["name"], made["tenant"], made["roles"]) == ("one", "one", ["serve"])
+    [listed] = json.loads(CliRunner().invoke(app, ["keys", "list", *file, "--json"]).stdout)
+    assert listed["id"] == made["id"] and "key" not in listed
+    assert json.loads(CliRunner().invoke(app, ["keys", "revoke", "one", *file, "--json"]).stdout) == {"revoked": "one"}
