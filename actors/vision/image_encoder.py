@@ -254,7 +254,7 @@ def _cache(max_bytes: int, owner: str) -> RowCache:
 
 
 def _load(model_dir: Path, config: FarsightConfig) -> VisionModel | EmulatedVision:
-    """Torch is imported only here, and not where the device is emulated. Called in the thread that will run the tower."""
+    """Called in the thread that will run the tower. An emulated device needs no torch."""
     vision: VisionModel | EmulatedVision | None
     if config.engine.profile:
         vision = emulate_vision(model_dir, config.engine.profile)
