@@ -33,6 +33,7 @@ from core.errors import ConfigError, FarsightError, InvalidValueError
 from core.messages.images import EncodedImage, EncodedImages, EncodeImages, ImageFile
 from core.messages.pulse import Work
 from core.processors import usable_processors
+from engine.devices.emulated_vision import EmulatedVision, emulate_vision
 from engine.vision.decoder import DecodeLimits, PictureDecoder
 from engine.vision.row_files import RowStore, rows_name
 
@@ -81,7 +82,7 @@ class ImageEncoder(Component, ImageEncoderCalls):
         self._thread = ThreadPoolExecutor(1, "tower")
         self._preparing = ThreadPoolExecutor(1, "pixels")
         self._decoder = PictureDecoder(DecodeLimits(max_pixels=self._settings.max_pixels))
-        self._built: asyncio.Future[VisionModel] = asyncio.get_running_loop().create_future()
+        self._built: asyncio.Future[VisionModel | EmulatedVision] = asyncio.get_running_loop().create_future()
         self._open: dict[str, asyncio.Future[EncodedImage]] = {}
         self._room = asyncio.Semaphore(MAX_BATCH)
         self._decoding = asyncio.Semaphore(MAX_DECODED)
@@ -252,8 +253,19 @@ def _cache(max_bytes: int, owner: str) -> RowCache:
     return CarriedRows(max_bytes) if directory is None else SharedRows(RowStore(directory, max_bytes, owner))
 
 
-def _load(model_dir: Path, config: FarsightConfig) -> VisionModel:
-    """Torch is imported only here. Called in the thread that will run the tower."""
+def _load(model_dir: Path, config: FarsightConfig) -> VisionModel | EmulatedVision:
+    """Called in the thread that will run the tower. An emulated device needs no torch."""
+    vision: VisionModel | EmulatedVision | None
+    if config.engine.profile:
+        vision = emulate_vision(model_dir, config.engine.profile)
+    else:
+        vision = _load_tower(model_dir, config)
+    if vision is None:
+        raise ConfigError("model.path", str(model_dir), "a model that sees")
+    return vision
+
+
+def _load_tower(model_dir: Path, config: FarsightConfig) -> VisionModel | None:
     import torch
 
     from engine.checkpoint.model_config import load_model_config
@@ -262,7 +274,4 @@ def _load(model_dir: Path, config: FarsightConfig) -> VisionModel:
 
     torch.set_num_threads(config.images.num_threads or max(1, usable_processors() // 2))
     dtype = parse_dtype(config.model.dtype, load_model_config(model_dir), config.images.device)
-    vision = load_vision(model_dir, dtype, config.images.device)
-    if vision is None:
-        raise ConfigError("model.path", str(model_dir), "a model that sees")
-    return vision
+    return load_vision(model_dir, dtype, config.images.device)

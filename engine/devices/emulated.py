@@ -121,7 +121,7 @@ def token_hash(named_ids: SequenceOf[int], request: Request, index: int) -> int:
     have answers that differ in as many places; tokens of unlike pictures differ.
 
     Args:
-        named_ids: Of its prompt at least, as ``core.images.identity_ids`` names them.
+        named_ids: Names of its prompt's tokens at least (``core.images.identity_ids``).
     """
     sampling = request.sampling
     prompt_token = named_ids[index % len(request.prompt_ids)]

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from core.costs import ImageCost
+from engine.checkpoint.model_config import load_model_config
 from engine.devices.emulated import Pace
 from engine.vision.geometry import ImageGeometry, PreparedImage, load_geometry
 from estimator.device_profile import find_device_profile
@@ -18,15 +19,12 @@ class EmulatedVision:
 
     Args:
         cost: Seconds of a batch of pictures.
-
-    Attributes:
-        hidden_size: 0: rows have no values.
+        hidden_size: Values of a row: what rows take where they are kept is what real ones would.
     """
 
-    hidden_size = 0
-
-    def __init__(self, geometry: ImageGeometry, cost: ImageCost, pace: Pace | None = None) -> None:
+    def __init__(self, geometry: ImageGeometry, cost: ImageCost, hidden_size: int, pace: Pace | None = None) -> None:
         self.geometry = geometry
+        self.hidden_size = hidden_size
         self._cost = cost
         self._pace = pace or Pace()
 
@@ -35,14 +33,14 @@ class EmulatedVision:
         return self.geometry.prepare(rgb)
 
     def encode(self, images: Sequence[PreparedImage]) -> list[np.ndarray]:
-        """Rows without values, ``[num_tokens, 0]``, when the time of all images is over."""
+        """Zeros, float32 ``[num_tokens, hidden_size]`` each, when the time of all images is over."""
         batch_s = self._cost.encode_s([image.num_tokens for image in images])
         self._pace.wait_until(self._pace.now() + batch_s)
-        return [np.zeros((image.num_tokens, 0), np.float32) for image in images]
+        return [np.zeros((image.num_tokens, self.hidden_size), np.float32) for image in images]
 
     def packed(self, rows: np.ndarray) -> bytes:
-        """Nothing: a worker on an emulated device reads no rows."""
-        return rows.tobytes()
+        """As of a tower in bfloat16; a worker on an emulated device reads none of it."""
+        return bytes(2 * rows.size)
 
 
 def emulate_vision(model_dir: Path, profile: str, pace: Pace | None = None) -> EmulatedVision | None:
@@ -52,7 +50,11 @@ def emulate_vision(model_dir: Path, profile: str, pace: Pace | None = None) -> E
         profile: As ``EngineConfig.profile``.
 
     Raises:
-        ConfigError, InvalidValueError: As ``find_device_profile`` and ``load_geometry``.
+        ConfigError, InvalidValueError: As ``find_device_profile``, ``load_geometry`` and ``load_model_config``.
     """
     geometry = load_geometry(model_dir)
-    return None if geometry is None else EmulatedVision(geometry, find_device_profile(profile).image_cost, pace)
+    if geometry is None:
+        return None
+    return EmulatedVision(
+        geometry, find_device_profile(profile).image_cost, load_model_config(model_dir).hidden_size, pace
+    )

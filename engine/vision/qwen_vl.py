@@ -98,8 +98,8 @@ class QwenVlTower:
         if self._width != size:
             self._bring = Dense.take(tensors, f"{pool}kv_proj", size, self._width, bias=False)
         self._kv_norm = LayerNorm.take(tensors, f"{pool}ln_kv", size, _EPS)
-        weights = tensors.take(f"{pool}attn.in_proj_weight", 3 * size, size).split(size)
-        biases = tensors.take(f"{pool}attn.in_proj_bias", 3 * size).split(size)
+        weights = torch.split(tensors.take(f"{pool}attn.in_proj_weight", 3 * size, size), size)
+        biases = torch.split(tensors.take(f"{pool}attn.in_proj_bias", 3 * size), size)
         of_query, self._keys, self._values = (Dense(*pair) for pair in zip(weights, biases, strict=True))
         self._pool_out = Dense.take(tensors, f"{pool}attn.out_proj", size, size)
         places = tensors.take(f"{pool}pos_embed", queries_side**2, size)
@@ -128,7 +128,8 @@ class QwenVlTower:
     def _through(self, layer: _Layer, hidden: Tensor) -> Tensor:
         """Each head's query, key and value lie beside each other in the rows of ``qkv``."""
         packed = layer.qkv(layer.norm1(hidden)).view(*hidden.shape[:2], self._heads, -1).transpose(1, 2)
-        attended = F.scaled_dot_product_attention(*packed.chunk(3, -1)).transpose(1, 2).reshape(hidden.shape)
+        query, key, value = packed.chunk(3, -1)
+        attended = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(hidden.shape)
         hidden = hidden + layer.out(attended)
         return hidden + layer.down(F.gelu(layer.up(layer.norm2(hidden))))
 

@@ -56,7 +56,7 @@ class Seeing:
         image_tokens: Tokens of a picture.
         text: Law of the prompt's other tokens.
         limit: ``max_new_tokens``.
-        batch_size: Of the original implementation.
+        batch_size: Requests of a batch of the original implementation.
     """
 
     name: str

@@ -14,7 +14,7 @@ from core.config.scheduling import BatchConfig
 from core.costs import FREE_IMAGES
 from core.errors import ConfigError, IntegrityError, InvalidValueError
 from policies.presets import PRESETS
-from simulator.cluster.latency import GPUS, MODELS, LatencyModel, ModelShape, Roofline, VisionShape
+from simulator.cluster.latency import GPUS, MODELS, LinearLatency, ModelShape, Roofline, VisionShape
 from simulator.cluster.timeline import Timeline
 from simulator.experiment import DEFAULT_RATE, PREDICTORS, Experiment, free_kv_tokens, make_arrivals
 from simulator.results import config_of, read_config, request_row, to_json, write_results
@@ -98,7 +98,7 @@ def test_a_config_of_a_version_without_pictures_is_read(tmp_path: Path) -> None:
         assert read_config(path) == experiment
         if isinstance(latency, Roofline):
             del config["latency"]["model"]["vision"]
-            known: LatencyModel = replace(latency, model=replace(latency.model, vision=None))
+            known: LinearLatency | Roofline = replace(latency, model=replace(latency.model, vision=None))
         else:
             del config["latency"]["image_cost"]
             known = replace(latency, image_cost=FREE_IMAGES)

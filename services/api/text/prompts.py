@@ -252,10 +252,10 @@ class PromptText:
     user_input: str
     source: PromptSource | None = None
 
-    def user_input_len(self, prompt_len: int) -> int:
-        """Its share of the prompt's tokens, by characters: tokenising it alone would cost as much as the prompt."""
+    def user_input_len(self, text_len: int) -> int:
+        """Its share of the text's tokens, by characters: tokenising it alone would cost as much as the prompt."""
         num_chars = len(self.instruction) + len(self.user_input)
-        return round(prompt_len * len(self.user_input) / num_chars) if num_chars else 0
+        return round(text_len * len(self.user_input) / num_chars) if num_chars else 0
 
 
 def of_chat(messages: Sequence[Mapping[str, Any]]) -> PromptText:

@@ -28,9 +28,12 @@ LATENCY = LinearLatency(COST, image_cost=ImageCost(token_s=0.5))
 """A picture of 10 tokens is encoded in 5 s."""
 
 
-def schedulers(preset: str = "fcfs", **settings: float) -> Callable[[int], ReplicaScheduler]:
-    limits = SchedulerLimits(16, standby_slots=0)
-    return lambda index: build_scheduler(preset, limits, PolicySettings(**settings))
+def schedulers(preset: str = "fcfs", max_new_tokens: int = 4096) -> Callable[[int], ReplicaScheduler]:
+    limits, settings = (
+        SchedulerLimits(16, standby_slots=0),
+        PolicySettings(watermark=1.0, max_new_tokens=max_new_tokens),
+    )
+    return lambda index: build_scheduler(preset, limits, settings)
 
 
 def fleet(
@@ -38,7 +41,7 @@ def fleet(
 ) -> Fleet:
     replica = ReplicaShape(num_blocks, 4, shares_prefixes=shares)
     shape = FleetShape(replica, LATENCY, image_cache_tokens=cache_tokens)
-    return Fleet(shape, build_router("fcfs"), schedulers(watermark=1.0), clients=clients)
+    return Fleet(shape, build_router("fcfs"), schedulers(), clients=clients)
 
 
 def seen(name: str, at: float, picture: str = "", *, prompt_len: int = 14, output_len: int = 2) -> SimRequest:
@@ -138,7 +141,7 @@ def test_image_tokens_take_memory_of_admission() -> None:
             Fleet(
                 FleetShape(ReplicaShape(blocks, 4), LinearLatency(COST)),
                 build_router("fcfs"),
-                schedulers(preset, max_new_tokens=10, watermark=1.0),
+                schedulers(preset, max_new_tokens=10),
             )
             for blocks in (10, 14)
         )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import io
+import json
 import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,6 +22,7 @@ from actors.runtime.component import ComponentContext
 from actors.runtime.names import RUN_DIR_VARIABLE
 from actors.runtime.peer import Site
 from actors.vision.image_encoder import ImageEncoder
+from core.config.engine import EngineConfig
 from core.config.images import ImagesConfig
 from core.config.load import FarsightConfig
 from core.config.model import ModelConfig
@@ -45,8 +48,10 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def encoder_of(model_dir: Path, cache_mib: int = 64) -> AsyncIterator[ImageEncoder]:
-    config = FarsightConfig(model=ModelConfig(dtype="float32"), images=ImagesConfig(cache_mib=cache_mib))
+async def encoder_of(model_dir: Path, device: str = "cpu", cache_mib: int = 64) -> AsyncIterator[ImageEncoder]:
+    config = FarsightConfig(
+        model=ModelConfig(dtype="float32"), images=ImagesConfig(cache_mib=cache_mib), engine=EngineConfig(device=device)
+    )
     site = Site(config, str(model_dir), "fused", sees=True)
     encoder = ImageEncoder(ComponentContext("image-encoder-0", site, 0, site.peers({}), CollectorRegistry()))
     await encoder.start()
@@ -87,6 +92,25 @@ async def test_rows_are_those_of_the_tower(model_dir: Path) -> None:
         assert (image.num_tokens, image.grid) == (prepared.num_tokens, prepared.grid)
         assert image.digest == file_of(rgb).digest
         assert np.abs(CarriedEmbeddings().rows(span(image), vision.hidden_size) - rows).max() < NEAR
+
+
+async def test_an_emulated_device_counts_tokens_and_takes_time(model_dir: Path, tmp_path: Path) -> None:
+    """Rows are of the real size and hold nothing; the same picture is found again."""
+    profile = {"base_s": 1.0, "prefill_token_s": 0.1, "decode_seq_s": 0.0, "context_token_s": 0.0, "kv_bytes": 8}
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(profile | {"image_batch_s": 0.3}))
+    rgb = picture(1, 50, 40)
+    vision = load_vision(model_dir, torch.float32)
+    assert vision is not None
+    async with encoder_of(model_dir, f"emulated:{path}") as encoder:
+        began = time.monotonic()
+        [image] = await encoded(encoder, file_of(rgb))
+        assert time.monotonic() - began >= 0.3
+        [again] = await encoded(encoder, file_of(rgb))
+        assert again.is_cached and count(encoder, "encoded") == 1
+    prepared = vision.prepare(rgb)
+    assert (image.num_tokens, image.grid) == (prepared.num_tokens, prepared.grid)
+    assert image.embeddings == bytes(2 * image.num_tokens * vision.hidden_size)
 
 
 async def test_rows_in_files_outlive_the_encoder(

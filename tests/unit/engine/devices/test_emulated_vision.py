@@ -46,8 +46,8 @@ def test_pictures_take_their_tokens_time(model_dir: Path) -> None:
     assert image.num_tokens == 16 == load_geometry(model_dir).tokens_of(30, 20)  # type: ignore[union-attr]
     rows = vision.encode([image, image])
     assert clock.now == pytest.approx(103.0 + 2 * 16 * 0.5)
-    assert [each.shape for each in rows] == [(16, 0)] * 2
-    assert vision.packed(rows[0]) == b""
+    assert [each.shape for each in rows] == [(16, 64)] * 2 and vision.hidden_size == 64
+    assert vision.packed(rows[0]) == bytes(2 * 16 * 64)
     assert vision.encode([]) == [] and clock.now == pytest.approx(119.0)
 
 

@@ -197,7 +197,7 @@ class Qwen1:
         return self.logits_of_rows(t, t["transformer.wte.weight"][ids])
 
     def logits_of_rows(self, t: Tensors, x: Tensor) -> Tensor:
-        """Of embeddings, or of what stands in their place."""
+        """The same from embeddings, or from what stands in their place."""
         for i in range(LAYERS):
             at = f"transformer.h.{i}."
             packed = F.linear(rms(x, t[f"{at}ln_1.weight"]), t[f"{at}attn.c_attn.weight"], t[f"{at}attn.c_attn.bias"])
