@@ -16,7 +16,8 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import IO
+from io import BufferedRWPair
+from typing import Any
 
 LENGTH = struct.Struct(">I")
 """What stands before a frame."""
@@ -49,7 +50,7 @@ def framed(data: bytes) -> bytes:
     return LENGTH.pack(len(data)) + data
 
 
-def receive(stream: IO[bytes]) -> bytes | None:
+def receive(stream: BufferedRWPair[Any, Any]) -> bytes | None:
     """The next frame; None at the end of the connection."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
@@ -124,7 +125,7 @@ class LimitedChild:
         return ChildStopped(f"its process ended with status {code}")
 
 
-def _end(process: subprocess.Popen[bytes], connection: socket.socket, stream: IO[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], connection: socket.socket, stream: BufferedRWPair[Any, Any]) -> None:
     with contextlib.suppress(OSError):  # what was not sent is lost
         stream.close()
     connection.close()
@@ -133,7 +134,7 @@ def _end(process: subprocess.Popen[bytes], connection: socket.socket, stream: IO
 
 
 @contextlib.contextmanager
-def parent_stream() -> Iterator[IO[bytes]]:
+def parent_stream() -> Iterator[BufferedRWPair[Any, Any]]:
     """A child's end of its socket, whose number is the last argument."""
     with socket.socket(fileno=int(sys.argv[-1])) as connection, connection.makefile("rwb") as stream:
         yield stream

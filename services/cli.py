@@ -150,6 +150,13 @@ def serve(
     ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="TLS certificate chain in PEM; serves HTTPS.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Private key of --tls-cert in PEM.")] = None,
+    allow_image_urls: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST,...",
+            help="Hosts that pictures may be fetched from, as pictures.example.org or HOST:PORT; default: none.",
+        ),
+    ] = None,
     benchmark_mode: Annotated[
         bool | None,
         typer.Option(
@@ -199,6 +206,7 @@ def serve(
             "tls_key": None if tls_key is None else str(tls_key),
         },
         "actors": {"placement": placement},
+        "images": {"allow_urls": allow_image_urls},
         "predictor": {"artefact": None if predictor is None else str(predictor), "encoder": predictor_encoder},
     }
     from services.launch.launch import run_service

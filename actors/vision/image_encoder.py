@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import logging
 import os
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,12 +23,15 @@ import ray
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from actors.calls.vision import ImageEncoderCalls
+from actors.pulse.process_clock import read_clock
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.peer import again_and_again
 from actors.runtime.shared_rows import rows_directory
+from actors.vision.encoding_cost import TERMS, EncodingCost
 from actors.vision.row_cache import CarriedRows, RowCache, SharedRows
 from core.errors import ConfigError, FarsightError, InvalidValueError
 from core.messages.images import EncodedImage, EncodedImages, EncodeImages, ImageFile
+from core.messages.pulse import Work
 from core.processors import usable_processors
 from engine.vision.decoder import DecodeLimits, PictureDecoder
 from engine.vision.row_files import RowStore, rows_name
@@ -73,16 +77,20 @@ class ImageEncoder(Component, ImageEncoderCalls):
         super().__init__(context)
         self._settings = context.config.images
         self._metrics = _metrics(context.registry)
-        self._cache = _cache(self._settings.cache_mib * _MIB)
+        self._cache = _cache(self._settings.cache_mib * _MIB, context.name)
         self._thread = ThreadPoolExecutor(1, "tower")
         self._preparing = ThreadPoolExecutor(1, "pixels")
         self._decoder = PictureDecoder(DecodeLimits(max_pixels=self._settings.max_pixels))
-        self._vision: VisionModel | None = None
+        self._built: asyncio.Future[VisionModel] = asyncio.get_running_loop().create_future()
         self._open: dict[str, asyncio.Future[EncodedImage]] = {}
         self._room = asyncio.Semaphore(MAX_BATCH)
         self._decoding = asyncio.Semaphore(MAX_DECODED)
         self._prepared: asyncio.Queue[_Waiting] = asyncio.Queue()
         self._encoded_at: float | None = None
+        self._cost = EncodingCost(context.config.actors.step_stall_s)
+        self._under_way: tuple[int, ...] = ()  # tokens of the pictures of the batch
+        self._num_batches = 0
+        self._thread_id = 0
 
     async def start(self) -> None:
         """Loads the tower.
@@ -95,7 +103,8 @@ class ImageEncoder(Component, ImageEncoderCalls):
                 os.nice(_NICE)
         model_dir = Path(self.context.site.model_dir)
         loop = asyncio.get_running_loop()
-        self._vision = await loop.run_in_executor(self._thread, _load, model_dir, self.context.config)
+        self._thread_id = await loop.run_in_executor(self._thread, threading.get_native_id)
+        self._built.set_result(await loop.run_in_executor(self._thread, _load, model_dir, self.context.config))
         self.spawn(self._run())
         self.spawn(again_and_again(self._sweep, SWEEP_S))
 
@@ -107,7 +116,7 @@ class ImageEncoder(Component, ImageEncoderCalls):
 
     @property
     def state(self) -> str:
-        return "starting" if self._vision is None else "ready"
+        return "ready" if self._built.done() else "starting"
 
     @property
     def queue(self) -> int:
@@ -116,6 +125,13 @@ class ImageEncoder(Component, ImageEncoderCalls):
     @property
     def last_step_age_s(self) -> float | None:
         return None if self._encoded_at is None else time.monotonic() - self._encoded_at
+
+    @property
+    def work(self) -> Work | None:
+        if not self._under_way:
+            return None
+        clock = read_clock(os.getpid(), self._thread_id)
+        return Work(self.name, self._num_batches, self._cost.bound_s(self._under_way), clock)
 
     async def encode(self, order: EncodeImages) -> EncodedImages:
         return EncodedImages(tuple(await asyncio.gather(*(self._one(file, order.salt) for file in order.files))))
@@ -153,10 +169,10 @@ class ImageEncoder(Component, ImageEncoderCalls):
         return self._cache.keep(name, EncodedImage(file.digest, prepared.num_tokens, prepared.grid, embeddings))
 
     async def _decoded(self, file: ImageFile) -> PreparedImage:
-        assert self._vision is not None
+        vision = await asyncio.shield(self._built)
         async with self._decoding:
             rgb = await asyncio.wrap_future(self._decoder.submit(file.data))
-            return await asyncio.get_running_loop().run_in_executor(self._preparing, self._vision.prepare, rgb)
+            return await asyncio.get_running_loop().run_in_executor(self._preparing, vision.prepare, rgb)
 
     async def _sweep(self) -> None:
         while True:
@@ -169,6 +185,8 @@ class ImageEncoder(Component, ImageEncoderCalls):
             batch = [await self._prepared.get()]
             while not self._prepared.empty():
                 batch.append(self._prepared.get_nowait())
+            self._under_way = tuple(each.prepared.num_tokens for each in batch)
+            self._num_batches += 1
             began = time.monotonic()
             try:
                 rows = await self._encoded([each.prepared for each in batch])
@@ -177,15 +195,23 @@ class ImageEncoder(Component, ImageEncoderCalls):
                 for each in batch:
                     each.rows.set_exception(FarsightError(f"the picture could not be encoded: {error}"))
                 continue
+            finally:
+                tokens, self._under_way = self._under_way, ()
             for each, found in zip(batch, rows, strict=True):
                 each.rows.set_result(found)
-            self._encoded_at = time.monotonic()
-            self._metrics.batches.observe(len(batch))
-            self._metrics.times.observe(self._encoded_at - began)
+            self._measured(tokens, began)
+
+    def _measured(self, tokens: tuple[int, ...], began: float) -> None:
+        self._encoded_at = time.monotonic()
+        seconds = self._encoded_at - began
+        self._cost.add(tokens, seconds)
+        self._metrics.batches.observe(len(tokens))
+        self._metrics.times.observe(seconds)
+        for term, value_s in zip(TERMS, self._cost.coefficients(), strict=True):
+            self._metrics.cost.labels(self.name, term).set(value_s)
 
     async def _encoded(self, images: Sequence[PreparedImage]) -> list[bytes]:
-        vision = self._vision
-        assert vision is not None
+        vision = self._built.result()
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, lambda: [vision.packed(rows) for rows in vision.encode(images)])
 
@@ -196,6 +222,7 @@ class _EncoderMetrics:
     batches: Histogram
     times: Histogram
     kept: Gauge
+    cost: Gauge
 
 
 @functools.cache
@@ -211,12 +238,18 @@ def _metrics(registry: CollectorRegistry) -> _EncoderMetrics:
         Histogram("farsight:image_batch_size", "Pictures encoded together.", registry=registry, buckets=_BATCHES),
         Histogram("farsight:image_batch_seconds", "Time of encoding them.", registry=registry, buckets=_TIMES_S),
         Gauge("farsight:image_cache_bytes", "Rows that are kept.", registry=registry),
+        Gauge(
+            "farsight:image_cost_seconds",
+            "Fitted seconds of a batch of pictures, of each of its tokens, and of each pair of tokens of a picture.",
+            ("encoder", "term"),
+            registry=registry,
+        ),
     )
 
 
-def _cache(max_bytes: int) -> RowCache:
+def _cache(max_bytes: int, owner: str) -> RowCache:
     directory = rows_directory()
-    return CarriedRows(max_bytes) if directory is None else SharedRows(RowStore(directory, max_bytes))
+    return CarriedRows(max_bytes) if directory is None else SharedRows(RowStore(directory, max_bytes, owner))
 
 
 def _load(model_dir: Path, config: FarsightConfig) -> VisionModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from typing import Protocol
@@ -9,11 +10,16 @@ from typing import Protocol
 from core.messages.images import EncodedImage
 from engine.vision.row_files import RowStore
 
+logger = logging.getLogger(__name__)
+
 
 class RowCache(Protocol):
     """Rows by the name that ``engine.vision.row_files.rows_name`` makes."""
 
-    num_bytes: int
+    @property
+    def num_bytes(self) -> int:
+        """Of all rows."""
+        ...
 
     def find(self, name: str) -> EncodedImage | None:
         """The rows of a picture, without its digest; they are the latest used from now on."""
@@ -82,12 +88,12 @@ class SharedRows:
         return None if found is None else EncodedImage(b"", found.num_tokens, found.grid, rows=name)
 
     def keep(self, name: str, image: EncodedImage) -> EncodedImage:
-        """See ``RowCache.keep``.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
-        self._store.keep(name, image.num_tokens, image.grid, image.embeddings)
+        """See ``RowCache.keep``; rows that cannot be written go with the answer."""
+        try:
+            self._store.keep(name, image.num_tokens, image.grid, image.embeddings)
+        except OSError as error:
+            logger.warning("rows of a picture cannot be written, and go with its request: %s", error)
+            return image
         return EncodedImage(image.digest, image.num_tokens, image.grid, rows=name)
 
     def sweep(self) -> None:

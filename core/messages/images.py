@@ -13,11 +13,13 @@ class ImageFile:
         field: Where it stands in the request, for errors.
         data: A file of any format that is read.
         digest: Names the file (``digest_of``).
+        url: Where the ingress fetches it from; empty where the file is here, as it is for an ImageEncoder.
     """
 
     field: str
     data: bytes
     digest: bytes
+    url: str = ""
 
 
 @dataclass(frozen=True, slots=True)

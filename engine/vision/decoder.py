@@ -35,15 +35,15 @@ class DecodeLimits:
             more than one of 8K (7680 x 4320).
         max_side: Pixels of its longer side.
         cpu_s: Seconds of processor time.
-        memory_bytes: Memory of the child beside what it has before it knows the file. Must hold the file, and a picture
-            of ``max_pixels`` about five times at 4 bytes a pixel.
+        memory_bytes: Memory of the child beside what it has before it knows the file; 0 is 32 bytes for each of
+            ``max_pixels``: a decoder holds a picture some five times, at 4 bytes a pixel.
     """
 
     max_bytes: int = 32 << 20
     max_pixels: int = 1 << 25
     max_side: int = 1 << 15
     cpu_s: float = 10.0
-    memory_bytes: int = 1 << 30
+    memory_bytes: int = 0
 
 
 class PictureDecoder:
@@ -52,7 +52,7 @@ class PictureDecoder:
     May be used by any number of threads. An event loop awaits ``asyncio.wrap_future(decoder.submit(data))``.
 
     Args:
-        limits: Of each file.
+        limits: What each file may cost.
         num_processes: Files that are read at the same time; each process starts when it is needed, and stays.
     """
 
@@ -107,7 +107,7 @@ class PictureDecoder:
 
     def _started(self) -> LimitedChild:
         limits = self.limits
-        numbers = (limits.max_pixels, limits.max_side, limits.cpu_s, limits.memory_bytes)
+        numbers = (limits.max_pixels, limits.max_side, limits.cpu_s, limits.memory_bytes or 32 * limits.max_pixels)
         return LimitedChild(_MODULE, *map(str, numbers), cpu_s=limits.cpu_s)
 
 

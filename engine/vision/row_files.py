@@ -14,7 +14,7 @@ import secrets
 import shutil
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -64,16 +64,18 @@ class RowStore:
     Args:
         root: A directory of the service, for its user alone.
         max_bytes: Of all rows; one picture is always kept, since its reader has yet to come.
+        owner: Names the encoder among those of the service: none drops what another keeps.
     """
 
-    def __init__(self, root: Path, max_bytes: int) -> None:
-        self._root = root
+    def __init__(self, root: Path, max_bytes: int, owner: str) -> None:
+        self._held = root / _HELD
+        self._folder = root / _KEPT / owner
         self._max_bytes = max_bytes
         self._kept: OrderedDict[str, StoredRows] = OrderedDict()
         self.num_bytes = 0
-        for folder in (root, root / _KEPT, root / _HELD):
+        for folder in (root, self._held, root / _KEPT, self._folder):
             folder.mkdir(mode=0o700, exist_ok=True)
-        for path in sorted((root / _KEPT).iterdir(), key=lambda each: each.stat().st_mtime):
+        for path in sorted(self._folder.iterdir(), key=lambda each: each.stat().st_mtime):
             found = _read_head(path)
             if found is None:
                 path.unlink()
@@ -87,8 +89,12 @@ class RowStore:
     def find(self, name: str) -> StoredRows | None:
         """What is kept under that name, which is the latest used from now on."""
         found = self._kept.get(name)
-        if found is not None:
-            self._kept.move_to_end(name)
+        if found is None:
+            return None
+        if not (self._folder / name).exists():
+            self._forget(name)
+            return None
+        self._kept.move_to_end(name)
         return found
 
     def keep(self, name: str, num_tokens: int, grid: tuple[int, ...], rows: bytes) -> StoredRows:
@@ -97,7 +103,7 @@ class RowStore:
         Raises:
             OSError: They cannot be written.
         """
-        path = self._root / _KEPT / name
+        path = self._folder / name
         unfinished = path.with_name(f".{secrets.token_hex(8)}")
         height, width = grid or (0, 0)
         try:
@@ -114,15 +120,19 @@ class RowStore:
         return stored
 
     def _add(self, stored: StoredRows) -> None:
-        before = self._kept.pop(stored.name, None)
-        self.num_bytes += stored.num_bytes - (before.num_bytes if before else 0)
+        if stored.name in self._kept:
+            self._forget(stored.name)
+        self.num_bytes += stored.num_bytes
         self._kept[stored.name] = stored
+
+    def _forget(self, name: str) -> None:
+        self.num_bytes -= self._kept.pop(name).num_bytes
 
     def _shrink(self) -> None:
         while self.num_bytes > self._max_bytes and len(self._kept) > 1:
-            name, dropped = self._kept.popitem(last=False)
-            self.num_bytes -= dropped.num_bytes
-            (self._root / _KEPT / name).unlink(missing_ok=True)
+            name = next(iter(self._kept))
+            self._forget(name)
+            (self._folder / name).unlink(missing_ok=True)
 
     def sweep(self, now: float) -> None:
         """Drops what ingress replicas that are dead have held, after ``ORPHANED_S``.
@@ -130,7 +140,7 @@ class RowStore:
         Args:
             now: Seconds since the epoch.
         """
-        for folder in (self._root / _HELD).iterdir():
+        for folder in self._held.iterdir():
             with contextlib.suppress(FileNotFoundError):  # its owner has just ended
                 if not _lives(folder.name.partition("-")[0]) and now - folder.stat().st_mtime > ORPHANED_S:
                     shutil.rmtree(folder)
@@ -158,7 +168,9 @@ class RowHolder:
         return True
 
     def release(self, name: str) -> None:
-        """Ends one hold."""
+        """Ends one hold; after ``close`` there is none."""
+        if name not in self._holds:
+            return
         self._holds[name] -= 1
         if not self._holds[name]:
             del self._holds[name]
@@ -203,7 +215,7 @@ class SharedEmbeddings:
         for path in _places(self._root, span.rows):
             with contextlib.suppress(FileNotFoundError):
                 mapped = np.memmap(path, np.uint8, mode="r")
-                return unpacked(memoryview(mapped)[_HEAD.size :], span.length, hidden_size)
+                return unpacked(mapped[_HEAD.size :].data, span.length, hidden_size)
         raise InvalidValueError("images.rows", span.rows, "rows that are kept until their request ends")
 
 
@@ -221,10 +233,10 @@ def _places(root: Path, name: str) -> Iterator[Path]:
     """Where rows of that name may be."""
     if len(name) != 2 * _NAME_BYTES or not name.isalnum():
         raise InvalidValueError("images.rows", name, "a name that `rows_name` makes")
-    yield root / _KEPT / name
-    folders: Iterable[Path] = (root / _HELD).iterdir() if (root / _HELD).is_dir() else ()
-    for folder in folders:
-        yield folder / name
+    for kind in (_KEPT, _HELD):
+        with contextlib.suppress(FileNotFoundError):  # nothing was encoded yet
+            for folder in (root / kind).iterdir():
+                yield folder / name
 
 
 def _read_head(path: Path) -> StoredRows | None:

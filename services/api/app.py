@@ -132,7 +132,7 @@ def build_app(
         shares_across_keys = shares_across_keys or not door.is_open  # a caller's tenant is in the salt already
     app.include_router(_model_routes(backend))
     streams = None if keeper is None else ResumableStreams(keeper, backend, encoder.texts, door)
-    app.include_router(token_routes(backend, encoder, _ERRORS))
+    app.include_router(token_routes(backend, encoder, _ERRORS, shares_across_keys=shares_across_keys))
     calls = VectorCalls(backend, encoder, shares_across_keys=shares_across_keys)
     app.include_router(vector_routes(calls, _ERRORS))
     app.include_router(_generation_routes(backend, encoder, workers, streams, shares_across_keys))
@@ -154,6 +154,7 @@ def build_app(
     app.include_router(page_routes())
     app.include_router(admin_routes(backend, administration or Administration()))
     install_error_handlers(app)
+    app.add_exception_handler(ClientGone, _gone)
     app.include_router(docs_routes(app))
     app.include_router(home_routes(route_paths(app)))
     app.add_middleware(Methods, methods=_methods(app))
@@ -206,10 +207,7 @@ def _generation_routes(
     async def respond(
         generation: Generation, request: Request, headers: MutableHeaders
     ) -> Completion | ChatCompletion | Response:
-        try:
-            generation = await seeing(generation, request, backend, shares_across_keys)
-        except ClientGone:
-            return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        generation = await seeing(generation, request, backend, shares_across_keys)
         named = named_for(generation, request, shares_across_keys)
         promise = AnswerPromise(len(named.requests))
         ANSWER.set(promise)
@@ -226,10 +224,7 @@ def _generation_routes(
 
         async def handle_large(self, request: Request, body: bytes) -> Response:
             chat = self.path_format.endswith("/chat/completions")
-            try:
-                generation = await while_connected(request.receive, _read_large(body, chat, backend, encoder, workers))
-            except ClientGone:
-                return Response(status_code=_CLIENT_CLOSED_REQUEST)
+            generation = await while_connected(request.receive, _read_large(body, chat, backend, encoder, workers))
             headers = MutableHeaders()
             reply = await respond(generation, request, headers)
             if isinstance(reply, Response):
@@ -310,15 +305,20 @@ async def _read_large(
     return await asyncio.to_thread(read_body, body, chat=chat, model=backend.model, encoder=encoder)
 
 
+async def _gone(request: Request, error: Exception) -> Response:
+    """The connection is closed: the status is for the access log."""
+    return Response(status_code=_CLIENT_CLOSED_REQUEST)
+
+
 async def _answer(
     request: Request, backend: GenerationBackend, generation: Generation, encoder: PromptEncoder
 ) -> Completion | ChatCompletion | Response:
-    """The complete answer, or an empty reply if the client has disconnected."""
+    """The complete answer.
+
+    Raises:
+        ClientGone: The client has disconnected.
+    """
     reply = chat_completion if generation.chat else completion
-    try:
-        beams = generation.beams
-        work = collect(backend, generation) if beams is None else search(backend, generation, beams, encoder.texts)
-        results = await while_connected(request.receive, work)
-        return reply(generation, results, encoder.texts)
-    except ClientGone:
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+    beams = generation.beams
+    work = collect(backend, generation) if beams is None else search(backend, generation, beams, encoder.texts)
+    return reply(generation, await while_connected(request.receive, work), encoder.texts)

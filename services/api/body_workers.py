@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
-from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
 
 from core.child_process import LENGTH, framed, start_child
 from core.codec import decode, encode
 from core.errors import CapacityError
 from core.request import Request
 from services.api.backend import ModelInfo
+from services.api.bodies import checked
 from services.api.errors import SERVER_ERROR, ApiError, as_api_error
 from services.api.middleware import parse_object
 from services.api.requests import Generation, make_generation
@@ -56,12 +55,8 @@ def read_body(data: bytes, *, chat: bool, model: ModelInfo, encoder: PromptEncod
     Raises:
         ApiError, InvalidValueError, RequestValidationError: As for a small body, which FastAPI checks.
     """
-    kind = ChatCompletionRequest if chat else CompletionRequest
-    try:
-        body = kind.model_validate(parse_object(data))
-    except ValidationError as error:
-        details = [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
-        raise RequestValidationError(details) from error
+    body: ChatCompletionRequest | CompletionRequest
+    body = checked(ChatCompletionRequest if chat else CompletionRequest, parse_object(data))
     return make_generation(body, model, encoder)
 
 

@@ -15,8 +15,11 @@ from core.messages.tokens import TokenDelta, TokenLogprobs
 from core.request import Fault, Request
 from services.api.backend import GenerationBackend
 from services.api.errors import INVALID_REQUEST, SERVER_ERROR, ApiError
-from services.api.pictures.placing import placed
-from services.api.requests import Generation, check_prompt_len, too_long
+from services.api.pictures.collecting import check_places, pictures_of
+from services.api.pictures.placing import expanded, placed
+from services.api.requests import Generation, check_prompt_len, prompt_of_chat, too_long
+from services.api.schemas import ChatTurn
+from services.api.text.prompts import PromptEncoder
 
 _T = TypeVar("_T")
 _QUEUED_DELTAS = 64
@@ -124,6 +127,27 @@ async def with_pictures(backend: GenerationBackend, generation: Generation, salt
         sampling = dataclasses.replace(prompt.sampling, max_new_tokens=room)
         prompt = dataclasses.replace(prompt, sampling=sampling)
     return dataclasses.replace(generation, prompts=(prompt,), pictures=())
+
+
+async def prompt_ids_of(
+    body: ChatTurn, backend: GenerationBackend, encoder: PromptEncoder, salt: str
+) -> tuple[int, ...]:
+    """The prompt of a conversation. Its pictures are encoded, and kept for the request that will follow.
+
+    Args:
+        salt: As for ``GenerationBackend.see``.
+
+    Raises:
+        ApiError, InvalidValueError, CapacityError: As ``with_pictures``.
+    """
+    sight = backend.model.sight
+    rendered = await encoder.render_chat_soon(prompt_of_chat(body, sight))
+    ids = await asyncio.to_thread(encoder.encode_rendered, rendered)
+    pictures = pictures_of(message.content for message in body.messages or ())
+    if not pictures or sight is None:
+        return ids
+    check_places(ids, len(pictures), sight)
+    return expanded(ids, await backend.see(pictures, salt), sight)[0]
 
 
 def shown_choices(generation: Generation, results: Sequence[ChoiceResult]) -> list[ChoiceResult]:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.responses import JSONResponse, Response
 
 from core.request import check_token_ids
+from services.api.access.presented import own_salt
 from services.api.backend import GenerationBackend
+from services.api.bodies import read_whole
 from services.api.fields import refused
+from services.api.generate import prompt_ids_of, while_connected
 from services.api.middleware import JsonRoute
-from services.api.requests import check_model, prompt_of_chat
+from services.api.requests import check_model
 from services.api.schemas import ChatTurn
 from services.api.strict import StrictModel
 from services.api.text.prompts import PromptEncoder
@@ -52,18 +56,47 @@ class DetokenizeReply(BaseModel):
 
 
 def token_routes(
-    backend: GenerationBackend, encoder: PromptEncoder, errors: dict[int | str, dict[str, Any]]
+    backend: GenerationBackend,
+    encoder: PromptEncoder,
+    errors: dict[int | str, dict[str, Any]],
+    *,
+    shares_across_keys: bool,
 ) -> APIRouter:
-    """The routes. A body of 64 KiB or more gets 413."""
-    router = APIRouter(tags=["tokens"], responses=errors, route_class=JsonRoute)
+    """The routes. Other bodies of 64 KiB or more than those of chats with pictures get 413.
 
-    @router.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> TokenizeReply:
+    Args:
+        shares_across_keys: As for the application.
+    """
+
+    async def ids_of(body: TokenizeRequest, request: Request) -> tuple[int, ...]:
+        if body.prompt is None:
+            salt = own_salt(request.headers, "", shares_across_keys)
+            return await while_connected(request.receive, prompt_ids_of(body, backend, encoder, salt))
+        special = body.add_special_tokens is not False
+        encoded = await asyncio.to_thread(encoder.encode_prompt, body.prompt, add_special_tokens=special)
+        return encoded.ids
+
+    async def reply_to(body: TokenizeRequest, request: Request) -> TokenizeReply:
         model = backend.model
         check_model(body.model, model)
-        ids = await _ids(body, encoder)
+        ids = await ids_of(body, request)
         names = [encoder.texts.text(token_id) for token_id in ids] if body.return_token_strs else None
         return TokenizeReply(count=len(ids), max_model_len=model.max_model_len, tokens=list(ids), token_strs=names)
+
+    class LargeChats(JsonRoute):
+        """Takes a large body where pictures make it large."""
+
+        async def handle_large(self, request: Request, body: bytes) -> Response:
+            if self.path_format != "/tokenize" or backend.model.sight is None:
+                return await super().handle_large(request, body)
+            reply = await reply_to(await read_whole(TokenizeRequest, body), request)
+            return JSONResponse(reply.model_dump(mode="json"))
+
+    router = APIRouter(tags=["tokens"], responses=errors, route_class=LargeChats)
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeReply:
+        return await reply_to(body, request)
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> DetokenizeReply:
@@ -72,12 +105,3 @@ def token_routes(
         return DetokenizeReply(prompt=(await asyncio.to_thread(encoder.echo, body.tokens)).text)
 
     return router
-
-
-async def _ids(body: TokenizeRequest, encoder: PromptEncoder) -> tuple[int, ...]:
-    if body.prompt is None:
-        rendered = await encoder.render_chat_soon(prompt_of_chat(body))
-        return await asyncio.to_thread(encoder.encode_rendered, rendered)
-    special = body.add_special_tokens is not False
-    encoded = await asyncio.to_thread(encoder.encode_prompt, body.prompt, add_special_tokens=special)
-    return encoded.ids

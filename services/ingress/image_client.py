@@ -9,11 +9,14 @@ from collections.abc import Iterator, Sequence
 from actors.runtime.names import initial_counts
 from actors.runtime.peer import LOOK_AGAIN_S, PeerBook, PeerLost, Site, current_counts
 from actors.runtime.shared_rows import rows_directory
+from core.config.image_hosts import parse_image_hosts
 from core.errors import CapacityError, FarsightError, InvalidValueError
+from core.images import digest_of
 from core.messages.images import EncodedImage, EncodeImages, ImageFile
 from core.request import Request
 from engine.vision.row_files import RowHolder
 from services.api.errors import SERVER_ERROR, ApiError
+from services.api.pictures.fetching import FetchLimits, PictureFetcher, Wanted
 
 COUNTS_S = 5.0
 """How often the number of encoders is looked up."""
@@ -27,7 +30,8 @@ _MIB = 1 << 20
 
 
 class ImageClient:
-    """Asks the encoder that a picture belongs to by its content, so that no other encodes it again.
+    """Asks the encoder that a picture belongs to by its content, so that no other encodes it again. Pictures that are
+    named by a URL are fetched before.
 
     Args:
         site: What is served; its settings bound what waits here.
@@ -37,7 +41,9 @@ class ImageClient:
     def __init__(self, site: Site, peers: PeerBook, owner: str) -> None:
         self._peers = peers
         self._counts = initial_counts(site.config, sees=site.sees)
-        self._settings = site.config.images
+        self._settings = settings = site.config.images
+        limits = FetchLimits(max_waiting_bytes=settings.max_waiting_mib * _MIB, timeout_s=settings.url_timeout_s)
+        self._fetcher = PictureFetcher(parse_image_hosts(settings.allow_urls), limits)
         self._num_bytes = 0
         directory = rows_directory()
         self._holder = None if directory is None else RowHolder(directory, owner)
@@ -50,6 +56,15 @@ class ImageClient:
 
     async def see(self, files: Sequence[ImageFile], salt: str) -> tuple[EncodedImage, ...]:
         """As ``GenerationBackend.see``: an encoder that dies is asked again when it is back."""
+        wanted = [Wanted(file.field, file.url) for file in files if file.url]
+        if not wanted:
+            return await self._seen(files, salt)
+        async with self._fetcher.fetched(wanted) as found:
+            left = iter(found)
+            whole = [await _with_data(file, next(left)) if file.url else file for file in files]
+            return await self._seen(whole, salt)
+
+    async def _seen(self, files: Sequence[ImageFile], salt: str) -> tuple[EncodedImage, ...]:
         with self._waiting(sum(len(file.data) for file in files)):
             try:
                 async with asyncio.timeout(self._settings.wait_s):
@@ -139,3 +154,7 @@ class SeeingService:
             ApiError: 503: they could not be encoded, or not in time.
         """
         return await self._images.see(files, salt)
+
+
+async def _with_data(file: ImageFile, data: bytes) -> ImageFile:
+    return ImageFile(file.field, data, await asyncio.to_thread(digest_of, data))

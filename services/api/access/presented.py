@@ -106,5 +106,10 @@ def salt_of(key: str, cache_salt: str) -> str:
     return f"{digest}\0{cache_salt}"
 
 
+def own_salt(headers: Mapping[str, str], cache_salt: str, shares_across_keys: bool) -> str:
+    """The cache salt that a request runs with."""
+    return cache_salt if shares_across_keys else salt_of(sent_key(headers), cache_salt)
+
+
 def _hash(key: str, salt: bytes) -> bytes:
     return hashlib.blake2b(key.encode(), salt=salt, digest_size=_HASH_BYTES).digest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -12,13 +13,15 @@ from starlette.responses import JSONResponse, Response
 from core.messages.tokens import TokenDelta
 from services.api.answers.parts import ChoiceParts, TakenApart, answer_of
 from services.api.answers.replies import UsageFields
+from services.api.bodies import read_whole
 from services.api.dialects.anthropic_errors import error_event
-from services.api.dialects.running import Running, as_chat, read_whole
+from services.api.dialects.running import Running, as_chat
 from services.api.errors import ApiError
 from services.api.foreign.messages import CountTokensRequest, MessagesRequest
 from services.api.generate import ChoiceResult
 from services.api.middleware import JsonRoute
-from services.api.requests import Generation, check_model, prompt_of_chat
+from services.api.requests import Generation, check_model
+from services.api.schemas import ChatCompletionRequest
 from services.api.text.token_texts import TokenTexts
 from tokenization.tool_formats.parts import CallArguments, CallStart, OutputForm, Part, ReasoningPart, TextPart
 
@@ -28,8 +31,7 @@ _TAIL_TOKENS = 64
 
 
 def message_routes(running: Running, errors: dict[int | str, dict[str, Any]]) -> APIRouter:
-    async def create(body: MessagesRequest, request: Request) -> Response:
-        chat = as_chat(body.chat)
+    async def create(body: MessagesRequest, chat: ChatCompletionRequest, request: Request) -> Response:
         generation = await running.begin(chat, request, "msg_")
         texts, stops = running.encoder.texts, body.stop_sequences or ()
         if generation.stream:
@@ -40,30 +42,29 @@ def message_routes(running: Running, errors: dict[int | str, dict[str, Any]]) ->
 
         return await running.whole(request, generation, reply)
 
-    async def count(body: CountTokensRequest) -> Response:
-        chat = as_chat(body.chat)
-        check_model(body.model, running.backend.model)
-        encoder = running.encoder
-        ids = encoder.encode_rendered(await encoder.render_chat_soon(prompt_of_chat(chat)))
-        return JSONResponse({"input_tokens": len(ids)})
+    async def count(chat: ChatCompletionRequest, request: Request) -> Response:
+        check_model(chat.model, running.backend.model)
+        return JSONResponse({"input_tokens": len(await running.prompt_ids(chat, request))})
 
     class LargeMessages(JsonRoute):
-        """Reads a large body in a thread."""
+        """Reads a large body, and the pictures in it, in a thread."""
 
         async def handle_large(self, request: Request, body: bytes) -> Response:
             if self.path_format.endswith("count_tokens"):
-                return await count(await read_whole(CountTokensRequest, body))
-            return await create(await read_whole(MessagesRequest, body), request)
+                counted = await read_whole(CountTokensRequest, body)
+                return await count(await asyncio.to_thread(as_chat, counted.chat), request)
+            whole = await read_whole(MessagesRequest, body)
+            return await create(whole, await asyncio.to_thread(as_chat, whole.chat), request)
 
     router = APIRouter(prefix="/v1/messages", tags=["messages"], responses=errors, route_class=LargeMessages)
 
     @router.post("")
     async def create_message(body: MessagesRequest, request: Request) -> Response:
-        return await create(body, request)
+        return await create(body, as_chat(body.chat), request)
 
     @router.post("/count_tokens")
-    async def count_tokens(body: CountTokensRequest) -> Response:
-        return await count(body)
+    async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
+        return await count(as_chat(body.chat), request)
 
     return router
 

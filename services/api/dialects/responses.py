@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -10,8 +11,9 @@ from starlette.responses import Response
 from services.api.access.caller import tenant_name
 from services.api.answers.replies import UsageFields
 from services.api.answers.sse import EventStream, chunks
+from services.api.bodies import read_whole
 from services.api.dialects.responses_writer import ResponseWriter
-from services.api.dialects.running import Running, as_chat, read_whole
+from services.api.dialects.running import Running, as_chat
 from services.api.dialects.stored import Keeping, StoredResponses
 from services.api.errors import ApiError
 from services.api.foreign.responses import ResponsesRequest
@@ -34,7 +36,9 @@ def response_routes(
             message = f"top_logprobs: got {body.top_logprobs}, expected 0 or null: /v1/chat/completions has them"
             raise ApiError(message, param="top_logprobs", code="invalid_value")
         earlier = await _earlier(body, stored)
-        generation = await running.begin(as_chat(lambda: body.chat(earlier)), request, "resp_")
+        # In a thread, since a picture may stand in the body or in what was stored before.
+        chat = await asyncio.to_thread(as_chat, lambda: body.chat(earlier))
+        generation = await running.begin(chat, request, "resp_")
         keeping = None
         if body.store:
             items = [*earlier, *body.items()]

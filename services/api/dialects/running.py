@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import Request
-from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse, Response
 
 from services.api.access.metered import served_as
-from services.api.access.presented import owner_of, salt_of, sent_key
+from services.api.access.presented import own_salt, owner_of, salt_of, sent_key
 from services.api.answers.replies import UsageFields, usage_of
 from services.api.answers.served import served
 from services.api.answers.sse import EventStream, StreamWriter, chunks
 from services.api.answers.trace_context import traced
 from services.api.backend import GenerationBackend
+from services.api.bodies import body_error
 from services.api.errors import ApiError
-from services.api.generate import ChoiceResult, ClientGone, collect, while_connected, with_pictures
-from services.api.middleware import parse_object
+from services.api.generate import ChoiceResult, collect, prompt_ids_of, while_connected, with_pictures
 from services.api.promised import ANSWER, AnswerPromise
 from services.api.requests import Generation, generation_of
 from services.api.schemas import ChatCompletionRequest
 from services.api.text.prompts import PromptEncoder
-
-_CLIENT_CLOSED_REQUEST = 499
-_Body = TypeVar("_Body", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +56,15 @@ class Running:
         reply: Callable[[ChoiceResult, UsageFields], dict[str, Any]],
         keep: Callable[[dict[str, Any]], Awaitable[None]] | None = None,
     ) -> Response:
-        """The complete answer; empty if the client has disconnected.
+        """The complete answer.
 
         Args:
             keep: Stores the reply before it is sent.
+
+        Raises:
+            ClientGone: The client has disconnected.
         """
-        try:
-            results = await while_connected(request.receive, collect(self.backend, generation))
-        except ClientGone:
-            return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        results = await while_connected(request.receive, collect(self.backend, generation))
         headers = MutableHeaders()
         promise = ANSWER.get()
         if promise is not None:
@@ -78,6 +73,16 @@ class Running:
         if keep is not None:
             await keep(whole)
         return JSONResponse(whole, headers=dict(headers))
+
+    async def prompt_ids(self, chat: ChatCompletionRequest, request: Request) -> tuple[int, ...]:
+        """As ``prompt_ids_of``.
+
+        Raises:
+            ClientGone: The client has disconnected.
+        """
+        salt = own_salt(request.headers, chat.cache_salt or "", self.shares_across_keys)
+        work = prompt_ids_of(chat, self.backend, self.encoder, salt)
+        return await while_connected(request.receive, work)
 
     def stream(self, generation: Generation, writer: StreamWriter) -> Response:
         return EventStream(chunks(self.backend, generation, writer), failure=writer.failure)
@@ -94,9 +99,7 @@ async def seeing(
     """
     if not generation.pictures:
         return generation
-    salt = generation.prompts[0].cache_salt
-    if not shares_across_keys:
-        salt = salt_of(sent_key(request.headers), salt)
+    salt = own_salt(request.headers, generation.prompts[0].cache_salt, shares_across_keys)
     return await while_connected(request.receive, with_pictures(backend, generation, salt))
 
 
@@ -107,27 +110,6 @@ def named_for(generation: Generation, request: Request, shares_across_keys: bool
     named = generation.named(owner_of(key), salt)
     served(named.response_id)
     return traced(served_as(named))
-
-
-def checked(kind: type[_Body], fields: dict[str, Any]) -> _Body:
-    """A body of this kind.
-
-    Raises:
-        RequestValidationError: It is none; the fields are named as their client wrote them.
-    """
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        raise body_error(error) from error
-
-
-def body_error(error: ValidationError) -> RequestValidationError:
-    return RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)])
-
-
-async def read_whole(kind: type[_Body], body: bytes) -> _Body:
-    """A large body, read in a thread."""
-    return await asyncio.to_thread(lambda: checked(kind, parse_object(body)))
 
 
 def as_chat(fields: Callable[[], ChatCompletionRequest]) -> ChatCompletionRequest:

@@ -8,7 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from services.api.errors import ApiError
-from services.api.fields import MAX_TOP_LOGPROBS, NO_EFFECT, NeutralOnly, is_empty
+from services.api.fields import MAX_TOP_LOGPROBS, NO_EFFECT, NeutralOnly, is_empty, shown
+from services.api.pictures.content import MixedContent, NoPicture, Picture, content_of, picture_of
 from services.api.schemas import ChatCompletionRequest
 from services.api.strict import StrictModel
 from services.api.structured import Schema
@@ -23,10 +24,13 @@ class ContentPart(StrictModel):
         "annotations": NO_EFFECT,
         "logprobs": NO_EFFECT,
         "prompt_cache_breakpoint": NO_EFFECT,
+        "file_id": NeutralOnly((), "files are not read here, send the picture as image_url"),
     }
 
     type: str
     text: str | None = None
+    image_url: str | None = None
+    detail: Literal["auto", "low", "high", "original"] | None = None
 
 
 class InputItem(StrictModel):
@@ -200,7 +204,7 @@ def chat_messages(items: list[InputItem]) -> list[dict[str, Any]]:
         match item.type:
             case "message":
                 role = _needed(item.role, place, "role")
-                _assistant(messages, role).update({"content": _text(item.content, f"{place}.content")})
+                _assistant(messages, role).update({"content": _content(item.content, f"{place}.content")})
             case "function_call":
                 function = {
                     "name": _needed(item.name, place, "name"),
@@ -210,12 +214,15 @@ def chat_messages(items: list[InputItem]) -> list[dict[str, Any]]:
                 _assistant(messages, "assistant", open_only=True).setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 called = _needed(item.call_id, place, "call_id")
-                content = _text(item.output, f"{place}.output")
+                content = _content(item.output, f"{place}.output")
                 messages.append({"role": "tool", "tool_call_id": called, "content": content})
             case "reasoning":
                 parts = item.content or item.summary or []
                 if not is_empty(parts):
-                    messages.append({"role": "assistant", "reasoning_content": _text(parts, place)})
+                    thought = _content(parts, place)
+                    if isinstance(thought, MixedContent):
+                        raise _wrong(place, "a picture", "text alone in reasoning")
+                    messages.append({"role": "assistant", "reasoning_content": thought})
             case _:
                 expected = "'message', 'function_call', 'function_call_output' or 'reasoning'"
                 raise _wrong(f"{place}.type", item.type, expected)
@@ -234,15 +241,26 @@ def _assistant(messages: list[dict[str, Any]], role: str, *, open_only: bool = F
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
-def _text(content: str | list[ContentPart] | None, place: str) -> str:
+def _content(content: str | list[ContentPart] | None, place: str) -> str | MixedContent:
     if isinstance(content, str):
         return content
-    for index, part in enumerate(content or ()):
-        if part.type not in _TEXTS or part.text is None:
-            raise _wrong(f"{place}[{index}].type", part.type, "'input_text' or 'output_text', with a text")
     if content is None:
-        raise _wrong(place, None, "a string or a list of texts")
-    return "\n".join(part.text or "" for part in content)
+        raise _wrong(place, None, "a string or a list of texts and pictures")
+    return content_of([_part(part, f"{place}[{index}]") for index, part in enumerate(content)])
+
+
+def _part(part: ContentPart, place: str) -> str | Picture:
+    if part.type == "input_image":
+        field = f"{place}.image_url"
+        url = _needed(part.image_url, place, "image_url")
+        try:
+            return picture_of(url, field)
+        except NoPicture as error:
+            raise _wrong(field, shown(url), str(error)) from error
+    if part.type not in _TEXTS or part.text is None:
+        expected = "'input_text' or 'output_text', with a text, or 'input_image', with an image_url"
+        raise _wrong(f"{place}.type", part.type, expected)
+    return part.text
 
 
 def _needed(value: str | None, place: str, name: str) -> str:

@@ -14,7 +14,10 @@ Content = str | MixedContent | None
 
 def pictures_of(contents: Iterable[Content]) -> tuple[ImageFile, ...]:
     """The files of the pictures in the contents of messages, each with the field that holds it."""
-    return tuple(ImageFile(f"{place}.image_url.url", part.data, part.digest) for place, part in _places(contents))
+    return tuple(
+        ImageFile(part.field or f"{place}.image_url.url", part.data, part.digest, part.url)
+        for place, part in _places(contents)
+    )
 
 
 def check_pictures(contents: Iterable[Content], sight: Sight | None) -> None:
@@ -22,12 +25,12 @@ def check_pictures(contents: Iterable[Content], sight: Sight | None) -> None:
     Raises:
         InvalidValueError: There are pictures, and nothing sees them, or more than are taken.
     """
-    for number, (place, _) in enumerate(_places(contents)):
+    for number, (place, part) in enumerate(_places(contents)):
         if sight is None:
-            raise InvalidValueError(f"{place}.type", "image_url", "'text': text alone is read here")
+            raise InvalidValueError(part.field or f"{place}.type", "a picture", "'text': text alone is read here")
         if number == sight.max_per_request:
             expected = f"at most {number} pictures in a request (images.max_per_request)"
-            raise InvalidValueError(place, f"picture {number + 1}", expected)
+            raise InvalidValueError(part.field or place, f"picture {number + 1}", expected)
 
 
 def check_places(prompt_ids: Sequence[int], num_pictures: int, sight: Sight) -> None:

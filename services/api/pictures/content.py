@@ -19,7 +19,8 @@ _DATA_URL = re.compile(r"data:(?:image/[\w.+-]+|application/octet-stream)?(?:;[\
 _MAX_HEAD = 256
 """Characters of a data URL before its data."""
 
-_URL = "a picture as a data URL: 'data:image/png;base64,...'"
+_URL = "a picture as a data URL ('data:image/png;base64,...') or by http or https"
+_WEB = ("http://", "https://")
 _DETAILS = ("auto", "low", "high")
 
 
@@ -30,10 +31,14 @@ class Picture:
     Attributes:
         data: The file.
         digest: Names it (``core.images.digest_of``).
+        url: Where the file is to be fetched from; empty where it is here.
+        field: Where its client wrote it; empty for where a chat has it.
     """
 
     data: bytes
     digest: bytes
+    url: str = ""
+    field: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +58,25 @@ class MixedContent:
 
 
 def check_content(value: Any) -> str | MixedContent | None:
-    """What a message's ``content`` says. Text parts alone are joined by line breaks: most templates take one string.
+    """What a message's ``content`` says.
 
     Raises:
         PydanticCustomError: It is something else.
     """
-    if isinstance(value, str | None):
+    if isinstance(value, str | MixedContent | None):  # other APIs' messages come with their pictures
         return value
     if not isinstance(value, list) or not 0 < len(value) <= MAX_PARTS:
         raise refused("", value, CONTENT)
-    parts = tuple(_part(index, part) for index, part in enumerate(value))
-    if all(isinstance(part, str) for part in parts):
-        return "\n".join(part for part in parts if isinstance(part, str))
-    return MixedContent(parts)
+    return content_of([_part(index, part) for index, part in enumerate(value)])
 
 
-def text_of(content: str | Sequence[Any]) -> str:
+def content_of(parts: Sequence[str | Picture]) -> str | MixedContent:
+    """What parts of a message are together. Texts alone are joined by line breaks: most templates take one string."""
+    texts = [part for part in parts if isinstance(part, str)]
+    return "\n".join(texts) if len(texts) == len(parts) else MixedContent(tuple(parts))
+
+
+def text_of(content: str | list[dict[str, str]]) -> str:
     """The text of a content as ``for_template`` gives it."""
     if isinstance(content, str):
         return content
@@ -104,25 +112,52 @@ def _picture(where: str, value: Any) -> Picture:
         where, value = f"{where}.url", value.get("url")
     if not isinstance(value, str):
         raise refused(where, value, _URL)
-    return picture_of(where, value)
+    try:
+        return picture_of(value)
+    except NoPicture as error:
+        raise refused(where, value, str(error)) from error
 
 
-def picture_of(where: str, url: str) -> Picture:
-    """The picture in a data URL.
+class NoPicture(Exception):
+    """A text that is no picture; its own text completes "expected ..."."""
 
-    Args:
-        where: Its place inside of the validated value.
+
+def picture_of(url: str, field: str = "") -> Picture:
+    """The picture in a data URL, or one that is to be fetched.
 
     Raises:
-        PydanticCustomError: It is no data URL of base64.
+        NoPicture: It is no such URL.
     """
     head = _DATA_URL.match(url[:_MAX_HEAD])
-    if head is None:
-        raise refused(where, url, _URL)
+    if head is not None:
+        return picture_from(url[head.end() :], field)
     try:
-        data = base64.b64decode(url[head.end() :], validate=True)
+        return web_picture(url, field)
+    except NoPicture as error:
+        raise NoPicture(_URL) from error
+
+
+def web_picture(url: str, field: str = "") -> Picture:
+    """A picture that is to be fetched.
+
+    Raises:
+        NoPicture: It is no such URL.
+    """
+    if not url[: len(_WEB[1])].lower().startswith(_WEB):
+        raise NoPicture("a URL of http or https")
+    return Picture(b"", b"", url, field)
+
+
+def picture_from(text: str, field: str = "") -> Picture:
+    """The picture in base64.
+
+    Raises:
+        NoPicture: It is none.
+    """
+    try:
+        data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise refused(where, url, f"{_URL} whose data are base64 ({error})") from error
+        raise NoPicture(f"a picture whose data are base64 ({error})") from error
     if not data:
-        raise refused(where, url, f"{_URL} with data")
-    return Picture(data, digest_of(data))
+        raise NoPicture("a picture with data")
+    return Picture(data, digest_of(data), field=field)

@@ -28,14 +28,22 @@ class Sight:
 
 def placed(request: Request, images: Sequence[EncodedImage], sight: Sight) -> Request:
     """The request with its images; its prompt has one placeholder for each."""
+    ids, spans = expanded(request.prompt_ids, images, sight)
+    return dataclasses.replace(request, prompt_ids=ids, images=spans)
+
+
+def expanded(
+    prompt_ids: Sequence[int], images: Sequence[EncodedImage], sight: Sight
+) -> tuple[tuple[int, ...], tuple[ImageSpan, ...]]:
+    """A prompt with as many placeholders for each image as it has tokens, and where these are."""
     spans: list[ImageSpan] = []
     ids: list[int] = []
     begin = 0
     for image in images:
-        place = request.prompt_ids.index(sight.placeholder_id, begin)
-        ids += request.prompt_ids[begin:place]
+        place = prompt_ids.index(sight.placeholder_id, begin)
+        ids += prompt_ids[begin:place]
         spans.append(ImageSpan(len(ids), image.num_tokens, image.digest, image.grid, image.embeddings, image.rows))
         ids += [sight.placeholder_id] * image.num_tokens
         begin = place + 1
-    ids += request.prompt_ids[begin:]
-    return dataclasses.replace(request, prompt_ids=tuple(ids), images=tuple(spans))
+    ids += prompt_ids[begin:]
+    return tuple(ids), tuple(spans)

@@ -21,7 +21,7 @@ from services.api.access.presented import owner_of, salt_of, sent_key
 from services.api.answers.replies import GPU_SECONDS_DIGITS
 from services.api.backend import GenerationBackend
 from services.api.errors import ApiError
-from services.api.generate import ClientGone, while_connected
+from services.api.generate import while_connected
 from services.api.middleware import JsonRoute, parse_object
 from services.api.text.prompts import PromptEncoder
 from services.api.vectors.schemas import (
@@ -52,7 +52,6 @@ from services.api.vectors.texts import (
 MAX_BODY_BYTES = 1024 * 1024
 """Largest body of these routes; a thread reads it, which holds the interpreter for some 100 ms at worst."""
 
-_CLIENT_CLOSED_REQUEST = 499
 _Body = TypeVar("_Body", bound=PrefillFields)
 
 
@@ -194,8 +193,5 @@ def vector_routes(calls: VectorCalls, errors: dict[int | str, dict[str, Any]]) -
 
 
 async def _answer(work: Any) -> Response:
-    try:
-        reply: BaseModel = await work
-    except ClientGone:
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+    reply: BaseModel = await work
     return JSONResponse(reply.model_dump(mode="json"))

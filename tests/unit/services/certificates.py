@@ -1,4 +1,4 @@
-"""A certificate that signs itself, for an address of the loopback interface."""
+"""A certificate that signs itself, for an address or a name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make_certificate(folder: Path, host: str = "127.0.0.1") -> Path:
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, host)])
     now = datetime.datetime.now(datetime.UTC)
-    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(host))])
+    address = x509.SubjectAlternativeName([_alternative(host)])
     builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
     builder = (
         builder.serial_number(x509.random_serial_number()).not_valid_before(now - YEAR).not_valid_after(now + YEAR)
@@ -32,3 +32,10 @@ def make_certificate(folder: Path, host: str = "127.0.0.1") -> Path:
     )
     (folder / "key.pem").write_bytes(secret)
     return file
+
+
+def _alternative(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)

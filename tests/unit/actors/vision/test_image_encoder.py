@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import io
 import threading
 from collections.abc import AsyncIterator, Sequence
@@ -138,8 +139,7 @@ class GatedTower:
     """A real tower that computes when it is let, and tells of its batches."""
 
     def __init__(self, encoder: ImageEncoder) -> None:
-        vision = encoder._vision
-        assert vision is not None
+        vision = encoder._built.result()
         self.gate, self.batches = threading.Event(), list[int]()
         self._encode = vision.encode
         vision.encode = self.encode  # type: ignore[method-assign]
@@ -164,6 +164,33 @@ async def test_pictures_that_wait_are_encoded_together_and_block_nobody(model_di
         assert tower.batches == [1, 5]
 
 
+async def test_a_batch_under_way_is_work_that_may_hang(model_dir: Path) -> None:
+    async with encoder_of(model_dir) as encoder:
+        assert encoder.work is None
+        tower = GatedTower(encoder)
+        asked = asyncio.create_task(encoded(encoder, file_of(picture(1, 40, 40))))
+        await until(lambda: tower.batches == [1])
+        work = encoder.work
+        assert work is not None and work.name == "image-encoder-0" and work.clock is not None
+        tower.gate.set()
+        await asked
+        assert encoder.work is None
+        await encoded(encoder, file_of(picture(2, 40, 40)))
+        assert encoder._num_batches == work.count + 1
+
+
+async def test_who_asks_before_the_tower_is_loaded_waits_for_it(model_dir: Path) -> None:
+    """A restarted encoder is found by its name before it has started."""
+    async with encoder_of(model_dir) as other:
+        encoder = ImageEncoder(dataclasses.replace(other.context, registry=CollectorRegistry()))
+        asked = asyncio.create_task(encoded(encoder, file_of(picture(9, 40, 40))))
+        await until(lambda: encoder.queue == 1)
+        await encoder.start()
+        [image] = await asked
+        assert image.num_tokens
+        await encoder.stop()
+
+
 async def test_what_is_no_picture_is_refused_and_the_next_is_read(model_dir: Path) -> None:
     broken = ImageFile("messages", b"no picture", digest_of(b"no picture"))
     narrow = file_of(np.zeros((1, 300, 3), np.uint8))
@@ -179,8 +206,7 @@ async def test_what_is_no_picture_is_refused_and_the_next_is_read(model_dir: Pat
 
 async def test_a_tower_that_fails_fails_its_batch_alone(model_dir: Path) -> None:
     async with encoder_of(model_dir) as encoder:
-        vision = encoder._vision
-        assert vision is not None
+        vision = encoder._built.result()
         encode, failing = vision.encode, [True]
 
         def once_failing(images: Sequence[PreparedImage]) -> list[np.ndarray]:

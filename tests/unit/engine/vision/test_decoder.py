@@ -167,7 +167,7 @@ def test_the_child_has_no_secrets_and_opens_nothing(monkeypatch: pytest.MonkeyPa
         )
     }
     assert limits == {"files": 0, "bytes of a file": 0, "core": 0}
-    assert child.rlimit(psutil.RLIMIT_AS)[1] < DecodeLimits().memory_bytes + (1 << 30)
+    assert child.rlimit(psutil.RLIMIT_AS)[1] < 32 * DecodeLimits().max_pixels + (1 << 30)
     decoder.close()
     child.wait(60)
 

@@ -35,7 +35,7 @@ def span(name: str) -> ImageSpan:
 
 
 def test_what_is_written_is_read_by_name(tmp_path: Path) -> None:
-    store = RowStore(tmp_path / "rows", 1 << 20)
+    store = RowStore(tmp_path / "rows", 1 << 20, "e")
     name = kept(store, 1)
     found = SharedEmbeddings(tmp_path / "rows").rows(span(name), HIDDEN)
     assert np.array_equal(found, rows_of(1))
@@ -53,18 +53,18 @@ def test_rows_that_come_with_a_request_need_no_file(tmp_path: Path) -> None:
 
 def test_the_longest_unused_go_first(tmp_path: Path) -> None:
     size = rows_of(1).nbytes
-    store = RowStore(tmp_path / "rows", 2 * size)
+    store = RowStore(tmp_path / "rows", 2 * size, "e")
     first, second = kept(store, 1), kept(store, 2)
     assert store.find(first) is not None
     third = kept(store, 3)
     assert store.find(second) is None
     assert store.num_bytes == 2 * size and len(store) == 2
-    assert sorted(os.listdir(tmp_path / "rows" / "kept")) == sorted([first, third])
+    assert sorted(os.listdir(tmp_path / "rows" / "kept" / "e")) == sorted([first, third])
 
 
 def test_what_is_held_stays_until_the_last_release(tmp_path: Path) -> None:
     root = tmp_path / "rows"
-    store = RowStore(root, 1)
+    store = RowStore(root, 1, "e")
     first = kept(store, 1)
     holder = RowHolder(root, "a")
     assert holder.hold(first) and holder.hold(first)
@@ -86,21 +86,21 @@ def test_what_is_held_stays_until_the_last_release(tmp_path: Path) -> None:
 
 def test_a_new_store_goes_on_with_what_it_finds(tmp_path: Path) -> None:
     root = tmp_path / "rows"
-    store = RowStore(root, 1 << 20)
+    store = RowStore(root, 1 << 20, "e")
     name, cut = kept(store, 1), kept(store, 2)
-    path = root / "kept" / cut
+    path = root / "kept" / "e" / cut
     path.write_bytes(path.read_bytes()[:-1])
-    (root / "kept" / ".unfinished").write_bytes(b"")
-    again = RowStore(root, 1 << 20)
+    (root / "kept" / "e" / ".unfinished").write_bytes(b"")
+    again = RowStore(root, 1 << 20, "e")
     assert again.find(name) == store.find(name)
     assert again.find(cut) is None
-    assert os.listdir(root / "kept") == [name]
+    assert os.listdir(root / "kept" / "e") == [name]
     assert again.num_bytes == rows_of(1).nbytes
 
 
 def test_what_dead_processes_held_is_dropped_after_a_time(tmp_path: Path) -> None:
     root = tmp_path / "rows"
-    store = RowStore(root, 1 << 20)
+    store = RowStore(root, 1 << 20, "e")
     name = kept(store, 1)
     mine = RowHolder(root, "mine")
     assert mine.hold(name)
@@ -115,6 +115,25 @@ def test_what_dead_processes_held_is_dropped_after_a_time(tmp_path: Path) -> Non
     store.sweep(newest + ORPHANED_S + 1)
     [left] = (root / "held").iterdir()
     assert left.name.endswith("-mine")
+
+
+def test_an_encoder_drops_nothing_of_another(tmp_path: Path) -> None:
+    first, second = (RowStore(tmp_path / "rows", 1, owner) for owner in "ab")
+    name = kept(first, 1)
+    kept(second, 2)
+    kept(second, 3)
+    assert first.find(name) is not None
+    assert np.array_equal(SharedEmbeddings(tmp_path / "rows").rows(span(name), HIDDEN), rows_of(1))
+
+
+def test_what_somebody_else_removed_is_known_to_be_gone(tmp_path: Path) -> None:
+    store = RowStore(tmp_path / "rows", 1 << 20, "e")
+    name = kept(store, 1)
+    (tmp_path / "rows" / "kept" / "e" / name).unlink()
+    assert store.find(name) is None
+    assert store.num_bytes == 0
+    kept(store, 1)
+    assert store.find(name) is not None
 
 
 def test_who_has_another_salt_has_another_name() -> None:
@@ -132,7 +151,7 @@ def test_a_name_leads_nowhere_else(tmp_path: Path, name: str) -> None:
 
 
 def test_only_their_user_reads_them(tmp_path: Path) -> None:
-    store = RowStore(tmp_path / "rows", 1 << 20)
-    path = tmp_path / "rows" / "kept" / kept(store, 1)
+    store = RowStore(tmp_path / "rows", 1 << 20, "e")
+    path = tmp_path / "rows" / "kept" / "e" / kept(store, 1)
     assert (tmp_path / "rows").stat().st_mode & 0o077 == 0
     assert path.stat().st_mode & 0o077 == 0

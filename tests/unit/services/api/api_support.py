@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from core.images import ImageSpan
+from core.images import ImageSpan, digest_of
 from core.messages.images import EncodedImage, ImageFile
 from core.messages.kv import KVTraffic, KVUsage
 from core.messages.live import LiveView
@@ -116,7 +116,8 @@ class ScriptedBackend:
 
     async def see(self, files: Sequence[ImageFile], salt: str) -> tuple[EncodedImage, ...]:
         self.seen += [(file, salt) for file in files]
-        return tuple(EncodedImage(file.digest, IMAGE_TOKENS, (1, IMAGE_TOKENS), b"rows") for file in files)
+        digests = [file.digest or digest_of(file.url.encode()) for file in files]  # nothing is fetched here
+        return tuple(EncodedImage(digest, IMAGE_TOKENS, (1, IMAGE_TOKENS), b"rows") for digest in digests)
 
     async def status(self) -> StatusReply:
         return StatusReply(self.components, KV_USAGE, self.artefacts, queue_delay_s=1.25)

@@ -130,7 +130,7 @@ async def test_a_conversation_with_results_of_tools(client: httpx.AsyncClient, b
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
     ({"messages": []}, "messages"),
-    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "f"}]}]}, "tool_use"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "role"),
     ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),

@@ -130,7 +130,7 @@ async def test_a_large_picture_is_read_by_another_process(tmp_path: Path) -> Non
 def refusals() -> list[tuple[dict[str, Any], str, str]]:
     return [
         (chat({"type": "image_url", "image_url": {"url": "data:image/png;base64,@@"}}), "data:image/png", "base64"),
-        (chat({"type": "image_url", "image_url": {"url": "http://a/b.png"}}), "http://a/b.png", "data URL"),
+        (chat({"type": "image_url", "image_url": {"url": "ftp://a/b.png"}}), "ftp://a/b.png", "data URL"),
         (chat({"type": "image_url", "image_url": {"url": "data:text/html;base64,aaaa"}}), "data:text", "data URL"),
         (chat({"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}), "data:image", "with data"),
         (chat({"type": "image_url", "image_url": 7}), "7", "data URL"),

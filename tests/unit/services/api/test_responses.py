@@ -121,7 +121,7 @@ async def test_text_of_a_schema(client: httpx.AsyncClient, backend: ScriptedBack
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": []}, "input"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+    ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type"),
     ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].arguments"),
     ({"store": True}, "store"),
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
