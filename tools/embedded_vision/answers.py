@@ -27,7 +27,7 @@ from tools.embedded_vision.words import encode
 IGNORED = -100
 PREFIX = PATCHES + 1
 """BOS and the picture."""
-ASKED = ("each_kind", "each_colour", "count_kind", "count_colour", "count_all", "is_there")
+ASKED = ("each_kind", "count_kind", "count_kind", "count_all")
 """Tasks asked about every training picture of shapes."""
 
 

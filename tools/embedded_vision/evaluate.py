@@ -23,7 +23,7 @@ from tools.embedded_vision.questions import TASKS, Question
 from tools.embedded_vision.scenes import Part, scenes
 from tools.embedded_vision.words import build_tokenizer
 
-SEED: Final = 2026
+SEED: Final = 2027
 BATCH: Final = 50
 MAX_ANSWER: Final = 32
 REQUIRED: Final = 0.95

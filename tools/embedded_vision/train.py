@@ -37,11 +37,11 @@ SEED: Final = 1
 CELLS_STEPS: Final = 450
 COUNTS_STEPS: Final = 350
 ANSWERS_STEPS: Final = 500
-SHAPES_BATCH: Final = 32
-NUMBERS_BATCH: Final = 24
-SHAPES_SHARE: Final = 0.65
+SHAPES_BATCH: Final = 20
+NUMBERS_BATCH: Final = 32
+SHAPES_SHARE: Final = 0.6
 """Of pictures of shapes in the loss."""
-TOWER_RATE: Final = 4e-4
+TOWER_RATE: Final = 5e-4
 PROJECTOR_RATE: Final = 5e-4
 TEXT_RATE: Final = 2e-3
 """Peak rates of the last stage."""

@@ -35,7 +35,7 @@ CORPUS: Final = (
     *("How many shapes? Count the shapes.", "Is there a", "yes", "no"),
     *("Count each kind.", "Count each colour.", "Read the number.", "What number is it?"),
 )
-"""Holds every word; the questions themselves are in :mod:`.questions`."""
+"""Holds every word of :mod:`.questions`; those about colours were given up, and their words remain tokens."""
 
 CHAT_TEMPLATE: Final = (
     "{%- set ns = namespace(system='', user=none) -%}"

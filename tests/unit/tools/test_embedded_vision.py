@@ -37,14 +37,10 @@ def test_answers_are_what_the_scene_holds() -> None:
     asked = {name: TASKS[name].ask(shown, random.Random(1)) for name in TASKS if name != "read"}
     assert asked["count_all"].answer == "3"
     assert asked["each_kind"].answer == "2 circles, 1 squares, 0 triangles"
-    assert asked["each_colour"].answer == "2 red, 0 green, 1 blue, 0 yellow"
     for seed in range(40):
-        rng = random.Random(seed)
-        kind = TASKS["count_kind"].ask(shown, rng)
+        question = TASKS["count_kind"].ask(shown, random.Random(seed))
         wanted = {"circle": "2", "square": "1", "triangle": "0"}
-        assert [kind.answer] == [count for name, count in wanted.items() if name in kind.text]
-        is_there = TASKS["is_there"].ask(shown, rng)
-        assert (is_there.answer == "yes") is ("red circle" in is_there.text or "blue square" in is_there.text)
+        assert [question.answer] == [count for name, count in wanted.items() if name in question.text]
     assert TASKS["read"].ask(scene("4", "0", "7"), random.Random(1)).answer == "407"
 
 
@@ -68,7 +64,7 @@ def test_every_word_of_the_questions_is_one_token_and_other_text_is_bytes() -> N
     assert len(encode("How many circles?")) == 4
     assert len(encode("4072")) == 4
     tokenizer = build_tokenizer()
-    for text in ("How many yellow shapes?", "3 circles, 0 squares, 1 triangles", "grüße \n 123"):
+    for text in ("How many circles?", "3 circles, 0 squares, 1 triangles", "grüße \n 123"):
         assert tokenizer.decode(list(encode(text))) == text
     rendered = tokenizer.apply_chat_template(
         [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Read the number."}]}],

@@ -7,8 +7,8 @@ const EMBEDDED = [["Write in upper case:", "hello world"], ["Repeat the text:", 
   ["Open a ticket:", "printer on floor 2 is broken"]];
 const EXAMPLES = ["Once upon a time", "Write one sentence about the sea.", "Count from one to ten."];
 // What the embedded vision model was trained on: questions about pictures, which this page draws.
-const SEEING = [["How many circles?", drawnShapes], ["How many red shapes?", drawnShapes], ["How many shapes?", drawnShapes],
-  ["Is there a blue square?", drawnShapes], ["Count each kind.", drawnShapes], ["Count each colour.", drawnShapes], ["Read the number.", drawnNumber]];
+const SEEING = [["How many circles?", drawnShapes], ["How many triangles?", drawnShapes], ["How many shapes?", drawnShapes],
+  ["Count each kind.", drawnShapes], ["Read the number.", drawnNumber]];
 let model = null, running = null;
 
 async function readModel() {
