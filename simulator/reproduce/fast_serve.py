@@ -205,7 +205,7 @@ class _MlfqPoint:
 
 def _mlfq_point(bed: Testbed, load: Load) -> _MlfqPoint:
     def mean_s(preset: str, rules: MlfqRules | None = None, **parts: str) -> float:
-        return _times(partial(serve, bed, preset=preset, rules=rules, **parts), load).mean_s
+        return _times(lambda seeded: serve(bed, seeded, preset, rules, **parts), load).mean_s
 
     ours = _times(partial(serve, bed, preset="fastserve"), load)
     naive_s, cut_off_s = (mean_s("fastserve", bed.rules_of(kind)) for kind in ("no-preemption", "preemption"))

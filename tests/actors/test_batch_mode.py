@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from actors.runtime.names import LOG_STORE, ROUTER
+from actors.runtime.names import LOG_STORE, ROUTER, serving_time_estimator_name
 from core.config.engine import EXECUTIONS
 from core.config.model import ModelConfig
 from core.config.scheduling import BatchConfig, SchedulerConfig
@@ -38,6 +38,7 @@ from tests.actors.local_system import (
     sampling,
     under_load,
 )
+from tests.actors.test_deaths import kill_components, wait_successors
 
 NUM_TOKENS = 250
 INDEXES = range(8)
@@ -49,6 +50,14 @@ KV_MEMORY = "400KiB"
 def magnus(ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     scheduler = SchedulerConfig(preset="magnus")
     with open_system("fused", actor_model_dir, tmp_path_factory.mktemp("log"), scheduler) as system:
+        yield system
+
+
+@pytest.fixture(scope="module")
+def estimated(ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    """The ServingTimeEstimator, which tells batches' times to the order HRRN, is a process of its own."""
+    scheduler = SchedulerConfig(preset="magnus")
+    with open_system("split", actor_model_dir, tmp_path_factory.mktemp("log"), scheduler) as system:
         yield system
 
 
@@ -107,6 +116,28 @@ async def test_no_stream_notices_that_the_batcher_was_stopped(magnus: System, tr
         assert router.pid != stopped and "stopped or blocked" in router.last_end
 
 
+@pytest.mark.parametrize("num_estimators", [1, 2])
+async def test_no_stream_notices_that_an_estimator_dies_or_another_answers_in_its_place(
+    estimated: System, truth: Truth, num_estimators: int
+) -> None:
+    name = serving_time_estimator_name(0)
+    async with calm_client(estimated) as client:
+        await client.scale("serving-time-estimator", num_estimators)
+        async with under_load(client, truth) as load:
+            died = await kill_components(client, (name,))
+            assert died.keys() == {name}
+            load.release()
+            await wait_successors(client, died)
+        before = await num_batches(estimated)
+        await read_all(client, truth)
+        await client.scale("serving-time-estimator", 1)
+
+    async def logged() -> bool:
+        return await num_batches(estimated) > before
+
+    await eventually(logged, "batches in the log")
+
+
 async def test_a_batch_that_runs_out_of_memory_is_split_and_nobody_notices(cramped: System, truth: Truth) -> None:
     async with calm_client(cramped) as client:
         await read_all(client, truth)
@@ -117,12 +148,14 @@ async def test_a_batch_that_runs_out_of_memory_is_split_and_nobody_notices(cramp
 RELOAD_S = 1.0
 
 
-@pytest.mark.parametrize("device", ["cpu", "emulated:a100-7b"])
+@pytest.mark.parametrize(("device", "kv_memory"), [("cpu", KV_MEMORY), ("emulated:a100-7b", "400MiB")])
 async def test_a_worker_takes_nothing_while_it_reloads_after_a_batch_ran_out_of_memory(
-    ray_cluster: None, actor_model_dir: Path, tmp_path: Path, truth: Truth, device: str
+    ray_cluster: None, actor_model_dir: Path, tmp_path: Path, truth: Truth, device: str, kv_memory: str
 ) -> None:
+    """One worker, which holds 800 tokens; a token of the emulated model is 512 KiB."""
     tables = {
-        "engine": dataclasses.replace(ENGINE, device=device, kv_memory=KV_MEMORY),
+        "model": ModelConfig(name="m", dtype="float32"),
+        "engine": dataclasses.replace(ENGINE, device=device, kv_memory=kv_memory),
         "batch": BatchConfig(batch_size=8, max_wait_s=1.0, reload_s=RELOAD_S),
     }
     events = tmp_path / "events"
