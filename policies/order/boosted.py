@@ -151,7 +151,7 @@ class Boosted(Gittins):
         resident, arrived_at = self._column("resident")[rows], self._column("arrived_at")[rows]
         rank = self._column("rank")[rows].copy()
         takes_turns = self._take_turns()
-        if not takes_turns:  # whose turn it is moves no KV, so that nobody has to be clearly better for it
+        if not takes_turns:  # a turn moves no KV: a job that is a little better may have it
             rank[resident] /= self._theta
         boosted_at = arrived_at - self._boosts(rank, self._column("tokens")[rows])
         begun = self._column("generated")[rows] > 0
