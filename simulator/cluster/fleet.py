@@ -230,7 +230,7 @@ class Fleet:
     def _arrive(self, arrivals: list[SimRequest]) -> None:
         requests = [as_request(arrival, self._block_names(arrival)) for arrival in arrivals]
         for request, arrival in zip(requests, arrivals, strict=True):
-            self._under_way[request.request_id] = request, Record(arrival)
+            self._under_way[request.request_id] = request, Record.of(arrival)
         self._tell(RequestsArrived(tuple(requests)))
 
     def _tell(self, event: GlobalEvent) -> None:

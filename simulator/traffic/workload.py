@@ -21,6 +21,7 @@ class SimRequest:
         app: The kind of request, for tables.
         forecast: The predictor's forecast.
         tenant, weight, slo: As in ``Request``.
+        generated: Output tokens that it comes with: what it had before the run began.
     """
 
     request_id: str
@@ -36,6 +37,7 @@ class SimRequest:
     tenant: str = ""
     weight: float = 1.0
     slo: Slo = NO_SLO
+    generated: int = 0
 
 
 Workload = Sequence[SimRequest]
@@ -61,6 +63,7 @@ def as_request(arrival: SimRequest, prefix_hashes: tuple[int, ...] = ()) -> Requ
         tenant=arrival.tenant,
         weight=arrival.weight,
         slo=arrival.slo,
+        output_ids=_tokens(arrival.generated),
     )
 
 
