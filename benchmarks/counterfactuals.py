@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 
-from simulator.counterfactual import Change, what_if
+from simulator.counterfactual import Change, Life, what_if
 from simulator.experiment import Experiment, make_arrivals
 from simulator.run import run
 from simulator.traffic.workload import Workload
@@ -22,17 +22,18 @@ from simulator.traffic.workload import Workload
 DIFFERENT = 0.1
 
 
-def completion_times(experiment: Experiment, arrivals: Workload) -> list[float]:
-    """Seconds of each request, in order of arrival."""
-    times = {record.arrival.request_id: record.jct_s for record in run(experiment, arrivals).recorder.done}
-    return [times[each.request_id] for each in arrivals]
+def lives(experiment: Experiment, arrivals: Workload) -> list[Life]:
+    """How each request went, in order of arrival."""
+    done = run(experiment, arrivals).recorder.done
+    found = {each.arrival.request_id: Life(each.ttft_s, each.jct_s) for each in done}
+    return [found[each.request_id] for each in arrivals]
 
 
 def measure(experiment: Experiment, other: str, num_questions: int) -> str:
     """One line about questions of one cell."""
     arrivals = make_arrivals(experiment)
-    logged = completion_times(experiment, arrivals)
-    truth = completion_times(dataclasses.replace(experiment, preset=other), arrivals)
+    logged = lives(experiment, arrivals)
+    truth = [each.jct_s for each in lives(dataclasses.replace(experiment, preset=other), arrivals)]
     seconds, nums, errors, whole, right = [], [], [], [], []
     for index in np.linspace(0.1 * len(arrivals), len(arrivals) - 1, num_questions).astype(int).tolist():
         began = time.process_time()
@@ -41,8 +42,9 @@ def measure(experiment: Experiment, other: str, num_questions: int) -> str:
         nums.append(found.num_requests)
         whole.append(found.is_whole)
         errors.append(abs(found.jct_s / truth[index] - 1))
-        if abs(truth[index] / logged[index] - 1) > DIFFERENT:
-            right.append((found.jct_s > logged[index]) == (truth[index] > logged[index]))
+        was_s = logged[index].jct_s
+        if abs(truth[index] / was_s - 1) > DIFFERENT:
+            right.append((found.jct_s > was_s) == (truth[index] > was_s))
     sign = f"{100 * float(np.mean(right)):.0f} % of {len(right)}" if right else "none differs"
     return (
         f"{experiment.preset} to {other}, {len(arrivals)} requests, {experiment.rate:g} a second: CPU median "

@@ -11,13 +11,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from core.errors import InvalidValueError
 from policies.compose import is_steady
 from policies.presets import PRESETS, find_preset
 from simulator.cluster.records import Record
 from simulator.experiment import Experiment
 from simulator.run import run_until
-from simulator.traffic.workload import Workload
+from simulator.traffic.workload import SimRequest, Workload
 
 MAX_CPU_MS = 1000.0
 """Processor time of an answer; the number of simulated requests follows from it."""
@@ -54,8 +56,8 @@ class Counterfactual:
         changed: The changed run, as simulated.
         jct_s: What the request would have taken, by the log and the ratio of both runs.
         num_requests: Requests in each run.
-        is_whole: Whether these are all that arrived from the last idle instant until the later end; else the earliest
-            or the latest are left out to bound the work.
+        is_whole: Whether these are all that arrived from the last idle instant until the later end; else the runs begin
+            later, in the midst of the work, or the earliest or the latest are left out, to bound the work.
     """
 
     as_simulated: Life
@@ -97,7 +99,8 @@ class Window:
     """The requests of both runs.
 
     Attributes:
-        requests: Consecutive arrivals; the one that is asked for is among them.
+        requests: In order of arrival; the one that is asked for is among them. Where the first of them come together,
+            they are what the log shows under way at that instant, with the tokens that they had.
         is_whole: Whether they begin at an instant at which the log shows the service idle.
         next_at: Arrival of the first later request that is left out; infinity if none is.
     """
@@ -117,35 +120,54 @@ def most_requests(*presets: str) -> int:
     return int(MAX_CPU_MS / cost_ms)
 
 
-def window(arrivals: Workload, jct_s: Sequence[float], index: int, most: int) -> Window:
-    """The requests that can influence one, from the last idle instant before it on, at most ``most``.
+def window(arrivals: Workload, lives: Sequence[Life], index: int, most: int) -> Window:
+    """The requests that can influence one, at most ``most``.
 
-    Where they are too many, the earliest are left out, but not more than leave half of the window to those before it.
+    They go from the last idle instant before it until its end. Where they are too many, the window begins later, in the
+    midst of the work, with what was under way then. Where that is too many as well, it begins with nothing: the
+    earliest are left out, but not more than leave half of the window to those before it.
 
     Args:
         arrivals: In order of arrival.
-        jct_s: How long each took.
+        lives: As logged.
         index: Place of the request in ``arrivals``.
     """
-    first, busy_until = 0, -math.inf
-    for place in range(index + 1):
-        arrived_at = arrivals[place].arrived_at
-        if arrived_at >= busy_until:
-            first = place
-        busy_until = max(busy_until, arrived_at + jct_s[place])
-    ends_at = arrivals[index].arrived_at + jct_s[index]
-    num_later = sum(each.arrived_at < ends_at for each in arrivals[index + 1 :])
-    num_earlier = max(most - 1 - num_later, most // 2)
-    begin = max(first, index - num_earlier)
-    end = begin + most
+    arrived_s = np.array([each.arrived_at for each in arrivals])
+    ends_s = arrived_s + [each.jct_s for each in lives]
+    idle = np.flatnonzero(arrived_s[1 : index + 1] >= np.maximum.accumulate(ends_s)[:index]) + 1
+    first = int(idle[-1]) if len(idle) else 0
+    num_later = max(0, int(np.searchsorted(arrived_s, ends_s[index])) - index - 1)
+    begins = np.arange(first, index + 1)
+    num_under_way = begins - np.searchsorted(np.sort(ends_s), arrived_s[begins], side="right")
+    num_under_way[0] = 0
+    fitting = begins[np.maximum(num_under_way, 0) + (index - begins) + 1 + num_later <= most]
+    if len(fitting):
+        begin = int(fitting[0])
+        carried = [] if begin == first else _under_way(arrivals[:begin], lives, arrivals[begin].arrived_at)
+    else:
+        begin, carried = max(first, index - max(most - 1 - num_later, most // 2)), []
+    end = begin + most - len(carried)
     next_at = arrivals[end].arrived_at if end < len(arrivals) else math.inf
-    return Window(arrivals[begin:end], begin == first, next_at)
+    return Window([*carried, *arrivals[begin:end]], begin == first, next_at)
+
+
+def _under_way(arrivals: Workload, lives: Sequence[Life], now: float) -> list[SimRequest]:
+    """Requests that have come and not ended by now, as arrivals of this instant; tokens came evenly from the first."""
+    found = []
+    for each, life in zip(arrivals, lives, strict=False):
+        since_s = now - each.arrived_at
+        if since_s >= life.jct_s:
+            continue
+        done = max(0.0, since_s - life.ttft_s) / max(life.jct_s - life.ttft_s, 1e-9)
+        generated = min(each.output_len - 1, 1 + int(done * (each.output_len - 1))) if since_s >= life.ttft_s else 0
+        found.append(dataclasses.replace(each, arrived_at=now, generated=generated))
+    return found
 
 
 def what_if(
     experiment: Experiment,
     arrivals: Workload,
-    jct_s: Sequence[float],
+    lives: Sequence[Life],
     index: int,
     change: Change,
     *,
@@ -156,12 +178,12 @@ def what_if(
     Args:
         experiment: As the requests were served.
         arrivals: Logged requests in order of arrival.
-        jct_s: Logged seconds of each.
+        lives: Logged, of each.
         index: Place of the request in ``arrivals``.
         most: Requests of the window at most; None for as many as ``MAX_CPU_MS`` allows.
     """
     preset = experiment.preset if change.preset is None else change.preset
-    chosen = window(arrivals, jct_s, index, most_requests(experiment.preset, preset) if most is None else most)
+    chosen = window(arrivals, lives, index, most_requests(experiment.preset, preset) if most is None else most)
     requests, own = chosen.requests, arrivals[index]
     before = _life(run_until(experiment, requests, own.request_id))
     changed = dataclasses.replace(
@@ -174,7 +196,7 @@ def what_if(
         requests = [urgent if each.request_id == own.request_id else each for each in requests]
     after = _life(run_until(changed, requests, own.request_id))
     last_end_at = own.arrived_at + max(before.jct_s, after.jct_s)
-    scaled_s = jct_s[index] * after.jct_s / before.jct_s
+    scaled_s = lives[index].jct_s * after.jct_s / before.jct_s
     return Counterfactual(before, after, scaled_s, len(requests), chosen.holds_until(last_end_at))
 
 

@@ -8,7 +8,7 @@ from core.errors import InvalidValueError
 from core.forecast import Forecast
 from core.messages.log import FinishedRequest, ServedAs, WhatIfAnswer, WhatIfQuestion
 from simulator.cluster.latency import LinearLatency
-from simulator.counterfactual import Change, what_if
+from simulator.counterfactual import Change, Life, what_if
 from simulator.experiment import Experiment
 from simulator.traffic.workload import SimRequest
 
@@ -35,6 +35,11 @@ def as_arrival(record: FinishedRequest, begin: float, forecast: Forecast | None 
     )
 
 
+def as_life(record: FinishedRequest) -> Life:
+    """How it went. A record without a first token counts as answered at its end."""
+    return Life(record.jct_s if record.ttft_s is None else record.ttft_s, record.jct_s)
+
+
 def answer(question: WhatIfQuestion) -> WhatIfAnswer:
     """What would have become of the request.
 
@@ -47,11 +52,11 @@ def answer(question: WhatIfQuestion) -> WhatIfAnswer:
     if not places:
         raise InvalidValueError("id", window.request_id, "a request with an output")
     change = Change(question.preset or None, question.replicas, question.priority)
-    arrivals, jct_s = _arrivals(records), [each.jct_s for each in records]
-    found = what_if(_experiment(window.served), arrivals, jct_s, places[0], change)
+    lives = [as_life(each) for each in records]
+    found = what_if(_experiment(window.served), _arrivals(records), lives, places[0], change)
     before, after = found.as_simulated, found.changed
     return WhatIfAnswer(
-        jct_s[places[0]],
+        lives[places[0]].jct_s,
         found.jct_s,
         before.ttft_s,
         before.jct_s,

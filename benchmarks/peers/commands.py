@@ -49,7 +49,7 @@ class PeerOptions:
         threads: Compute threads.
         in_flight: The most requests in flight; llama.cpp has so many slots.
         more: More arguments of its server.
-        dtype: Of weights and KV; llama.cpp has that of its file.
+        dtype: The type of weights and KV; llama.cpp takes that of its file.
     """
 
     installed: Path

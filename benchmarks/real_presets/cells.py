@@ -71,7 +71,7 @@ class Bench:
     """What all cells share.
 
     Attributes:
-        dtype: Of weights and KV, of each server.
+        dtype: The type of weights and KV in each server.
         texts: File of the eight tasks.
         peer_venv: Where vLLM is installed; None without it.
     """

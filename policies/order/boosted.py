@@ -76,7 +76,7 @@ class Boosted(Gittins):
 
     Args:
         price: As in ``Gittins``.
-        theta: As in ``Gittins``.
+        theta: As in ``Gittins``; 1 while streams take turns, which moves no KV.
         tail: How much of the mean is given for the tail; > 0. Near 0 the order is that of the ranks, large values
             make it first come, first served.
         max_boost_s: Seconds > 0.
@@ -150,10 +150,12 @@ class Boosted(Gittins):
         self._asked_at = now
         resident, arrived_at = self._column("resident")[rows], self._column("arrived_at")[rows]
         rank = self._column("rank")[rows].copy()
-        rank[resident] /= self._theta
+        takes_turns = self._take_turns()
+        if not takes_turns:  # a turn moves no KV: a job that is a little better may have it
+            rank[resident] /= self._theta
         boosted_at = arrived_at - self._boosts(rank, self._column("tokens")[rows])
         begun = self._column("generated")[rows] > 0
-        if self._take_turns():
+        if takes_turns:
             ran_at = self._column("ran_at")[rows]
             is_due = begun & (ran_at <= now - self._max_pause_s)
             phase, key = np.where(is_due, 0, 2), np.where(is_due, ran_at, boosted_at)
@@ -189,7 +191,7 @@ class Boosted(Gittins):
         facts = dict(super().explain(job, now))
         if "rank_s" not in facts:
             return facts
-        rank_s = float(facts["rank_s"]) / (self._theta if job.is_resident else 1.0)
+        rank_s = float(facts["rank_s"]) / (self._theta if job.is_resident and not self._take_turns() else 1.0)
         tokens = self._column("tokens")[[self._known_row(job)]]
         boost_s = float(self._boosts(np.array([rank_s]), tokens)[0])
         return facts | {"yardstick_s": self.yardstick_s, "boost_s": boost_s}

@@ -43,6 +43,7 @@ def answer(question: Question, request_id: str) -> dict[str, Any]:
     from services.commands.simulate import hardware
     from simulator.counterfactual import parse_change, what_if
     from simulator.experiment import Experiment
+    from simulator.logged import as_life
 
     change = parse_change(question.change)
     latency, kv_tokens = hardware(None, None, None, question.profile)
@@ -57,9 +58,9 @@ def answer(question: Question, request_id: str) -> dict[str, Any]:
     places = [place for place, each in enumerate(traffic.logged) if each.request.request_id == request_id]
     if not places:
         raise ConfigError("--log", question.log, f"a log that holds request {request_id} with an output")
-    jct_s = [each.request.jct_s for each in traffic.logged]
-    found = what_if(experiment, traffic.arrivals(), jct_s, places[0], change)
-    return {"if": question.change, "logged_jct_s": jct_s[places[0]], **dataclasses.asdict(found)}
+    lives = [as_life(each.request) for each in traffic.logged]
+    found = what_if(experiment, traffic.arrivals(), lives, places[0], change)
+    return {"if": question.change, "logged_jct_s": lives[places[0]].jct_s, **dataclasses.asdict(found)}
 
 
 def sentence(found: dict[str, Any]) -> str:

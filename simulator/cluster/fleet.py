@@ -227,7 +227,7 @@ class Fleet:
         requests = []
         for arrival in arrivals:
             request = self._request(arrival)
-            self._under_way[request.request_id] = request, Record(arrival)
+            self._under_way[request.request_id] = request, Record.of(arrival)
             if self.encoder.submit(request.request_id, arrival.images):
                 requests.append(request)
             else:

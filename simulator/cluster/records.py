@@ -36,6 +36,12 @@ class Record:
     cached_len: int = 0
     promise: Promise | None = None
 
+    @classmethod
+    def of(cls, arrival: SimRequest) -> Record:
+        """The record of a request that comes; tokens that it has count as its first and latest so far."""
+        at = arrival.arrived_at if arrival.generated else math.nan
+        return cls(arrival, first_token_at=at, last_token_at=at, num_tokens=arrival.generated)
+
     @property
     def jct_s(self) -> float:
         return self.finished_at - self.arrival.arrived_at

@@ -25,6 +25,7 @@ class SimRequest:
         forecast: The predictor's forecast.
         tenant, weight, slo: As in ``Request``.
         images: The pictures of its prompt, in their order.
+        generated: Output tokens that it comes with: what it had before the run began.
     """
 
     request_id: str
@@ -41,6 +42,7 @@ class SimRequest:
     weight: float = 1.0
     slo: Slo = NO_SLO
     images: tuple[SimImage, ...] = ()
+    generated: int = 0
 
     def spans(self, block_size: int) -> tuple[ImageSpan, ...]:
         """Where its pictures lie, with KV blocks of so many tokens.
@@ -76,6 +78,7 @@ def as_request(arrival: SimRequest, prefix_hashes: tuple[int, ...] = (), images:
         weight=arrival.weight,
         slo=arrival.slo,
         images=images,
+        output_ids=_tokens(arrival.generated),
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from core.errors import InvalidValueError
-from simulator.counterfactual import Change, most_requests, parse_change, what_if, window
+from simulator.counterfactual import Change, Life, most_requests, parse_change, what_if, window
 from simulator.experiment import Experiment, make_arrivals
 from simulator.run import run, run_until
 from simulator.traffic.workload import Workload
@@ -18,34 +18,40 @@ from simulator.traffic.workload import Workload
 EXPERIMENT = Experiment(preset="fcfs", num_requests=120, rate=12.0, kv_tokens=20_000, max_num_seqs=16, seed=4)
 
 
-def completion_times(experiment: Experiment, arrivals: Workload) -> list[float]:
-    times = {record.arrival.request_id: record.jct_s for record in run(experiment, arrivals).recorder.done}
-    return [times[each.request_id] for each in arrivals]
+def lives(experiment: Experiment, arrivals: Workload) -> list[Life]:
+    done = run(experiment, arrivals).recorder.done
+    found = {each.arrival.request_id: Life(each.ttft_s, each.jct_s) for each in done}
+    return [found[each.request_id] for each in arrivals]
+
+
+def took(times_s: list[float]) -> list[Life]:
+    """Lives of these durations; the first token comes half way."""
+    return [Life(each / 2, each) for each in times_s]
 
 
 def test_another_preset_is_answered_like_a_run_under_it() -> None:
     arrivals = make_arrivals(EXPERIMENT)
-    as_served = completion_times(EXPERIMENT, arrivals)
-    truth = completion_times(dataclasses.replace(EXPERIMENT, preset="past-future"), arrivals)
+    as_served = lives(EXPERIMENT, arrivals)
+    truth = lives(dataclasses.replace(EXPERIMENT, preset="past-future"), arrivals)
     errors = []
     for index in range(20, 120, 20):
         found = what_if(EXPERIMENT, arrivals, as_served, index, Change(preset="past-future"))
-        errors.append(abs(found.jct_s / truth[index] - 1))
+        errors.append(abs(found.jct_s / truth[index].jct_s - 1))
     assert np.median(errors) < 0.05
 
 
 def test_more_replicas_and_a_higher_priority_end_a_request_sooner() -> None:
     arrivals = make_arrivals(EXPERIMENT)
-    as_served = completion_times(EXPERIMENT, arrivals)
-    slowest = int(np.argmax([took_s / each.output_len for took_s, each in zip(as_served, arrivals, strict=True)]))
+    as_served = lives(EXPERIMENT, arrivals)
+    slowest = int(np.argmax([life.jct_s / each.output_len for life, each in zip(as_served, arrivals, strict=True)]))
     for change in (Change(replicas=3), Change(priority=-1)):
-        assert what_if(EXPERIMENT, arrivals, as_served, slowest, change).jct_s < 0.9 * as_served[slowest]
+        assert what_if(EXPERIMENT, arrivals, as_served, slowest, change).jct_s < 0.9 * as_served[slowest].jct_s
 
 
 def test_without_a_change_it_is_what_was() -> None:
     arrivals = make_arrivals(EXPERIMENT)
-    as_served = completion_times(EXPERIMENT, arrivals)
-    assert what_if(EXPERIMENT, arrivals, as_served, 60, Change()).jct_s == pytest.approx(as_served[60])
+    as_served = lives(EXPERIMENT, arrivals)
+    assert what_if(EXPERIMENT, arrivals, as_served, 60, Change()).jct_s == pytest.approx(as_served[60].jct_s)
 
 
 def test_a_window_begins_at_the_last_idle_instant() -> None:
@@ -54,34 +60,56 @@ def test_a_window_begins_at_the_last_idle_instant() -> None:
     took_s = [2 * gap for gap in gaps]  # Each overlaps the next, but for two that end before.
     took_s[49] = took_s[79] = 0.0
     took_s[48], took_s[78] = gaps[48], gaps[78]
-    chosen = window(arrivals, took_s, 60, 1000)
+    chosen = window(arrivals, took(took_s), 60, 1000)
     assert chosen.requests[0] is arrivals[50] and chosen.is_whole and chosen.next_at == math.inf
 
 
 def test_a_window_is_bounded_and_says_what_it_leaves_out() -> None:
     arrivals = make_arrivals(EXPERIMENT)
     for index in (0, 60, len(arrivals) - 1):
-        chosen = window(arrivals, [1e6] * len(arrivals), index, 20)
+        chosen = window(arrivals, took([1e6] * len(arrivals)), index, 20)
         assert len(chosen.requests) <= 20 and arrivals[index] in chosen.requests
         assert chosen.is_whole == (index == 0)
         assert chosen.holds_until(1e6) is False
-    alone = window(arrivals, [0.0] * len(arrivals), 60, 20)
+    alone = window(arrivals, took([0.0] * len(arrivals)), 60, 20)
     assert alone.requests[0] is arrivals[60] and alone.is_whole
     assert alone.next_at == arrivals[80].arrived_at
     assert alone.holds_until(arrivals[80].arrived_at) and not alone.holds_until(arrivals[81].arrived_at)
 
 
+def test_a_window_in_the_midst_begins_with_what_was_under_way() -> None:
+    arrivals = make_arrivals(EXPERIMENT)
+    chosen = window(arrivals, took([1.0] * len(arrivals)), 100, 60)
+    now = chosen.requests[0].arrived_at
+    carried = {each.request_id: each for each in chosen.requests if each.arrived_at == now}
+    under_way = [each for each in arrivals if now - 1.0 < each.arrived_at <= now]
+    assert list(carried) == [each.request_id for each in under_way] and len(carried) > 1
+    assert len(chosen.requests) <= 60 and arrivals[100] in chosen.requests and not chosen.is_whole
+    for each in under_way:
+        has_begun = now - each.arrived_at >= 0.5
+        assert has_begun == (carried[each.request_id].generated > 0)
+        assert carried[each.request_id].generated < each.output_len
+
+
+def test_runs_from_the_midst_go_as_the_whole_one() -> None:
+    arrivals = make_arrivals(EXPERIMENT)
+    as_served = lives(EXPERIMENT, arrivals)
+    found = what_if(EXPERIMENT, arrivals, as_served, 115, Change(), most=100)
+    assert found.num_requests <= 100 and not found.is_whole
+    assert found.as_simulated.jct_s == pytest.approx(as_served[115].jct_s, rel=0.1)
+
+
 def test_a_whole_window_gives_the_answer_of_the_whole_run() -> None:
     calm = dataclasses.replace(EXPERIMENT, rate=0.5)
     arrivals = make_arrivals(calm)
-    as_served = completion_times(calm, arrivals)
+    as_served = lives(calm, arrivals)
     sizes = []
     for index in range(10, 120, 10):
         found = what_if(calm, arrivals, as_served, index, Change(priority=-1))
         urgent = [dataclasses.replace(each, priority=-(place == index)) for place, each in enumerate(arrivals)]
         whole = run_until(calm, urgent, arrivals[index].request_id)
         assert found.is_whole
-        assert found.as_simulated.jct_s == pytest.approx(as_served[index], rel=1e-9)
+        assert found.as_simulated.jct_s == pytest.approx(as_served[index].jct_s, rel=1e-9)
         assert found.changed.jct_s == pytest.approx(whole.jct_s, rel=1e-9)
         sizes.append(found.num_requests)
     assert max(sizes) > 1
@@ -90,7 +118,7 @@ def test_a_whole_window_gives_the_answer_of_the_whole_run() -> None:
 def test_an_answer_says_that_requests_were_left_out() -> None:
     crowded = dataclasses.replace(EXPERIMENT, rate=100.0)
     arrivals = make_arrivals(crowded)
-    as_served = completion_times(crowded, arrivals)
+    as_served = lives(crowded, arrivals)
     found = what_if(crowded, arrivals, as_served, 100, Change(priority=-1), most=30)
     assert (found.num_requests, found.is_whole) == (30, False)
 

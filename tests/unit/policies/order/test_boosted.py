@@ -145,6 +145,15 @@ def test_a_turn_is_seen_at_once_and_whatever_was_asked_between() -> None:
     assert names(order, 10.5)[-1] == "long0"
 
 
+def test_a_turn_asks_for_no_bonus_of_residents() -> None:
+    order = Boosted(DecodePrice(STEP, 2, 100_000), theta=4.0, tail=0.01, max_boost_s=1e4, max_pause_s=0.4)
+    stream = job("stream", 80.0, 9.9, output_len=40, computed_len=139)
+    order.add(stream, 9.9)
+    order.ran(stream, 0.1, 10.0)
+    order.add(job("new", 30.0, 10.0), 10.0)
+    assert names(order, 10.0) == ["new", "stream"], "a quarter less to do is enough where no KV is moved for it"
+
+
 @pytest.mark.parametrize(("max_pause_s", "first"), [(0.4, "new"), (0.0, "stands")])
 def test_where_streams_stand_still_the_law_counts_those_that_go_on(max_pause_s: float, first: str) -> None:
     order = Boosted(DecodePrice(STEP, 2, 100_000), theta=1.0, tail=0.01, max_boost_s=1e4, max_pause_s=max_pause_s)
