@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
+import numpy as np
 import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer, LlavaForConditionalGeneration
@@ -64,7 +65,7 @@ def drawn(count: int, seed: int) -> list[Asked]:
     return [Asked(_png(picture), question.text) for picture, question in found[:count]]
 
 
-def _png(picture: object) -> bytes:
+def _png(picture: np.ndarray) -> bytes:
     file = io.BytesIO()
     Image.fromarray(picture).save(file, "PNG")
     return file.getvalue()

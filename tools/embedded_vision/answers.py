@@ -20,7 +20,7 @@ from tools.embedded_model.tokenizer import EOS_ID, PAD_ID
 from tools.embedded_vision.drawing import draw
 from tools.embedded_vision.model import PATCHES, pixels_of, prompt_ids
 from tools.embedded_vision.questions import TASKS, Question
-from tools.embedded_vision.scenes import Scene, number_scene, scenes, shapes_scene
+from tools.embedded_vision.scenes import Part, Scene, number_scene, scenes, shapes_scene
 from tools.embedded_vision.tower import rows_of
 from tools.embedded_vision.words import encode
 
@@ -139,12 +139,12 @@ class TrainingPictures:
         return [TASKS[name].ask(scene, self._rng) for name in names]
 
 
-def check_batches(part: str, count: int, seed: int) -> dict[str, Batch]:
+def check_batches(part: Part, count: int, seed: int) -> dict[str, Batch]:
     """One question about each of ``count`` pictures of every task, drawn from a part of the scenes."""
     batches = {}
     for name, task in TASKS.items():
         rng = random.Random(f"check/{part}/{name}/{seed}")
-        source = scenes(task.make, part, rng)  # type: ignore[arg-type]
+        source = scenes(task.make, part, rng)
         pictures, questions = [], []
         while len(questions) < count:
             scene = next(source)

@@ -69,7 +69,7 @@ def draw(scene: Scene, rng: random.Random, noise: float = NOISE) -> np.ndarray:
 
 
 def _noise(rng: random.Random) -> np.ndarray:
-    """Standard normal ``[SIDE, SIDE, 3]``, cut out of a longer row: drawing it anew costs more than all shapes."""
+    """Standard normal ``[SIDE, SIDE, 3]``, cut out of a longer row: to draw it each time costs more than all shapes."""
     row = _noise_row()
     start = rng.randrange(len(row) - SIDE * SIDE * 3)
     return row[start : start + SIDE * SIDE * 3].reshape(SIDE, SIDE, 3)
