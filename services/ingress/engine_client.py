@@ -104,7 +104,7 @@ class EngineClient(ObservedService, SeeingService, VersionedStreams):
         self._log = LogOutbox(log_store.append, FinishedRequests, self._degraded)
         self._traces = LogOutbox(log_store.append_traces, RequestTraces, self._degraded)
         self._explanations = Explanations(self._peers)
-        self._images = ImageClient(site, self._peers, self._ingress_id)
+        self._images = ImageClient(site, self._peers, self.ingress_id)
         self._logged = LoggedRequests(self._peers, site.config.scheduler.preset)
         self._made: list[ForecastMade] = []
         self.forecaster: PredictorClient | None = None
