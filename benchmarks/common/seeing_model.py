@@ -59,8 +59,9 @@ def save_seeing_model(out: Path, max_tokens: int) -> Path:
     }
     text = _TEXT | special | {"vocab_size": len(tokenizer)}
     torch.manual_seed(0)
-    config = Qwen2VLConfig(text_config=text, vision_config=_TOWER, **ids)  # type: ignore[no-untyped-call]
-    model = Qwen2VLForConditionalGeneration(config).to(torch.bfloat16)
+    fields: dict[str, Any] = {"text_config": text, "vision_config": _TOWER, **ids}
+    model: Any = Qwen2VLForConditionalGeneration(Qwen2VLConfig(**fields))
+    model.to(torch.bfloat16)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     size = {"shortest_edge": 4 * PIXELS_OF_A_TOKEN, "longest_edge": max_tokens * PIXELS_OF_A_TOKEN}

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from core.errors import ConfigError
+from services.commands.ask import JsonOption
 from services.commands.simulate import (
     GpuOption,
-    JsonOption,
     KvTokensOption,
     MaxNumSeqsOption,
     ModelOption,

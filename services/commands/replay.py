@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from services.commands.ask import JsonOption
 from services.commands.simulate import (
     GpuOption,
-    JsonOption,
     KvTokensOption,
     MaxNumSeqsOption,
     ModelOption,

@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from core.errors import ConfigError
-from services.commands.simulate import JsonOption, one_line_errors, preset_names
+from services.commands.ask import JsonOption
+from services.commands.simulate import one_line_errors, preset_names
 
 
 def demo(

@@ -11,6 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -145,7 +146,8 @@ def check_batches(part: Part, count: int, seed: int) -> dict[str, Batch]:
     for name, task in TASKS.items():
         rng = random.Random(f"check/{part}/{name}/{seed}")
         source = scenes(task.make, part, rng)
-        pictures, questions = [], []
+        pictures: list[np.ndarray] = []
+        questions: list[list[Question]] = []
         while len(questions) < count:
             scene = next(source)
             questions.append([task.ask(scene, rng)])

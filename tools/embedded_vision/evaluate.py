@@ -10,7 +10,7 @@ import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -50,7 +50,8 @@ def answers(model: LlavaForConditionalGeneration, asked: Sequence[tuple[np.ndarr
     ids = torch.tensor([[PAD_ID] * (length - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     pixels = pixels_of([picture for picture, _ in asked]).to(model.dtype)
-    out = model.generate(
+    generating: Any = model
+    out = generating.generate(
         input_ids=ids, attention_mask=mask, pixel_values=pixels, max_new_tokens=MAX_ANSWER, do_sample=False
     )
     return [_text(row) for row in out[:, length:].tolist()]

@@ -65,20 +65,20 @@ def build_model() -> LlavaForConditionalGeneration:
         patch_size=PATCH,
         projection_dim=128,
     )
-    config = LlavaConfig(
-        vision_config=tower,
-        text_config=text,
-        image_token_index=IMAGE_ID,
-        image_token_id=IMAGE_ID,
-        vision_feature_layer=-1,
-        vision_feature_select_strategy="default",
-        image_seq_length=PATCHES,
-        tie_word_embeddings=True,
-        bos_token_id=BOS_ID,
-        eos_token_id=EOS_ID,
-        pad_token_id=PAD_ID,
-    )
-    return LlavaForConditionalGeneration(config).float()
+    fields: dict[str, Any] = {
+        "vision_config": tower,
+        "text_config": text,
+        "image_token_index": IMAGE_ID,
+        "image_token_id": IMAGE_ID,
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "default",
+        "image_seq_length": PATCHES,
+        "tie_word_embeddings": True,
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
+        "pad_token_id": PAD_ID,
+    }
+    return LlavaForConditionalGeneration(LlavaConfig(**fields)).float()
 
 
 def export(model: LlavaForConditionalGeneration, out: Path) -> None:

@@ -117,7 +117,7 @@ def _counts(scene: Scene) -> list[int]:
 def train_tower(model: LlavaForConditionalGeneration, stage: TowerStage, steps: int, seed: int) -> None:
     """Trains tower and projector in place; the text model is not run."""
     torch.manual_seed(seed)
-    heads = _Heads(model.config.text_config.hidden_size)
+    heads = _Heads(model.get_input_embeddings().embedding_dim)
     parts = [model.model.vision_tower, model.model.multi_modal_projector, heads]
     optimizer = build_optimizer([(parts, stage.peak)])
     batches = labelled_pictures("training", f"{stage.name}/{seed}", stage.makers)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from PIL import Image
-from playwright.sync_api import Browser, Page, Route, TimeoutError, expect
+from playwright.sync_api import Browser, FilePayload, Page, Route, TimeoutError, expect
 
 from tests.e2e.pages.test_dashboard_page import (
     LONG_S,
@@ -91,14 +91,14 @@ def choose_by_keyboard(page: Page, name: str, data: bytes) -> None:
                 page.keyboard.press("Enter")
         except TimeoutError:
             continue
-        opened.value.set_files([{"name": name, "mimeType": "image/png", "buffer": data}])
+        opened.value.set_files([FilePayload(name=name, mimeType="image/png", buffer=data)])
         return
     pytest.fail("the button opens no chooser")
 
 
 def choose(page: Page, *files: tuple[str, str, bytes]) -> None:
     page.get_by_test_id("picture-file").set_input_files(
-        [{"name": name, "mimeType": mime, "buffer": data} for name, mime, data in files]
+        [FilePayload(name=name, mimeType=mime, buffer=data) for name, mime, data in files]
     )
 
 

@@ -32,7 +32,7 @@ class EchoCalls(Protocol):
     async def perhaps(self, keys: Keys) -> Keys | None: ...
 
     @message()
-    async def note(self, keys: Keys) -> None: ...
+    async def keep(self, keys: Keys) -> None: ...
 
     @message(packed=True)
     async def count(self, submit: Submit) -> Refusals: ...
@@ -56,7 +56,7 @@ class Echo(Component, EchoCalls):
     async def perhaps(self, keys: Keys) -> Keys | None:
         return keys if keys.keys else None
 
-    async def note(self, keys: Keys) -> None:
+    async def keep(self, keys: Keys) -> None:
         self.taken = keys
 
     async def count(self, submit: Submit) -> Refusals:
@@ -85,7 +85,7 @@ async def test_a_stub_carries_values_over_the_wire_and_shares_no_object() -> Non
     assert await calls.perhaps(KEYS) == KEYS
     assert await calls.perhaps(Keys(())) is None
     component.taken = None
-    await calls.note(KEYS)
+    await calls.keep(KEYS)
     assert component.taken == KEYS
 
 

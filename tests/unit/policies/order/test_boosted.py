@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -157,7 +158,7 @@ def test_a_turn_asks_for_no_bonus_of_residents() -> None:
 @pytest.mark.parametrize(("max_pause_s", "first"), [(0.4, "new"), (0.0, "stands")])
 def test_where_streams_stand_still_the_law_counts_those_that_go_on(max_pause_s: float, first: str) -> None:
     order = Boosted(DecodePrice(STEP, 2, 100_000), theta=1.0, tail=0.01, max_boost_s=1e4, max_pause_s=max_pause_s)
-    unknown = {"length": 1.0, "forecast": None, "max_new_tokens": 600}
+    unknown: dict[str, Any] = {"length": 1.0, "forecast": None, "max_new_tokens": 600}
     for number in range(4):
         order.add(job(f"goes-on{number}", **unknown, output_len=300, computed_len=399), 0.0)
     order.add(job("stands", **unknown, output_len=40, computed_len=139), 0.0)
