@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -117,7 +117,8 @@ def _counts(scene: Scene) -> list[int]:
 def train_tower(model: LlavaForConditionalGeneration, stage: TowerStage, steps: int, seed: int) -> None:
     """Trains tower and projector in place; the text model is not run."""
     torch.manual_seed(seed)
-    heads = _Heads(model.get_input_embeddings().embedding_dim)
+    width: Any = model.get_input_embeddings().embedding_dim
+    heads = _Heads(width)
     parts = [model.model.vision_tower, model.model.multi_modal_projector, heads]
     optimizer = build_optimizer([(parts, stage.peak)])
     batches = labelled_pictures("training", f"{stage.name}/{seed}", stage.makers)
