@@ -1,8 +1,8 @@
 """What pictures do to the text streams beside them: ``python -m benchmarks.mixed_pictures``.
 
 A real server of a small random Qwen2-VL. ``--streams`` clients ask for one answer after the other, by turns in two
-kinds of phases. In both, half of them send texts. In the phases "pictures" the other half show pictures that nobody has
-shown before; in the phases "text" they send as many random tokens. Measured is the largest gap between two events of
+kinds of phases. In both, half of them send texts. In the phases "pictures" the other half show pictures that are
+new to the server; in the phases "text" they send as many random tokens. Measured is the largest gap between two events of
 each answer of the first half; printed is its 99th percentile in either kind of phase, and the ratio of the two (1.2 is
 asked at most). The machine's load is printed, since a busy one decides both.
 """
@@ -57,7 +57,7 @@ class Clients:
     """Clients of one server.
 
     Args:
-        num_tokens: Of each answer.
+        num_tokens: Length of each answer.
     """
 
     def __init__(self, url: str, num_tokens: int) -> None:

@@ -75,7 +75,7 @@ class Transformers:
     """The model in ``transformers``.
 
     Args:
-        num_tokens: Of each answer.
+        num_tokens: Length of each answer.
     """
 
     def __init__(self, num_tokens: int) -> None:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from actors.calls.message import message
 from core.messages.plans import Plan, ReportPoll, StepReport, WorkerState
-from core.messages.rank import RankTicket
 from core.messages.tokens import TokenBatches, TokenPoll
+
+
+@dataclass(frozen=True, slots=True)
+class RankTicket:
+    """ModelWorker -> Rank: rank 0's address, and the key that the other ranks need to connect."""
+
+    host: str
+    port: int
+    key: str
 
 
 class TokenCalls(Protocol):

@@ -127,7 +127,7 @@ class Supervisor(Component, SupervisorCalls):
         scaler = Autoscaler(self.context.config, self.context.peers, lambda: self._counts, self._scale)
         for task in scaler.tasks():
             self.spawn(task)
-        self.spawn(again_and_again(self._history.run, HISTORY_PAUSE_S))  # a fault in it is no reason to start anew
+        self.spawn(again_and_again(self._history.run, HISTORY_PAUSE_S))  # a fault in it is no reason to start again
 
     async def stop(self) -> None:
         for task in self._keepers.values():

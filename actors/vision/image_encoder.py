@@ -70,7 +70,7 @@ class _Waiting:
 
 
 class ImageEncoder(Component, ImageEncoderCalls):
-    """Keeps no state that must survive: whoever lost it asks again."""
+    """Keeps no state that must survive: a caller that lost it asks again."""
 
     kind = "ImageEncoder"
 

@@ -18,7 +18,7 @@ class RowCache(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Of all rows."""
+        """Bytes of all rows."""
         ...
 
     def find(self, name: str) -> EncodedImage | None:
@@ -30,7 +30,7 @@ class RowCache(Protocol):
         ...
 
     def sweep(self) -> None:
-        """Drops what nobody asks for any more; called from time to time."""
+        """Drops what no request asks for any more; called from time to time."""
         ...
 
 
@@ -38,7 +38,7 @@ class CarriedRows:
     """Rows in this process, which go with each answer.
 
     Args:
-        max_bytes: Of all rows; 0 keeps none.
+        max_bytes: Most bytes of all rows; 0 keeps none.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -72,7 +72,7 @@ class SharedRows:
     """Rows in files, which answers name.
 
     Args:
-        store: Of the directory that the service shares.
+        store: The store in the directory that the service shares.
     """
 
     def __init__(self, store: RowStore) -> None:

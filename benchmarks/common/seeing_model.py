@@ -48,7 +48,7 @@ def save_seeing_model(out: Path, max_tokens: int) -> Path:
     """Writes the model with its tokenizer and processor.
 
     Args:
-        max_tokens: Of a picture.
+        max_tokens: Most tokens of a picture.
     """
     tokenizer = train_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": list(_PLACEHOLDERS.values())})

@@ -39,10 +39,10 @@ class StoredRows:
     """What a file says of its rows.
 
     Attributes:
-        name: Of the file.
+        name: The file's name.
         num_tokens: Rows.
         grid: As of ``core.images.ImageSpan``.
-        num_bytes: Of the rows.
+        num_bytes: Size of the rows.
     """
 
     name: str
@@ -63,7 +63,7 @@ class RowStore:
 
     Args:
         root: A directory of the service, for its user alone.
-        max_bytes: Of all rows; one picture is always kept, since its reader has yet to come.
+        max_bytes: Most bytes of all rows; one picture is always kept, since its reader has yet to come.
         owner: Names the encoder among those of the service: none drops what another keeps.
     """
 

@@ -20,7 +20,7 @@ _Picture = tuple[str, int]
 """Its name and its tokens; a picture without a name is given one."""
 
 
-class ImageEncoder:
+class SimulatedEncoder:
     """Encodes the pictures that wait, together, in the order in which they came; keeps the rows of the latest.
 
     Args:

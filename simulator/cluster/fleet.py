@@ -30,7 +30,7 @@ from policies.fleet.scheduler import FleetMachine
 from policies.order.offload_orders import OffloadDecider
 from policies.replica.events import RefuseRequest, RequestsArrived
 from policies.replica.scheduler import ReplicaScheduler
-from simulator.cluster.encoder import ImageEncoder
+from simulator.cluster.encoder import SimulatedEncoder
 from simulator.cluster.events import Alarms
 from simulator.cluster.latency import LatencyModel
 from simulator.cluster.pipelined import PipelinedReplica
@@ -109,7 +109,7 @@ class Fleet:
         self._clients = clients
         self._timeline = timeline
         self._flush = flush
-        self.encoder = ImageEncoder(shape.latency.image_cost, shape.image_cache_tokens)
+        self.encoder = SimulatedEncoder(shape.latency.image_cost, shape.image_cache_tokens)
         self._encoding: dict[str, Request] = {}
         self._until = ""
         self._is_over = False

@@ -28,7 +28,7 @@ Point = tuple[float, float]
 
 
 def _polylines(text: str) -> tuple[tuple[Point, ...], ...]:
-    """Of ``x,y x,y ...`` in percent of a box; a semicolon lifts the pen."""
+    """The lines in ``x,y x,y ...`` in percent of a box; a semicolon lifts the pen."""
     return tuple(
         tuple((int(x) / 100, int(y) / 100) for x, y in (point.split(",") for point in stroke.split()))
         for stroke in text.split(";")

@@ -11,7 +11,7 @@ from torch import nn
 
 WARM_UP_STEPS: Final = 40
 FINAL_SHARE: Final = 0.03
-"""Of the peak rate, at the end."""
+"""Share of the peak rate at the end."""
 WEIGHT_DECAY: Final = 0.05
 
 

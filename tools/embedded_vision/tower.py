@@ -47,7 +47,7 @@ COUNTED: Final = (*KINDS, *COLOURS, "")
 """What is counted: shapes of a kind, of a colour, and all."""
 BATCH: Final = 64
 EMPTY_WEIGHT: Final = 0.2
-"""Of an empty cell in the loss: most are empty, and they are learned at once."""
+"""Weight of an empty cell in the loss: most are empty, and they are learned at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ ANSWERS_STEPS: Final = 500
 SHAPES_BATCH: Final = 20
 NUMBERS_BATCH: Final = 32
 SHAPES_SHARE: Final = 0.6
-"""Of pictures of shapes in the loss."""
+"""Weight of pictures of shapes in the loss."""
 TOWER_RATE: Final = 5e-4
 PROJECTOR_RATE: Final = 5e-4
 TEXT_RATE: Final = 2e-3

@@ -13,7 +13,7 @@ from core.errors import InvalidValueError
 from policies.compose import build_router, build_scheduler
 from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
 from policies.settings import PolicySettings
-from simulator.cluster.encoder import MAX_BATCH, ImageEncoder
+from simulator.cluster.encoder import MAX_BATCH, SimulatedEncoder
 from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import GPUS, LinearLatency, ModelShape, Roofline, VisionShape
 from simulator.cluster.records import Record
@@ -88,7 +88,7 @@ def test_who_asks_for_a_picture_that_is_being_encoded_waits_for_it() -> None:
 
 
 def test_the_encoder_keeps_the_latest_pictures() -> None:
-    encoder = ImageEncoder(ImageCost(token_s=1.0), cache_tokens=20)
+    encoder = SimulatedEncoder(ImageCost(token_s=1.0), cache_tokens=20)
     cat, dog, cow = SimImage(10, "cat"), SimImage(10, "dog"), SimImage(10, "cow")
 
     def encode(name: str, *images: SimImage, at: float) -> float:
@@ -113,7 +113,7 @@ def test_the_encoder_keeps_the_latest_pictures() -> None:
 
 
 def test_a_batch_takes_what_waits_up_to_its_bound() -> None:
-    encoder = ImageEncoder(ImageCost(batch_s=1.0, pair_s=0.01), cache_tokens=10_000)
+    encoder = SimulatedEncoder(ImageCost(batch_s=1.0, pair_s=0.01), cache_tokens=10_000)
     pictures = [SimImage(10, str(number)) for number in range(MAX_BATCH + 3)]
     assert not encoder.submit("a", pictures[:1]) and encoder.ends_at == math.inf
     encoder.begin(0.0)

@@ -56,7 +56,7 @@ def test_rows_that_cannot_be_written_go_with_the_answer(tmp_path: Path) -> None:
     store = RowStore(tmp_path, 1 << 20, "e")
     folder = tmp_path / "kept" / "e"
     folder.rmdir()
-    folder.write_bytes(b"")  # a file where the directory was, whoever asks
+    folder.write_bytes(b"")  # a file where the directory was
     cache = SharedRows(store)
     assert cache.keep(name_of(1), image_of(1)) == image_of(1)
     assert cache.find(name_of(1)) is None

@@ -29,7 +29,7 @@ MODEL = "tiny"
 MAX_MODEL_LEN = 64
 VOCAB_SIZE = 300
 IMAGE_TOKENS = 5
-"""Of every picture that a scripted backend sees."""
+"""Tokens of every picture that a scripted backend sees."""
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
