@@ -2,9 +2,9 @@
 
 A real server of a small random Qwen2-VL. ``--streams`` clients ask for one answer after the other, by turns in two
 kinds of phases. In both, half of them send texts. In the phases "pictures" the other half show pictures that are
-new to the server; in the phases "text" they send as many random tokens. Measured is the largest gap between two events of
-each answer of the first half; printed is its 99th percentile in either kind of phase, and the ratio of the two (1.2 is
-asked at most). The machine's load is printed, since a busy one decides both.
+new to the server; in the phases "text" they send as many random tokens. Measured is the largest gap between two events
+of each answer of the first half; printed is its 99th percentile in either kind of phase, and the ratio of the two (1.2
+is asked at most). The machine's load is printed, since a busy one decides both.
 """
 
 from __future__ import annotations
