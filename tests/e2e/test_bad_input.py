@@ -18,7 +18,7 @@ from tests.e2e.server import LONG_S, Server
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 USER = {"role": "user", "content": "hello"}
-IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]}
+IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}]}
 NUM_TOKENS = 400
 TOOL_WITHOUT_NAME = {"type": "function", "function": {}}
 

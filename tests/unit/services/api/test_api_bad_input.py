@@ -171,7 +171,8 @@ def _message(**fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "hi"}, {"role": "user", "content": "hi", **fields}]}
 
 
-IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
+NO_IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
 CHAT_CASES = [
     *COMMON_CASES,
     ({"messages": DROP}, 400, "messages", ["missing"]),
@@ -185,7 +186,8 @@ CHAT_CASES = [
     (_message(content=5), 400, "messages[1].content", ["got 5", "string"]),
     (_message(content=None), 400, "messages[1].content", ["got None"]),
     (_message(content=[]), 400, "messages[1].content", ["got []"]),
-    (_message(content=[IMAGE]), 400, "messages[1].content[0].type", ["'image_url'", "'text'", "images"]),
+    (_message(content=[IMAGE]), 400, "messages[1].content[0].type", ["'a picture'", "'text'"]),
+    (_message(content=[NO_IMAGE]), 400, "messages[1].content[0].image_url.url", ["'data:'", "data URL"]),
     (_message(content=["x"]), 400, "messages[1].content[0]", ["got 'x'"]),
     (_message(content=[{"type": "text"}]), 400, "messages[1].content[0].text", ["a string"]),
     (_message(content=[{"type": "text", "text": "a", "x": 1}]), 400, "messages[1].content[0].x", ["only the fields"]),
