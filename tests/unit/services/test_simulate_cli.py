@@ -102,7 +102,9 @@ def test_a_profile_is_read(tmp_path: Path) -> None:
     cost = {"base_s": 0.5, **dict.fromkeys(names, 0.0)}
     path.write_text(json.dumps({**cost, "kv_bytes": 1024}))
     record = invoke_json("--profile", str(path))
-    assert record["config"]["latency"] == {"cost": cost, "kv_bytes": 1024, "copy_bandwidth": 25e9}
+    no_pictures = dict.fromkeys(("batch_s", "token_s", "pair_s"), 0.0)
+    expected = {"cost": cost, "kv_bytes": 1024, "copy_bandwidth": 25e9, "image_cost": no_pictures}
+    assert record["config"]["latency"] == expected
     assert record["summary"]["itl_s_mean"] == pytest.approx(0.5)
 
 
