@@ -4,7 +4,7 @@ The live counterpart of Past-Future's Table 2, which reports the throughput of m
 model: our server with a number of clients, ``transformers`` picture by picture, and ``transformers`` in static batches.
 All three answer the same questions about the same pictures, decode their PNG files, compute in float32 with the same
 number of threads, and write the same number of tokens. They take turns. Each round has new pictures, so no cache helps.
-``--processors`` keeps everything, server and clients too, on as many processors.
+``taskset -c 0`` before it keeps everything, server and clients too, on one processor.
 """
 
 from __future__ import annotations
@@ -175,11 +175,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="of transformers")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="that each system computes tokens with")
-    parser.add_argument("--processors", type=int, default=0, help="for everything together; 0: all")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    if args.processors:
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.processors])
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as name:
         folder, port = Path(name), free_port()
