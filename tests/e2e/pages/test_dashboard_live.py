@@ -104,11 +104,13 @@ def test_a_killed_service_turns_red_and_then_green(split_server: Server, page: P
 
 
 def test_a_killed_worker_is_red_on_every_page(split_server: Server, page: Page) -> None:
-    tabs = {}
+    browser = page.context.browser
+    assert browser is not None
+    tabs: dict[str, Page] = {}
     for address in PAGES:
         if address in ("/dashboard", "/play"):  # the first is tested above, the other shows no component
             continue
-        tabs[address] = tab = page.context.new_page()
+        tabs[address] = tab = open_page(browser)
         tab.goto(f"{split_server.base_url}{address}")
         expect(tab.get_by_test_id("health")).to_have_attribute("data-level", "ok")
     began_ms = {address: tab.evaluate(NOTE_RED_PILL) for address, tab in tabs.items()}
