@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -64,19 +63,10 @@ def test_a_race_goes_on_over_a_kill_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.alone
-def test_the_first_picture_comes_soon_and_the_ratio_is_the_simulators() -> None:
-    port = free_port()
-    began = time.monotonic()
-    command = farsight("demo", "--once", "--port", str(port), "--json")
-    demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert demo.stderr is not None
-    try:
-        first = next(line for line in demo.stderr if line.startswith("Both services answer"))
-        first_picture_s = time.monotonic() - began
-        out, _ = demo.communicate(timeout=LONG_S)
-    finally:
-        demo.kill()
-    result = json.loads(out)
-    assert first_picture_s <= 45.0, first
+def test_the_ratio_is_the_simulators() -> None:
+    command = farsight("demo", "--once", "--port", str(free_port()), "--json")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S)
+    assert "Both services answer after " in done.stderr, done.stderr
+    result = json.loads(done.stdout)
     assert [side["broken"] for side in result["sides"]] == [0, 0]
     assert abs(result["ratio"] / result["simulated"] - 1) <= AGREEMENT, result
