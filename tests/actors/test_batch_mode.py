@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from actors.runtime.names import LOG_STORE, ROUTER, serving_time_estimator_name
-from core.config.engine import EXECUTIONS
 from core.config.model import ModelConfig
 from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.messages.log import BatchPage, LogQuery
@@ -61,7 +60,7 @@ def estimated(ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest
         yield system
 
 
-@pytest.fixture(scope="module", params=EXECUTIONS)
+@pytest.fixture(scope="module", params=["ragged", pytest.param("static", marks=pytest.mark.long)])
 def cramped(
     request: pytest.FixtureRequest, ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[System]:
@@ -116,7 +115,7 @@ async def test_no_stream_notices_that_the_batcher_was_stopped(magnus: System, tr
         assert router.pid != stopped and "stopped or blocked" in router.last_end
 
 
-@pytest.mark.parametrize("num_estimators", [1, 2])
+@pytest.mark.parametrize("num_estimators", [pytest.param(1, marks=pytest.mark.long), 2])
 async def test_no_stream_notices_that_an_estimator_dies_or_another_answers_in_its_place(
     estimated: System, truth: Truth, num_estimators: int
 ) -> None:
@@ -148,7 +147,9 @@ async def test_a_batch_that_runs_out_of_memory_is_split_and_nobody_notices(cramp
 RELOAD_S = 1.0
 
 
-@pytest.mark.parametrize(("device", "kv_memory"), [("cpu", KV_MEMORY), ("emulated:a100-7b", "400MiB")])
+@pytest.mark.parametrize(
+    ("device", "kv_memory"), [("cpu", KV_MEMORY), pytest.param("emulated:a100-7b", "400MiB", marks=pytest.mark.long)]
+)
 async def test_a_worker_takes_nothing_while_it_reloads_after_a_batch_ran_out_of_memory(
     ray_cluster: None, actor_model_dir: Path, tmp_path: Path, truth: Truth, device: str, kv_memory: str
 ) -> None:
