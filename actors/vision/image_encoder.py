@@ -30,6 +30,7 @@ from actors.runtime.shared_rows import rows_directory
 from actors.vision.encoding_cost import TERMS, EncodingCost
 from actors.vision.row_cache import CarriedRows, RowCache, SharedRows
 from core.errors import ConfigError, FarsightError, InvalidValueError
+from core.memory import return_large_blocks
 from core.messages.images import EncodedImage, EncodedImages, EncodeImages, ImageFile
 from core.messages.pulse import Work
 from core.processors import usable_processors
@@ -102,6 +103,7 @@ class ImageEncoder(Component, ImageEncoderCalls):
         if ray.is_initialized():
             with suppress(OSError):
                 os.nice(_NICE)
+            return_large_blocks()
         model_dir = Path(self.context.site.model_dir)
         loop = asyncio.get_running_loop()
         self._thread_id = await loop.run_in_executor(self._thread, threading.get_native_id)
