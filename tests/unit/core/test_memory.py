@@ -35,4 +35,4 @@ def freed_bytes(returns: bool) -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
 def test_large_blocks_are_returned() -> None:
     assert freed_bytes(returns=True) > (NUM_BLOCKS - 1) * MAPPED_BYTES
-    assert freed_bytes(returns=False) < NUM_BLOCKS // 2 * MAPPED_BYTES, "then nobody needs the call"
+    assert freed_bytes(returns=False) < NUM_BLOCKS // 2 * MAPPED_BYTES, "the call makes no difference"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from actors.vision.tower_bench import measure_model, measure_tower
 from core.costs import ImageCost
 from engine.devices.emulated import Pace
 from engine.devices.emulated_vision import EmulatedVision, emulate_vision
-from services.commands.tower_bench import measure_model, measure_tower
 from tests.unit.engine.vision.models import save_seeing_model
 
 PRICES = ImageCost(batch_s=0.02, token_s=1e-3, pair_s=1e-6)
