@@ -40,6 +40,16 @@ def compute_threads(asked: int, num_sharers: int, root: Path = Path("/")) -> int
     return max(1, min((usable_processors(root) - 1) // num_sharers, largest_node))
 
 
+def encoder_threads(asked: int, root: Path = Path("/")) -> int:
+    """Number of compute threads of an image encoder on CPUs: half of the processors, which workers use as well.
+
+    Args:
+        asked: The configured number; 0 for that half.
+        root: As for ``usable_processors``.
+    """
+    return asked or max(1, usable_processors(root) // 2)
+
+
 def numa_nodes(root: Path = Path("/")) -> list[frozenset[int]]:
     """Processors that this process may use, by NUMA node; empty if the system does not tell.
 

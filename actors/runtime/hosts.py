@@ -4,6 +4,7 @@ cluster."""
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import ray
@@ -26,6 +27,13 @@ def find_host(host: str, namespace: str) -> Any | None:
         return ray.get_actor(actor_name(host), namespace=namespace)
     except ValueError:
         return None
+
+
+async def until_gone(host: str, namespace: str) -> None:
+    """Waits until its name is free: who finds the dead actor by it would take it for one that cannot start."""
+    deadline = time.monotonic() + CREATE_TIMEOUT_S
+    while find_host(host, namespace) is not None and time.monotonic() < deadline:  # noqa: ASYNC110
+        await asyncio.sleep(LOOK_AGAIN_S)
 
 
 def create_host(host: str, site: Site, restarts: int, node_id: str = "", last_end: str = "") -> Any:

@@ -24,7 +24,7 @@ from ray.exceptions import ActorUnavailableError, ActorUnschedulableError, RayAc
 from actors.calls.supervisor import SupervisorCalls
 from actors.runtime.cluster_store import ClusterStore
 from actors.runtime.component import Component, ComponentContext
-from actors.runtime.hosts import CREATE_TIMEOUT_S, find_host, list_hosts, recreate_host
+from actors.runtime.hosts import find_host, list_hosts, recreate_host, until_gone
 from actors.runtime.metrics import ComponentRestarts
 from actors.runtime.names import (
     IMAGE_ENCODER,
@@ -39,6 +39,7 @@ from actors.runtime.names import (
 from actors.runtime.nodes import Homes
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, again_and_again
 from actors.runtime.rank_groups import remove_rank_group
+from actors.runtime.shared_rows import drop_rows_of
 from actors.runtime.watching import watched
 from actors.supervision.autoscaling import Autoscaler
 from actors.supervision.counts import scaled, takes_requests, without_drains
@@ -231,6 +232,7 @@ class Supervisor(Component, SupervisorCalls):
                 await self._drain(replica, DRAIN_S, lambda: True)
         for component in set(self._components(before)) - set(self._components(counts)):
             await self._end_component(component)
+            await asyncio.to_thread(drop_rows_of, component)
         for replica in given_up:
             await self._forget(replica)
             await asyncio.to_thread(remove_rank_group, replica, self._site)
@@ -486,14 +488,8 @@ class Supervisor(Component, SupervisorCalls):
             keeper.cancel()
         if handle is not None:
             ray.kill(handle)
-            await self._until_gone(host)
+            await until_gone(host, self._site.namespace)
         await self._store.remove(_restarts_key(host))
-
-    async def _until_gone(self, host: str) -> None:
-        """Waits until its name is free: who finds the dead actor by it would take it for one that cannot start."""
-        deadline = time.monotonic() + CREATE_TIMEOUT_S
-        while find_host(host, self._site.namespace) is not None and time.monotonic() < deadline:  # noqa: ASYNC110
-            await asyncio.sleep(LOOK_AGAIN_S)
 
 
 def _restarts_key(host: str) -> str:

@@ -30,9 +30,10 @@ from actors.runtime.shared_rows import rows_directory
 from actors.vision.encoding_cost import TERMS, EncodingCost
 from actors.vision.row_cache import CarriedRows, RowCache, SharedRows
 from core.errors import ConfigError, FarsightError, InvalidValueError
+from core.memory import return_large_blocks
 from core.messages.images import EncodedImage, EncodedImages, EncodeImages, ImageFile
 from core.messages.pulse import Work
-from core.processors import usable_processors
+from core.processors import encoder_threads
 from engine.devices.emulated_vision import EmulatedVision, emulate_vision
 from engine.vision.decoder import DecodeLimits, PictureDecoder
 from engine.vision.row_files import RowStore, rows_name
@@ -102,6 +103,7 @@ class ImageEncoder(Component, ImageEncoderCalls):
         if ray.is_initialized():
             with suppress(OSError):
                 os.nice(_NICE)
+            return_large_blocks()
         model_dir = Path(self.context.site.model_dir)
         loop = asyncio.get_running_loop()
         self._thread_id = await loop.run_in_executor(self._thread, threading.get_native_id)
@@ -272,6 +274,6 @@ def _load_tower(model_dir: Path, config: FarsightConfig) -> VisionModel | None:
     from engine.checkpoint.weights import parse_dtype
     from engine.vision.model import load_vision
 
-    torch.set_num_threads(config.images.num_threads or max(1, usable_processors() // 2))
+    torch.set_num_threads(encoder_threads(config.images.num_threads))
     dtype = parse_dtype(config.model.dtype, load_model_config(model_dir), config.images.device)
     return load_vision(model_dir, dtype, config.images.device)

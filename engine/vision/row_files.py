@@ -146,6 +146,16 @@ class RowStore:
                     shutil.rmtree(folder)
 
 
+def drop_rows(root: Path, owner: str) -> None:
+    """Drops what an encoder that has ended has kept, if it has; what requests hold stays.
+
+    Args:
+        root, owner: As for ``RowStore``.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(root / _KEPT / owner)
+
+
 class RowHolder:
     """Holds the rows that one process's requests need. One thread at a time.
 

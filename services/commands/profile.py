@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import platform
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -62,12 +63,14 @@ def _profile(out: Path, model: str | None, dtype: str, engine: EngineConfig, rou
         raise ConfigError("--rounds", rounds, f"an integer >= {HELD_BACK_EVERY}")
     if out.is_dir() or not out.parent.is_dir():
         raise ConfigError("--out", str(out), "a file in an existing directory")
-    worker = build_worker(resolve_model_dir(model or str(_EMBEDDED_MODEL)), dtype, engine, incarnation="profile")
+    model_dir = resolve_model_dir(model or str(_EMBEDDED_MODEL))
+    worker = build_worker(model_dir, dtype, engine, incarnation="profile")
     runner: ModelRunner = worker.runner  # type: ignore[assignment]  # what ``build_worker`` builds computes
     steps = _measure(runner, engine, rounds)
     num_threads = compute_threads(engine.num_threads, num_sharers=1)
     machine = _machine(model or _EMBEDDED_MODEL.name, runner, steps, num_threads)
     found = fit(steps, machine, runner.config.kv_bytes_per_token(runner.pool.dtype))
+    found = _with_pictures(found, model_dir, dtype, engine, rounds)
     out.write_text(found.to_json(), "utf-8")
     if as_json:
         typer.echo(found.to_json(), nl=False)
@@ -94,6 +97,16 @@ def _measure(runner: ModelRunner, engine: EngineConfig, rounds: int) -> list[Mea
         raise ConfigError("--rounds", rounds, f"an integer >= {enough} with so few kinds of steps")
     with progress_bar("steps", rounds * len(grid)) as progress:
         return measure(StepBench(runner), grid, rounds, progress)
+
+
+def _with_pictures(found: ProfileFile, model_dir: Path, dtype: str, engine: EngineConfig, rounds: int) -> ProfileFile:
+    """With the prices of pictures, where the model sees."""
+    from actors.vision.tower_bench import measure_model
+
+    cost = measure_model(model_dir, dtype, engine.device, rounds)
+    if cost is None:
+        return found
+    return replace(found, image_batch_s=cost.batch_s, image_token_s=cost.token_s, image_pair_s=cost.pair_s)
 
 
 def _machine(model: str, runner: ModelRunner, steps: list[MeasuredStep], num_threads: int) -> ProfiledMachine:
@@ -131,6 +144,9 @@ def _print(found: ProfileFile, steps: list[MeasuredStep]) -> None:
     prices = Table("price", "seconds", title="What a step costs")
     for name in ("base_s", "prefill_token_s", "decode_seq_s", "context_token_s", "prefill_pair_s"):
         prices.add_row(name.removesuffix("_s"), f"{getattr(found, name):.3e}")
+    for name in ("image_batch_s", "image_token_s", "image_pair_s"):
+        if getattr(found, name) is not None:
+            prices.add_row(name.removesuffix("_s"), f"{getattr(found, name):.3e}")
     console.print(prices)
     learned = fit_steps([step.sample for step in steps if not is_held_back(step)])
     errors = Table("steps held back", "number", "shortest ms", "longest ms", "error p50", "p90")

@@ -12,7 +12,7 @@ import pytest
 
 from core.errors import InvalidValueError
 from core.images import ImageSpan, digest_of
-from engine.vision.row_files import ORPHANED_S, RowHolder, RowStore, SharedEmbeddings, rows_name
+from engine.vision.row_files import ORPHANED_S, RowHolder, RowStore, SharedEmbeddings, drop_rows, rows_name
 
 HIDDEN = 4
 
@@ -124,6 +124,20 @@ def test_an_encoder_drops_nothing_of_another(tmp_path: Path) -> None:
     kept(second, 3)
     assert first.find(name) is not None
     assert np.array_equal(SharedEmbeddings(tmp_path / "rows").rows(span(name), HIDDEN), rows_of(1))
+
+
+def test_rows_of_an_encoder_that_is_taken_away_go_and_those_that_are_held_stay(tmp_path: Path) -> None:
+    root = tmp_path / "rows"
+    first, second = (RowStore(root, 1 << 20, owner) for owner in "ab")
+    held, dropped, other = kept(first, 1), kept(first, 2), kept(second, 3)
+    holder = RowHolder(root, "mine")
+    assert holder.hold(held)
+    drop_rows(root, "a")
+    drop_rows(root, "a")  # by a Supervisor that does it again
+    assert os.listdir(root / "kept") == ["b"]
+    for name, seed in ((held, 1), (other, 3)):
+        assert np.array_equal(SharedEmbeddings(root).rows(span(name), HIDDEN), rows_of(seed))
+    assert not holder.hold(dropped)
 
 
 def test_what_somebody_else_removed_is_known_to_be_gone(tmp_path: Path) -> None:

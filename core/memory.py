@@ -1,0 +1,24 @@
+"""Memory that the C library gives back."""
+
+from __future__ import annotations
+
+import ctypes
+
+MAPPED_BYTES = 4 << 20
+"""A freed block of so many bytes or more goes back to the system at once; smaller ones are used again."""
+
+_M_MMAP_THRESHOLD = -3  # of malloc.h
+
+
+def return_large_blocks() -> bool:
+    """Has ``malloc`` map every block of ``MAPPED_BYTES`` or more by itself, for the rest of this process's life.
+
+    glibc raises that bound, up to 32 MiB, with each larger block that is freed (mallopt(3), ``M_MMAP_THRESHOLD``). From
+    then on blocks of that size come from the heaps of threads, which small blocks above them keep from shrinking: a
+    process that handles pictures of all sizes grows long after the largest.
+
+    Returns:
+        Whether it is so; another C library than glibc has no such call.
+    """
+    call = getattr(ctypes.CDLL(None), "mallopt", None)
+    return call is not None and bool(call(_M_MMAP_THRESHOLD, MAPPED_BYTES))
