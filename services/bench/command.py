@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from core.errors import ConfigError, FarsightError
-from services.commands.ask import HostOption, PortOption, server_url
+from services.server_address import HostOption, PortOption, server_url
 
 KEY_VARIABLES = ["FARSIGHT_BENCH_API_KEY", "FARSIGHT_API_KEY"]
 """Environment variables with the key; the first goes before the second."""

@@ -14,7 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from services.cli import app
-from services.commands.ask import HostOption, PortOption, UrlOption
+from services.server_address import HostOption, PortOption, UrlOption
 
 NO_RESULT = {("serve",), ("front",)}
 """Commands that run until they are ended; a demo can end by itself."""
