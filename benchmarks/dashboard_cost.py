@@ -199,7 +199,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--window", type=float, default=30.0, help="seconds of a window")
     parser.add_argument("--rate", type=float, default=2.0, help="requests a second, the load in all windows")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", help="file for the figures")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("serve_options", nargs="*", help="after --: more arguments of farsight serve")
     return parser.parse_args()
 

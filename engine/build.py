@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,6 +83,7 @@ def build_worker(
     scheduler: SchedulerConfig | None = None,
     ranks: Ranks | None = None,
     embeddings: EmbeddingSource | None = None,
+    progress: Callable[[int], object] | None = None,
 ) -> Worker:
     """Loads the model, or emulates a device in its place, and sizes the pools.
 
@@ -91,6 +93,7 @@ def build_worker(
             has no use for a host pool or a prefix cache.
         ranks: The other ranks, where the model is spread over several processes.
         embeddings: Where the rows of images are found; None: with the requests.
+        progress: Is told how many tensors of a decoder in one process have been read.
 
     Raises:
         InvalidValueError: the directory, the model or a setting cannot be used; names the field.
@@ -132,7 +135,10 @@ def build_worker(
             from engine.devices.cuda_device import load_device
         else:
             from engine.devices.model_device import load_device
-        device = load_device(model_dir, config, dtype_name, engine, num_replicas, swaps=swaps, bits=BITS[weights])
+        bits = BITS[weights]
+        device = load_device(
+            model_dir, config, dtype_name, engine, num_replicas, swaps=swaps, bits=bits, progress=progress
+        )
     limits = BatchLimits(engine.max_num_seqs, engine.max_batch_tokens)
     blocks = BlockManager(device.num_blocks, engine.kv_block_size, device.token_bytes * engine.kv_block_size)
     num_slots = device.num_blocks * engine.kv_block_size

@@ -15,17 +15,7 @@ import typer
 from core.config.load import load_config
 from services.bench.command import bench
 from services.commands.advise import advise
-from services.commands.ask import (
-    KEY_VARIABLE,
-    ApiKeyOption,
-    HostOption,
-    JsonOption,
-    PortOption,
-    UrlOption,
-    address_of,
-    ask,
-    key_for,
-)
+from services.commands.ask import KEY_VARIABLE, ApiKeyOption, JsonOption, ask, key_for
 from services.commands.evaluate import evaluate
 from services.commands.explain import explain
 from services.commands.front import front
@@ -37,6 +27,7 @@ from services.commands.train import train
 from services.demo.command import demo
 from services.launch.failures import failing_in_two_lines
 from services.one_line_errors import OneLineErrors, failing_in_one_line, naming_flags
+from services.server_address import HostOption, PortOption, UrlOption, address_of
 
 if TYPE_CHECKING:
     from services.commands.scaling import ServerChange

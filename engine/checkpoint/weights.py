@@ -62,7 +62,13 @@ def dtype_of_name(name: str) -> torch.dtype:
 
 
 def load_weights(
-    model_dir: Path, config: DecoderConfig, dtype: torch.dtype, device: str = "cpu", *, keep_quantized: bool = True
+    model_dir: Path,
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    *,
+    keep_quantized: bool = True,
+    progress: Callable[[int], object] | None = None,
 ) -> ModelWeights:
     """Reads a checkpoint onto the device.
 
@@ -70,6 +76,7 @@ def load_weights(
         model_dir: A directory with ``model.safetensors`` or the shards of its index, or a GGUF file.
         keep_quantized: Whether matrices that are quantised in the checkpoint stay so, where there is a record of their
             format; otherwise they become floats. On a GPU they always do.
+        progress: Is told how many of the checkpoint's tensors have been read; ``num_tensors`` says of how many.
 
     Raises:
         CheckpointError: no such files, an unreadable file, or a missing, unexpected or odd tensor; names it.
@@ -79,13 +86,20 @@ def load_weights(
     keeps = keep_quantized and device == "cpu"
     allocation = Allocation(config, dtype, device, record=source.record if keeps else None)
     weights = allocation.model()
-    for name in source.names():
+    for done, name in enumerate(source.names(), start=1):
         if name in allocation.targets:  # the others are kept as records
             target = allocation.targets[name]
             with threads_for(target.numel()):
                 source.fill(name, target)
+        if progress is not None:
+            progress(done)
     allocation.finish()
     return weights
+
+
+def num_tensors(model_dir: Path, config: DecoderConfig) -> int:
+    """The number of tensors that ``load_weights`` reads. Raises what it raises."""
+    return sum(1 for _ in open_checkpoint(model_dir, config).names())
 
 
 def allocate_weights(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from core.config.engine import EngineConfig
@@ -33,6 +34,7 @@ def load_device(
     *,
     swaps: bool,
     bits: int,
+    progress: Callable[[int], object] | None = None,
 ) -> Device:
     """Loads the model and shares out the GPU's memory: weights, then the largest step, then the KV pool.
 
@@ -40,6 +42,7 @@ def load_device(
         num_replicas: Workers that share this machine's memory where a setting is automatic; each has a GPU of its own.
         swaps: Whether there is use for a host pool.
         bits: Round the matrices to 8 or 4 bits; 0 leaves them as the checkpoint has them.
+        progress: As in ``load_weights``.
 
     Raises:
         InvalidValueError: there is no GPU, or the model or a setting cannot be used; names the field.
@@ -50,7 +53,7 @@ def load_device(
     dtype = parse_dtype(dtype_name, config, engine.device)
     token_bytes = config.kv_bytes_per_token(dtype)
     context_len = resolve_max_model_len(config, engine.max_model_len)
-    weights = load_weights(model_dir, config, dtype, engine.device)
+    weights = load_weights(model_dir, config, dtype, engine.device, progress=progress)
     if bits:
         weights = quantize_weights(weights, bits)
     num_blocks = num_pool_blocks(engine, token_bytes, context_len, _free_bytes(config, weights, engine))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ def load_device(
     *,
     swaps: bool,
     bits: int,
+    progress: Callable[[int], object] | None = None,
 ) -> Device:
     """Loads the model and sizes its pools.
 
@@ -37,6 +39,7 @@ def load_device(
         num_replicas: Workers that share this machine's cores and memory where a setting is automatic.
         swaps: Whether there is use for a host pool.
         bits: Round the matrices to 8 or 4 bits; 0 leaves them as the checkpoint has them.
+        progress: As in ``load_weights``.
 
     Raises:
         InvalidValueError: the model or a setting cannot be used; names the field.
@@ -60,6 +63,7 @@ def load_device(
         bits=bits,
         num_threads=num_threads,
         kv_dtype=engine.kv_dtype,
+        progress=progress,
     )
     copier = None
     if num_host_blocks:

@@ -105,6 +105,7 @@ class ModelRunner:
         bits: int = 0,
         num_threads: int = 1,
         kv_dtype: str = "auto",
+        progress: Callable[[int], object] | None = None,
     ) -> ModelRunner:
         """A runner of the checkpoint in ``model_dir`` with a pool of ``num_blocks`` blocks.
 
@@ -115,12 +116,13 @@ class ModelRunner:
             bits: Round the matrices to 8 or 4 bits; 0 leaves them as the checkpoint has them.
             num_threads: As in ``make_backend``.
             kv_dtype: As ``engine.kv_dtype``.
+            progress: As in ``load_weights``.
 
         Raises:
             InvalidValueError: The checkpoint cannot be used; names the reason.
         """
         config = load_model_config(model_dir)
-        weights = load_weights(model_dir, config, dtype)
+        weights = load_weights(model_dir, config, dtype, progress=progress)
         if bits:
             weights = quantize_weights(weights, bits)
         pool = KVPool(config, num_blocks=num_blocks, block_size=block_size, dtype=pool_dtype(kv_dtype, dtype))

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from core.errors import ConfigError, FarsightError
+from services.server_address import HostOption, PortOption, server_url
 
 KEY_VARIABLES = ["FARSIGHT_BENCH_API_KEY", "FARSIGHT_API_KEY"]
 """Environment variables with the key; the first goes before the second."""
@@ -15,8 +16,14 @@ KEY_VARIABLES = ["FARSIGHT_BENCH_API_KEY", "FARSIGHT_API_KEY"]
 
 def bench(
     url: Annotated[
-        list[str], typer.Option(help="Server, as http://127.0.0.1:8000; several are compared in alternating rounds.")
-    ],
+        list[str] | None,
+        typer.Option(
+            help="Server, as http://127.0.0.1:8000, in place of --host and --port; several are compared in "
+            "alternating rounds."
+        ),
+    ] = None,
+    port: PortOption = 8000,
+    host: HostOption = "127.0.0.1",
     label: Annotated[list[str] | None, typer.Option(help="Name of each server in tables.")] = None,
     model: Annotated[
         list[str] | None, typer.Option(help="Model name, for all servers or one each; default: ask the server.")
@@ -83,6 +90,8 @@ def bench(
     from services.bench.options import BenchOptions
 
     try:
+        del given["host"], given["port"]
+        given["url"] = url or [server_url(host, port)]
         given["concurrency"] = _counts(concurrency)
         given |= {name: given[name] or [] for name in ("label", "model", "server_pid", "workload")}
         fields: dict[str, Any] = {

@@ -105,7 +105,7 @@ def advise(
         say_if_pictures_cost_nothing(arrivals, latency)
         parts = cut_windows(arrivals, requests, windows)
         options = setups(names, max_replicas)
-        measured = _measure(experiment, options, parts, seconds)
+        measured = _measure(experiment, options, parts, seconds, as_json)
         advice = judge(measured, good)
         if plot is not None:
             from simulator.advice_plot import write_picture
@@ -163,7 +163,7 @@ _Results = dict[tuple[int, "Setup"], dict[str, float | None]]
 
 
 def _measure(
-    experiment: Experiment, options: Sequence[Setup], parts: Sequence[list[SimRequest]], seconds: float
+    experiment: Experiment, options: Sequence[Setup], parts: Sequence[list[SimRequest]], seconds: float, as_json: bool
 ) -> list[Measured]:
     """Runs windows side by side on all processors until the time is over; the first window always to its end."""
     from core.children import worker_pool
@@ -175,7 +175,7 @@ def _measure(
     results: _Results = {}
     under_way: dict[Future[dict[str, float | None]], tuple[int, Setup]] = {}
     jobs = max(1, usable_processors())
-    with worker_pool(jobs) as pool, progress_bar("requests") as tell:
+    with worker_pool(jobs) as pool, progress_bar("requests", as_json=as_json) as tell:
         while True:
             for index, setup in runs:
                 if index and time.monotonic() > end:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from core.errors import FarsightError, InvalidValueError
+from core.errors import FarsightError
 from services.run_file import find_admin_token, find_tls_cert
 
 KEY_VARIABLE = "FARSIGHT_API_KEY"
@@ -25,38 +25,7 @@ ApiKeyOption = Annotated[
 ]
 
 
-PortOption = Annotated[int, typer.Option(min=1, max=65535, help="Port of the running server.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-HostOption = Annotated[
-    str,
-    typer.Option(help="Address of the running server; https://NAME if it speaks TLS and is on another machine."),
-]
-UrlOption = Annotated[
-    str | None,
-    typer.Option(help="Address of the server, as http://127.0.0.1:8000; in place of --host and --port."),
-]
-
-
-def address_of(url: str | None, host: str, port: int) -> str:
-    """The address of the server that a command means.
-
-    Raises:
-        InvalidValueError: ``url`` is no address.
-    """
-    if url is None:
-        return server_url(host, port)
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise InvalidValueError("--url", url, "an address as http://127.0.0.1:8000")
-    return url.rstrip("/")
-
-
-def server_url(host: str, port: int) -> str:
-    """The address of a server: with TLS if the host says so, or if the run file of a local server does."""
-    scheme, _, name = host.rpartition("://")
-    if not scheme:
-        scheme = "https" if find_tls_cert(port, name) else "http"
-    return f"{scheme}://{f'[{name}]' if ':' in name and name[0] != '[' else name}:{port}"
 
 
 def key_for(url: str, api_key: str | None) -> str:

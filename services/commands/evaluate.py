@@ -19,7 +19,7 @@ from services.commands.train import (
     one_line_errors,
     report_rejected,
 )
-from services.progress import progress_bar
+from services.progress import hide_downloads, progress_bar
 
 if TYPE_CHECKING:
     from core.forecast import Forecast
@@ -53,9 +53,11 @@ def evaluate(
     with one_line_errors():
         if plot is not None:
             _check_plot(plot)
+        if as_json:
+            hide_downloads()
         predictor = _load(directory, encoder, device)
-        found = _read(data, tokenizer, strict)
-        forecasts = _forecast(predictor, found)
+        found = _read(data, tokenizer, strict, as_json)
+        forecasts = _forecast(predictor, found, as_json)
         lens = [each.output_len for each in found.examples]
         scores, tasks = _scores(forecasts, lens, found.tasks)
         if as_json:
@@ -89,11 +91,11 @@ def _load(directory: Path, encoder: str | None, device: str) -> TextPredictor:
     return TextPredictor(artefact, text_model_of(artefact, encoder or "", device), HistoryPredictor())
 
 
-def _read(data: Path, tokenizer: Path | None, strict: bool) -> Examples:
+def _read(data: Path, tokenizer: Path | None, strict: bool, as_json: bool) -> Examples:
     """The rows whose outputs were not cut off; the true length of the others is unknown."""
     from services.commands.forecast_data import EMBEDDED_TOKENIZER, Examples, TokenCounter, read_examples
 
-    with progress_bar("rows") as progress:
+    with progress_bar("rows", as_json=as_json) as progress:
         found = read_examples(data, TokenCounter(tokenizer or EMBEDDED_TOKENIZER), strict, progress)
     report_rejected(found.rejected)
     complete = [pair for pair in zip(found.examples, found.tasks, strict=True) if not pair[0].censored]
@@ -102,10 +104,10 @@ def _read(data: Path, tokenizer: Path | None, strict: bool) -> Examples:
     return Examples([example for example, _ in complete], [task for _, task in complete], found.rejected)
 
 
-def _forecast(predictor: TextPredictor, found: Examples) -> list[Forecast]:
+def _forecast(predictor: TextPredictor, found: Examples, as_json: bool) -> list[Forecast]:
     questions = [each.question for each in found.examples]
     forecasts: list[Forecast] = []
-    with progress_bar("forecasts", len(questions)) as progress:
+    with progress_bar("forecasts", len(questions), as_json=as_json) as progress:
         for begin in range(0, len(questions), _BATCH):
             forecasts += predictor.forecast(questions[begin : begin + _BATCH])
             if progress is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from core.errors import ConfigError, FarsightError
-from services.commands.ask import ApiKeyOption, HostOption, JsonOption, PortOption, UrlOption, address_of, ask, key_for
+from services.commands.ask import ApiKeyOption, JsonOption, ask, key_for
 from services.commands.simulate import (
     KvTokensOption,
     MaxNumSeqsOption,
@@ -18,6 +18,7 @@ from services.commands.simulate import (
     check_counts,
 )
 from services.commands.what_if import Question, answer, sentence
+from services.server_address import HostOption, PortOption, UrlOption, address_of
 
 if TYPE_CHECKING:
     from rich.console import Console

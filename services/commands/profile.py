@@ -15,7 +15,7 @@ from core.errors import ConfigError, FarsightError
 from core.processors import compute_threads, usable_processors
 from services.commands.ask import JsonOption
 from services.one_line_errors import naming_flags
-from services.progress import progress_bar
+from services.progress import hide_downloads, progress_bar
 
 if TYPE_CHECKING:
     from engine.steps.model_runner import ModelRunner
@@ -56,17 +56,23 @@ def profile(
 
 def _profile(out: Path, model: str | None, dtype: str, engine: EngineConfig, rounds: int, as_json: bool) -> None:
     from engine.build import build_worker
-    from engine.checkpoint.model_config import resolve_model_dir
+    from engine.checkpoint.model_config import load_model_config, resolve_model_dir
+    from engine.checkpoint.weights import num_tensors
     from services.commands.step_bench import HELD_BACK_EVERY, fit
 
     if rounds < HELD_BACK_EVERY:
         raise ConfigError("--rounds", rounds, f"an integer >= {HELD_BACK_EVERY}")
     if out.is_dir() or not out.parent.is_dir():
         raise ConfigError("--out", str(out), "a file in an existing directory")
+    if as_json:
+        hide_downloads()
     model_dir = resolve_model_dir(model or str(_EMBEDDED_MODEL))
-    worker = build_worker(model_dir, dtype, engine, incarnation="profile")
+    with progress_bar(
+        "tensors loaded", num_tensors(model_dir, load_model_config(model_dir)), as_json=as_json
+    ) as progress:
+        worker = build_worker(model_dir, dtype, engine, incarnation="profile", progress=progress)
     runner: ModelRunner = worker.runner  # type: ignore[assignment]  # what ``build_worker`` builds computes
-    steps = _measure(runner, engine, rounds)
+    steps = _measure(runner, engine, rounds, as_json)
     num_threads = compute_threads(engine.num_threads, num_sharers=1)
     machine = _machine(model or _EMBEDDED_MODEL.name, runner, steps, num_threads)
     found = fit(steps, machine, runner.config.kv_bytes_per_token(runner.pool.dtype))
@@ -82,7 +88,7 @@ def _profile(out: Path, model: str | None, dtype: str, engine: EngineConfig, rou
     typer.echo(f"written: {out}", err=True)
 
 
-def _measure(runner: ModelRunner, engine: EngineConfig, rounds: int) -> list[MeasuredStep]:
+def _measure(runner: ModelRunner, engine: EngineConfig, rounds: int, as_json: bool) -> list[MeasuredStep]:
     from estimator.grid import SMALLEST_CHUNK, StepLimits, step_grid
     from estimator.step_profile import MIN_SAMPLES
     from services.commands.step_bench import StepBench, measure, num_fitted
@@ -95,7 +101,7 @@ def _measure(runner: ModelRunner, engine: EngineConfig, rounds: int) -> list[Mea
     if len(grid) * num_fitted(rounds) < MIN_SAMPLES:
         enough = next(each for each in itertools.count(rounds) if len(grid) * num_fitted(each) >= MIN_SAMPLES)
         raise ConfigError("--rounds", rounds, f"an integer >= {enough} with so few kinds of steps")
-    with progress_bar("steps", rounds * len(grid)) as progress:
+    with progress_bar("steps", rounds * len(grid), as_json=as_json) as progress:
         return measure(StepBench(runner), grid, rounds, progress)
 
 

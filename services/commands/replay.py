@@ -63,7 +63,7 @@ def replay(
         experiment = _experiment(log, presets[0], replicas, max_num_seqs, machine)
         if kv_tokens is not None:
             experiment = dataclasses.replace(experiment, kv_tokens=kv_tokens)
-        rows = [_truth(traffic), *_replayed(experiment, presets, traffic)]
+        rows = [_truth(traffic), *_replayed(experiment, presets, traffic, as_json)]
         if as_json:
             from simulator.results import to_json
 
@@ -105,12 +105,12 @@ def _truth(traffic: Traffic) -> _Row:
     return row
 
 
-def _replayed(experiment: Experiment, presets: Sequence[str], traffic: Traffic) -> list[_Row]:
+def _replayed(experiment: Experiment, presets: Sequence[str], traffic: Traffic, as_json: bool) -> list[_Row]:
     from simulator.run import run
 
     arrivals, rows = traffic.arrivals(), []
     for name in presets:
-        with progress_bar("requests", len(arrivals)) as progress:
+        with progress_bar("requests", len(arrivals), as_json=as_json) as progress:
             outcome = run(dataclasses.replace(experiment, preset=name), arrivals, progress=progress)
         rows.append({"preset": name} | outcome.summary.to_dict())
     return rows

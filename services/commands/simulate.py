@@ -291,7 +291,7 @@ def _simulate(experiment: Experiment, out: Path | None, plot: Path | None, as_js
     arrivals = make_arrivals(experiment)
     say_if_pictures_cost_nothing(arrivals, experiment.latency)
     timeline = None if plot is None else Timeline()
-    with progress_bar("requests", len(arrivals)) as progress:
+    with progress_bar("requests", len(arrivals), as_json=as_json) as progress:
         outcome = run(experiment, arrivals, progress=progress, timeline=timeline)
     if as_json:
         typer.echo(to_json({"config": config_of(experiment), "summary": outcome.summary.to_dict()}))
@@ -320,7 +320,7 @@ def _compare(experiment: Experiment, presets: list[str], seeds: range, as_json: 
 
     num_requests = experiment.num_requests
     total = None if num_requests is None else num_requests * len(presets) * len(seeds)
-    with progress_bar("requests", total) as progress:
+    with progress_bar("requests", total, as_json=as_json) as progress:
         compared = run_all(experiment, presets, seeds, progress)
     slowdown = idle_slowdown(compared)
     if slowdown is not None:

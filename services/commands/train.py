@@ -14,7 +14,7 @@ from core.errors import ConfigError, FarsightError, InvalidValueError
 from core.forecast import Example
 from services.commands.ask import JsonOption
 from services.commands.logged_traffic import opened_log
-from services.progress import progress_bar
+from services.progress import hide_downloads, progress_bar
 
 if TYPE_CHECKING:
     from estimator.knn import ServedBatch
@@ -90,6 +90,8 @@ def train(
             line = f'{path}: learned from {num_batches} batches; serve with [batch] artefact = "{out}"'
             typer.echo(json.dumps({"path": str(path), "num_batches": num_batches}) if as_json else line)
             return
+        if as_json:
+            hide_downloads()
         if kind == BERT:
             made = _fine_tuning(encoder, device, epochs, max_tokens, seed)
         else:
@@ -160,10 +162,10 @@ def _train(data: Path, out: Path, training: Training, tokenizer: Path | None, st
     # The version counts up from the existing file; a damaged file is reported, not overwritten.
     version = load(out).metadata["version"] + 1 if (out / FILE_NAME).exists() else 1
     counter = TokenCounter(tokenizer or EMBEDDED_TOKENIZER)
-    with progress_bar("rows") as progress:
+    with progress_bar("rows", as_json=as_json) as progress:
         found = read_examples(data, counter, strict, progress)
     report_rejected(found.rejected)
-    with progress_bar("texts read") as progress:
+    with progress_bar("texts read", as_json=as_json) as progress:
         artefact = training(found.examples, version, progress)
     path = artefact.save(out)
     left_out = sum(each.censored for each in found.examples)

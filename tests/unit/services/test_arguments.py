@@ -14,6 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from services.cli import app
+from services.server_address import HostOption, PortOption, UrlOption
 
 NO_RESULT = {("serve",), ("front",)}
 """Commands that run until they are ended; a demo can end by itself."""
@@ -116,6 +117,33 @@ def test_a_wrong_number_is_told_with_its_flag(
 @pytest.mark.parametrize("command", COMMANDS, ids="-".join)
 def test_every_command_with_a_result_has_json(command: Command) -> None:
     assert ("--json" in flags_of(command)) == (command not in NO_RESULT)
+
+
+LISTENS = {("serve",), ("front",), ("demo",)}
+"""Commands whose ``--port`` is their own."""
+
+CLIENTS = [("status",), ("scale",), ("drain",), ("upgrade",), ("explain",), ("bench",)]
+
+
+def test_commands_that_ask_a_server_name_it_alike() -> None:
+    naming: dict[str, Any] = {"port": PortOption, "host": HostOption, "url": UrlOption}
+    for command, callback in COMMANDS.items():
+        hints = typing.get_type_hints(callback, include_extras=True)
+        given = {name: hints[name] for name in naming if name in hints and command not in LISTENS}
+        if command == ("bench",):
+            assert given.pop("url")  # several servers
+        known = {name: kind for name, kind in naming.items() if (command, name) != (("bench",), "url")}
+        assert given == (known if command in CLIENTS else {}), command
+
+
+@pytest.mark.parametrize("flag", ["--url=http://127.0.0.1:1", "--port=1"])
+@pytest.mark.parametrize("command", CLIENTS, ids="-".join)
+def test_a_client_asks_the_server_that_it_is_told(
+    command: Command, flag: str, needed: dict[Command, list[str]], tmp_path: Path
+) -> None:
+    args = [] if command == ("bench",) else needed.get(command, [])
+    wanted = ["--model", str(tmp_path)] if command == ("upgrade",) else []
+    assert "127.0.0.1:1" in refusal(command, [*args, *wanted, flag])
 
 
 @pytest.mark.parametrize(

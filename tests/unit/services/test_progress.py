@@ -52,6 +52,11 @@ def test_a_terminal_shows_what_is_done(total: int | None, last: str) -> None:
     assert last in shown
 
 
+def test_json_has_no_bar() -> None:
+    script = SCRIPT.format(total=3).replace("3) as", "3, as_json=True) as").replace("tell(done)", "assert tell is None")
+    assert on_a_terminal(script) == ("done\n", "")
+
+
 def test_a_pipe_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with progress_bar("rows", 3) as tell:
         assert tell is None

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from core.errors import FarsightError
-from services.commands.ask import key_for, server_url
+from services.commands.ask import key_for
 from services.run_file import ADMIN_TOKEN_VARIABLE, find_admin_token, find_tls_cert, published, run_directory
+from services.server_address import server_url
 
 
 @pytest.fixture(autouse=True)
