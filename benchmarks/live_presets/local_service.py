@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import ChainMap
 from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -54,6 +54,7 @@ class LocalSite:
     placement: str = "fused"
     model_version: int = 0
     model_since: float = 0.0
+    sees: bool = False
     components: ChainMap[str, Answering] = field(default_factory=ChainMap)
 
     def peers(self, local: dict[str, Answering] | None = None, host: str = "") -> PeerBook:
@@ -118,21 +119,21 @@ async def running(config: FarsightConfig, forecasts: Mapping[str, Forecast], mod
         if name not in (LOG_STORE, predictor)
     ]
     named = by_host(components, site.placement)
-    hosts = {name: ComponentHost(name, site, 0) for name in named}
-    for name, host in hosts.items():
-        await host.add(named[name])
-    await _up(hosts.values())
-    served = await site.peers().router().model()
-    assert served is not None
-    model = ModelInfo("emulated", int(time.time()), config.engine.max_model_len, False, 0, benchmark_mode=True)
-    client = EngineClient(site, model, prefix_block_size=served.prefix_block_size)
-    await client.start()
-    try:
+    async with AsyncExitStack() as ends:
+        hosts = {name: ComponentHost(name, site, 0) for name in named}
+        for name, host in hosts.items():
+            ends.push_async_callback(
+                host.close
+            )  # also of one that does not start: uvloop waits for ever for its sockets
+            await host.add(named[name])
+        await _up(hosts.values())
+        served = await site.peers().router().model()
+        assert served is not None
+        model = ModelInfo("emulated", int(time.time()), config.engine.max_model_len, False, 0, benchmark_mode=True)
+        client = EngineClient(site, model, prefix_block_size=served.prefix_block_size)
+        ends.push_async_callback(client.close)
+        await client.start()
         yield Service(client, list(hosts.values()))
-    finally:
-        await client.close()
-        for host in hosts.values():
-            await host.close()
 
 
 async def _up(hosts: Iterable[ComponentHost]) -> None:
