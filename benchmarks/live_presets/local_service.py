@@ -122,9 +122,8 @@ async def running(config: FarsightConfig, forecasts: Mapping[str, Forecast], mod
     async with AsyncExitStack() as ends:
         hosts = {name: ComponentHost(name, site, 0) for name in named}
         for name, host in hosts.items():
-            ends.push_async_callback(
-                host.close
-            )  # also of one that does not start: uvloop waits for ever for its sockets
+            # Also that of one that does not start: the end of a uvloop waits for ever for sockets that are open.
+            ends.push_async_callback(host.close)
             await host.add(named[name])
         await _up(hosts.values())
         served = await site.peers().router().model()
