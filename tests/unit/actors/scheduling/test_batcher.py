@@ -220,12 +220,11 @@ async def test_estimates_follow_the_measured_steps_until_batches_are_known() -> 
         await eventually(lambda: found.batcher._times(4, 100, 50) > 10 * before_s)
 
 
-async def test_every_two_minutes_a_version_is_stored_with_the_error_of_the_one_before(
+async def test_every_so_often_a_version_is_stored_with_the_error_of_the_one_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("actors.learning.batch_time_learner.LOOK_S", 0.01)
-    monkeypatch.setattr("estimator.knn.PERIOD_S", 0.05)
-    async with opened() as log_store, shop("magnus", log_store) as found:
+    async with opened() as log_store, shop("magnus", log_store, learn_every_s=0.05) as found:
         await found.up()
         await found.submit("a")
         await found.end("a")
