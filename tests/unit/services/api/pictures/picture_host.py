@@ -37,6 +37,7 @@ class PictureHost:
         self.names: list[str | None] = []
         self.num_open = 0
         self.port = 0
+        self._tasks: set[asyncio.Task[None]] = set()  # kept: an answer that waits for ever may be collected else
 
     @contextlib.asynccontextmanager
     async def serving(self, tls: ssl.SSLContext | None = None, port: int = 0) -> AsyncIterator[PictureHost]:
@@ -48,8 +49,14 @@ class PictureHost:
             yield self
         finally:
             server.close()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
         self.num_open += 1
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
@@ -60,9 +67,10 @@ class PictureHost:
             else:
                 await answer(writer)
             await writer.drain()
-        except (OSError, EOFError):
-            pass  # the client has left, as it should where an answer is hostile
+        except (OSError, EOFError, asyncio.CancelledError):
+            pass  # the client has left, as it should where an answer is hostile; or the test is over
         finally:
+            self._tasks.remove(task)
             self.num_open -= 1
             writer.close()
 
