@@ -122,7 +122,7 @@ async def running(config: FarsightConfig, forecasts: Mapping[str, Forecast], mod
     async with AsyncExitStack() as ends:
         hosts = {name: ComponentHost(name, site, 0) for name in named}
         for name, host in hosts.items():
-            # Also that of one that does not start: the end of a uvloop waits for ever for sockets that are open.
+            # Before it starts: a host that fails to start is closed as well, and uvloop would wait for ever for its sockets.
             ends.push_async_callback(host.close)
             await host.add(named[name])
         await _up(hosts.values())

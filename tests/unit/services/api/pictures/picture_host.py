@@ -37,7 +37,7 @@ class PictureHost:
         self.names: list[str | None] = []
         self.num_open = 0
         self.port = 0
-        self._tasks: set[asyncio.Task[None]] = set()  # kept: an answer that waits for ever may be collected else
+        self._tasks: set[asyncio.Task[None]] = set()  # Nothing else refers to an answer that waits for ever.
 
     @contextlib.asynccontextmanager
     async def serving(self, tls: ssl.SSLContext | None = None, port: int = 0) -> AsyncIterator[PictureHost]:
