@@ -122,7 +122,7 @@ async def running(config: FarsightConfig, forecasts: Mapping[str, Forecast], mod
     async with AsyncExitStack() as ends:
         hosts = {name: ComponentHost(name, site, 0) for name in named}
         for name, host in hosts.items():
-            # Before it starts: a host that fails to start is closed as well, and uvloop would wait for ever for its sockets.
+            # Before it starts: uvloop would wait for ever for the sockets of a host that failed and was not closed.
             ends.push_async_callback(host.close)
             await host.add(named[name])
         await _up(hosts.values())
