@@ -1,7 +1,7 @@
 """Judges whether a process hangs, by its answers and by the activity of its threads. No clock, no I/O.
 
 On a busy machine lateness alone proves nothing. A thread that meanwhile has neither computed nor waited for a processor
-proves much: it is stopped, or it waits for something that does not come.
+or the disk proves much: it is stopped, or it waits for something that does not come.
 """
 
 from __future__ import annotations

@@ -12,6 +12,10 @@ from core.messages.pulse import ProcessLife, ThreadClock
 
 _PROC = Path("/proc")
 _BEGAN, _STATE = 19, 0
+_RUNNABLE = ("R", "D")
+"""States of a thread that computes or waits for a processor, and of one that waits for the disk: a page of the program
+that the system has dropped from memory takes seconds on a busy machine, and is no more the thread's fault."""
+
 """Indexes of fields of a ``stat`` file, counted after the process name, which may hold any characters."""
 
 
@@ -29,7 +33,7 @@ def read_clock(pid: int, thread_id: int) -> ThreadClock | None:
         state = _stat(folder)[_STATE]
     except (OSError, ValueError):
         return None
-    return ThreadClock((int(computed_ns) + int(waited_ns)) / 1e9, runnable=state == "R")
+    return ThreadClock((int(computed_ns) + int(waited_ns)) / 1e9, runnable=state in _RUNNABLE)
 
 
 def clock_of(life: ProcessLife) -> ThreadClock | None:

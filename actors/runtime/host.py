@@ -177,9 +177,9 @@ class ComponentHost(HostCalls):
 
     async def _begin_beating(self) -> None:
         """Lets watchers tell an event loop that hangs from one that messages do not reach: this one always turns."""
-        if ray.is_initialized():
-            await Lives(self._site.namespace).put(self._host)
         self._beating = asyncio.create_task(self._beat())
+        if ray.is_initialized():  # from then on, watchers read the clock of this event loop
+            await Lives(self._site.namespace).put(self._host)
 
     async def _beat(self) -> None:
         while True:  # noqa: ASYNC110, the turns are what it is for

@@ -11,7 +11,7 @@ class ThreadClock:
 
     Attributes:
         effort_s: Seconds that it has computed, or waited for a processor.
-        runnable: Whether it computes or waits for a processor now.
+        runnable: Whether it computes, or waits for a processor or the disk, now.
     """
 
     effort_s: float

@@ -50,7 +50,8 @@ _LOOK_S = 0.05
 _DAEMON_LOGS = ("gcs_server", "raylet", "dashboard.", "runtime_env_agent")
 _LOG_LINES = 40
 
-_AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
+_JOB_AGENT_PORT = "dashboard_agent_listen_port"
+_AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", _JOB_AGENT_PORT, "runtime_env_agent_port")
 """Ray's names of its agents' ports."""
 
 
@@ -270,26 +271,34 @@ def few_daemons(ports: range) -> Iterator[None]:
 
     Skipped are the autoscaler, which finds more machines, and the log monitor, which prints the output of workers.
     Ray's agents also get ports of this cluster alone. By default the job agent has the same port in every cluster, so
-    that only the first of several clusters on one machine would accept jobs. Ray 2.60 waits only 15 s for ports that
-    agents choose themselves; on a busy machine they come later, and the start fails.
+    that only the first of several clusters on one machine would accept jobs. The raylet ends if it has to wait more
+    than 15 s for a port that an agent chooses, a constant of Ray 2.60 that a busy machine exceeds. ``ray.init`` tells
+    the raylet every agent's port but the job agent's, so this context adds that one.
 
     Args:
         ports: Ports of this cluster alone. The agents take the last ones; other users begin with the first.
     """
     import ray._private.parameter
+    import ray._private.services
+    from ray._private.ray_constants import PROCESS_TYPE_RAYLET
 
     parameter: Any = ray._private.parameter
-    before = parameter.RayParams
+    services: Any = ray._private.services
+    make_before, start_before = parameter.RayParams, services.start_ray_process
     agents = dict(zip(_AGENT_PORTS, free_ports(reversed(ports), len(_AGENT_PORTS)), strict=True))
 
     def make(**settings: Any) -> Any:
-        return before(**settings | agents | {"no_monitor": True, "include_log_monitor": False})
+        return make_before(**settings | agents | {"no_monitor": True, "include_log_monitor": False})
 
-    parameter.RayParams = make
+    def start(command: list[str], process_type: str, **settings: Any) -> Any:
+        told = [f"--{_JOB_AGENT_PORT}={agents[_JOB_AGENT_PORT]}"] if process_type == PROCESS_TYPE_RAYLET else []
+        return start_before([*command, *told], process_type, **settings)
+
+    parameter.RayParams, services.start_ray_process = make, start
     try:
         yield
     finally:
-        parameter.RayParams = before
+        parameter.RayParams, services.start_ray_process = make_before, start_before
 
 
 def _set_environment(directory: Path, proxy: str, ports: range, server: ServerConfig | None) -> None:

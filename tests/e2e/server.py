@@ -102,6 +102,7 @@ class Server:
         Returns:
             Seconds until everything was gone.
         """
+        assert self.process.poll() is None, f"the server has ended by itself: {self.log.read_text()}"
         children = self.children()
         began = time.monotonic()
         if number == signal.SIGINT:

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
+from actors.pulse import process_clock
 from actors.pulse.process_clock import clock_of, is_alive, kill, own_life, read_clock
-from core.messages.pulse import ProcessLife
+from core.messages.pulse import ProcessLife, ThreadClock
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
 
@@ -41,6 +43,18 @@ def life_of(process: subprocess.Popen[str]) -> ProcessLife:
 def wait_for_state(process: subprocess.Popen[str], state: str) -> None:
     while psutil.Process(process.pid).status() != state:
         pass  # a signal is on its way
+
+
+@pytest.mark.parametrize(("state", "runnable"), [("R", True), ("D", True), ("S", False), ("T", False)])
+def test_a_thread_that_waits_for_a_processor_or_the_disk_does_not_stand_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, runnable: bool
+) -> None:
+    thread = tmp_path / "7" / "task" / "8"
+    thread.mkdir(parents=True)
+    (thread / "schedstat").write_text("1500000000 500000000 3\n")
+    (thread / "stat").write_text(f"8 (of (any) name) {state} 1 7 7\n")
+    monkeypatch.setattr(process_clock, "_PROC", tmp_path)
+    assert read_clock(7, 8) == ThreadClock(2.0, runnable)
 
 
 def test_the_clock_of_a_thread_that_turns_moves_and_that_of_a_stopped_one_does_not(

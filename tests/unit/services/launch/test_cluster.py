@@ -58,14 +58,22 @@ def test_a_directory_that_cannot_be_removed_holds_nobody_up(directory: Path, mon
 
 
 def test_the_agents_of_ray_get_ports_that_nobody_else_of_the_cluster_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None is left to them: Ray would wait for their choice, but not for long."""
+    """None is left to them: the raylet would wait for their choice, but not for long."""
     made: list[dict[str, Any]] = []
+    started: list[list[str]] = []
     monkeypatch.setattr(parameter, "RayParams", lambda **settings: made.append(settings))
+    monkeypatch.setattr(services, "start_ray_process", lambda command, *_, **settings: started.append(command))
     with reserved_ports() as ports:
         taken = free_ports(ports, 1)[0]
         with cluster.few_daemons(ports):
             parameter.RayParams(metrics_export_port=None, num_cpus=2)
+            for process_type in ("raylet", "gcs_server"):
+                services.start_ray_process([process_type], process_type, fate_share=True)
     (settings,) = made
+    assert started == [
+        ["raylet", f"--dashboard_agent_listen_port={settings['dashboard_agent_listen_port']}"],
+        ["gcs_server"],
+    ]
     agents = [value for name, value in settings.items() if name.endswith("_port")]
     assert len(set(agents)) == len(agents) == 4
     assert set(agents) <= set(ports) - {taken}
