@@ -43,6 +43,7 @@ NUM_TOKENS = 250
 INDEXES = range(8)
 KV_MEMORY = "400KiB"
 """800 tokens of this model."""
+RELOAD_S = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -60,18 +61,28 @@ def estimated(ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest
         yield system
 
 
-@pytest.fixture(scope="module", params=["ragged", pytest.param("static", marks=pytest.mark.long)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("cpu", KV_MEMORY, "ragged"),
+        pytest.param(("cpu", KV_MEMORY, "static"), marks=pytest.mark.long),
+        pytest.param(("emulated:a100-7b", "400MiB", "ragged"), marks=pytest.mark.long),  # 512 KiB a token
+    ],
+    ids=lambda param: f"{param[0]} {param[2]}",
+)
 def cramped(
     request: pytest.FixtureRequest, ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[System]:
     """One worker whose memory holds two or three of the streams to their end, under batches of eight."""
+    device, kv_memory, execution = request.param
     tables = {
         "model": ModelConfig(name="m", dtype="float32"),
-        "engine": dataclasses.replace(ENGINE, kv_memory=KV_MEMORY),
-        "batch": BatchConfig(batch_size=8, max_wait_s=1.0),
+        "engine": dataclasses.replace(ENGINE, device=device, kv_memory=kv_memory),
+        "batch": BatchConfig(batch_size=8, max_wait_s=1.0, reload_s=RELOAD_S),
     }
-    scheduler = SchedulerConfig(preset="multi-bin", execution=request.param)
-    with open_system("split", actor_model_dir, tmp_path_factory.mktemp("log"), scheduler, **tables) as system:
+    folder = tmp_path_factory.mktemp("log")
+    scheduler = SchedulerConfig(preset="multi-bin", execution=execution, event_log=str(folder / "events"))
+    with open_system("split", actor_model_dir, folder, scheduler, **tables) as system:
         yield system
 
 
@@ -137,48 +148,27 @@ async def test_no_stream_notices_that_an_estimator_dies_or_another_answers_in_it
     await eventually(logged, "batches in the log")
 
 
-async def test_a_batch_that_runs_out_of_memory_is_split_and_nobody_notices(cramped: System, truth: Truth) -> None:
-    async with calm_client(cramped) as client:
-        await read_all(client, truth)
-    splits = await cramped.metric(ROUTER, "farsight:batch_splits_total")
-    assert splits >= 1
-
-
-RELOAD_S = 1.0
-
-
-@pytest.mark.parametrize(
-    ("device", "kv_memory"), [("cpu", KV_MEMORY), pytest.param("emulated:a100-7b", "400MiB", marks=pytest.mark.long)]
-)
-async def test_a_worker_takes_nothing_while_it_reloads_after_a_batch_ran_out_of_memory(
-    ray_cluster: None, actor_model_dir: Path, tmp_path: Path, truth: Truth, device: str, kv_memory: str
+async def test_a_batch_that_runs_out_of_memory_is_split_its_worker_reloads_and_nobody_notices(
+    cramped: System, truth: Truth
 ) -> None:
-    """One worker, which holds 800 tokens; a token of the emulated model is 512 KiB."""
-    tables = {
-        "model": ModelConfig(name="m", dtype="float32"),
-        "engine": dataclasses.replace(ENGINE, device=device, kv_memory=kv_memory),
-        "batch": BatchConfig(batch_size=8, max_wait_s=1.0, reload_s=RELOAD_S),
-    }
-    events = tmp_path / "events"
-    scheduler = SchedulerConfig(preset="multi-bin", event_log=str(events))
-    with open_system("split", actor_model_dir, tmp_path, scheduler, **tables) as system:
-        async with calm_client(system) as client:
-            streams = await asyncio.gather(*(read(client, index, NUM_TOKENS) for index in INDEXES))
+    async with calm_client(cramped) as client:
+        streams = await asyncio.gather(*(read(client, index, NUM_TOKENS) for index in INDEXES))
     for index, tokens in zip(INDEXES, streams, strict=True):
-        if device == "cpu":
+        if cramped.site.config.engine.device == "cpu":
             truth.check(index, tokens, NUM_TOKENS)
         else:
             assert len(tokens) == NUM_TOKENS, "an emulated device has tokens of its own"
-    (log,) = events.glob(f"{ROUTER}*")
-    pauses = pauses_after_breaks(log.read_bytes())
+    assert await cramped.metric(ROUTER, "farsight:batch_splits_total") >= 1
+    pauses = pauses_after_breaks(cramped.site.config.scheduler.event_log)
     assert pauses and min(pauses) >= RELOAD_S, pauses
 
 
-def pauses_after_breaks(data: bytes) -> list[float]:
+def pauses_after_breaks(event_log: str) -> list[float]:
     """From each end of a batch that broke off to the next batch, on the only worker; seconds."""
+    (log,) = Path(event_log).glob(f"{ROUTER}*")
     broke_at: float | None = None
     pauses: list[float] = []
-    for each in read_log(data)[1]:
+    for each in read_log(log.read_bytes())[1]:
         if broke_at is not None and any(isinstance(said, PlaceRequests) for said in each.instructions):
             pauses.append(each.now - broke_at)
             broke_at = None

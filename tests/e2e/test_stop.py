@@ -18,14 +18,15 @@ from services.run_file import run_directory
 from tests.e2e.server import LONG_S, STOP_TIMEOUT_S, Server, name_of, spawn_server, start_server, wait_until
 from tests.e2e.test_hygiene import check_listeners, environment
 
-pytestmark = pytest.mark.alone
-
 
 def body(num_tokens: int) -> dict[str, object]:
     return {"model": EMBEDDED_NAME, "prompt": "x", "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
 
 
-@pytest.mark.parametrize(("placement", "proxy"), [("fused", "haproxy"), ("split", "serve")])
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("placement", "proxy"), [("fused", "haproxy"), pytest.param("split", "serve", marks=pytest.mark.long)]
+)
 def test_ctrl_c_under_load_stops_everything_in_time(tmp_path: Path, placement: str, proxy: str) -> None:
     server = start_server(tmp_path / "log", "--placement", placement, "--proxy", proxy)
     directory = Path(environment(server)["RAY_TMPDIR"])
@@ -132,6 +133,7 @@ def component_hosts(server: Server) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "term"])
 def test_an_interrupted_start_leaves_nothing(tmp_path: Path, number: int) -> None:
     server = spawn_server(tmp_path / "log")

@@ -42,10 +42,7 @@ READY_COLOUR = """name => {
   return card.dataset.state === "ready" && getComputedStyle(card.querySelector(".state")).color;
 }"""
 
-pytestmark = [
-    pytest.mark.skipif(chromium_path() is None, reason="neither chromium nor google-chrome is installed"),
-    pytest.mark.alone,
-]
+pytestmark = pytest.mark.skipif(chromium_path() is None, reason="neither chromium nor google-chrome is installed")
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +81,7 @@ REST = ("scheduler-0", "log-store", "supervisor", "length-predictor-0")
 """Their cards differ from those of the first two by their names only."""
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", ["router", "worker-0", *(pytest.param(name, marks=pytest.mark.long) for name in REST)])
 def test_a_killed_service_turns_red_and_then_green(split_server: Server, page: Page, tmp_path: Path, name: str) -> None:
     card = page.get_by_test_id(f"card-{name}")
@@ -103,6 +101,7 @@ def test_a_killed_service_turns_red_and_then_green(split_server: Server, page: P
     page.screenshot(path=tmp_path / "green.png")
 
 
+@pytest.mark.alone
 def test_a_killed_worker_is_red_on_every_page(split_server: Server, page: Page) -> None:
     browser = page.context.browser
     assert browser is not None
