@@ -12,7 +12,11 @@ PATIENCE = 10.0
 """Factor on the time bound for a thread that computes, waits for a processor, or whose activity is unknown."""
 
 START_S = 600.0
-"""Seconds that a process which has never answered may take to come up."""
+"""Seconds that a process which has never answered may take to come up.
+
+One that answered while it was starting gets this time too, or a tenth of it if its thread stands still: a library as
+large as torch, while another thread loads it, blocks each thread that needs the system's loader.
+"""
 
 MAX_LATE = 2.0
 """A look counts for at most so many periods, so that a late watcher does not condemn the process."""
@@ -57,6 +61,7 @@ class HostJudge:
         self._period_s = period_s
         self._looked_at: float | None = None
         self._heard = False
+        self._starting = False
         self._silence = Stillness()
         self._work: dict[str, tuple[int, Stillness]] = {}
 
@@ -70,11 +75,11 @@ class HostJudge:
         passed_s = 0.0 if self._looked_at is None else min(now - self._looked_at, MAX_LATE * self._period_s)
         self._looked_at = now
         if pulse is not None:
-            self._heard = True
+            self._heard, self._starting = True, pulse.starting
             self._silence = Stillness()
             return self._stuck(pulse.work, passed_s)
-        known = self._heard or clock is not None
-        bound_s = self._silence_s if known else max(self._silence_s, START_S / PATIENCE)
+        is_up = (self._heard or clock is not None) and not self._starting
+        bound_s = self._silence_s if is_up else max(self._silence_s, START_S / PATIENCE)
         if not self._silence.look(passed_s, clock, bound_s):
             return ""
         how = ", stopped or blocked" if self._silence.still_s >= bound_s else ""

@@ -137,8 +137,10 @@ class ComponentHost(HostCalls):
 
     async def pulse(self) -> bytes:
         """``Pulse``: that it answers, and what its components are at."""
-        at = (component.work for component in self._components.values())
-        return encode(Pulse(own_life(own_node()), tuple(work for work in at if work is not None)))
+        components = self._components.values()
+        at = (each.work for each in components)
+        starting = any(each.state == "starting" for each in components)
+        return encode(Pulse(own_life(own_node()), tuple(work for work in at if work is not None), starting))
 
     async def site(self) -> Site:
         """What it was started with."""

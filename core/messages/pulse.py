@@ -53,7 +53,12 @@ class ProcessLife:
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """Host -> its watcher: sign of life, and the work in progress of its components; idle components are left out."""
+    """Host -> its watcher: sign of life, and the work in progress of its components; idle components are left out.
+
+    Attributes:
+        starting: Whether a component still loads what it works with.
+    """
 
     life: ProcessLife
     work: tuple[Work, ...]
+    starting: bool = False

@@ -96,6 +96,17 @@ def test_one_that_has_never_been_heard_of_may_take_long_to_start() -> None:
     assert watcher.look(clock=None) == f"no answer for {START_S:.1f} s"
 
 
+def test_one_that_said_it_is_starting_stands_still_for_a_tenth_of_that() -> None:
+    """It loads a library, say, and its event loop waits for the system's loader."""
+    watcher = Watcher()
+    watcher.look(Pulse(LIFE, (), starting=True))
+    still_s = int(START_S / PATIENCE)
+    assert set(watcher.looks(still_s)) == {""}  # the first reading of its clock has nothing to be compared with
+    assert "stopped or blocked" in watcher.look()
+    assert watcher.look(pulse()) == ""
+    assert "stopped or blocked" in watcher.looks(12)[-1]
+
+
 def test_one_that_answered_an_earlier_watcher_has_only_the_usual_time() -> None:
     watcher = Watcher(heard=False)
     assert watcher.looks(10) == [""] * 10
