@@ -39,6 +39,9 @@ from tests.unit.engine.small_models import load_reference
 LONG_S = 150.0
 """Nothing takes so long, however busy the machine: who waits in vain is to fail, not to hang."""
 
+POLL_S = 0.1
+"""Each question for the status costs every component some time, which what is waited for lacks."""
+
 NUM_PROMPTS = 16
 NUM_BEFORE_GATE = 5
 NUM_BEFORE_RELEASE = 150
@@ -135,7 +138,7 @@ class System:
                 found = {record.request_id: record for record in page.records}
                 if found.keys() >= set(request_ids):
                     return [found[request_id] for request_id in request_ids]
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(POLL_S)
 
     @asynccontextmanager
     async def client(self, **limits: Any) -> AsyncIterator[EngineClient]:
@@ -170,7 +173,7 @@ async def eventually(condition: Callable[[], Coroutine[Any, Any, bool]], waited_
     deadline = time.monotonic() + LONG_S
     while not await condition():
         assert time.monotonic() < deadline, f"not after {LONG_S} s: {waited_for}"
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(POLL_S)
 
 
 async def rows(client: EngineClient) -> dict[str, ComponentStatus]:

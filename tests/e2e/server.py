@@ -23,6 +23,9 @@ from tests.free_ports import free_port
 LONG_S = 300.0
 """For anything that is not what a test is about: a busy machine must not fail it."""
 
+POLL_S = 0.2
+"""Each question for the status costs every component some time, which what is waited for lacks."""
+
 START_TIMEOUT_S = LONG_S
 STOP_TIMEOUT_S = 10.0
 """What is promised of Ctrl-C ..."""
@@ -94,7 +97,7 @@ class Server:
             if not busy and not silent and kv["free_blocks"] == kv["num_blocks"]:
                 return
             assert time.monotonic() < deadline, f"not idle after {timeout_s} s: {status}"
-            time.sleep(0.05)
+            time.sleep(POLL_S)
 
     def stop(self, number: int = signal.SIGINT) -> float:
         """Ctrl-C as a terminal sends it, to the whole process group, or TERM to the server alone.
@@ -125,7 +128,7 @@ def wait_until(holds: Callable[[], object], otherwise: str) -> None:
     deadline = time.monotonic() + LONG_S
     while not holds():
         assert time.monotonic() < deadline, otherwise
-        time.sleep(0.05)
+        time.sleep(POLL_S)
 
 
 def kill_all(processes: Iterable[psutil.Process]) -> None:
@@ -182,7 +185,7 @@ def start_server(log: Path, *flags: str, command: str = "serve") -> Server:
         assert process.poll() is None, f"the server ended: {log.read_text()}"
         if _is_published(server) and server.answers():
             return server
-        time.sleep(0.1)
+        time.sleep(POLL_S)
     server.stop()
     raise AssertionError(f"no answer after {START_TIMEOUT_S} s: {log.read_text()}")
 
