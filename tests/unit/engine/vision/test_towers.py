@@ -45,6 +45,20 @@ def test_batches_and_types_change_little(shape: str, tmp_path: Path) -> None:
         assert len(exact.packed(rows)) == 4 * rows.size
 
 
+@pytest.mark.parametrize("feature", ["avx2", "avx512_bf16"])
+def test_a_processor_that_cannot_compute_with_16_bits_rounds_the_rows_alone(
+    feature: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {feature: True})
+    model_dir = save_seeing_model(tmp_path, "qwen2_vl")
+    exact, rounded = seeing(model_dir, torch.float32), seeing(model_dir, torch.bfloat16)
+    [image] = [exact.prepare(rgb) for rgb in pictures()[:1]]
+    [rows], [small] = exact.encode([image]), rounded.encode([image])
+    once = torch.from_numpy(rows).bfloat16().float().numpy()
+    assert np.array_equal(small, once) == (feature == "avx2")
+    assert len(rounded.packed(small)) == 2 * small.size
+
+
 @pytest.mark.parametrize("change", ["missing", "odd", "more"])
 def test_another_checkpoint_is_refused_by_its_tensor(change: str, tmp_path: Path) -> None:
     save_seeing_model(tmp_path, "qwen2_5_vl")
