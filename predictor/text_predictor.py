@@ -8,8 +8,8 @@ import numpy as np
 
 from core.errors import InvalidValueError
 from core.forecast import QUANTILES, Forecast, ForecastQuestion
+from predictor.applications.reading import FORM, SECRET, ApplicationReader
 from predictor.applications.reading import MODEL as APPLICATIONS
-from predictor.applications.reading import SECRET, ApplicationReader
 from predictor.artefact import ArtefactError, TrainedModel
 from predictor.embedding_cache import EmbeddingCache
 from predictor.encoders import Encoder, Scorer
@@ -123,7 +123,8 @@ def _reader(artefact: TrainedModel, encoder: Encoder | Scorer | None, cache_size
         return ScoreReader(encoder)
     images = bool(metadata.get(IMAGES, False))
     if metadata["model"] == APPLICATIONS:
-        return ApplicationReader(artefact.arrays[SECRET].tobytes(), images=images)
+        form = bool(metadata.get(FORM, False))
+        return ApplicationReader(artefact.arrays[SECRET].tobytes(), images=images, form=form)
     if encoder_of(artefact) is None:
         return WordReader(WordScorer(artefact.arrays["words"], images))
     trained_with, dim = metadata["encoder"], int(metadata["dim"])

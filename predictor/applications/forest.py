@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from predictor.applications.reading import KEYS, NUM_TEXT_FEATURES, keys_of
-from predictor.features import NUM_IMAGE_FEATURES, Floats
+from predictor.applications.reading import KEYS, NUM_TEXT_FEATURES, WIDTHS, keys_of
+from predictor.features import Floats
 from predictor.forest import Forest
 from predictor.quantiles import LengthDistributions
 
@@ -21,7 +21,7 @@ NUM_STATISTICS = 4
 mean square of the former."""
 
 NUM_DERIVED = 6
-"""Numbers of the forest's input that do not say what images there are."""
+"""Numbers of the forest's input that say neither what images there are nor what form the input has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,12 @@ class KeyStatistics:
         """The forest's input.
 
         Args:
-            raw: (rows, NUM_FEATURES), from ``raw_features``, or without the columns of images.
+            raw: (rows, one of ``WIDTHS``), from ``raw_features``.
 
         Returns:
-            (rows, NUM_DERIVED and those of images): the three lengths, the output length that the application's mean
-            says, the one that its mean ratio to the input says, how far its outputs spread, and the columns of images
-            as they are. O(rows log keys).
+            (rows, NUM_DERIVED and the columns behind the keys): the three lengths, the output length that the
+            application's mean says, the one that its mean ratio to the input says, how far its outputs spread, and the
+            columns of images and form as they are. O(rows log keys).
         """
         total = self.sums[-1:] / max(self.sums[-1, 0], 1.0)
         known = np.repeat(total[:, 1:], len(raw), axis=0)
@@ -95,7 +95,7 @@ class ApplicationForest(Forest):
         """
         Forest.check(self)
         fits = (
-            self.num_features in (NUM_DERIVED, NUM_DERIVED + NUM_IMAGE_FEATURES)
+            self.num_features in [NUM_DERIVED + width - NUM_TEXT_FEATURES for width in WIDTHS]
             and self.keys.ndim == 1
             and self.key_sums.shape == (len(self.keys) + 1, NUM_STATISTICS)
             and bool((np.diff(self.keys) > 0).all() and np.isfinite(self.key_sums).all())
@@ -104,6 +104,6 @@ class ApplicationForest(Forest):
             raise ValueError("a forest by application whose arrays fit together")
 
     def distribution(self, features: Floats, levels: Sequence[float]) -> LengthDistributions:
-        """As ``Forest.distribution``, of raw features (rows, NUM_FEATURES)."""
+        """As ``Forest.distribution``, of raw features (rows, one of ``WIDTHS``)."""
         derived = KeyStatistics(self.keys, self.key_sums).derived(features)
         return Forest.distribution(self, derived, levels)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from core.errors import InvalidValueError
 from predictor.applications.forest import NUM_DERIVED, ApplicationForest, statistics_of
-from predictor.applications.reading import KEYS, NO_KEY, NUM_FEATURES, NUM_TEXT_FEATURES
+from predictor.applications.reading import KEYS, NO_KEY, NUM_TEXT_FEATURES, WIDTHS
 from predictor.features import Floats
 from predictor.forest import Forest
 from predictor.trainer import ForestOptions, grow
@@ -28,15 +28,15 @@ def grow_by_application(raw: Floats, output_lens: NDArray[np.integer], options: 
     of an application without examples: its law is that of all applications, and not of the one that looks like it.
 
     Args:
-        raw: (rows, NUM_FEATURES), from ``raw_features``, or without the columns of images.
+        raw: (rows, one of ``WIDTHS``), from ``raw_features``.
         output_lens: (rows,), in tokens.
         options: How the forest is grown; its seed also draws the folds.
 
     Raises:
         InvalidValueError: fewer rows than folds, or rows of another width.
     """
-    if raw.ndim != 2 or raw.shape[1] not in (NUM_TEXT_FEATURES, NUM_FEATURES) or len(raw) < _NUM_FOLDS:
-        raise InvalidValueError("features", raw.shape, f"({_NUM_FOLDS} rows or more, {NUM_FEATURES})")
+    if raw.ndim != 2 or raw.shape[1] not in WIDTHS or len(raw) < _NUM_FOLDS:
+        raise InvalidValueError("features", raw.shape, f"({_NUM_FOLDS} rows or more, {WIDTHS[-1]})")
     folds = np.arange(len(raw)) % _NUM_FOLDS
     rng = np.random.default_rng(options.seed)
     rng.shuffle(folds)

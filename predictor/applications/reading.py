@@ -1,4 +1,7 @@
-"""What the forecaster by application reads of a request: lengths, and keys of its application. No text, no encoder."""
+"""What the forecaster by application reads of a request: lengths, keys of its application, and its input's form.
+
+No encoder reads it, and no word of it is kept.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.forecast import ForecastQuestion
+from predictor.applications.form import NUM_FORM_FEATURES, READ_CHARS, form_features
 from predictor.features import NUM_IMAGE_FEATURES, Floats, with_images
 
 MODEL = "applications"
@@ -20,8 +24,14 @@ KEY_PARTS, PART_BITS = 3, 21
 NUM_TEXT_FEATURES = 3 + 2 * KEY_PARTS
 """Length of the user input, of the rest of the prompt, the limit of the output, and two keys."""
 
-NUM_FEATURES = NUM_TEXT_FEATURES + NUM_IMAGE_FEATURES
-"""Those, and images; artefacts that count no images have those of the text alone."""
+FORM = "form"
+"""Entry of an artefact's metadata: whether its features tell the form of inputs."""
+
+NUM_FEATURES = NUM_TEXT_FEATURES + NUM_IMAGE_FEATURES + NUM_FORM_FEATURES
+"""Those, images, and the form of the input."""
+
+WIDTHS = (NUM_TEXT_FEATURES, NUM_TEXT_FEATURES + NUM_IMAGE_FEATURES, NUM_FEATURES)
+"""Features of artefacts: the oldest count no images, and those after them tell no form."""
 
 KEYS = (slice(3, 3 + KEY_PARTS), slice(3 + KEY_PARTS, NUM_TEXT_FEATURES))
 """Columns of the keys: the whole instruction, and the opening of the prompt."""
@@ -32,19 +42,19 @@ NO_KEY = -1
 OPENING_WORDS = 8
 """Words of the opening: applications without an instruction of their own often begin their prompts alike."""
 
-READ_CHARS = 4096
-"""Most characters of an instruction that its key depends on: bounds the time of a forecast."""
-
 SECRET, SECRET_BYTES = "key.secret", 32
 """Array of an artefact that holds the secret of its keys, and its length."""
 
 
-def raw_features(questions: Sequence[ForecastQuestion], secret: bytes, *, images: bool = True) -> Floats:
+def raw_features(
+    questions: Sequence[ForecastQuestion], secret: bytes, *, images: bool = True, form: bool = True
+) -> Floats:
     """What is logged of the questions, shape (rows, NUM_FEATURES).
 
     Args:
         secret: ``SECRET_BYTES`` bytes that clients do not know, the same for all rows that are learned from together.
-        images: Whether images count; without, shape (rows, NUM_TEXT_FEATURES).
+        images: Whether images count.
+        form: Whether the form of the input counts. Without, the width is one of the smaller ``WIDTHS``.
     """
     rows = [
         (
@@ -56,7 +66,8 @@ def raw_features(questions: Sequence[ForecastQuestion], secret: bytes, *, images
         )
         for each in questions
     ]
-    return with_images(np.array(rows, np.float32).reshape(-1, NUM_TEXT_FEATURES), questions, images=images)
+    read = with_images(np.array(rows, np.float32).reshape(-1, NUM_TEXT_FEATURES), questions, images=images)
+    return np.concatenate([read, form_features(questions)], axis=1) if form else read
 
 
 def keys_of(raw: Floats, columns: slice) -> NDArray[np.int64]:
@@ -70,20 +81,21 @@ class ApplicationReader:
     """``Reader`` of raw features; reading everything costs some microseconds.
 
     Args:
-        secret: As in ``raw_features``; so is ``images``.
+        secret: As in ``raw_features``; so are ``images`` and ``form``.
 
     Raises:
         ValueError: The secret has another length than ``SECRET_BYTES``.
     """
 
-    def __init__(self, secret: bytes, *, images: bool = True) -> None:
+    def __init__(self, secret: bytes, *, images: bool = True, form: bool = True) -> None:
         if len(secret) != SECRET_BYTES:
             raise ValueError(f"a secret of {SECRET_BYTES} bytes")
         self._secret = secret
         self._images = images
+        self._form = form
 
     def full(self, questions: Sequence[ForecastQuestion]) -> Floats:
-        return raw_features(questions, self._secret, images=self._images)
+        return raw_features(questions, self._secret, images=self._images, form=self._form)
 
     def length(self, questions: Sequence[ForecastQuestion]) -> tuple[list[int], Floats]:
         return list(range(len(questions))), self.full(questions)

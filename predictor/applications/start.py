@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from predictor.applications.reading import MODEL, NUM_FEATURES, SECRET
+from predictor.applications.reading import FORM, MODEL, NUM_FEATURES, SECRET
 from predictor.artefact import TrainedModel
 from predictor.encoders import Encoder, probe_of
 from predictor.features import IMAGES, NUM_IMAGE_FEATURES, FeatureShape
@@ -42,7 +42,8 @@ def untrained(weights: str, secret: bytes, num_trees: int = FOREST.num_trees) ->
         "num_examples": 0,
         "forest": asdict(replace(FOREST, num_trees=num_trees)),
         IMAGES: True,
-        FEATURE_SET: f"{MODEL}-3 {secret_name} {weights}",
+        FORM: True,
+        FEATURE_SET: f"{MODEL}-4 {secret_name} {weights}",
     }
     features, lens = np.empty((0, NUM_FEATURES), np.float32), np.empty(0, np.int32)
     kept = np.frombuffer(secret, np.uint8)

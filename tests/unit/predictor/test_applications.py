@@ -10,6 +10,7 @@ import pytest
 
 from core.errors import InvalidValueError
 from core.forecast import Forecast, ForecastQuestion
+from predictor.applications.form import KINDS, READ_CHARS, form_features
 from predictor.applications.growing import grow_by_application
 from predictor.applications.reading import KEYS, NUM_FEATURES, SECRET_BYTES, keys_of, raw_features
 from predictor.applications.start import FOREST, GROWTH, MAX_EXAMPLES, untrained
@@ -88,6 +89,28 @@ def test_the_same_seed_and_examples_give_the_same_bytes() -> None:
     first, second = trained(asked(120)), trained(asked(120))
     assert first.metadata == second.metadata
     assert all(np.array_equal(first.arrays[name], second.arrays[name]) for name in first.arrays)
+
+
+def test_inputs_of_one_application_and_length_are_told_apart_by_their_form() -> None:
+    """Code that is to be explained, and sentences, as long in tokens: neither length nor key differs."""
+    inputs = ["if (a[1] == 2) { b += 3; }\n" * 4, "Say what you think of it. And why. " * 3]
+    asked_of_one = [replace(question(0, "Explain:"), user_input=text, user_input_len=40) for text in inputs]
+    rng = np.random.default_rng(3)
+    rows = [(asked_of_one[i % 2], int((200, 30)[i % 2] * rng.uniform(0.9, 1.1))) for i in range(100)]
+    code, prose = forecasts(trained(rows), *asked_of_one)
+    assert code.mean == pytest.approx(200, rel=0.2) and prose.mean == pytest.approx(30, rel=0.2)
+
+
+def test_a_form_is_the_length_and_what_kinds_of_characters_there_are() -> None:
+    def form(text: str, instruction: str = "") -> list[float]:
+        (row,) = form_features([replace(question(0, instruction), user_input=text)]).tolist()
+        return row
+
+    assert form("aB 1.\n(é,")[1:] == pytest.approx([1 / 10, 1 / 10, 1 / 10, 1 / 10, 1 / 10, 1 / 10, 1 / 10, 2 / 10])
+    assert form("")[1:] == [0.0] * 8 and form("", "in the instruction")[0] == 18
+    assert form("a" * READ_CHARS + "\n")[:2] == [READ_CHARS + 1, 0], "what stands further back is not read"
+    assert form("\ud800")[-1] == 1, "half a surrogate pair, which JSON can hold"
+    assert len(set("".join(KINDS))) == sum(map(len, KINDS)), "no character is of two kinds"
 
 
 def test_a_tenants_lengths_by_application_stay_its_own() -> None:

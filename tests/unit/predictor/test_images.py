@@ -11,7 +11,7 @@ import pytest
 from core.codec import decode, encode
 from core.forecast import Example, Forecast, ForecastQuestion
 from core.messages.forecasts import ForecastQuestions
-from predictor.applications.reading import NUM_FEATURES, NUM_TEXT_FEATURES, SECRET_BYTES, raw_features
+from predictor.applications.reading import FORM, NUM_FEATURES, NUM_TEXT_FEATURES, SECRET_BYTES, raw_features
 from predictor.applications.start import untrained, untrained_with_encoder
 from predictor.artefact import TrainedModel, from_bytes
 from predictor.features import IMAGES, NUM_IMAGE_FEATURES, image_features
@@ -90,7 +90,7 @@ def test_pictures_are_counted_apart_from_text() -> None:
     rows = raw_features([question(3), question(3, 100, 1000)], SECRET)
     assert rows.shape == (2, NUM_FEATURES)
     assert rows[0, :NUM_TEXT_FEATURES].tolist() == rows[1, :NUM_TEXT_FEATURES].tolist()
-    assert rows[:, NUM_TEXT_FEATURES:].tolist() == [[0, 0], [2, 1100]]
+    assert rows[:, NUM_TEXT_FEATURES : NUM_TEXT_FEATURES + NUM_IMAGE_FEATURES].tolist() == [[0, 0], [2, 1100]]
     assert image_features([]).shape == (0, NUM_IMAGE_FEATURES)
     words = WordScorer(np.zeros((2 * 2**15 + 4, 2), np.float32))
     assert words.features([question(3, 100, 1000)])[0].tolist() == [4, 3, 0, 0, 2, 1100]
@@ -101,26 +101,27 @@ def test_questions_carry_pictures_over_the_wire() -> None:
     assert decode(encode(sent), ForecastQuestions) == sent
 
 
-def without_images(artefact: TrainedModel) -> TrainedModel:
-    """As a version wrote it that knew no pictures."""
-    metadata = {name: value for name, value in artefact.metadata.items() if name != IMAGES}
-    arrays = dict(artefact.arrays)
-    if TRAIN_FEATURES in arrays:
-        arrays[TRAIN_FEATURES] = arrays[TRAIN_FEATURES][:, :-NUM_IMAGE_FEATURES]
+def of_before(artefact: TrainedModel, num_features: int, *unknown: str) -> TrainedModel:
+    """As a version wrote it that knew fewer features."""
+    metadata = {name: value for name, value in artefact.metadata.items() if name not in unknown}
+    arrays = {**artefact.arrays, TRAIN_FEATURES: artefact.arrays[TRAIN_FEATURES][:, :num_features]}
     return TrainedModel(metadata, arrays)
 
 
-def test_an_artefact_that_knows_no_pictures_still_serves_and_learns() -> None:
+@pytest.mark.parametrize("images", [False, True])
+def test_an_artefact_that_knows_fewer_features_still_serves_and_learns(images: bool) -> None:
     examples = seen()
-    rows = raw_features([each.question for each in examples], SECRET, images=False)
+    rows = raw_features([each.question for each in examples], SECRET, images=images, form=False)
     samples = [Sample(row, each.output_len) for row, each in zip(rows, examples, strict=True)]
-    before = from_bytes(retrain(retraining(without_images(untrained("w", SECRET)), samples)))
+    num_features = NUM_TEXT_FEATURES + NUM_IMAGE_FEATURES * images
+    unknown = (FORM,) if images else (FORM, IMAGES)
+    before = from_bytes(retrain(retraining(of_before(untrained("w", SECRET), num_features, *unknown), samples)))
     check_artefact(before)
     plain, pictured = forecasts(before, question(3), question(3, 1000))
-    assert plain == pictured  # it cannot tell them apart
+    assert (plain == pictured) is not images  # without, it cannot tell them apart
     encoder = None
     features = TextPredictor(before, encoder, HistoryPredictor()).forecast_with_features([question(3, 9)])[1][0]
-    assert features is not None and features.shape == (NUM_TEXT_FEATURES,)
+    assert features is not None and features.shape == (num_features,)
     again = from_bytes(retrain(retraining(before, [*samples_of(before), Sample(features, 20)])))
     assert again.metadata["version"] == 2
 
@@ -153,7 +154,7 @@ class SixteenLetters(CountingEncoder):
 
 
 def test_what_is_learned_with_and_without_pictures_does_not_mix() -> None:
-    assert "applications-3" in feature_set(untrained("w", SECRET))
+    assert "applications-4" in feature_set(untrained("w", SECRET))
     begun = untrained_with_encoder(SixteenLetters(), "w")
     assert feature_set(begun).startswith("usin-2")
     predictor = TextPredictor(begun, SixteenLetters(), HistoryPredictor())
