@@ -24,7 +24,10 @@ def in_order(columns: Sequence[Column]) -> Iterator[int]:
     Args:
         columns: One at least, of one length n, the most significant first.
     """
-    columns = [column for column in columns[:-1] if len(column) and (column != column[0]).any()] + [columns[-1]]
+    if len(columns[0]) <= AT_ONCE:
+        yield from np.lexsort(columns[::-1]).tolist()
+        return
+    columns = [column for column in columns[:-1] if (column != column[0]).any()] + [columns[-1]]
     left = np.arange(len(columns[0]))
     num = AT_ONCE
     while len(left):
@@ -68,12 +71,12 @@ class Kept(Generic[_T]):
 
     def __iter__(self) -> Iterator[_T]:
         given, num = self._given, 0
-        while num < len(given) or self._reads_on():
-            yield given[num]
-            num += 1
-
-    def _reads_on(self) -> bool:
-        for following in self._source:
-            self._given.append(following)
-            return True
-        return False
+        while True:
+            while num < len(given):
+                yield given[num]
+                num += 1
+            for following in self._source:
+                given.append(following)
+                break
+            else:
+                return
