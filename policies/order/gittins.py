@@ -335,8 +335,10 @@ class Gittins(Order):
         self._any_due = self._any_due or self._any_stale
 
     def _rank_due(self) -> None:
-        due = np.flatnonzero(self._column("due")) if self._any_due else ()
+        if not self._any_due:
+            return
         self._any_due = False
+        due = np.flatnonzero(self._column("due"))
         if not len(due):
             return
         for row in due.tolist():
