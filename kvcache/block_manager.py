@@ -114,6 +114,10 @@ class BlockManager:
         """The sequence's blocks in token order (shared, not a copy); empty if it holds none."""
         return self._tables.get(sequence_id, [])
 
+    def holds_any(self, sequence_id: str) -> bool:
+        """Whether the sequence holds a block."""
+        return sequence_id in self._tables
+
     def shortage(self, sequence_id: str, num_tokens: int) -> int:
         """Blocks the sequence lacks to hold ``num_tokens`` tokens in all."""
         needed = -(-num_tokens // self.block_size) - len(self._tables.get(sequence_id, ()))

@@ -327,9 +327,8 @@ class PlanExecutor(ABC):
 
     def _advance(self, held: SequenceState, num_tokens: int) -> None:
         """Books so many more computed tokens."""
-        again = min(held.dropped_len - held.computed_len, num_tokens)
-        if again > 0:
-            self._recomputed_tokens += again
+        if held.dropped_len > held.computed_len:
+            self._recomputed_tokens += min(held.dropped_len - held.computed_len, num_tokens)
         held.computed_len += num_tokens
 
     def _new(self, slot: Slot) -> SequenceState | None:
