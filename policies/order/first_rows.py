@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -24,10 +24,7 @@ def in_order(columns: Sequence[Column]) -> Iterator[int]:
     Args:
         columns: One at least, of one length n, the most significant first.
     """
-    if len(columns[0]) <= AT_ONCE:
-        yield from np.lexsort(columns[::-1]).tolist()
-        return
-    columns = [column for column in columns[:-1] if (column != column[0]).any()] + [columns[-1]]
+    columns = [column for column in columns[:-1] if len(column) and (column != column[0]).any()] + [columns[-1]]
     left = np.arange(len(columns[0]))
     num = AT_ONCE
     while len(left):
@@ -62,6 +59,14 @@ def _sorted(columns: Sequence[Column], rows: Rows) -> Rows:
     return rows[np.lexsort([column[rows] for column in reversed(columns)])]
 
 
+def replayed(columns: Sequence[Column]) -> Iterable[int]:
+    """As ``in_order``, for any number of readers."""
+    if len(columns[0]) <= AT_ONCE:
+        rows: list[int] = np.lexsort(columns[::-1]).tolist()
+        return rows
+    return Kept(in_order(columns))
+
+
 class Kept(Generic[_T]):
     """Replays an iterator's items to each reader; reads further items from it when a reader needs them."""
 
@@ -71,12 +76,12 @@ class Kept(Generic[_T]):
 
     def __iter__(self) -> Iterator[_T]:
         given, num = self._given, 0
-        while True:
-            while num < len(given):
-                yield given[num]
-                num += 1
-            for following in self._source:
-                given.append(following)
-                break
-            else:
-                return
+        while num < len(given) or self._reads_on():
+            yield given[num]
+            num += 1
+
+    def _reads_on(self) -> bool:
+        for following in self._source:
+            self._given.append(following)
+            return True
+        return False

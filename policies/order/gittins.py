@@ -6,7 +6,7 @@ length law of ``policies.lengths.law`` and a cost that counts the slots or memor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from policies.interfaces import ORDERS, Job, Order, ReplicaContext
 from policies.lengths import law as length_law
 from policies.lengths.history import LengthHistory
 from policies.lengths.trust import PredictorGate
-from policies.order.first_rows import Kept, first_of, in_order
+from policies.order.first_rows import first_of, replayed
 from policies.order.job_table import JobTable
 from policies.settings import PRIOR_CAPACITY
 
@@ -167,7 +167,7 @@ class Gittins(Order):
         self._history_version = 0
         self._num_learned = 0
         self._table = JobTable(_COLUMNS)
-        self._ranking: Kept[int] | None = None  # rows as far as they have been asked for, at one instant
+        self._ranking: Iterable[int] | None = None  # rows as far as they have been asked for, at one instant
         self._ranked_at = 0.0
         self._any_due = self._any_stale = False  # whether a row of these columns may be set
         self._generated: dict[str, int] = {}  # as the column has it: one number is read faster here
@@ -243,15 +243,14 @@ class Gittins(Order):
     def ranked(self, now: float) -> Iterator[Job]:
         self._rank_due()
         if self._ranking is None or self._ranked_at != now:
-            self._ranking, self._ranked_at = Kept(in_order(self._keys(slice(None), now))), now
-        jobs = self._table.jobs
-        return (jobs[row] for row in self._ranking)
+            self._ranking, self._ranked_at = replayed(self._keys(slice(None), now)), now
+        return map(self._table.jobs.__getitem__, self._ranking)
 
     def among(self, jobs: Sequence[Job], now: float) -> list[Job]:
         """As of ``RanksSome``."""
         self._rank_due()
         rows = np.sort(np.array([self._known_row(job) for job in jobs], np.int64))
-        return [self._table.jobs[rows[index]] for index in in_order(self._keys(rows, now))]
+        return [self._table.jobs[rows[index]] for index in replayed(self._keys(rows, now))]
 
     def _keys(self, rows: slice | NDArray[np.int64], now: float) -> list[NDArray[Any]]:
         """What these jobs are compared by, the most significant first."""
@@ -310,11 +309,13 @@ class Gittins(Order):
     def _look_at(self, row: int) -> None:
         """Takes down how far the job is; its rank is due."""
         job, put = self._table.jobs[row], self._table.put
-        put(row, "generated", job.output_len)
-        self._generated[job.request_id] = job.output_len
-        put(row, "context", job.prompt_len + job.output_len)
         # A decoding job always lacks its newest token, which is the decode's own work.
-        put(row, "missing", 0 if job.decodes else job.missing_len)
+        missing_len = 0 if job.decodes else job.missing_len
+        if self._generated.get(job.request_id) != job.output_len:
+            self._generated[job.request_id] = job.output_len
+            put(row, "generated", job.output_len)
+            put(row, "context", job.prompt_len + job.output_len)
+        put(row, "missing", missing_len)
         put(row, "due", True)
         self._any_due = True
 
