@@ -165,6 +165,9 @@ class StaticExecutor(PlanExecutor):
 
         At least 1. As many as the longest output that goes on may still take, and as find blocks. The simulator asks,
         so that it need not walk through a batch step by step. A batch that computes prompts is not repeated.
+
+        Args:
+            most: As in ``LeaseExecutor``.
         """
         if self._prefills:
             return 1

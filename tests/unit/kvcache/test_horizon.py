@@ -49,6 +49,8 @@ def live(seed: int) -> int:
     jumps = 0
     while (batch := fast.next_batch()) is not None:
         steps = fast.horizon(batch, 1 << 30)
+        most = 1 + (seed + jumps) % 40
+        assert min(most, fast.horizon(batch, most)) == min(most, steps), "a bound changes nothing below it"
         steps = rng.choice([steps, rng.randint(1, steps)])
         jumps += steps - 1
         ends = fast.commit(batch, duration_s=0.5 * steps, num_steps=steps)
