@@ -81,6 +81,24 @@ class ComponentCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class SeenService:
+    """From the Supervisor: the service as it saw it a moment ago.
+
+    Attributes:
+        counts: How many components there should be.
+        components: Every one of them that has a process; one that did not answer is dead, without what was known of it.
+        ingresses: The ingress replicas.
+        kv, queue_delay_s: As in ``StatusReply``.
+    """
+
+    counts: ComponentCounts
+    components: tuple[ComponentStatus, ...]
+    ingresses: tuple[ComponentStatus, ...]
+    kv: KVUsage
+    queue_delay_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class StartState:
     """From the Supervisor: which hosts have come up since it began, and which have not."""
 
