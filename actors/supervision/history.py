@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TypeVar
 
 from actors.runtime.component import kind_of
-from actors.runtime.names import SUPERVISOR, by_host, own_replicas, wanted_components
+from actors.runtime.names import SUPERVISOR, by_host, own_replicas, wanted_components, worker_name
 from actors.runtime.peer import PeerBook, PeerLost
 from core.config.load import FarsightConfig
 from core.load_snapshot import LoadSnapshot
@@ -92,6 +92,13 @@ class History:
         if time.monotonic() - self._rows_at > FRESH_S or sorted(known) != sorted(self._wanted()):
             return None
         return SeenService(self._counts(), components, ingresses, self._kv, self._queue_delay_s)
+
+    def loaded(self) -> float | None:
+        """The share of their weights that the workers have read; None if none tells."""
+        workers = set(map(worker_name, own_replicas(self._counts())))
+        shares = [row.loaded for row in self._rows[0] if row.name in workers]
+        known = [share for share in shares if share is not None]
+        return sum(known) / len(shares) if known else None
 
     def since(self, query: SeriesQuery) -> SeriesReply:
         """The points that the query asks for."""

@@ -142,7 +142,8 @@ class Supervisor(Component, SupervisorCalls):
     async def start_state(self) -> StartState:
         started = self._started.items()
         ready = tuple(host for host, future in started if future.done() and future.exception() is None)
-        return StartState(ready, tuple(host for host in self._started if host not in ready))
+        waiting = tuple(host for host in self._started if host not in ready)
+        return StartState(ready, waiting, self._history.loaded())
 
     async def counts(self) -> ComponentCounts:
         return self._counts

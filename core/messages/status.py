@@ -21,6 +21,7 @@ class ComponentStatus:
         last_end: Why the Supervisor last replaced its process; empty if it never did.
         url: Address of a replica that is another server; else empty.
         breaker: State of that server's circuit breaker: ``closed``, or why requests do not go there.
+        loaded: Share of its model's weights that it has read, from 0 to 1; None if it reads none, or does not tell.
     """
 
     name: str
@@ -36,6 +37,7 @@ class ComponentStatus:
     breaker: str = ""
     last_end: str = ""
     degraded: str = ""
+    loaded: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +102,15 @@ class SeenService:
 
 @dataclass(frozen=True, slots=True)
 class StartState:
-    """From the Supervisor: which hosts have come up since it began, and which have not."""
+    """From the Supervisor: which hosts have come up since it began, and which have not.
+
+    Attributes:
+        loaded: As in ``ComponentStatus``, of all workers together.
+    """
 
     ready: tuple[str, ...]
     waiting: tuple[str, ...]
+    loaded: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
