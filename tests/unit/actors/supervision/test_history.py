@@ -70,7 +70,7 @@ async def test_all_components_are_told_while_they_are_known() -> None:
     assert {row.name for row in seen.components} == {SUPERVISOR, *wanted_components(COUNTS, 1)}
     assert [row.name for row in seen.components if row.state == "dead"] == [worker_name("1")]
     history._rows_at -= FRESH_S
-    assert history.seen() is None  # nobody has looked since
+    assert history.seen() is None  # the last look is too long ago
 
 
 async def test_components_that_are_not_asked_are_not_left_out_silently() -> None:
