@@ -83,7 +83,7 @@ def build_worker(
     scheduler: SchedulerConfig | None = None,
     ranks: Ranks | None = None,
     embeddings: EmbeddingSource | None = None,
-    progress: Callable[[int], object] | None = None,
+    progress: Callable[[float], object] | None = None,
 ) -> Worker:
     """Loads the model, or emulates a device in its place, and sizes the pools.
 
@@ -93,7 +93,7 @@ def build_worker(
             has no use for a host pool or a prefix cache.
         ranks: The other ranks, where the model is spread over several processes.
         embeddings: Where the rows of images are found; None: with the requests.
-        progress: Is told how many tensors of a decoder in one process have been read.
+        progress: Is told the share of the parameters that has been read, where a decoder runs in one process.
 
     Raises:
         InvalidValueError: the directory, the model or a setting cannot be used; names the field.

@@ -36,6 +36,13 @@ def progress_bar(
         yield lambda done: bar.update(task, completed=done)
 
 
+@contextmanager
+def share_bar(what: str, *, as_json: bool = False) -> Iterator[Callable[[float], None] | None]:
+    """The same for a share from 0 to 1, in percent; ``what`` begins with "% of"."""
+    with progress_bar(what, 100, as_json=as_json) as tell:
+        yield None if tell is None else lambda share: tell(int(100 * share))
+
+
 def hide_downloads() -> None:
     """Hides the bars that the hub's client shows of its downloads on a terminal; call it before its first import."""
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"

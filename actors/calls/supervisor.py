@@ -7,7 +7,7 @@ from typing import Protocol
 from actors.calls.message import message
 from core.messages.drains import DrainProgress, DrainReplica, DrainService, IngressOrders, IngressReport
 from core.messages.series import ComponentsQuery, ComponentsReply, SeriesQuery, SeriesReply, TableReply, TrafficCounts
-from core.messages.status import ComponentCounts, Scale, StartState
+from core.messages.status import ComponentCounts, Scale, SeenService, StartState
 from core.messages.tenants import TenantBudgets, TenantReport, TenantUsages
 from core.messages.weights import ServedWeights, Upgrade
 
@@ -58,6 +58,10 @@ class SupervisorCalls(Protocol):
     @message()
     async def count_traffic(self, counts: TrafficCounts) -> None:
         """What an ingress replica has counted, for the history of the service."""
+
+    @message()
+    async def seen(self) -> SeenService | None:
+        """The service as it was when the last second ended; None if that is not known of all of it."""
 
     @message()
     async def series(self, query: SeriesQuery) -> SeriesReply:

@@ -164,6 +164,11 @@ class Component:
     def breaker(self) -> str:
         return ""
 
+    @property
+    def loaded(self) -> float | None:
+        """As in ``ComponentStatus.loaded``."""
+        return None
+
 
 _CLASSES = {
     "router": "actors.scheduling.router:Router",

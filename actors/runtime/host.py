@@ -217,6 +217,7 @@ class ComponentHost(HostCalls):
             breaker=component.breaker,
             last_end=self._last_end,
             degraded=component.context.degraded.reason(time.monotonic()),
+            loaded=component.loaded,
         )
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TypeVar
 
 from actors.runtime.component import kind_of
-from actors.runtime.names import SUPERVISOR, by_host, own_replicas, wanted_components
+from actors.runtime.names import SUPERVISOR, by_host, own_replicas, wanted_components, worker_name
 from actors.runtime.peer import PeerBook, PeerLost
 from core.config.load import FarsightConfig
 from core.load_snapshot import LoadSnapshot
@@ -30,16 +31,20 @@ from core.messages.series import (
     TableReply,
     TrafficCounts,
 )
-from core.messages.status import ComponentCounts, ComponentRows, ComponentStatus
+from core.messages.status import ComponentCounts, ComponentRows, ComponentStatus, SeenService
 from core.series.components import MAX_COMPONENTS, ComponentHistory
 from core.series.service import Instant, ServiceSeries
 from core.series.table import SeriesTable
+from kvcache.residency import total_usage
 from policies.fleet.queue_delay import queue_delay_s
 from policies.tenancy.budgets import SharedBudgets
 
 TICK_S = 1.0
 TIMEOUT_S = 0.8
 """A component that does not answer within this time is left out of this second."""
+
+FRESH_S = 2.5
+"""What was seen longer ago is not told: pages show a stopped component within 5 s and ask every 2 s."""
 
 MAX_REPLICAS = 64
 REPLICA_COLUMNS = ("requests", "work_tokens", "waiting", "kv_used")
@@ -70,11 +75,30 @@ class History:
         self._replicas = SeriesTable(MAX_REPLICAS, len(REPLICA_COLUMNS))
         self._components = ComponentHistory()
         self._traffic: dict[str, TrafficCounts] = {}
+        self._kv = KVUsage()
+        self._queue_delay_s: float | None = None
+        self._rows: tuple[tuple[ComponentStatus, ...], tuple[ComponentStatus, ...]] = (), ()
+        self._rows_at = -math.inf
 
     def report(self, counts: TrafficCounts) -> None:
         """Counts of an ingress replica."""
         self._traffic[ingress_name(counts.ingress_id)] = counts
         self._series.report(counts, time.time())
+
+    def seen(self) -> SeenService | None:
+        """The service as the last second showed it; None if that is too long ago, or was not all of it."""
+        components, ingresses = self._rows
+        known = [row.name for row in components]
+        if time.monotonic() - self._rows_at > FRESH_S or sorted(known) != sorted(self._wanted()):
+            return None
+        return SeenService(self._counts(), components, ingresses, self._kv, self._queue_delay_s)
+
+    def loaded(self) -> float | None:
+        """The share of their weights that the workers have read; None if none tells."""
+        workers = set(map(worker_name, own_replicas(self._counts())))
+        shares = [row.loaded for row in self._rows[0] if row.name in workers]
+        known = [share for share in shares if share is not None]
+        return sum(known) / len(shares) if known else None
 
     def since(self, query: SeriesQuery) -> SeriesReply:
         """The points that the query asks for."""
@@ -107,7 +131,9 @@ class History:
         known = {name: each for name, each in zip(replicas, live, strict=True) if each is not None}
         told = {name: each for name, each in zip(replicas, usages, strict=True) if each is not None}
         now = time.time()
-        self._series.tick(self._instant(outlook, known, told.values()), now)
+        instant = self._instant(outlook, known, told.values())
+        self._kv, self._queue_delay_s = total_usage(list(told.values())), instant.queue_delay_s
+        self._series.tick(instant, now)
         self._replicas.tick(replica_values(placed, known, told), now)
 
     def _instant(
@@ -127,13 +153,19 @@ class History:
 
     async def _note_components(self) -> None:
         """A point of each component; those beyond ``MAX_COMPONENTS`` are not asked."""
-        wanted = [SUPERVISOR, *wanted_components(self._counts(), self._config.model.num_ranks)][:MAX_COMPONENTS]
-        hosts = by_host(wanted, self._peers.placement)
+        hosts = by_host(self._wanted()[:MAX_COMPONENTS], self._peers.placement)
         rows = self._peers.router().ingress_rows()
         found, ingresses = await asyncio.gather(
             asyncio.gather(*(self._activity(host, names) for host, names in hosts.items())), _ask(rows)
         )
-        self._components.tick([*itertools.chain.from_iterable(found), *self._ingresses(ingresses)], time.time())
+        own, entries = list(itertools.chain.from_iterable(found)), self._ingresses(ingresses)
+        self._rows = tuple(each.row for each in own), tuple(each.row for each in entries)
+        self._rows_at = time.monotonic()
+        self._components.tick([*own, *entries], time.time())
+
+    def _wanted(self) -> list[str]:
+        """The components that there should be in processes of ours."""
+        return [SUPERVISOR, *wanted_components(self._counts(), self._config.model.num_ranks)]
 
     async def _activity(self, host: str, names: list[str]) -> list[Activity]:
         """The components that this process should have; those that it does not tell of are dead."""

@@ -51,7 +51,7 @@ from core.errors import FarsightError, MessageError
 from core.messages.drains import DrainProgress, DrainReplica, DrainService, IngressOrders, IngressReport
 from core.messages.fleet import ReplicaName
 from core.messages.series import ComponentsQuery, ComponentsReply, SeriesQuery, SeriesReply, TableReply, TrafficCounts
-from core.messages.status import ComponentCounts, Scale, StartState
+from core.messages.status import ComponentCounts, Scale, SeenService, StartState
 from core.messages.tenants import TenantBudgets, TenantReport, TenantUsages
 from core.messages.weights import ServedWeights, Upgrade
 from policies.tenancy.budgets import SharedBudgets
@@ -142,7 +142,8 @@ class Supervisor(Component, SupervisorCalls):
     async def start_state(self) -> StartState:
         started = self._started.items()
         ready = tuple(host for host, future in started if future.done() and future.exception() is None)
-        return StartState(ready, tuple(host for host in self._started if host not in ready))
+        waiting = tuple(host for host in self._started if host not in ready)
+        return StartState(ready, waiting, self._history.loaded())
 
     async def counts(self) -> ComponentCounts:
         return self._counts
@@ -199,6 +200,9 @@ class Supervisor(Component, SupervisorCalls):
 
     async def count_traffic(self, counts: TrafficCounts) -> None:
         self._history.report(counts)
+
+    async def seen(self) -> SeenService | None:
+        return self._history.seen()
 
     async def series(self, query: SeriesQuery) -> SeriesReply:
         return self._history.since(query)

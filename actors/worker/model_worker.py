@@ -15,7 +15,7 @@ import sys
 import time
 import uuid
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -88,6 +88,7 @@ class ModelWorker(Component, WorkerCalls):
         self._bounds = StepBounds(context.config.actors.step_stall_s)
         self._reported_at = 0.0
         self._stepped_at: float | None = None
+        self._loaded: float | None = None
         self._metrics = EngineMetrics(context.registry, context.config.model.name, context.index)
         self._gaps, self._model_cpu, self._ooms, self._cut_off = _step_metrics(context.registry)
         self._num_ooms = 0  # that the metric knows
@@ -107,7 +108,7 @@ class ModelWorker(Component, WorkerCalls):
         site = self.context.site
         place = int(self.context.index.partition(".")[0])
         worker = await loop.run_in_executor(
-            self._thread, _build, Path(site.model_dir), config, self._incarnation, ranks, place
+            self._thread, _build, Path(site.model_dir), config, self._incarnation, ranks, place, self._note_loaded
         )
         worker.ready = dataclasses.replace(worker.ready, model_version=self.context.site.model_version)
         self._steps = StepLoop(
@@ -124,6 +125,9 @@ class ModelWorker(Component, WorkerCalls):
         self._built.set_result(worker)
         self.spawn(self._run())
         self.spawn(self._watch_ingresses())
+
+    def _note_loaded(self, share: float) -> None:
+        self._loaded = share
 
     async def stop(self) -> None:
         await super().stop()
@@ -196,6 +200,10 @@ class ModelWorker(Component, WorkerCalls):
     @property
     def last_step_age_s(self) -> float | None:
         return None if self._stepped_at is None else time.monotonic() - self._stepped_at
+
+    @property
+    def loaded(self) -> float | None:
+        return self._loaded
 
     @property
     def work_done(self) -> Mapping[str, float]:
@@ -322,11 +330,19 @@ def _step_metrics(registry: CollectorRegistry) -> tuple[Histogram, Counter, Coun
     return gaps, model_cpu, ooms, cut_off
 
 
-def _build(model_dir: Path, config: FarsightConfig, incarnation: str, ranks: Ranks | None, place: int) -> Worker:
+def _build(
+    model_dir: Path,
+    config: FarsightConfig,
+    incarnation: str,
+    ranks: Ranks | None,
+    place: int,
+    progress: Callable[[float], None],
+) -> Worker:
     """Torch is imported only here, and only if a model is to compute. Called in the thread that will run the steps.
 
     Args:
         place: The replica's number.
+        progress: As in ``build_worker``.
     """
     from engine.build import build_worker
     from engine.vision.row_files import SharedEmbeddings
@@ -343,6 +359,7 @@ def _build(model_dir: Path, config: FarsightConfig, incarnation: str, ranks: Ran
         config.scheduler,
         ranks,
         None if rows is None else SharedEmbeddings(rows),
+        progress,
     )
     gc.collect()
     gc.freeze()  # what torch has brought need not be looked through again, in the middle of a step

@@ -21,6 +21,7 @@ class ComponentStatus:
         last_end: Why the Supervisor last replaced its process; empty if it never did.
         url: Address of a replica that is another server; else empty.
         breaker: State of that server's circuit breaker: ``closed``, or why requests do not go there.
+        loaded: Share of its model's weights that it has read, from 0 to 1; None if it reads none, or does not tell.
     """
 
     name: str
@@ -36,6 +37,7 @@ class ComponentStatus:
     breaker: str = ""
     last_end: str = ""
     degraded: str = ""
+    loaded: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +83,34 @@ class ComponentCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class SeenService:
+    """From the Supervisor: the service as it saw it a moment ago.
+
+    Attributes:
+        counts: How many components there should be.
+        components: Every one of them that has a process; one that did not answer is dead, without what was known of it.
+        ingresses: The ingress replicas.
+        kv, queue_delay_s: As in ``StatusReply``.
+    """
+
+    counts: ComponentCounts
+    components: tuple[ComponentStatus, ...]
+    ingresses: tuple[ComponentStatus, ...]
+    kv: KVUsage
+    queue_delay_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class StartState:
-    """From the Supervisor: which hosts have come up since it began, and which have not."""
+    """From the Supervisor: which hosts have come up since it began, and which have not.
+
+    Attributes:
+        loaded: As in ``ComponentStatus``, of all workers together.
+    """
 
     ready: tuple[str, ...]
     waiting: tuple[str, ...]
+    loaded: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,10 @@ class TensorSource(Protocol):
         """All of them, in the order in which they are best read."""
         ...
 
+    def num_values(self, name: str) -> int:
+        """How many values a tensor has."""
+        ...
+
     def fill(self, name: str, target: Tensor) -> None:
         """Copies a tensor into another of its shape."""
         ...
@@ -86,6 +90,9 @@ class _SafetensorsSource:
             return sorted({member.file.name for member in self._matrices[name].members.values()})
 
         return iter(sorted(self._matrices, key=place))
+
+    def num_values(self, name: str) -> int:
+        return math.prod(self._matrices[name].shape)
 
     def fill(self, name: str, target: Tensor) -> None:
         matrix = self._matrices[name]
@@ -159,6 +166,9 @@ class _GGUFSource:
 
     def names(self) -> Iterator[str]:
         return iter(sorted(self._tensors, key=lambda name: self._tensors[name].begin))
+
+    def num_values(self, name: str) -> int:
+        return math.prod(self._tensors[name].shape)
 
     def fill(self, name: str, target: Tensor) -> None:
         _fill_rows(target, self._float_rows(name, target.dtype))

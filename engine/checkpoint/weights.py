@@ -24,8 +24,11 @@ from engine.checkpoint.model_config import DecoderConfig
 from engine.checkpoint.names import CORRECTION, head_norm_sizes, latent_sizes, num_parameters
 from engine.checkpoint.quantized import QuantizedLinear, join_records
 from engine.checkpoint.row_order import latent_orders, qkv_order, turned_order
-from engine.checkpoint.sources import open_checkpoint
+from engine.checkpoint.sources import TensorSource, open_checkpoint
 from engine.checkpoint.threads import threads_for
+
+Progress = Callable[[float], object]
+"""Takes a share, from 0 to 1."""
 
 LARGE_MODEL_PARAMETERS = 500_000_000
 """Parameters above which ``auto`` keeps the checkpoint's own dtype: exactness would cost twice the memory and time."""
@@ -68,7 +71,7 @@ def load_weights(
     device: str = "cpu",
     *,
     keep_quantized: bool = True,
-    progress: Callable[[int], object] | None = None,
+    progress: Progress | None = None,
 ) -> ModelWeights:
     """Reads a checkpoint onto the device.
 
@@ -76,7 +79,7 @@ def load_weights(
         model_dir: A directory with ``model.safetensors`` or the shards of its index, or a GGUF file.
         keep_quantized: Whether matrices that are quantised in the checkpoint stay so, where there is a record of their
             format; otherwise they become floats. On a GPU they always do.
-        progress: Is told how many of the checkpoint's tensors have been read; ``num_tensors`` says of how many.
+        progress: Is told the share of the parameters that has been read.
 
     Raises:
         CheckpointError: no such files, an unreadable file, or a missing, unexpected or odd tensor; names it.
@@ -84,22 +87,39 @@ def load_weights(
     """
     source = open_checkpoint(model_dir, config, device)
     keeps = keep_quantized and device == "cpu"
-    allocation = Allocation(config, dtype, device, record=source.record if keeps else None)
+    read = _Read(source, progress)
+    allocation = Allocation(config, dtype, device, record=read.record if keeps else None)
     weights = allocation.model()
-    for done, name in enumerate(source.names(), start=1):
+    for name in source.names():
         if name in allocation.targets:  # the others are kept as records
             target = allocation.targets[name]
             with threads_for(target.numel()):
                 source.fill(name, target)
-        if progress is not None:
-            progress(done)
+        read.add(name)
     allocation.finish()
     return weights
 
 
-def num_tensors(model_dir: Path, config: DecoderConfig) -> int:
-    """The number of tensors that ``load_weights`` reads. Raises what it raises."""
-    return sum(1 for _ in open_checkpoint(model_dir, config).names())
+class _Read:
+    """Tells how much of a checkpoint has been read; a tensor that is read twice counts once."""
+
+    def __init__(self, source: TensorSource, progress: Progress | None) -> None:
+        self._source = source
+        self._progress = progress
+        self._left = {name: source.num_values(name) for name in source.names()}
+        self._total = self._num_left = sum(self._left.values())
+
+    def record(self, name: str) -> QuantizedLinear | None:
+        """As ``TensorSource.record``."""
+        found = self._source.record(name)
+        if found is not None:
+            self.add(name)
+        return found
+
+    def add(self, name: str) -> None:
+        self._num_left -= self._left.pop(name, 0)
+        if self._progress is not None:
+            self._progress(1.0 - self._num_left / self._total)
 
 
 def allocate_weights(

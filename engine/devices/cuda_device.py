@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 from core.config.engine import EngineConfig
@@ -11,7 +10,7 @@ from core.errors import ConfigError
 from engine import cuda
 from engine.attention.step_sizes import StepSizes
 from engine.checkpoint.model_config import DecoderConfig, resolve_max_model_len
-from engine.checkpoint.weights import ModelWeights, load_weights, parse_dtype
+from engine.checkpoint.weights import ModelWeights, Progress, load_weights, parse_dtype
 from engine.devices.device import Device, num_host_pool_blocks, num_pool_blocks
 from engine.devices.model_device import AUTO_SHARE, available_bytes
 from engine.kv.copiers import HostBlocks, StreamCopier
@@ -34,7 +33,7 @@ def load_device(
     *,
     swaps: bool,
     bits: int,
-    progress: Callable[[int], object] | None = None,
+    progress: Progress | None = None,
 ) -> Device:
     """Loads the model and shares out the GPU's memory: weights, then the largest step, then the KV pool.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,7 +10,7 @@ import torch
 from core.config.engine import EngineConfig
 from core.processors import compute_threads
 from engine.checkpoint.model_config import DecoderConfig, resolve_max_model_len
-from engine.checkpoint.weights import parse_dtype
+from engine.checkpoint.weights import Progress, parse_dtype
 from engine.devices.device import Device, num_host_pool_blocks, num_pool_blocks
 from engine.kv.copiers import KVCopier
 from engine.kv.kv_pool import KVPool, pool_dtype
@@ -31,7 +30,7 @@ def load_device(
     *,
     swaps: bool,
     bits: int,
-    progress: Callable[[int], object] | None = None,
+    progress: Progress | None = None,
 ) -> Device:
     """Loads the model and sizes its pools.
 

@@ -15,7 +15,7 @@ from core.request import Fault, Request, SamplingParams
 from engine.attention.decode_inputs import DecodeInputs
 from engine.attention.layout import find_sample_rows, order_items
 from engine.checkpoint.model_config import DecoderConfig, load_model_config, resolve_max_model_len
-from engine.checkpoint.weights import load_weights
+from engine.checkpoint.weights import Progress, load_weights
 from engine.kv.kv_pool import KVPool, pool_dtype
 from engine.models.quantize import quantize_weights
 from engine.pooled_rows import PooledRows
@@ -105,7 +105,7 @@ class ModelRunner:
         bits: int = 0,
         num_threads: int = 1,
         kv_dtype: str = "auto",
-        progress: Callable[[int], object] | None = None,
+        progress: Progress | None = None,
     ) -> ModelRunner:
         """A runner of the checkpoint in ``model_dir`` with a pool of ``num_blocks`` blocks.
 

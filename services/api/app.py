@@ -125,7 +125,7 @@ def build_app(
         redoc_url=None,
     )
     readiness = readiness or Readiness()
-    live = live_routes(backend)
+    app.include_router(live_routes(backend))  # first: open pages ask again and again, and routes are tried in turn
     if door is not None:
         backend = MeteredBackend(backend, door, shares_prefixes=shares_across_keys)
         app.include_router(usage_routes(door, _ERRORS))
@@ -150,7 +150,6 @@ def build_app(
     app.include_router(explain_routes(backend, administration.token if administration else ""))
     app.include_router(what_if_routes(backend, administration.token if administration else ""))
     app.include_router(_operator_routes(backend, readiness))
-    app.include_router(live)
     app.include_router(page_routes())
     app.include_router(admin_routes(backend, administration or Administration()))
     install_error_handlers(app)

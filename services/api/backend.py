@@ -100,6 +100,10 @@ class GenerationBackend(Protocol):
         """One row for each running component."""
         ...
 
+    async def last_status(self) -> StatusReply:
+        """The same, at most some seconds old, for pages that ask again and again."""
+        ...
+
     async def metrics(self, *, open_metrics: bool) -> str:
         """The metrics of every reachable process, merged into one exposition (``metrics_page``)."""
         ...

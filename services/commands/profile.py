@@ -15,7 +15,7 @@ from core.errors import ConfigError, FarsightError
 from core.processors import compute_threads, usable_processors
 from services.commands.ask import JsonOption
 from services.one_line_errors import naming_flags
-from services.progress import hide_downloads, progress_bar
+from services.progress import hide_downloads, progress_bar, share_bar
 
 if TYPE_CHECKING:
     from engine.steps.model_runner import ModelRunner
@@ -56,8 +56,7 @@ def profile(
 
 def _profile(out: Path, model: str | None, dtype: str, engine: EngineConfig, rounds: int, as_json: bool) -> None:
     from engine.build import build_worker
-    from engine.checkpoint.model_config import load_model_config, resolve_model_dir
-    from engine.checkpoint.weights import num_tensors
+    from engine.checkpoint.model_config import resolve_model_dir
     from services.commands.step_bench import HELD_BACK_EVERY, fit
 
     if rounds < HELD_BACK_EVERY:
@@ -67,9 +66,7 @@ def _profile(out: Path, model: str | None, dtype: str, engine: EngineConfig, rou
     if as_json:
         hide_downloads()
     model_dir = resolve_model_dir(model or str(_EMBEDDED_MODEL))
-    with progress_bar(
-        "tensors loaded", num_tensors(model_dir, load_model_config(model_dir)), as_json=as_json
-    ) as progress:
+    with share_bar("% of the weights loaded", as_json=as_json) as progress:
         worker = build_worker(model_dir, dtype, engine, incarnation="profile", progress=progress)
     runner: ModelRunner = worker.runner  # type: ignore[assignment]  # what ``build_worker`` builds computes
     steps = _measure(runner, engine, rounds, as_json)

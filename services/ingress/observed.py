@@ -20,6 +20,10 @@ class ObservedService:
         """One row for every logical component."""
         return await self._overview.status()
 
+    async def last_status(self) -> StatusReply:
+        """The same, some seconds old and cheaper."""
+        return await self._overview.last_status()
+
     async def placement(self) -> PlacementView:
         """What the Router says of its placements.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import TypeVar
 
@@ -44,12 +44,16 @@ from core.messages.status import ComponentStatus, StatusReply
 from kvcache.residency import total_usage
 from policies.fleet.queue_delay import queue_delay_s
 from services.api.pages.metrics_page import merge_expositions
+from services.api.pages.recent import Recent
 
 _OPEN = {"Accept": OPEN_METRICS_TYPE}
 """So that another ingress replica's exemplars come along."""
 
 TIMEOUT_S = 1.0
 """A process that does not answer within this time is shown as dead."""
+
+ARTEFACTS_FOR_S = 10.0
+"""Pages show what has been learned at most this late."""
 
 MAX_ASKED = 12
 """Components of a kind that are asked for their last decisions."""
@@ -69,23 +73,50 @@ class Overview:
         self._peers = peers
         self._counts = initial_counts(site.config, sees=site.sees)
         self._last: dict[str, ComponentStatus] = {}
+        self._learned = Recent(self._ask_artefacts, ARTEFACTS_FOR_S)
 
     async def status(self) -> StatusReply:
         """A row for every component; those of a process that does not answer are dead.
 
         All are asked at once: however many are dead, it takes twice ``TIMEOUT_S`` at most.
         """
-        hosts = await self._hosts()
+        await self._count()
+        return await self._status()
+
+    async def last_status(self) -> StatusReply:
+        """The same as the Supervisor saw it a moment ago, which is one question; without one that knows, as it is."""
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                seen = await self._peers.supervisor().seen()
+        except (PeerLost, TimeoutError, *DEFECTS):
+            seen = None
+        if seen is None:
+            return await self._status()
+        self._counts = seen.counts
+        rows = [self._remembered(row) for row in seen.components]
+        return self._reply(rows, seen.ingresses, seen.kv, await self._artefacts(self._learned.get), seen.queue_delay_s)
+
+    async def _status(self) -> StatusReply:
+        hosts = self._hosts()
         rows, ingress_rows, usages, artefacts, delay_s = await asyncio.gather(
             asyncio.gather(*(self._rows(host, components) for host, components in hosts.items())),
             self._ingress_rows(),
             asyncio.gather(*(self._kv(replica) for replica in own_replicas(self._counts))),
-            self._artefacts(),
+            self._artefacts(self._ask_artefacts),
             self._queue_delay_s(),
         )
-        found = map(self._with_drain, itertools.chain.from_iterable(rows))
-        components = (*found, *map(self._drained, self._counts.drained), *ingress_rows)
-        return StatusReply(components, total_usage(usages), artefacts, delay_s)
+        return self._reply(itertools.chain.from_iterable(rows), ingress_rows, total_usage(usages), artefacts, delay_s)
+
+    def _reply(
+        self,
+        rows: Iterable[ComponentStatus],
+        ingress_rows: Iterable[ComponentStatus],
+        kv: KVUsage,
+        artefacts: tuple[ArtefactInfo, ...],
+        delay_s: float | None,
+    ) -> StatusReply:
+        drained = map(self._drained, self._counts.drained)
+        return StatusReply((*map(self._with_drain, rows), *drained, *ingress_rows), kv, artefacts, delay_s)
 
     async def placement(self) -> PlacementView:
         """What the Router says of its placements.
@@ -155,7 +186,8 @@ class Overview:
 
     async def metrics(self, own_name: str, own_text: str, *, open_metrics: bool) -> str:
         """The metrics of every process that answers, and of this one."""
-        hosts = await self._hosts()
+        await self._count()
+        hosts = self._hosts()
         texts = await asyncio.gather(*(self._host_metrics(host) for host in hosts))
         pages = dict(zip(hosts, texts, strict=True)) | {own_name: own_text}
         rows = [row for row in await self._ingress_rows() if row.name != own_name and row.state == "ready"]
@@ -169,10 +201,13 @@ class Overview:
         found = {name: text for name, text in pages.items() if text}
         return await asyncio.to_thread(merge_expositions, found, open_metrics=open_metrics)
 
-    async def _hosts(self) -> Mapping[str, list[str]]:
+    async def _count(self) -> None:
+        """Asks how many components there should be."""
         with suppress(TimeoutError):
             async with asyncio.timeout(TIMEOUT_S):
                 self._counts = await current_counts(self._peers, self._counts)
+
+    def _hosts(self) -> Mapping[str, list[str]]:
         components = wanted_components(self._counts, self._config.model.num_ranks)
         return by_host([SUPERVISOR, *components], self._peers.placement)
 
@@ -185,6 +220,13 @@ class Overview:
         self._last |= {row.name: row for row in rows}
         missing = set(components) - {row.name for row in rows}
         return [*rows, *(self._dead(component) for component in components if component in missing)]
+
+    def _remembered(self, row: ComponentStatus) -> ComponentStatus:
+        """A row of the Supervisor's: one without a process did not answer."""
+        if not row.pid:
+            return self._dead(row.name)
+        self._last[row.name] = row
+        return row
 
     async def _host_metrics(self, host: str) -> str:
         try:
@@ -200,10 +242,13 @@ class Overview:
         except (PeerLost, TimeoutError, *DEFECTS):
             return KVUsage()
 
-    async def _artefacts(self) -> tuple[ArtefactInfo, ...]:
+    async def _ask_artefacts(self) -> tuple[ArtefactInfo, ...]:
+        return (await self._peers.log_store().artefacts()).artefacts
+
+    async def _artefacts(self, ask: Callable[[], Awaitable[tuple[ArtefactInfo, ...]]]) -> tuple[ArtefactInfo, ...]:
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                return (await self._peers.log_store().artefacts()).artefacts
+                return await ask()
         except (FarsightError, TimeoutError, *DEFECTS):  # it may be there and not have opened its file yet
             return ()
 

@@ -34,6 +34,16 @@ async def has_done(client: EngineClient, kind: str, name: str) -> bool:
     return any(max(filter(None, line.values), default=0.0) > 0 or kind == "StreamStore" for line in found)
 
 
+async def is_seen_whole(client: EngineClient) -> bool:
+    """Whether the status for pages names the same components, in the same processes, as the status of now."""
+    seen, now = await client.last_status(), await client.status()
+    key = [
+        sorted((row.name, row.kind, row.pid, row.state, row.restarts) for row in each.components)
+        for each in (seen, now)
+    ]
+    return key[0] == key[1] and seen.kv.num_blocks == now.kv.num_blocks
+
+
 @FUSED_ELSE_LONG
 async def test_every_kind_tells_what_it_has_done(system: System) -> None:
     async with calm_client(system) as client:
@@ -51,6 +61,7 @@ async def test_every_kind_tells_what_it_has_done(system: System) -> None:
         ):  # a Scheduler notes named requests alone
             decided = await client.recent_decisions(kind)
             assert any(unpack_decisions(each.decisions) for each in decided), kind
+        await eventually(lambda: is_seen_whole(client), "the Supervisor tells of the service what the processes tell")
         loads = await client.replica_series(SeriesQuery())
         assert {row.name for row in loads.rows} == {"0", "1"}
         assert {line.name for line in loads.rows[0].columns} == {"requests", "work_tokens", "waiting", "kv_used"}
@@ -75,3 +86,4 @@ async def test_a_death_is_kept_with_its_reason(system: System) -> None:
 
         await eventually(is_noted, "the restart is noted")
         await ready_rows(client)
+        await eventually(lambda: is_seen_whole(client), "the status for pages has the new process")

@@ -123,6 +123,9 @@ class MeteredBackend:
     async def status(self) -> StatusReply:
         return await self._backend.status()
 
+    async def last_status(self) -> StatusReply:
+        return await self._backend.last_status()
+
     async def metrics(self, *, open_metrics: bool) -> str:
         return await self._backend.metrics(open_metrics=open_metrics)
 

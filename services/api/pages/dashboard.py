@@ -33,7 +33,7 @@ def operator_page(name: str) -> str:
     Raises:
         FileNotFoundError: The installation is incomplete.
     """
-    return _SHARED.sub(lambda found: _read(found[1] or found[2] or found[3]).rstrip(), _read(f"{name}.html"))
+    return _whole(f"{name}.html")
 
 
 def page_routes() -> APIRouter:
@@ -48,6 +48,10 @@ def _add_page(router: APIRouter, address: str, name: str) -> None:
     @router.get(address, response_class=HTMLResponse, name=f"{name}_page")
     async def page() -> Response:
         return html_page(operator_page(name))
+
+
+def _whole(name: str) -> str:
+    return _SHARED.sub(lambda found: _whole(found[1] or found[2] or found[3]).rstrip(), _read(name))
 
 
 def _read(name: str) -> str:

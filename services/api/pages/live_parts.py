@@ -25,7 +25,7 @@ MAX_ROWS = 200
 """Requests of each replica in one answer."""
 
 FOR_S = {"status": 1.5, "requests": 0.75, "placement": 0.75, "series": 0.75, "replicas": 0.75, "components": 0.75}
-"""The parts, and how old each is at most. ``/status`` is always of now."""
+"""The parts, and for how long pages share each. ``/status`` is always of now."""
 
 MOST_KEYS = 6
 """Questions whose answers are shared: a page that has just been opened asks for all points, the others for new ones."""
@@ -108,7 +108,7 @@ class LiveParts:
         backend = self._backend
         match asked.part:
             case "status":
-                return status_reply(await backend.status(), backend.model).model_dump_json().encode()
+                return status_reply(await backend.last_status(), backend.model).model_dump_json().encode()
             case "requests":
                 return _LIVE.dump_json(await backend.live(MAX_ROWS))
             case "placement":

@@ -267,6 +267,10 @@ def test_a_death_that_one_poll_has_seen_stays_red_for_a_while(page: Page, live: 
     now = stop_clock(page)
     live.backend.components = with_state("worker-1", "dead")
     expect(card).to_have_attribute("data-state", "dead")
+    live.backend.components = PIECES  # the same process as before: it was late, and has not restarted
+    expect(card).to_have_attribute("data-state", "ready")
+    live.backend.components = with_state("worker-1", "dead")
+    expect(card).to_have_attribute("data-state", "dead")
     live.backend.components = with_state("worker-1", "ready", pid=4712, restarts=1)
     for later in (0, 2):
         page.clock.set_fixed_time(now + later)

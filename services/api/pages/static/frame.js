@@ -79,22 +79,29 @@ const inBanner = (what) => (problem) => {
 };
 
 const SHOWN_MS = 3000;  // shortest time that the page shows a death
-const lives = new Map();  // name of a component -> {process, diedAt}
+const lives = new Map();  // name of a component -> {process, restarts, downAt, diedAt}
 const isDown = (row) => ["dead", "lost", "failed", "gone"].includes(row.state);
 
-// Components that another process has replaced a moment ago: they may have died and come back between two polls.
-function replacedOf(actors, now) {
+// Remembers which process each component is. A death is told by the next process: a component that did not answer and is
+// back as the same process was only late.
+function noteLives(actors) {
+  const now = Date.now(), before = new Map(lives);
+  lives.clear();
   for (const row of actors) {
-    const known = lives.get(row.name), process = row.pid ? `${row.node} ${row.pid}` : known?.process;
-    const died = isDown(row) || (known?.process && known.process !== process);
-    lives.set(row.name, {process, diedAt: died ? now : known?.diedAt ?? -Infinity});
+    const known = before.get(row.name) ?? {process: "", restarts: 0, downAt: null, diedAt: -Infinity};
+    const life = row.pid ? {process: `${row.node} ${row.pid}`, restarts: row.restarts} : {process: known.process, restarts: known.restarts};
+    const replaced = known.process && (life.process !== known.process || life.restarts > known.restarts);
+    lives.set(row.name, {...life, downAt: isDown(row) ? known.downAt ?? now : null, diedAt: replaced ? known.downAt ?? now : known.diedAt});
   }
-  return actors.filter((row) => !isDown(row) && now - lives.get(row.name).diedAt < SHOWN_MS);
 }
+
+// Whether another process replaced the component a moment ago: it may have died and come back between two polls.
+const wasReplaced = (row) => !isDown(row) && Date.now() - (lives.get(row.name)?.diedAt ?? -Infinity) < SHOWN_MS;
 
 // The state of all components in one word, on pages that do not show each of them.
 function showHealth({actors}) {
-  const down = actors.filter(isDown), replaced = replacedOf(actors, performance.now());
+  noteLives(actors);
+  const down = actors.filter(isDown), replaced = actors.filter(wasReplaced);
   const away = actors.filter((row) => row.state !== "ready" && !isDown(row) && !replaced.includes(row));
   const pill = byId("health");
   pill.dataset.level = down.length || replaced.length ? "bad" : away.length ? "warn" : "ok";

@@ -50,10 +50,9 @@ function drawKinds(actors) {
     queueMicrotask(() => askAgain());
   }
   const host = byId("kinds");
-  const replaced = replacedNames();
   const links = kinds.map((name) => {
     const rows = actors.filter((row) => row.kind === name);
-    const level = rows.some((row) => levelOf(row) === "bad" || replaced.has(row.name)) ? "bad" : rows.some((row) => levelOf(row) === "warn") ? "warn" : "ok";
+    const level = rows.some((row) => levelOf(row) === "bad" || wasReplaced(row)) ? "bad" : rows.some((row) => levelOf(row) === "warn") ? "warn" : "ok";
     const link = [...host.children].find((each) => each.dataset.kind === name) ?? make("a", "", make("i"), name);
     Object.assign(link.dataset, {kind: name, level, testid: `kind-${name}`});
     link.href = `#${encodeURIComponent(name)}`;
@@ -65,13 +64,9 @@ function drawKinds(actors) {
   if (links.length !== host.children.length || links.some((link, at) => host.children[at] !== link)) host.replaceChildren(...links);
 }
 
-// Names of components that another process replaced a moment ago.
-const replacedNames = () => new Set([...lives].filter(([, {diedAt}]) => performance.now() - diedAt < SHOWN_MS).map(([name]) => name));
-
 function drawComponents() {
-  const replaced = replacedNames();
   byId("components").tBodies[0].replaceChildren(...components.filter((row) => row.kind === kind).sort((a, b) => natural(a.name, b.name)).map((row) => {
-    const died = replaced.has(row.name) && !isDown(row);
+    const died = wasReplaced(row);
     const state = make("span", "state", died ? "restarted" : row.state);
     state.dataset.level = died ? "bad" : levelOf(row);
     const remarks = make("td", "wide", [row.degraded, row.breaker && `breaker ${row.breaker}`, row.last_end && `last end: ${row.last_end}`].filter(Boolean).join("; ") || "–");

@@ -193,7 +193,9 @@ def test_a_mixture_of_types_is_kept_as_it_is(wide_dir, tmp_path):
     kinds = {"v_proj": "Q6_K", "layers.0.mlp.down": "Q6_K", "layers.1.self_attn.k_proj": "F16", "lm_head": "Q8_0"}
     path = write_gguf(tmp_path / "model.gguf", wide_dir, "Q4_K", kinds=kinds)
     config = load_model_config(path)
-    kept = load_weights(path, config, torch.float32)
+    told: list[float] = []
+    kept = load_weights(path, config, torch.float32, progress=told.append)
+    assert told == sorted(told) and told[-1] == 1.0
     first, second = kept.layers
     assert isinstance(first.qkv, JoinedLinear) and [(p.bits, p.group) for p in first.qkv.parts] == [(4, 32), (8, 16)]
     assert isinstance(first.down, QuantizedLinear) and first.down.bits == 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from core.errors import InvalidValueError
 from engine.checkpoint.model_config import load_model_config
+from engine.checkpoint.names import num_parameters
 from engine.checkpoint.weights import CheckpointError, Linear, Matrix, ModelWeights, load_weights, parse_dtype
 from engine.kv.kv_pool import KVPool
 from tests.unit.engine.small_models import SHAPES, load_reference, save_model
@@ -121,6 +123,16 @@ def test_broken_shards_are_named(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weights": {}}))
     with pytest.raises(CheckpointError, match="weight_map"):
         load(tmp_path)
+
+
+def test_progress_is_the_share_of_the_parameters(tiny_model_dir):
+    told: list[float] = []
+    config = load_model_config(tiny_model_dir)
+    load_weights(tiny_model_dir, config, torch.float32, progress=told.append)
+    assert told == sorted(told) and len(set(told)) == len(told) and told[-1] == 1.0
+    rows = config.vocab_size * config.hidden_size / num_parameters(config)
+    steps = [after - before for before, after in itertools.pairwise([0.0, *told])]
+    assert max(steps) == pytest.approx(rows)  # the largest tensor
 
 
 def test_dtype_is_converted(tiny_model_dir):

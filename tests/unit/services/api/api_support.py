@@ -126,6 +126,9 @@ class ScriptedBackend:
     async def status(self) -> StatusReply:
         return StatusReply(self.components, KV_USAGE, self.artefacts, queue_delay_s=1.25)
 
+    async def last_status(self) -> StatusReply:
+        return await self.status()
+
     async def metrics(self, *, open_metrics: bool) -> str:
         return METRICS
 

@@ -39,6 +39,17 @@ def test_a_page_loads_nothing(page: str) -> None:
     assert len(re.findall("<script", text)) == len(re.findall("</script", text)) == 1
 
 
+@pytest.mark.parametrize("page", [*PAGES.values(), "race/race"])
+def test_a_page_declares_each_name_once(page: str) -> None:
+    """Its shared files become one script: with a name declared twice none of it would run."""
+    script = operator_page(page).partition("<script>")[2]
+    names = []
+    for kind, rest in re.findall(r"^(?:async )?(const|let|class|function)\*? (.+)$", script, re.MULTILINE):
+        names += re.findall(r"(?:^|, )(\w+) = ", rest) if kind in ("const", "let") else re.findall(r"^\w+", rest)
+    assert len(names) > 20
+    assert sorted(set(names)) == sorted(names)
+
+
 async def test_dashboard_finds_what_it_reads(client: httpx.AsyncClient) -> None:
     """Every field of a row that the page names is in the reply."""
     status = (await client.get("/status")).json()

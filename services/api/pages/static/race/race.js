@@ -1,5 +1,5 @@
 // The race: the lanes of both services, polled; a click explains a request, a button kills a worker.
-const POLL_MS = 400;
+const LOOK_MS = 400;
 const WIDTH = 1000;
 const LEAST_S = 20;
 let view = null;
@@ -152,4 +152,4 @@ repeat(async () => {
   view = await reply.json();
   draw();
   if (isFirst) drawLegend();
-}, POLL_MS, inBanner("The race"));
+}, LOOK_MS, inBanner("The race"));
