@@ -73,7 +73,9 @@ function rankText(row) {
 function liveRow(row) {
   const id = row.response_id;
   const name = id ? idButton(id) : document.createTextNode(shortId(row.request_id));
-  const cells = [name, row.tenant || "–", stateCell(row), seconds(row.age_s), lengthCell(row),
+  const tenant = make("span", "tenant", row.tenant || "–");
+  tenant.title = row.tenant;
+  const cells = [name, tenant, stateCell(row), seconds(row.age_s), lengthCell(row),
     typeof row.eta_p50 === "number" ? seconds(row.eta_p50) : "–", rankText(row) || "–", whole(row.prompt_len), whole(row.kv_tokens), whole(row.num_preemptions), row.replica];
   return tableRow(id, cells.map((content, index) => make("td", COLUMNS[index].number ? "number" : "", content)));
 }
