@@ -221,7 +221,7 @@ class LeaseExecutor(PlanExecutor):
                 draft.out_of_grants = True
             elif wanted > 1 and draft.prompts_left == 0:
                 draft.refused = True
-            elif self.blocks.holds_any(held.request_id):
+            elif self._is_resident(held):
                 self._continue(held, wanted, draft)
             elif held.slot.standby and credit <= 0:
                 continue
@@ -364,13 +364,16 @@ class LeaseExecutor(PlanExecutor):
             reach -= 1
         return reach - computed if reach > computed else 0
 
+    def _is_resident(self, held: SequenceState) -> bool:
+        return self.blocks.holds_any(held.request_id)
+
     def _is_offloaded(self, held: SequenceState) -> bool:
         return self.host is not None and held.copy_id is None and bool(self.host.table(held.request_id))
 
     def _standby_credit(self) -> int:
         """Standby slots that may still start: places left by ended slots, less standbys that hold one now."""
-        standbys = [held.request_id for held in self._held.values() if held.slot.standby]
-        return self._vacated - sum(map(self.blocks.holds_any, standbys))
+        standbys = [held for held in self._held.values() if held.slot.standby]
+        return self._vacated - sum(map(self._is_resident, standbys))
 
     def draft_room(self, item: StepItem) -> int:
         """See ``PlanExecutor.draft_room``."""
@@ -384,10 +387,15 @@ class LeaseExecutor(PlanExecutor):
 
         At least 1. The simulator asks, so that it need not walk through equal steps; ``commit`` takes them at
         once. A batch that computes prompts is not repeated, nor one beside which others look for cached prefixes.
-        All answers from ``most`` on say the same.
+
+        Args:
+            most: No more are of interest: any number above it says the same.
         """
-        if any(not item.samples or item.num_tokens > 1 for item in batch.items) or self._copies or self._in_flight:
+        if self._copies or self._in_flight:
             return 1
+        for item in batch.items:
+            if not item.samples or item.num_tokens > 1:
+                return 1
         if self._block_hashes is not None and len(self._held) > len(batch.items):
             return 1
         running = [self._held[item.request_id] for item in batch.items]
@@ -400,9 +408,11 @@ class LeaseExecutor(PlanExecutor):
 
     def _has_blocks_for(self, running: list[SequenceState], num_steps: int) -> bool:
         """Whether blocks are free for so many decoding steps of these sequences."""
-        blocks, most = self.blocks, len(running) * self.blocks.blocks_for(num_steps)
-        lacking = (blocks.shortage(held.request_id, held.computed_len + num_steps) for held in running)
-        return most <= blocks.num_free or sum(lacking) <= blocks.num_free
+        num_free = self.blocks.num_free
+        if len(running) * self.blocks.blocks_for(num_steps) <= num_free:
+            return True  # nobody lacks more than these
+        lacking = sum(self.blocks.shortage(held.request_id, held.computed_len + num_steps) for held in running)
+        return lacking <= num_free
 
     def commit(
         self,
