@@ -35,11 +35,10 @@ class ReplicaPlans:
         self._standby: list[str] = []
         self._sent: list[str] = []  # those that the latest plan lets execute
         self._contended = False  # whether anybody else wanted to execute by then
-        self._grants_end = False  # whether the latest plan grants anybody less than all of its output
 
     def begin_anew(self) -> None:
         """No worker has a plan."""
-        self._standby, self._sent, self._grants_end = [], [], True
+        self._standby, self._sent = [], []
 
     def said(self) -> list[str]:
         """Those that the latest plan lets execute, as far as they still have their places."""
@@ -69,7 +68,6 @@ class ReplicaPlans:
         assert mirror.worker is not None
         self._standby, self._sent = standby, [job.request_id for job in running]
         self._contended = self._is_contended(running)
-        self._grants_end = False
         mirror.stale = False
         mirror.plan_seq += 1
         return Plan(
@@ -86,8 +84,8 @@ class ReplicaPlans:
         scheduled, admitted = self._mirror.requests, self._mirror.admitted
         decode_s = self._decode_s(running)
         # All of them take part in the next step, so no prefill may use up its tokens before the decodes have theirs.
-        executing = [scheduled[job.request_id] for job in running]
-        executing.sort(key=_prefills)
+        executing = [scheduled[job.request_id] for job in running if job.decodes]
+        executing += [scheduled[job.request_id] for job in running if not job.decodes]
         taken = set(self._sent)
         slots = [self._slot(each, decode_s, standby=False) for each in executing]
         slots += [self._slot(each, decode_s, standby=False) for rid, each in admitted.items() if rid not in taken]
@@ -103,10 +101,8 @@ class ReplicaPlans:
             self._mirror.ship(scheduled)
         if scheduled.residency is Residency.HOST and self._is_away(scheduled):
             assert scheduled.slot is not None
-            self._grants_end = True
             return scheduled.slot  # it does not run there, whatever it is granted
         scheduled.granted_len = self._grant(scheduled, decode_s)
-        self._grants_end = self._grants_end or scheduled.granted_len < scheduled.max_total_len
         scheduled.slot = Slot(
             request_id=scheduled.request_id,
             attempt=scheduled.request.attempt,
@@ -136,8 +132,6 @@ class ReplicaPlans:
 
     def _grants_are_used_up(self, running: list[Job]) -> bool:
         """Whether a job that is to execute has come near the end of what the latest plan grants it."""
-        if not self._grants_end:
-            return False
         scheduled = self._mirror.requests
         lead = self._lead(self._decode_s(running))
         for job in running:
@@ -189,10 +183,6 @@ class ReplicaPlans:
         first_s = 0.0 if missing <= 1 else self.cost.prefill_s(missing, known_len - missing) - decode_s
         num_tokens = max(1, math.ceil((slice_s - first_s) / decode_s))
         return min(most, known_len + num_tokens)
-
-
-def _prefills(job: Job) -> bool:
-    return not job.decodes
 
 
 def _number(scheduled: ScheduledRequest) -> int:
