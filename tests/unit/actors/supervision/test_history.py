@@ -7,11 +7,11 @@ from typing import Any
 
 from actors.runtime.names import SUPERVISOR, wanted_components, worker_name
 from actors.runtime.peer import PeerLost
-from actors.supervision import history as module
 from actors.supervision.history import FRESH_S, History
 from core.config.load import FarsightConfig
 from core.messages.series import Activities, Activity, NamesQuery
 from core.messages.status import ComponentCounts, ComponentRows, ComponentStatus
+from core.series.components import MAX_COMPONENTS
 from policies.tenancy.budgets import SharedBudgets
 
 COUNTS = ComponentCounts(2, 1, 1, 1)
@@ -74,7 +74,7 @@ async def test_all_components_are_told_while_they_are_known() -> None:
 
 
 async def test_components_that_are_not_asked_are_not_left_out_silently() -> None:
-    counts = dataclasses.replace(COUNTS, length_predictors=module.MAX_COMPONENTS)
+    counts = dataclasses.replace(COUNTS, length_predictors=MAX_COMPONENTS)
     history = history_of(Processes({}), counts)
     await history._note_components()
     assert history.seen() is None
