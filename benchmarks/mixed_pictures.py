@@ -73,6 +73,7 @@ class Clients:
         self._draw = random.Random(1)
         self._numbers = itertools.count()
         self._num_tokens = num_tokens
+        self._jpeg = _jpeg()
         connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(600)
         self._session = aiohttp.ClientSession(url, connector=connector, timeout=timeout)
 
@@ -131,10 +132,9 @@ class Clients:
         return "/v1/completions", {"prompt": [self._draw.randrange(3, VOCAB_SIZE) for _ in range(length)]}
 
     def _picture(self) -> tuple[str, dict[str, Any]]:
-        coarse = np.random.default_rng(next(self._numbers)).integers(0, 256, (HEIGHT // 28, WIDTH // 28, 3), np.uint8)
-        data = io.BytesIO()
-        Image.fromarray(np.kron(coarse, np.ones((28, 28, 1), np.uint8))).save(data, "JPEG")
-        url = f"data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}"
+        """A file that the server has not seen: a number behind the same picture, for making one would delay streams."""
+        data = self._jpeg + next(self._numbers).to_bytes(8)
+        url = f"data:image/jpeg;base64,{base64.b64encode(data).decode()}"
         return "/v1/chat/completions", {
             "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
         }
@@ -152,6 +152,13 @@ class Clients:
                     now = time.monotonic()
                     largest, before = max(largest, now - before if before else 0.0), now
         return largest
+
+
+def _jpeg() -> bytes:
+    coarse = np.random.default_rng(0).integers(0, 256, (HEIGHT // 28, WIDTH // 28, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(np.kron(coarse, np.ones((28, 28, 1), np.uint8))).save(file, "JPEG")
+    return file.getvalue()
 
 
 async def measure(url: str, args: argparse.Namespace) -> tuple[dict[str, Phase], dict[str, float]]:

@@ -4,8 +4,7 @@ The live counterpart of Past-Future's Table 2, which reports the throughput of m
 model: our server with a number of clients, ``transformers`` picture by picture, and ``transformers`` in static batches.
 All three answer the same questions about the same pictures, decode their PNG files, compute in float32 with the same
 number of threads, and write the same number of tokens. They take turns. Each round has new pictures, so no cache helps.
-``--peer-venv VENV`` adds the server of vLLM's CPU build that is installed there, with as many clients as ours.
-``taskset -c 0`` before it keeps everything, servers and clients too, on one processor.
+``taskset -c 0`` before it keeps everything, server and clients too, on one processor.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
-import contextlib
 import io
 import json
 import os
@@ -22,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +31,6 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer, LlavaForConditionalGeneration
 
 from benchmarks.common.servers import RunningServer, ServerCommand, free_port
-from benchmarks.peers.commands import PeerOptions, vllm_command
 from services.bench.report import markdown_table
 from services.launch.launch import VISION_MODEL, VISION_NAME
 from tools.embedded_vision.evaluate import asked_pictures
@@ -109,43 +106,39 @@ class Transformers:
         return found
 
 
-async def ask_all(server: ServerCommand, asked: Sequence[Asked], num_tokens: int, clients: int) -> Turn:
-    """Answers of a server, of which ``clients`` are asked for at a time."""
+async def ask_all(url: str, asked: Sequence[Asked], num_tokens: int, clients: int) -> Turn:
+    """Answers of our server, of which ``clients`` are asked for at a time."""
     waiting = iter(enumerate(asked))
     texts = [""] * len(asked)
 
     async def client(session: aiohttp.ClientSession) -> None:
         for index, each in waiting:
-            async with session.post("/v1/chat/completions", json=_body(server.model_name, each, num_tokens)) as reply:
+            async with session.post("/v1/chat/completions", json=_body(each, num_tokens)) as reply:
                 found = await reply.json()
                 if reply.status != 200:
                     raise RuntimeError(f"{reply.status}: {found}")
             texts[index] = found["choices"][0]["message"]["content"]
 
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(600)
-    async with aiohttp.ClientSession(server.base_url, connector=connector, timeout=timeout) as session:
+    async with aiohttp.ClientSession(url, connector=connector, timeout=timeout) as session:
         began = time.perf_counter()
         await asyncio.gather(*(client(session) for _ in range(clients)))
         return Turn(time.perf_counter() - began, texts)
 
 
-def _body(model: str, asked: Asked, num_tokens: int) -> dict[str, object]:
+def _body(asked: Asked, num_tokens: int) -> dict[str, object]:
     picture = {"url": "data:image/png;base64," + base64.b64encode(asked.png).decode()}
     content = [{"type": "image_url", "image_url": picture}, {"type": "text", "text": asked.question}]
     # min_tokens, as transformers has it: EOS is not chosen before, so the tokens of both are the same.
     fields = {"max_tokens": num_tokens, "min_tokens": num_tokens, "temperature": 0}
-    return {"model": model, "messages": [{"role": "user", "content": content}], **fields}
+    return {"model": VISION_NAME, "messages": [{"role": "user", "content": content}], **fields}
 
 
-def measure(servers: Mapping[str, ServerCommand], args: argparse.Namespace) -> dict[str, list[Turn]]:
+def measure(url: str, args: argparse.Namespace) -> dict[str, list[Turn]]:
     """Turns of every system; the first round warms up and is dropped."""
     reference = Transformers(args.tokens)
-
-    def asks(server: ServerCommand) -> Callable[[list[Asked]], Turn]:
-        return lambda asked: asyncio.run(ask_all(server, asked, args.tokens, args.clients))
-
     systems: dict[str, Callable[[list[Asked]], Turn]] = {
-        **{name: asks(server) for name, server in servers.items()},
+        "farsight": lambda asked: asyncio.run(ask_all(url, asked, args.tokens, args.clients)),
         "transformers, one by one": lambda asked: reference.run(asked, 1),
         f"transformers, batches of {args.batch}": lambda asked: reference.run(asked, args.batch),
     }
@@ -174,50 +167,31 @@ def report(turns: dict[str, list[Turn]], num_tokens: int) -> str:
     return markdown_table(["", "pictures/s", "tokens/s", "ours is faster by", "answers equal ours"], rows)
 
 
-def commands(args: argparse.Namespace, folder: Path) -> dict[str, ServerCommand]:
-    """The servers, by their names in the table; ours is the first."""
-    port = free_port()
-    (folder / "config.toml").write_text(f"[images]\nnum_threads = {args.threads}\n")
-    flags = ["--model", "embedded-vision", "--dtype", "float32", "--threads", str(args.threads)]
-    flags += ["--config", str(folder / "config.toml"), "--benchmark-mode", "--port", str(port)]
-    found = {"farsight": ServerCommand([sys.executable, "-m", "services.cli", "serve", *flags], port, VISION_NAME)}
-    if args.peer_venv:
-        options = PeerOptions(args.peer_venv, VISION_MODEL, 256, args.threads, args.clients, dtype="float32")
-        found["vLLM"] = vllm_command(options)
-    return found
-
-
-@contextlib.contextmanager
-def running(servers: Mapping[str, ServerCommand], folder: Path) -> Iterator[None]:
-    """All of them answer."""
-    with contextlib.ExitStack() as stack:
-        started = []
-        for index, command in enumerate(servers.values()):
-            started.append(RunningServer(command, folder / f"server-{index}.log"))
-            stack.callback(started[-1].stop)
-        for server in started:
-            server.wait_until_ready(READY_S)
-        yield
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pictures", type=int, default=256, help="of each round")
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
-    parser.add_argument("--clients", type=int, default=32, help="of a server, at once")
+    parser.add_argument("--clients", type=int, default=32, help="of our server, at once")
     parser.add_argument("--batch", type=int, default=32, help="of transformers")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="that each system computes tokens with")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--peer-venv", type=Path, help="where vLLM is installed")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as name:
-        servers = commands(args, Path(name))
-        with running(servers, Path(name)):
-            turns = measure(servers, args)
+        folder, port = Path(name), free_port()
+        (folder / "config.toml").write_text(f"[images]\nnum_threads = {args.threads}\n")
+        flags = ["--model", "embedded-vision", "--dtype", "float32", "--threads", str(args.threads)]
+        flags += ["--config", str(folder / "config.toml"), "--benchmark-mode", "--port", str(port)]
+        words = [sys.executable, "-m", "services.cli", "serve", *flags]
+        server = RunningServer(ServerCommand(words, port, VISION_NAME), folder / "server.log")
+        try:
+            server.wait_until_ready(READY_S)
+            turns = measure(server.command.base_url, args)
+        finally:
+            server.stop()
     print(report(turns, args.tokens))
-    print(json.dumps({"load": [round(each, 1) for each in os.getloadavg()], **vars(args)}, default=str))
+    print(json.dumps({"load": [round(each, 1) for each in os.getloadavg()], **vars(args)}))
 
 
 if __name__ == "__main__":

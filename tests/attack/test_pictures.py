@@ -34,6 +34,9 @@ SHAPE = "qwen2_vl"
 AT_ONCE = 4
 TOKENS = 2
 
+PATIENT = f"[server]\ningress_replicas = 1\n[images]\nurl_timeout_s = {LONG_S}\nwait_s = {LONG_S}\n"
+"""A busy machine makes no picture late: this process sends them and computes the reference beside."""
+
 MAX_GROWTH = 32 << 20
 """Memory that each process may take over the last three quarters of the pictures, beside what it has by then. Each
 process that kept 50 KiB of each of 750 pictures would take more, and the pictures have megabytes."""
@@ -58,7 +61,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory, model_dir: Path, host_port: int) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("pictures")
-    (folder / "config.toml").write_text("[server]\ningress_replicas = 1\n")
+    (folder / "config.toml").write_text(PATIENT)
     flags = ("--model", str(model_dir), "--dtype", "float32", "--config", str(folder / "config.toml"))
     server = start_server(folder / "server.log", *flags, "--allow-image-urls", f"127.0.0.1:{host_port}")
     yield server
