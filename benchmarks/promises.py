@@ -136,7 +136,8 @@ def serving_words(args: argparse.Namespace) -> list[str]:
     """The options of ``farsight serve`` that choose the model and its device."""
     if args.model is None:
         return ["--device", "emulated:a100-7b"]
-    return ["--model", str(args.model), "--served-model-name", served_name(args)]
+    dtype = [] if args.dtype is None else ["--dtype", args.dtype]
+    return ["--model", str(args.model), "--served-model-name", served_name(args), *dtype]
 
 
 def main() -> None:
@@ -147,6 +148,7 @@ def main() -> None:
     parser.add_argument("--capacity-s", type=float, default=20.0, help="seconds of measuring the capacity")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--model", type=Path, help="a real checkpoint (default: an emulated A100)")
+    parser.add_argument("--dtype", help="of the weights; float32 where processors lack bfloat16")
     parser.add_argument("--results", type=Path, help="file to which this part's promises are added")
     args = parser.parse_args()
     earlier = [] if args.results is None else read_promises(args.results)

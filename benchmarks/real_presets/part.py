@@ -52,7 +52,7 @@ def measure_part(bench: Bench, systems: Sequence[System], runs: Sequence[Run], f
     per_s = {run.workload: known for run in runs if (known := known_capacity(run.workload, folder)) is not None}
     chosen = first_that_fit(runs, bench.num_requests, per_s, for_s - STARTS_S - STOPS_S)
     if not chosen:
-        _measure_capacity(bench, systems[0], runs[0].workload, folder)
+        _measure_capacity(bench, systems[0], runs[0].workload, folder, ends_at)
         return len(runs)
     needed = [each for each in systems if each.name in {run.system for run in chosen}]
     num_done = 0
@@ -66,6 +66,6 @@ def measure_part(bench: Bench, systems: Sequence[System], runs: Sequence[Run], f
     return len(runs) - num_done
 
 
-def _measure_capacity(bench: Bench, system: System, workload: str, folder: Path) -> None:
+def _measure_capacity(bench: Bench, system: System, workload: str, folder: Path, ends_at: float) -> None:
     with running(bench, [system], folder) as targets:
-        measure_capacity(bench, targets[system.name], workload, folder)
+        measure_capacity(bench, targets[system.name], workload, folder, ends_at - time.monotonic())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.real_presets.cells import Bench, System, known_capacity, missing
+from benchmarks.real_presets.cells import Bench, System, known_capacity, missing, requests_within
 from benchmarks.real_presets.part import expected_s, first_that_fit, measure_part
 from benchmarks.real_presets.table import plot, table
 from core.errors import ConfigError
@@ -97,6 +97,13 @@ def test_a_part_takes_the_runs_that_fit_and_at_least_one(tmp_path: Path) -> None
     assert first_that_fit(runs, 500, per_s, 1.0) == runs[:1]
     assert first_that_fit(runs, 500, per_s, math.inf) == runs[:2], "the capacity on texts comes first"
     assert first_that_fit(runs, 500, {}, math.inf) == []
+
+
+def test_the_capacity_is_measured_on_as_many_requests_as_there_is_time_for() -> None:
+    assert requests_within(0.5, 90.0, 250) == 45
+    assert requests_within(8.0, 90.0, 250) == 250
+    assert requests_within(8.0, math.inf, 250) == 250, "all runs at once"
+    assert requests_within(0.5, -3.0, 250) == 0, "the first pass has used up the time"
 
 
 def test_the_capacity_is_that_of_the_first_part(tmp_path: Path) -> None:
