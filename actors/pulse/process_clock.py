@@ -12,11 +12,11 @@ from core.messages.pulse import ProcessLife, ThreadClock
 
 _PROC = Path("/proc")
 _BEGAN, _STATE = 19, 0
-_RUNNABLE = ("R", "D")
-"""States of a thread that computes or waits for a processor, and of one that waits for the disk: a page of the program
-that the system has dropped from memory takes seconds on a busy machine, and is no more the thread's fault."""
-
 """Indexes of fields of a ``stat`` file, counted after the process name, which may hold any characters."""
+
+_RUNNABLE = ("R", "D")
+"""States of a thread that computes or waits for a processor (R), or that waits for the disk (D), as for a page of the
+program that the system has dropped from memory: on a busy machine that takes seconds, and proves no hang."""
 
 
 def own_life(node_id: str) -> ProcessLife:
