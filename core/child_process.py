@@ -23,7 +23,8 @@ LENGTH = struct.Struct(">I")
 """What stands before a frame."""
 
 ANSWER_S = 60.0
-"""A limited child that does not answer for so long is ended, whatever it has computed."""
+"""A limited child that does not answer for so long is ended. Its own limit is processor time, which is far less: a late
+one was given none."""
 
 _KEYLESS = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONDONTWRITEBYTECODE")
 """What a limited child has of its parent's environment: no keys, no tokens."""
@@ -65,7 +66,8 @@ class ChildStopped(Exception):
 
 
 class ChildLost(Exception):
-    """Another process has ended it: what it was asked is not at fault, and a new child may be asked."""
+    """Another process has ended it, or the machine gave it no processor time: what it was asked is not at fault, and a
+    new child may be asked."""
 
 
 class LimitedChild:
@@ -96,8 +98,8 @@ class LimitedChild:
         """What the process answers; blocks for ``ANSWER_S`` at most.
 
         Raises:
-            ChildStopped: It took too much time, or its process ended by itself. It has ended.
-            ChildLost: Something else has ended it.
+            ChildStopped: It took too much processor time, or its process ended by itself. It has ended.
+            ChildLost: Something else has ended it, or ``ANSWER_S`` have passed.
         """
         try:
             self._stream.write(LENGTH.pack(len(data)))
@@ -106,7 +108,7 @@ class LimitedChild:
             reply = receive(self._stream)
         except TimeoutError as error:
             self.end()
-            raise ChildStopped(f"it did not end within {ANSWER_S:g} s") from error
+            raise ChildLost(f"its process did not answer within {ANSWER_S:g} s") from error
         except OSError as error:
             raise self._ended() from error
         if reply is None:

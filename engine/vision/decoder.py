@@ -16,13 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from core.child_process import ChildLost, ChildStopped, LimitedChild
-from core.errors import InvalidValueError
+from core.errors import FarsightError, InvalidValueError
 from engine.vision.decoder_process import PICTURE, READ, SIZE
 
 _MODULE = "engine.vision.decoder_process"
 
 _TRIES = 2
-"""A child that something else has ended takes no file with it: the file is read once more."""
+"""A child that something else has ended, or that got no processor time, takes no file with it: the file is read once
+more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,21 +74,23 @@ class PictureDecoder:
 
         Raises:
             InvalidValueError: No picture, a damaged one, one of another format, or one beyond the limits.
+            FarsightError: Both tries ended through no fault of the file.
         """
         if not 1 <= len(data) <= self.limits.max_bytes:
             raise InvalidValueError("image", f"a file of {len(data)} bytes", f"1 to {self.limits.max_bytes} bytes")
         child = self._free.get()
         try:
+            lost = ChildLost()
             for _ in range(_TRIES):
                 if child is None or child.has_ended:
                     child = self._started()
                 try:
                     return _pixels(child.ask(data))
-                except ChildLost:
-                    continue
+                except ChildLost as error:
+                    lost = error
                 except ChildStopped as error:
                     raise InvalidValueError("image", _described(data), f"one that can be read: {error}") from error
-            raise InvalidValueError("image", _described(data), "one that can be read: its process was ended twice")
+            raise FarsightError(f"the picture could not be read: {lost}") from lost
         finally:
             if self._closed.is_set() and child is not None:
                 child.end()

@@ -27,7 +27,7 @@ from core.errors import CapacityError
 from core.request import Request
 from services.api.backend import ModelInfo
 from services.api.bodies import checked
-from services.api.errors import SERVER_ERROR, ApiError, as_api_error
+from services.api.errors import ApiError, as_api_error, unavailable
 from services.api.middleware import parse_object
 from services.api.requests import Generation, make_generation
 from services.api.schemas import ChatCompletionRequest, CompletionRequest
@@ -114,9 +114,7 @@ class BodyWorkers:
             raise ApiError(message, code="too_costly") from error
         except (OSError, EOFError) as error:
             worker.end()
-            message = "The process that read the request body ended. The request may be sent again."
-            headers = {"Retry-After": str(round(RETRY_AFTER_S))}
-            raise ApiError(message, status=503, kind=SERVER_ERROR, code="unavailable", headers=headers) from error
+            raise unavailable("The process that read the request body ended.") from error
         except BaseException:
             worker.end()
             raise

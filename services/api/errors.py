@@ -90,6 +90,12 @@ def unhealthy() -> ApiError:
     return ApiError(message, status=503, kind=SERVER_ERROR, code="unhealthy")
 
 
+def unavailable(why: str) -> ApiError:
+    """What a request gets that this server could not serve through no fault of its sender."""
+    message = f"{why} The request may be sent again."
+    return ApiError(message, status=503, kind=SERVER_ERROR, code="unavailable", headers={"Retry-After": "1"})
+
+
 def as_api_error(error: Exception) -> ApiError:
     """Turns any exception into an error response; an unexpected one is logged with its traceback."""
     match error:

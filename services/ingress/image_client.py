@@ -15,7 +15,7 @@ from core.images import digest_of
 from core.messages.images import EncodedImage, EncodeImages, ImageFile
 from core.request import Request
 from engine.vision.row_files import RowHolder
-from services.api.errors import SERVER_ERROR, ApiError
+from services.api.errors import ApiError, unavailable
 from services.api.pictures.fetching import FetchLimits, PictureFetcher, Wanted
 
 COUNTS_S = 5.0
@@ -136,8 +136,7 @@ class ImageClient:
 
 
 def _unavailable(why: str) -> ApiError:
-    message = f"The pictures of this request cannot be read now: {why}. The request may be sent again."
-    return ApiError(message, status=503, kind=SERVER_ERROR, code="unavailable", headers={"Retry-After": "1"})
+    return unavailable(f"The pictures of this request cannot be read now: {why}.")
 
 
 class SeeingService:

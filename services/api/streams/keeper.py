@@ -13,7 +13,7 @@ from core.errors import FarsightError
 from core.messages.resumable import StreamChanges, StreamFound, StreamName, StreamState, StreamVerdicts
 from services.api.access.presented import owner_of, owns
 from services.api.backend import GenerationBackend
-from services.api.errors import SERVER_ERROR, ApiError
+from services.api.errors import ApiError, unavailable
 from services.api.requests import Generation
 from services.api.streams.live import LiveStream, generation_in, record_of, superseded
 
@@ -28,6 +28,8 @@ ENTRIES_PER_MESSAGE = 4096
 
 RETRY_S = 0.05
 """Pause before the store is looked for again."""
+
+_NOT_NOW = "The streams cannot be looked up now."
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +129,7 @@ class StreamKeeper:
                 taken = await self._take(stream_id, identity, found)
             except FarsightError as error:
                 if live is None:
-                    raise _unavailable() from error
+                    raise unavailable(_NOT_NOW) from error
                 return live
             if live is not None:
                 self._lose(live)
@@ -136,7 +138,7 @@ class StreamKeeper:
 
     async def _take(self, stream_id: str, identity: str, found: StreamFound) -> LiveStream:
         if not found.epoch:
-            raise _unavailable() if found.filling else _unknown(stream_id)
+            raise unavailable(_NOT_NOW) if found.filling else _unknown(stream_id)
         if not owns(identity, found.owner):
             raise _unknown(stream_id)
         state = await self._store.take(StreamName(stream_id))
@@ -279,8 +281,3 @@ def _unknown(stream_id: str) -> ApiError:
         f"There is no stream {stream_id} of this key; a stream is kept for {RESUME_S:.0f} s after its client has gone."
     )
     return ApiError(message, status=404, code="stream_not_found")
-
-
-def _unavailable() -> ApiError:
-    message = "The streams cannot be looked up now. The request may be sent again."
-    return ApiError(message, status=503, kind=SERVER_ERROR, code="unavailable", headers={"Retry-After": "1"})

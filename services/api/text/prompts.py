@@ -11,9 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from core.child_process import ChildLost
 from core.errors import CapacityError, ConfigError, InvalidValueError
 from core.request import PromptSource
-from services.api.errors import ApiError
+from services.api.errors import ApiError, unavailable
 from services.api.pictures.content import text_of
 from services.api.text.client_text import placed, spans_of
 from services.api.text.dialect import Dialect
@@ -185,6 +186,8 @@ class PromptEncoder:
         except TemplateRefused as error:
             message = f"messages: the model's chat template refused them: {error}"
             raise ApiError(message, param="messages", code="chat_template_error") from error
+        except ChildLost as error:
+            raise unavailable(f"The chat template could not be rendered now: {error}.") from error
         if prompt.end is ChatEnd.IN_FINAL_MESSAGE:
             cut = _end_of_final(text, text_of(prompt.messages[-1]["content"]))
             text, spans = text[:cut], tuple((begin, min(stop, cut)) for begin, stop in spans if begin < cut)

@@ -87,6 +87,7 @@ class TemplateProcess:
         Raises:
             TemplateRefused: The template does not render it.
             TemplateStopped: It took too much time or memory.
+            ChildLost: Its process was ended twice, or got no processor time.
         """
         data = _packed([messages, add_generation_prompt, tools, dict(arguments or {}), image_text])
         with self._turn:

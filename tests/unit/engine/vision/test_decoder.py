@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 from transformers.image_utils import load_image
 
-from core.errors import InvalidValueError
+from core.errors import FarsightError, InvalidValueError
 from engine.vision.decoder import DecodeLimits, PictureDecoder
 from tests.unit.engine.vision.picture_files import bomb, file_of, noise, picture_file, png_of, text_bomb, unusual
 
@@ -150,6 +150,26 @@ def test_a_child_that_something_else_has_ended_costs_no_file(decoder: PictureDec
         child.send_signal(signal.SIGKILL)
         child.wait(60)
         assert np.array_equal(decoder.decode(picture_file(30, 20)), expected)
+
+
+def test_a_child_that_gets_no_processor_time_costs_no_file(decoder: PictureDecoder) -> None:
+    expected = decoder.decode(picture_file(30, 20))
+    child = decoder._free.get()
+    assert child is not None
+    child._socket.settimeout(0.2)
+    decoder._free.put(child)
+    os.kill(child.pid, signal.SIGSTOP)
+    assert np.array_equal(decoder.decode(picture_file(30, 20)), expected)
+    assert child.has_ended
+
+
+def test_a_machine_without_processor_time_is_no_fault_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("core.child_process.ANSWER_S", 0.001)  # no interpreter starts in it
+    decoder = PictureDecoder()
+    with pytest.raises(FarsightError, match=r"could not be read: its process did not answer") as raised:
+        decoder.decode(picture_file(1, 1))
+    assert not isinstance(raised.value, InvalidValueError)
+    decoder.close()
 
 
 def test_the_child_has_no_secrets_and_opens_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
