@@ -11,6 +11,8 @@
 
 namespace farsight {
 
+constexpr int kLanesTogether = 64;  // 16 KiB of a panel
+
 // The weights lie in panels of kPanel columns: [panels][lanes of k][kPanel] lanes.
 template <class T>
 class DenseLinear final : public Linear {
@@ -56,30 +58,43 @@ class DenseLinear final : public Linear {
     return reinterpret_cast<const uint8_t*>(weight_.data() + size_t(p) * stride * kPanel);
   }
 
-  // Sums of a tile of R rows over one panel.
+  // Sums of a tile of R rows over one panel. As many of its vectors are computed together as the registers hold, and
+  // where these are not all, they take turns with what the first-level cache holds of the panel.
   template <int R>
-  void sum_tile(int p, const uint32_t* a, const Ahead& ahead, f32v (&sums)[R][4]) const {
+  void sum_tile(int p, const uint32_t* a, const Ahead& ahead, f32v (&sums)[R][kVectors]) const {
+    constexpr int V = vectors_together(R, kVectors);
     const uint32_t* weight = weight_.data() + size_t(p) * stride * kPanel;
     for (int r = 0; r < R; ++r)
-      for (int j = 0; j < 4; ++j) sums[r][j] = f32v{};
-    for (int lane = 0; lane < stride; ++lane) {
-      const uint32_t* w = weight + size_t(lane) * kPanel;
-      ahead.step(w);
-      const f32v w0 = load<f32v>(w), w1 = load<f32v>(w + 16), w2 = load<f32v>(w + 32), w3 = load<f32v>(w + 48);
+      for (int j = 0; j < kVectors; ++j) sums[r][j] = f32v{};
+    const int fitting = V == kVectors ? stride : kLanesTogether;
+    for (int first = 0; first < stride; first += fitting) {
+      const int end = std::min(stride, first + fitting);
+      for (int j = 0; j < kVectors; j += V) {
+        f32v acc[R][V];
+        for (int r = 0; r < R; ++r)
+          for (int v = 0; v < V; ++v) acc[r][v] = sums[r][j + v];
+        for (int lane = first; lane < end; ++lane) {
+          const uint32_t* w = weight + size_t(lane) * kPanel;
+          if (j == 0) ahead.step(w);
+          f32v weights[V];
+#pragma GCC unroll 16
+          for (int v = 0; v < V; ++v) weights[v] = load<f32v>(w + (j + v) * kWidth);
 #pragma GCC unroll 6
-      for (int r = 0; r < R; ++r) {
-        const uint32_t x = a[size_t(r) * stride + lane];
-        sums[r][0] = T::fma(sums[r][0], x, w0);
-        sums[r][1] = T::fma(sums[r][1], x, w1);
-        sums[r][2] = T::fma(sums[r][2], x, w2);
-        sums[r][3] = T::fma(sums[r][3], x, w3);
+          for (int r = 0; r < R; ++r) {
+            const uint32_t x = a[size_t(r) * stride + lane];
+#pragma GCC unroll 16
+            for (int v = 0; v < V; ++v) acc[r][v] = T::fma(acc[r][v], x, weights[v]);
+          }
+        }
+        for (int r = 0; r < R; ++r)
+          for (int v = 0; v < V; ++v) sums[r][j + v] = acc[r][v];
       }
     }
   }
 
   template <int R>
   void finish_tile(int p, const uint32_t* a, float* out, bool add, const Ahead& ahead) const {
-    f32v sums[R][4];
+    f32v sums[R][kVectors];
     sum_tile<R>(p, a, ahead, sums);
     finish_panel<R>(*this, p, bias_, sums, out, add);
   }

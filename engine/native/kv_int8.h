@@ -1,8 +1,8 @@
 // Keys and values in 8 bits, with a scale for each token and head (ADR 46).
 //
 // A block of a head:
-//   keys    [head_dim / 2][block_size][2] int8, then scales [block_size] float32    a vector holds 16 tokens
-//   values  [block_size / 2][head_dim][2] int8, then scales [block_size] float32    a vector holds 16 dimensions
+//   keys    [head_dim / 2][block_size][2] int8, then scales [block_size] float32    a vector holds tokens
+//   values  [block_size / 2][head_dim][2] int8, then scales [block_size] float32    a vector holds dimensions
 // Pairs are neighbours along the summed dimension. They are multiplied with queries and softmax weights in 16 bits, into
 // 32-bit sums, which cannot overflow: 256 dimensions of 127 * 32767, or 128 tokens. Integer sums have no order, so every
 // instruction set gives the same.
@@ -13,10 +13,12 @@
 
 namespace farsight {
 
-// 32 signed bytes as 16-bit integers, a pair in each lane.
+// Signed bytes as 16-bit integers, a pair in each lane.
 inline i32v widen_pairs(const uint8_t* from) {
-#ifdef __AVX512BW__
+#if defined(__AVX512BW__)
   return (i32v)_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  return (i32v)_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 #else
   i32v v;
   for (int i = 0; i < kWidth; ++i)
@@ -31,14 +33,8 @@ inline i32v dot2(i32v acc, i32v v, uint32_t x) {
   return (i32v)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)v, _mm512_set1_epi32(int(x)));
 #elif defined(__AVX512BW__)
   return acc + (i32v)_mm512_madd_epi16((__m512i)v, _mm512_set1_epi32(int(x)));
-#elif defined(__AVX2__)
-  union Halves {
-    i32v whole;
-    __m256i half[2];
-  } in = {v};
-  const __m256i b = _mm256_set1_epi32(int(x));
-  for (auto& half : in.half) half = _mm256_madd_epi16(half, b);
-  return acc + in.whole;
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  return acc + (i32v)_mm256_madd_epi16((__m256i)v, _mm256_set1_epi32(int(x)));
 #else
   return acc + (v << 16 >> 16) * int32_t(int16_t(x)) + (v >> 16) * int32_t(int16_t(x >> 16));
 #endif
@@ -81,10 +77,12 @@ struct Int8Kv {
     const int64_t at = place(shape, span.block, head);
     const float* of_keys = scales(shape, cache.keys + at) + span.offset;
     const uint8_t *keys = cache.keys + at + 2 * span.offset, *values = cache.values + at + 2 * span.offset;
+    constexpr int U = vectors_together(N, 2);
     int t = 0;
-    for (; t + 2 * kWidth <= span.count; t += 2 * kWidth)
-      score_vectors<N, 2>(shape, keys + 2 * t, values + 2 * t, of_keys + t, tile, span.t + t);
-    if (t < span.count) score_vectors<N, 1>(shape, keys + 2 * t, values + 2 * t, of_keys + t, tile, span.t + t);
+    for (; t + U * kWidth <= span.count; t += U * kWidth)
+      score_vectors<N, U>(shape, keys + 2 * t, values + 2 * t, of_keys + t, tile, span.t + t);
+    for (; t < span.count; t += kWidth)
+      score_vectors<N, 1>(shape, keys + 2 * t, values + 2 * t, of_keys + t, tile, span.t + t);
   }
 
   // Multiplies the weights by the values' scales and rounds them, those of a chunk together.
@@ -109,36 +107,35 @@ struct Int8Kv {
     }
   }
 
-  // Adds the products of a span's weights and values to tile.sums, two vectors of dimensions at a time.
+  // Adds the products of a span's weights and values to tile.sums, one or two vectors of dimensions at a time.
   template <int N>
   static void mix(const Shape& shape, const Cache& cache, int head, const Span& span, Tile<N>& tile) {
     const int d = shape.head_dim;
     const uint8_t* values = cache.values + place(shape, span.block, head) + int64_t(span.offset) * d;
     const uint8_t* ahead = cache.keys + place(shape, span.later, head);
     const int pairs = (span.count + 1) / 2;
-    for (int i = 0; i < d; i += 2 * kWidth) {
-      const bool two = i + kWidth < d;
-      i32v acc[N][2];
-      for (int r = 0; r < N; ++r) {
-        acc[r][0] = load<i32v>(tile.sums[r] + i);
-        acc[r][1] = two ? load<i32v>(tile.sums[r] + i + kWidth) : i32v{};
-      }
+    constexpr int U = vectors_together(N, 2);
+    for (int i = 0; i < d; i += U * kWidth) {
+      const bool whole = i + U * kWidth <= d;
+      i32v acc[N][U];
+      for (int r = 0; r < N; ++r)
+        for (int u = 0; u < U; ++u) acc[r][u] = u == 0 || whole ? load<i32v>(tile.sums[r] + i + u * kWidth) : i32v{};
       for (int pair = 0; pair < pairs; ++pair, ahead += 64) {
         read_ahead(ahead);
         const uint8_t* v = values + (int64_t(pair) * d + i) * 2;
-        const i32v v0 = widen_pairs(v);
-        const i32v v1 = two ? widen_pairs(v + 2 * kWidth) : i32v{};
+        i32v value[U];
+#pragma GCC unroll 2
+        for (int u = 0; u < U; ++u) value[u] = u == 0 || whole ? widen_pairs(v + 2 * u * kWidth) : i32v{};
 #pragma GCC unroll 8
         for (int r = 0; r < N; ++r) {
           const uint32_t weight = tile.weights[r][span.t / 2 + pair];
-          acc[r][0] = dot2(acc[r][0], v0, weight);
-          acc[r][1] = dot2(acc[r][1], v1, weight);
+#pragma GCC unroll 2
+          for (int u = 0; u < U; ++u) acc[r][u] = dot2(acc[r][u], value[u], weight);
         }
       }
-      for (int r = 0; r < N; ++r) {
-        farsight::store(tile.sums[r] + i, acc[r][0]);
-        if (two) farsight::store(tile.sums[r] + i + kWidth, acc[r][1]);
-      }
+      for (int r = 0; r < N; ++r)
+        for (int u = 0; u < U; ++u)
+          if (u == 0 || whole) farsight::store(tile.sums[r] + i + u * kWidth, acc[r][u]);
     }
   }
 

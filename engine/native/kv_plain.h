@@ -1,8 +1,8 @@
 // Keys and values in the model's type.
 //
 // A block of a head, in lanes of 32 bits (lanes.h):
-//   keys    [lanes of head_dim][block_size]    a vector holds 16 tokens
-//   values  [lanes of block_size][head_dim]    a vector holds 16 dimensions
+//   keys    [lanes of head_dim][block_size]    a vector holds tokens
+//   values  [lanes of block_size][head_dim]    a vector holds dimensions
 // Scores are chains over the dimensions, results are chains over the tokens (ADR 27).
 #pragma once
 
@@ -50,9 +50,10 @@ struct PlainKv {
     const int64_t at = place(shape, span.block, head);
     const auto* k = reinterpret_cast<const uint32_t*>(cache.keys + at) + span.offset;
     const auto* v = reinterpret_cast<const uint32_t*>(cache.values + at) + span.offset;
+    constexpr int U = vectors_together(N, 2);
     int t = 0;
-    for (; t + 2 * kWidth <= span.count; t += 2 * kWidth) score_vectors<N, 2>(shape, k + t, v + t, tile, span.t + t);
-    if (t < span.count) score_vectors<N, 1>(shape, k + t, v + t, tile, span.t + t);
+    for (; t + U * kWidth <= span.count; t += U * kWidth) score_vectors<N, U>(shape, k + t, v + t, tile, span.t + t);
+    for (; t < span.count; t += kWidth) score_vectors<N, 1>(shape, k + t, v + t, tile, span.t + t);
   }
 
   // Rounds the weights.
@@ -62,7 +63,7 @@ struct PlainKv {
     for (int r = 0; r < N; ++r) pack<T>(tile.scores[r], count, tile.weights[r]);
   }
 
-  // Adds the weighted values of a span to tile.results, two vectors of dimensions at a time.
+  // Adds the weighted values of a span to tile.results, one or two vectors of dimensions at a time.
   template <int N>
   static void mix(const Shape& shape, const Cache& cache, int head, const Span& span, Tile<N>& tile) {
     const int d = shape.head_dim;
@@ -70,30 +71,30 @@ struct PlainKv {
                          int64_t(span.offset / T::kPerLane) * d;
     const uint8_t* ahead = cache.keys + place(shape, span.later, head);
     const int lanes = (span.count + T::kPerLane - 1) / T::kPerLane;
-    for (int i = 0; i < d; i += 2 * kWidth) {
-      const bool two = i + kWidth < d;
-      f32v acc[N][2];
-      for (int r = 0; r < N; ++r) {
-        acc[r][0] = load<f32v>(tile.results[r] + i);
-        acc[r][1] = two ? load<f32v>(tile.results[r] + i + kWidth) : f32v{};
-      }
-      for (int lane = 0; lane < lanes; ++lane, ahead += 128) {
+    constexpr int U = vectors_together(N, 2);
+    for (int i = 0; i < d; i += U * kWidth) {
+      const bool whole = i + U * kWidth <= d;
+      f32v acc[N][U];
+      for (int r = 0; r < N; ++r)
+        for (int u = 0; u < U; ++u) acc[r][u] = u == 0 || whole ? load<f32v>(tile.results[r] + i + u * kWidth) : f32v{};
+      for (int lane = 0; lane < lanes; ++lane, ahead += 64 * U) {
         const uint32_t* v = values + int64_t(lane) * d + i;
-        read_ahead(ahead);
-        read_ahead(ahead + 64);
-        const f32v v0 = load<f32v>(v);
-        const f32v v1 = two ? load<f32v>(v + kWidth) : f32v{};
+        f32v value[U];
+#pragma GCC unroll 2
+        for (int u = 0; u < U; ++u) {
+          read_ahead(ahead + 64 * u);
+          value[u] = u == 0 || whole ? load<f32v>(v + u * kWidth) : f32v{};
+        }
 #pragma GCC unroll 8
         for (int r = 0; r < N; ++r) {
           const uint32_t weight = tile.weights[r][span.t / T::kPerLane + lane];
-          acc[r][0] = T::fma(acc[r][0], weight, v0);
-          acc[r][1] = T::fma(acc[r][1], weight, v1);
+#pragma GCC unroll 2
+          for (int u = 0; u < U; ++u) acc[r][u] = T::fma(acc[r][u], weight, value[u]);
         }
       }
-      for (int r = 0; r < N; ++r) {
-        farsight::store(tile.results[r] + i, acc[r][0]);
-        if (two) farsight::store(tile.results[r] + i + kWidth, acc[r][1]);
-      }
+      for (int r = 0; r < N; ++r)
+        for (int u = 0; u < U; ++u)
+          if (u == 0 || whole) farsight::store(tile.results[r] + i + u * kWidth, acc[r][u]);
     }
   }
 

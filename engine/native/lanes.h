@@ -1,7 +1,7 @@
-// The unit of all arithmetic in this directory: a vector of 16 lanes of 32 bits. A lane holds one float32, or two
-// bfloat16 that are neighbours along the summed dimension; products are always added in float32. One source text of
-// each kernel therefore serves both types. The vector types of GCC and Clang make it portable; on processors with
-// AVX512-BF16, one instruction multiplies the pairs.
+// The unit of all arithmetic in this directory: a vector of `kWidth` lanes of 32 bits, as wide as the processor's
+// registers. A lane holds one float32, or two bfloat16 that are neighbours along the summed dimension; products are always
+// added in float32. One source text of each kernel therefore serves both types and every width. The vector types of GCC
+// and Clang make it portable; on processors with AVX512-BF16, one instruction multiplies the pairs.
 //
 // Every result is one exactly specified sequence of roundings, whatever else is in the step (ADR 27). The compiler
 // must not fuse operations by itself (-ffp-contract=off): fused multiply-adds are written `fma`, and a sum of lanes has
@@ -19,11 +19,27 @@
 
 namespace farsight {
 
-constexpr int kWidth = 16;
+// Never wider than a register: compilers keep such vectors in memory, and a product of matrices is ten times slower.
+#if defined(__AVX512F__)
+constexpr int kWidth = 16, kRegisters = 32;
+#elif defined(__AVX2__)
+constexpr int kWidth = 8, kRegisters = 16;
+#elif defined(__aarch64__)
+constexpr int kWidth = 4, kRegisters = 32;
+#else
+constexpr int kWidth = 4, kRegisters = 16;
+#endif
 
-typedef float f32v __attribute__((vector_size(64)));
-typedef int32_t i32v __attribute__((vector_size(64)));
-typedef uint32_t u32v __attribute__((vector_size(64)));
+typedef float f32v __attribute__((vector_size(4 * kWidth)));
+typedef int32_t i32v __attribute__((vector_size(4 * kWidth)));
+typedef uint32_t u32v __attribute__((vector_size(4 * kWidth)));
+
+// How many vectors of each of `rows` rows of sums are computed together: `most` (a power of two), or as many as leave two
+// registers for what is added.
+constexpr int vectors_together(int rows, int most) {
+  while (most > 1 && rows * most + 2 > kRegisters) most /= 2;
+  return most;
+}
 
 template <class V>
 inline V load(const void* from) {
@@ -43,11 +59,12 @@ inline f32v splat(float x) { return x - f32v{}; }
 // comes, which halves the rate.
 inline void read_ahead(const void* from) { __builtin_prefetch(from, 0, 2); }
 
-// a * b + c. With AVX-512 the result is rounded once; elsewhere the product is rounded, then the sum. Compilers have no
-// fused operation on vectors of this width, and one made of scalars or half vectors was three times slower on AVX2.
+// a * b + c. With AVX-512 or FMA the result is rounded once; elsewhere the product is rounded, then the sum.
 inline f32v fma(f32v a, f32v b, f32v c) {
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
   return (f32v)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (f32v)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
   return a * b + c;
 #endif
@@ -143,10 +160,9 @@ struct Bf16 {
 #ifdef __AVX512BF16__
     return (f32v)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32(int(a)), (__m512bh)b);
 #else
-    const u32v bits = (u32v)b;
-    const f32v low = (f32v)(bits << 16), high = (f32v)(bits & 0xffff0000u);
-    acc = farsight::fma(splat(from_bf16(uint16_t(a >> 16))), high, acc);
-    return farsight::fma(splat(from_bf16(uint16_t(a))), low, acc);
+    const u32v bits = (u32v)b, pair = a - u32v{};
+    acc = farsight::fma((f32v)(pair & 0xffff0000u), (f32v)(bits & 0xffff0000u), acc);
+    return farsight::fma((f32v)(pair << 16), (f32v)(bits << 16), acc);
 #endif
   }
 };

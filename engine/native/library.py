@@ -1,7 +1,7 @@
 """Builds and loads the compiled step.
 
 It is compiled for the processor it runs on, so it cannot travel in a wheel: the first process that needs it builds
-it, in a few seconds, and keeps it in the user's cache directory under a name made of everything it depends on.
+it, in half a minute, and keeps it in the user's cache directory under a name made of everything it depends on.
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@
 
 namespace farsight {
 
-constexpr int kPanel = 64;               // outputs that are computed together: 4 vectors
-constexpr int kMaxRows = 6;              // rows of a tile: 6 x 4 sums and 4 weights fill the 32 registers of AVX-512
+constexpr int kPanel = 64;               // outputs whose weights lie together
+constexpr int kVectors = kPanel / kWidth;
+constexpr int kMaxRows = 6;              // rows of a tile: their sums, 4 or 2 vectors each, fill 32 or 16 registers
 constexpr int kChunkBytes = 512 * 1024;  // most packed input of a task: with a panel it fits the second-level cache
 
 // Brings the next panel into the second-level cache while the tiles of a panel compute. For each 256 bytes of the panel
@@ -66,17 +67,17 @@ class Linear {
 // Writes the sums of a tile of R rows and panel p to out[row * n + column], with the bias (or none), then with what is
 // there if asked to.
 template <int R>
-inline void finish_panel(const Linear& linear, int p, const float* bias, const f32v (&sums)[R][4], float* out,
+inline void finish_panel(const Linear& linear, int p, const float* bias, const f32v (&sums)[R][kVectors], float* out,
                          bool add) {
   const int first = p * kPanel, width = std::min(kPanel, linear.n - first);
   for (int r = 0; r < R; ++r) {
     float* to = out + size_t(r) * linear.n + first;
     if (width == kPanel) {
-      for (int j = 0; j < 4; ++j) {
+      for (int j = 0; j < kVectors; ++j) {
         f32v v = sums[r][j];
-        if (bias) v += load<f32v>(bias + first + 16 * j);
-        if (add) v += load<f32v>(to + 16 * j);
-        store(to + 16 * j, v);
+        if (bias) v += load<f32v>(bias + first + kWidth * j);
+        if (add) v += load<f32v>(to + kWidth * j);
+        store(to + kWidth * j, v);
       }
       continue;
     }

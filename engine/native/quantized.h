@@ -88,12 +88,16 @@ inline bool exact_bf16(float x) {
   return (bits & 0xffff) == 0;
 }
 
-// 16 scales of 16 bits.
+// A vector of scales of 16 bits.
 inline f32v load_narrow(ScaleType type, const uint8_t* from) {
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
   const __m256i packed = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
   if (type == kHalf) return (f32v)_mm512_cvtph_ps(packed);
   return (f32v)_mm512_slli_epi32(_mm512_cvtepu16_epi32(packed), 16);
+#elif defined(__AVX2__) && defined(__F16C__)
+  const __m128i packed = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  if (type == kHalf) return (f32v)_mm256_cvtph_ps(packed);
+  return (f32v)_mm256_slli_epi32(_mm256_cvtepu16_epi32(packed), 16);
 #else
   uint16_t raw[kWidth];
   std::memcpy(raw, from, sizeof raw);
@@ -103,13 +107,15 @@ inline f32v load_narrow(ScaleType type, const uint8_t* from) {
 #endif
 }
 
-// 16 scales; `factors` are those of their super-block, if they are coded.
+// A vector of scales; `factors` are those of their super-block, if they are coded.
 inline f32v load_scales(ScaleType type, const uint8_t* from, const uint8_t* factors) {
   if (type == kFloat) return load<f32v>(from);
   if (type != kCoded) return load_narrow(type, from);
   i32v codes;
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
   codes = (i32v)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#elif defined(__AVX2__)
+  codes = (i32v)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
 #else
   for (int i = 0; i < kWidth; ++i) codes[i] = int8_t(from[i]);
 #endif

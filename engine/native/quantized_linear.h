@@ -24,18 +24,11 @@ constexpr int kMaxRowsOf4Bits = 4;
 inline i32v dot4(i32v acc, u32v w, int32_t x) {
 #if defined(__AVX512VNNI__)
   return (i32v)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(x));
-#elif defined(__AVX2__)
-  union Halves {
-    u32v whole;
-    __m256i half[2];
-  } in = {w}, out;
-  const __m256i b = _mm256_set1_epi32(x);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  const __m256i b = _mm256_set1_epi32(x), whole = (__m256i)w;
   const __m256i b_even = _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8), b_odd = _mm256_srai_epi16(b, 8);
-  for (int i = 0; i < 2; ++i) {
-    const __m256i even = _mm256_and_si256(in.half[i], _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(in.half[i], 8);
-    out.half[i] = _mm256_add_epi32(_mm256_madd_epi16(even, b_even), _mm256_madd_epi16(odd, b_odd));
-  }
-  return acc + (i32v)out.whole;
+  const __m256i even = _mm256_and_si256(whole, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(whole, 8);
+  return acc + (i32v)_mm256_add_epi32(_mm256_madd_epi16(even, b_even), _mm256_madd_epi16(odd, b_odd));
 #else
   acc += (i32v)(w & 255) * int32_t(int8_t(x));
   acc += (i32v)(w >> 8 & 255) * int32_t(int8_t(x >> 8));
@@ -53,60 +46,56 @@ inline int32_t quad(const uint8_t* from) {
 // Adds up the products of a group for R rows and a panel; `values` is the block's, `x` the group's of the first row.
 template <int Bits, int R>
 inline void group_sums(const uint8_t* values, int padded, const uint8_t* x, size_t stride, const Ahead& ahead,
-                       i32v (&sums)[R][4]) {
-  if (Bits == 8) {
-    for (int k = 0; k < padded; k += 4, values += 4 * kPanel) {
-      ahead.step(values);
-      u32v w[4];
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) w[j] = load<u32v>(values + 64 * j);
-#pragma GCC unroll 6
-      for (int r = 0; r < R; ++r) {
-        const int32_t b = quad(x + r * stride + k);
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; ++j) sums[r][j] = dot4(sums[r][j], w[j], b);
-      }
-    }
-  } else {
-    for (int k = 0; k < padded; k += 8, values += 4 * kPanel) {
-      ahead.step(values);
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) {
-        const u32v both = load<u32v>(values + 64 * j);
-        const u32v first = both & 0x0f0f0f0fu, second = both >> 4 & 0x0f0f0f0fu;
+                       i32v (&sums)[R][kVectors]) {
+  constexpr int V = vectors_together(R, kVectors), kInputs = Bits == 8 ? 4 : 8;
+  for (int j = 0; j < kVectors; j += V) {
+    const uint8_t* from = values + 4 * kWidth * j;
+    i32v acc[R][V];
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < V; ++v) acc[r][v] = sums[r][j + v];
+    for (int k = 0; k < padded; k += kInputs, from += 4 * kPanel) {
+      if (j == 0) ahead.step(from);
+#pragma GCC unroll 16
+      for (int v = 0; v < V; ++v) {
+        const u32v both = load<u32v>(from + 4 * kWidth * v);
+        const u32v first = Bits == 8 ? both : both & 0x0f0f0f0fu, second = both >> 4 & 0x0f0f0f0fu;
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r) {
-          sums[r][j] = dot4(sums[r][j], first, quad(x + r * stride + k));
-          sums[r][j] = dot4(sums[r][j], second, quad(x + r * stride + k + 4));
+          acc[r][v] = dot4(acc[r][v], first, quad(x + r * stride + k));
+          if (Bits == 4) acc[r][v] = dot4(acc[r][v], second, quad(x + r * stride + k + 4));
         }
       }
     }
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < V; ++v) sums[r][j + v] = acc[r][v];
   }
 }
 
 // R rows, `stride` bytes apart, times panel p of q.
 template <int Bits, bool Minima, int R>
 inline void quantized_sums(const QuantizedWeights& q, int p, const uint8_t* rows, size_t stride, const Ahead& ahead,
-                           f32v (&out)[R][4]) {
-  const size_t to_scales = q.values_bytes(), to_sums = to_scales + size_t(q.groups) * 4, vector = q.scale_bytes / 4;
+                           f32v (&out)[R][kVectors]) {
+  const size_t to_scales = q.values_bytes(), to_sums = to_scales + size_t(q.groups) * 4;
+  const size_t vector = q.scale_bytes / kVectors;
   const uint8_t* block = q.panel(p) + q.factors_bytes();
   for (int r = 0; r < R; ++r)
-    for (int j = 0; j < 4; ++j) out[r][j] = f32v{};
+    for (int j = 0; j < kVectors; ++j) out[r][j] = f32v{};
   for (int g = 0; g < q.groups; ++g, block += q.block_bytes) {
-    i32v sums[R][4];
+    i32v sums[R][kVectors];
     float scale[R], shift[R];
     for (int r = 0; r < R; ++r) {
       int32_t sum;
       std::memcpy(&scale[r], rows + r * stride + to_scales + size_t(g) * 4, 4);
       std::memcpy(&sum, rows + r * stride + to_sums + size_t(g) * 4, 4);
       shift[r] = -(scale[r] * float(sum));
-      for (int j = 0; j < 4; ++j) sums[r][j] = i32v{} - q.center * sum;
+      for (int j = 0; j < kVectors; ++j) sums[r][j] = i32v{} - q.center * sum;
     }
     group_sums<Bits, R>(block + q.header_bytes(), q.padded, rows + size_t(g) * q.padded, stride, ahead, sums);
     const uint8_t* factors = q.panel(p) + g / q.super_groups * q.super_bytes();
 #pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) {
-      const uint8_t *of_scales = block + j * vector, *of_minima = of_scales + q.scale_bytes, *own = factors + 32 * j;
+    for (int j = 0; j < kVectors; ++j) {
+      const uint8_t *of_scales = block + j * vector, *of_minima = of_scales + q.scale_bytes;
+      const uint8_t* own = factors + 2 * kWidth * j;
       const f32v scales = load_scales(q.scale_type, of_scales, own);
       const f32v minima = Minima ? load_scales(q.scale_type, of_minima, own + q.factor_bytes) : f32v{};
 #pragma GCC unroll 6
@@ -212,7 +201,7 @@ class QuantizedLinear final : public Linear {
 
   template <int Bits, bool Minima, int R>
   void finish_tile(const Part& part, int p, const uint8_t* x, float* out, bool add, const Ahead& ahead) const {
-    f32v sums[R][4];
+    f32v sums[R][kVectors];
     quantized_sums<Bits, Minima, R>(part.weights, p - part.first_panel, x, size_t(stride) * 4, ahead, sums);
     finish_panel<R>(*this, p, bias_, sums, out, add);
   }

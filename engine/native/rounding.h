@@ -28,7 +28,7 @@ inline int32_t sum_lanes(i32v v) {
 #endif
 }
 
-// Stores the first `count` of 16 integers that fit Int.
+// Stores the first `count` of a vector of integers that fit Int.
 template <class Int>
 inline void store_narrow(i32v whole, Int* to, int count) {
   alignas(64) Int narrow[kWidth];

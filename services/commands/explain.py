@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import urllib.parse
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from core.errors import ConfigError, FarsightError
+from core.errors import FarsightError
 from services.commands.ask import ApiKeyOption, JsonOption, ask, key_for
 from services.commands.simulate import (
     KvTokensOption,
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 TIMEOUT_S = 10.0
+SIMULATED_TIMEOUT_S = 60.0
+"""For an answer that the server simulates: more than the processor time that it may take."""
 
 
 def explain(
@@ -35,10 +38,12 @@ def explain(
     api_key: ApiKeyOption = None,
     as_json: JsonOption = False,
     change: Annotated[
-        str, typer.Option("--if", help="What would have been: preset=NAME, replicas=N or priority=N; needs --log.")
+        str, typer.Option("--if", help="What would have been: preset=NAME, replicas=N or priority=N; the server says.")
     ] = "",
-    log: Annotated[str, typer.Option(help="With --if: the log, as in `log.path`.")] = "",
-    preset: Annotated[str, typer.Option(help="With --if: the preset that served it.")] = "fcfs",
+    log: Annotated[
+        str, typer.Option(help="With --if: simulate here from this log, as in `log.path`, with the options below.")
+    ] = "",
+    preset: Annotated[str, typer.Option(help="With --log: the preset that served it.")] = "fcfs",
     replicas: ReplicasOption = 1,
     profile: ProfileOption = None,
     kv_tokens: KvTokensOption = None,
@@ -47,9 +52,12 @@ def explain(
     """Show the decisions about a request, their times and the numbers behind them, or what would have been."""
     try:
         check_counts({"--replicas": replicas, "--kv-tokens": kv_tokens, "--max-num-seqs": max_num_seqs})
+        address = address_of(url, host, port)
+        found = _ask(address, response_id, api_key)
         if change and not log:
-            raise ConfigError("--log", log, "the server's log beside --if: a SQLite file, or a redis:// URL")
-        found = _ask(address_of(url, host, port), response_id, api_key)
+            for each in _what_if(address, found, change, api_key):
+                typer.echo(json.dumps(each) if as_json else each["text"])
+            return
         if change:
             question = Question(change, log, preset, replicas, profile, kv_tokens, max_num_seqs)
             answers = [answer(question, choice["request_id"]) for choice in found["choices"]]
@@ -66,9 +74,22 @@ def explain(
 
 
 def _ask(url: str, response_id: str, api_key: str | None) -> dict[str, Any]:
-    path = f"/v1/requests/{urllib.parse.quote(response_id, safe='')}"
-    found: dict[str, Any] = ask(url, path, TIMEOUT_S, key_for(url, api_key))
+    found: dict[str, Any] = ask(url, _path(response_id), TIMEOUT_S, key_for(url, api_key))
     return found
+
+
+def _path(response_id: str) -> str:
+    return f"/v1/requests/{urllib.parse.quote(response_id, safe='')}"
+
+
+def _what_if(url: str, found: dict[str, Any], change: str, api_key: str | None) -> list[dict[str, Any]]:
+    """What the server says of each choice of an answer."""
+    from simulator.counterfactual import parse_change
+
+    fields = {name: value for name, value in dataclasses.asdict(parse_change(change)).items() if value is not None}
+    path, key = f"{_path(found['id'])}/what-if", key_for(url, api_key)
+    queries = [urllib.parse.urlencode(fields | {"choice": choice["index"]}) for choice in found["choices"]]
+    return [ask(url, f"{path}?{query}", SIMULATED_TIMEOUT_S, key) for query in queries]
 
 
 def _print(found: dict[str, Any]) -> None:

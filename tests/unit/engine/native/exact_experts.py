@@ -8,7 +8,7 @@ import numpy as np
 
 from engine.checkpoint.families.experts import Experts
 from engine.checkpoint.weights import ExpertWeights, Matrix
-from tests.unit.engine.native.exact_fma import F32
+from tests.unit.engine.native.exact_fma import F32, WIDTH
 
 Exp = Callable[[np.ndarray], np.ndarray]
 
@@ -44,8 +44,8 @@ def _route(experts: Experts, scores: np.ndarray, exp: Exp) -> tuple[list[int], l
         for i in order:
             total = total + each[i]
     else:
-        padded = np.pad(each, (0, -len(each) % 16)).reshape(-1, 16)
-        lanes = np.zeros(16, F32)
+        padded = np.pad(each, (0, -len(each) % WIDTH)).reshape(-1, WIDTH)
+        lanes = np.zeros(WIDTH, F32)
         for vector in padded:
             lanes = lanes + vector
         while len(lanes) > 1:

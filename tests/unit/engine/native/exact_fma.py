@@ -1,4 +1,4 @@
-"""The one operation of the contracts that numpy lacks: a multiply-add that rounds once."""
+"""What of the contracts depends on the processor: how wide a vector is, and a multiply-add that rounds once."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from pathlib import Path
 import numpy as np
 
 F32 = np.float32
-FUSED = "avx512f" in Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+_FLAGS = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
+
+FUSED = "avx512f" in _FLAGS or {"avx2", "fma"} <= _FLAGS
 """Whether the processor rounds a multiply-add once; if not, the compiled step rounds the product as well."""
+
+WIDTH = 16 if "avx512f" in _FLAGS else 8 if "avx2" in _FLAGS else 4
+"""Lanes of a vector, ``kWidth`` in ``lanes.h``."""
 
 
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray, *, fused: bool = FUSED) -> np.ndarray:

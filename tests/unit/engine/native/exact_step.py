@@ -14,10 +14,9 @@ from engine.checkpoint.quantized import QuantizedLinear
 from engine.checkpoint.weights import LayerWeights, Linear, Matrix, ModelWeights, Norm
 from engine.models.rotary import rotary_tables
 from tests.unit.engine.native.exact_experts import exact_mixture
-from tests.unit.engine.native.exact_fma import F32, fma
+from tests.unit.engine.native.exact_fma import F32, WIDTH, fma
 from tests.unit.engine.native.exact_quantized import exact_product, round_rows
 
-WIDTH = 16
 CHUNK = 128
 """Tokens between two corrections of the softmax."""
 

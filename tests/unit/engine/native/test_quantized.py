@@ -56,7 +56,7 @@ def probe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         compiled.probe(parts, len(parts), address, pointers[0], len(x), rows, threads, start is not None, pointers[1])
         return out
 
-    multiply.fused = FUSED and request.param == "this processor"  # type: ignore[attr-defined]
+    multiply.fused = {"this processor": FUSED, "AVX2": True, "no vectors": False}[request.param]  # type: ignore[attr-defined]
     multiply.scale_type = lambda w: compiled.probe_scales(quantized_arguments(w))  # type: ignore[attr-defined]
     return multiply
 

@@ -38,7 +38,9 @@ def explained(num_left_out: int = 0) -> dict[str, Any]:
 
 class Server(HTTPServer):
     keys: list[str | None]
+    paths: list[str]
     reply: tuple[int, Any]
+    what_if: Any
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -46,7 +48,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.keys.append(self.headers.get("Authorization"))
-        status, body = self.server.reply
+        self.server.paths.append(self.path)
+        status, body = (200, self.server.what_if) if "/what-if?" in self.path else self.server.reply
         self.send_response(status)
         self.end_headers()
         self.wfile.write(json.dumps(body).encode())
@@ -60,7 +63,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.delenv("FARSIGHT_API_KEY", raising=False)
     monkeypatch.setenv("FARSIGHT_ADMIN_TOKEN", "admin")
     running = Server(("127.0.0.1", 0), Handler)
-    running.keys, running.reply = [], (200, explained())
+    running.keys, running.paths, running.reply, running.what_if = [], [], (200, explained()), None
     thread = threading.Thread(target=running.serve_forever)
     thread.start()
     yield running
@@ -110,6 +113,16 @@ def test_a_server_that_is_not_there_and_an_address_that_is_none_are_named() -> N
     assert "--url: got 'localhost:8000', expected an address as http://127.0.0.1:8000" in result.output
 
 
+def test_the_server_says_what_would_have_been(server: Server) -> None:
+    server.what_if = {"if": "preset=farsight,replicas=3", "text": "With preset=farsight,replicas=3 it would have ..."}
+    result = run(server, "--if", "preset=farsight,replicas=3", "--api-key", "mine")
+    assert (result.exit_code, result.output) == (0, "With preset=farsight,replicas=3 it would have ...\n")
+    path = f"/v1/requests/{RESPONSE_ID}"
+    assert server.paths == [path, f"{path}/what-if?preset=farsight&replicas=3&choice=0"]
+    assert server.keys == ["Bearer mine"] * 2
+    assert json.loads(run(server, "--if", "priority=-1", "--json").output) == server.what_if
+
+
 async def write_log(path: Path) -> None:
     """Three requests of 8 tokens that one replica served one after the other, the explained one last."""
     log = SqliteLog(path, Retention(100, 1))
@@ -141,7 +154,7 @@ def test_a_request_that_the_server_does_not_show_is_not_looked_up(server: Server
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--if", "replicas=3"), "--log"),
+        (("--if", "speed=2"), "--if: got 'speed=2'"),
         (("--if", "speed=2", "--log", "x"), "--if: got 'speed=2'"),
         (("--if", "replicas=3", "--log", "x"), "there is no such file"),
     ],
