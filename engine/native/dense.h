@@ -1,6 +1,6 @@
 // A matrix product with weights in the model's type.
 //
-// Each output is one chain of `T::fma` over the lanes of k, in their order, from 0; then the bias is added, then what
+// Each output is one chain of multiply-adds over the lanes of k, in their order, from 0; then the bias is added, then what
 // the output is added to. Tiles of every height keep to that.
 #pragma once
 
@@ -21,11 +21,11 @@ class DenseLinear final : public Linear {
 
   // Copies the weights [n, k]; the bias [n], which may be none, stays where it is.
   DenseLinear(const Element* rows, const float* bias, int n, int k)
-      : Linear(n, k, (k + T::kPerLane - 1) / T::kPerLane), bias_(bias) {
-    weight_.assign(size_t(panels) * stride * kPanel, 0);
+      : Linear(n, k, input_words<T>(k)), lanes_((k + T::kPerLane - 1) / T::kPerLane), bias_(bias) {
+    weight_.assign(size_t(panels) * lanes_ * kPanel, 0);
     auto* packed = reinterpret_cast<Element*>(weight_.data());
     for (int row = 0; row < n; ++row) {
-      const size_t column = size_t(row / kPanel) * stride * kPanel + row % kPanel;
+      const size_t column = size_t(row / kPanel) * lanes_ * kPanel + row % kPanel;
       for (int i = 0; i < k; ++i) {
         const size_t lane = column + size_t(i / T::kPerLane) * kPanel;
         packed[lane * T::kPerLane + i % T::kPerLane] = rows[size_t(row) * k + i];
@@ -33,7 +33,7 @@ class DenseLinear final : public Linear {
     }
   }
 
-  void pack(const float* row, uint32_t* to) const override { farsight::pack<T>(row, k, to); }
+  void pack(const float* row, uint32_t* to) const override { pack_inputs<T>(row, k, to); }
 
   void multiply(int p, const uint32_t* packed, int rows, float* out, bool add, int next) const override {
     const int tiles = (rows + kMaxRows - 1) / kMaxRows;  // of nearly equal height
@@ -55,7 +55,7 @@ class DenseLinear final : public Linear {
 
  private:
   const uint8_t* bytes(int p) const {
-    return reinterpret_cast<const uint8_t*>(weight_.data() + size_t(p) * stride * kPanel);
+    return reinterpret_cast<const uint8_t*>(weight_.data() + size_t(p) * lanes_ * kPanel);
   }
 
   // Sums of a tile of R rows over one panel. As many of its vectors are computed together as the registers hold, and
@@ -63,12 +63,12 @@ class DenseLinear final : public Linear {
   template <int R>
   void sum_tile(int p, const uint32_t* a, const Ahead& ahead, f32v (&sums)[R][kVectors]) const {
     constexpr int V = vectors_together(R, kVectors);
-    const uint32_t* weight = weight_.data() + size_t(p) * stride * kPanel;
+    const uint32_t* weight = weight_.data() + size_t(p) * lanes_ * kPanel;
     for (int r = 0; r < R; ++r)
       for (int j = 0; j < kVectors; ++j) sums[r][j] = f32v{};
-    const int fitting = V == kVectors ? stride : kLanesTogether;
-    for (int first = 0; first < stride; first += fitting) {
-      const int end = std::min(stride, first + fitting);
+    const int fitting = V == kVectors ? lanes_ : kLanesTogether;
+    for (int first = 0; first < lanes_; first += fitting) {
+      const int end = std::min(lanes_, first + fitting);
       for (int j = 0; j < kVectors; j += V) {
         f32v acc[R][V];
         for (int r = 0; r < R; ++r)
@@ -76,15 +76,7 @@ class DenseLinear final : public Linear {
         for (int lane = first; lane < end; ++lane) {
           const uint32_t* w = weight + size_t(lane) * kPanel;
           if (j == 0) ahead.step(w);
-          f32v weights[V];
-#pragma GCC unroll 16
-          for (int v = 0; v < V; ++v) weights[v] = load<f32v>(w + (j + v) * kWidth);
-#pragma GCC unroll 6
-          for (int r = 0; r < R; ++r) {
-            const uint32_t x = a[size_t(r) * stride + lane];
-#pragma GCC unroll 16
-            for (int v = 0; v < V; ++v) acc[r][v] = T::fma(acc[r][v], x, weights[v]);
-          }
+          add_products<T, true>(acc, w + j * kWidth, [&](int r) { return a + size_t(r) * stride + lane * T::kSteps; });
         }
         for (int r = 0; r < R; ++r)
           for (int v = 0; v < V; ++v) sums[r][j + v] = acc[r][v];
@@ -99,6 +91,7 @@ class DenseLinear final : public Linear {
     finish_panel<R>(*this, p, bias_, sums, out, add);
   }
 
+  const int lanes_;
   std::vector<uint32_t> weight_;
   const float* bias_;
 };

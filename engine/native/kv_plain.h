@@ -12,10 +12,10 @@ namespace farsight {
 
 template <class T>
 struct PlainKv {
-  static int query_words(int d) { return d / T::kPerLane; }
+  static int query_words(int d) { return input_words<T>(d); }
 
   // Rounds the query of one head.
-  static void pack_query(const float* from, int d, uint32_t* to) { pack<T>(from, d, to); }
+  static void pack_query(const float* from, int d, uint32_t* to) { pack_inputs<T>(from, d, to); }
 
   // Writes key and value [kv_heads, head_dim] of one token into its slot.
   static void store(const Shape& shape, const Cache& cache, int64_t slot, const float* key, const float* value) {
@@ -60,7 +60,7 @@ struct PlainKv {
   template <int N>
   static void take_weights(const Shape&, const Cache&, const int32_t*, int, Tile<N>& tile, int, int count,
                            const int (&)[N], const int (&)[N]) {
-    for (int r = 0; r < N; ++r) pack<T>(tile.scores[r], count, tile.weights[r]);
+    for (int r = 0; r < N; ++r) pack_inputs<T>(tile.scores[r], count, tile.weights[r]);
   }
 
   // Adds the weighted values of a span to tile.results, one or two vectors of dimensions at a time.
@@ -79,18 +79,9 @@ struct PlainKv {
         for (int u = 0; u < U; ++u) acc[r][u] = u == 0 || whole ? load<f32v>(tile.results[r] + i + u * kWidth) : f32v{};
       for (int lane = 0; lane < lanes; ++lane, ahead += 64 * U) {
         const uint32_t* v = values + int64_t(lane) * d + i;
-        f32v value[U];
-#pragma GCC unroll 2
-        for (int u = 0; u < U; ++u) {
-          read_ahead(ahead + 64 * u);
-          value[u] = u == 0 || whole ? load<f32v>(v + u * kWidth) : f32v{};
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < N; ++r) {
-          const uint32_t weight = tile.weights[r][span.t / T::kPerLane + lane];
-#pragma GCC unroll 2
-          for (int u = 0; u < U; ++u) acc[r][u] = T::fma(acc[r][u], weight, value[u]);
-        }
+        for (int u = 0; u < U; ++u) read_ahead(ahead + 64 * u);
+        const int t = span.t / T::kPerLane + lane;
+        add_products<T, false>(acc, v, [&](int r) { return tile.weights[r] + t * T::kSteps; }, whole);
       }
       for (int r = 0; r < N; ++r)
         for (int u = 0; u < U; ++u)
@@ -113,16 +104,8 @@ struct PlainKv {
     f32v acc[N][U] = {};
     for (int i = 0; i < shape.head_dim / T::kPerLane; ++i) {
       const int64_t at = int64_t(i) * shape.block_size;
-      f32v key[U];
-#pragma GCC unroll 2
-      for (int u = 0; u < U; ++u) {
-        key[u] = load<f32v>(k + at + u * kWidth);
-        read_ahead(v + at + u * kWidth);
-      }
-#pragma GCC unroll 8
-      for (int r = 0; r < N; ++r)
-#pragma GCC unroll 2
-        for (int u = 0; u < U; ++u) acc[r][u] = T::fma(acc[r][u], tile.query[r][i], key[u]);
+      for (int u = 0; u < U; ++u) read_ahead(v + at + u * kWidth);
+      add_products<T, false>(acc, k + at, [&](int r) { return tile.query[r] + i * T::kSteps; });
     }
     for (int r = 0; r < N; ++r)
       for (int u = 0; u < U; ++u) farsight::store(tile.scores[r] + t + u * kWidth, acc[r][u]);

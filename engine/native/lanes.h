@@ -140,12 +140,9 @@ struct F32 {
   static float widen(Element x) { return x; }
   static Element narrow(float x) { return x; }
 
-  // acc + a * b, lane by lane; every lane uses the same a.
-  static f32v fma(f32v acc, uint32_t a, f32v b) {
-    float x;
-    std::memcpy(&x, &a, sizeof x);
-    return farsight::fma(splat(x), b, acc);
-  }
+  static constexpr int kSteps = 1;
+  static f32v part(int, f32v lanes) { return lanes; }
+  static f32v fma(f32v acc, uint32_t a, f32v b) { return farsight::fma((f32v)(a - u32v{}), b, acc); }
 };
 
 struct Bf16 {
@@ -155,17 +152,63 @@ struct Bf16 {
   static float widen(Element x) { return from_bf16(x); }
   static Element narrow(float x) { return round_to_bf16(x); }
 
-  // Adds the product of the upper neighbours first, as the instruction does (which takes subnormal numbers for 0).
-  static f32v fma(f32v acc, uint32_t a, f32v b) {
+  // The product of the upper neighbours is added first, as the instruction does (which takes subnormal numbers for 0).
 #ifdef __AVX512BF16__
+  static constexpr int kSteps = 1;
+  static f32v part(int, f32v lanes) { return lanes; }
+  static f32v fma(f32v acc, uint32_t a, f32v b) {
     return (f32v)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32(int(a)), (__m512bh)b);
-#else
-    const u32v bits = (u32v)b, pair = a - u32v{};
-    acc = farsight::fma((f32v)(pair & 0xffff0000u), (f32v)(bits & 0xffff0000u), acc);
-    return farsight::fma((f32v)(pair << 16), (f32v)(bits << 16), acc);
-#endif
   }
+#else
+  static constexpr int kSteps = 2;
+  static f32v part(int step, f32v lanes) {
+    const u32v bits = (u32v)lanes;
+    return (f32v)(step == 0 ? bits & 0xffff0000u : bits << 16);
+  }
+  static f32v fma(f32v acc, uint32_t a, f32v b) { return farsight::fma((f32v)(a - u32v{}), b, acc); }
+#endif
 };
+
+// Adds to acc[r][v] the product of vector v at `from`, of which only the first is there unless they are `whole`, and an
+// input that all its lanes share. input(r) points to its words, one for each step. A step goes through all rows before the
+// next one; `Apart` keeps compilers from mixing the steps, for tiles whose sums would no longer fit the registers.
+template <class T, bool Apart, int R, int V, class Input>
+inline void add_products(f32v (&acc)[R][V], const uint32_t* from, const Input& input, bool whole = true) {
+#pragma GCC unroll 2
+  for (int step = 0; step < T::kSteps; ++step) {
+    f32v vectors[V];
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v)
+      vectors[v] = v == 0 || whole ? T::part(step, load<f32v>(from + v * kWidth)) : f32v{};
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const uint32_t x = input(r)[step];
+#pragma GCC unroll 16
+      for (int v = 0; v < V; ++v) acc[r][v] = T::fma(acc[r][v], x, vectors[v]);
+    }
+    if (Apart && T::kSteps > 1) __asm__ volatile("" ::: "memory");
+  }
+}
+
+// Words of n inputs as `add_products` takes them.
+template <class T>
+constexpr int input_words(int n) {
+  return (n + T::kPerLane - 1) / T::kPerLane * T::kSteps;
+}
+
+// Rounds n values to T and stores them as inputs: as lanes, or where a lane takes two steps, as two float32.
+template <class T>
+inline void pack_inputs(const float* __restrict from, int n, uint32_t* __restrict to) {
+  if (T::kSteps == T::kPerLane) {
+    auto* out = reinterpret_cast<float*>(to);
+    for (int i = 0; i + T::kSteps <= n; i += T::kSteps)
+      for (int step = 0; step < T::kSteps; ++step) out[i + step] = T::widen(T::narrow(from[i + T::kSteps - 1 - step]));
+    if (n % T::kSteps) out[n - 1] = 0.0f, out[n] = T::widen(T::narrow(from[n - 1]));
+  } else {
+    auto* out = reinterpret_cast<typename T::Element*>(to);
+    for (int i = 0; i < n; ++i) out[i] = T::narrow(from[i]);
+  }
+}
 
 // Rounds n values to T and stores them in lanes; n is a multiple of T::kPerLane.
 template <class T>
