@@ -1,4 +1,4 @@
-"""``farsight demo`` whole: two real services, a killed worker, an explanation, and an end that leaves nothing."""
+"""``farsight demo`` whole: two services, its page in a browser, a killed worker, and an end that leaves nothing."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from playwright.sync_api import expect, sync_playwright
 
-from services.demo.pages import TOKEN_HEADER
+from tests.e2e.pages.test_dashboard_page import chromium_path, open_page, start_browser
 from tests.e2e.server import LONG_S, farsight, wait_until
 from tests.free_ports import free_port
 
@@ -25,9 +26,11 @@ def view(url: str) -> dict[str, Any]:
     return shown
 
 
-def test_a_race_goes_on_over_a_kill_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.skipif(chromium_path() is None, reason="neither chromium nor google-chrome is installed")
+def test_a_race_is_seen_goes_on_over_a_kill_and_leaves_nothing(tmp_path: Path) -> None:
     port = free_port()
     url, record = f"http://127.0.0.1:{port}", tmp_path / "race.json"
+    problems: list[str] = []
     command = farsight("demo", "--requests", "30", "--port", str(port), "--record", str(record), "--json")
     with (tmp_path / "out").open("w") as out:
         demo = subprocess.Popen(command, stdout=out, start_new_session=True)
@@ -41,12 +44,27 @@ def test_a_race_goes_on_over_a_kill_and_leaves_nothing(tmp_path: Path) -> None:
                 return False
 
         wait_until(has_begun, "no request got a token")
-        found = re.search('TOKEN = "([^"]+)"', httpx.get(url, timeout=LONG_S).text)
-        assert found
-        killed = httpx.post(f"{url}/kill/1", headers={"Origin": url, TOKEN_HEADER: found[1]}, timeout=LONG_S)
-        assert killed.status_code == 200, killed.text
-        wait_until(lambda: not psutil.pid_exists(killed.json()["pid"]), "the worker lives")
-        wait_until(lambda: view(url)["simulated"] is not None, "the race does not end")
+        with sync_playwright() as playwright:
+            browser = start_browser(playwright)
+            page = open_page(browser)
+            page.on("pageerror", lambda error: problems.append(str(error)))
+            page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+            page.goto(url)
+            side = page.get_by_test_id("side-1")
+            for each in (page.get_by_test_id("side-0"), side):
+                expect(each.locator("svg rect").first).to_be_attached()
+            side.get_by_test_id("kill").click()
+            said = side.get_by_role("status")
+            expect(said).to_have_text(re.compile(r"process \d+ got SIGKILL"))
+            pid = int(said.inner_text().split()[1])
+            wait_until(lambda: not psutil.pid_exists(pid), "the worker lives")
+            side.get_by_test_id("lanes").press("ArrowDown")
+            side.get_by_test_id("lanes").press("Enter")
+            expect(page.get_by_test_id("explanation")).to_contain_text("Request received")
+            expect(page.get_by_test_id("simulated")).to_have_text(re.compile(r"\d\.\d\d"))
+            expect(page.get_by_test_id("broken")).to_have_text("0")
+            browser.close()
+        assert problems == []
         assert [(side["ended"], side["broken"]) for side in view(url)["sides"]] == [(30, 0), (30, 0)]
         explained = httpx.get(f"{url}/explain/1/0", timeout=LONG_S).json()
         assert explained["choices"][0]["summary"]["finish_reason"] == "stop"
