@@ -97,6 +97,11 @@ class Client:
         self._heard_at = now
         self._numbers.append(int(event_id.rpartition("-")[2]))
 
+    @property
+    def num_read(self) -> int:
+        """Events of the answer that is under way."""
+        return len(self._numbers)
+
     def longest_pause_s(self, began: float, ended: float) -> float:
         """The longest pause that ended in that time."""
         return max((gap_s for at, gap_s in self.gaps if began <= at + gap_s <= ended), default=0.0)

@@ -190,13 +190,21 @@ inline void add_products(f32v (&acc)[R][V], const uint32_t* from, const Input& i
   }
 }
 
+// Rounds n values to T and stores them in lanes; n is a multiple of T::kPerLane.
+template <class T>
+inline void pack(const float* __restrict from, int n, uint32_t* to) {
+  auto* out = reinterpret_cast<typename T::Element*>(to);
+  for (int i = 0; i < n; ++i) out[i] = T::narrow(from[i]);
+}
+
 // Words of n inputs as `add_products` takes them.
 template <class T>
 constexpr int input_words(int n) {
   return (n + T::kPerLane - 1) / T::kPerLane * T::kSteps;
 }
 
-// Rounds n values to T and stores them as inputs: as lanes, or where a lane takes two steps, as two float32.
+// Rounds n values to T and stores them as inputs: as lanes, or where a lane takes two steps, as two float32,
+// of which the upper neighbour is the first.
 template <class T>
 inline void pack_inputs(const float* __restrict from, int n, uint32_t* __restrict to) {
   if (T::kSteps == T::kPerLane) {
@@ -205,16 +213,8 @@ inline void pack_inputs(const float* __restrict from, int n, uint32_t* __restric
       for (int step = 0; step < T::kSteps; ++step) out[i + step] = T::widen(T::narrow(from[i + T::kSteps - 1 - step]));
     if (n % T::kSteps) out[n - 1] = 0.0f, out[n] = T::widen(T::narrow(from[n - 1]));
   } else {
-    auto* out = reinterpret_cast<typename T::Element*>(to);
-    for (int i = 0; i < n; ++i) out[i] = T::narrow(from[i]);
+    pack<T>(from, n, to);
   }
-}
-
-// Rounds n values to T and stores them in lanes; n is a multiple of T::kPerLane.
-template <class T>
-inline void pack(const float* __restrict from, int n, uint32_t* to) {
-  auto* out = reinterpret_cast<typename T::Element*>(to);
-  for (int i = 0; i < n; ++i) out[i] = T::narrow(from[i]);
 }
 
 }  // namespace farsight

@@ -62,6 +62,11 @@ async def at_work(server: Server, number: int) -> AsyncIterator[list[Client]]:
         yield found
 
 
+async def one_has_begun(found: list[Client]) -> None:
+    """Until some stream is in its first quarter: a kill that follows at once cuts it off."""
+    await eventually(lambda: any(0 < client.num_read < NUM_TOKENS // 4 for client in found))
+
+
 async def each_again(found: list[Client]) -> None:
     """Until every client has had one more whole answer from its first word on."""
     before = [len(client.done) for client in found]
@@ -80,6 +85,7 @@ async def test_no_stream_notices_a_death(server: Server, number: int) -> None:
         undisturbed = [client.done[0].outcome for client in found]
         for kind in KILLED:
             pid = await asyncio.to_thread(server.pid_of, kind)
+            await one_has_begun(found)
             os.kill(pid, signal.SIGKILL)
             await asyncio.to_thread(wait_until, server.answers, "no server answers")
             await asyncio.to_thread(wait_until, lambda: server.pid_of(kind) != pid, f"no other {kind}")  # noqa: B023
@@ -89,5 +95,5 @@ async def test_no_stream_notices_a_death(server: Server, number: int) -> None:
     for index, stream in answers:
         assert stream.outcome == undisturbed[index], f"stream of client {index} is not what it is when nothing dies"
         assert stream.reasons == ["length"] and stream.num_tokens == NUM_TOKENS
-    assert sum(client.num_resumed for client in found) >= number // 2, "the ingress's death was to be felt"
+    assert any(client.num_resumed for client in found), "the ingress's death was to be felt"
     await asyncio.to_thread(server.wait_idle, ingress_too=False)
