@@ -156,7 +156,7 @@ async def test_a_process_that_dies_costs_its_own_body_alone(model_dir: Any) -> N
         worker._process.wait()
         with pytest.raises(ApiError) as error:
             await workers.read(large(COMPLETION), chat=False, model=model)
-        assert (error.value.status, error.value.headers) == (503, {"Retry-After": "2"})
+        assert (error.value.status, error.value.headers) == (503, {"Retry-After": "1"})
         found = await workers.read(large(COMPLETION), chat=False, model=model)
         assert isinstance(found, Generation)
         assert workers._num_bytes == 0
