@@ -26,6 +26,9 @@ SEEDS = (
 """Pictures whose first tokens nowhere hang on rounding: no logits closer than 2e-3. It changes when they are encoded
 again beside others, and prompts computed again."""
 
+DRAIN_S = 0.3
+"""What workers have sent before they stand still has reached its clients by then."""
+
 KILLED = ("ImageEncoder", "ModelWorker", "Ingress")
 
 pytestmark = pytest.mark.timeout(1800)
@@ -62,9 +65,21 @@ async def at_work(server: Server, number: int) -> AsyncIterator[list[Client]]:
         yield found
 
 
-async def one_has_begun(found: list[Client]) -> None:
-    """Until some stream is in its first quarter: a kill that follows at once cuts it off."""
-    await eventually(lambda: any(0 < client.num_read < NUM_TOKENS // 4 for client in found))
+async def kill_ingress(server: Server, pid: int, found: list[Client]) -> list[Client]:
+    """Kills it while workers stand still, so that no stream ends; returns those whose streams it cuts."""
+    workers = [await asyncio.to_thread(server.pid_of, f"worker-{number}") for number in range(2)]
+    while True:
+        await eventually(lambda: any(0 < client.num_read < NUM_TOKENS // 4 for client in found))
+        try:
+            for worker in workers:
+                os.kill(worker, signal.SIGSTOP)
+            await asyncio.sleep(DRAIN_S)
+            if cut := [client for client in found if client.num_read]:
+                os.kill(pid, signal.SIGKILL)
+                return cut
+        finally:
+            for worker in workers:
+                os.kill(worker, signal.SIGCONT)
 
 
 async def each_again(found: list[Client]) -> None:
@@ -83,10 +98,13 @@ async def test_no_stream_notices_a_death(server: Server, number: int) -> None:
     async with at_work(server, number) as found:
         await each_again(found)
         undisturbed = [client.done[0].outcome for client in found]
+        cut: list[Client] = []
         for kind in KILLED:
             pid = await asyncio.to_thread(server.pid_of, kind)
-            await one_has_begun(found)
-            os.kill(pid, signal.SIGKILL)
+            if kind == "Ingress":
+                cut = await kill_ingress(server, pid, found)
+            else:
+                os.kill(pid, signal.SIGKILL)
             await asyncio.to_thread(wait_until, server.answers, "no server answers")
             await asyncio.to_thread(wait_until, lambda: server.pid_of(kind) != pid, f"no other {kind}")  # noqa: B023
             await each_again(found)
@@ -95,5 +113,5 @@ async def test_no_stream_notices_a_death(server: Server, number: int) -> None:
     for index, stream in answers:
         assert stream.outcome == undisturbed[index], f"stream of client {index} is not what it is when nothing dies"
         assert stream.reasons == ["length"] and stream.num_tokens == NUM_TOKENS
-    assert any(client.num_resumed for client in found), "the ingress's death was to be felt"
+    assert cut and all(client.num_resumed for client in cut), "the ingress's death was to be felt"
     await asyncio.to_thread(server.wait_idle, ingress_too=False)
