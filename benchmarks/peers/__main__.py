@@ -6,7 +6,8 @@ failed or Farsight left a process behind.
 
 With ``--peer llama.cpp``, ``--peer-venv`` names the directory of ``llama-server``, and ``--peer-model`` the GGUF
 file. Pass that file as ``--model`` too, and the directory that it was made of as ``--vocab-from``: then both compute
-with the same weights.
+with the same weights. With ``--peer farsight`` the peer is this checkout with the flags of ``--peer-option``: another
+preset, say.
 """
 
 from __future__ import annotations
@@ -17,30 +18,35 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.servers import RunningServer, ServerCommand, farsight_command, vocab_size
-from benchmarks.peers.commands import Peer, PeerOptions, peer, versions
+from benchmarks.common.servers import RunningServer, ServerCommand, vocab_size
+from benchmarks.peers.commands import PEERS, Peer, PeerOptions, own_command, peer, versions
 from services.bench.compare import num_errors, run_bench
 from services.bench.options import BenchOptions
 from services.bench.report import write_json
 from services.bench.workloads import WORKLOADS
 
 PROGRAM = ("python", "-m", "benchmarks.peers")
-FARSIGHT_OPTIONS = ("--dtype", "bfloat16", "--proxy", "haproxy")
 
 
 def main() -> int:
     """Measures and prints the tables."""
     args = _parse()
-    model, threads = args.peer_model or args.model, args.threads
+    model, most = args.peer_model or args.model, max(args.concurrency)
     options = PeerOptions(
-        args.peer_venv, model, args.max_model_len, threads, max(args.concurrency), tuple(args.peer_option)
+        args.peer_venv or Path(sys.prefix),
+        model,
+        args.max_model_len,
+        args.threads,
+        most,
+        tuple(args.peer_option),
+        args.dtype,
     )
     other = peer(args.peer, options)
-    own = farsight_command(args.model, [*FARSIGHT_OPTIONS, "--threads", str(threads), *args.farsight_option])
+    own = own_command(replace(options, model=args.model, more=tuple(args.farsight_option)))
     logs = args.logs or Path(tempfile.mkdtemp(prefix="farsight-peers-"))
     logs.mkdir(exist_ok=True)
     ends: dict[str, Any] = {}
@@ -99,11 +105,12 @@ def _options(
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--peer", choices=("vllm", "transformers", "llama.cpp"), required=True)
-    parser.add_argument("--peer-venv", type=Path, required=True, help="virtual environment in which it is installed")
+    parser.add_argument("--peer", choices=PEERS, required=True)
+    parser.add_argument("--peer-venv", type=Path, help="virtual environment in which it is installed [this one]")
     parser.add_argument("--peer-model", type=Path, help="the peer's model, if it needs another file [that of --model]")
     parser.add_argument("--vocab-from", type=Path, help="model directory whose vocabulary prompts use [--model]")
     parser.add_argument("--threads", type=int, default=1, help="compute threads of each server")
+    parser.add_argument("--dtype", default="bfloat16", help="of both; float32 where processors lack bfloat16")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["skewed", "uniform", "hol"])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 32, 128])
     parser.add_argument("--repeats", type=int, default=3)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.common.servers import ServerCommand, free_port
+from benchmarks.common.servers import ServerCommand, farsight_command, free_port
 
 PACKAGES = ("vllm", "transformers", "torch", "accelerate")
 
@@ -18,6 +19,8 @@ SINGLE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """With its default executor vLLM runs three processes whose shared-memory readers spin; on two cores the spinning
 starves its HTTP server. In one process it is quicker and its streams are smooth. The variable is needed beside the
 flag: without it vLLM turns ``uni`` back into ``mp`` on a CPU."""
+
+PEERS = ("vllm", "transformers", "llama.cpp", "farsight")
 
 KV_SPACE_GIB = "2"
 CB_BLOCK_TOKENS, CB_BLOCKS = "128", "512"
@@ -43,7 +46,8 @@ class PeerOptions:
     """What a peer is started with.
 
     Attributes:
-        installed: A virtual environment; for ``llama.cpp`` the directory that holds ``llama-server``.
+        installed: A virtual environment; for ``llama.cpp`` the directory that holds ``llama-server``; unused for
+            ``farsight``.
         model: A model directory; for ``llama.cpp`` a GGUF file.
         max_model_len: In tokens; vLLM plans its memory by it, llama.cpp has this much for each request in flight.
         threads: Compute threads.
@@ -62,12 +66,22 @@ class PeerOptions:
 
 
 def peer(name: str, options: PeerOptions) -> Peer:
-    """A peer by its name, ``vllm``, ``transformers`` or ``llama.cpp``."""
+    """A peer by its name, one of ``PEERS``."""
     if name == "vllm":
         return Peer(name, vllm_command(options), True, True)
+    if name == "farsight":
+        return Peer("other-farsight", own_command(options), True, True)
     if name == "llama.cpp":
         return Peer(name, llama_cpp_command(options), True, True)
     return Peer(name, transformers_command(options), False, False)
+
+
+def own_command(options: PeerOptions) -> ServerCommand:
+    """``farsight serve`` of this checkout: beside it stands the same server with other flags, such as a preset."""
+    return farsight_command(
+        options.model,
+        ["--dtype", options.dtype, "--proxy", "haproxy", "--threads", str(options.threads), *options.more],
+    )
 
 
 def vllm_command(options: PeerOptions) -> ServerCommand:
@@ -114,7 +128,7 @@ def versions(name: str, installed: Path) -> dict[str, str]:
         words = [str(installed / "llama-server"), "--version"]
         done = subprocess.run(words, capture_output=True, text=True, check=True)
         return {name: (done.stdout + done.stderr).strip()}
-    return installed_versions(installed)
+    return installed_versions(Path(sys.prefix) if name == "farsight" else installed)
 
 
 def installed_versions(venv: Path) -> dict[str, str]:

@@ -2,9 +2,9 @@
 
 Open loop at ``--loads`` times the capacity of the first system, gaps with a coefficient of variation of 2, the
 requests ``hol`` of ``farsight bench`` or the texts of eight tasks with their real lengths, which are hidden from the
-schedulers. All servers run on this machine, each idles while another works. The figures of each system in each cell
-(workload, load, seed) are written when it has served, and what is written is not measured again: the same command goes
-on where it was. With ``--for-s`` it ends after so many seconds, with status 3 while runs are missing.
+schedulers. The servers run on this machine one after the other. The figures of each system in each cell (workload,
+load, seed) are written when it has served, and what is written is not measured again: the same command goes on where
+it was. With ``--for-s`` it ends after so many seconds, with status 3 while runs are missing.
 ``python -m benchmarks.real_presets table --out DIR`` puts together what there is.
 """
 

@@ -120,20 +120,14 @@ class Bench:
 
 
 @contextlib.contextmanager
-def running(bench: Bench, systems: Sequence[System], logs: Path) -> Iterator[dict[str, BenchTarget]]:
-    """All systems at once, by name; each idles while another works."""
-    with contextlib.ExitStack() as stack:
-        servers = {}
-        for system in systems:
-            server = RunningServer(bench.command(system, logs), logs / f"{system.name}.log")
-            stack.callback(server.stop)
-            servers[system.name] = server
-        for server in servers.values():
-            server.wait_until_ready(READY_S)
-        yield {
-            name: BenchTarget(name, each.command.base_url, each.command.model_name, each.pid)
-            for name, each in servers.items()
-        }
+def running(bench: Bench, system: System, logs: Path) -> Iterator[BenchTarget]:
+    """The system, started, until the block ends."""
+    server = RunningServer(bench.command(system, logs), logs / f"{system.name}.log")
+    try:
+        server.wait_until_ready(READY_S)
+        yield BenchTarget(system.name, server.command.base_url, server.command.model_name, server.pid)
+    finally:
+        server.stop()
 
 
 def run_load(
@@ -169,8 +163,8 @@ def known_capacity(workload: str, folder: Path) -> float | None:
     return per_s
 
 
-def measure_capacity(bench: Bench, target: BenchTarget, workload: str, folder: Path, for_s: float) -> None:
-    """Keeps the requests per second that the system gets through, on seed 0, for all later parts of the comparison.
+def measure_capacity(bench: Bench, target: BenchTarget, workload: str, folder: Path, for_s: float) -> float:
+    """The requests per second that the system gets through, on seed 0; kept for all later parts of the comparison.
 
     A first pass of two requests for each place says how many fit into ``for_s``; a second one has these. Where they
     are not twice as many as those of the first pass, its figure stands: too low, since its places empty one by one.
@@ -190,6 +184,7 @@ def measure_capacity(bench: Bench, target: BenchTarget, workload: str, folder: P
     _capacity_file(workload, folder).write_text(kept, "utf-8")
     told = f"{per_s:.2f} requests/s by {target.label} are a load of 1"
     print(f"{workload}: {told} ({num_requests} requests)", flush=True)
+    return per_s
 
 
 def _requests_per_s(bench: Bench, target: BenchTarget, requests: Sequence[BenchRequest], salt: int) -> float:

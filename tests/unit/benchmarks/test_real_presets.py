@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from benchmarks.real_presets.cells import Bench, System, known_capacity, missing, requests_within
-from benchmarks.real_presets.part import expected_s, first_that_fit, measure_part
+from benchmarks.real_presets.cells import Bench, Run, System, known_capacity, missing, requests_within
+from benchmarks.real_presets.part import expected_s, measure_part
 from benchmarks.real_presets.table import plot, table
 from core.errors import ConfigError
 
@@ -87,16 +89,40 @@ def test_nothing_starts_where_nothing_is_missing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_part_takes_the_runs_that_fit_and_at_least_one(tmp_path: Path) -> None:
-    runs = missing(["fcfs"], ["hol", "texts"], [0.9, 1.8], [1, 2], tmp_path)
-    assert [each.workload for each in runs] == ["hol", "hol", "texts", "texts"] * 2, "a seed is whole before the next"
-    per_s = {"hol": 10.0}
+def test_a_part_takes_the_runs_that_fit_and_at_least_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers and clock are stood in for: a run takes exactly what is expected of it."""
+    now, served = 0.0, list[str]()
+    bench = Bench(tmp_path / "model")
+
+    @contextlib.contextmanager
+    def running(bench: Bench, system: System, logs: Path) -> Iterator[str]:
+        served.append(system.name)
+        yield system.name
+
+    def run_one(bench: Bench, target: str, per_s: float, run: Run, folder: Path) -> None:
+        nonlocal now
+        now += expected_s(500, run.load, per_s)
+
+    def measure_capacity(bench: Bench, target: str, workload: str, folder: Path, for_s: float) -> float:
+        nonlocal now
+        now += 30.0
+        (tmp_path / f"capacity-{workload}.json").write_text('{"requests_per_s": 10.0}', "utf-8")
+        return 10.0
+
+    monkeypatch.setattr("benchmarks.real_presets.part.time.monotonic", lambda: now)
+    for each in (running, run_one, measure_capacity):
+        monkeypatch.setattr(f"benchmarks.real_presets.part.{each.__name__}", each)
+    systems = [System("fcfs", "fcfs"), System("vllm")]
+    runs = missing(["fcfs", "vllm"], ["hol", "texts"], [0.9, 1.8], [1], tmp_path)
     light_s, heavy_s = (expected_s(500, load, 10.0) for load in (0.9, 1.8))
     assert light_s > heavy_s > 50.0, "an overload lasts as long as its work, a light load as its arrivals"
-    assert first_that_fit(runs, 500, per_s, light_s + heavy_s + 1) == runs[:2]
-    assert first_that_fit(runs, 500, per_s, 1.0) == runs[:1]
-    assert first_that_fit(runs, 500, per_s, math.inf) == runs[:2], "the capacity on texts comes first"
-    assert first_that_fit(runs, 500, {}, math.inf) == []
+    assert measure_part(bench, systems, runs, tmp_path, 1.0) == 8
+    assert served == ["fcfs"], "the capacity, and no time for more"
+    assert measure_part(bench, systems, runs, tmp_path, 1.0) == 7, "one run, however short the part is"
+    assert measure_part(bench, systems, runs, tmp_path, 2 * light_s) == 6
+    assert measure_part(bench, systems, runs, tmp_path, math.inf) == 0
+    assert served[1:6] == ["fcfs", "fcfs", "vllm", "fcfs", "vllm"]
+    assert served[8:10] == ["fcfs", "fcfs"], "the capacity on texts, on the first system, when their turn comes"
 
 
 def test_the_capacity_is_measured_on_as_many_requests_as_there_is_time_for() -> None:

@@ -128,6 +128,15 @@ def test_llama_cpp_has_a_slot_and_a_context_for_each_request_in_flight(tmp_path:
     assert found.command.model_name == "m.gguf"
 
 
+def test_another_farsight_differs_by_its_options_alone(tmp_path: Path) -> None:
+    found = peer(
+        "farsight", PeerOptions(tmp_path, tmp_path / "m", threads=2, more=["--preset", "fcfs"], dtype="float32")
+    )
+    words = " ".join(found.command.words)
+    assert "services.cli serve --benchmark-mode" in words and words.endswith("--threads 2 --preset fcfs")
+    assert f"--model {tmp_path / 'm'} --dtype float32" in words and found.name != "farsight"
+
+
 def test_versions_of_a_venv() -> None:
     found = installed_versions(Path(sys.prefix))
     assert found["python"].startswith("3.") and found["torch"]
