@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import time
-import urllib.request
 from collections.abc import Iterator
 
 import pytest
 
 from core.request import PromptSource, Request, SamplingParams
-from engine import Engine
 from services.api.text.prompts import PromptEncoder
 from services.launch.launch import EMBEDDED_MODEL
+from tests.e2e.other_servers import ANSWER, MESSAGES, answer, other_server, own_answers
 from tests.free_ports import free_port
 from tests.unit.actors.components import until
-from tests.unit.actors.external.test_backend import Replica, backend
+from tests.unit.actors.external.test_backend import backend
 
 VLLM = os.environ.get("FARSIGHT_VLLM", "")
 NAME = "served-by-vllm"
 START_S = 900.0
-MESSAGES = [{"role": "system", "content": "Spell the digits:"}, {"role": "user", "content": "407"}]
 FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "16", "--enable-prompt-tokens-details")
 
 pytestmark = [
@@ -37,42 +32,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     port, log = free_port(), tmp_path_factory.mktemp("vllm") / "log"
     command = [VLLM, "serve", str(EMBEDDED_MODEL), "--served-model-name", NAME, "--port", str(port), *FLAGS]
     quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | quiet, start_new_session=True)
-    address = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + START_S
-        while not _answers(address):
-            assert process.poll() is None, f"vLLM ended: {log.read_text()[-3000:]}"
-            assert time.monotonic() < deadline, f"vLLM is not there after {START_S} s"
-            time.sleep(1.0)
+    with other_server(command, port, log, START_S, quiet) as address:
         yield address
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _answers(address: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{address}/health", timeout=5):
-            return True
-    except OSError:
-        return False
-
-
-async def answer(
-    replica: Replica, name: str, prompt: tuple[int, ...], sampling: SamplingParams
-) -> tuple[str, int, str]:
-    """Text, tokens and how it ended."""
-    request = Request(name, 0, "i", prompt, sampling)
-    await replica.submit(request)
-    deltas = await replica.end_of(request)
-    assert deltas[-1].error is None
-    return (
-        "".join(each.text for each in deltas),
-        sum(each.num_unnamed for each in deltas),
-        deltas[-1].finish_reason or "",
-    )
 
 
 async def test_vllm_answers_as_our_own_engine(url: str) -> None:
@@ -83,13 +44,12 @@ async def test_vllm_answers_as_our_own_engine(url: str) -> None:
         SamplingParams(30, stop=("ze",)),
         SamplingParams(30, min_tokens=3),
     ]
-    own = Engine(EMBEDDED_MODEL, dtype="float32").generate([prompt] * len(samplings), samplings)
+    own = own_answers(prompt, samplings)
     async with backend(url, model=NAME) as replica:
         await until(lambda: replica.listener.ready is not None)
         assert replica.listener.ready is not None and replica.listener.ready.max_model_len == 1024
         for index, (sampling, expected) in enumerate(zip(samplings, own, strict=True)):
-            told = await answer(replica, f"i-{index}", prompt, sampling)
-            assert told == (expected.text, len(expected.token_ids), expected.finish_reason)
+            assert await answer(replica, f"i-{index}", prompt, sampling) == expected
         sampled = SamplingParams(
             20, temperature=1.5, seed=3, top_k=9, min_p=0.01, repetition_penalty=1.1, ignore_eos=True
         )
@@ -117,7 +77,7 @@ async def test_vllm_takes_a_chat_as_text_too(url: str) -> None:
         source = PromptSource(messages=tuple((each["role"], each["content"]) for each in MESSAGES))
         chat = Request("i-0", 0, "i", (5,), SamplingParams(30), source=source)
         await replica.submit(chat)
-        assert "".join(each.text for each in await replica.end_of(chat)) == "four zero seven"
+        assert "".join(each.text for each in await replica.end_of(chat)) == ANSWER
 
 
 async def test_another_name_is_not_what_vllm_serves(url: str) -> None:
