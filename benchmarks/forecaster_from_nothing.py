@@ -147,7 +147,7 @@ def show_served(seed: int, examples: Sequence[Example], made: Mapping[str, Seque
         print(f"{seed:4} {preset}, Phi {threshold:,.0f}: requests/s", shown)
     for load in (0.9, 1.1):
         waits = {
-            name: np.mean([each.jct_s for each in served("farsight", later, forecasts, load)])
+            name: np.mean([each.jct_s for each in served("farsight-mean", later, forecasts, load)])
             for name, forecasts in (laws | {"no forecast": none}).items()
         }
         base = waits["no forecast"]

@@ -30,7 +30,7 @@ def _beside_round_robin(setup: str) -> list[Claim]:
 
 def _beside_preble(setup: str) -> list[Claim]:
     return [
-        Claim(f"{setup}: farsight / preble, {name}", setup, "farsight", "preble", metric, 1.0)
+        Claim(f"{setup}: farsight-mean / preble, {name}", setup, "farsight-mean", "preble", metric, 1.0)
         for metric, name in (("jct_s", "mean"), ("p99_jct_s", "p99"))
     ]
 

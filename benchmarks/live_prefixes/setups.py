@@ -205,6 +205,6 @@ SYSTEMS: dict[str, System] = {
     "+ rebalance, autoscale": _system("fcfs", {"balance": False}, placement="e2"),
     "+ prefill/decode balance": _system("fcfs", placement="e2"),
     "preble": _system("preble"),
-    "farsight": _system("farsight"),
+    "farsight-mean": _system("farsight-mean"),
 }
 """``preble`` is the line before it with hit groups: each adds a part to the one before, from E2 on."""

@@ -95,8 +95,8 @@ def _over_seeds(values: Sequence[float], *, is_ratio: bool) -> Ratio:
 
 
 def _like_simulation(setup: str, base: str) -> Claim:
-    name = f"farsight / {base}, {setup}: live / simulated"
-    return Claim(name, setup, "farsight", base, "jct_s", 1.10, to_simulation=True)
+    name = f"farsight-mean / {base}, {setup}: live / simulated"
+    return Claim(name, setup, "farsight-mean", base, "jct_s", 1.10, to_simulation=True)
 
 
 CLAIMS: tuple[Claim, ...] = (

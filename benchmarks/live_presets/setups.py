@@ -143,7 +143,7 @@ SYSTEMS: dict[str, System] = {
     "fastserve": _system("fastserve"),
     "fastserve-reactive": _system("fastserve-reactive"),
     "fastserve-defer": _system("fastserve-defer"),
-    "farsight": _system("farsight"),
+    "farsight-mean": _system("farsight-mean"),
     "magnus": _static("magnus"),
     "magnus-vs": _static("magnus-vs"),
     "multi-bin, 8 bins": _static("multi-bin", num_bins=8, max_wait_s=FILLED_S),

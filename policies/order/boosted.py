@@ -186,6 +186,10 @@ class Boosted(Gittins):
         context_len = min(price.capacity, price.max_num_seqs * float(lengths.mean()))
         return price.step.step_s(0, price.max_num_seqs, round(context_len))
 
+    def slice_s(self, job: Job) -> float:
+        """Without an end where streams do not take turns: one that has begun goes on."""
+        return super().slice_s(job) if self._max_pause_s else math.inf
+
     def explain(self, job: Job, now: float) -> Facts:
         """Its rank as last worked out, the yardstick and the boost, and how far its forecast is trusted."""
         facts = dict(super().explain(job, now))

@@ -106,7 +106,7 @@ def _hrrn(limits: SchedulerLimits) -> ReplicaScheduler:
 
 
 def _farsight(gamma: float, limits: SchedulerLimits) -> ReplicaScheduler:
-    return build_scheduler("farsight", limits, PolicySettings(cost=A100_7B.cost, gamma=gamma))
+    return build_scheduler("farsight-mean", limits, PolicySettings(cost=A100_7B.cost, gamma=gamma))
 
 
 _OMNISCIENT = Policy(partial(build_scheduler, "past-future", admission="oracle"), look_every=1)
@@ -115,10 +115,10 @@ POLICIES: dict[str, Policy] = {
     "past-future": Policy(partial(build_scheduler, "past-future"), look_every=1),
     "hrrn": Policy(_hrrn),
     **{f"mlfq {limit:g} s": Policy(partial(_mlfq, limit), look_every=4) for limit in STARVE_LIMITS_S},
-    "farsight": Policy(partial(_farsight, 0.0), look_every=4),
-    "farsight, gamma 0.5": Policy(partial(_farsight, 0.5), look_every=4),
-    "farsight, shuffled": Policy(partial(_farsight, 0.0), look_every=4, forecasts="shuffled"),
-    "farsight, none": Policy(partial(_farsight, 0.0), look_every=4, forecasts="none"),
+    "farsight-mean": Policy(partial(_farsight, 0.0), look_every=4),
+    "farsight-mean, gamma 0.5": Policy(partial(_farsight, 0.5), look_every=4),
+    "farsight-mean, shuffled": Policy(partial(_farsight, 0.0), look_every=4, forecasts="shuffled"),
+    "farsight-mean, none": Policy(partial(_farsight, 0.0), look_every=4, forecasts="none"),
 }
 
 

@@ -31,7 +31,7 @@ from simulator.traffic.workloads import build_workload, retime
 
 SEEDS = tuple(range(10))
 SIGMA = 0.5
-GAMMA = 0.0  # `farsight` without ageing, as in the research; a server ages by 0.1
+GAMMA = 0.0  # `farsight-mean` without ageing, as in the research; a server ages by 0.1
 HOST_TOKENS = 262_144
 FOUR_A100 = PrebleCluster("7b, 4 a100", 4, A100_7B, 121_000)
 
@@ -154,9 +154,9 @@ ALONE = tuple(replace(cell, load=load) for cell in (CHATS, HEAVY) for load in (0
 """Nothing is shared."""
 
 CONTESTS = (
-    (PlacementSystem("farsight"), PlacementSystem("farsight", "e2")),
+    (PlacementSystem("farsight-mean"), PlacementSystem("farsight-mean", "e2")),
     (PlacementSystem("preble", "e2-forecast"), PlacementSystem("preble")),
-    (PlacementSystem("farsight"), PlacementSystem("preble")),
+    (PlacementSystem("farsight-mean"), PlacementSystem("preble")),
 )
 
 PLACEMENTS = (

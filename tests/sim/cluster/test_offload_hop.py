@@ -10,7 +10,7 @@ import pytest
 from simulator.experiment import Experiment, make_arrivals
 from simulator.run import RunOutcome, run
 
-PRESETS = ("fcfs", "fastserve", "farsight")
+PRESETS = ("fcfs", "fastserve", "farsight-mean")
 SCARCE, AMPLE = 3000, 60_000
 """Tokens of the host pool."""
 

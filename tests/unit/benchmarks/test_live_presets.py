@@ -111,7 +111,7 @@ def test_a_setting_of_another_version_is_refused() -> None:
 def test_a_claim_is_measured_on_live_components_and_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--only", "farsight / fastserve, zipf", "--requests", "12", "--jobs", "1", "--speed", "8", "--json"]
+    words = ["--only", "farsight-mean / fastserve, zipf", "--requests", "12", "--jobs", "1", "--speed", "8", "--json"]
     words += ["--cache", str(tmp_path / "sub" / "runs.jsonl")]
     began = time.monotonic()
     [found] = script.main([*words, "--seeds", "1"])
@@ -121,7 +121,7 @@ def test_a_claim_is_measured_on_live_components_and_goes_on_where_it_was(
     store = Store(tmp_path / "sub" / "runs.jsonl")
     live_s: list[float] = []
     simulated_s: list[float] = []
-    for system in ("farsight", "fastserve"):
+    for system in ("farsight-mean", "fastserve"):
         for figures, is_live in ((live_s, True), (simulated_s, False)):
             of_run = store.get(Run("zipf 1.1", system, 11, 12, 8.0 if is_live else 1.0, is_live))
             assert of_run is not None

@@ -150,7 +150,7 @@ def test_the_configuration_sets_parts_alone() -> None:
         check_scheduler(SchedulerConfig(kv="enst-reactive"))
 
 
-SWAPPING = {"fastserve", "fastserve-reactive", "farsight"}
+SWAPPING = {"fastserve", "fastserve-reactive", "farsight", "farsight-mean"}
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -242,7 +242,7 @@ def closed_loop(max_boost_s: float, num_short: int = 900) -> list[Record]:
 
     def build(_: int) -> ReplicaScheduler:
         settings = PolicySettings(watermark=1.0, cost=STEP, tail=0.01)
-        scheduler = build_scheduler("farsight", SchedulerLimits(PLACES, 0), settings, order="boosted")
+        scheduler = build_scheduler("farsight", SchedulerLimits(PLACES, 0), settings, admission="watermark")
         order = scheduler.order
         assert isinstance(order, Boosted)
         order._max_boost_s = max_boost_s
@@ -271,7 +271,7 @@ def test_streams_stand_still_for_newcomers_no_longer_than_the_pause(
     settings = PolicySettings(watermark=1.0, cost=STEP, tail=0.01, max_pause_s=max_pause_s)
 
     def build(_: int) -> ReplicaScheduler:
-        return build_scheduler("farsight", SchedulerLimits(2, 0), settings, order="boosted")
+        return build_scheduler("farsight", SchedulerLimits(2, 0), settings, admission="watermark")
 
     fleet = Fleet(FleetShape(replica, LinearLatency(STEP)), build_router("farsight"), build)
     long = [SimRequest(f"long{number}", 0.0, 32, 200, 400) for number in range(2)]
@@ -297,9 +297,9 @@ def test_parameters_out_of_range_are_refused(options: dict[str, float]) -> None:
 
 def test_parts_that_need_the_ranks_go_together_with_it() -> None:
     limits = SchedulerLimits(4, 0)
-    build_scheduler("farsight", limits, order="boosted", admission="forecast", kv="cheapest-victim")
+    build_scheduler("farsight", limits, admission="forecast")
     with pytest.raises(ConfigError, match="enst-defer"):
-        build_scheduler("farsight", limits, order="boosted", kv="enst-defer")
+        build_scheduler("farsight", limits, kv="enst-defer")
 
 
 def test_it_says_what_a_boost_comes_from() -> None:

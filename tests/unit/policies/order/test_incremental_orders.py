@@ -231,15 +231,14 @@ class Plain:
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
-    "preset", ["farsight", "farsight, boosted", "fastserve", "fastserve-reactive", "fastserve-recompute"]
+    "preset", ["farsight-mean", "farsight", "fastserve", "fastserve-reactive", "fastserve-recompute"]
 )
 def test_a_scheduler_says_the_same_as_one_that_ranks_everybody_at_each_point(preset: str, seed: int) -> None:
     """The same requests, steps and reports; memory is short, hosts fill up, and starts are barred at times."""
     logs = []
     for is_plain in (False, True):
         settings = PolicySettings(gamma=0.1 * (seed % 2), cost=A100_7B.cost)
-        row, _, order = preset.partition(", ")
-        scheduler = build_scheduler(row, SchedulerLimits(12, 3), settings, order=order)
+        scheduler = build_scheduler(preset, SchedulerLimits(12, 3), settings)
         if is_plain:
             scheduler.order = scheduler.selector.order = Plain(scheduler.order)  # type: ignore[assignment]
         logs.append(history(scheduler, seed))

@@ -148,7 +148,8 @@ PARTS = {
     "conservative": ("predicted_peak_tokens", "limit_tokens"),
     "fcfs": ("held_tokens", "limit_tokens", "capacity_tokens"),
     "preble": ("hit_group", "group_slots"),
-    "farsight": ("rank_s", "aged_rank_s", "expected_s", "forecast_weight"),
+    "farsight": ("rank_s", "boost_s", "yardstick_s", "forecast_weight", "predicted_peak_tokens"),
+    "farsight-mean": ("rank_s", "aged_rank_s", "expected_s", "forecast_weight"),
 }
 
 
