@@ -125,7 +125,8 @@ def row_shares(
     prices = []
     for start, num_tokens in rows:
         context = start + num_tokens + grown
-        price = cost.base_s * max(slot_share, context / capacity)
+        share = context / capacity
+        price = cost.base_s * (share if share > slot_share else slot_share)
         if num_tokens == 1:
             price += cost.decode_seq_s + cost.context_token_s * context
         else:

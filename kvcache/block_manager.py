@@ -114,9 +114,14 @@ class BlockManager:
         """The sequence's blocks in token order (shared, not a copy); empty if it holds none."""
         return self._tables.get(sequence_id, [])
 
+    def holds_any(self, sequence_id: str) -> bool:
+        """Whether the sequence holds a block."""
+        return sequence_id in self._tables
+
     def shortage(self, sequence_id: str, num_tokens: int) -> int:
         """Blocks the sequence lacks to hold ``num_tokens`` tokens in all."""
-        return max(0, self.blocks_for(num_tokens) - len(self.table(sequence_id)))
+        needed = -(-num_tokens // self.block_size) - len(self._tables.get(sequence_id, ()))
+        return needed if needed > 0 else 0
 
     def grow(self, sequence_id: str, num_tokens: int) -> list[int] | None:
         """Gives the sequence blocks for ``num_tokens`` tokens in all; cached ones are evicted last.
@@ -125,6 +130,8 @@ class BlockManager:
             Its table (shared, not a copy); None, and nothing has changed, if too few blocks are free.
         """
         table = self._tables.get(sequence_id)
+        if table is not None and num_tokens <= len(table) * self.block_size:
+            return table  # as most decodes find it
         needed = -(-num_tokens // self.block_size) - (0 if table is None else len(table))
         if needed > len(self._free) + len(self._idle):
             return None

@@ -7,7 +7,7 @@ start again: all this is the same however the steps are composed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -327,9 +327,8 @@ class PlanExecutor(ABC):
 
     def _advance(self, held: SequenceState, num_tokens: int) -> None:
         """Books so many more computed tokens."""
-        again = min(held.dropped_len - held.computed_len, num_tokens)
-        if again > 0:
-            self._recomputed_tokens += again
+        if held.dropped_len > held.computed_len:
+            self._recomputed_tokens += min(held.dropped_len - held.computed_len, num_tokens)
         held.computed_len += num_tokens
 
     def _new(self, slot: Slot) -> SequenceState | None:
@@ -380,7 +379,7 @@ class PlanExecutor(ABC):
             plan_seq=self._plan_seq,
             free_blocks=self.blocks.num_free,
             short_blocks=self.short_blocks,
-            progress=tuple(self._progress()),
+            progress=tuple([self._progress(held) for held in self._held.values()]),
             finished=tuple(finished for finished, _ in self._unacknowledged.values()),
             steps=steps,
             shared_blocks=self.blocks.num_shared,
@@ -405,23 +404,22 @@ class PlanExecutor(ABC):
         """Target blocks of copies in flight."""
         return 0
 
-    def _progress(self) -> Iterator[SlotProgress]:
-        for held in self._held.values():
-            yield SlotProgress(
-                request_id=held.request_id,
-                attempt=held.attempt,
-                status=held.status,
-                num_preemptions=held.num_preemptions,
-                computed_len=held.computed_len,
-                output_len=held.output_len,
-                num_blocks=len(self.blocks.table(held.request_id)),
-                stalled=held.request_id in self._stalled,
-                cached_len=held.cached_len or 0,
-                residency=held.residency,
-                num_moves=held.num_moves,
-                num_host_blocks=0 if self.host is None else len(self.host.table(held.request_id)),
-                ran_s=held.ran_s,
-            )
+    def _progress(self, held: SequenceState) -> SlotProgress:
+        return SlotProgress(
+            request_id=held.request_id,
+            attempt=held.attempt,
+            status=held.status,
+            num_preemptions=held.num_preemptions,
+            computed_len=held.computed_len,
+            output_len=held.num_tokens - held.prompt_len,
+            num_blocks=len(self.blocks.table(held.request_id)),
+            stalled=held.request_id in self._stalled,
+            cached_len=held.cached_len or 0,
+            residency=held.residency,
+            num_moves=held.num_moves,
+            num_host_blocks=0 if self.host is None else len(self.host.table(held.request_id)),
+            ran_s=held.ran_s,
+        )
 
     def acknowledge(self, report_seq: int) -> None:
         """Books that the scheduler has every report up to ``report_seq``."""

@@ -221,7 +221,7 @@ class LeaseExecutor(PlanExecutor):
                 draft.out_of_grants = True
             elif wanted > 1 and draft.prompts_left == 0:
                 draft.refused = True
-            elif self._is_resident(held):
+            elif self.blocks.holds_any(held.request_id):
                 self._continue(held, wanted, draft)
             elif held.slot.standby and credit <= 0:
                 continue
@@ -257,7 +257,7 @@ class LeaseExecutor(PlanExecutor):
         return ahead.batch if fits else None
 
     def _continue(self, held: SequenceState, wanted: int, draft: BatchDraft) -> None:
-        num_tokens = _share(wanted, draft)
+        num_tokens = 1 if wanted == 1 else _share(wanted, draft)
         reach = held.computed_len + num_tokens
         table = self.blocks.grow(held.request_id, reach)
         if table is not None:
@@ -354,24 +354,23 @@ class LeaseExecutor(PlanExecutor):
 
     def _runnable_tokens(self, held: SequenceState, within_grants: bool) -> int:
         """Known tokens that may be computed now; computing the last known one also yields a new token."""
-        if is_cut_off(held, within_grants):
+        slot, known, computed = held.slot, held.num_tokens, held.computed_len
+        if slot.cut_off_at_s and is_cut_off(held, within_grants):
             return 0
         if not within_grants:
-            return held.num_tokens - held.computed_len
-        reach = min(held.num_tokens, held.slot.prefill_to)
-        if reach == held.num_tokens and held.num_tokens >= held.slot.length_to:
+            return known - computed
+        reach = known if known < slot.prefill_to else slot.prefill_to
+        if reach == known >= slot.length_to:
             reach -= 1
-        return max(0, reach - held.computed_len)
-
-    def _is_resident(self, held: SequenceState) -> bool:
-        return bool(self.blocks.table(held.request_id))
+        return reach - computed if reach > computed else 0
 
     def _is_offloaded(self, held: SequenceState) -> bool:
         return self.host is not None and held.copy_id is None and bool(self.host.table(held.request_id))
 
     def _standby_credit(self) -> int:
         """Standby slots that may still start: places left by ended slots, less standbys that hold one now."""
-        return self._vacated - sum(held.slot.standby and self._is_resident(held) for held in self._held.values())
+        standbys = [held.request_id for held in self._held.values() if held.slot.standby]
+        return self._vacated - sum(map(self.blocks.holds_any, standbys))
 
     def draft_room(self, item: StepItem) -> int:
         """See ``PlanExecutor.draft_room``."""
@@ -380,25 +379,30 @@ class LeaseExecutor(PlanExecutor):
         slots = len(item.blocks) * self.blocks.block_size - item.start - item.num_known
         return max(0, min(slots, _steps_granted(self._held[item.request_id]) - 1))
 
-    def horizon(self, batch: StepBatch) -> int:
+    def horizon(self, batch: StepBatch, most: int) -> int:
         """How many times in a row the batch would be chosen if no plan came and only length limits ended a sequence.
 
         At least 1. The simulator asks, so that it need not walk through equal steps; ``commit`` takes them at
         once. A batch that computes prompts is not repeated, nor one beside which others look for cached prefixes.
+        All answers from ``most`` on say the same.
         """
         if any(not item.samples or item.num_tokens > 1 for item in batch.items) or self._copies or self._in_flight:
             return 1
-        running = [self._held[item.request_id] for item in batch.items]
-        if self._block_hashes is not None and len(self._held) > len(running):
+        if self._block_hashes is not None and len(self._held) > len(batch.items):
             return 1
-        steps = max(1, min(_steps_granted(held) for held in running))
-        while steps > 1 and self._blocks_for_steps(running, steps) > self.blocks.num_free:
+        running = [self._held[item.request_id] for item in batch.items]
+        steps = max(1, min(map(_steps_granted, running)))
+        while steps // 2 >= most:
+            steps //= 2
+        while steps > 1 and not self._has_blocks_for(running, steps):
             steps //= 2
         return steps
 
-    def _blocks_for_steps(self, running: list[SequenceState], num_steps: int) -> int:
-        """Blocks that these sequences lack for so many decoding steps."""
-        return sum(self.blocks.shortage(held.request_id, held.computed_len + num_steps) for held in running)
+    def _has_blocks_for(self, running: list[SequenceState], num_steps: int) -> bool:
+        """Whether blocks are free for so many decoding steps of these sequences."""
+        blocks, most = self.blocks, len(running) * self.blocks.blocks_for(num_steps)
+        lacking = (blocks.shortage(held.request_id, held.computed_len + num_steps) for held in running)
+        return most <= blocks.num_free or sum(lacking) <= blocks.num_free
 
     def commit(
         self,
@@ -418,16 +422,17 @@ class LeaseExecutor(PlanExecutor):
         ended = set(stopped)
         finished = []
         shares = self.meter.shares(batch, num_steps)
+        size = self.blocks.block_size
         for item, share in zip(batch.items, shares, strict=True):
             held = self._held[item.request_id]
-            more = further.get(item.request_id, 0)
-            self._advance(held, item.num_known * num_steps + more)
+            more = further.get(item.request_id, 0) if further else 0
+            self._advance(held, (item.num_known if item.drafts else item.num_tokens) * num_steps + more)
             held.ran_s += duration_s
             self.meter.charge(held, share * duration_s)
             if item.request_id in failed:
                 finished.append(self._finish(held, SequenceStatus.FINISHED_FAILED))
                 continue
-            if num_steps > 1:
+            if num_steps > 1 and held.computed_len > len(item.blocks) * size:
                 self.blocks.grow(item.request_id, held.computed_len)
             if held.computed_len >= held.register_at:
                 self._register(held)

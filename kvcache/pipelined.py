@@ -57,7 +57,7 @@ class PipelinedExecutor(LeaseExecutor):
     def _may_run(self, held: SequenceState) -> bool:
         """Whether the sequence takes part in steps: now, or when its current step is over."""
         paused = held.request_id in self._stalled or held.copy_id is not None or held.residency is Residency.HOST
-        return not paused and self._is_resident(held)
+        return not paused and self.blocks.holds_any(held.request_id)
 
     def _continue(self, held: SequenceState, wanted: int, draft: BatchDraft) -> None:
         if len(draft.items) < self._share:
@@ -99,7 +99,7 @@ class PipelinedExecutor(LeaseExecutor):
         super().check_integrity()
         for request_id, batch in self._busy.items():
             held = self._held.get(request_id)
-            if held is None or held.copy_id is not None or not self._is_resident(held):
+            if held is None or held.copy_id is not None or not self.blocks.holds_any(held.request_id):
                 raise IntegrityError(f"{request_id}: in a step under way, without blocks to compute in")
             item = next(item for item in batch.items if item.request_id == request_id)
             if item.start != held.computed_len:

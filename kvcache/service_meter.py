@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Protocol
 
 from core.costs import A100_7B, StepCost, row_shares
@@ -34,7 +35,7 @@ class ServiceMeter:
         self.cost: StepCost = A100_7B
         self._max_num_seqs = max_num_seqs
         self._capacity = capacity
-        self._sums: dict[str, float] = {}
+        self._sums: defaultdict[str, float] = defaultdict(float)
         self._grown: set[str] = set()  # since the last report
         self._told_in: dict[str, int] = {}  # the unacknowledged report that told of each first
 
@@ -47,9 +48,11 @@ class ServiceMeter:
 
     def charge(self, held: Metered, gpu_s: float) -> None:
         """Adds a sequence's share of a step."""
+        tenant = held.tenant
         held.gpu_s += gpu_s
-        self._sums[held.tenant] = self._sums.get(held.tenant, 0.0) + gpu_s
-        self._grown.add(held.tenant)
+        self._sums[tenant] += gpu_s
+        if tenant not in self._grown:
+            self._grown.add(tenant)
 
     def services(self, report_seq: int) -> tuple[TenantService, ...]:
         """What the report of this number says: sums that the Scheduler may not have."""

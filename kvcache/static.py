@@ -160,11 +160,14 @@ class StaticExecutor(PlanExecutor):
         context_tokens = len(self._members) * padded_len - attended
         return StepBatch(tuple(items), Padding(tuple(invalid), context_tokens))
 
-    def horizon(self, batch: StepBatch) -> int:
+    def horizon(self, batch: StepBatch, most: int) -> int:
         """How many decoding steps may be committed at once, from this one on: all of the same size and price.
 
         At least 1. As many as the longest output that goes on may still take, and as find blocks. The simulator asks,
         so that it need not walk through a batch step by step. A batch that computes prompts is not repeated.
+
+        Args:
+            most: As in ``LeaseExecutor``.
         """
         if self._prefills:
             return 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -86,15 +86,15 @@ class StepBatch:
         """Tokens computed, padding included."""
         return sum(item.num_tokens for item in self.items + self.padding.items)
 
-    def spans(self) -> Iterator[tuple[int, int]]:
+    def spans(self) -> Iterable[tuple[int, int]]:
         """First position and number of computed tokens of each sequence in the step, padding included."""
         if not self.padding.items:
-            return ((item.start, item.num_tokens) for item in self.items)
+            return [(item.start, item.num_tokens) for item in self.items]
         spans = {item.request_id: (item.start, item.num_tokens) for item in self.items}
         for pad in self.padding.items:
             start, num_tokens = spans.get(pad.request_id, (pad.start, 0))
             spans[pad.request_id] = start, num_tokens + pad.num_tokens
-        return iter(spans.values())
+        return spans.values()
 
 
 class StepWork(NamedTuple):

@@ -178,6 +178,11 @@ class ScheduledRequest(Job):
         """Ordered to the host, and its blocks are not free yet."""
         return self.residency is Residency.HOST and self.num_blocks > 0
 
+    def has_been_told(self, progress: SlotProgress) -> bool:
+        """Whether the worker has said this before, and nothing has been booked here since."""
+        told = self.told
+        return told is not None and told.ran_s == progress.ran_s and told == progress
+
     def update(self, progress: SlotProgress, block_size: int) -> float:
         """Takes over what the worker says, but for what orders on their way make untrue.
 
@@ -191,9 +196,11 @@ class ScheduledRequest(Job):
         if progress.num_preemptions < self.num_preemptions:
             return ran_s  # the worker has not dropped its KV yet, but will
         self.num_blocks, self.num_host_blocks = progress.num_blocks, progress.num_host_blocks
-        self.cached_len = max(self.cached_len, progress.cached_len)
+        if progress.cached_len > self.cached_len:
+            self.cached_len = progress.cached_len
         self.computed_len = progress.computed_len if progress.num_blocks else 0
-        self.host_len = min(progress.computed_len, progress.num_host_blocks * block_size)
+        on_host = progress.num_host_blocks * block_size
+        self.host_len = min(progress.computed_len, on_host) if on_host else 0
         return ran_s
 
     def first_run(self, cached_len: int, ran_s: float, now: float) -> StartedRequest:
@@ -211,7 +218,9 @@ class ScheduledRequest(Job):
         self.told = None
         self.output_len += num_steps
         self.computed_len += num_steps
-        self.num_blocks = max(self.num_blocks, -(-self.computed_len // block_size))
+        num_blocks = -(-self.computed_len // block_size)
+        if num_blocks > self.num_blocks:
+            self.num_blocks = num_blocks
         self.ran_s += duration_s
 
     def drop_kv(self) -> None:

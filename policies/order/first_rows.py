@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -57,6 +57,14 @@ def first_of(columns: Sequence[Column], rows: Rows, num: int) -> Rows:
 def _sorted(columns: Sequence[Column], rows: Rows) -> Rows:
     rows = np.sort(rows)
     return rows[np.lexsort([column[rows] for column in reversed(columns)])]
+
+
+def replayed(columns: Sequence[Column]) -> Iterable[int]:
+    """As ``in_order``, for any number of readers."""
+    if len(columns[0]) <= AT_ONCE:
+        rows: list[int] = np.lexsort(columns[::-1]).tolist()
+        return rows
+    return Kept(in_order(columns))
 
 
 class Kept(Generic[_T]):

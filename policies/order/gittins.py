@@ -6,7 +6,7 @@ length law of ``policies.lengths.law`` and a cost that counts the slots or memor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from policies.interfaces import ORDERS, Job, Order, ReplicaContext
 from policies.lengths import law as length_law
 from policies.lengths.history import LengthHistory
 from policies.lengths.trust import PredictorGate
-from policies.order.first_rows import Kept, first_of, in_order
+from policies.order.first_rows import first_of, replayed
 from policies.order.job_table import JobTable
 from policies.settings import PRIOR_CAPACITY
 
@@ -167,8 +167,9 @@ class Gittins(Order):
         self._history_version = 0
         self._num_learned = 0
         self._table = JobTable(_COLUMNS)
-        self._ranking: Kept[int] | None = None  # rows as far as they have been asked for, at one instant
+        self._ranking: Iterable[int] | None = None  # rows as far as they have been asked for, at one instant
         self._ranked_at = 0.0
+        self._any_due = self._any_stale = False  # whether a row of these columns may be set
         self._generated: dict[str, int] = {}  # as the column has it: one number is read faster here
         self._resident: dict[str, bool] = {}  # likewise
 
@@ -177,7 +178,7 @@ class Gittins(Order):
         if self._resident.get(job.request_id, is_resident) == is_resident:
             return
         self._resident[job.request_id] = is_resident
-        self._column("resident")[self._known_row(job)] = is_resident
+        self._table.put(self._known_row(job), "resident", is_resident)
         self._ranking = None
 
     def foreseen(self, job: Job) -> None:
@@ -185,7 +186,7 @@ class Gittins(Order):
         if row is not None:
             self._column("forecast")[row] = _points(job)
             self._column("history")[row] = -1
-            self._look_at([row])
+            self._look_at(row)
 
     def price(self, cost: StepCost, capacity: int) -> None:
         """What steps cost and how much memory there is has changed: all ranks are due."""
@@ -194,15 +195,16 @@ class Gittins(Order):
         self._mark_stale(slice(None))
 
     def add(self, job: Job, now: float) -> None:
-        row = self._table.add(job)
+        row, put = self._table.add(job), self._table.put
         self._column("forecast")[row] = _points(job)
-        self._column("limit")[row] = job.max_new_tokens
-        self._column("arrived_at")[row] = job.arrived_at
-        self._column("priority")[row] = job.priority
-        self._column("deadline_at")[row] = job.deadline_at
-        self._column("history")[row] = -1
-        self._column("resident")[row] = self._resident[job.request_id] = job.computed_len > 0
-        self._look_at([row])
+        put(row, "limit", job.max_new_tokens)
+        put(row, "arrived_at", job.arrived_at)
+        put(row, "priority", job.priority)
+        put(row, "deadline_at", job.deadline_at)
+        put(row, "history", -1)
+        self._resident[job.request_id] = is_resident = job.computed_len > 0
+        put(row, "resident", is_resident)
+        self._look_at(row)
 
     def remove(self, job: Job) -> None:
         self._table.remove(job)
@@ -232,7 +234,7 @@ class Gittins(Order):
             return
         prefill_has_ended = generated == 0 < job.output_len
         if prefill_has_ended or job.output_len - generated >= RERANK_TOKENS:
-            self._look_at([self._known_row(job)])
+            self._look_at(self._known_row(job))
 
     def refresh(self, now: float) -> None:
         self._renew()
@@ -241,15 +243,14 @@ class Gittins(Order):
     def ranked(self, now: float) -> Iterator[Job]:
         self._rank_due()
         if self._ranking is None or self._ranked_at != now:
-            self._ranking, self._ranked_at = Kept(in_order(self._keys(slice(None), now))), now
-        jobs = self._table.jobs
-        return (jobs[row] for row in self._ranking)
+            self._ranking, self._ranked_at = replayed(self._keys(slice(None), now)), now
+        return map(self._table.jobs.__getitem__, self._ranking)
 
     def among(self, jobs: Sequence[Job], now: float) -> list[Job]:
         """As of ``RanksSome``."""
         self._rank_due()
         rows = np.sort(np.array([self._known_row(job) for job in jobs], np.int64))
-        return [self._table.jobs[rows[index]] for index in in_order(self._keys(rows, now))]
+        return [self._table.jobs[rows[index]] for index in replayed(self._keys(rows, now))]
 
     def _keys(self, rows: slice | NDArray[np.int64], now: float) -> list[NDArray[Any]]:
         """What these jobs are compared by, the most significant first."""
@@ -292,7 +293,7 @@ class Gittins(Order):
         """Equiprobable whole output lengths of a job of this order, longer than what it has generated, shape (32,)."""
         row = self._known_row(job)
         if job.output_len != self._column("generated")[row]:
-            self._look_at([row])
+            self._look_at(row)
         tokens, weights = self._laws(np.array([row]))
         return job.output_len + length_law.equiprobable(tokens[0], weights[0])
 
@@ -305,32 +306,45 @@ class Gittins(Order):
     def _column(self, name: str) -> NDArray[Any]:
         return self._table.column(name)
 
-    def _look_at(self, rows: list[int]) -> None:
-        """Takes down how far these jobs are; their ranks are due."""
-        jobs = [self._table.jobs[row] for row in rows]
-        self._column("generated")[rows] = [job.output_len for job in jobs]
-        self._generated.update((job.request_id, job.output_len) for job in jobs)
-        self._column("context")[rows] = [job.known_len for job in jobs]
+    def _look_at(self, row: int) -> None:
+        """Takes down how far the job is; its rank is due."""
+        job, put = self._table.jobs[row], self._table.put
         # A decoding job always lacks its newest token, which is the decode's own work.
-        self._column("missing")[rows] = [0 if job.decodes else job.missing_len for job in jobs]
-        self._column("due")[rows] = True
+        missing_len = 0 if job.decodes else job.missing_len
+        if self._generated.get(job.request_id) != job.output_len:
+            self._generated[job.request_id] = job.output_len
+            put(row, "generated", job.output_len)
+            put(row, "context", job.prompt_len + job.output_len)
+        put(row, "missing", missing_len)
+        put(row, "due", True)
+        self._any_due = True
 
     def _mark_stale(self, rows: slice | NDArray[np.bool_]) -> None:
         """The first of them are ranked when anybody next asks, the others as ``refresh`` is called."""
         self._column("stale")[rows] = True
+        self._any_stale = True
         self._renew()
 
     def _renew(self) -> None:
         """The best ``STALE_AT_ONCE`` of the stale are due."""
+        if not self._any_stale:
+            return
         stale = np.flatnonzero(self._column("stale"))
+        self._any_stale = len(stale) > 0
         best = first_of([self._column("rank")], stale, STALE_AT_ONCE)
         self._column("due")[best] = True
+        self._any_due = self._any_due or self._any_stale
 
     def _rank_due(self) -> None:
+        if not self._any_due:
+            return
+        self._any_due = False
         due = np.flatnonzero(self._column("due"))
         if not len(due):
             return
-        self._look_at([row for row in due.tolist() if self._table.jobs[row].output_len])
+        for row in due.tolist():
+            if self._table.jobs[row].output_len:
+                self._look_at(row)
         for first in range(0, len(due), _ROWS_AT_ONCE):
             rows = due[first : first + _ROWS_AT_ONCE]
             tokens, weights = self._laws(rows)
@@ -338,7 +352,7 @@ class Gittins(Order):
             self._column("rank")[rows] = gittins_rank(costs, weights)
             self._column("expected")[rows] = np.vecdot(costs, weights)
             self._column("tokens")[rows] = np.vecdot(tokens, weights)
-        self._column("due")[due] = self._column("stale")[due] = False
+        self._column("due")[due] = self._column("stale")[due] = self._any_due = False
         self._ranking = None
 
     def _laws(self, rows: NDArray[np.int64]) -> tuple[FloatArray, FloatArray]:

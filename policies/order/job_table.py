@@ -43,6 +43,10 @@ class JobTable:
         """A view of the rows in use; it is void after the next ``add``."""
         return self._columns[name][: len(self.jobs)]
 
+    def put(self, row: int, name: str, entry: float) -> None:
+        """Sets one number of a column: quicker than through a view."""
+        self._columns[name][row] = entry
+
     def add(self, job: Job) -> int:
         """Appends a row of zeros and returns its number; the job is not here yet."""
         row = len(self.jobs)

@@ -254,7 +254,7 @@ class WorkerMirror:
         """KV tokens that jobs may hold: the pool, with what they share counted for each, less unused ends of blocks."""
         assert self.worker is not None
         size = self.worker.block_size
-        ends = sum([-each.known_len % size for each in self.admitted.values()])
+        ends = sum([-(each.prompt_len + each.output_len) % size for each in self.admitted.values()])
         return self.num_blocks * size - ends
 
     def view(self, running: list[Job]) -> KvView:

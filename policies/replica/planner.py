@@ -84,8 +84,8 @@ class ReplicaPlans:
         scheduled, admitted = self._mirror.requests, self._mirror.admitted
         decode_s = self._decode_s(running)
         # All of them take part in the next step, so no prefill may use up its tokens before the decodes have theirs.
-        executing = [scheduled[job.request_id] for job in running if job.decodes]
-        executing += [scheduled[job.request_id] for job in running if not job.decodes]
+        executing = [scheduled[job.request_id] for job in running]
+        executing.sort(key=_prefills)
         taken = set(self._sent)
         slots = [self._slot(each, decode_s, standby=False) for each in executing]
         slots += [self._slot(each, decode_s, standby=False) for rid, each in admitted.items() if rid not in taken]
@@ -183,6 +183,10 @@ class ReplicaPlans:
         first_s = 0.0 if missing <= 1 else self.cost.prefill_s(missing, known_len - missing) - decode_s
         num_tokens = max(1, math.ceil((slice_s - first_s) / decode_s))
         return min(most, known_len + num_tokens)
+
+
+def _prefills(job: Job) -> bool:
+    return not job.decodes
 
 
 def _number(scheduled: ScheduledRequest) -> int:

@@ -374,7 +374,7 @@ class ReplicaScheduler:
             yield CacheTold(notice)
         for progress in report.progress:
             scheduled = mirror.requests.get(progress.request_id)
-            if scheduled is None or scheduled.told == progress or scheduled.request.attempt != progress.attempt:
+            if scheduled is None or scheduled.has_been_told(progress) or scheduled.request.attempt != progress.attempt:
                 continue
             if progress.ran_s > 0 and not scheduled.started:
                 yield RequestStarted(scheduled.first_run(progress.cached_len, progress.ran_s, now))

@@ -80,23 +80,24 @@ class Selector:
             self.admission.begin(list(fixed), self.capacity)
             self._untold = None
         may_move = fixed is None
-        walk = iter(ranked)
-        passed = set()
+        walk, running = iter(ranked), selection.running
+        left_out = []
         for job in walk:
-            if len(selection.running) >= self.max_num_seqs:
+            if len(running) >= self.max_num_seqs:
                 return selection
             if job.request_id in admitted:  # most of those that the walk reads
-                passed.add(job.request_id)
                 if not may_move or self._keeps(job):
-                    selection.running.append(job)
+                    running.append(job)
+                else:
+                    left_out.append(job)
                 continue
             if self._is_barred(job, admitted):
                 break
-            passed.add(job.request_id)
             if not self._consider(job, selection, admitted, may_move):
                 return selection
         else:
             return selection
+        passed = {each.request_id for each in (*running, *selection.refused, *left_out)}
         last = self._consider_holders(holders(), passed, selection, admitted, may_move)
         if not selection.running:  # those that the host holds do not want to run
             barred = [job, *self._barred_before(last, walk, admitted)]

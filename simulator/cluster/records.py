@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from dataclasses import dataclass, field
@@ -96,10 +97,12 @@ class Recorder:
             record.first_token_at = first_s
         else:
             gap = first_s - record.last_token_at
-            record.max_gap_s = max(record.max_gap_s, gap)
+            if gap > record.max_gap_s:
+                record.max_gap_s = gap
             self.gaps[_bin(gap)] += 1
         if num_tokens > 1:
-            record.max_gap_s = max(record.max_gap_s, rest_s)
+            if rest_s > record.max_gap_s:
+                record.max_gap_s = rest_s
             self.gaps[_bin(rest_s)] += num_tokens - 1
         record.num_tokens += num_tokens
         record.last_token_at = at
@@ -114,5 +117,6 @@ class Recorder:
         return math.nan
 
 
+@functools.lru_cache(maxsize=64)  # sequences of one run have the same gaps
 def _bin(gap_s: float) -> int:
     return round(math.log(max(gap_s, 1e-9)) * _BINS_PER_E)

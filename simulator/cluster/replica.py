@@ -373,11 +373,13 @@ class Replica:
 
     def _steps_until_change(self, run: StepRun) -> int:
         """How often the batch can be repeated: until an output ends or, in a padded batch, the last one does."""
-        steps = 1 if run.work.prefill_tokens else self.executor.horizon(run.batch)
-        if steps == 1:
+        if run.work.prefill_tokens:
             return 1
-        left = (self._records[item.request_id].arrival.output_len - self._output_len(item) for item in run.batch.items)
-        return min(steps, max(left) if self.executor.returns_together else max(1, min(left)))
+        arrivals = [self._records[item.request_id].arrival for item in run.batch.items]
+        ends = [each.prompt_len + each.output_len for each in arrivals]
+        left = [end - item.start - item.num_tokens for end, item in zip(ends, run.batch.items, strict=True)]
+        most = max(left) if self.executor.returns_together else max(1, min(left))
+        return min(most, self.executor.horizon(run.batch, most))
 
     def _output_len(self, item: StepItem) -> int:
         """Output tokens of the sequence before a step that computes this item as its last known tokens."""

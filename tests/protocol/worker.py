@@ -216,7 +216,7 @@ class WorkerComponent:
         self._later(STEP_S, lambda: self._finish(batch, tokens))
 
     def _resting(self) -> frozenset[str]:
-        return frozenset(progress.request_id for progress in self.executor._progress() if progress.stalled)
+        return frozenset(self.executor.sequences.keys() & self.executor._stalled)
 
     def _note_plan(self) -> None:
         """Brings the grants in force up to date."""

@@ -48,7 +48,9 @@ def live(seed: int) -> int:
         each.apply_plan(plan)
     jumps = 0
     while (batch := fast.next_batch()) is not None:
-        steps = fast.horizon(batch)
+        steps = fast.horizon(batch, 1 << 30)
+        most = 1 + (seed + jumps) % 40
+        assert min(most, fast.horizon(batch, most)) == min(most, steps), "a bound changes nothing below it"
         steps = rng.choice([steps, rng.randint(1, steps)])
         jumps += steps - 1
         ends = fast.commit(batch, duration_s=0.5 * steps, num_steps=steps)
@@ -94,7 +96,7 @@ def padded_life(seed: int) -> int:
             if item.samples
         }
         last = max((min(limits_at[name], stops_at.get(name, 1000)) - num for name, num in had.items()), default=1)
-        steps = min(fast.horizon(batch), last)
+        steps = min(fast.horizon(batch, 1 << 30), last)
         steps = rng.choice([steps, rng.randint(1, steps)])
         jumps += steps - 1
         after = {request_id: num for request_id, num in left.items() if num <= steps}
