@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
-from core.config.scheduling import SchedulerConfig
+from core.config.scheduling import DEFAULT_PRESET
 from core.errors import InvalidValueError
 from policies.presets import PRESETS
 from simulator.compare import paired_ratio, student_t
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 METRICS = ("goodput_share", "jct_s_mean", "jct_s_p99", "ttft_s_p99", "output_tokens_per_s")
-DEFAULT = SchedulerConfig().preset
-"""The preset of a server that is told nothing; it is advised unless another one is measurably quicker."""
 MIN_WINDOW = 20
 """Requests below which a window says nothing."""
 
@@ -184,7 +182,7 @@ def advise(measured: Sequence[Measured], target: float) -> Advice:
         able = [each for each in keeping if each.setup.num_replicas == fewest]
         quickest = min(able, key=lambda each: (each.mean("jct_s_mean"), each.setup))
         alike = [each for each in able if each is quickest or not _told_apart(each, quickest)]
-        best = next((each for each in alike if each.setup.preset == DEFAULT), quickest)
+        best = next((each for each in alike if each.setup.preset == DEFAULT_PRESET), quickest)
     else:
         fewest = max(each.setup.num_replicas for each in streaming)
         able = [each for each in streaming if each.setup.num_replicas == fewest]

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from core.config.checks import require
 from core.config.engine import EXECUTIONS
 
+DEFAULT_PRESET = "farsight"
+"""What a server does that is told nothing."""
+
 MLFQ_KINDS = ("skip-join", "no-preemption", "preemption")
 
 
@@ -23,7 +26,7 @@ class SchedulerConfig:
         kv: Whose KV is dropped, or moved to the host pool, when memory is short.
         execution: How a formed batch runs, in the presets of batch mode: ``ragged`` without padding, each request
             returned when it ends; ``static`` padded to the longest, in lockstep, returned together.
-        gamma: Ageing in the order of ``farsight``: rank / (1 + gamma * wait / expected cost of the rest). With 0 a long
+        gamma: Ageing in the order ``gittins``: rank / (1 + gamma * wait / expected cost of the rest). With 0 a long
             request starves while short ones keep coming; a higher value raises the mean completion time.
         tail: How much of the mean completion time the order ``boosted`` gives for the slowest requests; above 0, one
             number for all loads. At 0.1 short requests go first almost always, and the longest wait for all of them; at
@@ -68,7 +71,7 @@ class SchedulerConfig:
             Empty records nothing.
     """
 
-    preset: str = "fcfs"
+    preset: str = DEFAULT_PRESET
     placement: str = ""
     order: str = ""
     admission: str = ""

@@ -161,6 +161,7 @@ class Gittins(Order):
         if not gamma >= 0:
             raise InvalidValueError("gamma", gamma, "a number >= 0")
         self._price, self._theta, self._gamma = price, theta, gamma
+        self._moves_with_time = gamma > 0  # whether jobs may change places between two events
         self.gate = PredictorGate()
         self._history = LengthHistory(window=1000)
         self._history_points: FloatArray | None = None
@@ -242,8 +243,9 @@ class Gittins(Order):
 
     def ranked(self, now: float) -> Iterator[Job]:
         self._rank_due()
-        if self._ranking is None or self._ranked_at != now:
-            self._ranking, self._ranked_at = replayed(self._keys(slice(None), now)), now
+        if self._ranking is None or (self._moves_with_time and self._ranked_at != now):
+            is_alone = len(self._table.jobs) == 1
+            self._ranking, self._ranked_at = [0] if is_alone else replayed(self._keys(slice(None), now)), now
         return map(self._table.jobs.__getitem__, self._ranking)
 
     def among(self, jobs: Sequence[Job], now: float) -> list[Job]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from core.config.scheduling import DEFAULT_PRESET
 from core.errors import FarsightError
 from services.commands.ask import ApiKeyOption, JsonOption, ask, key_for
 from services.commands.simulate import (
@@ -43,7 +44,7 @@ def explain(
     log: Annotated[
         str, typer.Option(help="With --if: simulate here from this log, as in `log.path`, with the options below.")
     ] = "",
-    preset: Annotated[str, typer.Option(help="With --log: the preset that served it.")] = "fcfs",
+    preset: Annotated[str, typer.Option(help="With --log: the preset that served it.")] = DEFAULT_PRESET,
     replicas: ReplicasOption = 1,
     profile: ProfileOption = None,
     kv_tokens: KvTokensOption = None,

@@ -17,7 +17,7 @@ from services.commands.simulate import one_line_errors, preset_names
 def demo(
     presets: Annotated[
         str, typer.Option(help="Two presets; the ratio is that of the second to the first.")
-    ] = "fcfs,farsight",
+    ] = "fcfs,farsight-mean",
     trace: Annotated[
         str,
         typer.Option(
@@ -46,7 +46,7 @@ def demo(
 
         names = preset_names("--presets", presets)
         if len(names) != 2:
-            raise ConfigError("--presets", presets, "two presets, as fcfs,farsight")
+            raise ConfigError("--presets", presets, "two presets, as fcfs,farsight-mean")
         if rate is not None and not 0 < rate < math.inf:
             raise ConfigError("--rate", rate, "requests per second above 0")
         if record is not None and not record.absolute().parent.is_dir():

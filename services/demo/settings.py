@@ -30,7 +30,7 @@ class DemoSettings:
         kv_tokens: KV tokens of each device.
     """
 
-    presets: tuple[str, str] = ("fcfs", "farsight")
+    presets: tuple[str, str] = ("fcfs", "farsight-mean")
     trace: str = DEFAULT_TRACE
     num_requests: int = 150
     rate: float | None = 6.0

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 
+from core.config.scheduling import DEFAULT_PRESET
 from core.errors import InvalidValueError
 from simulator.advice import (
-    DEFAULT,
     METRICS,
     Measured,
     Setup,
@@ -51,10 +51,11 @@ def test_fewest_replicas_that_keep_the_target_and_among_them_the_quickest() -> N
 
 
 def test_default_preset_where_the_windows_do_not_tell_it_apart() -> None:
-    rows = [measured(DEFAULT, 1, [1.0] * 3, [2.0, 3.0, 2.5]), measured("farsight", 1, [1.0] * 3, [2.1, 2.8, 2.5])]
+    default, other = ([2.0, 3.0, 2.5], [2.1, 2.8, 2.5])
+    rows = [measured(DEFAULT_PRESET, 1, [1.0] * 3, default), measured("past-future", 1, [1.0] * 3, other)]
     advice = advise(rows, 0.9)
-    assert advice.best.setup.preset == DEFAULT
-    assert [each.setup.preset for each in advice.rivals] == ["farsight"]
+    assert advice.best.setup.preset == DEFAULT_PRESET
+    assert [each.setup.preset for each in advice.rivals] == ["past-future"]
     assert any("do not tell" in doubt for doubt in advice.doubts)
 
 

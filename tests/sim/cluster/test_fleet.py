@@ -125,7 +125,7 @@ def lives(seed: int) -> list[tuple[str, str, float, float, float, int]]:
 @pytest.mark.parametrize("seed", range(6))
 def test_steps_taken_at_once_change_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = lives(seed)
-    monkeypatch.setattr(LeaseExecutor, "horizon", lambda self, batch: 1)
+    monkeypatch.setattr(LeaseExecutor, "horizon", lambda self, batch, most: 1)
     one_by_one = lives(seed)
     for fast, slow in zip(at_once, one_by_one, strict=True):
         assert fast[:2] == slow[:2]

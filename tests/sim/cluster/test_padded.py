@@ -213,7 +213,7 @@ def test_padded_steps_taken_at_once_change_nothing(name: str, seed: int, monkeyp
     latency = LinearLatency(StepCost(0.01, 0.001, 0.002, 0.0001))
     at_once = random_life(BATCHERS[name], seed, "static", latency)
     assert name == "bins" or sum(record.num_evictions for record in at_once) > 0, "batches have broken off"
-    monkeypatch.setattr(StaticExecutor, "horizon", lambda self, batch: 1)
+    monkeypatch.setattr(StaticExecutor, "horizon", lambda self, batch, most: 1)
     one_by_one = random_life(BATCHERS[name], seed, "static", latency)
     for fast, slow in zip(at_once, one_by_one, strict=True):
         assert (fast.arrival, fast.replica, fast.num_evictions) == (slow.arrival, slow.replica, slow.num_evictions)

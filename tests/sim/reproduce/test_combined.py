@@ -13,8 +13,8 @@ def test_each_target_is_a_row_against_the_best_setting_of_its_policy() -> None:
     targets = (RatioTarget("past-future", 0.5, 10.0), RatioTarget("mlfq", 0.5, 0.01))
     rows = cell_rows(cell, targets, num_seeds=1)
     assert [(row.setting, row.metric) for row in rows] == [
-        ("small 1.1", "farsight: jct / past-future"),
-        ("small 1.1", "farsight: jct / mlfq"),
+        ("small 1.1", "farsight-mean: jct / past-future"),
+        ("small 1.1", "farsight-mean: jct / mlfq"),
     ]
     assert [row.verdict for row in rows] == ["ok", "off"]
     assert all(math.isfinite(row.ours) and row.ours > 0 for row in rows)
