@@ -46,14 +46,13 @@ NUM_FAMILIES = 64
 """Prompts with equal beginnings, for the presets that use prefixes."""
 
 
-def rows(presets: tuple[str, ...] = (*PRESETS, "farsight, boosted"), num_reports: int = 3000) -> list[Row]:
-    """Mean, 99th percentile and maximum of each preset; a name after a comma is that of another order."""
+def rows(presets: tuple[str, ...] = tuple(PRESETS), num_reports: int = 3000) -> list[Row]:
+    """Mean, 99th percentile and maximum of each preset."""
     return [row for preset in presets for row in _rows_of(preset, num_reports)]
 
 
 def _rows_of(preset: str, num_reports: int) -> list[Row]:
-    row, _, order = preset.partition(", ")
-    times_s = _of_batches(row, num_reports) if is_batch_mode(row) else _of_reports(row, num_reports, order)
+    times_s = _of_batches(preset, num_reports) if is_batch_mode(preset) else _of_reports(preset, num_reports)
     times_ms = 1e3 * np.array(times_s)
     figures = {
         "mean": float(times_ms.mean()),
@@ -99,11 +98,11 @@ class _Timed:
         return out
 
 
-def _of_reports(preset: str, num_reports: int, order: str = "") -> list[float]:
+def _of_reports(preset: str, num_reports: int) -> list[float]:
     """Seconds of each report."""
     by_prefixes = PRESETS[preset].placement.startswith("e2")
     limits = SchedulerLimits(MAX_NUM_SEQS, 16, 0.15)
-    scheduler = build_scheduler(preset, limits, PolicySettings(gamma=0.1, cost=A100_7B.cost), order=order)
+    scheduler = build_scheduler(preset, limits, PolicySettings(gamma=0.1, cost=A100_7B.cost))
     timed = _Timed(scheduler)
     shape = ReplicaShape(
         NUM_BLOCKS, BLOCK_SIZE, NUM_HOST_BLOCKS, MAX_NUM_SEQS, 2048, look_every=1, shares_prefixes=by_prefixes
