@@ -56,7 +56,7 @@ def main() -> int:
         with _running(own, logs / "farsight.log", ends) as own_server:
             print(f"Farsight ready after {own_server.wait_until_ready(args.ready_timeout):.0f} s", flush=True)
             servers = {"peer": _facts(other.command), "farsight": _facts(own)}
-            facts = {"peer": other.name, "peer_versions": versions(other.name, args.peer_venv), "servers": servers}
+            facts = {"peer": other.name, "peer_versions": versions(other.name, options.installed), "servers": servers}
             record = run_bench(_options(other, peer_server, own_server, args), print, PROGRAM, facts)
     print(json.dumps(ends))
     write_json(args.json, {**record, "ends": ends})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,8 +45,7 @@ class PeerOptions:
     """What a peer is started with.
 
     Attributes:
-        installed: A virtual environment; for ``llama.cpp`` the directory that holds ``llama-server``; unused for
-            ``farsight``.
+        installed: A virtual environment; for ``llama.cpp`` the directory that holds ``llama-server``.
         model: A model directory; for ``llama.cpp`` a GGUF file.
         max_model_len: In tokens; vLLM plans its memory by it, llama.cpp has this much for each request in flight.
         threads: Compute threads.
@@ -128,7 +126,7 @@ def versions(name: str, installed: Path) -> dict[str, str]:
         words = [str(installed / "llama-server"), "--version"]
         done = subprocess.run(words, capture_output=True, text=True, check=True)
         return {name: (done.stdout + done.stderr).strip()}
-    return installed_versions(Path(sys.prefix) if name == "farsight" else installed)
+    return installed_versions(installed)
 
 
 def installed_versions(venv: Path) -> dict[str, str]:
