@@ -90,7 +90,7 @@ def serve(
         bool | None,
         typer.Option("--prefix-cache/--no-prefix-cache", help="Share the KV of equal prompt prefixes."),
     ] = None,
-    preset: Annotated[str | None, typer.Option(help="Scheduling preset; default: farsight.")] = None,
+    preset: Annotated[str | None, typer.Option(help="Scheduling preset; default: fcfs.")] = None,
     execution: Annotated[
         str | None,
         typer.Option(help="How formed batches run: ragged (the default), or static (padded, returned together)."),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from core.config.checks import require
 from core.config.engine import EXECUTIONS
 
-DEFAULT_PRESET = "farsight"
+DEFAULT_PRESET = "fcfs"
 """What a server does that is told nothing."""
 
 MLFQ_KINDS = ("skip-join", "no-preemption", "preemption")

@@ -373,7 +373,7 @@ class Replica:
 
     def _steps_until_change(self, run: StepRun) -> int:
         """How often the batch can be repeated: until an output ends or, in a padded batch, the last one does."""
-        if run.work.prefill_tokens or not run.batch.items:  # a padded batch may hold nothing but outputs that have ended
+        if run.work.prefill_tokens or not run.batch.items:  # padded: all have ended
             return 1
         arrivals = [self._records[item.request_id].arrival for item in run.batch.items]
         ends = [each.prompt_len + each.output_len for each in arrivals]

@@ -32,7 +32,7 @@ def test_table_advice_and_picture(trace: Path, tmp_path: Path) -> None:
     )
     assert result.exit_code == 0, result.output
     assert "2 replicas: good %" in result.stdout
-    assert "Advised: farsight serve --preset farsight --replicas 1" in result.stdout
+    assert "Advised: farsight serve --preset fcfs --replicas 1" in result.stdout
     assert "Uncertain: 3 windows of 20 requests" in result.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
 
