@@ -19,7 +19,7 @@ import time
 from collections.abc import Coroutine, Iterator
 from contextlib import aclosing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import uvloop
@@ -34,6 +34,9 @@ from core.request import SamplingParams
 from services.api.requests import unnamed_request
 from services.bench.requests import BenchRequest, PromptPart
 from services.bench.statistics import percentile
+
+if TYPE_CHECKING:
+    from services.ingress.engine_client import EngineClient
 
 PROMPT_LEN = 32
 WARM_UP_S = 2.0
@@ -103,7 +106,7 @@ async def _measure(site: Any, args: argparse.Namespace) -> dict[str, Any]:
         await client.close()
 
 
-async def _load(client: Any, concurrency: int, seconds: float, max_tokens: int) -> int:
+async def _load(client: EngineClient, concurrency: int, seconds: float, max_tokens: int) -> int:
     """A closed loop whose requests arrive and end all the time; returns the output tokens."""
     deadline = time.monotonic() + seconds
 
@@ -116,7 +119,7 @@ async def _load(client: Any, concurrency: int, seconds: float, max_tokens: int) 
     return sum(await asyncio.gather(*(client_loop(number) for number in range(concurrency))))
 
 
-async def _one(client: Any, seed: int, max_tokens: int) -> tuple[float, int]:
+async def _one(client: EngineClient, seed: int, max_tokens: int) -> tuple[float, int]:
     """Time to the first token and number of tokens of one request."""
     sampling = SamplingParams(max_tokens, ignore_eos=True)
     began, first_s, count = time.perf_counter(), 0.0, 0
@@ -131,7 +134,7 @@ def _prompt(seed: int, vocab_size: int) -> tuple[int, ...]:
     return tuple(BenchRequest(0, 1, (PromptPart(seed, PROMPT_LEN),)).prompt_ids(vocab_size, salt=0))
 
 
-async def _snapshot(client: Any) -> dict[str, Any]:
+async def _snapshot(client: EngineClient) -> dict[str, Any]:
     """CPU seconds by component (or by host, named after its first component), and the worker's own figures."""
     status = await client.status()
     cpu: dict[str, float] = {}
@@ -142,7 +145,7 @@ async def _snapshot(client: Any) -> dict[str, Any]:
             cpu[row.name.partition("-")[0] if row.kind == "Ingress" else row.name] = _cpu_s(row.pid)
     figures: dict[str, float] = {"steps": 0.0, "model_cpu_s": 0.0, "scheduling_cpu_s": 0.0}
     gaps: dict[float, float] = {}
-    for family in text_string_to_metric_families(await client.metrics()):
+    for family in text_string_to_metric_families(await client.metrics(open_metrics=False)):
         for sample in family.samples:
             if sample.name == GAP:
                 gaps[float(sample.labels["le"])] = sample.value
