@@ -33,7 +33,7 @@ def read(folder: Path) -> dict[Setting, dict[str, dict[int, dict[str, float]]]]:
     for path in sorted(folder.glob("*-*-*-*.json")):
         cell: dict[str, Any] = json.loads(path.read_text("utf-8"))
         found[cell["workload"], cell["load"]][cell["system"]][cell["seed"]] = cell["metrics"]
-    return {setting: dict(systems) for setting, systems in sorted(found.items())}
+    return {setting: dict(sorted(systems.items())) for setting, systems in sorted(found.items())}
 
 
 def table(folder: Path, bases: Sequence[str]) -> str:
@@ -72,7 +72,7 @@ def _ratio(pairs: Sequence[tuple[float, float]]) -> str:
 
 
 def plot(folder: Path, path: Path) -> None:
-    """Bars of mean, 99th percentile and longest pause for each setting; a colour for each system."""
+    """Bars of mean, 99th percentile and longest pause (by its logarithm) for each setting; a colour for each system."""
     from matplotlib.figure import Figure
 
     settings = read(folder)
@@ -85,12 +85,15 @@ def plot(folder: Path, path: Path) -> None:
             panel.bar(shifted, [value for _, value in bars], 0.8 / len(systems), label=name)
         panel.set_xticks(range(len(settings)), [f"{workload}\n{load:g}" for workload, load in settings])
         panel.set(title=title, ylabel="s")
-    figure.axes[0].legend()
+    figure.axes[-1].set_yscale("log")
+    figure.legend(
+        *figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(systems), frameon=False
+    )
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 _PANELS = {"Mean time of a request": "jct_ms_mean", "Its 99th percentile": "jct_ms_p99"}
-_PANELS |= {"Longest pause of a stream, 99th percentile": "mtpot_ms_p99"}
+_PANELS |= {"Longest pause, 99th percentile": "mtpot_ms_p99"}
 
 
 def _median_s(runs: Runs, metric: str) -> float:
