@@ -65,14 +65,14 @@ SLOW = StepCost(base_s=0.040, prefill_token_s=0.4e-3, decode_seq_s=0.4e-3, conte
 PATIENCE_S = 120.0
 
 
-def farsight_mean(settings: PolicySettings) -> tuple[Record, float]:
+def one_among_short(preset: str, settings: PolicySettings) -> tuple[Record, float]:
     """60 clients, short requests and one of 1,500 output tokens that no forecast announces; as ``run``."""
     fleet = Fleet(
         FleetShape(
             ReplicaShape(4000, 16, num_host_blocks=4000, max_num_seqs=PLACES, look_every=1), LinearLatency(SLOW)
         ),
-        build_router("farsight-mean"),
-        lambda _: build_scheduler("farsight-mean", SchedulerLimits(PLACES, 8), replace(settings, cost=SLOW)),
+        build_router(preset),
+        lambda _: build_scheduler(preset, SchedulerLimits(PLACES, 8), replace(settings, cost=SLOW)),
         clients=60,
     )
     short = [SimRequest(f"short{i}", 0.0, 20, 20, 2048) for i in range(700)]
@@ -82,9 +82,10 @@ def farsight_mean(settings: PolicySettings) -> tuple[Record, float]:
     return long, max(each.finished_at for each in done if each is not long)
 
 
-def test_farsight_mean_as_shipped_does_not_starve_a_long_request() -> None:
+@pytest.mark.parametrize("preset", ["farsight", "farsight-mean"])
+def test_no_preset_of_ours_starves_a_long_request(preset: str) -> None:
     assert configured_settings(SchedulerConfig()).gamma == PolicySettings().gamma, "live and simulated"
-    long, overloaded_until = farsight_mean(PolicySettings())
+    long, overloaded_until = one_among_short(preset, PolicySettings())
     assert overloaded_until > long.arrival.arrived_at + PATIENCE_S, "the overload has to last"
     assert long.ttft_s < PATIENCE_S / 4
     assert long.max_gap_s < PATIENCE_S / 4
@@ -92,6 +93,6 @@ def test_farsight_mean_as_shipped_does_not_starve_a_long_request() -> None:
 
 def test_farsight_mean_without_ageing_starves_it() -> None:
     """What the test above would miss without the default: no token while short requests come."""
-    long, overloaded_until = farsight_mean(PolicySettings(gamma=0.0))
+    long, overloaded_until = one_among_short("farsight-mean", PolicySettings(gamma=0.0))
     assert long.ttft_s > PATIENCE_S
     assert long.first_token_at > overloaded_until - 1.0
