@@ -64,7 +64,7 @@ async def answer(replica: Replica, name: str, prompt: tuple[int, ...], sampling:
     return text, sum(each.num_unnamed for each in deltas), deltas[-1].finish_reason or ""
 
 
-def own_answers(prompt: tuple[int, ...], samplings: Sequence[SamplingParams]) -> list[Told]:
+def own_answers(prompt: tuple[int, ...], samplings: list[SamplingParams]) -> list[Told]:
     """What our own engine answers, in float32."""
     own = Engine(EMBEDDED_MODEL, dtype="float32").generate([prompt] * len(samplings), samplings)
     return [(each.text, len(each.token_ids), each.finish_reason) for each in own]
