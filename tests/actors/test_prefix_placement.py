@@ -97,20 +97,25 @@ async def serve(client: EngineClient, tokens: tuple[int, ...], num_tokens: int, 
     return Served(tokens[0], int(facts["hit_len"]), str(facts["replica"]), cached_len, str(facts["reason"]))
 
 
+async def router_hears(system: System) -> None:
+    """Until the Router has heard of the end of all requests, and so of what they left cached."""
+
+    async def has_heard() -> bool:
+        return (await system.ask(ROUTER, "outlook", None, LoadSnapshot)).demand.num_requests == 0
+
+    await eventually(has_heard, "the Router has heard of their end")
+
+
 async def serve_all(system: System, client: EngineClient, rng: random.Random, num_requests: int) -> list[Served]:
     """A few at a time, and the next once the Router has heard of the end of these.
 
     It hears late of what has become of the caches: what it expects at full pace hangs on how fast the machine is.
     """
     served: list[Served] = []
-
-    async def has_heard() -> bool:
-        return (await system.ask(ROUTER, "outlook", None, LoadSnapshot)).demand.num_requests == 0
-
     while len(served) < num_requests:
         few = [(prompt(rng), rng.randint(1, 12)) for _ in range(NUM_AT_ONCE)]
         served += await asyncio.gather(*(serve(client, tokens, num_tokens) for tokens, num_tokens in few))
-        await eventually(has_heard, "the Router has heard of their end")
+        await router_hears(system)
     return served
 
 
@@ -157,6 +162,7 @@ async def test_salts_divide_what_is_shared(preble: System) -> None:
     async with calm_client(preble) as client:
         tokens = prompt(random.Random(3))
         first = [await serve(client, tokens, 1, salt) for salt in ("", "a", "b")]
+        await router_hears(preble)
         again = [await serve(client, tokens, 1, salt) for salt in ("", "a", "b")]
     assert [each.cached_len for each in first[1:]] == [0, 0] == [each.expected_len for each in first[1:]]
     assert all(each.cached_len == each.expected_len >= PREFIX_LEN for each in again)
