@@ -42,8 +42,9 @@ def other_server(command: Sequence[str], port: int, log: Path, start_s: float, e
             time.sleep(1.0)
         yield address
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _answers(address: str) -> bool:

@@ -23,6 +23,7 @@ from tests.unit.engine.gguf_files import write_gguf
 LLAMA_SERVER = os.environ.get("FARSIGHT_LLAMA_SERVER", "")
 NAME = "served-by-llama-cpp"
 START_S = 60.0
+NO_MERGE = ("\u0100 \u0101",)  # two control characters, whose union is no token
 MAX_LEN, SLOTS = 1024, 4
 FLAGS = ("--parallel", str(SLOTS), "--ctx-size", str(MAX_LEN * SLOTS), "--threads", "1", "--no-webui")
 FLOAT32_KV = ("--cache-type-k", "f32", "--cache-type-v", "f32")
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.skipif(not LLAMA_SERVER, reason="FARSIGHT_LLAMA_SERVER 
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a llama.cpp with the embedded model."""
     port, folder = free_port(), tmp_path_factory.mktemp("llama")
-    model = write_gguf(folder / "model.gguf", EMBEDDED_MODEL)
+    model = write_gguf(folder / "model.gguf", EMBEDDED_MODEL, merges=NO_MERGE)
     command = [LLAMA_SERVER, "--model", str(model), "--alias", NAME, "--host", "127.0.0.1", "--port", str(port)]
     with other_server([*command, *FLAGS, *FLOAT32_KV], port, folder / "log", START_S, {}) as address:
         yield address
@@ -74,7 +75,7 @@ async def test_llama_cpp_takes_a_chat_as_text_too(url: str) -> None:
 
 def test_one_command_stands_before_llama_cpp(url: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    running = start_server(log, url, command="front")
+    running = start_server(log, url, "--tokenizer", str(EMBEDDED_MODEL), command="front")
     try:
         body = {"model": NAME, "messages": MESSAGES, "max_tokens": 30, "temperature": 0}
         request = urllib.request.Request(
@@ -82,7 +83,9 @@ def test_one_command_stands_before_llama_cpp(url: str, tmp_path: Path) -> None:
         )
         with urllib.request.urlopen(request, timeout=START_S) as reply:
             assert json.load(reply)["choices"][0]["message"]["content"] == ANSWER
-        told = f"{url} is llama.cpp and serves {NAME}: prompts as text, max_model_len {MAX_LEN}, max_num_seqs {SLOTS}."
+        told = (
+            f"{url} is llama.cpp and serves {NAME}: prompts as tokens, max_model_len {MAX_LEN}, max_num_seqs {SLOTS}."
+        )
         assert told in log.read_text("utf-8")
     finally:
         running.stop()

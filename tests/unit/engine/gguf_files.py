@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,7 @@ def write_gguf(
     kinds: Mapping[str, str] | None = None,
     vectors: Mapping[str, np.ndarray] | None = None,
     numbers: Mapping[str, int] | None = None,
+    merges: Sequence[str] = (),
 ) -> Path:
     """The model of a directory as a GGUF file.
 
@@ -118,11 +119,12 @@ def write_gguf(
         kinds: Other types, by parts of names in transformers.
         vectors: Further tensors in float32, by their names in the file.
         numbers: Further metadata.
+        merges: Of a tokenizer that has none: llama.cpp reads no vocabulary without one.
     """
     config = json.loads((model_dir / "config.json").read_text())
     writer = gguf.GGUFWriter(str(out), ARCHITECTURES[config["architectures"][0]])
     _write_config(writer, config)
-    write_tokenizer(writer, model_dir)
+    write_tokenizer(writer, model_dir, merges=merges)
     for name, vector in (vectors or {}).items():
         writer.add_tensor(name, vector.astype(np.float32))
     for name, number in (numbers or {}).items():
@@ -179,7 +181,7 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_sliding_window(config["sliding_window"])
 
 
-def write_tokenizer(writer: gguf.GGUFWriter, model_dir: Path, pre: str = "gpt-2") -> None:
+def write_tokenizer(writer: gguf.GGUFWriter, model_dir: Path, pre: str = "gpt-2", merges: Sequence[str] = ()) -> None:
     """A byte-level ``tokenizer.json`` and what stands beside it."""
     tokenizer = json.loads((model_dir / "tokenizer.json").read_text())
     settings = json.loads((model_dir / "tokenizer_config.json").read_text())
@@ -193,9 +195,9 @@ def write_tokenizer(writer: gguf.GGUFWriter, model_dir: Path, pre: str = "gpt-2"
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types(list(kinds.values()))
-    merges = [each if isinstance(each, str) else " ".join(each) for each in tokenizer["model"]["merges"]]
-    if merges:
-        writer.add_token_merges(merges)
+    own_merges = [each if isinstance(each, str) else " ".join(each) for each in tokenizer["model"]["merges"]]
+    if merges or own_merges:
+        writer.add_token_merges(own_merges or list(merges))
     for role in ("bos", "eos", "pad"):
         if settings.get(f"{role}_token"):
             getattr(writer, f"add_{role}_token_id")(ids[settings[f"{role}_token"]])
