@@ -119,7 +119,7 @@ def write_gguf(
         kinds: Other types, by parts of names in transformers.
         vectors: Further tensors in float32, by their names in the file.
         numbers: Further metadata.
-        merges: Of a tokenizer that has none: llama.cpp reads no vocabulary without one.
+        merges: For a tokenizer that has none; llama.cpp reads no vocabulary without one.
     """
     config = json.loads((model_dir / "config.json").read_text())
     writer = gguf.GGUFWriter(str(out), ARCHITECTURES[config["architectures"][0]])
