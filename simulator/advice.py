@@ -182,6 +182,7 @@ def advise(measured: Sequence[Measured], target: float) -> Advice:
         able = [each for each in keeping if each.setup.num_replicas == fewest]
         quickest = min(able, key=lambda each: (each.mean("jct_s_mean"), each.setup))
         alike = [each for each in able if each is quickest or not _told_apart(each, quickest)]
+        # The default is advised unless another one is measurably quicker.
         best = next((each for each in alike if each.setup.preset == DEFAULT_PRESET), quickest)
     else:
         fewest = max(each.setup.num_replicas for each in streaming)

@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from core.request import Request, SamplingParams
+from core.request import PromptSource, Request, SamplingParams
 from engine import Engine
 from services.launch.launch import EMBEDDED_MODEL
 from tests.unit.actors.external.test_backend import Replica
@@ -63,6 +63,14 @@ async def answer(replica: Replica, name: str, prompt: tuple[int, ...], sampling:
     assert deltas[-1].error is None
     text = "".join(each.text for each in deltas)
     return text, sum(each.num_unnamed for each in deltas), deltas[-1].finish_reason or ""
+
+
+async def answer_to_chat(replica: Replica) -> str:
+    """What the replica's server answers to ``MESSAGES`` where it takes text."""
+    source = PromptSource(messages=tuple((each["role"], each["content"]) for each in MESSAGES))
+    chat = Request("i-0", 0, "i", (5,), SamplingParams(30), source=source)
+    await replica.submit(chat)
+    return "".join(each.text for each in await replica.end_of(chat))
 
 
 def own_answers(prompt: tuple[int, ...], samplings: list[SamplingParams]) -> list[Told]:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from core.request import PromptSource, Request, SamplingParams
+from core.request import Request, SamplingParams
 from services.api.text.prompts import PromptEncoder
 from services.launch.launch import EMBEDDED_MODEL
-from tests.e2e.other_servers import ANSWER, MESSAGES, answer, other_server, own_answers
+from tests.e2e.other_servers import ANSWER, MESSAGES, answer, answer_to_chat, other_server, own_answers
 from tests.e2e.server import start_server
 from tests.free_ports import free_port
 from tests.unit.actors.components import until
@@ -67,10 +67,7 @@ async def test_llama_cpp_stops_when_the_client_leaves(url: str) -> None:
 async def test_llama_cpp_takes_a_chat_as_text_too(url: str) -> None:
     async with backend(url, model=NAME, prompt="text", max_model_len=MAX_LEN) as replica:
         await until(lambda: replica.listener.ready is not None)
-        source = PromptSource(messages=tuple((each["role"], each["content"]) for each in MESSAGES))
-        chat = Request("i-0", 0, "i", (5,), SamplingParams(30), source=source)
-        await replica.submit(chat)
-        assert "".join(each.text for each in await replica.end_of(chat)) == ANSWER
+        assert await answer_to_chat(replica) == ANSWER
 
 
 def test_one_command_stands_before_llama_cpp(url: str, tmp_path: Path) -> None:

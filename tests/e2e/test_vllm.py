@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from core.request import PromptSource, Request, SamplingParams
+from core.request import Request, SamplingParams
 from services.api.text.prompts import PromptEncoder
 from services.launch.launch import EMBEDDED_MODEL
-from tests.e2e.other_servers import ANSWER, MESSAGES, answer, other_server, own_answers
+from tests.e2e.other_servers import ANSWER, MESSAGES, answer, answer_to_chat, other_server, own_answers
 from tests.free_ports import free_port
 from tests.unit.actors.components import until
 from tests.unit.actors.external.test_backend import backend
@@ -74,10 +74,7 @@ async def test_vllm_stops_when_the_client_leaves_and_says_what_it_does_not_take(
 async def test_vllm_takes_a_chat_as_text_too(url: str) -> None:
     async with backend(url, model=NAME, prompt="text") as replica:
         await until(lambda: replica.listener.ready is not None)
-        source = PromptSource(messages=tuple((each["role"], each["content"]) for each in MESSAGES))
-        chat = Request("i-0", 0, "i", (5,), SamplingParams(30), source=source)
-        await replica.submit(chat)
-        assert "".join(each.text for each in await replica.end_of(chat)) == ANSWER
+        assert await answer_to_chat(replica) == ANSWER
 
 
 async def test_another_name_is_not_what_vllm_serves(url: str) -> None:
