@@ -23,14 +23,16 @@ PROMPTS = [f"Count to {number}: " * (1 + number * 7 % 5 + 30 * (number % 5 == 0)
 ROOMY, TIGHT = "64MiB", "1500KiB"
 """The latter holds 23 blocks of 32 tokens: the long prompts one at a time."""
 
-RECOMPUTING = {"fcfs", "aggressive", "fastserve-recompute"}
+RECOMPUTING = {"fcfs", "aggressive", "fastserve-recompute", "farsight"}
+"""`farsight` may swap, but it stops streams only where memory runs out, and its victim here holds too few tokens to be worth a copy."""
+
 CONTINUOUS = [name for name, preset in PRESETS.items() if preset.mode == "continuous"]
 
 
 def answers(preset: str, kv_memory: str) -> tuple[list[tuple[int, ...]], KVTraffic]:
     """Greedy, in fp32, one request every six steps; a clock that no machine's speed moves."""
     config = EngineConfig(kv_memory=kv_memory, max_num_seqs=8)
-    # Without ageing, so that under `farsight` long prompts lose their places to short ones and KV moves.
+    # Without ageing, so that under `farsight-mean` long prompts lose their places to short ones and KV moves.
     scheduler = SchedulerConfig(preset=preset, watermark=1.0, gamma=0.0)
     ticks = itertools.count()
     engine = Engine(MODEL, dtype="float32", engine=config, scheduler=scheduler, clock=lambda: 0.005 * next(ticks))
@@ -62,5 +64,6 @@ def expected() -> list[tuple[int, ...]]:
 def test_every_preset_gives_the_same_tokens(preset: str, expected: list[tuple[int, ...]]) -> None:
     tokens, traffic = answers(preset, TIGHT)
     assert tokens == expected
-    assert (traffic.offloads > 0) == (traffic.uploads > 0) == swaps_kv(SchedulerConfig(preset=preset))
+    swaps = swaps_kv(SchedulerConfig(preset=preset)) and preset not in RECOMPUTING
+    assert (traffic.offloads > 0) == (traffic.uploads > 0) == swaps
     assert traffic.recomputed_tokens > 0 or preset not in RECOMPUTING
