@@ -60,8 +60,8 @@ class Bench:
             self._warm_up(target, case)
         runs: dict[str, list[RunResult]] = {target.label: [] for target in self._targets}
         for _ in range(self._options.repeats):
-            for target in self._targets:
-                runs[target.label].append(self._measure(target, case))
+            for target, salt in zip(self._targets, self._salts_of_a_round(), strict=True):
+                runs[target.label].append(self._measure(target, case, salt))
         record = self._record(case, runs)
         self._say(f"\n{case_table(record)}")
         self._tell_errors(record)
@@ -76,6 +76,16 @@ class Bench:
         self._num_runs += 1
         return (self.salt << _RUN_BITS) + self._num_runs
 
+    def _salts_of_a_round(self) -> list[int]:
+        """Salts for the targets: servers answer the same prompts, since how many guesses come true depends on them.
+
+        A server that is several targets gets other prompts for each, so that no prefix cache helps.
+        """
+        roots = [target.root for target in self._targets]
+        turns = [roots[:number].count(root) for number, root in enumerate(roots)]
+        salts = [self._next_salt() for _ in range(max(turns) + 1)]
+        return [salts[turn] for turn in turns]
+
     def _connection(self, case: Case) -> Connection:
         options = self._options
         return Connection(body_form(options, case.longest_output), options.timeout, options.keep_alive)
@@ -88,8 +98,8 @@ class Bench:
         if calls:
             measure(target, calls, connection, case.load if isinstance(case.load, int) else len(calls))
 
-    def _measure(self, target: BenchTarget, case: Case) -> RunResult:
-        connection, salt = self._connection(case), self._next_salt()
+    def _measure(self, target: BenchTarget, case: Case, salt: int) -> RunResult:
+        connection = self._connection(case)
         calls = [make_call(request, target.model, connection.form, salt) for request in case.requests]
         return measure(target, calls, connection, case.load)
 

@@ -80,8 +80,6 @@ def test_what_has_figures_is_not_measured_again(tmp_path: Path) -> None:
         (2, 1.8, "fcfs"),
         (2, 1.8, "vllm"),
     ]
-    assert len({each.salt for each in left if each.seed == 1}) == 2, "each system has its own prompts"
-    assert left[1].salt == left[2].salt
 
 
 def test_nothing_starts_where_nothing_is_missing(tmp_path: Path) -> None:

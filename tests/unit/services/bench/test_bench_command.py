@@ -57,6 +57,20 @@ def test_prompts_differ_between_runs_unless_they_shall_not(servers: tuple[FakeSe
         assert len({body["prompt"] for body in server.bodies}) == num_prompts
 
 
+def test_servers_side_by_side_answer_the_same_prompts_and_none_twice(servers: tuple[FakeServer, FakeServer]) -> None:
+    first, second = servers
+    for server in servers:
+        server.begin()
+    words = ["--url", first.base_url, "--url", second.base_url, "--url", f"{first.base_url}/v1", "--warm-up", "0"]
+    for number, label in enumerate("abc"):
+        words += ["--label", label, *(["--repeats", "2"] if number == 0 else [])]
+    result = invoke(*words)
+    assert result.exit_code == 0, result.output
+    prompts, others = ([body["prompt"] for body in server.bodies] for server in servers)
+    assert len(set(prompts)) == len(prompts) == 24 and len(set(others)) == len(others) == 12
+    assert set(others) < set(prompts)
+
+
 def test_errors_are_told_and_end_with_one(servers: tuple[FakeServer, FakeServer]) -> None:
     result = invoke("--url", servers[0].base_url, "--extra-body", '{"user": "full"}')
     assert result.exit_code == 1
