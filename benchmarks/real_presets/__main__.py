@@ -6,6 +6,9 @@ schedulers. The servers run on this machine one after the other. The figures of 
 load, seed) are written when it has served, and what is written is not measured again: the same command goes on where
 it was. With ``--for-s`` it ends after so many seconds, with status 3 while runs are missing.
 ``python -m benchmarks.real_presets table --out DIR`` puts together what there is.
+
+``python -m benchmarks.real_presets simulate --profile FILE --out DIR`` runs the cells of ``hol`` in the simulator, with
+the prices of a machine as ``farsight profile`` measures them, into a folder of their own for the same table.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ from pathlib import Path
 
 from benchmarks.real_presets.cells import WORKLOADS, Bench, Run, System, missing
 from benchmarks.real_presets.part import measure_part
+from benchmarks.real_presets.simulated import Machine, simulate
 from benchmarks.real_presets.table import plot, table
+from services.commands.simulate import hardware
 
 RUNS_ARE_MISSING = 3
 """Exit status of a part that ended before the whole."""
@@ -30,6 +35,13 @@ def main() -> None:
         print(table(args.out, args.bases))
         if args.picture is not None:
             plot(args.out, args.picture)
+        return
+    if args.what == "simulate":
+        args.out.mkdir(parents=True, exist_ok=True)
+        systems = [System.parse(each) for each in args.systems]
+        runs = missing([each.name for each in systems], ["hol"], args.loads, args.seeds, args.out)
+        bench = Bench(args.out, args.requests, args.max_num_seqs)
+        simulate(bench, Machine(*hardware(None, None, None, args.profile)), systems, runs, args.out)
         return
     sys.exit(RUNS_ARE_MISSING if _run(args) else 0)
 
@@ -54,24 +66,31 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_subparsers(dest="what", required=True)
     run = what.add_parser("run", help="measure cells")
+    _add_cells(run)
     run.add_argument("--model", type=Path, required=True)
-    run.add_argument("--out", type=Path, required=True, help="folder of the figures and the servers' output")
-    run.add_argument("--systems", nargs="+", default=["fcfs", "fastserve", "farsight"], help="see System.parse")
     run.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["hol"])
-    run.add_argument("--loads", nargs="+", type=float, default=[0.9, 1.1, 1.8])
-    run.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
-    run.add_argument("--requests", type=int, default=500, help="of a cell")
-    run.add_argument("--max-num-seqs", type=int, default=16, help="places of each server")
     run.add_argument("--threads", type=int, default=2, help="compute threads of each server")
     run.add_argument("--dtype", default="bfloat16", help="of all servers; float32 where processors lack bfloat16")
     run.add_argument("--for-s", type=float, default=math.inf, help="end after so many seconds, to go on later")
     run.add_argument("--texts", type=Path, help="file of the eight tasks, for the workload texts")
     run.add_argument("--peer-venv", type=Path, help="where vLLM is installed, for the system vllm")
+    virtual = what.add_parser("simulate", help="the cells of hol in virtual time")
+    _add_cells(virtual)
+    virtual.add_argument("--profile", type=Path, required=True, help="prices of the machine, from farsight profile")
     show = what.add_parser("table", help="what has been measured")
     show.add_argument("--out", type=Path, required=True)
     show.add_argument("--bases", nargs="+", default=["fcfs", "vllm"], help="systems of the ratios")
     show.add_argument("--picture", type=Path, help="write a picture here")
     return parser.parse_args()
+
+
+def _add_cells(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, required=True, help="folder of the figures and the servers' output")
+    parser.add_argument("--systems", nargs="+", default=["fcfs", "fastserve", "farsight"], help="see System.parse")
+    parser.add_argument("--loads", nargs="+", type=float, default=[0.9, 1.1, 1.8])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
+    parser.add_argument("--requests", type=int, default=500, help="of a cell")
+    parser.add_argument("--max-num-seqs", type=int, default=16, help="places of each server")
 
 
 if __name__ == "__main__":

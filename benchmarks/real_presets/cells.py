@@ -183,11 +183,16 @@ def measure_capacity(bench: Bench, target: BenchTarget, workload: str, folder: P
     if num_within >= 2 * num_requests:
         num_requests = num_within
         per_s = _requests_per_s(bench, target, requests[:num_requests], 4)
-    kept = json.dumps({"requests_per_s": per_s, "of": target.label, "requests": num_requests})
-    _capacity_file(workload, folder).write_text(kept, "utf-8")
-    told = f"{per_s:.2f} requests/s by {target.label} are a load of 1"
-    print(f"{workload}: {told} ({num_requests} requests)", flush=True)
+    keep_capacity(workload, folder, per_s, target.label, num_requests)
     return per_s
+
+
+def keep_capacity(workload: str, folder: Path, per_s: float, system: str, num_requests: int) -> None:
+    """Writes what a load of 1 is, and says it."""
+    kept = json.dumps({"requests_per_s": per_s, "of": system, "requests": num_requests})
+    _capacity_file(workload, folder).write_text(kept, "utf-8")
+    told = f"{per_s:.2f} requests/s by {system} are a load of 1"
+    print(f"{workload}: {told} ({num_requests} requests)", flush=True)
 
 
 def _requests_per_s(bench: Bench, target: BenchTarget, requests: Sequence[BenchRequest], salt: int) -> float:
@@ -227,19 +232,31 @@ def missing(
     return [each for each in runs if not each.path(folder).exists()]
 
 
+def run_arrivals(run: Run, num_requests: int, per_s: float) -> list[float]:
+    """When its requests arrive, the same for all systems of a cell.
+
+    Args:
+        per_s: Requests per second at a load of 1.
+    """
+    return drawn_arrivals(num_requests, run.load * per_s, CV, run.seed)
+
+
 def run_one(bench: Bench, target: BenchTarget, per_s: float, run: Run, folder: Path) -> None:
     """Measures a run and writes its record.
 
     Args:
         per_s: Requests per second at a load of 1.
     """
-    rate = run.load * per_s
     requests = bench.requests(run.workload, run.seed)
-    arrivals = drawn_arrivals(len(requests), rate, CV, run.seed)
-    cell: dict[str, Any] = {"workload": run.workload, "load": run.load, "seed": run.seed, "system": run.system}
-    cell |= {"requests": len(requests), "rate": rate}
     # Every system has the same prompts: how many guesses come true, and so the speed, depends on them.
-    metrics = run_load(bench, target, requests, arrivals, SALTS * run.seed)
+    metrics = run_load(bench, target, requests, run_arrivals(run, len(requests), per_s), SALTS * run.seed)
+    keep(run, per_s, metrics, folder)
+
+
+def keep(run: Run, per_s: float, metrics: Metrics, folder: Path) -> None:
+    """Writes the record of a run and says its main figures."""
+    cell: dict[str, Any] = {"workload": run.workload, "load": run.load, "seed": run.seed, "system": run.system}
+    cell |= {"requests": metrics["requests"], "rate": run.load * per_s}
     text = json.dumps(cell | {"metrics": metrics, **provenance(("python",))})
     part = run.path(folder).with_suffix(".part")
     part.write_text(text, "utf-8")

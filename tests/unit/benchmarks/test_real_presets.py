@@ -12,8 +12,10 @@ import pytest
 
 from benchmarks.real_presets.cells import Bench, Run, System, known_capacity, missing, requests_within
 from benchmarks.real_presets.part import expected_s, measure_part
+from benchmarks.real_presets.simulated import Machine, simulate
 from benchmarks.real_presets.table import plot, table
 from core.errors import ConfigError
+from simulator.cluster.latency import A100_7B
 
 
 @pytest.mark.parametrize(
@@ -80,6 +82,30 @@ def test_what_has_figures_is_not_measured_again(tmp_path: Path) -> None:
         (2, 1.8, "fcfs"),
         (2, 1.8, "vllm"),
     ]
+
+
+def test_cells_are_simulated_into_the_same_table(tmp_path: Path) -> None:
+    bench, systems = (
+        Bench(tmp_path / "model", num_requests=60, max_num_seqs=4),
+        ["fcfs", "short=fastserve:quantum_s=0.05"],
+    )
+    parsed = [System.parse(each) for each in systems]
+    machine = Machine(A100_7B, 20_000)
+    for _ in range(2):
+        runs = missing([each.name for each in parsed], ["hol"], [1.8], [1, 2], tmp_path)
+        simulate(bench, machine, parsed, runs, tmp_path)
+    assert not missing([each.name for each in parsed], ["hol"], [1.8], [1, 2], tmp_path)
+    records = {path.stem: json.loads(path.read_text("utf-8")) for path in tmp_path.glob("hol-*.json")}
+    assert records["hol-1.8-1-fcfs"]["rate"] == pytest.approx(1.8 * (known_capacity("hol", tmp_path) or 0))
+    means = {name: record["metrics"]["jct_ms_mean"] for name, record in records.items()}
+    assert len(set(means.values())) == 4, "systems and seeds differ"
+    assert "short" in table(tmp_path, ["fcfs"])
+
+
+def test_who_is_no_preset_is_not_simulated(tmp_path: Path) -> None:
+    vllm, bench = System("vllm"), Bench(tmp_path / "model", num_requests=20)
+    with pytest.raises(ConfigError, match="preset"):
+        simulate(bench, Machine(A100_7B, 20_000), [vllm], missing(["vllm"], ["hol"], [1.8], [1], tmp_path), tmp_path)
 
 
 def test_nothing_starts_where_nothing_is_missing(tmp_path: Path) -> None:

@@ -1,0 +1,124 @@
+"""The same cells in virtual time: what the presets decide, on a machine whose speed does not drift between two runs."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.real_presets.cells import (
+    IN_FLIGHT,
+    MOST_FOR_CAPACITY,
+    Bench,
+    Run,
+    System,
+    keep,
+    keep_capacity,
+    known_capacity,
+    run_arrivals,
+)
+from core.config.scheduling import SchedulerConfig
+from policies.compose import build_router, configured_replica
+from services.bench.requests import BenchRequest
+from services.bench.statistics import Metrics, distribution
+from simulator.cluster.fleet import Fleet, FleetShape
+from simulator.cluster.latency import LinearLatency, Roofline
+from simulator.cluster.records import Record
+from simulator.cluster.replica import ReplicaShape
+from simulator.traffic.workload import SimRequest
+
+BLOCK_TOKENS = 16
+CHUNK = 2048
+"""Most prompt tokens of a step, as on a server."""
+
+LOOK_EVERY = 4
+"""Steps between two looks of a scheduler at its time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A replica with prices of its own.
+
+    Attributes:
+        kv_tokens: Tokens that its KV pool holds.
+    """
+
+    latency: LinearLatency | Roofline
+    kv_tokens: int
+
+    def run(self, bench: Bench, system: System, arrivals: Sequence[SimRequest], clients: int | None) -> list[Record]:
+        """Serves all arrivals.
+
+        Args:
+            clients: Requests in flight of a closed loop; None for the arrivals' own times.
+
+        Raises:
+            ConfigError: The system is no preset of continuous batching.
+        """
+        settings = tomllib.loads("\n".join(system.settings))
+        config = SchedulerConfig(preset=system.preset, standby_slots=0, **settings)
+        shape = ReplicaShape(
+            num_blocks=self.kv_tokens // BLOCK_TOKENS,
+            block_size=BLOCK_TOKENS,
+            num_host_blocks=self.kv_tokens // BLOCK_TOKENS,
+            max_num_seqs=bench.max_num_seqs,
+            max_batch_tokens=CHUNK,
+            look_every=LOOK_EVERY,
+        )
+        fleet = Fleet(
+            FleetShape(shape, self.latency),
+            build_router(system.preset),
+            lambda _: configured_replica(config, bench.max_num_seqs),
+            clients=clients,
+        )
+        return fleet.run(arrivals).done
+
+    def capacity(self, bench: Bench, system: System, workload: str) -> float:
+        """The requests per second that a system gets through, as ``cells.measure_capacity`` measures them."""
+        requests = bench.requests(workload, 0)[:MOST_FOR_CAPACITY]
+        done = self.run(bench, system, _arrivals(requests, [0.0] * len(requests)), IN_FLIGHT)
+        return len(done) / max(record.finished_at for record in done)
+
+    def measure(self, bench: Bench, system: System, run: Run, per_s: float) -> Metrics:
+        """The figures of a run that the table reads, under the same names.
+
+        Args:
+            per_s: Requests per second at a load of 1.
+        """
+        requests = bench.requests(run.workload, run.seed)
+        done = self.run(bench, system, _arrivals(requests, run_arrivals(run, len(requests), per_s)), None)
+        wall_s = max(record.finished_at for record in done)
+        metrics = {"requests": len(done), "wall_s": wall_s}
+        metrics["output_tokens_per_s"] = sum(record.num_tokens for record in done) / wall_s
+        for name, seconds in (
+            ("jct_ms", [record.jct_s for record in done]),
+            ("ttft_ms", [record.ttft_s for record in done]),
+            ("mtpot_ms", [record.max_gap_s for record in done]),
+        ):
+            metrics |= distribution(name, [1000 * each for each in seconds])
+        return metrics
+
+
+def simulate(bench: Bench, machine: Machine, systems: Sequence[System], runs: Sequence[Run], folder: Path) -> None:
+    """Writes the records of all runs, and before the first of a workload what a load of 1 is.
+
+    Raises:
+        ConfigError: A system is no preset of Farsight.
+    """
+    by_name = {each.name: each for each in systems}
+    for run in runs:
+        per_s = known_capacity(run.workload, folder)
+        if per_s is None:
+            per_s = machine.capacity(bench, systems[0], run.workload)
+            keep_capacity(run.workload, folder, per_s, systems[0].name, min(MOST_FOR_CAPACITY, bench.num_requests))
+        keep(run, per_s, machine.measure(bench, by_name[run.system], run, per_s), folder)
+
+
+def _arrivals(requests: Sequence[BenchRequest], times: Sequence[float]) -> list[SimRequest]:
+    """What a scheduler is told of each: its prompt, and one most length for all."""
+    longest = max(each.output_tokens for each in requests)
+    return [
+        SimRequest(f"r{each.id}", at, each.prompt_tokens, each.output_tokens, longest)
+        for each, at in zip(requests, times, strict=True)
+    ]
