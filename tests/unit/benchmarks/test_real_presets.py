@@ -85,16 +85,12 @@ def test_what_has_figures_is_not_measured_again(tmp_path: Path) -> None:
 
 
 def test_cells_are_simulated_into_the_same_table(tmp_path: Path) -> None:
-    bench, systems = (
-        Bench(tmp_path / "model", num_requests=60, max_num_seqs=4),
-        ["fcfs", "short=fastserve:quantum_s=0.05"],
-    )
-    parsed = [System.parse(each) for each in systems]
-    machine = Machine(A100_7B, 20_000)
+    bench, machine = Bench(tmp_path / "model", num_requests=60, max_num_seqs=4), Machine(A100_7B, 20_000)
+    systems = [System.parse(each) for each in ("fcfs", "short=fastserve:quantum_s=0.05")]
     for _ in range(2):
-        runs = missing([each.name for each in parsed], ["hol"], [1.8], [1, 2], tmp_path)
-        simulate(bench, machine, parsed, runs, tmp_path)
-    assert not missing([each.name for each in parsed], ["hol"], [1.8], [1, 2], tmp_path)
+        runs = missing([each.name for each in systems], ["hol"], [1.8], [1, 2], tmp_path)
+        simulate(bench, machine, systems, runs, tmp_path)
+    assert not missing([each.name for each in systems], ["hol"], [1.8], [1, 2], tmp_path)
     records = {path.stem: json.loads(path.read_text("utf-8")) for path in tmp_path.glob("hol-*.json")}
     assert records["hol-1.8-1-fcfs"]["rate"] == pytest.approx(1.8 * (known_capacity("hol", tmp_path) or 0))
     means = {name: record["metrics"]["jct_ms_mean"] for name, record in records.items()}
