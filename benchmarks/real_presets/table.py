@@ -74,6 +74,7 @@ def _ratio(pairs: Sequence[tuple[float, float]]) -> str:
 def plot(folder: Path, path: Path) -> None:
     """Bars of mean, 99th percentile and longest pause (by its logarithm) for each setting; a colour for each system."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     settings = read(folder)
     systems = list(dict.fromkeys(name for each in settings.values() for name in each))
@@ -85,7 +86,11 @@ def plot(folder: Path, path: Path) -> None:
             panel.bar(shifted, [value for _, value in bars], 0.8 / len(systems), label=name)
         panel.set_xticks(range(len(settings)), [f"{workload}\n{load:g}" for workload, load in settings])
         panel.set(title=title, ylabel="s")
-    figure.axes[-1].set_yscale("log")
+    pauses = figure.axes[-1]
+    pauses.set_yscale("log")
+    pauses.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    pauses.yaxis.set_major_formatter("{x:g}")
+    pauses.yaxis.set_minor_formatter(NullFormatter())
     figure.legend(
         *figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(systems), frameon=False
     )
