@@ -24,7 +24,7 @@ ROOMY, TIGHT = "64MiB", "1500KiB"
 """The latter holds 23 blocks of 32 tokens: the long prompts one at a time."""
 
 RECOMPUTING = {"fcfs", "aggressive", "fastserve-recompute", "farsight"}
-"""`farsight` may swap, but it stops streams only where memory runs out, and its victim here holds too few tokens to be worth a copy."""
+"""`farsight` stops streams only where memory runs out, and its victim here holds too few tokens to be worth a copy."""
 
 CONTINUOUS = [name for name, preset in PRESETS.items() if preset.mode == "continuous"]
 
