@@ -55,6 +55,7 @@ class Machine:
 
         Raises:
             ConfigError: The system is no preset of continuous batching.
+            RuntimeError: A request fits no replica, or never ended.
         """
         settings = tomllib.loads("\n".join(system.settings))
         config = SchedulerConfig(preset=system.preset, standby_slots=0, **settings)
@@ -72,7 +73,10 @@ class Machine:
             lambda _: configured_replica(config, bench.max_num_seqs),
             clients=clients,
         )
-        return fleet.run(arrivals).done
+        done = fleet.run(arrivals).done
+        if len(done) < len(arrivals):
+            raise RuntimeError(f"{system.name}: {len(arrivals) - len(done)} of {len(arrivals)} requests did not end")
+        return done
 
     def capacity(self, bench: Bench, system: System, workload: str) -> float:
         """The requests per second that a system gets through, as ``cells.measure_capacity`` measures them."""

@@ -104,6 +104,12 @@ def test_who_is_no_preset_is_not_simulated(tmp_path: Path) -> None:
         simulate(bench, Machine(A100_7B, 20_000), [vllm], missing(["vllm"], ["hol"], [1.8], [1], tmp_path), tmp_path)
 
 
+def test_requests_that_fit_no_replica_are_not_left_out_of_the_figures(tmp_path: Path) -> None:
+    bench, runs = Bench(tmp_path / "model", num_requests=20), missing(["fcfs"], ["hol"], [1.8], [1], tmp_path)
+    with pytest.raises(RuntimeError, match=r"fcfs: .* of 20 requests did not end"):
+        simulate(bench, Machine(A100_7B, 160), [System("fcfs", "fcfs")], runs, tmp_path)
+
+
 def test_nothing_starts_where_nothing_is_missing(tmp_path: Path) -> None:
     assert measure_part(Bench(tmp_path / "model"), [], [], tmp_path, 10.0) == 0
     assert not list(tmp_path.iterdir())
