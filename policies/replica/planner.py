@@ -31,6 +31,7 @@ class ReplicaPlans:
         self.cost: StepCost | None = None
         self._order, self._budget = order, budget
         self._grant_lead_s = grant_lead_s
+        self._least_slice_s = 2 * grant_lead_s  # a plan needs some of a slice to come
         self._mirror = mirror
         self._standby: list[str] = []
         self._sent: list[str] = []  # those that the latest plan lets execute
@@ -103,19 +104,23 @@ class ReplicaPlans:
             assert scheduled.slot is not None
             return scheduled.slot  # it does not run there, whatever it is granted
         scheduled.granted_len = self._grant(scheduled, decode_s)
-        scheduled.slot = Slot(
-            request_id=scheduled.request_id,
-            attempt=scheduled.request.attempt,
-            prefill_to=scheduled.max_total_len,
-            length_to=scheduled.granted_len,
-            standby=standby,
-            num_preemptions=scheduled.num_preemptions,
-            request=None if scheduled.delivered else scheduled.request,
-            residency=scheduled.residency,
-            num_moves=scheduled.num_moves,
-            rests=scheduled.rests,
-            cut_off_at_s=self._cut_off_at_s(scheduled),
-        )
+        cut_off_at_s = self._cut_off_at_s(scheduled)
+        last = scheduled.slot
+        if last is None or not _says(last, scheduled, cut_off_at_s, standby=standby):
+            scheduled.slot = Slot(
+                request_id=scheduled.request_id,
+                attempt=scheduled.request.attempt,
+                prefill_to=scheduled.max_total_len,
+                length_to=scheduled.granted_len,
+                standby=standby,
+                num_preemptions=scheduled.num_preemptions,
+                request=None if scheduled.delivered else scheduled.request,
+                residency=scheduled.residency,
+                num_moves=scheduled.num_moves,
+                rests=scheduled.rests,
+                cut_off_at_s=cut_off_at_s,
+            )
+        assert scheduled.slot is not None
         return scheduled.slot
 
     @staticmethod
@@ -151,11 +156,7 @@ class ReplicaPlans:
         """As in ``Slot``. Where no other request wants its place, nothing is cut off."""
         if not self._order.cuts_off or not self._contended:
             return 0.0
-        return scheduled.ran_s + self._slice_s(scheduled)
-
-    def _slice_s(self, job: Job) -> float:
-        """Seconds that it may run before the order looks at it again; a plan needs some of them to come."""
-        return max(self._order.slice_s(job), 2 * self._grant_lead_s)
+        return scheduled.ran_s + max(self._order.slice_s(scheduled), self._least_slice_s)
 
     def _lead(self, decode_s: float | None) -> int:
         """Tokens that a job may generate before the next plan comes."""
@@ -176,13 +177,28 @@ class ReplicaPlans:
         most, job = scheduled.max_total_len, scheduled
         if decode_s is None or self.cost is None or not self._contended:
             return most
-        slice_s = self._slice_s(job)
+        slice_s = self._order.slice_s(job)
         if slice_s == math.inf:
             return most
+        slice_s = max(slice_s, self._least_slice_s)
         missing, known_len = job.missing_len, job.prompt_len + job.output_len
         first_s = 0.0 if missing <= 1 else self.cost.prefill_s(missing, known_len - missing) - decode_s
         num_tokens = max(1, math.ceil((slice_s - first_s) / decode_s))
         return min(most, known_len + num_tokens)
+
+
+def _says(slot: Slot, scheduled: ScheduledRequest, cut_off_at_s: float, *, standby: bool) -> bool:
+    """Whether the slot says what another would say now: most of a plan is as in the one before."""
+    return (
+        slot.length_to == scheduled.granted_len
+        and slot.standby == standby
+        and slot.request is (None if scheduled.delivered else scheduled.request)
+        and slot.rests == scheduled.rests
+        and slot.num_preemptions == scheduled.num_preemptions
+        and slot.num_moves == scheduled.num_moves
+        and slot.residency is scheduled.residency
+        and slot.cut_off_at_s == cut_off_at_s
+    )
 
 
 def _prefills(job: Job) -> bool:
