@@ -264,12 +264,14 @@ class Order(Explains, ABC):
         cuts_off: Whether an iteration is cut off, and its work lost, when ``slice_s`` of one of its jobs is over.
         preemptive: Whether a waiting job may replace a running job of lower rank. If not, running jobs come before
         all waiting ones, in order of admission, and ``ranked`` decides among the waiting jobs.
+        ranks_on_demand: Whether ``refresh`` and ``ranked`` may be left out at a scheduling point where all jobs run.
         on_move: A callback that the scheduler sets: an order that moves jobs between levels calls it with the job,
         ``promoted`` or ``demoted``, and the instant. None if the scheduler does not need it.
     """
 
     preemptive: bool = False
     cuts_off: bool = False
+    ranks_on_demand: bool = False
     on_move: Callable[[Job, str, float], None] | None = None
 
     @abstractmethod

@@ -18,8 +18,8 @@ from typing import TypeVar
 
 from core.children import end_with_parent
 
-NICENESS = 10
-"""Niceness of the child: serving comes first."""
+NICENESS = 19
+"""Niceness of the child, the most there is: serving comes first. A busy thread beside it keeps 98.5 % of its core."""
 
 _PATIENCE_S = 0.05
 """Longest wait of a poll for the next chunk of a result, in seconds."""

@@ -51,6 +51,8 @@ class CheapestVictim(KvPolicy):
         an earlier return would take the memory in which other jobs grow, and force it out again.
         """
         short = view.needed - view.free
+        if short <= 0:
+            return KvMoves()
         offload: list[Job] = []
         drop: list[Job] = []
         host_free = view.host_free

@@ -105,6 +105,7 @@ class Boosted(Gittins):
             raise InvalidValueError("max_pause_s", max_pause_s, "seconds >= 0")
         self._tail, self._max_boost_s, self._max_pause_s = tail, max_boost_s, max_pause_s
         self._moves_with_time = max_pause_s > 0
+        self.ranks_on_demand = not max_pause_s  # turns are as long as ranks stand
         self._asked_at = 0.0  # the instant of the latest keys
 
     @property

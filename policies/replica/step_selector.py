@@ -213,6 +213,10 @@ class StepSelector:
     def choose(self, now: float) -> Generator[Fact, None, bool]:
         """A scheduling point, while there is a worker; False if all that is here has to go: a batch has no room."""
         mirror = self._mirror
+        at_once = self._all_at_once()
+        if at_once is not None:
+            self.running, self._lets_start = at_once, False
+            return (yield from self._finish(KvMoves(), now))
         self.order.refresh(now)
         selection = self._select(now)
         for displaced in selection.displaced:
@@ -276,6 +280,8 @@ class StepSelector:
 
     def standbys(self, num: int, now: float) -> list[str]:
         """Those that a worker may start by itself, best first."""
+        if not self._mirror.num_waiting:
+            return []
         return [job.request_id for job in itertools.islice(self._firm(self.waiting(now)), num)]
 
     def reserve_blocks(self) -> int:
@@ -284,6 +290,19 @@ class StepSelector:
         if worker is None or self.kv.evicts:
             return 0
         return -(-self.admission.reserve(worker.num_blocks * worker.block_size) // worker.block_size)
+
+    def _all_at_once(self) -> list[Job] | None:
+        """All that are here, where no request waits and memory suffices: few clients pay for no ranks."""
+        mirror = self._mirror
+        if mirror.num_waiting or mirror.short_blocks or mirror.flex or self._due:
+            return None
+        if self.kv.watches or not self.order.ranks_on_demand:
+            return None
+        running: list[Job] = [each for each in mirror.admitted.values() if not each.stalled]
+        next_len = sum([job.prompt_len + job.output_len + 1 for job in running])
+        if len(running) > self._max_num_seqs or next_len > mirror.capacity():
+            return None
+        return sorted(running, key=lambda job: job.urgency)  # the last gives way if the worker runs short of blocks
 
     def _select(self, now: float) -> Selection:
         """Who is to execute next; those that rest are left out."""

@@ -14,6 +14,7 @@ from core.messages.plans import FinishedSequence, WorkerReady
 from core.request import Request, SequenceStatus
 from policies.compose import build_batch_scheduler, build_scheduler, is_batch_mode
 from policies.fleet.events import GlobalEvent, PlaceRequests, ReplicaUp, RequestsEnded
+from policies.order import gittins
 from policies.presets import PRESETS
 from policies.replica.events import CostLearned, Event, Instruction, RequestsArrived, WorkerReported
 from policies.replica.scheduler import SchedulerLimits
@@ -92,6 +93,46 @@ def most_of_a_report(preset: str, num_waiting: int, order: str = "") -> int:
         replica.wake(replica.wakes_at)
     scheduler.check_integrity()
     return max(counts)
+
+
+def test_ranks_are_worked_out_only_while_a_request_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three run in four places; then two come, of which one has to wait, until an output ends."""
+    num_ranked = 0
+    rank = gittins.gittins_rank
+
+    def counted(costs: gittins.FloatArray, weights: gittins.FloatArray) -> gittins.FloatArray:
+        nonlocal num_ranked
+        num_ranked += len(costs)
+        return rank(costs, weights)
+
+    monkeypatch.setattr(gittins, "gittins_rank", counted)
+    scheduler = build_scheduler("farsight", SchedulerLimits(4, 2), PolicySettings(cost=A100_7B.cost))
+    ended: list[str] = []
+    shape = ReplicaShape(4000, BLOCK_SIZE, 0, 4, 512, look_every=1)
+    replica = Replica(
+        "0", scheduler, shape, A100_7B, Recorder(), lambda *_: None, lambda _, end: ended.append(end.request_id)
+    )
+
+    def come(first: int, end: int, now: float) -> None:
+        chosen = [SimRequest(f"r{number}", now, 100, 40, 200) for number in range(first, end)]
+        replica.submit([(as_request(each), Record(each)) for each in chosen], now)
+
+    def ranked_in(num_steps: int) -> int:
+        before = num_ranked
+        for _ in range(num_steps):
+            replica.wake(replica.wakes_at)
+        return num_ranked - before
+
+    come(0, 3, 0.0)
+    ranked_in(5)
+    assert len(scheduler.selector.running) == 3
+    assert ranked_in(20) == 0
+    come(3, 5, replica.wakes_at)
+    assert len(scheduler.selector.running) == 4
+    assert ranked_in(5) > 0
+    while len(ended) < 5:
+        replica.wake(replica.wakes_at)
+    scheduler.check_integrity()
 
 
 @pytest.mark.parametrize("preset", CONTINUOUS.values())
