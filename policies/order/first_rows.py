@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -24,12 +25,17 @@ def in_order(columns: Sequence[Column]) -> Iterator[int]:
     Args:
         columns: One at least, of one length n, the most significant first.
     """
+    return itertools.chain.from_iterable(_runs(columns))
+
+
+def _runs(columns: Sequence[Column]) -> Iterator[list[int]]:
+    """``in_order`` in the runs that are sorted at once: ``AT_ONCE`` rows, then four times as many, and so on."""
     columns = [column for column in columns[:-1] if len(column) and (column != column[0]).any()] + [columns[-1]]
     left = np.arange(len(columns[0]))
     num = AT_ONCE
     while len(left):
         first = first_of(columns, left, num)
-        yield from _sorted(columns, first).tolist()
+        yield _sorted(columns, first).tolist()
         if len(first) == len(left):
             return
         is_left = np.zeros(len(columns[0]), np.bool_)
@@ -64,17 +70,20 @@ def replayed(columns: Sequence[Column]) -> Iterable[int]:
     if len(columns[0]) <= AT_ONCE:
         rows: list[int] = np.lexsort(columns[::-1]).tolist()
         return rows
-    return Kept(in_order(columns))
+    return Kept(_runs(columns))
 
 
 class Kept(Generic[_T]):
-    """Replays an iterator's items to each reader; reads further items from it when a reader needs them."""
+    """Replays the items of an iterator's runs to each reader; reads further runs from it when a reader needs them."""
 
-    def __init__(self, source: Iterator[_T]) -> None:
+    def __init__(self, source: Iterator[list[_T]]) -> None:
         self._source = source
-        self._given: list[_T] = []
+        self._given: list[list[_T]] = []
 
     def __iter__(self) -> Iterator[_T]:
+        return itertools.chain.from_iterable(self._runs())
+
+    def _runs(self) -> Iterator[list[_T]]:
         given, num = self._given, 0
         while num < len(given) or self._reads_on():
             yield given[num]

@@ -45,16 +45,17 @@ def test_rows_in_order_are_those_of_a_whole_sort(seed: int, monkeypatch: pytest.
 
 
 def test_what_was_given_is_given_again_and_the_source_read_once() -> None:
-    read = []
+    read: list[int] = []
 
-    def source() -> Iterator[int]:
-        for number in range(5):
-            read.append(number)
-            yield number
+    def source() -> Iterator[list[int]]:
+        for run in ([0, 1], [2], [3, 4]):
+            read.extend(run)
+            yield run
 
     kept = Kept(source())
     first = iter(kept)
     assert [next(first), next(first)] == [0, 1]
+    assert read == [0, 1]
     assert list(kept) == list(kept) == [0, 1, 2, 3, 4]
     assert read == [0, 1, 2, 3, 4]
 
