@@ -23,7 +23,7 @@ FAST = $(addprefix tests/unit/,core tokenization kvcache policies predictor esti
 PYTEST = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations 25
 CODE = farsight_rooms.py core tokenization kvcache policies predictor estimator engine actors simulator services benchmarks tools tests examples
 
-.PHONY: help setup setup-dev serve test test-fast test-long test-package test-clients test-attack test-sanitized test-races coverage check check-types check-rest format clean
+.PHONY: help setup setup-dev serve test test-fast test-nightly test-package test-clients test-attack test-sanitized test-races coverage check check-types check-rest format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,14 +35,14 @@ setup-dev: $(VENV)/.installed-dev ## Install what development needs as well
 serve: setup ## Serve the embedded model on 127.0.0.1:8000 (flags: make serve ARGS="--port 9000")
 	@exec $(VENV)/bin/farsight serve $(ARGS)
 
-test: setup-dev ## Run every test that needs no GPU and takes no minutes (one room: ROOM=policies)
-	$(PYTEST) -m "not gpu and not long and not package" $(TESTS) $(ARGS)
+test: setup-dev ## Run the daily tests: eight minutes on two cores (one room: ROOM=policies)
+	$(PYTEST) -m "not gpu and not nightly and not package" $(TESTS) $(ARGS)
 
 test-fast: setup-dev ## Run the pure tests: no Ray, no HTTP, no model
-	$(PYTEST) -m "not gpu and not long and not torch" $(FAST) $(ARGS)
+	$(PYTEST) -m "not gpu and not nightly and not torch" $(FAST) $(ARGS)
 
-test-long: setup-dev ## Run every test: all seeds of random tests, all reproductions, all variants
-	PROTOCOL_NUM_SEEDS=10000 FUZZ_VOLUME=4 $(PYTEST) -m "not gpu and not package" $(ARGS)
+test-nightly: setup-dev ## Run what `make test` leaves out: within an hour on two cores
+	$(PYTEST) -m "nightly and not gpu and not package" $(ARGS)
 
 test-package: setup-dev ## Build the wheel, and the container where an engine runs, and start them
 	$(VENV)/bin/python -m pytest -q -m package tests/e2e/test_package.py $(ARGS)
@@ -67,7 +67,7 @@ test-races: setup-dev ## Run the tests of the compiled step and its threads with
 # The tests that start no server and no Ray, each at the volume of `make test`: within 25 minutes on four free cores.
 coverage: setup-dev ## Measure the branches that the pure tests take, and write docs/coverage.md
 	$(VENV)/bin/coverage erase
-	PYTHONDONTWRITEBYTECODE= $(VENV)/bin/coverage run -m pytest -q -m "not gpu and not long" -n $(COVERAGE_PROCESSES) \
+	PYTHONDONTWRITEBYTECODE= $(VENV)/bin/coverage run -m pytest -q -m "not gpu and not nightly" -n $(COVERAGE_PROCESSES) \
 		--dist loadfile --no-loadscope-reorder tests/unit tests/sim tests/protocol $(ARGS)
 	$(VENV)/bin/coverage combine -q
 	$(VENV)/bin/coverage json -q -o .coverage.json

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
-from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
+
+pytest_plugins = ["tests.processor_time", "tests.stage"]
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Read when Ray is imported. Left unset, Ray would write a token into the home directory. Servers under test set
@@ -38,21 +40,31 @@ settings.register_profile(
 )
 settings.load_profile("farsight")
 
-# Files that are there anyway, locked and not changed.
-GATE = Path(__file__)
-MACHINE = GATE.with_name("__init__.py")
+HERE = Path(__file__).parent
+SYSTEMS = [HERE / name for name in ("actors", "attack", "e2e", "nodes")]
+"""Their tests start a Ray, services in it or servers; one process runs them, so that one is open at a time."""
+
+ONLY_NIGHTLY = [HERE / name for name in ("attack", "nodes")]
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # so that a test's time does not run while it waits
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Beside other processes of pytest-xdist, a test marked ``alone`` waits until they run none, and they for its end.
+def _needs_a_system(path: Path) -> bool:
+    return any(folder in path.parents for folder in SYSTEMS) and "pages" not in path.parts
 
-    Who waits for the machine holds the gate, so that tests that share the machine cannot keep it for ever.
-    """
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return (yield)
-    with GATE.open() as gate, MACHINE.open() as machine:
-        fcntl.flock(gate, fcntl.LOCK_EX)
-        fcntl.flock(machine, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
-        fcntl.flock(gate, fcntl.LOCK_UN)
-        return (yield)
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(folder in item.path.parents for folder in ONLY_NIGHTLY):
+            item.add_marker(pytest.mark.nightly)
+
+
+class OneForSystems(LoadScopeScheduling):
+    """Gives all tests that start systems to one process, and each other file to one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = HERE.parent / nodeid.partition("::")[0]
+        return "systems" if _needs_a_system(path) else str(path)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
+    return OneForSystems(config, log) if config.getoption("dist") == "loadfile" else None

@@ -26,6 +26,7 @@ from services.launch.launch import start_components
 from services.launch.stages import silent_stages
 from services.proxy.ports import reserved_ports
 from tests.actors.local_system import ENGINE, MAX_LEN, System, Truth, calm_client
+from tests.stage import Stage, forwards, on_stage
 from tests.unit.engine.small_models import save_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,7 +58,7 @@ def truth(actor_model_dir: Path) -> Truth:
     return Truth(actor_model_dir)
 
 
-@pytest.fixture(scope="package")
+@on_stage()
 def ray_cluster() -> Iterator[None]:
     directory = tempfile.mkdtemp(prefix="farsight-test-")
     with reserved_ports() as ports:
@@ -95,7 +96,7 @@ def open_system(
         running.end()
 
 
-@pytest.fixture(scope="package")
+@on_stage(level=1)
 def fused_system(
     ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[System]:
@@ -103,7 +104,7 @@ def fused_system(
         yield system
 
 
-@pytest.fixture(scope="package")
+@on_stage(level=1)
 def split_system(
     ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[System]:
@@ -111,8 +112,11 @@ def split_system(
         yield system
 
 
-@pytest.fixture(scope="package", params=["fused", "split"])
-def system(request: pytest.FixtureRequest) -> System:
+forwards("system", 1, lambda param: f"{param}_system")
+
+
+@pytest.fixture(params=["fused", "split"])
+def system(stage: Stage, request: pytest.FixtureRequest) -> System:
     found: System = request.getfixturevalue(f"{request.param}_system")
     return found
 

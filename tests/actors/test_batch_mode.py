@@ -38,6 +38,7 @@ from tests.actors.local_system import (
     under_load,
 )
 from tests.actors.test_deaths import kill_components, wait_successors
+from tests.stage import on_stage
 
 NUM_TOKENS = 250
 INDEXES = range(8)
@@ -46,14 +47,14 @@ KV_MEMORY = "400KiB"
 RELOAD_S = 1.0
 
 
-@pytest.fixture(scope="module")
+@on_stage(level=1)
 def magnus(ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     scheduler = SchedulerConfig(preset="magnus")
     with open_system("fused", actor_model_dir, tmp_path_factory.mktemp("log"), scheduler) as system:
         yield system
 
 
-@pytest.fixture(scope="module")
+@on_stage(level=1)
 def estimated(ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     """The ServingTimeEstimator, which tells batches' times to the order HRRN, is a process of its own."""
     scheduler = SchedulerConfig(preset="magnus")
@@ -61,12 +62,12 @@ def estimated(ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest
         yield system
 
 
-@pytest.fixture(
-    scope="module",
+@on_stage(
+    level=1,
     params=[
         ("cpu", KV_MEMORY, "ragged"),
-        pytest.param(("cpu", KV_MEMORY, "static"), marks=pytest.mark.long),
-        pytest.param(("emulated:a100-7b", "400MiB", "ragged"), marks=pytest.mark.long),  # 512 KiB a token
+        pytest.param(("cpu", KV_MEMORY, "static"), marks=pytest.mark.nightly),
+        pytest.param(("emulated:a100-7b", "400MiB", "ragged"), marks=pytest.mark.nightly),  # 512 KiB a token
     ],
     ids=lambda param: f"{param[0]} {param[2]}",
 )
@@ -126,7 +127,7 @@ async def test_no_stream_notices_that_the_batcher_was_stopped(magnus: System, tr
         assert router.pid != stopped and "stopped or blocked" in router.last_end
 
 
-@pytest.mark.parametrize("num_estimators", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("num_estimators", [pytest.param(1, marks=pytest.mark.nightly), 2])
 async def test_no_stream_notices_that_an_estimator_dies_or_another_answers_in_its_place(
     estimated: System, truth: Truth, num_estimators: int
 ) -> None:
@@ -177,7 +178,7 @@ def pauses_after_breaks(event_log: str) -> list[float]:
     return pauses
 
 
-@pytest.fixture(scope="module", params=["magnus", pytest.param("multi-bin", marks=pytest.mark.long)])
+@on_stage(level=1, params=["magnus", pytest.param("multi-bin", marks=pytest.mark.nightly)])
 def pulling(
     request: pytest.FixtureRequest, ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[System]:

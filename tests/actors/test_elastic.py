@@ -15,12 +15,13 @@ from core.errors import InvalidValueError
 from services.ingress.engine_client import EngineClient
 from tests.actors.conftest import CONTINUOUS, open_system
 from tests.actors.local_system import ENGINE, NUM_PROMPTS, System, calm_client, eventually, read, rows
+from tests.stage import on_stage
 
 NUM_TOKENS = 150
 """A step takes some 10 ms: with two at a time the streams need 12 s on one replica."""
 
 
-@pytest.fixture(scope="module")
+@on_stage(level=1)
 def elastic(ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     bounds = ModelConfig(name="m", min_replicas=1, max_replicas=3, target_queue_delay_s=3.0, scale_down_after_s=2.0)
     engine = dataclasses.replace(ENGINE, device="emulated:a100-7b", kv_memory="1GiB", max_num_seqs=2)

@@ -14,11 +14,12 @@ from core.config.scheduling import SchedulerConfig
 from tests.actors.conftest import open_system
 from tests.actors.local_system import ENGINE, System, Truth, calm_client, eventually, under_load
 from tests.actors.test_deaths import kill_components, wait_successors
+from tests.stage import on_stage
 
 DECISIONS = "farsight:offload_decisions_total"
 
 
-@pytest.fixture(scope="module")
+@on_stage(level=1)
 def short_of_memory(
     ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[System]:

@@ -17,12 +17,13 @@ from services.api.requests import unnamed_request
 from services.ingress.engine_client import EngineClient
 from tests.actors.conftest import open_system
 from tests.actors.local_system import System, calm_client, kill, patient_rows, ready_rows
+from tests.stage import on_stage
 
 NUM_TOKENS = 400
 """More than a worker makes for a client that does not read: it rests before the end."""
 
 
-@pytest.fixture(scope="module")
+@on_stage(level=1)
 def packed(ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     tables = {
         "model": ModelConfig(name="m", replicas=3),

@@ -38,6 +38,7 @@ from tests.actors.local_system import (
     read,
     sampling,
 )
+from tests.stage import on_stage
 
 NUM_GROUPS = 16
 PREFIX_LEN = 24 * BLOCK_SIZE
@@ -47,7 +48,7 @@ KV_MEMORY = "192KiB"
 """Of each replica: prefixes of four groups or so, so that each of the others pushes one out."""
 
 
-@pytest.fixture(scope="module")
+@on_stage(level=1)
 def preble(ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     engine = dataclasses.replace(ENGINE, kv_memory=KV_MEMORY, max_num_seqs=4)
     scheduler = SchedulerConfig(preset="preble")

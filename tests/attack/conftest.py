@@ -12,6 +12,7 @@ import pytest
 from benchmarks.burst import PROFILE
 from tests.attack.victim import Victim
 from tests.e2e.server import start_server
+from tests.stage import on_stage
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 900.0
@@ -42,7 +43,7 @@ def volume() -> float:
     return VOLUME
 
 
-@pytest.fixture(scope="package")
+@on_stage()
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
     folder = tmp_path_factory.mktemp("victim")
     (folder / "profile.json").write_text(json.dumps(PROFILE))

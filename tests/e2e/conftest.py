@@ -9,19 +9,50 @@ import pytest
 
 from services.launch.launch import EMBEDDED_NAME
 from tests.e2e.server import Server, one_ingress, start_server
+from tests.stage import on_stage
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 900.0
 """The first test that wants a server waits for its start as well, which takes long on a busy machine."""
 
 
+DAILY = {
+    "test_serving.py": "",
+    "test_openai_client.py": "",
+    "test_openai_models.py": "",
+    "test_bad_input.py": "",
+    "test_tools.py": "",
+    "test_embedded_model.py": "",
+    "test_hygiene.py": "",
+    "test_chaos.py": "test_every_stream_survives_the_death_of_a_process",
+    "test_stop.py": "test_term_refuses_new_requests_lets_open_ones_end_and_tells_the_rest",
+    "test_serve_deploy.py": "",
+    "test_batch.py": "test_whole_run_says_what_a_user_wants_to_know",
+}
+"""What ``make test`` takes of the tests here, by file, and the one test of a file that it takes: five starts in all.
+
+The other ones start a server each, of a kind whose parts tests of another level reach: they are nightly.
+"""
+
+
+def _is_daily(item: pytest.Item) -> bool:
+    if item.path.parent.name == "pages":
+        return True
+    only = DAILY.get(item.path.name)
+    return only is not None and item.name.startswith(only)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if HERE in item.path.parents and item.get_closest_marker("timeout") is None:
+        if HERE not in item.path.parents:
+            continue
+        if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+        if not _is_daily(item):
+            item.add_marker(pytest.mark.nightly)
 
 
-@pytest.fixture(scope="package")
+@on_stage()
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("log")
     running = start_server(folder / "server.log", *one_ingress(folder))

@@ -27,11 +27,8 @@ POLL_S = 0.2
 """Each question for the status costs every component some time, which what is waited for lacks."""
 
 START_TIMEOUT_S = LONG_S
-STOP_TIMEOUT_S = 10.0
-"""What is promised of Ctrl-C ..."""
-
 GONE_TIMEOUT_S = LONG_S
-"""... and how long a test waits where that is not what it is about."""
+"""For the end of a server; that Ctrl-C takes 10 s at most is promised, and no test's verdict."""
 
 
 def farsight(*args: str) -> list[str]:
@@ -99,21 +96,15 @@ class Server:
             assert time.monotonic() < deadline, f"not idle after {timeout_s} s: {status}"
             time.sleep(POLL_S)
 
-    def stop(self, number: int = signal.SIGINT) -> float:
-        """Ctrl-C as a terminal sends it, to the whole process group, or TERM to the server alone.
-
-        Returns:
-            Seconds until everything was gone.
-        """
+    def stop(self, number: int = signal.SIGINT) -> None:
+        """Sends Ctrl-C as a terminal does, to the whole process group, or TERM to the server alone; waits for it."""
         assert self.process.poll() is None, f"the server has ended by itself: {self.log.read_text()}"
         children = self.children()
-        began = time.monotonic()
         if number == signal.SIGINT:
             os.killpg(self.process.pid, number)
         else:
             self.process.send_signal(number)
         self.wait_gone(children)
-        return time.monotonic() - began
 
     def wait_gone(self, children: list[psutil.Process]) -> None:
         """Until the server has exited and nothing that it started is left."""

@@ -23,16 +23,7 @@ NUM_STREAMS = 64
 NUM_TOKENS = 400
 
 KILLED = [("worker-0",), ("supervisor",), ("router", "scheduler-0", "worker-0")]
-KILLED_AS_WELL = [
-    ("scheduler-0",),
-    ("kv-offload-manager-0",),
-    ("router",),
-    ("log-store",),
-    ("length-predictor-0",),
-    ("serving-time-estimator-0",),
-    ("worker-0", "worker-1"),
-]
-"""The same deaths as in ``tests/actors/test_deaths.py``, here under HTTP; ``make test-long`` runs them."""
+"""``tests/actors/test_deaths.py`` has every kind; these are under HTTP."""
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -140,9 +131,7 @@ async def kill_and_watch(streams: Streams, names: tuple[str, ...]) -> list[Recov
     return [Recovery(", ".join(names), name, dead[name], ready[name]) for name in names]
 
 
-@pytest.mark.parametrize(
-    "names", [*KILLED, *(pytest.param(names, marks=pytest.mark.long) for names in KILLED_AS_WELL)], ids=" and ".join
-)
+@pytest.mark.parametrize("names", KILLED, ids=" and ".join)
 async def test_no_stream_notices_a_death(
     split_server: Server, undisturbed: list[Stream], recoveries: list[Recovery], names: tuple[str, ...]
 ) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from services.launch.launch import EMBEDDED_NAME
 from tests.e2e.server import LONG_S, Server, farsight, start_server, wait_until
@@ -114,7 +113,6 @@ def test_every_request_is_predicted_and_bad_predictions_are_learned_from(tmp_pat
         server.stop()
 
 
-@pytest.mark.long  # trains with an encoder and waits for the start of a second one
 def test_another_predictor_comes_when_questions_queue(tmp_path: Path) -> None:
     """An encoder takes milliseconds a request, and may here take all the time it wants."""
     predictor = str(train(tmp_path, "--kind", "forest", "--encoder", "minilm"))

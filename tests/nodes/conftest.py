@@ -14,12 +14,13 @@ from tests.actors.conftest import CONTINUOUS, ROOT, open_system
 from tests.actors.conftest import actor_model_dir as actor_model_dir
 from tests.actors.conftest import truth as truth
 from tests.actors.local_system import System
+from tests.stage import on_stage
 
 SOON = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 300, "health_check_failure_threshold": 5}
 """How fast Ray finds that a node is lost; it takes 15 s unless told."""
 
 
-@pytest.fixture(scope="package")
+@on_stage()
 def nodes() -> Iterator[Nodes]:
     running = Nodes(2, SOON)
     ray.init(
@@ -33,7 +34,7 @@ def nodes() -> Iterator[Nodes]:
     running.end()
 
 
-@pytest.fixture(scope="package")
+@on_stage(level=1)
 def spread_system(nodes: Nodes, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     with open_system("split", actor_model_dir, tmp_path_factory.mktemp("log"), CONTINUOUS) as system:
         yield system

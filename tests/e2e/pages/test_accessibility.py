@@ -13,11 +13,10 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 from services.api.pages.dashboard import PAGES
-from tests.e2e.pages.test_dashboard_page import LONG_S, LiveServer, browser, chromium_path, live, model_dir
-from tests.e2e.pages.test_pages_over_time import RUNS, WIDTHS, filled
+from tests.e2e.pages.test_dashboard_page import LONG_S, LiveServer, chromium_path
+from tests.e2e.pages.test_pages_over_time import RUNS, WIDTHS
 
 pytestmark = pytest.mark.skipif(chromium_path() is None, reason="neither chromium nor google-chrome is installed")
-__all__ = ["browser", "filled", "live", "model_dir"]  # fixtures
 
 AXE = "axe-core@4.10.2"
 NPM_S = 120.0

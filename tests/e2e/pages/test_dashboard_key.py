@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Browser, expect, sync_playwright
+from playwright.sync_api import Browser, expect
 
 from services.api.text.prompts import PromptEncoder
-from tests.e2e.pages.test_dashboard_page import NO_TIME_LIMIT, chromium_path, open_page, start_browser
+from tests.e2e.pages.test_dashboard_page import NO_TIME_LIMIT, chromium_path, open_page
 from tests.unit.services.api.access.access_support import GuardedServer, guarded_server
 from tests.unit.services.api.api_support import write_model_dir
 
@@ -20,14 +20,6 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GuardedServer]
     folder = tmp_path_factory.mktemp("guarded")
     with guarded_server(folder, PromptEncoder(write_model_dir(folder / "model"))) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        running = start_browser(playwright)
-        yield running
-        running.close()
 
 
 @pytest.mark.parametrize(("address", "shown"), [("dashboard", "card-worker-0"), ("dashboard/placement", "policy")])

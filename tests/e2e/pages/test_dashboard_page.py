@@ -13,18 +13,17 @@ from typing import Any
 
 import pytest
 import uvicorn
-from playwright.sync_api import Browser, Page, Playwright, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Playwright, expect
 
 from core.decisions import Decision, pack_decisions
 from core.errors import FarsightError
 from core.messages.log import RequestTrace
 from core.messages.placement import PlacementView, PrefixView, ReasonCount, RecentPlacement, ReplicaView
 from core.messages.status import ComponentStatus
-from services.api.app import build_app
 from services.api.text.prompts import PromptEncoder
 from tests.e2e.server import wait_until
 from tests.free_ports import free_port
-from tests.unit.services.api.api_support import MODEL, ScriptedBackend, write_model_dir
+from tests.unit.services.api.api_support import MODEL, ScriptedBackend, application
 
 CHROMIUM_FLAGS = [
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
@@ -84,11 +83,11 @@ def without(name: str) -> tuple[ComponentStatus, ...]:
 class LiveServer:
     """The application on one port, which can be stopped and started again."""
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, encoder: PromptEncoder) -> None:
         self.backend = ScriptedBackend()
         self.backend.components = PIECES
         self.port = free_port()
-        self._app = build_app(self.backend, PromptEncoder(model_dir))
+        self._app = application(self.backend, encoder)
 
     def start(self) -> None:
         config = uvicorn.Config(self._app, port=self.port, log_level="warning", ws="none", timeout_graceful_shutdown=1)
@@ -114,27 +113,6 @@ def open_page(browser: Browser) -> Page:
     opened = browser.new_page(viewport={"width": 1280, "height": 800})
     opened.set_default_timeout(1000 * LONG_S)
     return opened
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        running = start_browser(playwright)
-        yield running
-        running.close()
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_dir(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def live(model_dir: Path) -> Iterator[LiveServer]:
-    server = LiveServer(model_dir)
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture

@@ -24,17 +24,13 @@ from tests.e2e.pages.test_dashboard_page import (
     NO_TIME_LIMIT,
     PIECES,
     LiveServer,
-    browser,
     chromium_path,
     expect_width,
-    live,
-    model_dir,
     stop_clock,
     with_state,
 )
 
 pytestmark = pytest.mark.skipif(chromium_path() is None, reason="neither chromium nor google-chrome is installed")
-__all__ = ["browser", "live", "model_dir"]  # fixtures
 
 HOSTILE = "<img src=x onerror=window.hacked=1>"
 RUNS, WAITS, ENDED = (f"cmpl-{letter * 32}" for letter in "abc")
@@ -73,12 +69,6 @@ def trace() -> RequestTrace:
         Decision("refused", began + 3.0, {"reason": HOSTILE}),
     ]
     return RequestTrace(f"{RUNS}/i-1/ingress", "i-1", 0, b"", HOSTILE, 0, False, 0, pack_decisions(decisions))
-
-
-@pytest.fixture
-def filled(live: LiveServer) -> LiveServer:
-    live.backend.history, live.backend.on_replicas, live.backend.traces = history(), view(), [trace()]
-    return live
 
 
 @pytest.fixture

@@ -15,15 +15,11 @@ from tests.e2e.pages.test_dashboard_page import (
     LONG_S,
     NO_TIME_LIMIT,
     LiveServer,
-    browser,
     chromium_path,
     expect_width,
-    live,
-    model_dir,
 )
 
 pytestmark = pytest.mark.skipif(chromium_path() is None, reason="neither chromium nor google-chrome is installed")
-__all__ = ["browser", "live", "model_dir"]  # fixtures
 
 HOSTILE = '"><img src=x onerror=window.hacked=1>.png'
 SEND = """([kind, name, type, base64]) => {

@@ -15,16 +15,13 @@ from tests.e2e.pages.test_dashboard_page import (
     PIECES,
     PLACEMENTS,
     LiveServer,
-    browser,
     chromium_path,
     component,
-    live,
-    model_dir,
     with_state,
 )
-from tests.e2e.pages.test_pages_over_time import HOSTILE, filled, page, pytestmark, visit
+from tests.e2e.pages.test_pages_over_time import HOSTILE, page, pytestmark, visit
 
-__all__ = ["browser", "chromium_path", "filled", "live", "model_dir", "page", "pytestmark"]  # fixtures and a mark
+__all__ = ["chromium_path", "page", "pytestmark"]  # a fixture and a mark
 
 NUM = 60
 

@@ -70,7 +70,7 @@ def test_a_cut_of_almost_nothing_is_not_the_reported_13_7_per_cent() -> None:
     assert [(row.check.basis, row.verdict) for row in unchanged] == [("order", "ok")]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_each_part_of_magnus_helps_on_a_small_workload() -> None:
     lines = curves(made_up_pool(), ("Magnus", "ABP", "GLP", "VS"), loads=(3.0,), seconds=300.0)
     wanted = [row for row in ablation_rows(lines) if row.setting.startswith("load") and "tail" not in row.metric]

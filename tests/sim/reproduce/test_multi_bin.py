@@ -68,7 +68,7 @@ def test_served_throughput_levels_off_where_the_theory_says() -> None:
         assert throughput == pytest.approx(theory.throughput(k), rel=0.06)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_latency_where_a_server_is_free() -> None:
     ours = uniform_run(2, 4.0, 12_800, num_workers=64).latency_s
     assert ours == pytest.approx(UniformService(1, 20, 128).latency_s(2, 4.0), rel=0.04)
@@ -79,7 +79,7 @@ def test_more_bins_serve_more_of_the_fitted_lengths() -> None:
     assert ours[0] < ours[1] < ours[2]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_wrong_bins_cost_throughput() -> None:
     exact, few, many = (errors_run(4, p, 12_800) for p in (0.0, 0.01, 0.5))
     assert exact > few > many > uniform_run(1, 14.0, 12_800).throughput

@@ -104,7 +104,7 @@ def run(model_dir: Path, backend: str, prompts: dict[str, list[int]], block_size
 
 @pytest.mark.parametrize(
     "seed",
-    [pytest.param(seed, marks=[] if seed % EACH == 0 else pytest.mark.long) for seed in range(NUM_MODELS)],
+    [pytest.param(seed, marks=[] if seed % EACH == 0 else pytest.mark.nightly) for seed in range(NUM_MODELS)],
 )
 def test_a_model_of_an_odd_shape(seed: int, tmp_path: Path) -> None:
     fields = odd_shape(seed)

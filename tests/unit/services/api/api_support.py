@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import json
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from core.images import ImageSpan, digest_of
@@ -22,8 +26,10 @@ from core.messages.status import ComponentCounts, ComponentStatus, StatusReply
 from core.messages.tokens import TokenDelta
 from core.messages.weights import ServedWeights, Upgrade
 from core.request import Fault, Origin, Request, SamplingParams, Slo
-from services.api.backend import ModelInfo
-from services.api.text.prompts import PromptText
+from services.api.admin import Administration
+from services.api.app import build_app
+from services.api.backend import GenerationBackend, ModelInfo
+from services.api.text.prompts import PromptEncoder, PromptText
 
 MODEL = "tiny"
 MAX_MODEL_LEN = 64
@@ -183,6 +189,40 @@ class ScriptedBackend:
 
     async def healthy(self) -> bool:
         return self.is_healthy
+
+
+_BACKEND: ContextVar[GenerationBackend] = ContextVar("backend")
+
+
+class _BackendOfTheRequest:
+    """Has whatever the backend has that the request's client was opened on."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_BACKEND.get(), name)
+
+
+@functools.cache
+def _application(encoder: PromptEncoder, max_body_bytes: int, administration: Administration | None) -> FastAPI:
+    return build_app(_BackendOfTheRequest(), encoder, max_body_bytes, administration)  # type: ignore[arg-type]
+
+
+def application(
+    backend: GenerationBackend,
+    encoder: PromptEncoder,
+    max_body_bytes: int = 100_000,
+    administration: Administration | None = None,
+) -> ASGIApp:
+    """The application over that backend. To build one takes a quarter of a second, so those of one process share it."""
+    shared = _application(encoder, max_body_bytes, administration)
+
+    async def over_backend(scope: Scope, receive: Receive, send: Send) -> None:
+        token = _BACKEND.set(backend)
+        try:
+            await shared(scope, receive, send)
+        finally:
+            _BACKEND.reset(token)
+
+    return over_backend
 
 
 def write_model_dir(folder: Path, chat_template: str | None = CHATML, **config: Any) -> Path:

@@ -7,9 +7,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.api.app import build_app
 from services.api.text.prompts import PromptEncoder
-from tests.unit.services.api.api_support import ScriptedBackend, write_model_dir
+from tests.unit.services.api.api_support import ScriptedBackend, application, write_model_dir
 
 Connect = Callable[[ScriptedBackend], httpx.AsyncClient]
 
@@ -26,7 +25,7 @@ async def connect(encoder: PromptEncoder) -> AsyncGenerator[Connect, None]:
         clients: list[httpx.AsyncClient] = []
 
         def open_client(backend: ScriptedBackend, max_body_bytes: int = 100_000) -> httpx.AsyncClient:
-            transport = httpx.ASGITransport(build_app(backend, encoder, max_body_bytes))
+            transport = httpx.ASGITransport(application(backend, encoder, max_body_bytes))
             client = httpx.AsyncClient(transport=transport, base_url="http://test")
             clients.append(client)
             stack.push_async_callback(client.aclose)

@@ -11,9 +11,8 @@ import pytest
 
 from core.errors import FarsightError, MessageError
 from services.api.admin import Administration
-from services.api.app import build_app
 from services.api.text.prompts import PromptEncoder
-from tests.unit.services.api.api_support import ScriptedBackend
+from tests.unit.services.api.api_support import ScriptedBackend, application
 
 TOKEN = "s3cret"
 BODY = {"kind": "replica", "count": 3}
@@ -35,7 +34,7 @@ def administration(request: pytest.FixtureRequest) -> Administration:
 async def http(
     backend: ScriptedBackend, encoder: PromptEncoder, administration: Administration
 ) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(build_app(backend, encoder, administration=administration))
+    transport = httpx.ASGITransport(application(backend, encoder, administration=administration))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield client
 

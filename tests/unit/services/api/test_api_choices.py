@@ -15,10 +15,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from services.api.app import build_app
 from services.api.text.prompts import PromptEncoder
 from services.api.text.token_texts import TokenTexts
-from tests.unit.services.api.api_support import MODEL, VOCAB_SIZE, ScriptedBackend, delta, read_events
+from tests.unit.services.api.api_support import MODEL, VOCAB_SIZE, ScriptedBackend, application, delta, read_events
 from tests.unit.services.api.engine_backend import EngineBackend, write_checkpoint
 
 COMPLETION: dict[str, Any] = {"model": MODEL, "prompt": "the cat", "max_tokens": 8, "seed": 1, "ignore_eos": True}
@@ -48,7 +47,7 @@ def backend(checkpoint: Path) -> EngineBackend:
 
 @pytest.fixture
 async def client(backend: EngineBackend, encoder: PromptEncoder) -> AsyncGenerator[httpx.AsyncClient, None]:
-    transport = httpx.ASGITransport(build_app(backend, encoder))
+    transport = httpx.ASGITransport(application(backend, encoder))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield client
 
@@ -309,7 +308,7 @@ async def test_cached_tokens_are_counted_once_a_prompt(encoder: PromptEncoder, s
     """A resumed attempt may find more in the cache: that prompt was counted already."""
     first = dataclasses.replace(delta("a"), cached_len=1)
     resumed = dataclasses.replace(delta("b", "stop"), start=1, cached_len=2)
-    app = build_app(ScriptedBackend([first, resumed]), encoder)
+    app = application(ScriptedBackend([first, resumed]), encoder)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
         change: dict[str, Any] = {"prompt": [[5, 6], [7, 8]], "n": 2}
         if streamed:

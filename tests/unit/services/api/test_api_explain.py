@@ -13,11 +13,10 @@ from core.messages.log import RequestTrace
 from core.request import Origin
 from services.api.access.presented import bearer_key, owner_of, owns
 from services.api.admin import Administration
-from services.api.app import build_app
 from services.api.pages.sentences import _SENTENCES, sentence
 from services.api.text.prompts import PromptEncoder
 from tests.unit.policies.replica.test_decision_trace import crowd
-from tests.unit.services.api.api_support import MODEL, ScriptedBackend
+from tests.unit.services.api.api_support import MODEL, ScriptedBackend, application
 
 TOKEN = "admin"
 RECEIVED = Decision("received", 0.0, {})
@@ -25,7 +24,7 @@ RECEIVED = Decision("received", 0.0, {})
 
 @pytest.fixture
 async def http(backend: ScriptedBackend, encoder: PromptEncoder) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(build_app(backend, encoder, administration=Administration(TOKEN)))
+    transport = httpx.ASGITransport(application(backend, encoder, administration=Administration(TOKEN)))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield client
 

@@ -18,10 +18,9 @@ from core.promise import Promise
 from core.request import Request
 from services.api.answers import sse
 from services.api.answers.sse import EventStream
-from services.api.app import build_app
 from services.api.promised import ANSWER, AnswerPromise
 from services.api.text.prompts import PromptEncoder, PromptText
-from tests.unit.services.api.api_support import MODEL, ScriptedBackend
+from tests.unit.services.api.api_support import MODEL, ScriptedBackend, application
 from tests.unit.services.api.test_api_explain import ask, key, trace_of
 
 
@@ -48,7 +47,7 @@ def promising() -> PromisingBackend:
 
 @pytest.fixture
 async def client(promising: PromisingBackend, encoder: PromptEncoder) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(build_app(promising, encoder)), base_url="http://test")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(application(promising, encoder)), base_url="http://test")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -16,14 +16,13 @@ from core.decisions import Decision
 from core.errors import FarsightError
 from core.messages.log import FinishedRequest, LoggedWindow, ServedAs, WhatIfQuestion
 from services.api.admin import Administration
-from services.api.app import build_app
 from services.api.pages import what_if
 from services.api.pages.what_if import PER_MINUTE, Turns
 from services.api.pages.what_if_process import WhatIfProcess
 from services.api.text.prompts import PromptEncoder
 from simulator.experiment import Experiment, make_arrivals
 from simulator.run import run
-from tests.unit.services.api.api_support import MODEL, ScriptedBackend
+from tests.unit.services.api.api_support import MODEL, ScriptedBackend, application
 from tests.unit.services.api.test_api_explain import key, trace_of
 
 SERVED = ServedAs("fcfs", 1, 20_000, 16, A100_7B)
@@ -63,7 +62,7 @@ async def http(
     backend: ScriptedBackend, encoder: PromptEncoder, process: WhatIfProcess, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[httpx.AsyncClient]:
     monkeypatch.setattr(what_if, "WhatIfProcess", lambda: process)
-    transport = httpx.ASGITransport(build_app(backend, encoder, administration=Administration("admin")))
+    transport = httpx.ASGITransport(application(backend, encoder, administration=Administration("admin")))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield client
 

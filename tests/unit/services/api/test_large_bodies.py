@@ -22,7 +22,7 @@ from services.api.errors import ApiError, as_api_error
 from services.api.middleware import LARGE_BODY_BYTES
 from services.api.requests import Generation
 from services.api.text.prompts import PromptEncoder
-from tests.unit.services.api.api_support import MODEL, ScriptedBackend, write_model_dir
+from tests.unit.services.api.api_support import MODEL, ScriptedBackend, application, write_model_dir
 
 FILL = " " * LARGE_BODY_BYTES
 """White space after the JSON makes any body a large one."""
@@ -132,7 +132,7 @@ async def test_a_text_that_cannot_fit_is_not_tokenised(model_dir: Any, monkeypat
         return encode(text, *args, **kwargs)
 
     monkeypatch.setattr(encoder._encoder, "encode", counted)
-    app = build_app(backend, encoder)
+    app = application(backend, encoder)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
         for path, body in (
             ("/v1/completions", {"model": MODEL, "prompt": "a" * (limit + 1)}),

@@ -11,10 +11,9 @@ import pytest
 
 from core.config.model import TOOL_FORMATS, ModelConfig
 from core.errors import ConfigError
-from services.api.app import build_app
 from services.api.text.prompts import ChatPrompt, PromptEncoder
 from services.api.text.settings import TextSettings, text_settings
-from tests.unit.services.api.api_support import ScriptedBackend, write_model_dir
+from tests.unit.services.api.api_support import ScriptedBackend, application, write_model_dir
 from tests.unit.services.api.conftest import Connect
 from tokenization.tool_formats.formats import FORMATS
 
@@ -54,7 +53,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 async def test_a_template_is_told_what_the_request_says(tmp_path: Path) -> None:
     encoder = PromptEncoder(write_model_dir(tmp_path, KNOWS))
     backend = ScriptedBackend()
-    transport = httpx.ASGITransport(build_app(backend, encoder))
+    transport = httpx.ASGITransport(application(backend, encoder))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         body = {**ASK, "tools": [TOOL], "reasoning_effort": "none", "max_tokens": 1}
         assert (await client.post("/v1/chat/completions", json=body)).status_code == 200

@@ -11,7 +11,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from services.api.text.prompts import PromptEncoder
-from tests.unit.services.api.api_support import CHATML, MODEL, ScriptedBackend, delta, write_model_dir
+from tests.unit.services.api.api_support import CHATML, MODEL, ScriptedBackend, application, delta, write_model_dir
 from tests.unit.services.api.conftest import Connect
 
 ASK: dict[str, Any] = {"model": MODEL, "input": "hi"}
@@ -77,11 +77,10 @@ async def test_the_events_say_the_same(connect: Connect) -> None:
 
 
 async def test_reasoning_is_an_item(tmp_path: Any) -> None:
-    from services.api.app import build_app
 
     encoder = PromptEncoder(write_model_dir(tmp_path, CHATML + "{# </think> #}"))
     script = [delta("<think>\nHm"), delta(".\n</think>\n\nFour"), delta(".", "length")]
-    transport = httpx.ASGITransport(build_app(ScriptedBackend(script), encoder))
+    transport = httpx.ASGITransport(application(ScriptedBackend(script), encoder))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         response = strict((await client.post("/v1/responses", json=ASK)).json())
         assert [item.type for item in response.output] == ["reasoning", "message"]

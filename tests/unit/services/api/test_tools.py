@@ -15,7 +15,15 @@ from core.request import ReasoningBudget
 from services.api.app import build_app
 from services.api.text.prompts import PromptEncoder
 from services.api.tools.fields import MAX_TOOLS
-from tests.unit.services.api.api_support import CHATML, MODEL, ScriptedBackend, delta, read_events, write_model_dir
+from tests.unit.services.api.api_support import (
+    CHATML,
+    MODEL,
+    ScriptedBackend,
+    application,
+    delta,
+    read_events,
+    write_model_dir,
+)
 from tests.unit.services.api.conftest import Connect
 
 WEATHER: dict[str, Any] = {
@@ -231,7 +239,7 @@ async def test_what_is_nested_deeply_is_refused(
 async def test_the_reasoning_has_a_budget(tmp_path: Any, template: str, in_prompt: bool | None) -> None:
     encoder = PromptEncoder(write_model_dir(tmp_path, template))
     backend = ScriptedBackend([delta("yes", "stop")])
-    transport = httpx.ASGITransport(build_app(backend, encoder))
+    transport = httpx.ASGITransport(application(backend, encoder))
     messages = CHAT["messages"]
     bodies = [
         ("/v1/chat/completions", {"messages": messages, "thinking_token_budget": 5}),
