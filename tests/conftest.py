@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -44,7 +45,7 @@ HERE = Path(__file__).parent
 SYSTEMS = [HERE / name for name in ("actors", "attack", "e2e", "nodes")]
 """Their tests start a Ray, services in it or servers; one process runs them, so that one is open at a time."""
 
-ONLY_NIGHTLY = [HERE / name for name in ("attack", "nodes")]
+ONLY_NIGHTLY = [HERE / name for name in ("actors", "attack", "nodes", "unit/benchmarks")]
 
 
 def _needs_a_system(path: Path) -> bool:
@@ -55,6 +56,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(folder in item.path.parents for folder in ONLY_NIGHTLY):
             item.add_marker(pytest.mark.nightly)
+
+
+def pytest_collection_finish() -> None:
+    """Hides what has been collected from the garbage collector, which would look at all of it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 class OneForSystems(LoadScopeScheduling):

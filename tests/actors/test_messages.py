@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import re
 from collections.abc import Iterator
@@ -12,23 +11,13 @@ import msgpack
 import pytest
 
 from actors.calls.message import declared
-from actors.runtime.component import Component, component_class
+from actors.runtime.component import component_class
 from core.config.load import FarsightConfig
 from core.errors import MessageError
 from core.messages import SCHEMA_VERSION
 from services.ingress.engine_client import EngineClient
 from tests.actors.local_system import System, Truth, read, rows
-
-COMPONENTS = (
-    "router",
-    "scheduler-0",
-    "kv-offload-manager-0",
-    "worker-0",
-    "length-predictor-0",
-    "serving-time-estimator-0",
-    "log-store",
-    "supervisor",
-)
+from tests.unit.actors.calls.test_handlers import COMPONENTS
 
 
 def takes(component: str) -> dict[str, Any]:
@@ -51,16 +40,6 @@ def malformed(kind: Any) -> Iterator[tuple[bytes, str]]:
     yield msgpack.packb([SCHEMA_VERSION - 1, name, *wrong]), f"{name}.version"
     yield msgpack.packb([SCHEMA_VERSION, name, *wrong]), f"{name}.{fields[0]}"
     yield msgpack.packb([SCHEMA_VERSION, name, *wrong, 0]), name
-
-
-@pytest.mark.parametrize("component", COMPONENTS)
-def test_every_handler_is_declared(component: str) -> None:
-    """A public coroutine that no contract declares would never be called; a declared one needs a handler."""
-    kind: Any = component_class(component, FarsightConfig())
-    public = [name for name in dir(kind) if not name.startswith("_") and not hasattr(Component, name)]
-    assert {name for name in public if asyncio.iscoroutinefunction(getattr(kind, name))} == declared(kind).keys()
-    contracts = [base for base in kind.__mro__ if getattr(base, "_is_protocol", False)]
-    assert all(getattr(kind, name) is not vars(base).get(name) for base in contracts for name in declared(kind))
 
 
 @pytest.mark.parametrize("component", COMPONENTS)

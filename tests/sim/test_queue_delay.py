@@ -61,7 +61,7 @@ def foretold_and_waited(rate: float, num_replicas: int) -> tuple[np.ndarray, np.
     return np.array([router.foretold_s[record.arrival.request_id] for record in done]), np.array(waited_s)
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("num_replicas", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_in_an_overload_the_prediction_follows_the_wait(num_replicas: int) -> None:
     foretold_s, waited_s = foretold_and_waited(20.0, num_replicas)
     assert waited_s.mean() > 3.0
@@ -75,7 +75,7 @@ def test_where_nobody_waits_nothing_is_predicted() -> None:
     assert foretold_s.mean() < 0.05
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("num_replicas", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_retry_after_is_when_it_would_be_admitted_if_no_others_came(num_replicas: int) -> None:
     """A backlog of each size is rolled forward until the delay has fallen to the limit; the median error is small."""
     limit_s = 2.0

@@ -143,7 +143,7 @@ def errors(predictor: Callable[[Sequence[SimRequest]], list[SimRequest]], num_re
     return np.array(found)
 
 
-@pytest.mark.parametrize(("num_replicas", "most"), [(1, 0.25), (2, 0.3)])
+@pytest.mark.parametrize(("num_replicas", "most"), [(1, 0.25), pytest.param(2, 0.3, marks=pytest.mark.nightly)])
 def test_retry_after_is_right_where_lengths_are_known(num_replicas: int, most: float) -> None:
     """Two replicas end up with queues that differ, and the check knows their sum."""
     found = np.abs(errors(predictors.oracle, num_replicas))

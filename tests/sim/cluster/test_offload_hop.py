@@ -10,7 +10,8 @@ import pytest
 from simulator.experiment import Experiment, make_arrivals
 from simulator.run import RunOutcome, run
 
-PRESETS = ("fcfs", "fastserve", "farsight-mean")
+NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in ("fcfs", "fastserve")]
+EACH_PRESET = pytest.mark.parametrize("preset", ["farsight-mean", *NIGHTLY])
 SCARCE, AMPLE = 3000, 60_000
 """Tokens of the host pool."""
 
@@ -35,7 +36,9 @@ def ends(found: RunOutcome) -> dict[str, tuple[float, int, int]]:
     }
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "preset", [name if name == "farsight-mean" else pytest.param(name, marks=pytest.mark.nightly) for name in PRESETS]
+)
 def test_orders_that_take_no_time_are_the_schedulers_own_decisions(preset: str) -> None:
     """To the bit: a question says all that the policy reads, and no order is refused unless something has changed."""
     alone, asked = ends(outcome(preset, None, SCARCE)), ends(outcome(preset, 0.0, SCARCE))
@@ -44,7 +47,9 @@ def test_orders_that_take_no_time_are_the_schedulers_own_decisions(preset: str) 
 
 
 @pytest.mark.parametrize("hop_s", [0.002, 0.5], ids=["in time", "always late"])
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "preset", [name if name == "farsight-mean" else pytest.param(name, marks=pytest.mark.nightly) for name in PRESETS]
+)
 def test_a_hop_costs_no_request_and_little_time(preset: str, hop_s: float) -> None:
     alone, asked = outcome(preset, None, AMPLE), outcome(preset, hop_s, AMPLE)
     assert ends(asked).keys() == ends(alone).keys()
@@ -52,7 +57,9 @@ def test_a_hop_costs_no_request_and_little_time(preset: str, hop_s: float) -> No
     assert means[0] < 1.1 * means[1]
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "preset", [name if name == "farsight-mean" else pytest.param(name, marks=pytest.mark.nightly) for name in PRESETS]
+)
 def test_a_hop_does_not_make_jobs_drop_each_others_kv_without_end_where_the_host_is_short(preset: str) -> None:
     """``fastserve`` took 4.6 times as long while any number might start above a share of free host memory."""
     alone, asked = outcome(preset, None, SCARCE), outcome(preset, 0.002, SCARCE)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from simulator.reproduce.combined import RatioTarget, cell_rows
 from simulator.reproduce.combined_runs import CombinedCell
 
 
+@pytest.mark.nightly
 def test_each_target_is_a_row_against_the_best_setting_of_its_policy() -> None:
     cell = CombinedCell("small", "zipf", 1.1, 12_000, num_requests=150, cv=4.0)
     targets = (RatioTarget("past-future", 0.5, 10.0), RatioTarget("mlfq", 0.5, 0.01))

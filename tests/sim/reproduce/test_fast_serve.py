@@ -49,6 +49,7 @@ def test_figure_6_rows_are_all_ok() -> None:
     assert {row.verdict for row in rows} == {"ok"}
 
 
+@pytest.mark.nightly
 def test_preemption_helps_where_orca_has_to_queue() -> None:
     bed, load = a100s("gpt-3-175b", 16, 2, batch_size=16), Load(2.0, 4.0, 0.9, 2048, 2048, 150)
     ours, orca = serve(bed, load, "fastserve"), serve(bed, load, "fcfs", admission="conservative")

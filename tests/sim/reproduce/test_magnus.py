@@ -44,6 +44,7 @@ def test_the_fitted_speed_is_one_that_a_device_can_have() -> None:
     assert 3 * padded_batch_s(case_study_latency(), 7, 1000, 1000) == pytest.approx(242)
 
 
+@pytest.mark.nightly
 def test_orders_hold_on_a_small_workload() -> None:
     lines = curves(made_up_pool(), ("Magnus", "CCB", "CCB, slow joins", "VS", "VSQ"), loads=(3.0,), seconds=100.0)
     wanted = [row for row in overall_rows(lines) if "slow joins <" in row.setting or "slow joins >" in row.setting]
@@ -78,6 +79,7 @@ def test_each_part_of_magnus_helps_on_a_small_workload() -> None:
     assert [f"{row.setting}: {row.note}" for row in wanted if row.verdict != "ok"] == []
 
 
+@pytest.mark.nightly
 def test_an_order_that_does_not_hold_is_off() -> None:
     lines = curves(made_up_pool(), ("Magnus", "VS", "VSQ", "CCB", "CCB, slow joins"), loads=(3.0,), seconds=20.0)
     turned = {(system, load): lines["VSQ" if system == "Magnus" else system, load] for system, load in lines}

@@ -60,6 +60,7 @@ def test_the_error_model_is_exact_and_never_worse_than_no_bins() -> None:
     assert sum("analytic" in row.setting for row in rows) == 15
 
 
+@pytest.mark.nightly
 def test_served_throughput_levels_off_where_the_theory_says() -> None:
     theory = UniformService(1, 20, 128)
     ours = [uniform_run(k, 14.0, 12_800).throughput for k in (1, 2, 4)]
@@ -74,6 +75,7 @@ def test_latency_where_a_server_is_free() -> None:
     assert ours == pytest.approx(UniformService(1, 20, 128).latency_s(2, 4.0), rel=0.04)
 
 
+@pytest.mark.nightly
 def test_more_bins_serve_more_of_the_fitted_lengths() -> None:
     ours = [gsm8k_run(k, 40.0, 3_000).throughput for k in (1, 2, 8)]
     assert ours[0] < ours[1] < ours[2]
@@ -85,6 +87,7 @@ def test_wrong_bins_cost_throughput() -> None:
     assert exact > few > many > uniform_run(1, 14.0, 12_800).throughput
 
 
+@pytest.mark.nightly
 def test_exponential_lengths_gain_from_bins() -> None:
     assert exponential_run(3, 16.0, 20_000).throughput > 1.8 * exponential_run(1, 16.0, 20_000).throughput
 
@@ -107,6 +110,7 @@ def test_confusion_draws_what_the_matrix_says() -> None:
     assert np.bincount(predicted, minlength=4) / 20_000 == pytest.approx([0.2, 0.6, 0.2, 0.0], abs=0.02)
 
 
+@pytest.mark.nightly
 def test_a_predictor_gains_less_than_an_oracle() -> None:
     gains = predictor_gains(num_runs=2)
     assert all(0 < gains[k, False] < gains[k, True] for k in ACCURACY)

@@ -158,6 +158,7 @@ def test_goodput_counts_what_keeps_both_limits() -> None:
     assert (ours.good, ours.late, ours.stalled) == (0.05, 0.5, 0.5)
 
 
+@pytest.mark.nightly
 def test_the_figures_run_and_state_their_claims() -> None:
     rows = figure_1("D3", num_requests=40)
     assert len(rows) == 9

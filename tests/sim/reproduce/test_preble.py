@@ -33,6 +33,7 @@ def test_e2_finds_more_cached_than_round_robin() -> None:
     assert ours.mean_s < baseline.mean_s
 
 
+@pytest.mark.nightly
 def test_a_run_repeats_itself() -> None:
     first, second = (preble.workloads("video", FOUR_A6000, num_requests=60) for _ in range(2))
     assert first == second
@@ -76,6 +77,7 @@ def test_popularity_drifts() -> None:
     assert first.most_common(1)[0][0] != second.most_common(1)[0][0]
 
 
+@pytest.mark.nightly
 def test_the_parts_say_what_they_were_held_against() -> None:
     rows = parts.rebalancing(num_requests=60, seeds=(0,)) + parts.balancing(256, num_requests=18, seeds=(0,))
     rows += parts.rebalancing_programs(num_requests=40, seeds=(0,)) + parts.figure_9(num_requests=40, seeds=(0,))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from simulator.reproduce.combined_runs import CombinedCell
 from simulator.reproduce.tail.cells import light_rows, overload_rows
 
 
+@pytest.mark.nightly
 def test_an_overloaded_cell_has_its_targets_and_bounds() -> None:
     cell = CombinedCell("small", "zipf", 1.3, 12_000, num_requests=200, cv=4.0)
     rows = {row.metric: row for row in overload_rows(cell, 0.01, seeds=(5,))}
@@ -20,6 +23,7 @@ def test_an_overloaded_cell_has_its_targets_and_bounds() -> None:
         assert 0 < bound <= row.ours + 0.005
 
 
+@pytest.mark.nightly
 def test_at_a_light_load_it_is_held_against_the_best_of_each_figure() -> None:
     cell = CombinedCell("small", "zipf", 0.5, 12_000, num_requests=100, cv=1.0)
     rows = light_rows(cell, seeds=(5,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import shutil
@@ -50,6 +51,7 @@ def check_kubernetes(document: dict[str, Any]) -> None:
     kubernetes_validate.validate(document, VERSION, strict=True)
 
 
+@functools.cache
 def metrics_of_the_code() -> set[str]:
     """Every metric that a process registers, without the suffixes that Prometheus adds."""
     found = set()

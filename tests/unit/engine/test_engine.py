@@ -293,7 +293,8 @@ def test_offloaded_sequences_give_the_same_tokens(tiny_model_dir: Path, host_blo
     assert (executor.blocks.num_free, executor.host.num_free) == (TIGHT_BLOCKS, host_blocks)
 
 
-def test_ten_thousand_random_events_never_exceed_the_pools(tiny_model_dir: Path) -> None:
+@pytest.mark.parametrize("num_events", [2_000, pytest.param(10_000, marks=pytest.mark.nightly)])
+def test_random_events_never_exceed_the_pools(tiny_model_dir: Path, num_events: int) -> None:
     """Aborts, preemptions, offloads and uploads; the pools raise if a block is handed out twice or is lost.
 
     Nothing is computed: who holds which block does not depend on it.
@@ -303,7 +304,7 @@ def test_ten_thousand_random_events_never_exceed_the_pools(tiny_model_dir: Path)
     engine.worker.runner.execute = lambda batch, _: [5 if item.samples else None for item in batch.items]  # type: ignore[method-assign, assignment]
     alive: list[str] = []
     num_aborts = 0
-    while policy.num_events + num_aborts < 10_000:
+    while policy.num_events + num_aborts < num_events:
         while len(alive) < 12:
             prompt = [rng.randrange(3, 300) for _ in range(rng.randint(1, 24))]
             alive.append(engine.submit(prompt, greedy(rng.randint(1, 40))))

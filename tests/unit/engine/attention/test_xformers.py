@@ -12,6 +12,7 @@ import pytest
 TESTS = Path(__file__).with_name("interpreted.py")
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
 @pytest.mark.timeout(1800)
 def test_kernels_agree_with_the_torch_backend() -> None:

@@ -15,6 +15,7 @@ from engine.checkpoint.model_config import load_model_config
 TESTS = Path(__file__).with_name("interpreted_fused.py")
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
 @pytest.mark.timeout(1800)
 def test_kernels_agree_with_torch() -> None:

@@ -97,12 +97,13 @@ def live(
 @pytest.mark.parametrize(
     ("shape", "tensor", "pipeline"),
     [
-        ("qwen2", 2, 1),  # biases
+        pytest.param("qwen2", 2, 1, marks=pytest.mark.nightly),  # biases
         ("mqa", 2, 1),  # both columns have the same keys and values
         ("gqa", 1, 2),
-        ("qwen3", 2, 2),  # three layers in two stages, sliding windows, norms of heads, tied embeddings
-        ("opt", 2, 2),  # learned positions, biases that must be added once
-        ("qwen3 moe", 2, 1),  # four experts on one column, five on the other
+        # three layers in two stages, sliding windows, norms of heads, tied embeddings
+        pytest.param("qwen3", 2, 2, marks=pytest.mark.nightly),
+        pytest.param("opt", 2, 2, marks=pytest.mark.nightly),  # learned positions, biases that must be added once
+        pytest.param("qwen3 moe", 2, 1, marks=pytest.mark.nightly),  # four experts on one column, five on the other
     ],
 )
 def test_ranks_give_the_tokens_of_one_rank(
@@ -142,6 +143,7 @@ def test_ranks_give_the_tokens_of_one_rank(
     assert executor.host.num_free == executor.host.num_blocks
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("shape", "tensor", "pipeline"), [("mqa", 2, 1), ("gqa", 2, 2)])
 def test_steps_that_ranks_have_no_memory_for_are_computed_in_parts(
     model_dir: Callable[[str], Path],
@@ -206,6 +208,7 @@ def on_ranks(directory: Path, mesh: Mesh) -> EngineConfig:
     return dataclasses.replace(TORCH, **pools)
 
 
+@pytest.mark.nightly
 def test_sampling_and_log_probabilities_are_those_of_one_rank(model_dir: Callable[[str], Path]) -> None:
     directory = model_dir("gqa")
     prompts = random_prompts(6)
@@ -239,6 +242,7 @@ def test_sampling_and_log_probabilities_are_those_of_one_rank(model_dir: Callabl
             assert logprobs == pytest.approx(others, abs=1e-4)
 
 
+@pytest.mark.nightly
 def test_a_batch_in_lockstep_runs_over_ranks(model_dir: Callable[[str], Path]) -> None:
     directory = model_dir("gqa")
     prompts = random_prompts(6)
@@ -256,7 +260,7 @@ def test_a_batch_in_lockstep_runs_over_ranks(model_dir: Callable[[str], Path]) -
     assert [found[each.request_id] for each in requests] == [each.token_ids for each in expected]
 
 
-@pytest.mark.parametrize("idle", [True, False])
+@pytest.mark.parametrize("idle", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_rank_that_dies_is_missed_at_once(model_dir: Callable[[str], Path], idle: bool) -> None:
     gone = threading.Event()
     with local_ranks(Mesh(1, 2)) as ranks:

@@ -26,8 +26,7 @@ from core.messages.status import ComponentCounts, ComponentStatus, StatusReply
 from core.messages.tokens import TokenDelta
 from core.messages.weights import ServedWeights, Upgrade
 from core.request import Fault, Origin, Request, SamplingParams, Slo
-from services.api.admin import Administration
-from services.api.app import build_app
+from services.api.app import DEFAULT_MAX_BODY_BYTES, build_app
 from services.api.backend import GenerationBackend, ModelInfo
 from services.api.text.prompts import PromptEncoder, PromptText
 
@@ -191,38 +190,42 @@ class ScriptedBackend:
         return self.is_healthy
 
 
-_BACKEND: ContextVar[GenerationBackend] = ContextVar("backend")
+_SERVED: ContextVar[tuple[GenerationBackend, PromptEncoder]] = ContextVar("served")
 
 
-class _BackendOfTheRequest:
-    """Has whatever the backend has that the request's client was opened on."""
+class _OfTheRequest:
+    """Has whatever the backend, or the encoder, has that the request's client was opened on."""
+
+    def __init__(self, place: int) -> None:
+        self._place = place
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(_BACKEND.get(), name)
+        return getattr(_SERVED.get()[self._place], name)
 
 
 @functools.cache
-def _application(encoder: PromptEncoder, max_body_bytes: int, administration: Administration | None) -> FastAPI:
-    return build_app(_BackendOfTheRequest(), encoder, max_body_bytes, administration)  # type: ignore[arg-type]
+def _application(**settings: Any) -> FastAPI:
+    return build_app(_OfTheRequest(0), _OfTheRequest(1), **settings)  # type: ignore[arg-type]
 
 
 def application(
-    backend: GenerationBackend,
-    encoder: PromptEncoder,
-    max_body_bytes: int = 100_000,
-    administration: Administration | None = None,
+    backend: GenerationBackend, encoder: PromptEncoder, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES, **settings: Any
 ) -> ASGIApp:
-    """The application over that backend. To build one takes a quarter of a second, so those of one process share it."""
-    shared = _application(encoder, max_body_bytes, administration)
+    """The application over a backend and an encoder. Those of one process share it: to build one takes 0.25 s.
 
-    async def over_backend(scope: Scope, receive: Receive, send: Send) -> None:
-        token = _BACKEND.set(backend)
+    Args:
+        settings: As of ``build_app``: ``administration``, ``shares_across_keys``.
+    """
+    shared = _application(max_body_bytes=max_body_bytes, **settings)
+
+    async def served(scope: Scope, receive: Receive, send: Send) -> None:
+        token = _SERVED.set((backend, encoder))
         try:
             await shared(scope, receive, send)
         finally:
-            _BACKEND.reset(token)
+            _SERVED.reset(token)
 
-    return over_backend
+    return served
 
 
 def write_model_dir(folder: Path, chat_template: str | None = CHATML, **config: Any) -> Path:

@@ -13,7 +13,6 @@ import pytest
 
 from core.errors import CapacityError, InvalidValueError
 from core.request import FLEX, NO_SLO, Fault, SamplingParams, Slo
-from services.api.app import build_app
 from services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.api_support import (
     CHATML,
@@ -21,6 +20,7 @@ from tests.unit.services.api.api_support import (
     VOCAB_SIZE,
     ScriptedBackend,
     Step,
+    application,
     delta,
     read_events,
     write_model_dir,
@@ -155,7 +155,7 @@ async def test_salts_reach_the_backend(client: httpx.AsyncClient, backend: Scrip
 
 
 async def test_keys_may_share_nothing(encoder: PromptEncoder, backend: ScriptedBackend) -> None:
-    transport = httpx.ASGITransport(build_app(backend, encoder, shares_across_keys=False))
+    transport = httpx.ASGITransport(application(backend, encoder, shares_across_keys=False))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         for key, salt in (("one", "x"), ("one", "x"), ("one", None), ("two", "x"), ("", "x"), ("", None)):
             assert (await _post(client, CHAT, key, cache_salt=salt)).status_code == 200
@@ -461,7 +461,7 @@ async def test_openapi_tells_the_truth(client: httpx.AsyncClient) -> None:
 async def test_templates_that_refuse(
     model_dir: Any, backend: ScriptedBackend, template: str | None, code: str, words: str
 ) -> None:
-    app = build_app(backend, PromptEncoder(write_model_dir(model_dir, template)))
+    app = application(backend, PromptEncoder(write_model_dir(model_dir, template)))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
         error = (await _post(client, CHAT)).json()["error"]
     assert (error["code"], error["param"]) == (code, "messages")

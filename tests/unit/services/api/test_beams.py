@@ -15,12 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from core.request import SamplingParams
 from services.api.answers.beam_search import PromptSearch
-from services.api.app import build_app
 from services.api.beams.fields import BeamParams
 from services.api.generate import ChoiceResult
 from services.api.requests import unnamed_request
 from services.api.text.prompts import PromptEncoder
-from tests.unit.services.api.api_support import ScriptedBackend
+from tests.unit.services.api.api_support import ScriptedBackend, application
 from tests.unit.services.api.engine_backend import EngineBackend, write_checkpoint
 
 END = 1
@@ -37,7 +36,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def served(checkpoint: Path) -> AsyncGenerator[httpx.AsyncClient, None]:
     backend = EngineBackend(checkpoint)
     backend.model = dataclasses.replace(backend.model, end_ids=(END,))
-    transport = httpx.ASGITransport(build_app(backend, PromptEncoder(checkpoint)))
+    transport = httpx.ASGITransport(application(backend, PromptEncoder(checkpoint)))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield client
 

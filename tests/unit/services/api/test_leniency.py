@@ -10,9 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from services.api.app import build_app
 from services.api.text.prompts import PromptEncoder
-from tests.unit.services.api.api_support import MODEL, ScriptedBackend, read_events
+from tests.unit.services.api.api_support import MODEL, ScriptedBackend, application, read_events
 from tests.unit.services.api.engine_backend import EngineBackend, write_checkpoint
 
 PATHS = ["/v1/completions", "/v1/chat/completions"]
@@ -32,7 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 async def served(checkpoint: Path) -> AsyncGenerator[httpx.AsyncClient, None]:
     """A client of a real engine."""
-    transport = httpx.ASGITransport(build_app(EngineBackend(checkpoint), PromptEncoder(checkpoint)))
+    transport = httpx.ASGITransport(application(EngineBackend(checkpoint), PromptEncoder(checkpoint)))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield client
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,14 @@ from services.api.app import build_app
 from services.api.body_workers import BodyWorkers
 from services.api.pictures.placing import Sight
 from services.api.text.prompts import ChatPrompt, PromptEncoder
-from tests.unit.services.api.api_support import IMAGE_TOKENS, MAX_MODEL_LEN, MODEL, ScriptedBackend, write_model_dir
+from tests.unit.services.api.api_support import (
+    IMAGE_TOKENS,
+    MAX_MODEL_LEN,
+    MODEL,
+    ScriptedBackend,
+    application,
+    write_model_dir,
+)
 from tests.unit.services.api.conftest import Connect
 
 PARTS = (
@@ -73,7 +81,8 @@ def seeing_backend(folder: Path, max_model_len: int = MAX_MODEL_LEN) -> Scripted
 
 
 def client_of(backend: ScriptedBackend, folder: Path, workers: BodyWorkers | None = None) -> httpx.AsyncClient:
-    app = build_app(backend, PromptEncoder(folder), 1_000_000, workers=workers)
+    build: Any = application if workers is None else functools.partial(build_app, workers=workers)
+    app = build(backend, PromptEncoder(folder), 1_000_000)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
 
@@ -176,7 +185,7 @@ async def test_a_model_that_reads_text_alone_refuses_pictures(connect: Connect) 
 
 async def test_salts_divide_what_is_kept_of_pictures(tmp_path: Path) -> None:
     backend = seeing_backend(seeing_dir(tmp_path, PARTS))
-    app = build_app(backend, PromptEncoder(tmp_path), shares_across_keys=False)
+    app = application(backend, PromptEncoder(tmp_path), shares_across_keys=False)
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         for key, salt in (("a", "x"), ("a", "x"), ("b", "x"), ("a", "y")):

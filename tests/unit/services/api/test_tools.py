@@ -12,7 +12,6 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import Tokenizer
 
 from core.request import ReasoningBudget
-from services.api.app import build_app
 from services.api.text.prompts import PromptEncoder
 from services.api.tools.fields import MAX_TOOLS
 from tests.unit.services.api.api_support import (
@@ -258,7 +257,7 @@ async def test_the_reasoning_has_a_budget(tmp_path: Any, template: str, in_promp
 
 async def test_an_expression_leaves_no_room_for_reasoning(tmp_path: Any) -> None:
     encoder = PromptEncoder(write_model_dir(tmp_path, CHATML + "<think>\n{# </think> #}"))
-    transport = httpx.ASGITransport(build_app(ScriptedBackend([delta("yes", "stop")]), encoder))
+    transport = httpx.ASGITransport(application(ScriptedBackend([delta("yes", "stop")]), encoder))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         chat = {"messages": CHAT["messages"]}
         answer = await client.post("/v1/chat/completions", json={**chat, "guided_choice": ["yes", "no"]})

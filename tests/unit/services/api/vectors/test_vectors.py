@@ -16,11 +16,10 @@ import pytest
 import torch
 
 from engine.checkpoint.encoder_config import abilities_of
-from services.api.app import build_app
 from services.api.backend import ModelInfo
 from services.api.text.prompts import PromptEncoder
 from tests.unit.engine.encoders.test_encoders import make_encoder
-from tests.unit.services.api.api_support import ScriptedBackend
+from tests.unit.services.api.api_support import ScriptedBackend, application
 from tests.unit.services.api.engine_backend import EngineBackend, write_checkpoint
 
 pytestmark = pytest.mark.torch
@@ -47,7 +46,7 @@ async def open_model(folders: dict[str, Path]) -> AsyncGenerator[Open, None]:
             ready = backend.engine.worker.ready
             abilities = abilities_of(folders[name])
             backend.model = ModelInfo(name, 0, ready.max_model_len, False, ready.vocab_size, abilities=abilities)
-            transport = httpx.ASGITransport(build_app(backend, PromptEncoder(folders[name])))
+            transport = httpx.ASGITransport(application(backend, PromptEncoder(folders[name])))
             client = httpx.AsyncClient(transport=transport, base_url="http://test")
             stack.push_async_callback(client.aclose)
             return client
@@ -180,7 +179,7 @@ async def test_a_larger_body_is_read_and_a_huge_one_refused(open_model: Open) ->
 
 async def test_what_generates_only_says_so() -> None:
     backend = ScriptedBackend()
-    client = httpx.AsyncClient(transport=httpx.ASGITransport(build_app(backend, None)), base_url="http://test")  # type: ignore[arg-type]
+    client = httpx.AsyncClient(transport=httpx.ASGITransport(application(backend, None)), base_url="http://test")  # type: ignore[arg-type]
     error = await _error(client, "/v1/embeddings", input="hello")
     assert error["code"] == "model_cannot_embed"
     assert not backend.calls
