@@ -80,7 +80,7 @@ class Ledger:
         self._seen = now
         used = self._orphans + sum(seen.ticks for seen in now.values())
         self._ticks[self._file] += max(0, used - self._booked)
-        self._booked = max(used, self._booked)
+        self._booked = used  # less than before where a parent that lives has not waited for its child
 
     def _has_heir(self, seen: Seen, now: dict[int, Seen]) -> bool:
         """Whether some process that lives has waited for it, or for who had."""

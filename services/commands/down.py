@@ -30,7 +30,7 @@ def end_service(address: str, say: Callable[[str], None]) -> list[str]:
         say: Called with one line for each ended application or actor.
 
     Raises:
-        FarsightError: No cluster answers there, or an actor is left.
+        FarsightError: No cluster answers there, or an actor or the application is left.
     """
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS", address)
@@ -43,7 +43,9 @@ def end_service(address: str, say: Callable[[str], None]) -> list[str]:
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise FarsightError(f"no Ray cluster answers at {address}: {error}") from error
     try:
-        return _end_ingress(say) + _end_components(say)
+        ended = _end_ingress(say) + _end_components(say)
+        _wait_forgotten()
+        return ended
     finally:
         ray.shutdown()
 
@@ -76,6 +78,23 @@ def _end_ingress(say: Callable[[str], None]) -> list[str]:
         if actor["namespace"] == _SERVE_NAMESPACE and actor["name"].startswith(prefix):
             _kill(actor["name"], _SERVE_NAMESPACE)
     return ended
+
+
+def _wait_forgotten() -> None:
+    """Waits until Ray Serve has no application of ours; it deletes one by and by.
+
+    Raises:
+        FarsightError: It still has after ``TIMEOUT_S``.
+    """
+    from ray import serve
+
+    from services.launch.launch import APP_NAME
+
+    deadline = time.monotonic() + TIMEOUT_S
+    while APP_NAME in serve.status().applications:
+        if time.monotonic() > deadline:
+            raise FarsightError(f"Ray Serve still has the application {APP_NAME} after {TIMEOUT_S:.0f} s")
+        time.sleep(_LOOK_S)
 
 
 def _end_components(say: Callable[[str], None]) -> list[str]:

@@ -1,6 +1,6 @@
 """``serve deploy deploy/serve.yaml`` and ``farsight down`` on a Ray cluster that was there before.
 
-Slow (about 40 s on two idle cores): a Ray cluster with its dashboard, and Ray Serve within it.
+A Ray cluster with its dashboard, and Ray Serve within it.
 """
 
 from __future__ import annotations

@@ -36,9 +36,7 @@ def ends(found: RunOutcome) -> dict[str, tuple[float, int, int]]:
     }
 
 
-@pytest.mark.parametrize(
-    "preset", [name if name == "farsight-mean" else pytest.param(name, marks=pytest.mark.nightly) for name in PRESETS]
-)
+@EACH_PRESET
 def test_orders_that_take_no_time_are_the_schedulers_own_decisions(preset: str) -> None:
     """To the bit: a question says all that the policy reads, and no order is refused unless something has changed."""
     alone, asked = ends(outcome(preset, None, SCARCE)), ends(outcome(preset, 0.0, SCARCE))
@@ -47,9 +45,7 @@ def test_orders_that_take_no_time_are_the_schedulers_own_decisions(preset: str) 
 
 
 @pytest.mark.parametrize("hop_s", [0.002, 0.5], ids=["in time", "always late"])
-@pytest.mark.parametrize(
-    "preset", [name if name == "farsight-mean" else pytest.param(name, marks=pytest.mark.nightly) for name in PRESETS]
-)
+@EACH_PRESET
 def test_a_hop_costs_no_request_and_little_time(preset: str, hop_s: float) -> None:
     alone, asked = outcome(preset, None, AMPLE), outcome(preset, hop_s, AMPLE)
     assert ends(asked).keys() == ends(alone).keys()
@@ -57,9 +53,7 @@ def test_a_hop_costs_no_request_and_little_time(preset: str, hop_s: float) -> No
     assert means[0] < 1.1 * means[1]
 
 
-@pytest.mark.parametrize(
-    "preset", [name if name == "farsight-mean" else pytest.param(name, marks=pytest.mark.nightly) for name in PRESETS]
-)
+@EACH_PRESET
 def test_a_hop_does_not_make_jobs_drop_each_others_kv_without_end_where_the_host_is_short(preset: str) -> None:
     """``fastserve`` took 4.6 times as long while any number might start above a share of free host memory."""
     alone, asked = outcome(preset, None, SCARCE), outcome(preset, 0.002, SCARCE)
