@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,20 +40,18 @@ settings.register_profile(
 )
 settings.load_profile("farsight")
 
-HERE = Path(__file__).parent
-SYSTEMS = [HERE / name for name in ("actors", "attack", "e2e", "nodes")]
+SYSTEMS = ("tests/actors/", "tests/attack/", "tests/e2e/", "tests/nodes/")
 """Their tests start a Ray, services in it or servers; one process runs them, so that one is open at a time."""
 
-ONLY_NIGHTLY = [HERE / name for name in ("actors", "attack", "nodes", "unit/benchmarks")]
+PAGES = "tests/e2e/pages/"
+"""Their tests share a browser."""
 
-
-def _needs_a_system(path: Path) -> bool:
-    return any(folder in path.parents for folder in SYSTEMS) and "pages" not in path.parts
+ONLY_NIGHTLY = ("tests/actors/", "tests/attack/", "tests/nodes/", "tests/unit/benchmarks/")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if any(folder in item.path.parents for folder in ONLY_NIGHTLY):
+        if item.nodeid.startswith(ONLY_NIGHTLY):
             item.add_marker(pytest.mark.nightly)
 
 
@@ -65,11 +62,12 @@ def pytest_collection_finish() -> None:
 
 
 class OneForSystems(LoadScopeScheduling):
-    """Gives all tests that start systems to one process, and each other file to one."""
+    """Gives all tests that start systems to one process, all pages to one, and each other file to one."""
 
     def _split_scope(self, nodeid: str) -> str:
-        path = HERE.parent / nodeid.partition("::")[0]
-        return "systems" if _needs_a_system(path) else str(path)
+        if nodeid.startswith(PAGES):
+            return PAGES
+        return "systems" if nodeid.startswith(SYSTEMS) else nodeid.partition("::")[0]
 
 
 @pytest.hookimpl(optionalhook=True)

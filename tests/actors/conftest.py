@@ -42,7 +42,7 @@ CONTINUOUS = SchedulerConfig(standby_slots=4, placement="least-work")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if Path(__file__).parent in item.path.parents and item.get_closest_marker("timeout") is None:
+        if item.nodeid.startswith("tests/actors/") and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(TIMEOUT_S))
 
 

@@ -8,7 +8,7 @@ from core.decisions import unpack_decisions
 from core.messages.series import ComponentsQuery, ComponentsReply, SeriesQuery
 from services.ingress.engine_client import EngineClient
 from tests.actors.local_system import System, calm_client, eventually, kill, read, ready_rows
-from tests.actors.test_deaths import FUSED_ELSE_NIGHTLY
+from tests.actors.test_deaths import FUSED
 
 DONE = {
     "Router": "requests placed",
@@ -44,7 +44,7 @@ async def is_seen_whole(client: EngineClient) -> bool:
     return key[0] == key[1] and seen.kv.num_blocks == now.kv.num_blocks
 
 
-@FUSED_ELSE_NIGHTLY
+@FUSED
 async def test_every_kind_tells_what_it_has_done(system: System) -> None:
     async with calm_client(system) as client:
         await ready_rows(client)
@@ -68,7 +68,7 @@ async def test_every_kind_tells_what_it_has_done(system: System) -> None:
         assert (await told(client, "<script>")).lines.rows == ()
 
 
-@FUSED_ELSE_NIGHTLY
+@FUSED
 async def test_a_death_is_kept_with_its_reason(system: System) -> None:
     async with calm_client(system) as client:
         pid = (await ready_rows(client))["worker-1"].pid

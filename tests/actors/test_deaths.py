@@ -50,10 +50,8 @@ FUSED_DEATHS = [
 ]
 
 
-FUSED_ELSE_NIGHTLY = pytest.mark.parametrize(
-    "system", ["fused", pytest.param("split", marks=pytest.mark.nightly)], indirect=True
-)
-"""For what no placement changes: the other one runs in ``make test-long``."""
+FUSED = pytest.mark.parametrize("system", ["fused"], indirect=True)
+"""For what no placement changes."""
 
 
 async def kill_components(client: EngineClient, names: tuple[str, ...]) -> dict[str, ComponentStatus]:
@@ -121,7 +119,7 @@ async def test_a_new_supervisor_starts_who_dies_later(system: System, client: En
         await wait_successors(client, died)
 
 
-@FUSED_ELSE_NIGHTLY
+@FUSED
 async def test_a_resumed_stream_says_so_in_the_log(system: System, client: EngineClient, truth: Truth) -> None:
     async with under_load(client, truth) as load:
         died = await kill_components(client, ("worker-0", "worker-1"))
@@ -145,7 +143,7 @@ async def test_replicas_are_taken_away_and_added_under_load(system: System, clie
     assert {name for name, row in status.items() if row.kind == "ModelWorker"} == {"worker-0", "worker-1"}
 
 
-@FUSED_ELSE_NIGHTLY
+@FUSED
 @pytest.mark.parametrize("kind", ["length-predictor", "serving-time-estimator"])
 async def test_learners_are_added_and_taken_away_under_load(
     system: System, client: EngineClient, truth: Truth, kind: str
