@@ -189,7 +189,7 @@ class LiveStream:
             self._tell()
 
     def show(self) -> bool:
-        """Notes that a client learns of the stream; returns False, and notes nothing, while the store knows nothing of it.
+        """Notes that a client learns of the stream; returns False, and notes nothing, while the store does not know it.
 
         A client that has the id may ask any replica for the stream, and another replica has it from the store alone.
         """
