@@ -345,12 +345,12 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
         return True
 
     async def _watch_ingresses(self) -> None:
-        """Aborts requests of ingress replicas that have stopped polling for tokens, or have never polled."""
+        """Aborts requests of ingress replicas that have died. One that is silent is asked about; it may be busy."""
         while True:
             await asyncio.sleep(TICK_S)
-            for ingress_id in self._channels.silent(self._machine.ingress_ids):
+            for ingress_id in await self.context.gone(self._channels.silent(self._machine.ingress_ids)):
                 keys = self._machine.keys_of(ingress_id)
-                logger.warning("%d requests of silent ingress replicas aborted", len(keys))
+                logger.warning("%d requests of an ingress replica that has died were aborted", len(keys))
                 self._handle(RequestsAborted(keys))
 
 

@@ -259,7 +259,8 @@ class RouterComponent:
 
     def _tick(self) -> None:
         now = self.world.clock.now
-        for ingress_id in [name for name, seen in self._ingresses.items() if now - seen.heard_at > FORGET_INGRESS_S]:
+        silent = [name for name, seen in self._ingresses.items() if now - seen.heard_at > FORGET_INGRESS_S]
+        for ingress_id in [name for name in silent if name not in self.world.network.living]:
             del self._ingresses[ingress_id]
             self.world.tell("router", "%s is lost", ingress_id)
             self._handle(IngressLost(ingress_id), lambda answers: None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -355,14 +355,26 @@ async def test_a_client_that_leaves_ends_the_request_over_there() -> None:
         assert replica.component.queue == 0
 
 
-async def test_an_ingress_replica_that_falls_silent_takes_its_requests_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_ingress_replica_that_has_died_takes_its_requests_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.worker.token_channels.SILENCE_S", math.inf)
     async with served() as (server, replica):
         server.next_s = math.inf
         other = dataclasses.replace(REQUEST, request_id="j-0", ingress_id="j")
         await replica.submit(other)
         await until(lambda: server.open == 1)
+        asked: list[str] = []
+        living = {"j"}
+
+        async def gone(ingress_ids: Collection[str]) -> frozenset[str]:
+            asked.extend(ingress_ids)
+            return frozenset(ingress_ids) - living
+
+        replica.component.context = dataclasses.replace(replica.component.context, gone=gone)
         monkeypatch.setattr("actors.worker.token_channels.SILENCE_S", 0.0)
+        monkeypatch.setattr("actors.external.backend.TICK_S", 0.01)
+        await until(lambda: asked.count("j") >= 3)
+        assert server.open == 1, "it is silent, but lives"
+        living.clear()
         await until(lambda: server.open == 0)
 
 
