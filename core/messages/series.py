@@ -16,6 +16,7 @@ class TrafficCounts:
         ended: Requests that ended, ``failed`` those of them that ended with an error.
         rejected: Requests refused because the service was full.
         ttft, itl, jct: (bucket of ``core.series.durations``, durations in it).
+        abandoned: Those of the ended whose clients left before the end.
     """
 
     ingress_id: str
@@ -27,6 +28,7 @@ class TrafficCounts:
     ttft: tuple[tuple[int, int], ...] = ()
     itl: tuple[tuple[int, int], ...] = ()
     jct: tuple[tuple[int, int], ...] = ()
+    abandoned: int = 0
 
 
 @dataclass(frozen=True, slots=True)
