@@ -43,6 +43,7 @@ from services.ingress.attendance import SUPERVISED_S, Attendance
 from services.ingress.engine_client import EngineClient
 from services.ingress.line_forecasts import line_forecasts
 from services.ingress.liveness import Liveness, publish
+from services.ingress.loopback import keep_on_loopback
 from services.ingress.paced_http import pace_http
 from services.ingress.tenants import TenantExchange
 from services.ingress.traffic import TrafficReports
@@ -79,7 +80,9 @@ class Ingress:
 
     async def __serve_build_asgi_app__(self) -> Any:
         from ray import serve
+        from ray.serve._private import replica
 
+        keep_on_loopback(replica)
         pace = LoopPace()
         server = self._site.config.server
         client = await open_client(self._site, serve.get_replica_context().replica_id.unique_id)
