@@ -202,6 +202,7 @@ async def open_client(site: Site, ingress_id: str = "") -> EngineClient:
         emulated=profile_label(site.config.engine.profile),
         abilities=served_abilities(site),
         sight=served_sight(site),
+        root=site.model_dir,
     )
     client = EngineClient(
         site,
