@@ -212,7 +212,8 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
         self.note("breaker", state=breaker.state.value, reason=breaker.reason)
         self._news_due.set()
         why = f": {breaker.reason}" if breaker.reason else ""
-        logger.warning("%s (%s): the breaker is %s%s", self._replica, self._config.url, breaker.state.value, why)
+        level = logging.INFO if breaker.closed else logging.WARNING
+        logger.log(level, "%s (%s): the breaker is %s%s", self._replica, self._config.url, breaker.state.value, why)
 
     def _release_returned(self) -> None:
         """Returns requests to their ingress replicas, but not before the Router knows that the breaker is open.

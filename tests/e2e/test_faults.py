@@ -79,6 +79,8 @@ def split_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     yield running
     running.stop()
     assert running.process.returncode == 0
+    log = (folder / "server.log").read_text()
+    assert "Traceback" not in log and "Unhandled error" not in log, "a death is told in one line"
 
 
 @pytest.fixture(scope="module")

@@ -76,6 +76,10 @@ def test_no_usage_is_reported(server: Server) -> None:
     assert environment(server)["RAY_USAGE_STATS_ENABLED"] == "0"
 
 
+def test_a_failed_call_that_nobody_waits_for_leaves_no_traceback(server: Server) -> None:
+    assert "RAY_IGNORE_UNHANDLED_ERRORS" in environment(server)
+
+
 def test_every_process_is_as_nice_as_the_server(server: Server) -> None:
     """Ray adds 15 to the niceness of its workers by default. Threads that learn are nicer on purpose."""
     expected = psutil.Process(server.process.pid).nice()

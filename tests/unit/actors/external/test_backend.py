@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import math
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
@@ -251,6 +252,14 @@ async def test_a_server_that_does_not_pass_its_probe_gets_no_requests(
         await replica.submit(REQUEST)
         returned = await replica.end_of()
         assert [each.finish_reason for each in returned] == ["abort"], "it goes elsewhere at once"
+
+
+async def test_only_a_breaker_that_opens_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "actors.external.backend")
+    async with served(token_timeout_s=0.1):
+        pass
+    (line,) = [each for each in caplog.records if "the breaker is" in each.getMessage()]
+    assert (line.levelname, line.getMessage().rpartition(": ")[2]) == ("INFO", "the breaker is closed")
 
 
 async def test_a_server_without_a_health_page_is_well() -> None:
