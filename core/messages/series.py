@@ -13,22 +13,22 @@ class TrafficCounts:
     """From an ingress replica to the Supervisor: its counts since it started, so that a lost report loses nothing.
 
     Attributes:
-        ended: Requests that ended, ``failed`` those of them that ended with an error.
+        ended: Requests that ended, ``failed`` those of them that ended with an error, ``abandoned`` those whose clients
+            left before the end.
         rejected: Requests refused because the service was full.
         ttft, itl, jct: (bucket of ``core.series.durations``, durations in it).
-        abandoned: Those of the ended whose clients left before the end.
     """
 
     ingress_id: str
     ended: int = 0
     failed: int = 0
+    abandoned: int = 0
     rejected: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
     ttft: tuple[tuple[int, int], ...] = ()
     itl: tuple[tuple[int, int], ...] = ()
     jct: tuple[tuple[int, int], ...] = ()
-    abandoned: int = 0
 
 
 @dataclass(frozen=True, slots=True)

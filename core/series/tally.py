@@ -40,8 +40,8 @@ class TrafficTally:
     def counts(self, ingress_id: str) -> TrafficCounts:
         """All counts as they are now."""
         durations = (tuple(sorted(each.items())) for each in (self._ttft, self._itl, self._jct))
-        sums = (self._ended, self._failed, self.rejected, self._prompt_tokens, self._output_tokens)
-        return TrafficCounts(ingress_id, *sums, *durations, abandoned=self._abandoned)
+        sums = (self._ended, self._failed, self._abandoned, self.rejected, self._prompt_tokens, self._output_tokens)
+        return TrafficCounts(ingress_id, *sums, *durations)
 
 
 def _count(counts: dict[int, int], duration_s: float, n: int) -> None:

@@ -43,11 +43,11 @@ from services.ingress.attendance import SUPERVISED_S, Attendance
 from services.ingress.engine_client import EngineClient
 from services.ingress.line_forecasts import line_forecasts
 from services.ingress.liveness import Liveness, publish
-from services.ingress.loopback import keep_on_loopback
 from services.ingress.paced_http import pace_http
 from services.ingress.tenants import TenantExchange
 from services.ingress.traffic import TrafficReports
 from services.proxy.haproxy import PROXY_DIRECTORY_VARIABLE
+from services.proxy.loopback import keep_on_loopback
 from services.proxy.timed_http import ConnectionLimits
 from services.run_file import ADMIN_TOKEN_VARIABLE
 

@@ -126,7 +126,7 @@ def test_a_request_whose_client_left_is_among_those_that_ended() -> None:
     h.arrive(replace(own[0], attempt=1))
     h.arrive(replace(own[0], attempt=2))
     view.closed(h.closed[-1])
-    assert len(h.closed) == 3 and len(view.of(h.now, 1).ended) == 2, "a later attempt goes on: nobody has left"
+    assert len(h.closed) == 3 and len(view.of(h.now, 1).ended) == 2, "a later attempt goes on: no client has left"
 
 
 def test_requests_that_cannot_be_explained_are_not_kept_for_ever() -> None:

@@ -86,11 +86,10 @@ def test_a_model_that_lies_on_this_machine_brings_its_tokenizer(
     assert fronted("http://v", model="qwen")[0].model.path == ""
 
 
-def test_our_own_server_says_where_its_tokenizer_is(tmp_path: Path) -> None:
+def test_our_own_server_says_where_its_tokenizer_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served = {"id": "mine", "owned_by": "farsight", "max_model_len": 1024, "root": str(tmp_path)}
-    pages = {"/v1/models": {"data": [served]}}
-    tables = front_tables(["http://mine"], None, None, {"probe_timeout_s": 60.0}, lambda _, path: pages[path], print)
-    config = make_config(tables)
+    monkeypatch.setitem(SERVERS, "http://mine", {"/v1/models": {"data": [served]}})
+    config, _ = fronted("http://mine", probe_timeout_s=60.0)
     assert (config.model.path, config.replica[0].prompt) == (str(tmp_path), "tokens")
     assert config.replica[0].probe_timeout_s == 60
 

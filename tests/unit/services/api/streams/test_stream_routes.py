@@ -82,7 +82,7 @@ async def cut_off(service: Service, method: str, path: str, replica: int, body: 
         "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
     }
     async with asyncio.timeout(60):
-        await transport.app(scope, receive, send)  # type: ignore[arg-type]
+        await transport.app(scope, receive, send)
     return await begun
 
 

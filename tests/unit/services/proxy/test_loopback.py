@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from services.ingress.loopback import keep_on_loopback
+from services.proxy.loopback import keep_on_loopback
 
 
 def test_the_server_is_bound_to_the_loopback_interface_whatever_ray_asks_for() -> None:

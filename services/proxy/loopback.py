@@ -10,7 +10,7 @@ LOOPBACK = "127.0.0.1:0"
 def keep_on_loopback(replica: ModuleType) -> None:
     """Has Ray Serve's server for calls between deployments, which takes pickles, listen on the loopback interface.
 
-    There is one deployment, so nobody calls it. Ray binds it to ``[::]`` and has no setting for its address.
+    There is one deployment, so it gets no call. Ray binds it to ``[::]`` and has no setting for its address.
 
     Args:
         replica: ``ray.serve._private.replica``, before it starts the server.
