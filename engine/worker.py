@@ -385,11 +385,11 @@ class Worker:
         return outputs
 
     def abort_ingress(self, ingress_id: str) -> list[Output]:
-        """Ends every sequence whose client is held by an ingress replica that has fallen silent; between steps."""
+        """Ends every sequence whose client is held by an ingress replica that has died; between steps."""
         orphans = [rid for rid, sequence in self._sequences.items() if sequence.request.ingress_id == ingress_id]
         outputs: list[Output] = []
         for request_id in orphans:
-            outputs += self._end(request_id, SequenceStatus.FINISHED_ABORTED, "the ingress replica fell silent")
+            outputs += self._end(request_id, SequenceStatus.FINISHED_ABORTED, "the ingress replica died")
         return outputs
 
     @property

@@ -20,6 +20,7 @@ import httpx
 RESUME_S = 60.0
 """The server keeps a stream for so long without a client."""
 
+STREAM_HEADER = "X-Farsight-Stream"
 RETRY_S = 0.1
 AGAIN = (429, 502, 503, 504)
 """Statuses after which the same request may be sent again."""
@@ -45,10 +46,9 @@ class ResumingTransport(httpx.BaseTransport):
         request.headers["X-Farsight-Resumable"] = "true"
         # Until the answer begins nothing of it is known here, so the request is simply sent again.
         response = self.send(request)
-        stream_id = response.headers.get("X-Farsight-Stream")
-        if stream_id is None:
+        if STREAM_HEADER not in response.headers:
             return response  # an error, or a server without resumable streams
-        resumed = _ResumedStream(self, request, response, stream_id)
+        resumed = _ResumedStream(self, request, response)
         return httpx.Response(response.status_code, headers=response.headers, stream=resumed)
 
     def send(self, request: httpx.Request) -> httpx.Response:
@@ -74,15 +74,13 @@ class ResumingTransport(httpx.BaseTransport):
 class _ResumedStream(httpx.SyncByteStream):
     """The bytes of all connections as of one, event by event."""
 
-    def __init__(
-        self, transport: ResumingTransport, request: httpx.Request, response: httpx.Response, stream_id: str
-    ) -> None:
+    def __init__(self, transport: ResumingTransport, request: httpx.Request, response: httpx.Response) -> None:
         self._transport = transport
+        self._request = request
         self._response = response
-        self._url = request.url.copy_with(path=f"/v1/streams/{stream_id}", query=None)
+        self._stream_id = response.headers[STREAM_HEADER]
         names = ("host", "authorization", "x-api-key", "user-agent")
         self._headers = {name: request.headers[name] for name in names if name in request.headers}
-        self._extensions = request.extensions
         self._last_id = ""
 
     def __iter__(self) -> Iterator[bytes]:
@@ -102,10 +100,16 @@ class _ResumedStream(httpx.SyncByteStream):
                 return
 
     def _go_on(self) -> bool:
-        """Connects again behind the last event; False if it was the last one of the stream."""
+        """Connects again behind the last event; returns False if it was the last one of the stream."""
         headers = {**self._headers, **({"Last-Event-ID": self._last_id} if self._last_id else {})}
-        request = httpx.Request("GET", self._url, headers=headers, extensions=self._extensions)
+        url = self._request.url.copy_with(path=f"/v1/streams/{self._stream_id}", query=None)
+        request = httpx.Request("GET", url, headers=headers, extensions=self._request.extensions)
         self._response = self._transport.send(request)
+        if self._response.status_code == 404 and not self._last_id:
+            # The server has lost the stream, but nothing of it was read: the request may be sent again.
+            self._response.close()
+            self._response = self._transport.send(self._request)
+            self._stream_id = self._response.headers.get(STREAM_HEADER, "")
         if self._response.status_code not in (200, 204):
             self._response.read()
             raise httpx.ReadError(f"the stream cannot be resumed: {self._response.text}", request=request)

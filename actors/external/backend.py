@@ -212,7 +212,8 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
         self.note("breaker", state=breaker.state.value, reason=breaker.reason)
         self._news_due.set()
         why = f": {breaker.reason}" if breaker.reason else ""
-        logger.warning("%s (%s): the breaker is %s%s", self._replica, self._config.url, breaker.state.value, why)
+        level = logging.INFO if breaker.closed else logging.WARNING
+        logger.log(level, "%s (%s): the breaker is %s%s", self._replica, self._config.url, breaker.state.value, why)
 
     def _release_returned(self) -> None:
         """Returns requests to their ingress replicas, but not before the Router knows that the breaker is open.
@@ -345,12 +346,12 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
         return True
 
     async def _watch_ingresses(self) -> None:
-        """Aborts requests of ingress replicas that have stopped polling for tokens, or have never polled."""
+        """Aborts requests of ingress replicas that have died. One that is silent is asked about; it may be busy."""
         while True:
             await asyncio.sleep(TICK_S)
-            for ingress_id in self._channels.silent(self._machine.ingress_ids):
+            for ingress_id in await self.context.gone(self._channels.silent(self._machine.ingress_ids)):
                 keys = self._machine.keys_of(ingress_id)
-                logger.warning("%d requests of silent ingress replicas aborted", len(keys))
+                logger.warning("%d requests of an ingress replica that has died were aborted", len(keys))
                 self._handle(RequestsAborted(keys))
 
 

@@ -41,9 +41,6 @@ _PROBE = Request("probe", 0, "", (0,), SamplingParams(1))
 _PROBE_CHAT = PromptSource(messages=(("user", "a"),))
 _PROBE_TEXT = PromptSource("a")
 
-PROBE_S = 10.0
-"""A server that takes longer than so many seconds to answer a health check counts as failed."""
-
 MAX_PAGE_BYTES = 1 << 20
 """Most of a list of models, or of a page of health, that is read."""
 
@@ -190,7 +187,7 @@ class OpenAIServer:
 
     async def _get(self, path: str, *, may_lack: bool = False) -> bytes:
         assert self._session is not None
-        limit_s = min(PROBE_S, self._config.first_token_timeout_s)
+        limit_s = self._config.probe_timeout_s
         due_at = asyncio.get_running_loop().time() + limit_s
         message = f"no answer to GET {path} within {limit_s:g} s"
         asked = self._session.get(self._config.base_url + path, allow_redirects=False)  # as in _post

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from prometheus_client import CollectorRegistry
 
 from actors.calls.message import declared
+from actors.runtime.ingress_lives import Gone, all_gone
 from actors.runtime.names import ROUTER
 from actors.runtime.peer import PeerBook, Site
 from core.config.load import FarsightConfig
@@ -37,6 +38,7 @@ class ComponentContext:
         peers: Finds the other components, in this process or elsewhere.
         registry: Where its metrics go; served by its process under /metrics.
         degraded: Why it works less well than it should; its status and its metrics show it.
+        gone: Tells which silent ingress replicas have died.
         count_refused: Called with (component, method, field) for every message that is refused.
     """
 
@@ -47,6 +49,7 @@ class ComponentContext:
     registry: CollectorRegistry
     count_refused: Callable[[str, str, str], None] = lambda component, method, field: None
     degraded: Degraded = field(default_factory=Degraded)
+    gone: Gone = all_gone
 
     @property
     def config(self) -> FarsightConfig:

@@ -19,6 +19,7 @@ from actors.calls.message import declared
 from actors.pulse.process_clock import own_life
 from actors.runtime.component import Component, ComponentContext, component_class
 from actors.runtime.health import HealthServer
+from actors.runtime.ingress_lives import gone_ingresses
 from actors.runtime.log_lines import send_log_lines
 from actors.runtime.metrics import RefusedMessages, show_degraded
 from actors.runtime.names import HOST
@@ -189,7 +190,9 @@ class ComponentHost(HostCalls):
 
     def _make(self, name: str, config: FarsightConfig) -> Component:
         site = dataclasses.replace(self._site, config=config)
-        context = ComponentContext(name, site, self._restarts, self._peers, self._registry, self._refused.count)
+        context = ComponentContext(
+            name, site, self._restarts, self._peers, self._registry, self._refused.count, gone=gone_ingresses
+        )
         component = component_class(name, config)(context)
         component.failed.add_done_callback(self._component_failed)
         return component

@@ -383,6 +383,14 @@ class RequestMetrics:
         )
         # All of them from the start: a series that begins at 1 has no increase to see.
         self._ended = {reason: success.labels(**labels, finished_reason=reason) for reason in FINISH_REASONS}
+        abandoned = _family(
+            registry,
+            Counter,
+            "farsight:abandoned_requests",
+            "Requests whose clients left before the end, before or after the first token.",
+            (*_LABELS, "when"),
+        )
+        self._abandoned = [abandoned.labels(**labels, when=f"{when}_first_token") for when in ("before", "after")]
         self._rejections = _family(
             registry, Counter, "vllm:admission_rejections", "Requests refused unstarted.", (*_LABELS, "reason")
         )
@@ -430,6 +438,8 @@ class RequestMetrics:
             KeyError: ``reason`` is none of ``FINISH_REASONS``.
         """
         self._ended[reason].inc()
+        if reason == "abort":
+            self._abandoned[ttft_s is not None].inc()
         self._jct.observe(jct_s, exemplar)
         self._prompt_len.observe(prompt_len)
         self._output_len.observe(output_len)

@@ -46,6 +46,10 @@ LOOK_AGAIN_S = 0.05
 """How often a lost peer is looked for."""
 
 
+AWAY_S = 10.0
+"""Work that cannot go on because a component is away says so no more often."""
+
+
 class PeerLost(FarsightError):
     """The process of the component is gone, or not there yet; whether it took the message is unknown."""
 
@@ -240,10 +244,20 @@ async def wait_for(event: asyncio.Event, timeout_s: float) -> None:
 
 
 async def again_and_again(work: Callable[[], Coroutine[Any, Any, None]], pause_s: float) -> None:
-    """Runs work that never ends by itself. What breaks it is logged, and it begins again: it keeps no state."""
+    """Runs work that never ends by itself. What breaks it is logged, and it begins again: it keeps no state.
+
+    A component that is away is no fault of the work: one line in ``AWAY_S`` says so.
+    """
+    name, told_at = getattr(work, "__qualname__", work), -AWAY_S
     while True:
         try:
             await work()
+        except PeerLost as error:
+            now = asyncio.get_running_loop().time()
+            if now - told_at >= AWAY_S:
+                logger.warning("%s waits: %s is away", name, error)
+                told_at = now
+            await asyncio.sleep(pause_s)
         except Exception:
-            logger.exception("%s broke and begins again", getattr(work, "__qualname__", work))
+            logger.exception("%s broke and begins again", name)
             await asyncio.sleep(pause_s)

@@ -74,7 +74,7 @@ LOST_AFTER_S = 3.0
 """An ingress replica that has not announced itself for so long is shown as lost ..."""
 
 FORGET_AFTER_S = 10.0
-"""... and after so long its requests are aborted and it is shown no more."""
+"""... and after so long, if it has died, its requests are aborted and it is shown no more."""
 
 NUM_PREFIXES = 40
 """Nodes of the prefix tree that are shown."""
@@ -392,15 +392,20 @@ class FleetShell(Component, RouterCalls):
         peers = self.context.peers
         counts = initial_counts(self.context.config)
         for turn in itertools.count():
-            now = time.monotonic()
-            for ingress_id in [i for i, seen in self._ingresses.items() if now - seen.heard_at > FORGET_AFTER_S]:
-                del self._ingresses[ingress_id]
-                await self._handle(IngressLost(ingress_id))
+            await self._lose_dead()
             counts = await current_counts(peers, counts)
             await self._learn(peers.length_predictor(turn % counts.length_predictors))
             outlook = self._outlook()
             self._queue_delay.set(queue_delay_s(outlook, outlook.num_replicas))
             await asyncio.sleep(TICK_S)
+
+    async def _lose_dead(self) -> None:
+        """Aborts the requests of ingress replicas that have died; one that is only silent may be busy."""
+        now = time.monotonic()
+        silent = [name for name, seen in self._ingresses.items() if now - seen.heard_at > FORGET_AFTER_S]
+        for ingress_id in await self.context.gone(silent):
+            del self._ingresses[ingress_id]
+            await self._handle(IngressLost(ingress_id))
 
     async def _learn(self, predictor: LengthPredictorCalls) -> None:
         try:

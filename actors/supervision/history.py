@@ -195,6 +195,7 @@ def _ingress_counts(counts: TrafficCounts | None) -> tuple[Count, ...]:
     return (
         Count("requests ended", counts.ended),
         Count("requests failed", counts.failed),
+        Count("requests abandoned", counts.abandoned),
         Count("requests refused", counts.rejected),
         Count("prompt tokens", counts.prompt_tokens),
         Count("output tokens", counts.output_tokens),

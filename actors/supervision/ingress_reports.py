@@ -1,11 +1,21 @@
-"""What the ingress replicas have open, and whether the whole service drains: a state machine without a clock."""
+"""What the ingress replicas have open, and whether the whole service drains: a state machine without a clock, and the
+task that tells it who has died."""
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Collection
+
+from actors.runtime.ingress_lives import Gone
 from core.messages.drains import DrainProgress, DrainService, IngressReport
 
-FORGET_S = 3.0
-"""An ingress replica that has not reported for so many seconds has ended, and its requests with it."""
+SILENCE_S = 3.0
+"""An ingress replica that has not reported for so many seconds may have died. Until that is known, its requests
+count: a busy one still has them."""
+
+TICK_S = 1.0
+"""How often silent ingress replicas are asked about."""
 
 
 class IngressReports:
@@ -25,7 +35,6 @@ class IngressReports:
             now: Seconds, never less than in an earlier call.
         """
         self._until = now + order.drain_s
-        self._forget(now)
         reports = [report for _, report in self._reports.values()]
         all_done = all(report.is_draining and not report.num_open for report in reports)
         return DrainProgress(sum(report.num_open for report in reports), all_done and len(reports) >= order.num_ingress)
@@ -33,7 +42,6 @@ class IngressReports:
     def report(self, report: IngressReport, now: float) -> float | None:
         """Takes a report; returns the seconds that are left of a drain, None without one."""
         self._reports[report.ingress_id] = now, report
-        self._forget(now)
         return None if self._until is None else max(0.0, self._until - now)
 
     def model_version(self) -> int | None:
@@ -44,6 +52,17 @@ class IngressReports:
         """The lowest version of an open request; None without an ingress replica."""
         return min((report.oldest_version for _, report in self._reports.values()), default=None)
 
-    def _forget(self, now: float) -> None:
-        for ingress_id in [each for each, (heard_at, _) in self._reports.items() if now - heard_at > FORGET_S]:
-            del self._reports[ingress_id]
+    def silent(self, now: float) -> list[str]:
+        """Returns the ingress replicas that may have died."""
+        return [each for each, (heard_at, _) in self._reports.items() if now - heard_at > SILENCE_S]
+
+    def forget(self, ingress_ids: Collection[str]) -> None:
+        """Drops ingress replicas that have died, and their requests with them."""
+        for ingress_id in ingress_ids:
+            self._reports.pop(ingress_id, None)
+
+    async def watch(self, gone: Gone) -> None:
+        """Forgets who has died; never returns."""
+        while True:
+            self.forget(await gone(self.silent(time.monotonic())))
+            await asyncio.sleep(TICK_S)

@@ -125,6 +125,7 @@ class Supervisor(Component, SupervisorCalls):
             self.spawn(self._finish_drain(replica))
         if self._upgrade.is_under_way:
             self.spawn(self._finish_upgrade())
+        self.spawn(self._ingresses.watch(self.context.gone))
         scaler = Autoscaler(self.context.config, self.context.peers, lambda: self._counts, self._scale)
         for task in scaler.tasks():
             self.spawn(task)
@@ -185,8 +186,7 @@ class Supervisor(Component, SupervisorCalls):
 
     async def attend(self, report: IngressReport) -> IngressOrders:
         drain_s = self._ingresses.report(report, time.monotonic())
-        state = self._upgrade.state
-        upgrade = self._upgrade
+        upgrade, state = self._upgrade, self._upgrade.state
         return IngressOrders(drain_s, state.current, state.oldest, upgrade.switch_in_s(), upgrade.limits())
 
     async def drain_service(self, order: DrainService) -> DrainProgress:

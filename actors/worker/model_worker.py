@@ -294,19 +294,19 @@ class ModelWorker(Component, WorkerCalls):
             worker.stall(stalled)
 
     async def _watch_ingresses(self) -> None:
-        """Ends what belongs to ingress replicas that have fallen silent, or have never asked for their tokens."""
+        """Ends what belongs to ingress replicas that have died. One that is silent is asked about; it may be busy."""
         assert self._steps is not None
         worker = self._built.result()
         while True:
             await asyncio.sleep(TICK_S)
             with self._locked:
                 owners = worker.ingress_ids
-            for ingress_id in self._channels.silent(owners):
+            for ingress_id in await self.context.gone(self._channels.silent(owners)):
                 self._steps.abort_ingress(ingress_id)
                 self._wake.set()
 
     def _after_abort(self, outputs: list[Output]) -> None:
-        logger.warning("%d requests of silent ingress replicas aborted", len(outputs))
+        logger.warning("%d requests of an ingress replica that has died were aborted", len(outputs))
         self._dispatch(outputs)
         self._report_due.set()
 

@@ -32,10 +32,11 @@ POLL_TIMEOUT_S = 1.0
 """An idle long poll answers after this time, so that both sides know the other lives."""
 
 SILENCE_S = 2.0
-"""An ingress replica that has not polled for this long has lost its clients: their requests are aborted."""
+"""An ingress replica that has not polled for this long may have died: it is found out."""
 
 FORGET_S = 60.0
-"""After this silence what was kept for an ingress replica is dropped; its channel stays, for its numbers go on."""
+"""After this silence what is kept for an ingress replica without requests here is dropped, its last words too: it
+hears of them from the Router. Its channel stays, for its numbers go on."""
 
 
 class TokenOutbox:
@@ -197,7 +198,7 @@ class TokenChannels:
         return slow | {ingress_id: None for ingress_id, channel in self._channels.items() if channel.full}
 
     def silent(self, owners: Collection[str]) -> list[str]:
-        """Those of these ingress replicas that have lost their clients; what is kept for others long silent goes."""
+        """Returns those of these ingress replicas that may have died, and drops what is kept for others long silent."""
         for ingress_id, channel in self._channels.items():
             if channel.silent_s > FORGET_S and ingress_id not in owners:
                 channel.clear()

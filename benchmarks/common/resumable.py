@@ -54,11 +54,12 @@ class Client:
     async def _read_all(self, session: aiohttp.ClientSession, stream: Stream) -> None:
         stream_id = last_id = ""
         while not stream.done and not self.failures:
-            asked = "GET" if last_id else "POST"
-            address = f"/v1/streams/{stream_id}" if last_id else self.path
-            headers = {"Last-Event-ID": last_id} if last_id else {"X-Farsight-Resumable": "true"}
-            body = None if last_id else self.body_of(self.index, self.num_tokens)
-            self.num_resumed += bool(last_id)
+            asked = "GET" if stream_id else "POST"
+            address = f"/v1/streams/{stream_id}" if stream_id else self.path
+            headers = {} if stream_id else {"X-Farsight-Resumable": "true"}
+            headers |= {"Last-Event-ID": last_id} if last_id else {}
+            body = None if stream_id else self.body_of(self.index, self.num_tokens)
+            self.num_resumed += bool(stream_id)
             try:
                 async with session.request(asked, address, json=body, headers=headers) as reply:
                     self.statuses[reply.status] = self.statuses.get(reply.status, 0) + 1

@@ -32,6 +32,8 @@ class ReplicaConfig:
         connect_timeout_s: Longest wait for a connection, in seconds.
         first_token_timeout_s: Longest wait for the first token after the request was sent, in seconds.
         token_timeout_s: Longest wait for each later token, in seconds.
+        probe_timeout_s: Longest wait for the answer to a probe (``/health``, ``/v1/models``), in seconds. A server that
+            has a request gets no probe.
     """
 
     backend: str = ""
@@ -45,6 +47,7 @@ class ReplicaConfig:
     connect_timeout_s: float = 5.0
     first_token_timeout_s: float = 60.0
     token_timeout_s: float = 30.0
+    probe_timeout_s: float = 10.0
 
     def __post_init__(self) -> None:
         backends = f"one of {', '.join(REPLICA_BACKENDS)}; replicas of our own engine are counted by model.replicas"
@@ -55,7 +58,7 @@ class ReplicaConfig:
         _require(self.max_num_seqs >= 1, "max_num_seqs", self.max_num_seqs, "an integer >= 1")
         for name in ("max_model_len", "kv_tokens"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "an integer >= 0")
-        for name in ("connect_timeout_s", "first_token_timeout_s", "token_timeout_s"):
+        for name in ("connect_timeout_s", "first_token_timeout_s", "token_timeout_s", "probe_timeout_s"):
             _require(getattr(self, name) > 0, name, getattr(self, name), "a number > 0")
 
     @property

@@ -13,7 +13,8 @@ class TrafficCounts:
     """From an ingress replica to the Supervisor: its counts since it started, so that a lost report loses nothing.
 
     Attributes:
-        ended: Requests that ended, ``failed`` those of them that ended with an error.
+        ended: Requests that ended, ``failed`` those of them that ended with an error, ``abandoned`` those whose clients
+            left before the end.
         rejected: Requests refused because the service was full.
         ttft, itl, jct: (bucket of ``core.series.durations``, durations in it).
     """
@@ -21,6 +22,7 @@ class TrafficCounts:
     ingress_id: str
     ended: int = 0
     failed: int = 0
+    abandoned: int = 0
     rejected: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0

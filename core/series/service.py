@@ -32,7 +32,7 @@ FORECASTS = tuple(field.name for field in dataclasses.fields(ForecastTally))
 """Columns ``forecast_...``: what came of forecasts a second. Their ratios are errors and shares, over any span."""
 
 RATES = (
-    *("prompt_tokens", "output_tokens", "ended", "failed", "rejected", "moved_bytes"),
+    *("prompt_tokens", "output_tokens", "ended", "failed", "abandoned", "rejected", "moved_bytes"),
     *(f"forecast_{name}" for name in FORECASTS),
 )
 GAUGES = ("running", "waiting", "kv_used", "kv_peak", "queue_delay_s")
@@ -117,7 +117,7 @@ class ServiceSeries:
         if before is None:
             return
         known = before[0]
-        for name in ("prompt_tokens", "output_tokens", "ended", "failed", "rejected"):
+        for name in ("prompt_tokens", "output_tokens", "ended", "failed", "abandoned", "rejected"):
             self._second.count(name, max(0, getattr(counts, name) - getattr(known, name)))
         for name in DURATIONS:
             add_counts(self._second.durations[name], more_since(getattr(counts, name), getattr(known, name)))

@@ -11,7 +11,7 @@ class TrafficTally:
 
     def __init__(self) -> None:
         self.rejected = 0
-        self._ended = self._failed = self._prompt_tokens = self._output_tokens = 0
+        self._ended = self._failed = self._abandoned = self._prompt_tokens = self._output_tokens = 0
         self._ttft: dict[int, int] = {}
         self._itl: dict[int, int] = {}
         self._jct: dict[int, int] = {}
@@ -32,13 +32,15 @@ class TrafficTally:
         self._prompt_tokens += prompt_len
         if reason == "error":
             self._failed += 1
-        elif reason != "abort":
+        elif reason == "abort":
+            self._abandoned += 1
+        else:
             _count(self._jct, jct_s, 1)
 
     def counts(self, ingress_id: str) -> TrafficCounts:
         """All counts as they are now."""
         durations = (tuple(sorted(each.items())) for each in (self._ttft, self._itl, self._jct))
-        sums = (self._ended, self._failed, self.rejected, self._prompt_tokens, self._output_tokens)
+        sums = (self._ended, self._failed, self._abandoned, self.rejected, self._prompt_tokens, self._output_tokens)
         return TrafficCounts(ingress_id, *sums, *durations)
 
 

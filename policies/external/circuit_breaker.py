@@ -31,7 +31,8 @@ class BreakerRules:
         window_s: Failures older than so many seconds do not count.
         pause_s: Seconds from opening to the first probe; doubled each time, until a request succeeds, up to
             ``max_pause_s``.
-        check_s: Seconds between probes while the breaker is closed; ``recheck_s`` after a probe that failed.
+        check_s: Seconds between probes while the breaker is closed, and from an answer to the next probe; ``recheck_s``
+            after a probe that failed.
     """
 
     max_failures: int = 3
@@ -105,6 +106,8 @@ class CircuitBreaker:
             case Succeeded():
                 self._pause_s = self.rules.pause_s
                 self._failed_at.clear()
+                if self.closed:  # an answer says more than a probe
+                    self.probe_at = max(self.probe_at, now + self.rules.check_s)
             case Failed(reason, trips):
                 if self.closed:
                     self._fail(reason, trips, now)

@@ -302,6 +302,8 @@ class BackendScheduler:
     def _ask(self, now: float) -> list[BackendInstruction]:
         if self._probing or now < self.breaker.probe_at:
             return []
+        if self.breaker.closed and self._num_sent:
+            return []  # its requests show how it is, and some servers break off a stream when they are asked anything
         self._probing = True
         return [*self._judge(ProbeBegun(), now), AskServer(generates=not self.breaker.closed)]
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from core.decisions import unpack_decisions
 from core.forecast import QUANTILES, Forecast
 from core.messages.live import EndedRequest, ForecastTally, LiveRequest, MemoryPoint, ReplicaLive
 from core.promise import Promise
@@ -60,6 +61,7 @@ class SchedulerWatch:
         """The decisions about a request are complete."""
         end = self._just_ended.pop(account.request_id, None)
         if end is None:
+            self._note_abandoned(account)
             return
         reason = end.finished.status.finish_reason or ""
         origin, forecast = account.origin, end.forecast
@@ -72,6 +74,24 @@ class SchedulerWatch:
                 predicted_len=None if forecast is None else forecast.mean,
                 took_s=end.ended_at - end.arrived_at,
                 most_len=None if forecast is None else forecast.quantiles[_Q90],
+            )
+        )
+
+    def _note_abandoned(self, account: AccountClosed) -> None:
+        """Lists a request that left unfinished because its client did; the worker has said nothing of its end."""
+        decisions = unpack_decisions(account.decisions)
+        if not decisions or decisions[-1].kind != "aborted":
+            return
+        forecast = next((each.facts for each in reversed(decisions) if each.kind == "forecast"), {})
+        self._ended.appendleft(
+            EndedRequest(
+                response_id=account.origin.response_id,
+                choice=account.origin.choice,
+                reason="abort",
+                output_len=int(decisions[-1].facts["output_tokens"]),
+                predicted_len=_number(forecast.get("mean_tokens")),
+                took_s=decisions[-1].at - decisions[0].at,
+                most_len=_number(forecast.get("q90_tokens")),
             )
         )
 
@@ -162,6 +182,10 @@ class SchedulerWatch:
             eta_p50=None if end is None else end.p50_s,
             eta_p90=None if end is None else end.p90_s,
         )
+
+
+def _number(fact: float | str | None) -> float | None:
+    return None if fact is None else float(fact)
 
 
 def _counted(tally: ForecastTally, forecast: Forecast, output_len: int) -> ForecastTally:

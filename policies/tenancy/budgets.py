@@ -101,10 +101,15 @@ class LocalBudget:
             self.requests.set_limit(limits.requests_per_minute, now)
             self.tokens.set_limit(limits.tokens_per_minute, now)
 
-    def admit(self, now: float) -> Excess | None:
-        """Counts a request that begins; None if it may. ``done`` ends an admitted one."""
+    def admit(self, now: float, *, resumes: bool = False) -> Excess | None:
+        """Counts a request that begins; returns None if it may. ``done`` ends an admitted one.
+
+        Args:
+            resumes: The request reads on a stream whose own request is in flight already (``hold``), so the limit of
+                requests in flight does not refuse it.
+        """
         self.is_due, self.used_at = True, now
-        excess = self._excess(now)
+        excess = self._excess(now, resumes=resumes)
         if excess is not None:
             self._rejected += 1
             return excess
@@ -113,9 +118,9 @@ class LocalBudget:
         self.in_flight += 1
         return None
 
-    def _excess(self, now: float) -> Excess | None:
+    def _excess(self, now: float, *, resumes: bool) -> Excess | None:
         limits = self.limits
-        if limits.max_in_flight and self.in_flight + self._elsewhere >= limits.max_in_flight:
+        if limits.max_in_flight and not resumes and self.in_flight + self._elsewhere >= limits.max_in_flight:
             return Excess("in_flight", limits.max_in_flight, 1.0)
         wait_s = self.requests.wait_s(1.0, now)
         if wait_s > 0:

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from core.errors import FarsightError
 from core.exposition import OPEN_METRICS_TYPE, PLAIN_TYPE, accepts_open_metrics
 from core.messages.placement import PlacementView
+from services.api.access.caller import may_observe
 from services.api.access.door import Door
 from services.api.access.install import install_door, route_paths, routes_of, usage_routes
 from services.api.access.metered import MeteredBackend
@@ -186,12 +187,13 @@ def _model_routes(backend: GenerationBackend) -> APIRouter:
 
     @router.get("/models")
     async def list_models() -> ModelList:
-        return ModelList(data=[model_card(backend.model, name) for name in backend.model.names])
+        tells_root = may_observe()
+        return ModelList(data=[model_card(backend.model, name, tells_root=tells_root) for name in backend.model.names])
 
     @router.get("/models/{model_id:path}")
     async def get_model(model_id: str) -> ModelCard:
         check_model(model_id, backend.model)
-        return model_card(backend.model, model_id)
+        return model_card(backend.model, model_id, tells_root=may_observe())
 
     return router
 

@@ -37,6 +37,8 @@ class ModelInfo:
         version: Version of the weights that new requests run on.
         abilities: What it can do.
         sight: How it sees; None if it reads text alone.
+        root: Directory or file of the model and its tokenizer on the server's machine, for clients that may know it;
+            empty where there is none.
     """
 
     name: str
@@ -51,6 +53,7 @@ class ModelInfo:
     aliases: tuple[str, ...] = ()
     end_ids: tuple[int, ...] = ()
     sight: Sight | None = None
+    root: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:

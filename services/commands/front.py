@@ -25,7 +25,7 @@ from services.commands.front_servers import (
 from services.launch.failures import failing_in_two_lines
 
 FIRST_LOOK_S = 15.0
-"""Seconds for the answers of a server before the service starts."""
+"""Default of the seconds for the answers of a server before the service starts."""
 
 Say = Callable[[str], None]
 Tables = dict[str, Any]
@@ -46,6 +46,10 @@ def front(
     max_model_len: Annotated[
         int | None, typer.Option(min=1, help="Longest sequence on a server, in tokens; default: as it reports.")
     ] = None,
+    probe_timeout: Annotated[
+        float | None,
+        typer.Option(min=1, help="Seconds for a server's answer to a probe; default: 15 before the start, then 10."),
+    ] = None,
     upstream_key_env: Annotated[
         str, typer.Option(help="Environment variable that holds the servers' own API key.")
     ] = "",
@@ -63,8 +67,14 @@ def front(
         from services.launch.signals import StopSignal
 
         key = _upstream_key(upstream_key_env)
-        given = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "api_key_env": upstream_key_env or None}
-        tables = front_tables(urls, model, tokenizer, given, partial(_ask, key), typer.echo)
+        given = {
+            "max_num_seqs": max_num_seqs,
+            "max_model_len": max_model_len,
+            "api_key_env": upstream_key_env or None,
+            "probe_timeout_s": probe_timeout,
+        }
+        ask_server = partial(_ask, key, probe_timeout or FIRST_LOOK_S)
+        tables = front_tables(urls, model, tokenizer, given, ask_server, typer.echo)
         tables |= {"server": _given(host=host, port=port), "scheduler": _given(preset=preset)}
         if api_key is not None:
             os.environ[API_KEY_VARIABLE] = api_key  # Ingress replicas read it from there.
@@ -135,5 +145,5 @@ def _upstream_key(variable: str) -> str:
     return key
 
 
-def _ask(key: str, server: str, path: str, body: dict[str, Any] | None = None) -> Any:
-    return ask(server, path, FIRST_LOOK_S, key, body)
+def _ask(key: str, limit_s: float, server: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    return ask(server, path, limit_s, key, body)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from contextlib import suppress
 from typing import Protocol
 
@@ -22,6 +21,9 @@ STOPPED = "the server is stopping, and the time for requests to end is over"
 
 class Streams(Protocol):
     """The open requests of an ingress replica."""
+
+    @property
+    def ingress_id(self) -> str: ...
 
     @property
     def model_version(self) -> int: ...
@@ -50,7 +52,7 @@ class Attendance:
         self._supervisor = peers.supervisor()
         self._readiness = readiness
         self._streams = streams
-        self._ingress_id = uuid.uuid4().hex
+        self._ingress_id = streams.ingress_id
         self._ends_at = 0.0
         self._end: asyncio.TimerHandle | None = None
         self._switch: asyncio.Task[None] | None = None

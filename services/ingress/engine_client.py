@@ -76,6 +76,8 @@ class EngineClient(ObservedService, SeeingService, VersionedStreams):
         model: What clients may know about it.
         keep: Sees to it that there is a Supervisor; runs as long as the client.
         prefix_block_size: Tokens of the blocks by which prompts are compared; 0 if the placement compares none.
+        ingress_id: Ends the name of this process' actor, by which others find out whether it lives
+            (``actors.runtime.ingress_lives``); random where it has none.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class EngineClient(ObservedService, SeeingService, VersionedStreams):
         keep: Callable[[], Coroutine[Any, Any, None]] | None = None,
         *,
         prefix_block_size: int = 0,
+        ingress_id: str = "",
     ) -> None:
         self.model = model
         self._prefix_block_size = prefix_block_size
@@ -93,7 +96,7 @@ class EngineClient(ObservedService, SeeingService, VersionedStreams):
         self._config = site.config
         self._sends_text = any(each.prompt == "text" for each in site.config.replica)
         self._keep = keep
-        self.ingress_id = uuid.uuid4().hex[:12]
+        self.ingress_id = ingress_id or uuid.uuid4().hex[:12]
         self._ledger = RequestLedger(self.ingress_id)
         self._ids = itertools.count()
         self._streams: dict[str, ClientStream] = {}

@@ -47,6 +47,7 @@ from services.ingress.paced_http import pace_http
 from services.ingress.tenants import TenantExchange
 from services.ingress.traffic import TrafficReports
 from services.proxy.haproxy import PROXY_DIRECTORY_VARIABLE
+from services.proxy.loopback import keep_on_loopback
 from services.proxy.timed_http import ConnectionLimits
 from services.run_file import ADMIN_TOKEN_VARIABLE
 
@@ -78,9 +79,13 @@ class Ingress:
         self._administration = Administration(os.environ.get(ADMIN_TOKEN_VARIABLE, ""), scales_ingress)
 
     async def __serve_build_asgi_app__(self) -> Any:
+        from ray import serve
+        from ray.serve._private import replica
+
+        keep_on_loopback(replica)
         pace = LoopPace()
         server = self._site.config.server
-        client = await open_client(self._site)
+        client = await open_client(self._site, serve.get_replica_context().replica_id.unique_id)
         readiness = Readiness(SUPERVISED_S)
         attendance = Attendance(self._site.peers(), readiness, client)
         await attendance.join()
@@ -176,8 +181,8 @@ class Ingress:
             publish(port, serve.get_replica_context().replica_id.unique_id, Path(directory))
 
 
-async def open_client(site: Site) -> EngineClient:
-    """A started client; waits until a replica is up."""
+async def open_client(site: Site, ingress_id: str = "") -> EngineClient:
+    """Returns a started client, once a replica is up; ``ingress_id`` as for ``EngineClient``."""
     keeper = asyncio.create_task(keep_supervisor(site))  # the Router may be waiting for one
     try:
         served = await _wait_for_model(site)
@@ -197,8 +202,15 @@ async def open_client(site: Site) -> EngineClient:
         emulated=profile_label(site.config.engine.profile),
         abilities=served_abilities(site),
         sight=served_sight(site),
+        root=site.model_dir,
     )
-    client = EngineClient(site, model, lambda: keep_supervisor(site), prefix_block_size=served.prefix_block_size)
+    client = EngineClient(
+        site,
+        model,
+        lambda: keep_supervisor(site),
+        prefix_block_size=served.prefix_block_size,
+        ingress_id=ingress_id,
+    )
     await client.start()
     return client
 

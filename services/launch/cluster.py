@@ -319,6 +319,8 @@ def _set_environment(directory: Path, proxy: str, ports: range, server: ServerCo
         # On one machine only: the address of every node is 127.0.0.1, so no daemon of Ray listens elsewhere.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_SERVE_LOG_TO_STDERR": "0",
+        # A call whose caller has stopped waiting may fail with its callee; Ray would print a traceback on the console.
+        "RAY_IGNORE_UNHANDLED_ERRORS": "1",
         # One event loop per replica avoids a thread hop per token. The ingress never blocks its loop.
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",

@@ -21,6 +21,7 @@ from tests.e2e.server import Server, start_server
 
 NUM_STREAMS = 64
 NUM_TOKENS = 400
+STILL_S = 30.0
 
 KILLED = [("worker-0",), ("supervisor",), ("router", "scheduler-0", "worker-0")]
 """``tests/actors/test_deaths.py`` has every kind; these are under HTTP."""
@@ -69,6 +70,8 @@ def split_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     yield running
     running.stop()
     assert running.process.returncode == 0
+    log = (folder / "server.log").read_text()
+    assert "Traceback" not in log and "Unhandled error" not in log, "a death is told in one line"
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +153,30 @@ async def test_the_death_of_an_ingress_replica_breaks_only_its_own_streams(tmp_p
         await _kill_an_ingress(server)
     finally:
         server.stop()
+
+
+@pytest.mark.long
+async def test_ingress_replicas_that_stand_still_for_half_a_minute_lose_no_request(tmp_path: Path) -> None:
+    """A silence is no death: no worker aborts what they have open, and their clients read on."""
+    server = start_server(tmp_path / "log", "--dtype", "float32", "--placement", "fused")
+    try:
+        async with open_streams(server.base_url, NUM_STREAMS, NUM_TOKENS) as streams:
+            undisturbed = await streams.finish()
+            pids = [row["pid"] for row in (await streams.rows()).values() if row["kind"] == "Ingress"]
+        async with streams_midway(server.base_url, NUM_STREAMS, NUM_TOKENS) as streams:
+            assert pids and not all(stream.ended for stream in streams.each)
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            try:
+                await asyncio.sleep(STILL_S)
+            finally:
+                for pid in pids:
+                    os.kill(pid, signal.SIGCONT)
+            assert_same(await streams.finish(), undisturbed)
+        await asyncio.to_thread(server.wait_idle, LONG_S)
+    finally:
+        server.stop()
+    assert "aborted" not in (tmp_path / "log").read_text()
 
 
 async def _kill_an_ingress(server: Server) -> None:

@@ -9,8 +9,8 @@ import psutil
 
 from tests.e2e.server import LONG_S, Server, name_of
 
-GCS_METHOD = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
 REPLICA_METHOD = "/ray.serve.ASGIService/HandleRequest"
+GCS_METHOD = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
 LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 
 
@@ -43,17 +43,24 @@ def call(port: int, method: str, token: str | None) -> grpc.StatusCode:
 
 
 def check_listeners(server: Server) -> None:
-    """All on loopback but one: Ray Serve's replicas take calls, with the token, on ``[::]``; it is fixed in Ray."""
-    for process, address, port in listeners(server):
-        if address not in LOOPBACK:
-            name = name_of(process)
-            assert name.startswith("ray::ServeReplica"), f"{name} listens on {address}:{port}"
-            for token in (None, "guess"):
-                assert call(port, REPLICA_METHOD, token) == grpc.StatusCode.UNAUTHENTICATED
+    """Everything is on the loopback interface, as ``docs/security.md`` says."""
+    found = [(name_of(process), address, port) for process, address, port in listeners(server)]
+    assert found
+    elsewhere = [each for each in found if each[1] not in LOOPBACK]
+    assert not elsewhere
 
 
-def test_nobody_listens_on_other_addresses_without_the_token(server: Server) -> None:
+def test_nobody_listens_on_other_addresses(server: Server) -> None:
     check_listeners(server)
+
+
+def test_ray_serves_replicas_want_the_token_even_there(server: Server) -> None:
+    """One of the ports of a replica takes calls between deployments; the others do not speak gRPC."""
+    ports = [port for process, _, port in listeners(server) if name_of(process).startswith("ray::ServeReplica")]
+    for token in (None, "guess"):
+        codes = {call(port, REPLICA_METHOD, token) for port in ports}
+        assert grpc.StatusCode.UNAUTHENTICATED in codes
+        assert grpc.StatusCode.OK not in codes
 
 
 def test_rays_control_store_wants_the_token(server: Server) -> None:
@@ -67,6 +74,10 @@ def test_rays_control_store_wants_the_token(server: Server) -> None:
 
 def test_no_usage_is_reported(server: Server) -> None:
     assert environment(server)["RAY_USAGE_STATS_ENABLED"] == "0"
+
+
+def test_a_failed_call_that_nobody_waits_for_leaves_no_traceback(server: Server) -> None:
+    assert "RAY_IGNORE_UNHANDLED_ERRORS" in environment(server)
 
 
 def test_every_process_is_as_nice_as_the_server(server: Server) -> None:

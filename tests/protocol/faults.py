@@ -64,7 +64,7 @@ def _plan_hangs(world: World, rng: random.Random) -> None:
     for _ in range(rng.choice([0, 0, 0, 1, 2])):
         name, duration_s = rng.choice(components), rng.choice([rng.uniform(0.01, 0.3), rng.uniform(2, 3)])
         if name.startswith("ingress") and rng.random() < 0.1:
-            duration_s = 11.5  # the Router takes it for lost
+            duration_s = 11.5  # the Router asks whether it lives
         _some(world, 1, lambda name=name, duration_s=duration_s: world.hang(name, duration_s))  # type: ignore[misc]
 
 

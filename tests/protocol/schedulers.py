@@ -258,8 +258,8 @@ class RouterComponent:
             self._ingresses[ingress_id].late_refusals.append(refusal)
 
     def _tick(self) -> None:
-        now = self.world.clock.now
-        for ingress_id in [name for name, seen in self._ingresses.items() if now - seen.heard_at > FORGET_INGRESS_S]:
+        heard_after, living = self.world.clock.now - FORGET_INGRESS_S, self.world.network.living
+        for ingress_id in [n for n, seen in self._ingresses.items() if seen.heard_at < heard_after and n not in living]:
             del self._ingresses[ingress_id]
             self.world.tell("router", "%s is lost", ingress_id)
             self._handle(IngressLost(ingress_id), lambda answers: None)

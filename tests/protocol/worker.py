@@ -276,7 +276,7 @@ class WorkerComponent:
             self.world.count("stalls", bool(self._resting()))
 
     def _watch_ingresses(self) -> None:
-        """Ends what belongs to ingress replicas that have fallen silent; looks again while it holds anything."""
+        """Ends what belongs to ingress replicas that have died; looks again while it holds anything."""
         if self._watches or not self.executor.num_held:
             return
         self._watches = True
@@ -292,14 +292,17 @@ class WorkerComponent:
         now = self.world.clock.now
         for ingress_id, channel in self._channels.items():
             if channel.waiting is None and now - channel.heard_at >= SILENCE_S:
-                self._abort_ingress(ingress_id)
+                if ingress_id in self.world.network.living:
+                    self.world.count("silent ingresses that live", ingress_id in self.worker.ingress_ids)
+                else:
+                    self._abort_ingress(ingress_id)
         self._watch_ingresses()
 
     def _abort_ingress(self, ingress_id: str) -> None:
         outputs = self.worker.abort_ingress(ingress_id)
         if outputs:
-            self.world.count("silent ingresses", True)
-            self.world.tell(self.life.name, "%s is silent: %s aborted", ingress_id, len(outputs))
+            self.world.count("dead ingresses", True)
+            self.world.tell(self.life.name, "%s is dead: %s aborted", ingress_id, len(outputs))
             self._check()
             self._dispatch(outputs)
             self._mark_report(urgent=True)

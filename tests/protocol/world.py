@@ -365,7 +365,7 @@ class World:
         quick = self.faults.call_delay_s < STEP_S / 4 and self.follows_all
         if self.in_batches:
             return False  # what waits is placed unbeknown to its ingress, and batches that break come back
-        return self.calm and quick and not self.counts["silent ingresses"]
+        return self.calm and quick
 
     def _over(self) -> bool:
         return self.clock.now >= self.faults_until and not self._leftovers()

@@ -20,6 +20,12 @@ def is_admin(scope: Scope) -> bool:
     return caller is not None and Role.ADMIN in caller.roles
 
 
+def may_observe() -> bool:
+    """Whether the caller may know how the server is set up: it has a role of an operator, or no keys are in use."""
+    caller = CURRENT.get()
+    return caller is None or not caller.roles.isdisjoint((Role.OBSERVE, Role.ADMIN))
+
+
 def tenant_name() -> str:
     """Whose files, batches and responses the caller sees: its tenant's; empty, for all, where no keys are in use."""
     caller = CURRENT.get()

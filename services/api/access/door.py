@@ -166,10 +166,10 @@ class Door:
     def failed(self, reason: str) -> None:
         self.metrics.failed_keys.labels(reason).inc()
 
-    def admit(self, tenant: Tenant) -> tuple[LocalBudget, Excess | None]:
-        """Counts a request of the tenant that begins."""
+    def admit(self, tenant: Tenant, *, resumes: bool = False) -> tuple[LocalBudget, Excess | None]:
+        """Counts a request of the tenant that begins; ``resumes`` as for ``LocalBudget.admit``."""
         budget = self.budget(tenant)
-        excess = budget.admit(self.now())
+        excess = budget.admit(self.now(), resumes=resumes)
         self.metrics.request(tenant.name, excess)
         return budget, excess
 

@@ -24,6 +24,10 @@ _LIMIT_NAMES = {
 }
 
 
+STREAMS_PATH = "/v1/streams/"
+"""Paths by which a client reads on a stream that it has begun."""
+
+
 class Gate:
     """Refuses what may not come in, before anything reads the request's body.
 
@@ -117,7 +121,8 @@ class Gate:
 
     async def _serve(self, caller: Caller, scope: Scope, receive: Receive, send: Send) -> None:
         """A request that the tenant's limits count."""
-        budget, excess = self._door.admit(caller.tenant)
+        resumes = scope["path"].startswith(STREAMS_PATH)
+        budget, excess = self._door.admit(caller.tenant, resumes=resumes)
         headers = limit_headers(budget, self._door.now())
         if excess is not None:
             await _too_much(caller, excess, headers).response()(scope, receive, send)

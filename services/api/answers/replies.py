@@ -36,7 +36,11 @@ class ErrorReply(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """``emulated`` names the profile of an emulated device, whose answers are made up; null if the model computes."""
+    """``emulated`` names the profile of an emulated device, whose answers are made up; null if the model computes.
+
+    ``root`` is the path of the model and its tokenizer on the server's machine; null for a key without the role
+    ``observe`` or ``admin``.
+    """
 
     id: str
     object: Literal["model"] = "model"
@@ -44,6 +48,7 @@ class ModelCard(BaseModel):
     owned_by: str = "farsight"
     max_model_len: int
     emulated: str | None = None
+    root: str | None = None
 
 
 class ModelList(BaseModel):
@@ -265,9 +270,15 @@ class Status(BaseModel):
     queue_delay_s: float | None = None
 
 
-def model_card(model: ModelInfo, name: str) -> ModelCard:
-    """The model under one of its names."""
-    return ModelCard(id=name, created=model.created, max_model_len=model.max_model_len, emulated=model.emulated or None)
+def model_card(model: ModelInfo, name: str, *, tells_root: bool) -> ModelCard:
+    """Describes the model under one of its names; with ``tells_root`` also where it lies."""
+    return ModelCard(
+        id=name,
+        created=model.created,
+        max_model_len=model.max_model_len,
+        emulated=model.emulated or None,
+        root=(model.root or None) if tells_root else None,
+    )
 
 
 def status_reply(reply: StatusReply, model: ModelInfo) -> Status:

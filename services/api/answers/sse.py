@@ -94,6 +94,10 @@ class EventStream(Response):
 
     The status line waits for the first event, and is 204 if there is none. It carries the promise of the end; a client
     that waits longer than ``EARLY_S`` gets it first, and a later failure becomes an event.
+
+    Args:
+        show: Says whether the status line may go ahead without a promise, because its headers name the answer; called
+            each ``EARLY_S`` until it does. None where only a promise goes ahead.
     """
 
     media_type = "text/event-stream"
@@ -103,12 +107,15 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         headers: Mapping[str, str] | None = None,
         failure: Callable[[ApiError], bytes] = failed_chunk,
+        show: Callable[[], bool] | None = None,
     ) -> None:
         super().__init__(headers={**_HEADERS, **(headers or {})})
         del self.headers["content-length"]
         self._events = events
         self._failure = failure
+        self._show = show
         self._promise = ANSWER.get()
+        self._early: asyncio.TimerHandle | None = None
         self._begun: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -133,7 +140,7 @@ class EventStream(Response):
 
     async def _first(self, events: AsyncGenerator[bytes, None], send: Send) -> bytes | None:
         """The first event; the status line may go before it."""
-        timer = asyncio.get_running_loop().call_later(EARLY_S, self._begin_early, send)
+        self._wait_early(send)
         try:
             first = await anext(events, None)
             return b"" if first is None and self._begun is not None else first
@@ -142,13 +149,20 @@ class EventStream(Response):
                 raise
             return self._failure(as_api_error(error))
         finally:
-            timer.cancel()
+            if self._early is not None:
+                self._early.cancel()
             if self._begun is not None:
                 await self._begun
 
+    def _wait_early(self, send: Send) -> None:
+        self._early = asyncio.get_running_loop().call_later(EARLY_S, self._begin_early, send)
+
     def _begin_early(self, send: Send) -> None:
-        if self._promise is not None and self._promise.headers():
+        is_promised = self._promise is not None and bool(self._promise.headers())
+        if is_promised if self._show is None else self._show():
             self._begun = asyncio.create_task(self._begin(send))
+        elif self._show is not None:
+            self._wait_early(send)
 
     async def _begin(self, send: Send) -> None:
         if self._promise is not None:

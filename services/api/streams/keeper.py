@@ -160,9 +160,9 @@ class StreamKeeper:
     def _changed(self, live: LiveStream) -> None:
         """It has news for the store, its reader has come or gone, or it has come to its end."""
         self._due.set()
-        stream_id = live.state.stream_id
-        if self._streams.get(stream_id) is not live:
+        if not self._runs(live):
             return
+        stream_id = live.state.stream_id
         unattended = self._unattended.get(stream_id)
         if unattended is None:
             if not live.num_readers:
@@ -174,7 +174,7 @@ class StreamKeeper:
             unattended.has_run()
 
     def _left(self, live: LiveStream) -> None:
-        """Its client has gone. One that has seen nothing does not know the id and cannot come back."""
+        """Waits for the client to come back; one that has not got the headers does not know the id and cannot."""
         if live.is_buffered and live.is_shown and live.failure is None:
             self._wait_for_client(live)
         else:
@@ -186,17 +186,17 @@ class StreamKeeper:
         self._unattended[live.state.stream_id] = _Unattended(expiry, release)
 
     def _let_go(self, live: LiveStream) -> None:
-        """No client may ask for it here any more. A refused one that has begun stays in the store for a later try."""
+        """Ends the stream here. One that was refused and whose id a client knows stays in the store for a later try."""
         self._lose(live)
-        if live.is_buffered and (live.failure is None or not live.entries):
+        if live.is_buffered and (live.failure is None or not live.is_shown):
             self._dropped[live.state.stream_id] = live
             self._due.set()
 
     def _lose(self, live: LiveStream) -> None:
         """It is not run here any more."""
-        stream_id = live.state.stream_id
-        if self._streams.get(stream_id) is not live:
+        if not self._runs(live):
             return
+        stream_id = live.state.stream_id
         del self._streams[stream_id], self._holds[stream_id]
         unattended = self._unattended.pop(stream_id, None)
         if unattended is not None:
@@ -222,11 +222,12 @@ class StreamKeeper:
         fresh = [live for live in streams if live.is_known and live.num_stored < len(live.entries)]
         fresh += self._first_unknown(streams)
         counts = [len(live.entries) for live in fresh]
+        kept = self._due_to_keep(streams)
         dropped, self._dropped = self._dropped, {}
         changes = StreamChanges(
             tuple(live.whole() for live in fresh if not live.is_known),
             tuple(live.unstored() for live in fresh if live.is_known),
-            tuple(live.epoch for live in self._due_to_keep(streams)),
+            tuple(live.epoch for live in kept),
             tuple(live.epoch for live in dropped.values()),
         )
         if changes == StreamChanges():
@@ -236,7 +237,8 @@ class StreamKeeper:
         for live, count in zip(fresh, counts, strict=True):
             if live.state.stream_id not in untold:
                 live.stored(count)
-        self._heed(verdicts)
+        # A stream may have been taken back meanwhile: the verdict is about what the store was told of.
+        self._heed(verdicts, {live.state.stream_id: live for live in (*fresh, *kept) if self._runs(live)})
 
     def _first_unknown(self, streams: list[LiveStream]) -> list[LiveStream]:
         """As many of those that the store must be told of as a message may hold, but one at least."""
@@ -260,20 +262,19 @@ class StreamKeeper:
         self._kept_at = now
         return [live for live in streams if live.is_known and live.num_stored == len(live.entries)]
 
-    def _heed(self, verdicts: StreamVerdicts) -> None:
-        for stream_id in verdicts.unknown:
-            if stream_id in self._streams:
-                self._streams[stream_id].is_known = False
-                self._due.set()
-        for stream_id in verdicts.taken:
-            if stream_id in self._streams:
-                live = self._streams[stream_id]
-                self._lose(live)
-                live.fail(superseded())
-        for stream_id in verdicts.full:
-            if stream_id in self._streams:
-                logger.warning("a resumable stream goes on without its log: there is no room for more")
-                self._streams[stream_id].unbuffered()
+    def _heed(self, verdicts: StreamVerdicts, told: dict[str, LiveStream]) -> None:
+        for live in (told[stream_id] for stream_id in verdicts.unknown if stream_id in told):
+            live.is_known = False
+            self._due.set()
+        for live in (told[stream_id] for stream_id in verdicts.taken if stream_id in told):
+            self._lose(live)
+            live.fail(superseded())
+        for live in (told[stream_id] for stream_id in verdicts.full if stream_id in told):
+            logger.warning("a resumable stream goes on without its log: there is no room for more")
+            live.unbuffered()
+
+    def _runs(self, live: LiveStream) -> bool:
+        return self._streams.get(live.state.stream_id) is live
 
 
 def _unknown(stream_id: str) -> ApiError:

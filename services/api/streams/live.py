@@ -125,7 +125,7 @@ class LiveStream:
         failure: Why it cannot run now; readers raise it.
         reader: Number of the reader that the stream belongs to; a new one ends the one before.
         num_readers: Readers that are connected.
-        is_shown: Whether a client has got an event of it, and so its id.
+        is_shown: Whether a client has got the headers of the answer, and so the stream's id.
         changed: Called when there is something for the store.
     """
 
@@ -151,7 +151,7 @@ class LiveStream:
             if number % ENTRIES_PER_TURN == 0:
                 await asyncio.sleep(0)
         head = dataclasses.replace(state, entries=(), ended=False)
-        return cls(head, entries, num_stored=len(entries), is_known=True, is_shown=bool(entries))
+        return cls(head, entries, num_stored=len(entries), is_known=True, is_shown=True)
 
     @property
     def ended(self) -> bool:
@@ -188,9 +188,19 @@ class LiveStream:
             self.num_stored = num
             self._tell()
 
+    def show(self) -> bool:
+        """Notes that a client learns of the stream; returns False, and notes nothing, while the store does not know it.
+
+        A client that has the id may ask any replica for the stream, and another replica has it from the store alone.
+        """
+        if not self.is_known:
+            return False
+        self.is_shown = True
+        return True
+
     def unbuffered(self) -> None:
-        """The store has no room for it. Without an event yet the stream is refused; else it goes on without a log."""
-        if self.num_stored == 0:
+        """Heeds that the store has no room: a stream of which no client knows is refused, another one loses its log."""
+        if not (self.num_stored or self.is_shown):
             message = "the bytes of resumable streams that are kept for you have reached their limit"
             self.fail(CapacityError(message, 1.0))
         else:
@@ -281,7 +291,7 @@ class LiveStream:
             await self._run(backend, generation)
             end = StreamEntry(END)
         except Exception as error:
-            refused = isinstance(error, CapacityError) or not self.entries
+            refused = isinstance(error, CapacityError) or not self.is_shown
             if refused and len(self.entries) == num_before:
                 self.fail(error)
                 return

@@ -83,7 +83,7 @@ class ResumableStreams:
     def _answer(self, live: LiveStream, after: int) -> Response:
         stream_id = live.state.stream_id
         writer = EventWriter(stream_id, live.state.record, self._texts)
-        return EventStream(live.read(after, writer), {STREAM_HEADER: stream_id})
+        return EventStream(live.read(after, writer), {STREAM_HEADER: stream_id}, show=live.show)
 
     def _hold(self) -> Hold:
         """Counts a request of the caller that goes on without a client."""

@@ -11,8 +11,8 @@ const CHARTS = [
   {id: "jct", title: "Completion time", about: "From receipt of a request to its last token.", show: seconds, lines: percentiles("jct")},
   {id: "memory", title: "KV memory", about: "Share of the KV pools in use, and the predicted peak of the fullest pool if no request joins.", show: percent, top: 1,
     lines: [{column: "kv_used", label: "in use"}, {column: "kv_peak", label: "predicted peak", dash: [5, 4]}]},
-  {id: "refusals", title: "Refusals and errors a second", about: "Requests answered 429 or 503 unstarted, and requests that failed.", show: rate, top: 1,
-    lines: [{column: "rejected", label: "refused"}, {column: "failed", label: "failed"}]},
+  {id: "refusals", title: "Refusals and errors a second", about: "Requests answered 429 or 503 unstarted, requests that failed, and requests whose clients left before the end.", show: rate, top: 1,
+    lines: [{column: "rejected", label: "refused"}, {column: "failed", label: "failed"}, {column: "abandoned", label: "abandoned"}]},
   {id: "tenants", title: "Cost by tenant", about: "GPU-seconds a second of each tenant.", show: rate, top: 0.1, lines: [], none: "No tenant has used the device yet."},
 ];
 

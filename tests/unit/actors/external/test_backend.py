@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -253,6 +254,14 @@ async def test_a_server_that_does_not_pass_its_probe_gets_no_requests(
         assert [each.finish_reason for each in returned] == ["abort"], "it goes elsewhere at once"
 
 
+async def test_only_a_breaker_that_opens_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "actors.external.backend")
+    async with served(token_timeout_s=0.1):
+        pass
+    (line,) = [each for each in caplog.records if "the breaker is" in each.getMessage()]
+    assert (line.levelname, line.getMessage().rpartition(": ")[2]) == ("INFO", "the breaker is closed")
+
+
 async def test_a_server_without_a_health_page_is_well() -> None:
     async with served(OpenAIDouble(health=404)) as (_, replica):
         assert replica.component.breaker == "closed"
@@ -355,14 +364,26 @@ async def test_a_client_that_leaves_ends_the_request_over_there() -> None:
         assert replica.component.queue == 0
 
 
-async def test_an_ingress_replica_that_falls_silent_takes_its_requests_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_ingress_replica_that_has_died_takes_its_requests_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.worker.token_channels.SILENCE_S", math.inf)
     async with served() as (server, replica):
         server.next_s = math.inf
         other = dataclasses.replace(REQUEST, request_id="j-0", ingress_id="j")
         await replica.submit(other)
         await until(lambda: server.open == 1)
+        asked: list[str] = []
+        living = {"j"}
+
+        async def gone(ingress_ids: Collection[str]) -> frozenset[str]:
+            asked.extend(ingress_ids)
+            return frozenset(ingress_ids) - living
+
+        replica.component.context = dataclasses.replace(replica.component.context, gone=gone)
         monkeypatch.setattr("actors.worker.token_channels.SILENCE_S", 0.0)
+        monkeypatch.setattr("actors.external.backend.TICK_S", 0.01)
+        await until(lambda: asked.count("j") >= 3)
+        assert server.open == 1, "it is silent, but lives"
+        living.clear()
         await until(lambda: server.open == 0)
 
 

@@ -134,6 +134,20 @@ def test_a_request_from_its_first_token_to_its_end(registry: CollectorRegistry, 
     assert value(registry, "vllm:request_success_total", finished_reason="error") == 0
 
 
+def test_clients_that_leave_are_counted_by_whether_they_had_a_token(
+    registry: CollectorRegistry, requests: RequestMetrics
+) -> None:
+    def abandoned(when: str) -> float | None:
+        return value(registry, "farsight:abandoned_requests_total", when=when)
+
+    assert (abandoned("before_first_token"), abandoned("after_first_token")) == (0, 0)
+    requests.finished("abort", 200.0, 10, 0, 32)
+    requests.finished("abort", 3.0, 10, 2, 32, ttft_s=1.0)
+    requests.finished("stop", 3.0, 10, 2, 32, ttft_s=1.0)
+    requests.finished("abort", 400.0, 10, 0, 32)
+    assert (abandoned("before_first_token"), abandoned("after_first_token")) == (2, 1)
+
+
 def test_rejections(registry: CollectorRegistry, requests: RequestMetrics) -> None:
     requests.rejected("max_num_queued_reqs")
     assert value(registry, "vllm:admission_rejections_total", reason="max_num_queued_reqs") == 1

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from actors.runtime.peer import again_and_again, wait_for
+from actors.runtime.peer import PeerLost, again_and_again, wait_for
 
 
 async def test_a_wait_ends_with_the_event_or_the_time() -> None:
@@ -25,6 +25,26 @@ async def test_a_cancellation_that_comes_with_the_event_is_not_lost() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_a_component_that_is_away_costs_one_line_without_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    lives = 0
+    lasting = asyncio.Event()
+
+    async def work() -> None:
+        nonlocal lives
+        lives += 1
+        if lives < 20:
+            raise PeerLost("supervisor")
+        lasting.set()
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(again_and_again(work, 0.0))
+    await lasting.wait()
+    task.cancel()
+    (line,) = caplog.records
+    assert line.levelname == "WARNING" and line.exc_info is None
+    assert line.getMessage().endswith("work waits: supervisor is away")
 
 
 async def test_what_broke_begins_anew_until_it_is_cancelled(caplog: pytest.LogCaptureFixture) -> None:

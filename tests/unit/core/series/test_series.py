@@ -66,6 +66,7 @@ def test_counts_become_rates_and_percentiles() -> None:
     tally.finished("error", 9.0, prompt_len=1)
     tally.finished("abort", 9.0, prompt_len=1)
     tally.rejected += 3
+    assert tally.counts("a").abandoned == 1
     counts = decode(encode(tally.counts("a")), TrafficCounts)
     series.report(counts, NOW + 1)
     series.report(counts, NOW + 1.5)  # comes twice, counts once

@@ -166,6 +166,17 @@ def test_an_open_breaker_sends_all_that_waits_elsewhere_and_lets_the_rest_end() 
     assert sent(arrive(scheduler, request("e", 1), now=60.0)) == ["e"]
 
 
+def test_no_probe_goes_to_a_server_that_has_a_request() -> None:
+    scheduler = up()
+    arrive(scheduler, request("a"), now=4.0)
+    assert handle(scheduler, ProbeTick(), 5.0) == [], "it computes the prompt"
+    handle(scheduler, OutputGrew(("a", 0), 1), 100.0)
+    assert handle(scheduler, ProbeTick(), 100.1) == []
+    handle(scheduler, OutputEnded(("a", 0), STOPPED), 200.0)
+    assert handle(scheduler, ProbeTick(), 204.9) == [], "its answer was as good as a probe"
+    assert handle(scheduler, ProbeTick(), 205.0) == [AskServer(generates=False)]
+
+
 def test_a_closed_one_is_asked_whether_it_is_well() -> None:
     scheduler = up()
     assert handle(scheduler, ProbeTick(), 4.9) == []

@@ -6,6 +6,7 @@ from core.messages.plans import FinishedSequence, Plan, SlotProgress, StepReport
 from core.request import Request, SamplingParams, SequenceStatus
 from policies.compose import build_scheduler
 from policies.replica.events import (
+    AccountClosed,
     Event,
     Instruction,
     RefuseRequest,
@@ -60,6 +61,7 @@ class Harness:
         self.plans: list[Plan] = []
         self.ended: list[RequestEnded] = []
         self.refused: list[RefuseRequest] = []
+        self.closed: list[AccountClosed] = []
         self.now = 0.0
         self.handle(WorkerConnected(worker or state()))
 
@@ -75,6 +77,8 @@ class Harness:
                     self.ended.append(instruction)
                 case RefuseRequest():
                     self.refused.append(instruction)
+                case AccountClosed():
+                    self.closed.append(instruction)
         self.scheduler.check_integrity()
 
     def arrive(self, *requests: Request) -> None:

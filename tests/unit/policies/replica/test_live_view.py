@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from core.forecast import QUANTILES, Forecast
@@ -10,7 +12,7 @@ from core.messages.live import MemoryPoint
 from core.messages.plans import FinishedSequence
 from core.request import Origin, SequenceStatus
 from policies.presets import PRESETS
-from policies.replica.events import AccountClosed, ForecastsArrived, RequestEnded, WorkerLost
+from policies.replica.events import AccountClosed, ForecastsArrived, RequestEnded, RequestsAborted, WorkerLost
 from policies.replica.live_view import MAX_ENDED, MAX_POINTS, SchedulerWatch
 from tests.unit.policies.replica.scheduler_harness import Harness, request, running
 
@@ -106,6 +108,25 @@ def test_the_last_that_ended_are_kept() -> None:
     newest = ended[0]
     assert (newest.response_id, newest.choice, newest.reason) == (f"cmpl-{3 * MAX_ENDED - 1}", 1, "stop")
     assert (newest.output_len, newest.predicted_len, newest.took_s) == (2, 4.0, 2.5)
+
+
+def test_a_request_whose_client_left_is_among_those_that_ended() -> None:
+    h = Harness(max_num_seqs=1)
+    view = view_of(h)
+    own = [replace(request(name), origin=Origin(f"cmpl-{name}", 0)) for name in "ab"]
+    h.arrive(*own)
+    h.handle(ForecastsArrived((ForecastMade("b", 0, forecast(8.0)),)))
+    h.report(1, running("a", 2, 2))
+    h.handle(RequestsAborted((("b", 0), ("a", 0))))
+    for account in h.closed:
+        view.closed(account)
+    told = [(each.response_id, each.reason, each.output_len, each.predicted_len) for each in view.of(h.now, 1).ended]
+    assert told == [("cmpl-a", "abort", 2, None), ("cmpl-b", "abort", 0, 8.0)]
+    assert [each.took_s for each in view.of(h.now, 1).ended] == [3.0, 3.0]
+    h.arrive(replace(own[0], attempt=1))
+    h.arrive(replace(own[0], attempt=2))
+    view.closed(h.closed[-1])
+    assert len(h.closed) == 3 and len(view.of(h.now, 1).ended) == 2, "a later attempt goes on: no client has left"
 
 
 def test_requests_that_cannot_be_explained_are_not_kept_for_ever() -> None:

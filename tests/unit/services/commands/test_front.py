@@ -86,6 +86,14 @@ def test_a_model_that_lies_on_this_machine_brings_its_tokenizer(
     assert fronted("http://v", model="qwen")[0].model.path == ""
 
 
+def test_our_own_server_says_where_its_tokenizer_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = {"id": "mine", "owned_by": "farsight", "max_model_len": 1024, "root": str(tmp_path)}
+    monkeypatch.setitem(SERVERS, "http://mine", {"/v1/models": {"data": [served]}})
+    config, _ = fronted("http://mine", probe_timeout_s=60.0)
+    assert (config.model.path, config.replica[0].prompt) == (str(tmp_path), "tokens")
+    assert config.replica[0].probe_timeout_s == 60
+
+
 def test_our_own_embedded_model_is_always_here() -> None:
     config, _ = fronted("http://f")
     assert (config.model.path, config.replica[0].prompt) == (str(EMBEDDED_MODEL), "tokens")

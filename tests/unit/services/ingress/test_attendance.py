@@ -38,6 +38,8 @@ class Clock:
 class OpenStreams:
     """Notes what is done to open requests."""
 
+    ingress_id = "abcd1234"
+
     def __init__(self) -> None:
         self.ended: list[str] = []
         self.model_version, self.oldest_version, self.oldest_served = 0, 0, 0

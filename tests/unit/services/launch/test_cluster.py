@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import shutil
 import signal
 import subprocess
@@ -55,6 +56,15 @@ def test_a_directory_that_cannot_be_removed_holds_nobody_up(directory: Path, mon
     monkeypatch.setattr(cluster, "_REMOVE_S", 0.01)
     cluster.remove_directory(directory)
     assert directory.exists()
+
+
+def test_ray_prints_no_tracebacks_of_calls_that_nobody_waits_for(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = dict(os.environ)
+    monkeypatch.setattr(os, "environ", found)
+    cluster._set_environment(directory, "serve", range(0), None)
+    assert found["RAY_IGNORE_UNHANDLED_ERRORS"] == "1"
 
 
 def test_the_agents_of_ray_get_ports_that_nobody_else_of_the_cluster_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 import pytest
 
 from core.errors import CapacityError
+from core.messages.resumable import StreamChanges, StreamVerdicts
 from core.messages.tokens import TokenDelta
 from core.request import Request
 from services.api.errors import ApiError
@@ -181,6 +182,32 @@ async def test_a_replica_whose_stream_was_taken_ends_its_run(side: HttpSide) -> 
     assert side.backend.num_closed == 2
 
 
+async def test_a_verdict_about_a_stream_that_was_taken_back_meanwhile_ends_nothing(
+    side: HttpSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "KEEP_S", 0.01)
+    one, other = side.replica(), side.replica()
+    live = await one.start()
+    await until(live.show)
+    change, told, back = side.store.change, asyncio.Event(), asyncio.Event()
+
+    async def late(changes: StreamChanges) -> StreamVerdicts:
+        verdicts = await change(changes)
+        if verdicts.taken and not told.is_set():
+            told.set()
+            await back.wait()
+        return verdicts
+
+    monkeypatch.setattr(side.store, "change", late)
+    await other.resume(live.state.stream_id)
+    await told.wait()
+    again = await one.resume(live.state.stream_id)
+    reader = one.read(again)
+    back.set()
+    side.backend.allow(100)
+    assert_whole(await reader.finish())
+
+
 async def test_the_last_of_two_readers_gets_the_stream(side: HttpSide) -> None:
     replica = side.replica()
     live = await replica.start()
@@ -257,6 +284,59 @@ async def test_a_client_that_leaves_before_the_first_event_ends_the_run(side: Ht
     await until(lambda: side.backend.num_opened == 1 and live.num_readers)
     await reader.leave()
     await until(lambda: side.backend.num_closed == 1 and len(side.store.shelf) == 0)
+
+
+async def test_a_stream_that_is_refused_when_it_is_taken_without_an_event_waits_for_another_try(side: HttpSide) -> None:
+    one, other = side.replica(), side.replica()
+    live = await one.start()
+    await until(live.show)
+    await one.die()
+    side.backend.failure = CapacityError("full", 2.0)
+    for _ in range(2):
+        refused = await other.read(await other.resume(live.state.stream_id)).finish()
+        assert isinstance(refused.error, CapacityError)
+        await until(lambda: len(other.keeper) == 0)
+    side.backend.failure = None
+    side.backend.allow(8)
+    assert_whole(await other.read(await other.resume(live.state.stream_id)).finish())
+
+
+async def test_a_failure_after_the_headers_can_be_read_again(side: HttpSide) -> None:
+    replica = side.replica()
+    began = asyncio.Event()
+
+    class Failing(PacedBackend):
+        async def stream(
+            self, request: Request, text: PromptText | None = None, key: str = ""
+        ) -> AsyncGenerator[TokenDelta, None]:
+            await began.wait()
+            raise ApiError("The generation failed: a reason.", status=503, code="generation_failed")
+            yield
+
+    replica.backend = Failing()
+    live = await replica.start()
+    reader = replica.read(live)
+    await until(live.show)
+    began.set()
+    await reader.finish()
+    assert json.loads(reader.data[0])["error"]["code"] == "generation_failed"
+    again = await replica.read(await replica.resume(live.state.stream_id)).finish()
+    assert again.events == reader.events
+    assert all(event_id for event_id, _ in again.events)
+
+
+async def test_a_stream_whose_headers_went_out_goes_on_without_a_log_where_there_is_no_room(
+    encoder: PromptEncoder,
+) -> None:
+    async with http_side(encoder, tenant_bytes=700) as side:
+        replica = side.replica()
+        live = await replica.start(max_tokens=40)
+        reader = replica.read(live)
+        await until(live.show)
+        side.backend.allow(100)
+        await reader.finish()
+        assert not live.is_buffered
+        assert_whole(reader, num_tokens=40)
 
 
 async def test_a_refused_request_leaves_nothing(side: HttpSide) -> None:

@@ -11,9 +11,11 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Message
 
 from services.api.access.door import Door, DoorSettings
 from services.api.access.keys import Role, Tenant
+from services.api.answers import sse
 from services.api.app import build_app
 from services.api.streams.keeper import StreamKeeper
 from services.api.text.prompts import PromptEncoder
@@ -34,6 +36,7 @@ class Service:
     keys: dict[str, str]
     doors: list[Door]
     keepers: list[StreamKeeper]
+    store: ShelfStore
 
     def bearer(self, name: str) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.keys[name]}"} if name else {}
@@ -45,6 +48,42 @@ class Service:
     async def resume(self, stream_id: str, name: str = "", last: str = "", replica: int = 1) -> httpx.Response:
         headers = self.bearer(name) | ({"Last-Event-ID": last} if last else {})
         return await self.clients[replica].get(f"/v1/streams/{stream_id}", headers=headers)
+
+
+async def cut_off(service: Service, method: str, path: str, replica: int, body: bytes = b"") -> dict[str, str]:
+    """The headers of an answer whose connection breaks as soon as they have come."""
+    transport = service.clients[replica]._transport
+    assert isinstance(transport, httpx.ASGITransport)
+    begun: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
+    received: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if received:
+            return received.pop()
+        await begun
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            assert message["status"] == 200
+            begun.set_result({name.decode(): value.decode() for name, value in message["headers"]})
+
+    headers = {"Host": "test", "Content-Type": "application/json", **RESUMABLE, **service.bearer("a")}
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "scheme": "http",
+        "server": ("test", 80),
+        "client": ("127.0.0.1", 1),
+        "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
+    }
+    async with asyncio.timeout(60):
+        await transport.app(scope, receive, send)
+    return await begun
 
 
 @pytest.fixture(params=["keys", "open"])
@@ -63,7 +102,7 @@ async def service(request: pytest.FixtureRequest, encoder: PromptEncoder, tmp_pa
     apps = [build_app(backend, encoder, door=doors[i], keeper=keepers[i]) for i in range(2)]
     clients = [httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") for app in apps]
     running = [asyncio.create_task(keeper.run()) for keeper in keepers]
-    yield Service(clients, backend, keys, doors, keepers)
+    yield Service(clients, backend, keys, doors, keepers, store)
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
@@ -90,6 +129,36 @@ async def test_a_stream_is_read_again_from_any_event_at_any_replica(service: Ser
         assert events_of((await service.resume(stream_id, "a", replica=replica)).content) == events
         nothing = await service.resume(stream_id, "a", events[-1][0], replica)
         assert (nothing.status_code, nothing.content) == (204, b"")
+
+
+async def test_a_stream_whose_headers_went_out_is_resumed_without_an_event(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection breaks twice before the first token: at the replica that began it, and at the one that took it."""
+    monkeypatch.setattr(sse, "EARLY_S", 0.0)
+    body = json.dumps(BODY).encode()
+    stream_id = (await cut_off(service, "POST", "/v1/completions", 0, body))["x-farsight-stream"]
+    for replica in (0, 1, 1):
+        assert (await cut_off(service, "GET", f"/v1/streams/{stream_id}", replica))["x-farsight-stream"] == stream_id
+    service.backend.allow(100)  # a replica may take some before it hears that the stream was taken
+    whole = await service.resume(stream_id, "a", replica=0)
+    assert "".join(json.loads(data)["choices"][0]["text"] for _, data in events_of(whole.content)[:-1]) == "0 1 2 3 "
+
+
+async def test_the_headers_wait_until_another_replica_could_take_the_stream(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sse, "EARLY_S", 0.0)
+    service.store.away = True
+    asked = asyncio.create_task(cut_off(service, "POST", "/v1/completions", 0, json.dumps(BODY).encode()))
+    async with asyncio.timeout(60):
+        while not service.backend.num_opened:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    await asyncio.sleep(0.01)
+    assert not asked.done()
+    service.store.away = False
+    stream_id = (await asked)["x-farsight-stream"]
+    assert (await cut_off(service, "GET", f"/v1/streams/{stream_id}", 1))["x-farsight-stream"] == stream_id
 
 
 async def test_without_the_header_no_event_has_an_id(service: Service) -> None:

@@ -1,0 +1,40 @@
+"""Which ingress replicas have died. Ray says so, of their processes; a silence does not: a busy one may be silent."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterable
+
+logger = logging.getLogger(__name__)
+
+Gone = Callable[[Collection[str]], Awaitable[frozenset[str]]]
+"""Returns those of some ingress replicas, each silent at the moment, whose processes have ended."""
+
+
+async def all_gone(ingress_ids: Collection[str]) -> frozenset[str]:
+    """Stands for ``gone_ingresses`` in a process without Ray, where each client that is silent has been closed."""
+    return frozenset(ingress_ids)
+
+
+async def gone_ingresses(ingress_ids: Collection[str]) -> frozenset[str]:
+    """Returns the ingress replicas that Ray has no living actor for; none while Ray cannot be asked."""
+    if not ingress_ids:
+        return frozenset()
+    try:
+        return without_actor(ingress_ids, await asyncio.to_thread(_actor_names))
+    except Exception:
+        logger.warning("Ray could not be asked which ingress replicas live; none counts as dead", exc_info=True)
+        return frozenset()
+
+
+def without_actor(ingress_ids: Iterable[str], actor_names: Iterable[str]) -> frozenset[str]:
+    """Returns the ids that end no name: Ray Serve names a replica's actor after the application, ``#`` and its id."""
+    living = {name.rpartition("#")[2] for name in actor_names}
+    return frozenset(ingress_ids) - living
+
+
+def _actor_names() -> list[str]:
+    import ray  # Ray reads its settings when it is imported: not before they are made
+
+    return [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
