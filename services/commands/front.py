@@ -22,7 +22,8 @@ from services.commands.front_servers import (
     find_server,
     local_path,
 )
-from services.launch.failures import failing_in_two_lines
+from services.launch.failures import failing_in_lines
+from services.one_line_errors import naming_flags
 
 FIRST_LOOK_S = 15.0
 """Seconds for the answers of a server before the service starts."""
@@ -58,17 +59,18 @@ def front(
     ] = None,
 ) -> None:
     """Stand before other servers (vLLM, SGLang, llama.cpp, Ollama): queue, forecasts, limits, explanations."""
-    with failing_in_two_lines("front"):
+    with failing_in_lines("front"):
         from services.launch.launch import run_service
         from services.launch.signals import StopSignal
 
         key = _upstream_key(upstream_key_env)
         given = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "api_key_env": upstream_key_env or None}
         tables = front_tables(urls, model, tokenizer, given, partial(_ask, key), typer.echo)
-        tables |= {"server": _given(host=host, port=port), "scheduler": _given(preset=preset)}
+        flags = {"server": _given(host=host, port=port), "scheduler": _given(preset=preset)}
         if api_key is not None:
             os.environ[API_KEY_VARIABLE] = api_key  # Ingress replicas read it from there.
-        run_service(make_config(tables), typer.echo, StopSignal())
+        with naming_flags(flags):
+            run_service(make_config(tables | flags), typer.echo, StopSignal())
     typer.echo("Stopped.")
 
 

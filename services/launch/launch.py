@@ -8,9 +8,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import socket
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +31,7 @@ from services.launch.cluster import ServiceFailed, private_cluster
 from services.launch.door import absolute_paths, check_door
 from services.launch.draining import drain
 from services.launch.log_lines import PROCESS, printed_log_lines
+from services.launch.machine import check_gpus, check_own_gpus, check_port
 from services.launch.proxy import ProxyStart, front_proxy, wait_routed
 from services.launch.signals import StopSignal
 from services.launch.stages import Stages
@@ -180,18 +180,9 @@ def _find_encoder(name: str) -> str:
             raise InvalidValueError("config.json", str(folder), "the directory of an encoder")
         check_encoder(folder, config)
     except InvalidValueError as error:
-        raise ConfigError("predictor.encoder", name, f"{EXPECTED} ({error})") from error
+        expected = error.expected if error.field == "encoder" else f"{EXPECTED} ({error})"
+        raise ConfigError("predictor.encoder", name, expected) from error
     return str(folder.absolute()) if Path(settled).expanduser().is_dir() else settled
-
-
-def check_port(host: str, port: int) -> None:
-    """Raises ConfigError if the address cannot be bound."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError("server.port", f"{host}:{port}", f"a free address ({error.strerror})") from error
 
 
 class Service:
@@ -305,24 +296,6 @@ def start_components(site: Site) -> StartingComponents:
     return StartingComponents(site, host)
 
 
-def check_gpus(config: FarsightConfig, resources: Mapping[str, float]) -> None:
-    """Raises ConfigError unless each process that computes on a GPU can have its own GPU.
-
-    Args:
-        resources: The cluster's resources, as Ray counts them.
-    """
-    from actors.runtime.rank_groups import gpus_per_rank
-
-    found = resources.get("GPU", 0)
-    needed = config.model.replicas * config.model.num_ranks * gpus_per_rank(config)
-    if found >= needed:
-        return
-    if config.engine.device == "cuda":
-        raise ConfigError("engine.device", "cuda", f"cpu, or a cluster with {needed:g} GPUs, not {found:g}")
-    expected = f"{needed:g} GPUs in the cluster, not {found:g}"
-    raise ConfigError("actors.gpus_per_rank", config.actors.gpus_per_rank, expected)
-
-
 def ingress_app(site: Site, replicas: int, *, scalable: bool = False) -> Any:
     """The Ray Serve application.
 
@@ -388,8 +361,9 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
     stages = Stages(say, config.server.start_patience_s)
     check_scheduler(config.scheduler)  # Refuse a wrong preset name before anything starts.
     notes = check_door(config, os.environ)
-    model = find_model(config)
+    check_own_gpus(config)
     check_port(config.server.host, config.server.port)
+    model = find_model(config)
     site = find_site(config, model)
     say(f"Farsight is starting: model {model.name}, preset {config.scheduler.preset}, placement {site.placement}.")
     for note in notes:
@@ -414,7 +388,7 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
         url = f"{'https' if config.access.tls_cert else 'http'}://{config.server.host}:{config.server.port}"
         key = " -H 'Authorization: Bearer KEY'" if config.access.key_file or os.environ.get(API_KEY_VARIABLE) else ""
         say(f"Ready after {stages.elapsed_s:.1f} s.")
-        for line in welcome(url, model.name, _example(model), key):
+        for line in welcome(url, model.name, fitting_example(config, model), key):
             say(line)
         with published(config.server.port, os.environ[ADMIN_TOKEN_VARIABLE], site.config.access.tls_cert) as run_file:
             stop.starting(lambda: run_file.unlink(missing_ok=True))
@@ -424,9 +398,20 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
         say("Stopping.")
 
 
-def _example(model: LocatedModel) -> Example:
-    shipped: dict[Path, Example] = {EMBEDDED_MODEL: "embedded", VISION_MODEL: "vision"}
-    return shipped.get(model.directory, "chat" if model.chats else "text")
+def fitting_example(config: FarsightConfig, model: LocatedModel) -> Example:
+    """Returns which request fits the served model."""
+    from engine.checkpoint.encoder_config import load_encoder_config
+
+    if not config.model.replicas and not config.model.path:
+        return "chat"  # Other servers compute; the embedded model's tokenizer stands in for their model's.
+    if model.directory == EMBEDDED_MODEL:
+        return "embedded"
+    if model.directory == VISION_MODEL and config.model.replicas:
+        return "vision"
+    encoder = load_encoder_config(model.directory) if config.model.replicas else None
+    if encoder is not None:
+        return "scores" if encoder.num_labels else "embeddings"
+    return "chat" if model.chats else "text"
 
 
 def learning_note(config: FarsightConfig) -> str:
