@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import sys
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -30,13 +31,14 @@ from services.launch.backends import check_replicas, look_for_servers
 from services.launch.cluster import ServiceFailed, private_cluster
 from services.launch.door import absolute_paths, check_door
 from services.launch.draining import drain
-from services.launch.log_lines import PROCESS, printed_log_lines
+from services.launch.log_lines import PROCESS, print_line, printed_log_lines
 from services.launch.machine import check_gpus, check_own_gpus, check_port
 from services.launch.proxy import ProxyStart, front_proxy, wait_routed
 from services.launch.signals import StopSignal
 from services.launch.stages import Stages
 from services.launch.starting import LOOK_S, StartingComponents
 from services.launch.welcome import Example, welcome
+from services.progress import status_line
 from services.proxy.haproxy import HAProxyKeeper, choose_proxy
 from services.run_file import ADMIN_TOKEN_VARIABLE, published
 
@@ -358,7 +360,13 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
     Raises:
         FarsightError: The configuration cannot be served, or a vital component died.
     """
-    stages = Stages(say, config.server.start_patience_s)
+    line = status_line(sys.stdout) if config.server.log_format == "text" else None
+    stages = Stages(say, config.server.start_patience_s, line=line)
+
+    def print_log_line(line: str) -> None:
+        with stages.above():
+            print_line(line)
+
     check_scheduler(config.scheduler)  # Refuse a wrong preset name before anything starts.
     notes = check_door(config, os.environ)
     check_own_gpus(config)
@@ -378,7 +386,7 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
     proxy = choose_proxy(config.server)
     with (
         private_cluster(stop, stages=stages, proxy=proxy, server=config.server, access=site.config.access),
-        printed_log_lines(Path(os.environ[RUN_DIR_VARIABLE])),
+        printed_log_lines(Path(os.environ[RUN_DIR_VARIABLE]), print_log_line),
         front_proxy(config.server, proxy, stop) as keeper,
     ):
         send_log_lines(PROCESS, config.server.log_format)
@@ -387,7 +395,7 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
         stop.running()
         url = f"{'https' if config.access.tls_cert else 'http'}://{config.server.host}:{config.server.port}"
         key = " -H 'Authorization: Bearer KEY'" if config.access.key_file or os.environ.get(API_KEY_VARIABLE) else ""
-        say(f"Ready after {stages.elapsed_s:.1f} s.")
+        say(f"Ready after {stages.elapsed_s:.1f} s{stages.summary}.")
         for line in welcome(url, model.name, fitting_example(config, model), key):
             say(line)
         with published(config.server.port, os.environ[ADMIN_TOKEN_VARIABLE], site.config.access.tls_cert) as run_file:
