@@ -163,8 +163,8 @@ class Stages:
         """Brings a terminal's line up to date; takes it away when no stage is open."""
         if self._line is not None:
             first = self._open[0] if self._open else None
-            seconds = f"Starting, {self.elapsed_s:.0f} s: "
-            self._line.show("" if first is None else f"{seconds}{first.name} waits for {first.waits_for()}")
+            text = "" if first is None else f"{self.elapsed_s:.0f} s, {first.name}: waits for {first.waits_for()}"
+            self._line.show(text)
 
 
 def silent_stages(patience_s: float) -> Stages:

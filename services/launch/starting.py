@@ -14,6 +14,7 @@ from core.errors import FarsightError
 from core.messages.status import StartState
 from services.launch.cluster import ServiceFailed
 from services.launch.stages import Stages, StartStage
+from services.words import counted
 
 if TYPE_CHECKING:
     from services.launch.proxy import ProxyStart
@@ -103,7 +104,7 @@ class StartingComponents:
         if self._seen is None or self._missing(computing=computing):
             return False
         number = _number(self._seen.ready, computing=computing)
-        stage.outcome = f"{number} of {number} processes ready"
+        stage.outcome = f"{number} of {counted(number, 'process')} ready"
         if computing:
             stage.outcome = f"{self._model()}, {stage.outcome}"
         return True
@@ -115,7 +116,7 @@ class StartingComponents:
     def _loading(self) -> str:
         seen = self._seen
         if seen is not None and seen.preparing:
-            return f"{self._awaited(computing=True)}: {seen.preparing}"
+            return f"{', '.join(self._missing(computing=True)[:_NAMED])}: {seen.preparing}"
         done = "" if seen is None or seen.loaded is None else f", {100 * seen.loaded:.0f} % loaded"
         return f"{self._awaited(computing=True)} to load {self._model()}{done}"
 
@@ -126,7 +127,7 @@ class StartingComponents:
             return "the Supervisor to answer"
         missing, ready = self._missing(computing=computing), _number(seen.ready, computing=computing)
         named = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
-        return f"{named} ({ready} of {ready + len(missing)} processes ready)"
+        return f"{named} ({ready} of {counted(ready + len(missing), 'process')} ready)"
 
     def _model(self) -> str:
         config = self._site.config

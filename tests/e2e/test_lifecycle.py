@@ -139,9 +139,7 @@ def test_a_model_that_is_not_supported_is_refused_before_anything_starts(tmp_pat
     ],
     ids=["no weights", "no tokenizer", "no room"],
 )
-def test_a_worker_that_cannot_start_says_why(
-    tmp_path: Path, missing: str, flags: list[str], message: str
-) -> None:
+def test_a_worker_that_cannot_start_says_why(tmp_path: Path, missing: str, flags: list[str], message: str) -> None:
     model = tmp_path / "model"
     shutil.copytree(EMBEDDED_MODEL, model, ignore=shutil.ignore_patterns(missing) if missing else None)
     result = run("serve", "--model", str(model), "--port", str(free_port()), *flags)

@@ -74,7 +74,7 @@ def test_a_stage_that_takes_long_says_so_again_and_again(clock: Clock) -> None:
 def test_a_terminal_has_one_line_that_is_rewritten(clock: Clock) -> None:
     said: list[str] = []
     terminal = io.StringIO()
-    stages = Stages(said.append, 60, line=StatusLine(terminal, lambda: 80), now=clock)
+    stages = Stages(said.append, 60, line=StatusLine(terminal, lambda: 60), now=clock)
     waits = "worker-0 to load tiny (2 MiB)"
     model, proxy = stages.begin("Model", lambda: waits), stages.begin("Proxy", lambda: "the HTTP proxy to listen")
     clock.s += 12
@@ -87,8 +87,8 @@ def test_a_terminal_has_one_line_that_is_rewritten(clock: Clock) -> None:
     stages.abandon(model)
     assert not said
     shown = terminal.getvalue().split("\r\x1b[K")
-    compiling = f"{f'Starting, 12 s: Model waits for {waits}'[:76]}..."
-    assert "Starting, 0 s: Model waits for worker-0 to load tiny (2 MiB)" in shown
+    compiling = f"{f'12 s, Model: waits for {waits}'[:56]}..."
+    assert "0 s, Model: waits for worker-0 to load tiny (2 MiB)" in shown
     assert shown[-4:] == [compiling, "a line of the log\n", compiling, ""]
     stages.say("Ready")
     assert said == ["Ready"] and stages.summary == " (Proxy 12.0 s, Model 42.0 s)"
