@@ -99,14 +99,14 @@ async def open_client(target: BenchTarget, form: BodyForm, timeout_s: float, kee
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
+class TargetModel:
     """A model as a server lists it; ``max_model_len`` is 0 where the server does not tell it."""
 
     name: str
     max_model_len: int
 
 
-async def find_model(target: BenchTarget) -> ServedModel:
+async def find_model(target: BenchTarget) -> TargetModel:
     """Returns the target's model as the server lists it; the first one if the target names none.
 
     Raises:
@@ -120,10 +120,10 @@ async def find_model(target: BenchTarget) -> ServedModel:
             listed = (await reply.json(content_type=None))["data"]
             found = next(each for each in listed if target.model in ("", each["id"]))
             length = found.get("max_model_len")
-            return ServedModel(str(found["id"]), length if type(length) is int and length > 0 else 0)
+            return TargetModel(str(found["id"]), length if type(length) is int and length > 0 else 0)
     except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError, StopIteration, TimeoutError) as error:
         if target.model:
-            return ServedModel(target.model, 0)
+            return TargetModel(target.model, 0)
         raise FarsightError(f"{url} lists no model ({_reason(error)}); pass --model") from error
 
 

@@ -360,8 +360,8 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
     Raises:
         FarsightError: The configuration cannot be served, or a vital component died.
     """
-    line = status_line(sys.stdout) if config.server.log_format == "text" else None
-    stages = Stages(say, config.server.start_patience_s, line=line)
+    status = status_line(sys.stdout) if config.server.log_format == "text" else None
+    stages = Stages(say, config.server.start_patience_s, line=status)
 
     def print_log_line(line: str) -> None:
         with stages.above():

@@ -96,9 +96,9 @@ def _right_of(model: LlavaForConditionalGeneration, checks: Mapping[str, Batch])
 def write_example(model: LlavaForConditionalGeneration, out: Path, seed: int) -> Question:
     """Writes the picture that the server shows in its first request, and returns the question with its answer.
 
-    Of some held-out pictures, the one whose right answer the model is surest of: the example must not fail. Each shows
-    two kinds of shapes, twice each, since the model writes plurals alone. Without noise and in few colours it has some
-    hundred bytes.
+    The model is surest of this one's right answer among ``EXAMPLES`` held-out pictures: the example must not fail. Each
+    shows two kinds of shapes, twice each, since the model writes plurals alone. Without noise and in few colours it has
+    some hundred bytes.
     """
     rng = random.Random(seed)
     chosen: tuple[float, Image.Image, Question] | None = None

@@ -130,7 +130,7 @@ def engine_answers(asked: list[tuple[np.ndarray, Question]], dtype: str) -> list
     engine = Engine(VISION_MODEL, dtype=dtype, engine=EngineConfig(max_num_seqs=8, kv_memory="16MiB"))
     prompts = [prompt_ids(question.text) for _, question in asked]
     outputs = engine.generate(prompts, SamplingParams(32, temperature=0.0), spans)
-    return [build_tokenizer().decode(list(output.token_ids), skip_special_tokens=True) for output in outputs]
+    return [str(build_tokenizer().decode(list(output.token_ids), skip_special_tokens=True)) for output in outputs]
 
 
 def test_the_printed_example_is_answered_rightly(reference: LlavaForConditionalGeneration) -> None:

@@ -18,7 +18,7 @@ def test_a_process_that_builds_the_step_says_so(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setenv("FARSIGHT_CACHE", str(tmp_path))
     monkeypatch.setattr(library, "_build", build)
-    monkeypatch.setattr(library.shutil, "which", lambda name: "/bin/true")
+    monkeypatch.setattr("shutil.which", lambda name: "/bin/true")
     with pytest.raises(library.NativeUnavailable, match="no room"):
         library.load_library.__wrapped__()
     assert told == [True] and not library.is_compiling()

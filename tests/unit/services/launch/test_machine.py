@@ -44,10 +44,10 @@ def test_each_rank_of_a_replica_has_what_is_set_aside_for_it() -> None:
 
 def test_a_machine_without_gpus_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     config = FarsightConfig(engine=EngineConfig(device="cuda"))
-    monkeypatch.setattr(machine.importlib.metadata, "version", lambda name: "2.9.0+cpu")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.9.0+cpu")
     with pytest.raises(ConfigError, match=r"got 'cuda', expected cpu \(torch 2\.9\.0\+cpu was built without CUDA\)"):
         check_own_gpus(config)
-    monkeypatch.setattr(machine.importlib.metadata, "version", lambda name: "2.9.0+cu128")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.9.0+cu128")
     monkeypatch.setattr(machine, "visible_gpus", lambda: 0)
     with pytest.raises(ConfigError, match=r"got 'cuda', expected cpu, or a machine with 1 GPU, not 0"):
         check_own_gpus(config)
@@ -60,7 +60,7 @@ def test_without_the_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     def missing(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
-    monkeypatch.setattr(machine.ctypes, "CDLL", missing)
+    monkeypatch.setattr("ctypes.CDLL", missing)
     assert visible_gpus() == 0
 
 
