@@ -44,7 +44,7 @@ function amount(value) {
 const neededPx = new WeakMap();  // width of a table before its rows became blocks
 function fitTable(table, frame) {
   const labels = [...table.tHead.rows[0].cells].map((head) => head.textContent);
-  for (const row of table.tBodies[0].rows) [...row.cells].forEach((cell, index) => cell.dataset.label = labels[index] ?? "");
+  for (const line of table.tBodies[0].rows) [...line.cells].forEach((cell, index) => cell.dataset.label = labels[index] ?? "");
   if (table.classList.contains("stacked")) table.classList.toggle("stacked", frame.clientWidth < neededPx.get(table));
   else if (frame.scrollWidth > frame.clientWidth) {
     neededPx.set(table, frame.scrollWidth);
