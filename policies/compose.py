@@ -264,6 +264,11 @@ def _reads_forecasts(config: SchedulerConfig) -> bool:
     return order.reads_forecasts or placement.reads_forecasts or admission.reads_forecasts
 
 
+def forecasting_presets() -> tuple[str, ...]:
+    """Returns the presets that read a forecast of each request."""
+    return tuple(name for name in PRESETS if _reads_forecasts(SchedulerConfig(preset=name)))
+
+
 def build_batcher(preset: str, settings: BatchSettings) -> Batcher:
     """The central queue of a batch-mode preset.
 

@@ -25,7 +25,7 @@ from services.commands.replay import replay
 from services.commands.simulate import compare, simulate
 from services.commands.train import train
 from services.demo.command import demo
-from services.launch.failures import failing_in_two_lines
+from services.launch.failures import failing_in_lines
 from services.one_line_errors import OneLineErrors, failing_in_one_line, naming_flags
 from services.server_address import HostOption, PortOption, UrlOption, address_of
 
@@ -210,7 +210,7 @@ def serve(
 
     if api_key is not None:
         os.environ[KEY_VARIABLE] = api_key  # Ingress replicas read it from there, as they do under `serve deploy`.
-    with failing_in_two_lines("serve"), naming_flags(overrides):
+    with failing_in_lines("serve"), naming_flags(overrides):
         settings = load_config(config, overrides)
         say = in_format(typer.echo, settings.server.log_format)
         run_service(settings, say, StopSignal())
@@ -404,7 +404,7 @@ def batch(
     from services.batch.submit import BatchOptions, count_answers, submit
 
     options = BatchOptions(model, config, concurrency, overwrite)
-    with failing_in_two_lines("batch"):
+    with failing_in_lines("batch"):
         # Check the settings before anything starts.
         patience_s = load_config(config, {"model": {"path": model}}).server.start_patience_s
         say = functools.partial(typer.echo, nl=False, err=as_json)

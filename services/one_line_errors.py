@@ -107,10 +107,11 @@ def naming_flags(given: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
     try:
         yield
     except InvalidValueError as error:
-        section, _, key = error.field.rpartition(".")
+        setting = "model.path" if error.field == "model" else error.field  # as the engine names it
+        section, _, key = setting.rpartition(".")
         if given.get(section, {}).get(key) is None:
             raise
-        flag = _FLAGS.get(error.field, f"--{key.replace('_', '-')}")
+        flag = _FLAGS.get(setting, f"--{key.replace('_', '-')}")
         raise type(error)(flag, error.value, error.expected) from error
 
 

@@ -1,10 +1,13 @@
-"""The bar that shows how far a command has come."""
+"""How far a command has come: a bar, or one line that is rewritten."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
 
 @contextmanager
@@ -41,6 +44,53 @@ def share_bar(what: str, *, as_json: bool = False) -> Iterator[Callable[[float],
     """The same for a share from 0 to 1, in percent; ``what`` begins with "% of"."""
     with progress_bar(what, 100, as_json=as_json) as tell:
         yield None if tell is None else lambda share: tell(int(100 * share))
+
+
+class StatusLine:
+    """The last line of a terminal, rewritten again and again; other lines are printed above it.
+
+    Args:
+        terminal: Where it is shown.
+        columns: Returns the terminal's width.
+    """
+
+    def __init__(
+        self, terminal: TextIO, columns: Callable[[], int] = lambda: shutil.get_terminal_size().columns
+    ) -> None:
+        self._terminal = terminal
+        self._columns = columns
+        self._text = ""
+        self._lock = threading.RLock()
+
+    def show(self, text: str) -> None:
+        """Replaces the line; an empty text takes it away."""
+        with self._lock:
+            if text or self._text:
+                self._text = text
+                self._draw(text)
+
+    @contextmanager
+    def above(self) -> Iterator[None]:
+        """Takes the line away while other lines are printed, and shows it again below them."""
+        with self._lock:
+            if self._text:
+                self._draw("")
+            try:
+                yield
+            finally:
+                if self._text:
+                    self._draw(self._text)
+
+    def _draw(self, text: str) -> None:
+        room = self._columns() - 1  # A character in the last column would begin a new line on some terminals.
+        self._terminal.write(f"\r\x1b[K{text if len(text) <= room else f'{text[: room - 3]}...'}")
+        self._terminal.flush()
+
+
+def status_line(terminal: TextIO) -> StatusLine | None:
+    """Returns a status line where there is a terminal that can rewrite one; None for a pipe or a file."""
+    rewrites = terminal.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    return StatusLine(terminal) if rewrites else None
 
 
 def hide_downloads() -> None:

@@ -172,6 +172,11 @@ class Component:
         """As in ``ComponentStatus.loaded``."""
         return None
 
+    @property
+    def preparing(self) -> str:
+        """As in ``ComponentStatus.preparing``."""
+        return ""
+
 
 _CLASSES = {
     "router": "actors.scheduling.router:Router",

@@ -221,6 +221,7 @@ class ComponentHost(HostCalls):
             last_end=self._last_end,
             degraded=component.context.degraded.reason(time.monotonic()),
             loaded=component.loaded,
+            preparing=component.preparing,
         )
 
 

@@ -95,10 +95,17 @@ class History:
 
     def loaded(self) -> float | None:
         """The share of their weights that the workers have read; None if none tells."""
-        workers = set(map(worker_name, own_replicas(self._counts())))
-        shares = [row.loaded for row in self._rows[0] if row.name in workers]
+        shares = [row.loaded for row in self._workers()]
         known = [share for share in shares if share is not None]
         return sum(known) / len(shares) if known else None
+
+    def preparing(self) -> str:
+        """Returns what holds up the start of a worker; empty if nothing does."""
+        return next((row.preparing for row in self._workers() if row.preparing), "")
+
+    def _workers(self) -> list[ComponentStatus]:
+        workers = set(map(worker_name, own_replicas(self._counts())))
+        return [row for row in self._rows[0] if row.name in workers]
 
     def since(self, query: SeriesQuery) -> SeriesReply:
         """The points that the query asks for."""

@@ -144,7 +144,7 @@ class Supervisor(Component, SupervisorCalls):
         started = self._started.items()
         ready = tuple(host for host, future in started if future.done() and future.exception() is None)
         waiting = tuple(host for host in self._started if host not in ready)
-        return StartState(ready, waiting, self._history.loaded())
+        return StartState(ready, waiting, self._history.loaded(), self._history.preparing())
 
     async def counts(self) -> ComponentCounts:
         return self._counts

@@ -38,6 +38,7 @@ from core.messages.pulse import Work
 from core.messages.step_times import StepSample
 from core.messages.tokens import TokenBatches, TokenDelta, TokenPoll
 from core.processors import bind_to_node, compute_threads
+from engine.native.library import is_compiling
 from kvcache.step_batch import step_sample
 
 if TYPE_CHECKING:
@@ -204,6 +205,10 @@ class ModelWorker(Component, WorkerCalls):
     @property
     def loaded(self) -> float | None:
         return self._loaded
+
+    @property
+    def preparing(self) -> str:
+        return "compiling kernels for this processor (once)" if is_compiling() else ""
 
     @property
     def work_done(self) -> Mapping[str, float]:

@@ -6,5 +6,5 @@ grant in it is absolute ("may reach length N", never "N more").
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 """Raised when any message changes shape; a message of another version is refused."""

@@ -22,6 +22,7 @@ class ComponentStatus:
         url: Address of a replica that is another server; else empty.
         breaker: State of that server's circuit breaker: ``closed``, or why requests do not go there.
         loaded: Share of its model's weights that it has read, from 0 to 1; None if it reads none, or does not tell.
+        preparing: What holds up its start and is done only once on a machine; else empty.
     """
 
     name: str
@@ -38,6 +39,7 @@ class ComponentStatus:
     last_end: str = ""
     degraded: str = ""
     loaded: float | None = None
+    preparing: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +108,13 @@ class StartState:
 
     Attributes:
         loaded: As in ``ComponentStatus``, of all workers together.
+        preparing: As in ``ComponentStatus``, of the first worker that prepares something.
     """
 
     ready: tuple[str, ...]
     waiting: tuple[str, ...]
     loaded: float | None = None
+    preparing: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ A field that would change the computation in a way the engine does not know is a
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -40,6 +41,9 @@ KV_SCALE_BYTES = 4
 """Bytes of the scale of a token and head in a KV pool of 8 bits."""
 
 _DTYPES = ("float32", "bfloat16", "float16")
+
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+"""A name, or an owner and a name: what has another form, such as ``/models/x`` or ``./x``, can only be a path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +228,8 @@ def resolve_model_dir(name_or_path: str, *, weights: bool = True) -> Path:
         if not path.is_file():
             raise InvalidValueError("model", name_or_path, "a GGUF file that exists, and is a regular file")
         return path
+    if not HUB_ID.fullmatch(name_or_path):
+        raise InvalidValueError("model", name_or_path, "a model directory or GGUF file that exists, or a hub id")
     patterns = [pattern for pattern in MODEL_FILES if weights or "safetensors" not in pattern]
     import huggingface_hub  # only here: most starts are from a directory, and the import costs time
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from core.errors import InvalidValueError
-from engine.checkpoint.model_config import MODEL_FILES
+from engine.checkpoint.model_config import HUB_ID, MODEL_FILES
 from predictor.encoders import AUTO, LABSE, MINILM
 
 EXPECTED = (
@@ -45,6 +45,8 @@ def encoder_dir(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return path
+    if not HUB_ID.fullmatch(name):
+        raise InvalidValueError("encoder", name, f"{EXPECTED}; there is no such directory")
     try:
         return _cached(name) or _fetched(name)
     except Exception as error:  # the hub's client raises errors of several libraries

@@ -13,6 +13,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from functools import cache
 from pathlib import Path
 
@@ -23,6 +24,8 @@ _SOURCE = _HERE / "step.cpp"
 COMPILE_FLAGS = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno"]
 COMPILE_FLAGS += ["-fno-strict-aliasing", "-pthread"]
 _BUILD_TIMEOUT_S = 300
+
+_compiling = threading.Event()
 
 
 class NativeUnavailable(FarsightError):
@@ -41,11 +44,20 @@ def load_library() -> ctypes.CDLL:
         raise NativeUnavailable("no C++ compiler (c++, g++ or clang++)")
     path = cache_dir() / f"step-{_fingerprint(compiler)}.so"
     if not path.exists():
-        _build(compiler, path)
+        _compiling.set()
+        try:
+            _build(compiler, path)
+        finally:
+            _compiling.clear()
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise NativeUnavailable(f"{path}: {error}") from error
+
+
+def is_compiling() -> bool:
+    """Whether this process is building the compiled step right now; may be asked by any thread."""
+    return _compiling.is_set()
 
 
 def cache_dir() -> Path:

@@ -98,7 +98,8 @@ class FleetReplica:
 
     def _weigh(self, more_tokens: float) -> None:
         self.load.num_requests = len(self.requests)
-        self.load.work_tokens += more_tokens
+        # An empty replica has exactly no work: a sum of fractions would leave a rounding error, often below 0.
+        self.load.work_tokens = self.load.work_tokens + more_tokens if self.requests else 0.0
 
     def view(self) -> ReplicaView:
         capacity = 0 if self.ready is None else self.ready.num_blocks * self.ready.block_size

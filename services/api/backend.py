@@ -34,6 +34,7 @@ class ModelInfo:
         vocab_size: Token ids are 0 to ``vocab_size - 1``.
         benchmark_mode: Whether a request may set its exact output length.
         emulated: Profile name of an emulated device, whose answers are made up; empty if a model computes.
+        no_forecasts: Why requests get no forecasts of their own, and what makes them; empty if they get them.
         version: Version of the weights that new requests run on.
         abilities: What it can do.
         sight: How it sees; None if it reads text alone.
@@ -48,6 +49,7 @@ class ModelInfo:
     vocab_size: int
     benchmark_mode: bool = False
     emulated: str = ""
+    no_forecasts: str = ""
     version: int = 0
     abilities: Abilities = field(default_factory=Abilities)
     aliases: tuple[str, ...] = ()

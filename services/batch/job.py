@@ -18,7 +18,7 @@ from services.api.batches.lines import Batch, read_batch
 from services.batch.backend import open_backend
 from services.batch.progress import ProgressStore
 from services.batch.runner import DEFAULT_CONCURRENCY, run_batch
-from services.launch.failures import failing_in_two_lines
+from services.launch.failures import failing_in_lines
 from services.launch.stages import Stages
 
 PROGRESS_INTERVAL_S = 5.0
@@ -41,7 +41,7 @@ def main(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
 ) -> None:
     """Run a batch inside a Ray job; exit status 0 means that every input line has its output line."""
-    with failing_in_two_lines("batch-job"):
+    with failing_in_lines("batch-job"):
         loaded = load_config(config, {"model": {"path": model}})
         run_job(source, target, loaded, concurrency, overwrite, typer.echo)
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import aiohttp
 
 from core.errors import FarsightError
 from services.bench.answers import SHOWN_CHARS, Answer, CountedBy, Failure, StreamReader, shown
-from services.bench.targets import PATHS, BenchTarget, BodyForm, Call
+from services.bench.targets import PATHS, BenchTarget, BodyForm, Call, Endpoint
 
 READ_BUFFER_BYTES = 1 << 20
 LOOKUP_TIMEOUT_S = 30.0
@@ -96,20 +98,49 @@ async def open_client(target: BenchTarget, form: BodyForm, timeout_s: float, kee
         yield Client(session, target.root + PATHS[form.endpoint])
 
 
-async def find_model(target: BenchTarget) -> str:
-    """The first model that the server lists.
+@dataclass(frozen=True, slots=True)
+class TargetModel:
+    """A model as a server lists it; ``max_model_len`` is 0 where the server does not tell it."""
+
+    name: str
+    max_model_len: int
+
+
+async def find_model(target: BenchTarget) -> TargetModel:
+    """Returns the target's model as the server lists it; the first one if the target names none.
 
     Raises:
-        FarsightError: The server lists none.
+        FarsightError: The server lists none, and the target does not name one either.
     """
     url = f"{target.root}/v1/models"
     timeout = aiohttp.ClientTimeout(total=LOOKUP_TIMEOUT_S)
     try:
         async with aiohttp.ClientSession(timeout=timeout, headers=target.headers) as session, session.get(url) as reply:
             reply.raise_for_status()
-            return str((await reply.json(content_type=None))["data"][0]["id"])
-    except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError, TimeoutError) as error:
+            listed = (await reply.json(content_type=None))["data"]
+            found = next(each for each in listed if target.model in ("", each["id"]))
+            length = found.get("max_model_len")
+            return TargetModel(str(found["id"]), length if type(length) is int and length > 0 else 0)
+    except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError, StopIteration, TimeoutError) as error:
+        if target.model:
+            return TargetModel(target.model, 0)
         raise FarsightError(f"{url} lists no model ({_reason(error)}); pass --model") from error
+
+
+async def count_prompt(target: BenchTarget, endpoint: Endpoint, call: Call) -> int:
+    """Returns the prompt's tokens as the server counts them in ``usage``; 0 if it does not answer or not tell."""
+    body = json.loads(call.body) | {"stream": False}
+    body.pop("stream_options", None)
+    timeout = aiohttp.ClientTimeout(total=LOOKUP_TIMEOUT_S)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout, headers=target.headers) as session,
+            session.post(target.root + PATHS[endpoint], json=body) as reply,
+        ):
+            counted = (await reply.json(content_type=None))["usage"]["prompt_tokens"]
+    except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError, TimeoutError):
+        return 0
+    return counted if type(counted) is int else 0
 
 
 def _reason(error: Exception) -> str:
@@ -118,6 +149,6 @@ def _reason(error: Exception) -> str:
         return os.strerror(error.errno) if error.errno else "no connection"
     if isinstance(error, TimeoutError):
         return f"no answer within {LOOKUP_TIMEOUT_S:g} s"
-    if isinstance(error, LookupError | TypeError | ValueError):
+    if isinstance(error, LookupError | TypeError | ValueError | StopIteration):
         return "its answer is no list of models"
     return " ".join(str(error).split())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import psutil
 from core.errors import ConfigError
 from services.bench.cases import Case, make_cases
 from services.bench.client import find_model
+from services.bench.fitting import fit_cases
 from services.bench.load import Connection, RunResult, measure, run_async
 from services.bench.options import BenchOptions, body_form, check_options, read_sla
 from services.bench.plots import plot_case
@@ -171,6 +172,7 @@ def run_bench(
     cases = make_cases(options)
     targets = make_targets(options)
     bench = Bench(options, targets, say)
+    cases = fit_cases(cases, options, targets, bench.salt, say)
     head = {**provenance(program), "config": _config(options), "salt": bench.salt, **(facts or {})}
     record = {**head, "cases": [bench.run(case) for case in cases]}
     write_json(options.json, record)
@@ -189,9 +191,10 @@ def make_targets(options: BenchOptions) -> list[BenchTarget]:
         pid = options.server_pid[i] if options.server_pid else None
         if pid is not None and not psutil.pid_exists(pid):
             raise ConfigError("--server-pid", pid, "the id of a process on this machine")
-        target = BenchTarget(label, url, "", pid, options.api_key)
-        model = options.model[i if len(options.model) > 1 else 0] if options.model else run_async(find_model(target))
-        targets.append(BenchTarget(label, url, model, pid, options.api_key))
+        name = options.model[i if len(options.model) > 1 else 0] if options.model else ""
+        target = BenchTarget(label, url, name, pid, options.api_key)
+        model = run_async(find_model(target))
+        targets.append(replace(target, model=model.name, max_model_len=model.max_model_len))
     return targets
 
 

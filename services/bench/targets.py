@@ -23,6 +23,7 @@ class BenchTarget:
         model: The model's name there.
         server_pid: Root of its process tree, if its CPU time is to be measured.
         api_key: Sent as a bearer token.
+        max_model_len: Most tokens of prompt and output together, as the server lists it; 0 if it does not.
     """
 
     label: str
@@ -30,6 +31,7 @@ class BenchTarget:
     model: str
     server_pid: int | None = None
     api_key: str | None = field(default=None, repr=False)
+    max_model_len: int = 0
 
     @property
     def root(self) -> str:

@@ -30,6 +30,7 @@ from services.commands.simulate import (
     wide_console,
 )
 from services.progress import progress_bar
+from services.words import counted
 
 if TYPE_CHECKING:
     from simulator.advice import Advice, Measured, Setup
@@ -206,6 +207,7 @@ def _say(advice: Advice, window: int, *, modelled: bool) -> None:
     typer.echo(f"Why: {advice.reason}")
     for doubt in advice.doubts:
         typer.echo(f"Uncertain: {doubt}")
-    typer.echo(f"Uncertain: {len(advice.best.windows)} windows of {window} requests, each from an empty system.")
+    windows = f"{counted(len(advice.best.windows), 'window')} of {counted(window, 'request')}"
+    typer.echo(f"Uncertain: {windows}, each from an empty system.")
     if modelled:
         typer.echo("Uncertain: step times are a model's; `farsight profile` measures your machine's, for --profile.")

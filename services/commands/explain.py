@@ -21,6 +21,7 @@ from services.commands.simulate import (
 )
 from services.commands.what_if import Question, answer, sentence
 from services.server_address import HostOption, PortOption, UrlOption, address_of
+from services.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -109,7 +110,7 @@ def _print_choice(console: Console, choice: dict[str, Any]) -> None:
     console.print(f"{_headline(choice)}")
     console.print(_timeline(choice["decisions"]))
     if choice["num_left_out"]:
-        console.print(f"{choice['num_left_out']} decisions between these were dropped: too many to keep.")
+        console.print(f"Dropped between these, as too many to keep: {counted(choice['num_left_out'], 'decision')}.")
 
 
 def _headline(choice: dict[str, Any]) -> str:
@@ -126,10 +127,10 @@ def _headline(choice: dict[str, Any]) -> str:
     if summary["output_tokens"] is not None:
         predicted = summary["predicted_tokens"]
         parts.append(
-            f"{summary['output_tokens']} tokens" + ("" if predicted is None else f" ({predicted:.0f} predicted)")
+            counted(summary["output_tokens"], "token") + ("" if predicted is None else f" ({predicted:.0f} predicted)")
         )
     parts += [
-        f"{summary[name]} {noun}{'' if summary[name] == 1 else 's'}"
+        counted(summary[name], noun)
         for name, noun in (("num_preemptions", "preemption"), ("num_resumptions", "resumption"))
         if summary[name]
     ]

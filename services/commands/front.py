@@ -22,7 +22,8 @@ from services.commands.front_servers import (
     find_server,
     local_path,
 )
-from services.launch.failures import failing_in_two_lines
+from services.launch.failures import failing_in_lines
+from services.one_line_errors import naming_flags
 
 FIRST_LOOK_S = 15.0
 """Default of the seconds for the answers of a server before the service starts."""
@@ -62,7 +63,7 @@ def front(
     ] = None,
 ) -> None:
     """Stand before other servers (vLLM, SGLang, llama.cpp, Ollama): queue, forecasts, limits, explanations."""
-    with failing_in_two_lines("front"):
+    with failing_in_lines("front"):
         from services.launch.launch import run_service
         from services.launch.signals import StopSignal
 
@@ -75,10 +76,11 @@ def front(
         }
         ask_server = partial(_ask, key, probe_timeout or FIRST_LOOK_S)
         tables = front_tables(urls, model, tokenizer, given, ask_server, typer.echo)
-        tables |= {"server": _given(host=host, port=port), "scheduler": _given(preset=preset)}
+        flags = {"server": _given(host=host, port=port), "scheduler": _given(preset=preset)}
         if api_key is not None:
             os.environ[API_KEY_VARIABLE] = api_key  # Ingress replicas read it from there.
-        run_service(make_config(tables), typer.echo, StopSignal())
+        with naming_flags(flags):
+            run_service(make_config(tables | flags), typer.echo, StopSignal())
     typer.echo("Stopped.")
 
 

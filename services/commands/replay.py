@@ -24,6 +24,7 @@ from services.commands.simulate import (
     wide_console,
 )
 from services.progress import progress_bar
+from services.words import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -144,7 +145,9 @@ def _table(rows: Sequence[_Row]) -> Table:
 
 def _say_what_is_missing(traffic: Traffic, rows: Sequence[_Row]) -> None:
     if traffic.num_left_out:
-        typer.echo(f"left out: {traffic.num_left_out} requests of the log had no output, or failed", err=True)
+        left_out = counted(traffic.num_left_out, "request")
+        typer.echo(f"left out: {left_out} of the log had no output, or failed", err=True)
     for row in rows:
         if row["num_failed"]:
-            typer.echo(f"{row['preset']}: {row['num_failed']} requests do not fit a replica's KV memory", err=True)
+            failed = counted(row["num_failed"], "request")
+            typer.echo(f"{row['preset']}: {failed} too long for a replica's KV memory", err=True)

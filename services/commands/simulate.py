@@ -12,6 +12,7 @@ import typer
 from core.errors import ConfigError, FarsightError, InvalidValueError
 from services.commands.ask import JsonOption
 from services.progress import progress_bar
+from services.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -302,7 +303,7 @@ def _simulate(experiment: Experiment, out: Path | None, plot: Path | None, as_js
             console.print(table)
     if outcome.failed:
         limit = f"the {experiment.kv_tokens} KV tokens of a replica"
-        typer.echo(f"refused: {len(outcome.failed)} requests may grow beyond {limit}", err=True)
+        typer.echo(f"refused: {counted(len(outcome.failed), 'request')} may grow beyond {limit}", err=True)
     written = []
     if out is not None:
         written += write_results(out, experiment, outcome.summary, outcome.recorder.done)
@@ -339,8 +340,8 @@ def _compare(experiment: Experiment, presets: list[str], seeds: range, as_json: 
 def _title(experiment: Experiment, presets: str = "") -> str:
     """The experiment in one line."""
     load = "" if experiment.rate is None else f", {experiment.rate:g} requests/s"
-    load = load if experiment.clients is None else f", {experiment.clients} clients"
-    replicas = "1 replica" if experiment.num_replicas == 1 else f"{experiment.num_replicas} replicas"
+    load = load if experiment.clients is None else f", {counted(experiment.clients, 'client')}"
+    replicas = counted(experiment.num_replicas, "replica")
     return f"{presets or experiment.preset}: {experiment.workload}{load}, {replicas}"
 
 

@@ -15,6 +15,7 @@ from core.forecast import Example
 from services.commands.ask import JsonOption
 from services.commands.logged_traffic import opened_log
 from services.progress import hide_downloads, progress_bar
+from services.words import counted
 
 if TYPE_CHECKING:
     from estimator.knn import ServedBatch
@@ -175,7 +176,7 @@ def _train(data: Path, out: Path, training: Training, tokenizer: Path | None, st
         typer.echo(json.dumps(result))
         return
     note = f", {left_out} left out that were cut off" if left_out else ""
-    typer.echo(f"{path}: version {version}, trained on {num_examples} requests{note}")
+    typer.echo(f"{path}: version {version}, trained on {counted(num_examples, 'request')}{note}")
 
 
 def _train_estimator(log: Path, out: Path) -> tuple[Path, int]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import ConfigError
+from services.words import counted
 
 SHARE = 0.1
 """Times that differ by less are called about the same."""
@@ -72,5 +73,5 @@ def sentence(found: dict[str, Any]) -> str:
     return (
         f"With {found['if']} it would have taken {jct_s:.2f} s instead of {logged_s:.2f} s, {word} "
         f"(simulated: {found['changed']['jct_s']:.2f} s instead of {found['as_simulated']['jct_s']:.2f} s, "
-        f"{found['num_requests']:,} requests{left_out})."
+        f"{counted(found['num_requests'], 'request')}{left_out})."
     )

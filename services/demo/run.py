@@ -23,6 +23,7 @@ from services.demo.race import Race
 from services.demo.sending import send_all, warm_up
 from services.demo.settings import DemoSettings
 from services.demo.simulated import simulated_ratio
+from services.words import counted
 
 LEAD_S = 0.5
 """Between the end of the preparations and the first arrival."""
@@ -134,7 +135,8 @@ async def _race(
     finally:
         telling.cancel()
     race.stage = "The race is on"
-    say(f"Both services answer after {time.perf_counter() - started_at:.0f} s; {len(race.arrivals)} requests begin.")
+    due = counted(len(race.arrivals), "request")
+    say(f"Both services answer after {time.perf_counter() - started_at:.0f} s; {due} to send.")
     for service, preset in zip(services, settings.presets, strict=True):
         say(f"  {preset}: {service.url}/dashboard")
     race.began_at = time.perf_counter() + LEAD_S

@@ -17,12 +17,14 @@ from actors.runtime.hosts import keep_supervisor
 from actors.runtime.log_lines import send_log_lines
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, Site, again_and_again
 from core.abilities import Abilities
+from core.config.load import FarsightConfig
 from core.config.server import ServerConfig, is_loopback
 from core.errors import CapacityError
 from core.messages.fleet import ServedModel
 from engine.checkpoint.encoder_config import abilities_of
 from engine.vision.geometry import load_geometry
 from estimator.device_profile import profile_label
+from policies.compose import forecasting_presets, predicts_requests
 from services.api.access.door import Door, door_settings
 from services.api.access.metered import MeteredBackend
 from services.api.admin import Administration
@@ -200,6 +202,7 @@ async def open_client(site: Site, ingress_id: str = "") -> EngineClient:
         end_ids=ready.end_ids,
         benchmark_mode=site.config.engine.benchmark_mode,
         emulated=profile_label(site.config.engine.profile),
+        no_forecasts=why_no_forecasts(site.config),
         abilities=served_abilities(site),
         sight=served_sight(site),
         root=site.model_dir,
@@ -213,6 +216,17 @@ async def open_client(site: Site, ingress_id: str = "") -> EngineClient:
     )
     await client.start()
     return client
+
+
+def why_no_forecasts(config: FarsightConfig) -> str:
+    """Returns why requests get no forecasts of their own, and what makes them; empty if they get them."""
+    if predicts_requests(config):
+        return ""
+    preset, makers = config.scheduler.preset, forecasting_presets()
+    if preset in makers:
+        return "Requests get no forecasts of their own: predictor.from_traffic is off, and no --predictor is given."
+    made = f"Forecasts come with the presets {', '.join(makers)}, and with any preset under --predictor"
+    return f"Preset {preset} makes no forecasts of single requests. {made} (what farsight train wrote)."
 
 
 def served_abilities(site: Site) -> Abilities:

@@ -1,4 +1,4 @@
-"""How a command fails: one line with the error, one line with what to do, and a file with the details."""
+"""How a command fails: a line with the error, a second one where there is more to say, and no traceback."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _LONGEST_LOG = 200_000
 
 
 @contextlib.contextmanager
-def failing_in_two_lines(command: str) -> Iterator[None]:
-    """Ends the command with status 1 when it fails; no traceback is printed.
+def failing_in_lines(command: str) -> Iterator[None]:
+    """Ends the command with status 1 when it fails; prints what ``describe`` returns, and no traceback.
 
     Args:
         command: Name of the command, such as ``serve``.
@@ -39,25 +39,24 @@ def failing_in_two_lines(command: str) -> Iterator[None]:
         raise typer.Exit(1) from error
 
 
-def describe(error: Exception, command: str, write: Callable[[str, str], Path | None]) -> tuple[str, str]:
-    """The error, and what to do.
+def describe(error: Exception, command: str, write: Callable[[str, str], Path | None]) -> list[str]:
+    """Returns the error as a line; a second line only says what the error does not say itself.
 
     Args:
         write: A function like ``write_log``.
     """
-    if isinstance(error, InvalidValueError):
-        return _one_line(str(error)), f"What to do: correct {error.field}, then run the same command again."
-    if isinstance(error, FarsightError) and error.__cause__ is None and not hasattr(error, "__notes__"):
-        what, path = str(error), None
-    else:
+    told = isinstance(error, InvalidValueError)  # It names what would be right; a traceback adds nothing.
+    expected = isinstance(error, FarsightError)
+    what = str(error) if expected else f"{command} ended by an unexpected {type(error).__name__}: {error}"
+    path = None
+    if not told and not (expected and error.__cause__ is None and not hasattr(error, "__notes__")):
         path = write(command, "".join(traceback.format_exception(error)))
-        expected = isinstance(error, FarsightError)
-        what = str(error) if expected else f"{command} ended by an unexpected {type(error).__name__}: {error}"
-    todo = "run the same command again"
+    more = []
     if isinstance(error, StartTimedOut):
-        todo = "end other programs, or raise server.start_patience_s in --config, and run the same command again"
-    details = "" if path is None else f"; the details of the failure are in {path}"
-    return _one_line(what), f"What to do: {todo}{details}."
+        more.append("end other programs, or raise server.start_patience_s in --config, and run the same command again")
+    if path is not None:
+        more.append(f"read the details of the failure in {path}")
+    return [_one_line(what), *([f"What to do: {'; '.join(more)}."] if more else [])]
 
 
 def write_log(command: str, text: str) -> Path | None:
@@ -71,7 +70,7 @@ def write_log(command: str, text: str) -> Path | None:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             file.write(text[-_LONGEST_LOG:])
     except (OSError, FarsightError):
-        return None  # The two printed lines matter most.
+        return None  # The printed line matters most.
     return path
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import socket
+import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,12 +31,14 @@ from services.launch.backends import check_replicas, look_for_servers
 from services.launch.cluster import ServiceFailed, private_cluster
 from services.launch.door import absolute_paths, check_door
 from services.launch.draining import drain
-from services.launch.log_lines import PROCESS, printed_log_lines
+from services.launch.log_lines import PROCESS, print_line, printed_log_lines
+from services.launch.machine import check_gpus, check_own_gpus, check_port
 from services.launch.proxy import ProxyStart, front_proxy, wait_routed
 from services.launch.signals import StopSignal
 from services.launch.stages import Stages
 from services.launch.starting import LOOK_S, StartingComponents
 from services.launch.welcome import Example, welcome
+from services.progress import status_line
 from services.proxy.haproxy import HAProxyKeeper, choose_proxy
 from services.run_file import ADMIN_TOKEN_VARIABLE, published
 
@@ -180,18 +182,9 @@ def _find_encoder(name: str) -> str:
             raise InvalidValueError("config.json", str(folder), "the directory of an encoder")
         check_encoder(folder, config)
     except InvalidValueError as error:
-        raise ConfigError("predictor.encoder", name, f"{EXPECTED} ({error})") from error
+        expected = error.expected if error.field == "encoder" else f"{EXPECTED} ({error})"
+        raise ConfigError("predictor.encoder", name, expected) from error
     return str(folder.absolute()) if Path(settled).expanduser().is_dir() else settled
-
-
-def check_port(host: str, port: int) -> None:
-    """Raises ConfigError if the address cannot be bound."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError("server.port", f"{host}:{port}", f"a free address ({error.strerror})") from error
 
 
 class Service:
@@ -305,24 +298,6 @@ def start_components(site: Site) -> StartingComponents:
     return StartingComponents(site, host)
 
 
-def check_gpus(config: FarsightConfig, resources: Mapping[str, float]) -> None:
-    """Raises ConfigError unless each process that computes on a GPU can have its own GPU.
-
-    Args:
-        resources: The cluster's resources, as Ray counts them.
-    """
-    from actors.runtime.rank_groups import gpus_per_rank
-
-    found = resources.get("GPU", 0)
-    needed = config.model.replicas * config.model.num_ranks * gpus_per_rank(config)
-    if found >= needed:
-        return
-    if config.engine.device == "cuda":
-        raise ConfigError("engine.device", "cuda", f"cpu, or a cluster with {needed:g} GPUs, not {found:g}")
-    expected = f"{needed:g} GPUs in the cluster, not {found:g}"
-    raise ConfigError("actors.gpus_per_rank", config.actors.gpus_per_rank, expected)
-
-
 def ingress_app(site: Site, replicas: int, *, scalable: bool = False) -> Any:
     """The Ray Serve application.
 
@@ -385,11 +360,18 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
     Raises:
         FarsightError: The configuration cannot be served, or a vital component died.
     """
-    stages = Stages(say, config.server.start_patience_s)
+    status = status_line(sys.stdout) if config.server.log_format == "text" else None
+    stages = Stages(say, config.server.start_patience_s, line=status)
+
+    def print_log_line(line: str) -> None:
+        with stages.above():
+            print_line(line)
+
     check_scheduler(config.scheduler)  # Refuse a wrong preset name before anything starts.
     notes = check_door(config, os.environ)
-    model = find_model(config)
+    check_own_gpus(config)
     check_port(config.server.host, config.server.port)
+    model = find_model(config)
     site = find_site(config, model)
     say(f"Farsight is starting: model {model.name}, preset {config.scheduler.preset}, placement {site.placement}.")
     for note in notes:
@@ -404,7 +386,7 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
     proxy = choose_proxy(config.server)
     with (
         private_cluster(stop, stages=stages, proxy=proxy, server=config.server, access=site.config.access),
-        printed_log_lines(Path(os.environ[RUN_DIR_VARIABLE])),
+        printed_log_lines(Path(os.environ[RUN_DIR_VARIABLE]), print_log_line),
         front_proxy(config.server, proxy, stop) as keeper,
     ):
         send_log_lines(PROCESS, config.server.log_format)
@@ -413,8 +395,8 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
         stop.running()
         url = f"{'https' if config.access.tls_cert else 'http'}://{config.server.host}:{config.server.port}"
         key = " -H 'Authorization: Bearer KEY'" if config.access.key_file or os.environ.get(API_KEY_VARIABLE) else ""
-        say(f"Ready after {stages.elapsed_s:.1f} s.")
-        for line in welcome(url, model.name, _example(model), key):
+        say(f"Ready after {stages.elapsed_s:.1f} s{stages.summary}.")
+        for line in welcome(url, model.name, fitting_example(config, model), key):
             say(line)
         with published(config.server.port, os.environ[ADMIN_TOKEN_VARIABLE], site.config.access.tls_cert) as run_file:
             stop.starting(lambda: run_file.unlink(missing_ok=True))
@@ -424,9 +406,20 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
         say("Stopping.")
 
 
-def _example(model: LocatedModel) -> Example:
-    shipped: dict[Path, Example] = {EMBEDDED_MODEL: "embedded", VISION_MODEL: "vision"}
-    return shipped.get(model.directory, "chat" if model.chats else "text")
+def fitting_example(config: FarsightConfig, model: LocatedModel) -> Example:
+    """Returns which request fits the served model."""
+    from engine.checkpoint.encoder_config import load_encoder_config
+
+    if not config.model.replicas and not config.model.path:
+        return "chat"  # Other servers compute; the embedded model's tokenizer stands in for their model's.
+    if model.directory == EMBEDDED_MODEL:
+        return "embedded"
+    if model.directory == VISION_MODEL and config.model.replicas:
+        return "vision"
+    encoder = load_encoder_config(model.directory) if config.model.replicas else None
+    if encoder is not None:
+        return "scores" if encoder.num_labels else "embeddings"
+    return "chat" if model.chats else "text"
 
 
 def learning_note(config: FarsightConfig) -> str:

@@ -1,4 +1,4 @@
-"""The progress of a start: a line for each stage with its time, and reminders about slow stages."""
+"""The progress of a start: in a pipe a line for each stage, with reminders about slow ones; on a terminal one line."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from core.errors import FarsightError
+from services.progress import StatusLine
 
 SAY_EVERY_S = 10.0
 """Seconds between two reports of what a slow stage waits for."""
+
+REWRITE_EVERY_S = 0.5
+"""Seconds between two versions of a terminal's line."""
 
 Say = Callable[[str], None]
 """Prints one line."""
@@ -40,8 +44,9 @@ class Stages:
     """The stages of one start, which share its time limit.
 
     Args:
-        say: Prints a line, on a terminal and in a pipe alike.
+        say: Prints a line.
         patience_s: Time limit of the whole start in seconds.
+        line: Shows the stage that has been open for longest, in place of a line for each; None in a pipe.
         every_s: See ``SAY_EVERY_S``.
         now: The clock, in seconds.
     """
@@ -51,12 +56,16 @@ class Stages:
         say: Say,
         patience_s: float,
         *,
+        line: StatusLine | None = None,
         every_s: float = SAY_EVERY_S,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._say = say
         self._now = now
-        self._every_s = every_s
+        self._line = line
+        self._every_s = every_s if line is None else REWRITE_EVERY_S
+        self._open: list[StartStage] = []
+        self._took: list[str] = []
         self.patience_s = patience_s
         self._began = now()
         self._lock = threading.Lock()
@@ -71,26 +80,50 @@ class Stages:
         """Seconds left of the time limit; negative after it."""
         return self.patience_s - self.elapsed_s
 
+    @property
+    def summary(self) -> str:
+        """What a terminal's line has shown of the ended stages, for the line after the start; empty in a pipe."""
+        return "" if self._line is None else f" ({', '.join(self._took)})"
+
     def say(self, line: str) -> None:
         """Prints a line; may be called from any thread."""
-        with self._lock:
+        with self._lock, self.above():
             self._say(line)
+
+    @contextmanager
+    def above(self) -> Iterator[None]:
+        """Keeps a terminal's line away from what others print in this context."""
+        if self._line is None:
+            yield
+            return
+        with self._line.above():
+            yield
 
     def begin(self, name: str, waits_for: Callable[[], str]) -> StartStage:
         """A stage that ``end`` or ``abandon`` ends; others may run beside it."""
         stage = StartStage(name, waits_for, self._now())
+        with self._lock:
+            self._open.append(stage)
+            self._rewrite()
         threading.Thread(target=self._tell_now_and_then, args=(stage,), name=f"stage {name}", daemon=True).start()
         return stage
 
     def end(self, stage: StartStage) -> None:
-        """Prints the outcome of a stage and its duration."""
+        """Reports the outcome of a stage and its duration."""
         self.abandon(stage)
-        self.say(f"{stage.name}: {stage.outcome} after {self._now() - stage.began:.1f} s.")
+        took_s = self._now() - stage.began
+        if self._line is None:
+            self.say(f"{stage.name}: {stage.outcome} after {took_s:.1f} s.")
+        else:
+            self._took.append(f"{stage.name} {took_s:.1f} s")
 
     def abandon(self, stage: StartStage) -> None:
         """Stops the reports of a stage that has not ended; no effect on an ended stage."""
         with self._lock:  # The lock lets the stage's thread finish its line; no line follows.
-            stage.over.set()
+            if not stage.over.is_set():
+                stage.over.set()
+                self._open.remove(stage)
+                self._rewrite()
 
     @contextmanager
     def stage(self, name: str, waits_for: Callable[[], str]) -> Iterator[StartStage]:
@@ -121,8 +154,17 @@ class Stages:
         while not stage.over.wait(self._every_s):
             took_s = self._now() - stage.began
             with self._lock:
-                if not stage.over.is_set():
+                if self._line is not None:
+                    self._rewrite()
+                elif not stage.over.is_set():
                     self._say(f"{stage.name}: not ready after {took_s:.0f} s; waits for {stage.waits_for()}.")
+
+    def _rewrite(self) -> None:
+        """Brings a terminal's line up to date; takes it away when no stage is open."""
+        if self._line is not None:
+            first = self._open[0] if self._open else None
+            text = "" if first is None else f"{self.elapsed_s:.0f} s, {first.name}: waits for {first.waits_for()}"
+            self._line.show(text)
 
 
 def silent_stages(patience_s: float) -> Stages:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +14,7 @@ from core.errors import FarsightError
 from core.messages.status import StartState
 from services.launch.cluster import ServiceFailed
 from services.launch.stages import Stages, StartStage
-from services.progress import share_bar
+from services.words import counted
 
 if TYPE_CHECKING:
     from services.launch.proxy import ProxyStart
@@ -33,37 +31,6 @@ _COMPUTING = ("worker", "rank-")
 """Name prefixes of the hosts that load the model or emulate a device."""
 
 _Watched = list[tuple[StartStage, Callable[[], bool]]]
-
-
-class LoadBar:
-    """The bar of weights that are being read, on a terminal; while none are, there is none.
-
-    Args:
-        what: As in ``share_bar``; asked for when the bar is shown.
-    """
-
-    def __init__(self, what: Callable[[], str]) -> None:
-        self._what = what
-        self._shown = ExitStack()
-        self._tell: Callable[[float], None] | None = None
-        self._is_open = False
-
-    def show(self, share: float | None) -> None:
-        """Shows the share that has been read; None where nothing tells of it."""
-        if share is None or share >= 1.0:
-            self.close()
-            return
-        if not self._is_open:
-            self._is_open = True
-            # Lines of stages go to standard output: a bar would take them to where it is itself.
-            self._tell = self._shown.enter_context(share_bar(self._what(), as_json=not sys.stdout.isatty()))
-        if self._tell is not None:
-            self._tell(share)
-
-    def close(self) -> None:
-        """Takes the bar away."""
-        self._shown.close()
-        self._is_open = False
 
 
 class StartingComponents:
@@ -106,19 +73,13 @@ class StartingComponents:
                 stages.abandon(stage)
 
     def _watch(self, stages: Stages, watched: _Watched) -> None:
-        with closing(LoadBar(lambda: f"% of {self._size()} loaded")) as bar:
-            while watched:
-                self._look()
-                bar.show(self._loaded)
-                for each in [each for each in watched if each[1]()]:
-                    watched.remove(each)
-                    stages.end(each[0])
-                for stage, _ in watched:
-                    stages.check(stage)
-
-    @property
-    def _loaded(self) -> float | None:
-        return None if self._seen is None else self._seen.loaded
+        while watched:
+            self._look()
+            for each in [each for each in watched if each[1]()]:
+                watched.remove(each)
+                stages.end(each[0])
+            for stage, _ in watched:
+                stages.check(stage)
 
     def _look(self) -> None:
         """Asks the Supervisor; raises a component's own error without the chain of actors it passed through."""
@@ -143,7 +104,7 @@ class StartingComponents:
         if self._seen is None or self._missing(computing=computing):
             return False
         number = _number(self._seen.ready, computing=computing)
-        stage.outcome = f"{number} of {number} processes ready"
+        stage.outcome = f"{number} of {counted(number, 'process')} ready"
         if computing:
             stage.outcome = f"{self._model()}, {stage.outcome}"
         return True
@@ -153,7 +114,10 @@ class StartingComponents:
         return [host for host in waiting if _computes(host) == computing]
 
     def _loading(self) -> str:
-        done = "" if self._loaded is None else f", {100 * self._loaded:.0f} % loaded"
+        seen = self._seen
+        if seen is not None and seen.preparing:
+            return f"{', '.join(self._missing(computing=True)[:_NAMED])}: {seen.preparing}"
+        done = "" if seen is None or seen.loaded is None else f", {100 * seen.loaded:.0f} % loaded"
         return f"{self._awaited(computing=True)} to load {self._model()}{done}"
 
     def _awaited(self, *, computing: bool) -> str:
@@ -163,7 +127,7 @@ class StartingComponents:
             return "the Supervisor to answer"
         missing, ready = self._missing(computing=computing), _number(seen.ready, computing=computing)
         named = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
-        return f"{named} ({ready} of {ready + len(missing)} processes ready)"
+        return f"{named} ({ready} of {counted(ready + len(missing), 'process')} ready)"
 
     def _model(self) -> str:
         config = self._site.config

@@ -8,8 +8,8 @@ import shlex
 from pathlib import Path
 from typing import Any, Literal
 
-Example = Literal["embedded", "vision", "chat", "text"]
-"""Which request fits the model: one of the two embedded models, one that chats, or one that completes."""
+Example = Literal["embedded", "vision", "chat", "text", "embeddings", "scores"]
+"""Which request fits the model: one of the two embedded models, one that chats, completes, embeds or compares texts."""
 
 _PICTURE = Path(__file__).parents[1] / "embedded_vision" / "example.png"
 
@@ -21,14 +21,16 @@ def welcome(url: str, model: str, example: Example, key: str) -> list[str]:
         model: Its name.
         key: Words of curl that bring an API key; empty where none is needed.
     """
-    path = "/v1/completions" if example == "text" else "/v1/chat/completions"
+    path = _PATHS.get(example, "/v1/chat/completions")
+    generates = example not in ("embeddings", "scores")
     fields = {"model": model, **(_seeing() if example == "vision" else _EXAMPLES[example])}
-    post = f"curl -N {url}{path} -H 'Content-Type: application/json'{key}"
-    body = shlex.quote(json.dumps(fields | {"stream": True}))
+    post = f"curl{' -N' if generates else ''} {url}{path} -H 'Content-Type: application/json'{key}"
+    body = shlex.quote(json.dumps(fields | ({"stream": True} if generates else {})))
+    playground = f"   Playground: {url}/play" if generates else ""
     return [
         f"Try:\n  {post} \\\n    -d {body}",
         f"OpenAI API: {url}/v1   First: curl {url}/v1/models{key}   Stop: Ctrl-C",
-        f"Dashboard: {url}/dashboard   Playground: {url}/play",
+        f"Dashboard: {url}/dashboard{playground}",
     ]
 
 
@@ -49,4 +51,8 @@ _EXAMPLES: dict[Example, dict[str, Any]] = {
     },
     "chat": {"messages": [{"role": "user", "content": "Say hello in three languages."}], "max_tokens": 64},
     "text": {"prompt": "Once upon a time", "max_tokens": 32},
+    "embeddings": {"input": ["a cat on a mat", "a dog in a bog"]},
+    "scores": {"text_1": "Where do cats sleep?", "text_2": ["A cat sleeps on a mat.", "Ships sail on the sea."]},
 }
+_PATHS: dict[Example, str] = {"text": "/v1/completions", "embeddings": "/v1/embeddings", "scores": "/v1/score"}
+"""Paths of the examples that are no chats."""

@@ -77,17 +77,13 @@ def test_a_model_that_is_not_supported_is_refused_before_anything_starts(tmp_pat
     ],
     ids=["no weights", "no tokenizer", "no room"],
 )
-def test_a_worker_that_cannot_start_says_why_and_what_to_do(
-    tmp_path: Path, missing: str, flags: list[str], message: str
-) -> None:
+def test_a_worker_that_cannot_start_says_why(tmp_path: Path, missing: str, flags: list[str], message: str) -> None:
     model = tmp_path / "model"
     shutil.copytree(EMBEDDED_MODEL, model, ignore=shutil.ignore_patterns(missing) if missing else None)
     result = run("serve", "--model", str(model), "--port", str(free_port()), *flags)
     assert result.returncode == 1
     assert message in result.stderr
-    what, todo = result.stderr.splitlines()[-2:]  # before them the components' own lines
-    assert what.startswith("farsight: ")
-    assert todo.startswith("farsight: What to do: ")
+    assert result.stderr.splitlines()[-1].startswith("farsight: ")  # before it the components' own lines
 
 
 def test_an_unknown_key_of_the_file_names_the_nearest(tmp_path: Path) -> None:

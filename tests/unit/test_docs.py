@@ -33,3 +33,33 @@ def test_every_decision_is_in_the_index() -> None:
     folder = ROOT / "docs" / "adr"
     linked = LINK.findall((folder / "README.md").read_text("utf-8"))
     assert linked == sorted(page.name for page in folder.glob("0*.md"))
+
+
+def test_decisions_have_numbers_without_gaps_and_names_of_their_own() -> None:
+    """Markdown counts a list by itself: behind a gap every number would be shown one too low."""
+    folder = ROOT / "docs" / "adr"
+    numbers = re.findall(r"^(\d+)\. ", (folder / "README.md").read_text("utf-8"), re.MULTILINE)
+    assert list(map(int, numbers)) == list(range(1, len(numbers) + 1))
+    slugs = [page.stem.partition("-")[2] for page in folder.glob("0*.md")]
+    assert len(set(slugs)) == len(slugs)
+    assert not [each for each in folder.iterdir() if each.suffix != ".md"], "decisions are pages"
+
+
+NAMED = re.compile(r"`((?:[\w-]+/)+[\w.-]+\.(?:py|h|cpp|md|json|toml|txt|sh|js|html|ya?ml|svg|png))`")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    """Only paths whose first folder is one of the repository's; the change log tells of files that were there once."""
+    if page.name == "CHANGELOG.md":
+        return
+    for path in NAMED.findall(page.read_text("utf-8")):
+        if (ROOT / path.partition("/")[0]).is_dir():
+            assert (ROOT / path).exists(), path
+
+
+def test_code_to_copy_imports_each_module_once() -> None:
+    for page in PAGES:
+        for code in re.findall(r"^```python[^\n]*\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL):
+            modules = re.findall(r"^from (\S+) import", code, re.MULTILINE)
+            assert len(set(modules)) == len(modules), f"{page.name}: {modules}"

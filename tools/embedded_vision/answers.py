@@ -115,6 +115,18 @@ def right_answers(model: LlavaForConditionalGeneration, batch: Batch) -> list[li
     return right
 
 
+@torch.no_grad()
+def margin(model: LlavaForConditionalGeneration, picture: np.ndarray, question: Question) -> float:
+    """Returns how far the right answer is ahead: the least distance of its tokens' logits to the next best token's.
+
+    Below 0 greedy decoding gives another answer.
+    """
+    logits, targets, _ = answer_logits(model, collate(pixels_of([picture]), [[question]]))
+    right = logits.gather(1, targets[:, None])[:, 0]
+    others = logits.scatter(1, targets[:, None], -torch.inf).amax(1)
+    return float((right - others).min())
+
+
 class TrainingPictures:
     """Batches of training pictures with questions, by a seed."""
 

@@ -261,13 +261,20 @@ class LearnedVersion(BaseModel):
 
 
 class Status(BaseModel):
-    """``emulated`` as in ``ModelCard``; ``queue_delay_s`` as in ``StatusReply``."""
+    """The service now.
+
+    Attributes:
+        emulated: As in ``ModelCard``.
+        queue_delay_s: As in ``StatusReply``.
+        no_forecasts: Which presets make forecasts of each request, where the served one makes none; else null.
+    """
 
     actors: list[ActorStatus]
     kv: KVStatus
     learnt: list[LearnedVersion] = []
     emulated: str | None = None
     queue_delay_s: float | None = None
+    no_forecasts: str | None = None
 
 
 def model_card(model: ModelInfo, name: str, *, tells_root: bool) -> ModelCard:
@@ -292,6 +299,7 @@ def status_reply(reply: StatusReply, model: ModelInfo) -> Status:
         learnt=learnt,
         emulated=model.emulated or None,
         queue_delay_s=reply.queue_delay_s,
+        no_forecasts=model.no_forecasts or None,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from core.decisions import Decision, Facts
+from services.words import counted
 
 
 def sentence(decision: Decision) -> str:
@@ -20,20 +21,27 @@ def sentence(decision: Decision) -> str:
 def _number(value: float | str) -> str:
     if isinstance(value, str):
         return value
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else f"{value:z,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def _count(facts: Facts, name: str) -> str:
     value = facts.get(name, 0)
-    return value if isinstance(value, str) else f"{value:,.0f}"
+    return value if isinstance(value, str) else f"{value:z,.0f}"  # z: no -0
 
 
 def _plural(facts: Facts, name: str, noun: str) -> str:
-    return f"{_count(facts, name)} {noun}{'' if facts.get(name) == 1 else 's'}"
+    value = facts.get(name, 0)
+    return f"{value} {noun}s" if isinstance(value, str) else counted(value, noun)
 
 
 def _tokens(facts: Facts, name: str) -> str:
     return _plural(facts, name, "token")
+
+
+def _mean(facts: Facts, name: str) -> str:
+    """A number of tokens that may be a fraction."""
+    text = _number(facts.get(name, 0))
+    return f"{text} token{'' if text == '1' else 's'}"
 
 
 def _seconds(facts: Facts, name: str) -> str:
@@ -106,7 +114,7 @@ def _bin(facts: Facts) -> str:
         return ""
     last = f"to {_count(facts, 'bin_to_tokens')}" if "bin_to_tokens" in facts else "or more"
     which = f"bin {_count(facts, 'bin')} of {_count(facts, 'num_bins')}"
-    full = f"{_count(facts, 'full_size')} fill a batch"
+    full = f"{_count(facts, 'full_size')} {'fills' if facts.get('full_size') == 1 else 'fill'} a batch"
     return f"It is of {which}, {_count(facts, 'bin_from_tokens')} {last} predicted tokens; {full}."
 
 
@@ -155,8 +163,8 @@ def _standing(facts: Facts) -> str:
         rank = f"rank {_seconds(facts, 'rank_s')}{aged} (lower goes first)"
         return f"; {rank}, predicted remaining time {_seconds(facts, 'expected_s')}"
     if "hit_group" in facts:
-        group, slots = _count(facts, "hit_group"), _count(facts, "group_slots")
-        return f"; hit group {group} with {slots} slots ({_tokens(facts, 'cached_tokens')} cached)"
+        group, slots = _count(facts, "hit_group"), _plural(facts, "group_slots", "slot")
+        return f"; hit group {group} with {slots} ({_tokens(facts, 'cached_tokens')} cached)"
     return ""
 
 
@@ -168,7 +176,8 @@ def _room(facts: Facts) -> str:
         capacity = f" of {_count(facts, 'capacity_tokens')}" if "capacity_tokens" in facts else ""
         return f"KV memory is predicted to peak at {_tokens(facts, 'predicted_peak_tokens')}, {limit}{capacity}{risk}"
     if "held_tokens" in facts:
-        return f"{_tokens(facts, 'held_tokens')} of KV are in use, {limit} of {_count(facts, 'capacity_tokens')}"
+        used = "is" if facts.get("held_tokens") == 1 else "are"
+        return f"{_tokens(facts, 'held_tokens')} of KV {used} in use, {limit} of {_count(facts, 'capacity_tokens')}"
     return ""
 
 
@@ -190,9 +199,7 @@ def _arrived(facts: Facts) -> str:
 def _forecast(facts: Facts) -> str:
     q50, q90 = _count(facts, "q50_tokens"), _count(facts, "q90_tokens")
     who = f"{facts.get('source', '?')}, version {_count(facts, 'version')}"
-    return (
-        f"Predicted output: {_number(facts.get('mean_tokens', 0))} tokens (median {q50}, 90th percentile {q90}; {who})."
-    )
+    return f"Predicted output: {_mean(facts, 'mean_tokens')} (median {q50}, 90th percentile {q90}; {who})."
 
 
 def _waits(facts: Facts) -> str:
@@ -203,7 +210,8 @@ def _waits(facts: Facts) -> str:
             needs = f"Waits for KV memory: it needs {_tokens(facts, 'needed_tokens')}"
             return f"{needs}{'; ' + room if room else ''}{tail}"
         case "places":
-            return f"Waits for a batch slot: all {_count(facts, 'max_num_seqs')} are taken{tail}"
+            slots = "the only one is" if facts.get("max_num_seqs") == 1 else f"all {_count(facts, 'max_num_seqs')} are"
+            return f"Waits for a batch slot: {slots} taken{tail}"
         case "worker":
             return f"Waits for the worker, which is not running{tail}"
         case "replica":
@@ -229,7 +237,8 @@ def _short(facts: Facts) -> str:
 
 def _preempted(facts: Facts) -> str:
     why = _short(facts) or "another request gets its slot"
-    again = f"its {_tokens(facts, 'computed_tokens')} of KV are dropped and will be computed again"
+    dropped = "is" if facts.get("computed_tokens") == 1 else "are"
+    again = f"its {_tokens(facts, 'computed_tokens')} of KV {dropped} dropped and will be computed again"
     return f"Preempted: {why}; {again} ({_place(facts)})."
 
 
@@ -244,7 +253,8 @@ def _next_turn(facts: Facts) -> str:
 
 def _offloaded(facts: Facts) -> str:
     why = _short(facts) or "other requests get its slot"
-    moved = f"its {_tokens(facts, 'computed_tokens')} of KV move to host memory"
+    move = "moves" if facts.get("computed_tokens") == 1 else "move"
+    moved = f"its {_tokens(facts, 'computed_tokens')} of KV {move} to host memory"
     return f"Offloaded: {why}; {moved}{_next_turn(facts)} ({_place(facts)})."
 
 
@@ -271,7 +281,7 @@ def _promoted(facts: Facts) -> str:
 
 
 def _finished(facts: Facts) -> str:
-    predicted = f", {_number(facts['predicted_tokens'])} were predicted" if "predicted_tokens" in facts else ""
+    predicted = f" ({_number(facts['predicted_tokens'])} predicted)" if "predicted_tokens" in facts else ""
     cached = f"{_tokens(facts, 'cached_tokens')} of the prompt came from the cache"
     times = f"{_plural(facts, 'num_drops', 'drop')} and {_plural(facts, 'num_offloads', 'offload')} of its KV"
     took = f"the steps it took part in lasted {_seconds(facts, 'ran_s')}"
@@ -326,13 +336,15 @@ def _batch_ended(facts: Facts) -> str:
 
 
 def _kv_ordered(facts: Facts) -> str:
-    out, back, dropped = (_count(facts, name) for name in ("num_out", "num_back", "num_dropped"))
-    return f"Ordered KV of {out} requests to the host, of {back} back, and of {dropped} dropped."
+    back, dropped = _count(facts, "num_back"), _count(facts, "num_dropped")
+    return (
+        f"Ordered KV of {_plural(facts, 'num_out', 'request')} to the host, of {back} back, and of {dropped} dropped."
+    )
 
 
 def _forecasts_made(facts: Facts) -> str:
-    mean = _number(facts.get("last_mean_tokens", 0))
-    return f"Forecast the outputs of {_plural(facts, 'num_requests', 'request')}; mean of the last: {mean} tokens."
+    of = _plural(facts, "num_requests", "request")
+    return f"Forecast the outputs of {of}; mean of the last: {_mean(facts, 'last_mean_tokens')}."
 
 
 def _steps_fitted(facts: Facts) -> str:

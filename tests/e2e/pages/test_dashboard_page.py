@@ -157,7 +157,7 @@ def test_every_component_has_a_card(page: Page) -> None:
     expect(page.get_by_test_id("learnt")).to_contain_text(re.compile(r"length-predictor words\s*3\s*12.50\s*4000"))
     moved = page.get_by_test_id("kv-moved")
     expect(moved).to_have_text("host: 2 of 6 blocks, 1 in flight · 9 tokens recomputed")
-    expect(moved).to_have_attribute("title", "3 offloads (0 MiB), 2 uploads (0 MiB), 1 offloads refused")
+    expect(moved).to_have_attribute("title", "3 offloads (0 MiB), 2 uploads (0 MiB), 1 offload refused")
     expect(page.get_by_test_id("updated")).to_have_text(re.compile(r"\d\d:\d\d:\d\d"))
     expect(page.locator("[data-testid^=card-]")).to_have_count(len(PIECES))
     expect(page.locator("section.group h2")).to_have_count(len({row.kind for row in PIECES}))

@@ -174,8 +174,46 @@ def test_schedulers_and_forecasts(page: Page, filled: LiveServer) -> None:
     expect(panel.locator("canvas")).to_have_count(1)
     expect(page.get_by_test_id("chart-moved").locator("canvas")).to_have_count(1)
     page.get_by_test_id("to-forecasts").click()
-    expect(page.get_by_test_id("error")).to_contain_text("2 requests: mean error 2 tokens; 50 % were no longer")
+    expect(page.get_by_test_id("error")).to_contain_text("2 requests: mean error 2 tokens; 50 % of them no longer")
     expect(page.get_by_test_id("versions")).to_contain_text("length-predictor words")
+
+
+def test_no_number_is_cut_and_every_point_is_seen(page: Page, filled: LiveServer) -> None:
+    """At 400 pixels rows are blocks of labelled values; a point without neighbours is drawn; axes count in wholes."""
+    history_at = tuple(time.time() - 60 + second for second in range(60))
+    lone = tuple(0.3 if second == 30 else None for second in range(60))
+    filled.backend.history = SeriesReply(history_at, tuple(SeriesColumn(name, lone) for name in COLUMNS))
+    replica = view().replicas[0]
+    curve = (MemoryPoint(0, 300), MemoryPoint(1, 500))
+    filled.backend.on_replicas = LiveView((dataclasses.replace(replica, curve=curve),))
+    page.set_viewport_size({"width": 400, "height": 900})
+    visit(page, filled, "/dashboard/requests")
+    for name, column, text in (("live", "Prompt", "12"), ("ended", "Output, tokens", "20")):
+        cell = page.get_by_test_id(name).locator(f'tbody tr:nth-child(2) td[data-label="{column}"]')
+        expect(cell).to_have_text(text)
+        box = cell.bounding_box()
+        assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= 400
+    page.set_viewport_size({"width": 1400, "height": 900})
+    expect(page.locator("table.stacked")).to_have_count(0)
+    visit(page, filled, "/dashboard")
+    expect(page.get_by_test_id("chart-ttft").locator("canvas")).to_have_count(1)
+    drawn = "charts.find((each) => each.host.closest('[data-testid=chart-ttft]')).plot"
+    assert page.evaluate(f"lonePoints({drawn}, 1, false)") == [30]
+    assert page.evaluate(f"{drawn}.series[1]._paths !== null")
+    assert page.evaluate("[whole(-0.3), amount(-1e-13), counted(1, 'token'), counted(2, 'token')]") == [
+        *("0", "0", "1 token", "2 tokens")
+    ]
+    visit(page, filled, "/dashboard/scheduler")
+    expect(page.get_by_test_id("scheduler-0").locator("canvas")).to_have_count(1)
+    assert page.evaluate("charts.find((each) => each.spec.xs).plot.axes[0]._values") == ["0", "1"]
+
+
+def test_the_page_of_forecasts_says_what_makes_them(page: Page, filled: LiveServer) -> None:
+    visit(page, filled, "/dashboard/forecasts")
+    expect(page.get_by_test_id("health")).to_have_attribute("data-level", "ok")
+    expect(page.get_by_test_id("no-forecasts")).to_be_hidden()
+    filled.backend.model = dataclasses.replace(filled.backend.model, no_forecasts=f"Preset fcfs makes none. {HOSTILE}")
+    expect(page.get_by_test_id("no-forecasts")).to_have_text(f"Preset fcfs makes none. {HOSTILE}")
 
 
 def test_playground(page: Page, filled: LiveServer) -> None:

@@ -123,7 +123,7 @@ def test_loads_of_replicas_over_time(page: Page, filled: LiveServer) -> None:
         "aria-label", re.compile(r"KV memory in use: .*50 %")
     )
     expect(page.get_by_test_id("loads")).to_contain_text(HOSTILE)
-    expect(page.locator("#left-out")).to_have_text("2 more replicas are not drawn.")
+    expect(page.locator("#left-out")).to_have_text("Not drawn: 2 more replicas.")
 
 
 def test_the_prefix_tree_is_an_icicle(page: Page, filled: LiveServer) -> None:

@@ -1,7 +1,8 @@
-"""The bar of a command: on a terminal it counts and goes away, in a pipe there is none."""
+"""How far a command has come: on a terminal it is shown and goes away, in a pipe there is nothing."""
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import re
@@ -10,7 +11,7 @@ import sys
 
 import pytest
 
-from services.progress import progress_bar
+from services.progress import StatusLine, progress_bar, status_line
 
 SCRIPT = """
 from services.progress import progress_bar
@@ -21,24 +22,19 @@ print("done")
 """
 
 
-def on_a_terminal(script: str, *, prints_there: bool = False) -> tuple[str, str]:
-    """What a program prints on standard output, and what it shows on a terminal that is its stderr.
-
-    Args:
-        prints_there: Whether that terminal is its standard output as well.
-    """
+def on_a_terminal(script: str) -> tuple[str, str]:
+    """What a program prints on standard output, and what it shows on a terminal that is its stderr."""
     master, slave = pty.openpty()
     with os.fdopen(master, "rb", buffering=0) as shown:
         environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
         command = [sys.executable, "-c", script]
-        stdout = slave if prints_there else subprocess.PIPE
-        ran = subprocess.run(command, stdout=stdout, stderr=slave, env=environment, text=True, timeout=300)
+        ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=slave, env=environment, text=True, timeout=300)
         os.close(slave)
         found = b""
         while part := _read(shown.fileno()):
             found += part
     assert ran.returncode == 0, found
-    return ran.stdout or "", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", found.decode())
+    return ran.stdout, re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", found.decode())
 
 
 def _read(terminal: int) -> bytes:
@@ -62,22 +58,30 @@ def test_json_has_no_bar() -> None:
     assert on_a_terminal(script) == ("done\n", "")
 
 
-LOADS = """
-from services.launch.starting import LoadBar
-bar = LoadBar(lambda: "% of 13 GiB loaded")
-for share in (None, {shares}):
-    bar.show(share)
-    print("a stage ended")
-bar.close()
-"""
+def test_one_line_is_rewritten_below_the_others() -> None:
+    terminal = io.StringIO()
+    line = StatusLine(terminal, lambda: 20)
+    line.show("")  # nothing was there to take away
+    assert terminal.getvalue() == ""
+    line.show("one")
+    line.show("a text that is too long to fit")
+    with line.above():
+        terminal.write("printed\n")
+    line.show("")
+    with line.above():
+        terminal.write("last\n")
+    *rewritten, last = terminal.getvalue().split("\r\x1b[K")
+    cut = "a text that is t..."
+    assert (rewritten, last) == (["", "one", cut, "printed\n", cut], "last\n")
 
 
-def test_weights_that_are_read_have_a_bar_between_the_lines_of_stages() -> None:
-    _, shown = on_a_terminal(LOADS.format(shares="0.1, 0.4, 1.0"), prints_there=True)
-    assert "% of 13 GiB loaded" in shown and "40/100" in shown
-    assert shown.count("a stage ended") == 4
-    assert "%" not in on_a_terminal(LOADS.format(shares="1.0"), prints_there=True)[1]  # it was read at once
-    assert on_a_terminal(LOADS.format(shares="0.4")) == ("a stage ended\n" * 2, "")  # the lines go to a pipe
+@pytest.mark.parametrize(("term", "rewrites"), [("xterm", True), ("dumb", False)])
+def test_a_line_is_rewritten_where_the_terminal_can(term: str, rewrites: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", term)
+    terminal, pipe = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    assert (status_line(terminal) is not None) == rewrites
+    assert status_line(pipe) is None
 
 
 def test_a_pipe_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ function drawScatter() {
   if (!pairs.length) return;
   const error = pairs.reduce((sum, [predicted, real]) => sum + Math.abs(predicted - real), 0) / pairs.length;
   const under = pairs.filter(([predicted, real]) => real <= predicted).length / pairs.length;
-  setText(byId("error"), `${pairs.length} requests: mean error ${amount(error)} tokens; ${Math.round(100 * under)} % were no longer than predicted. Across: predicted tokens; up: true tokens; dashed: equal.`);
+  setText(byId("error"), `${counted(pairs.length, "request")}: mean error ${amount(error)} tokens; ${Math.round(100 * under)} % of them no longer than predicted. Across: predicted tokens; up: true tokens; dashed: equal.`);
   scatter.set([pairs.map(([predicted]) => predicted), pairs.map(([, real]) => real), pairs.map(([predicted]) => predicted)]);
 }
 
@@ -79,5 +79,7 @@ const askAgain = follow({
   status: (status) => {
     showHealth(status);
     showVersions(status);
+    byId("no-forecasts").hidden = !status.no_forecasts;
+    setText(byId("no-forecasts"), status.no_forecasts ?? "");
   },
 }, {query: () => histories[ranges.value].query, wants: (part) => part !== "series" || ranges.due(histories[ranges.value])});

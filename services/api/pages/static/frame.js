@@ -23,7 +23,8 @@ function setText(element, text) {
 }
 
 const clock = (ms) => new Date(ms).toLocaleTimeString([], {hour12: false});
-const whole = (number) => Math.round(number).toLocaleString("en");
+const whole = (number) => (Math.round(number) + 0).toLocaleString("en");  // + 0: no "-0" of a sum's rounding error
+const counted = (number, noun) => `${whole(number)} ${noun}${Math.round(number) === 1 ? "" : "s"}`;
 const natural = (a, b) => a.localeCompare(b, undefined, {numeric: true});
 
 function seconds(value) {
@@ -36,7 +37,25 @@ function seconds(value) {
 function amount(value) {
   if (value >= 1e6) return `${(value / 1e6).toFixed(1)} M`;
   if (value >= 1e4) return `${(value / 1e3).toFixed(1)} k`;
-  return value < 10 && value % 1 ? value.toFixed(2) : whole(value);
+  return value < 10 && value % 1 && Math.abs(value) >= 0.005 ? value.toFixed(2) : whole(value);
+}
+
+// Tables whose columns do not fit show each row as a block of labelled values, so that no number is cut at an edge.
+const neededPx = new WeakMap();  // width of a table before its rows became blocks
+function fitTable(table, frame) {
+  const labels = [...table.tHead.rows[0].cells].map((head) => head.textContent);
+  for (const line of table.tBodies[0].rows) [...line.cells].forEach((cell, index) => cell.dataset.label = labels[index] ?? "");
+  if (table.classList.contains("stacked")) table.classList.toggle("stacked", frame.clientWidth < neededPx.get(table));
+  else if (frame.scrollWidth > frame.clientWidth) {
+    neededPx.set(table, frame.scrollWidth);
+    table.classList.add("stacked");
+  }
+}
+
+for (const table of document.querySelectorAll("table.fits")) {
+  const frame = table.closest(".scroll") ?? table, fit = () => fitTable(table, frame);
+  new MutationObserver(fit).observe(table.tBodies[0], {childList: true});
+  new ResizeObserver(fit).observe(frame);
 }
 
 async function getJson(address) {
@@ -106,7 +125,7 @@ function showHealth({actors}) {
   const pill = byId("health");
   pill.dataset.level = down.length || replaced.length ? "bad" : away.length ? "warn" : "ok";
   const names = (rows) => rows.map((row) => row.name).join(", ");
-  setText(pill, down.length ? `Down: ${names(down)}` : replaced.length ? `Restarted: ${names(replaced)}` : away.length ? `Not ready: ${names(away)}` : `All ${actors.length} components ready`);
+  setText(pill, down.length ? `Down: ${names(down)}` : replaced.length ? `Restarted: ${names(replaced)}` : away.length ? `Not ready: ${names(away)}` : actors.length === 1 ? "1 component ready" : `All ${actors.length} components ready`);
   pill.title = pill.textContent;  // the line may cut the text
 }
 

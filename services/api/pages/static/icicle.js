@@ -25,7 +25,7 @@ function placed(prefixes) {
 function about(node) {
   const where = node.replicas.length ? `cached on ${node.replicas.join(", ")}` : "cached nowhere";
   const more = node.assigned.length ? `, may also go to ${node.assigned.join(", ")}` : "";
-  return `Tokens ${whole(node.end_len - node.num_tokens)} to ${whole(node.end_len)} of prompts: ${whole(node.num_recent)} recent requests, ${whole(node.num_in_flight)} in flight; ${where}${more}.`;
+  return `Tokens ${whole(node.end_len - node.num_tokens)} to ${whole(node.end_len)} of prompts: ${counted(node.num_recent, "recent request")}, ${whole(node.num_in_flight)} in flight; ${where}${more}.`;
 }
 
 let drawnTree = "";
@@ -38,7 +38,7 @@ function drawIcicle(prefixes, names) {
   const focused = host.contains(document.activeElement) ? [...host.querySelectorAll("g")].indexOf(document.activeElement) : -1;
   const tint = (name) => `var(${COLOURS[names.indexOf(name) % COLOURS.length]})`;
   const depth = 1 + Math.max(...prefixes.map((each) => each.depth));
-  const drawing = shape("svg", {class: "icicle", viewBox: `0 0 ${width} ${ROW_PX * depth}`, height: ROW_PX * depth, role: "group", "aria-label": `Prefix tree of ${prefixes.length} nodes`});
+  const drawing = shape("svg", {class: "icicle", viewBox: `0 0 ${width} ${ROW_PX * depth}`, height: ROW_PX * depth, role: "group", "aria-label": `Prefix tree of ${counted(prefixes.length, "node")}`});
   for (const {node, from, share} of placed(prefixes)) drawing.append(nodeShape(node, width * from, width * share, tint));
   host.replaceChildren(drawing);
   if (focused >= 0) host.querySelectorAll("g")[focused]?.focus();
@@ -58,7 +58,7 @@ function nodeShape(node, x, width, tint) {
     if (name !== null) strip.style.fill = `color-mix(in srgb, ${tint(name)} 45%, var(--surface))`;
     group.append(strip);
   });
-  const label = `${whole(node.num_tokens)} tokens`, short = amount(node.num_tokens);
+  const label = counted(node.num_tokens, "token"), short = amount(node.num_tokens);
   const fits = [label, short].find((text) => text.length * CHAR_PX + 10 < width);
   if (fits) group.append(shape("text", {x: x + 5, y: y + 17}, fits));
   group.append(shape("rect", {x, y, width: Math.max(width - 1, 1), height: STRIP_PX, class: "frame"}), shape("title", {}, about(node)));

@@ -84,7 +84,7 @@ function drawExplanation(host, explanation) {
       row.dataset.number = `${choice.index}/${index}`;
       if (open.has(row.dataset.number)) row.querySelector("details").open = true;
     });
-    const left = choice.num_left_out ? [make("p", "note", `${choice.num_left_out} decisions were dropped from the trace.`)] : [];
+    const left = choice.num_left_out ? [make("p", "note", `Dropped from the trace: ${counted(choice.num_left_out, "decision")}.`)] : [];
     return [...head, ...drawLane(choice, now_s), ...eta(choice), list, ...left];
   });
   host.replaceChildren(...parts);

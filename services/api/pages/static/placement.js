@@ -88,7 +88,7 @@ function drawView(view) {
 // The loads over time: a chart for each column, a line for each replica.
 const LOADS = [
   {column: "requests", title: "Requests", about: "Requests that are on the replica.", show: amount, top: 4},
-  {column: "work_tokens", title: "Work, tokens", about: "Tokens of prompt and expected output of the requests there.", show: (value) => amount(Math.round(value)), top: 100},
+  {column: "work_tokens", title: "Work, tokens", about: "Tokens of prompt and expected output of the requests there.", show: whole, top: 100},
   {column: "waiting", title: "Waiting there", about: "Requests on the replica that wait for a place in its batch.", show: amount, top: 4},
   {column: "kv_used", title: "KV memory in use", about: "Share of its KV pool.", show: percent, top: 1},
 ];
@@ -101,7 +101,7 @@ const ranges = new RangeButtons(() => {
 
 function drawLoads(more) {
   tables[ranges.value].take(flat(more));
-  setText(byId("left-out"), more.num_left_out ? `${more.num_left_out} more replicas are not drawn.` : "");
+  setText(byId("left-out"), more.num_left_out ? `Not drawn: ${counted(more.num_left_out, "more replica")}.` : "");
   grid.draw(LOADS);
 }
 

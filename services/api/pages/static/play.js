@@ -92,12 +92,12 @@ function noteRefusal(status) {
 function drawTiming(times, end_ms) {
   const drawing = svg("svg", {class: "timing", viewBox: "0 0 1000 42", preserveAspectRatio: "none", role: "img"});
   times.forEach((ms, index) => drawing.append(svg("rect", {class: index ? "" : "first", x: 1000 * ms / end_ms, y: index ? 8 : 2, width: 2, height: index ? 26 : 38})));
-  drawing.setAttribute("aria-label", `${times.length} parts of the answer over ${seconds(end_ms / 1000)}`);
+  drawing.setAttribute("aria-label", `${counted(times.length, "part")} of the answer over ${seconds(end_ms / 1000)}`);
   byId("timing").replaceChildren(drawing, make("div", "lane-scale", make("span", "", "sent"), make("span", "", times.length ? `first token ${seconds(times[0] / 1000)}` : ""), make("span", "", seconds(end_ms / 1000))));
 }
 
 function numbersOf(result, times) {
-  const tokens = result.usage ? `${result.usage.prompt_tokens} prompt and ${result.usage.completion_tokens} output tokens, ` : "";
+  const tokens = result.usage ? `${counted(result.usage.prompt_tokens, "prompt token")}, ${counted(result.usage.completion_tokens, "output token")}, ` : "";
   const first = times.length ? `first after ${seconds(times[0] / 1000)}, ` : "";
   return `${tokens}${first}all after ${seconds(result.ms / 1000)}`;
 }
@@ -122,7 +122,7 @@ async function send() {
       if (!text) return;
       answer.append(text);
       times.push(ms);
-      setText(byId("numbers"), `${times.length} parts, the first after ${seconds(times[0] / 1000)}`);
+      setText(byId("numbers"), `${counted(times.length, "part")}, the first after ${seconds(times[0] / 1000)}`);
       if (times.length % 4 === 0) drawTiming(times, ms);
     });
     drawTiming(times, result.ms);
@@ -195,7 +195,7 @@ async function sendMany() {
     });
     const ends = runs.map((run) => run.end ?? result.ms).sort((a, b) => a - b);
     const mean = ends.reduce((sum, ms) => sum + ms, 0) / ends.length;
-    const tokens = result.usage ? `${whole(result.usage.completion_tokens)} tokens; ` : "";
+    const tokens = result.usage ? `${counted(result.usage.completion_tokens, "token")}; ` : "";
     setText(byId("runs-note"), `${tokens}mean ${seconds(mean / 1000)}, fastest ${seconds(ends[0] / 1000)}, slowest ${seconds(ends[ends.length - 1] / 1000)}`);
     await explain(result.id);
   } catch (error) {

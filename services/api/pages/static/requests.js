@@ -110,7 +110,7 @@ function drawEnded(view) {
 async function drawView(view) {
   rows = view.replicas.flatMap((replica) => replica.requests.map((row) => ({...row, replica: replica.replica})));
   const sum = (name) => view.replicas.reduce((total, replica) => total + replica[name], 0);
-  setText(byId("sums"), `${sum("num_running")} running, ${sum("num_waiting") + view.num_unplaced} waiting, ${sum("num_offloaded")} offloaded on ${view.replicas.length} replicas`);
+  setText(byId("sums"), `${sum("num_running")} running, ${sum("num_waiting") + view.num_unplaced} waiting, ${sum("num_offloaded")} offloaded on ${counted(view.replicas.length, "replica")}`);
   drawRows();
   drawEnded(view);
   if (chosen !== null && explained !== "ended") await showChosen();

@@ -147,7 +147,7 @@ function takeHistory(more) {
   const columns = [...new Set(Object.keys(table.lines).map((name) => JSON.parse(name)[1]))];
   grid.draw(columns.map(specOf).filter(Boolean));
   drawLives();
-  setText(byId("left-out"), more.num_left_out ? `${more.num_left_out} more components are not drawn.` : "");
+  setText(byId("left-out"), more.num_left_out ? `Not drawn: ${counted(more.num_left_out, "more component")}.` : "");
   drawList("decisions", "no-decisions", more.decisions.map((each) => [each.at, each.component, each.text]));
   drawList("events", "no-events", more.events.map((each) => [each.at, each.name, each.reason ? `${each.state}: ${each.reason}` : each.state]));
 }

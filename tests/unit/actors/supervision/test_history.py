@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from actors.runtime.names import SUPERVISOR, wanted_components, worker_name
@@ -22,14 +24,15 @@ class Processes:
     """Every component in a process of its own; those in ``lost`` do not answer.
 
     Args:
-        loaded: By component.
+        loaded: By component; so is ``preparing``.
     """
 
     placement = "split"
 
-    def __init__(self, loaded: dict[str, float]) -> None:
+    def __init__(self, loaded: dict[str, float], preparing: Mapping[str, str] = MappingProxyType({})) -> None:
         self.lost: set[str] = set()
         self._loaded = loaded
+        self._preparing = preparing
         self._host = ""
 
     def router(self) -> Processes:
@@ -52,7 +55,7 @@ class Processes:
 
     def _row(self, name: str) -> ComponentStatus:
         row = ComponentStatus(name, "Some", 7, "node-a", "ready", 0, None, 0, 0)
-        return dataclasses.replace(row, loaded=self._loaded.get(name))
+        return dataclasses.replace(row, loaded=self._loaded.get(name), preparing=self._preparing.get(name, ""))
 
 
 def history_of(peers: Processes, counts: ComponentCounts = COUNTS) -> History:
@@ -86,3 +89,11 @@ async def test_workers_tell_how_much_they_have_loaded() -> None:
         assert history.loaded() is None
         await history._note_components()
         assert history.loaded() == share
+        assert history.preparing() == ""
+
+
+async def test_a_worker_tells_what_holds_up_its_start() -> None:
+    history = history_of(Processes({"worker-0": 1.0}, {"worker-1": "compiling kernels"}))
+    assert history.preparing() == ""
+    await history._note_components()
+    assert history.preparing() == "compiling kernels"

@@ -335,6 +335,16 @@ def test_resolve_model_dir(tmp_path, monkeypatch):
     assert resolve_model_dir("owner/name") == tmp_path / "owner" / "name"
 
 
+@pytest.mark.parametrize("path", ["/nonexistent", "./models/x", "~/models/x", "a/b/c"])
+def test_a_path_that_does_not_exist_is_no_hub_id(path, monkeypatch):
+    def asked(name, allow_patterns):
+        raise AssertionError(f"the hub was asked for {name}")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", asked)
+    with pytest.raises(InvalidValueError, match=r"expected a model directory or GGUF file that exists, or a hub id$"):
+        resolve_model_dir(path)
+
+
 def test_model_that_cannot_be_had(tmp_path, monkeypatch):
     def fail(name, allow_patterns):
         raise OSError("offline\nand more")

@@ -427,7 +427,13 @@ async def test_status(client: httpx.AsyncClient) -> None:
         "learnt": [LEARNT],
         "emulated": None,
         "queue_delay_s": 1.25,
+        "no_forecasts": None,
     }
+
+
+async def test_it_is_said_where_no_request_gets_a_forecast(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
+    backend.model = dataclasses.replace(backend.model, no_forecasts="Preset fcfs makes none.")
+    assert (await client.get("/status")).json()["no_forecasts"] == "Preset fcfs makes none."
 
 
 async def test_made_up_answers_are_said_to_be(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:

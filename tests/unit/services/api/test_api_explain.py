@@ -239,6 +239,29 @@ def test_a_sentence_needs_no_number(kind: str) -> None:
             "predicted remaining time 3.00 s).",
         ),
         ("batched", {"size": 3, "bin": "short"}, "Batched: size 3, bin short."),
+        (
+            "placed",
+            {"replica": "1", "reason": "least work", "work_tokens": -1e-13, "num_replicas": 2, "most_work_tokens": 1.0},
+            "The router placed it on replica 1, the one with the least work: 0 tokens of work in flight; the busiest "
+            "of 2 had 1.",
+        ),
+        (
+            "preempted",
+            {"short_blocks": 1, "computed_tokens": 1, "num_admitted": 1, "num_waiting": 1},
+            "Preempted: KV memory is short by 1 block; its 1 token of KV is dropped and will be computed again (1 "
+            "request is admitted, 1 waits).",
+        ),
+        ("kv_ordered", {"num_out": 1}, "Ordered KV of 1 request to the host, of 0 back, and of 0 dropped."),
+        (
+            "forecasts_made",
+            {"num_requests": 1, "last_mean_tokens": 1.0},
+            "Forecast the outputs of 1 request; mean of the last: 1 token.",
+        ),
+        (
+            "waits",
+            {"reason": "places", "max_num_seqs": 1},
+            "Waits for a batch slot: the only one is taken.",
+        ),
     ],
 )
 def test_sentences(kind: str, facts: dict[str, float | str], text: str) -> None:

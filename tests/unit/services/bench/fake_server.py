@@ -12,6 +12,7 @@ from typing import Any
 from aiohttp import web
 
 TOKENS_PER_CHUNK = 2
+TOKENS_PER_WORD = 4
 LONG_S = 240.0
 """For what a busy machine may delay."""
 
@@ -24,6 +25,7 @@ class FakeServer:
         bodies: In the order in which they came.
         most_open: So many requests were under way at once.
         wait_open: No request is answered before so many have been under way at once.
+        max_model_len: Listed with the model, and longer requests are refused; 0: neither. A word takes four tokens.
         num_read: If given, says how many chunks of the one answer under way its client has read: the next one waits for
             all before it.
     """
@@ -41,6 +43,7 @@ class FakeServer:
         self.headers.clear()
         self.most_open = 0
         self.wait_open = 0
+        self.max_model_len = 0
         self.num_read: Callable[[], int] | None = None
 
     def app(self) -> web.Application:
@@ -51,7 +54,8 @@ class FakeServer:
         return app
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "fake"}]})
+        length = {"max_model_len": self.max_model_len} if self.max_model_len else {}
+        return web.json_response({"data": [{"id": "fake", **length}]})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         self.bodies.append(body := await request.json())
@@ -65,6 +69,12 @@ class FakeServer:
             self._num_open -= 1
 
     async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if self.max_model_len:
+            num_prompt = TOKENS_PER_WORD * len(body["prompt"].split())
+            if num_prompt + body["max_tokens"] > self.max_model_len:
+                return web.json_response({"error": {"message": "too long"}}, status=400)
+            if not body["stream"]:
+                return web.json_response({"usage": {"prompt_tokens": num_prompt}})
         fault = body.get("user")
         if fault == "full":
             return web.json_response({"error": {"message": "full"}}, status=503)

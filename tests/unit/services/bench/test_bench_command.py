@@ -77,6 +77,35 @@ def test_errors_are_told_and_end_with_one(servers: tuple[FakeServer, FakeServer]
     assert "6 times: HTTP 503" in result.stdout
 
 
+@pytest.mark.parametrize(("flags", "least_words"), [([], 20), (["--hide-lengths"], 8)])
+def test_without_limits_requests_are_cut_to_the_served_context(
+    servers: tuple[FakeServer, FakeServer], flags: list[str], least_words: int
+) -> None:
+    server = servers[0]
+    server.begin()
+    server.max_model_len = 160
+    words = ["bench", "--url", server.base_url, "--num-requests", "12", "--warm-up", "0", *flags]
+    try:
+        result = CliRunner().invoke(app, words)
+    finally:
+        server.max_model_len = 0
+    assert result.exit_code == 0, result.output
+    assert "skewed, 32 in flight: 12 of 12 requests are cut to fit the served context of 160 tokens" in result.stdout
+    assert max(len(body["prompt"].split()) for body in server.bodies[1:]) >= least_words  # not cut more than need be
+
+
+def test_limits_that_are_given_are_taken_as_they_are(servers: tuple[FakeServer, FakeServer]) -> None:
+    server = servers[0]
+    server.begin()
+    server.max_model_len = 160
+    try:
+        result = invoke("--url", server.base_url)
+    finally:
+        server.max_model_len = 0
+    assert result.exit_code == 1
+    assert "requests that do not fit the context" in result.stdout and "are cut" not in result.stdout
+
+
 def test_a_wrong_option_is_refused() -> None:
     result = invoke("--url", "http://127.0.0.1:1", "--concurrency", "4;8")
     assert result.exit_code == 1

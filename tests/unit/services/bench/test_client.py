@@ -11,7 +11,7 @@ import pytest
 from core.errors import FarsightError
 from services.bench.answers import Answer, StreamReader
 from services.bench.arrivals import drawn_arrivals
-from services.bench.client import find_model
+from services.bench.client import TargetModel, find_model
 from services.bench.load import Connection, RunResult, measure, run_async
 from services.bench.targets import BenchTarget, BodyForm, make_call
 from services.bench.workloads import make_workload
@@ -135,4 +135,8 @@ def test_nobody_listens() -> None:
 
 
 def test_the_model_is_asked_for(server: FakeServer) -> None:
-    assert run_async(find_model(BenchTarget("x", server.base_url, ""))) == "fake"
+    assert run_async(find_model(BenchTarget("x", server.base_url, ""))) == TargetModel("fake", 0)
+    server.max_model_len = 512
+    assert run_async(find_model(BenchTarget("x", server.base_url, ""))) == TargetModel("fake", 512)
+    assert run_async(find_model(BenchTarget("x", server.base_url, "fake"))) == TargetModel("fake", 512)
+    assert run_async(find_model(BenchTarget("x", server.base_url, "unlisted"))) == TargetModel("unlisted", 0)

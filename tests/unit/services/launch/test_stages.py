@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import threading
 
 import pytest
 
 from services.launch.stages import Stages, StartTimedOut
+from services.progress import StatusLine
 
 LONG_S = 240.0
 
@@ -67,6 +69,29 @@ def test_a_stage_that_takes_long_says_so_again_and_again(clock: Clock) -> None:
     *while_waiting, last = said
     assert set(while_waiting) == {"Model: not ready after 0 s; waits for worker-0 to load tiny (2 MiB)."}
     assert last == "Model: started after 0.0 s."
+
+
+def test_a_terminal_has_one_line_that_is_rewritten(clock: Clock) -> None:
+    said: list[str] = []
+    terminal = io.StringIO()
+    stages = Stages(said.append, 60, line=StatusLine(terminal, lambda: 60), now=clock)
+    waits = "worker-0 to load tiny (2 MiB)"
+    model, proxy = stages.begin("Model", lambda: waits), stages.begin("Proxy", lambda: "the HTTP proxy to listen")
+    clock.s += 12
+    waits = "worker-0: compiling kernels for this processor (once)"
+    stages.end(proxy)
+    with stages.above():
+        terminal.write("a line of the log\n")
+    clock.s += 30
+    stages.end(model)
+    stages.abandon(model)
+    assert not said
+    shown = terminal.getvalue().split("\r\x1b[K")
+    compiling = f"{f'12 s, Model: waits for {waits}'[:56]}..."
+    assert "0 s, Model: waits for worker-0 to load tiny (2 MiB)" in shown
+    assert shown[-4:] == [compiling, "a line of the log\n", compiling, ""]
+    stages.say("Ready")
+    assert said == ["Ready"] and stages.summary == " (Proxy 12.0 s, Model 42.0 s)"
 
 
 def test_patience_ends(clock: Clock) -> None:

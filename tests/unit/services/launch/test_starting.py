@@ -29,4 +29,6 @@ def test_what_a_slow_model_waits_for(tmp_path: Path, num_bytes: int, loaded: flo
     handle = SimpleNamespace(call=SimpleNamespace(remote=lambda *message: None))
     starting = StartingComponents(Site(config, str(tmp_path), "fused"), handle)
     starting._seen = StartState(("router",), ("worker-0",), loaded)
-    assert starting._loading() == f"worker-0 (0 of 1 processes ready) to load {said}"
+    assert starting._loading() == f"worker-0 (0 of 1 process ready) to load {said}"
+    starting._seen = StartState(("router",), ("worker-0",), 1.0, "compiling kernels for this processor (once)")
+    assert starting._loading() == "worker-0: compiling kernels for this processor (once)"

@@ -101,7 +101,7 @@ function drawSide(side, index, horizon, now) {
   const at = (instant) => WIDTH * instant / horizon;
   const colour = (lane) => KINDS.indexOf(view.kinds[lane]) % 2 ? "report" : "chat";
   drawing.setAttribute("viewBox", `0 0 ${WIDTH} ${view.kinds.length}`);
-  drawing.setAttribute("aria-label", `Requests under ${side.preset}: ${side.ended} of ${view.kinds.length} ended, ${side.broken} broken streams`);
+  drawing.setAttribute("aria-label", `Requests under ${side.preset}: ${side.ended} of ${view.kinds.length} ended, ${counted(side.broken, "broken stream")}`);
   const rects = side.lanes.flatMap((row, number) => laneRects(row, number, colour(number), at, now));
   const upright = (name, instant) => svg("line", {class: name, x1: at(instant), x2: at(instant), y1: 0, y2: view.kinds.length, "vector-effect": "non-scaling-stroke"});
   if (!view.over) rects.push(upright("now", now));
@@ -121,7 +121,7 @@ function draw() {
   setText(byId("broken"), whole(broken));
   byId("streams").className = `figure ${broken ? "broken" : "whole"}`;
   setText(byId("ratio"), view.ratio === null ? "–" : view.ratio.toFixed(2));
-  setText(byId("ratio-of"), `mean completion, ${view.sides[1].preset} / ${view.sides[0].preset}, ${view.paired} requests that ended at both`);
+  setText(byId("ratio-of"), `mean completion, ${view.sides[1].preset} / ${view.sides[0].preset}, ${counted(view.paired, "request")} ended at both`);
   setText(byId("simulated"), view.simulated === null ? "–" : view.simulated.toFixed(2));
   const now = view.elapsed_s ?? 0;
   setText(byId("elapsed"), now > 0 ? `${now.toFixed(0)} s` : "–");
