@@ -22,7 +22,7 @@ from kvcache import SequenceState
 from policies.speculation.base import Drafter
 from tokenization.grammars.compiler import GrammarCompiler
 from tokenization.grammars.reasoning import Matcher
-from tokenization.grammars.sources import GrammarRefused
+from tokenization.grammars.refused import GrammarRefused
 from tokenization.text_stream import TextDecoder, TextStream
 
 

@@ -79,6 +79,15 @@ async def test_structural_tags_hold_json_in_free_text(
         assert (matcher.validate_tokens(ids) == len(ids)) is is_allowed, text
 
 
+def _deep(levels: int) -> Any:
+    schema: Any = {"type": "string"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+DEEP = _deep(64)
+
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "schema"),
@@ -107,6 +116,24 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         {"guided_json": {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}},
         "guided_json.properties.a",
         "/properties/a",
+    ),
+    ({"guided_json": DEEP}, "guided_json", "130 levels deep"),
+    ({"guided_json": {"properties": {"a": {"minimum": "1"}}}}, "guided_json.properties.a", "a number is expected"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": DEEP}}},
+        "response_format.json_schema.schema",
+        "130 levels deep",
+    ),
+    (
+        {
+            "response_format": {
+                "type": "structural_tag",
+                "structures": [{**FUNCTION, "schema": DEEP}],
+                "triggers": ["<"],
+            }
+        },
+        "response_format",
+        "130 levels deep",
     ),
     ({"guided_json": {"description": "x" * 70_000}}, "guided_json", "characters"),
 ]

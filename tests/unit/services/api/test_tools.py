@@ -153,6 +153,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "/properties/a",
     ),
     (
+        {**tool(parameters={"properties": {"a": {"maximum": 2**60, "minimum": 2**60}}}), "tool_choice": "required"},
+        "tools[0].function.parameters",
+        "2^53",
+    ),
+    (
         {**tool(parameters={"properties": {"a": {"$ref": "#/nowhere"}}}), "tool_choice": "required"},
         "tools[0].function.parameters",
         "nowhere",
