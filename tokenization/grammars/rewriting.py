@@ -205,7 +205,8 @@ def _inclusive(schema: dict[str, Any], place: str) -> dict[str, Any]:
         return schema
     for key in _BOUNDS:
         _check_bound(key, schema, place)
-    lower, upper = [], []
+    lower: list[float] = []
+    upper: list[float] = []
     for name, bounds, side in (("minimum", lower, -1), ("maximum", upper, 1)):
         exclusive = schema.get(f"exclusive{name.title()}", False)  # a number; in draft 4, true for the bound beside it
         if name in schema:

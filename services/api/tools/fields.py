@@ -133,5 +133,9 @@ class ToolFields(StrictModel):
         return functions
 
     @property
+    def may_call_in_parallel(self) -> bool:
+        return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool)
+
+    @property
     def must_call(self) -> bool:
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
