@@ -34,7 +34,7 @@ from services.api.fields import (
 )
 from services.api.pictures.content import MixedContent, check_content
 from services.api.strict import StrictModel
-from services.api.structured import Constraint, ResponseFormat, StructuredOutputs, constraint_of
+from services.api.structured import Constraint, ResponseFormat, SchemaOrText, StructuredOutputs, constraint_of
 from services.api.tools.fields import MAX_CALLS, MAX_SCHEMA_DEPTH, ToolCall, ToolFields
 from services.api.wishes import WishFields
 from tokenization.grammars.rewriting import nesting
@@ -206,7 +206,7 @@ class SamplingFields(BeamFields, WishFields):
     )
     response_format: ResponseFormat | None = Field(None, description="JSON, of a schema where one is given.")
     structured_outputs: StructuredOutputs | None = Field(None, description="Extension; what the output must follow.")
-    guided_json: str | dict[str, Any] | bool | None = Field(None, description="Extension; a JSON Schema.")
+    guided_json: SchemaOrText = Field(None, description="Extension; a JSON Schema.")
     guided_regex: str | None = Field(None, min_length=1, description="Extension; a regular expression.")
     guided_choice: list[str] | None = Field(
         None, min_length=1, max_length=MAX_CHOICES, description="Extension; the output is one of these texts."
