@@ -24,7 +24,7 @@ class EngineConfig:
             ``emulated:PROFILE``, to measure scheduling. An emulated device computes nothing: steps and copies take as
             long as the profile says (a name, or a file of ``farsight profile``), and the tokens are made up.
         kv_memory: Memory of the KV pool, as ``512MiB`` or ``2GiB``; ``auto`` takes what a full batch of
-            full-length sequences needs, but all replicas together at most a fifth of the machine's free memory. On a
+            full-length sequences needs, but all replicas together at most a fifth of the machine's available memory. On a
             GPU it takes at most what weights and the largest step leave of ``gpu_memory_utilization``. An
             emulated device counts it in the tokens of its profile, and takes at most the memory that the profile gives
             the device. A replica of several processes has so much in each of them.

@@ -12,7 +12,8 @@ from engine.attention.step_sizes import StepSizes
 from engine.checkpoint.model_config import DecoderConfig, resolve_max_model_len
 from engine.checkpoint.weights import ModelWeights, Progress, load_weights, parse_dtype
 from engine.devices.device import Device, num_host_pool_blocks, num_pool_blocks
-from engine.devices.model_device import AUTO_SHARE, available_bytes
+from engine.devices.host_memory import available_bytes
+from engine.devices.model_device import AUTO_SHARE
 from engine.kv.copiers import HostBlocks, StreamCopier
 from engine.kv.kv_pool import KVPool
 from engine.models.quantize import quantize_weights

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -12,6 +11,7 @@ from core.processors import compute_threads
 from engine.checkpoint.model_config import DecoderConfig, resolve_max_model_len
 from engine.checkpoint.weights import Progress, parse_dtype
 from engine.devices.device import Device, num_host_pool_blocks, num_pool_blocks
+from engine.devices.host_memory import available_bytes
 from engine.kv.copiers import KVCopier
 from engine.kv.kv_pool import KVPool, pool_dtype
 from engine.native.model import NativeBackend
@@ -70,8 +70,3 @@ def load_device(
         copier = KVCopier(runner.pool, pool)
     exact = isinstance(runner.backend, NativeBackend)
     return Device(runner, context_len, token_bytes, num_blocks, num_host_blocks, copier, exact)
-
-
-def available_bytes() -> int:
-    """Bytes of the machine's memory that are available."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

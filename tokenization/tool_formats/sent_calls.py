@@ -9,7 +9,7 @@ from tokenization.tool_formats.parts import CallArguments, CallEnd, CallStart, P
 
 
 class SentCalls:
-    """Passes on the parts of one output without the calls that are not sent, and numbers the others anew.
+    """Passes on the parts of one output, leaves out calls that are not sent, and numbers the remaining calls.
 
     Args:
         parallel: Whether there may be several.
