@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from engine.parallel.links import Ranks
 
 
-BITS = {"full": 0, "int8": 8, "int4": 4}
+BITS = {"full": 0, "float": 0, "int8": 8, "int4": 4}
 """What ``engine.weights`` rounds the matrices to; 0 leaves them."""
 
 DEFAULT_SPECULATION = "ngram"
@@ -116,8 +116,8 @@ def build_worker(
     elif ranks is not None:
         from engine.parallel.device import load_parallel_device
 
-        if weights != "full":
-            raise ConfigError("engine.weights", weights, "full where a replica has several ranks")
+        if BITS[weights]:
+            raise ConfigError("engine.weights", weights, "full or float where a replica has several ranks")
         device = load_parallel_device(
             model_dir,
             config,
@@ -135,9 +135,16 @@ def build_worker(
             from engine.devices.cuda_device import load_device
         else:
             from engine.devices.model_device import load_device
-        bits = BITS[weights]
         device = load_device(
-            model_dir, config, dtype_name, engine, num_replicas, swaps=swaps, bits=bits, progress=progress
+            model_dir,
+            config,
+            dtype_name,
+            engine,
+            num_replicas,
+            swaps=swaps,
+            bits=BITS[weights],
+            keep_quantized=weights != "float",
+            progress=progress,
         )
     limits = BatchLimits(engine.max_num_seqs, engine.max_batch_tokens)
     blocks = BlockManager(device.num_blocks, engine.kv_block_size, device.token_bytes * engine.kv_block_size)

@@ -9,7 +9,7 @@ from core.errors import ConfigError, InvalidValueError
 from core.units import parse_memory
 
 BACKENDS = ("auto", "native", "torch", "xformers")
-WEIGHTS = ("auto", "full", "int8", "int4")
+WEIGHTS = ("auto", "full", "float", "int8", "int4")
 KV_DTYPES = ("auto", "int8")
 EXECUTIONS = ("ragged", "static")
 EMULATED = "emulated:"
@@ -24,12 +24,12 @@ class EngineConfig:
             ``emulated:PROFILE``, to measure scheduling. An emulated device computes nothing: steps and copies take as
             long as the profile says (a name, or a file of ``farsight profile``), and the tokens are made up.
         kv_memory: Memory of the KV pool, as ``512MiB`` or ``2GiB``; ``auto`` takes what a full batch of
-            full-length sequences needs, but all replicas together at most a fifth of the machine's available memory. On a
-            GPU it takes at most what weights and the largest step leave of ``gpu_memory_utilization``. An
-            emulated device counts it in the tokens of its profile, and takes at most the memory that the profile gives
+            full-length sequences needs, but all replicas together at most a fifth of the machine's available memory. On
+            a GPU it takes at most what weights and the largest step leave of ``gpu_memory_utilization``. An emulated
+            device counts it in the tokens of its profile, and takes at most the memory that the profile gives
             the device. A replica of several processes has so much in each of them.
         host_kv_memory: Memory of the host pool that sequences can be offloaded to, as for ``kv_memory``; ``0`` is none.
-            ``auto`` is as much as the KV pool has, but all replicas together at most a fifth of the machine's free
+            ``auto`` is as much as the KV pool has, but all replicas together at most a fifth of the machine's available
             memory, where the KV policy moves KV to the host, and none where it does not.
         block_size: Tokens in a KV block; 0 is 64 on a GPU, whose kernels take multiples of that, and 32 elsewhere.
         prefix_cache: Sequences that begin with the same tokens share the KV of their full blocks. Blocks of ended
@@ -50,7 +50,9 @@ class EngineConfig:
         weights: ``int8`` and ``int4`` round the matrices to 8 bits in groups of 128, or to 4 bits in groups of 32 (the
             vocabulary head always to 8). On the CPU a step multiplies them as they are, with activations in 8 bits: a
             half or a third of bfloat16's memory, and faster. On a GPU they are unpacked each time, which is slower.
-            ``full`` leaves what the checkpoint has, also where that is quantised; ``auto`` is what the preset says.
+            ``full`` leaves what the checkpoint has, also where that is quantised: then the CPU rounds activations too.
+            ``float`` computes such a checkpoint in ``model.dtype``, slower and in more memory: nothing is rounded to
+            integers. ``auto`` is what the preset says.
         kv_dtype: ``int8`` keeps keys and values in 8 bits, with a scale for each token and head: 0.53 of bfloat16's
             memory with heads of 64, so nearly twice the sequences fit. Only the compiled step on the CPU computes so.
             ``auto`` is the model's type.

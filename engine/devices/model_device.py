@@ -30,6 +30,7 @@ def load_device(
     *,
     swaps: bool,
     bits: int,
+    keep_quantized: bool,
     progress: Progress | None = None,
 ) -> Device:
     """Loads the model and sizes its pools.
@@ -38,7 +39,7 @@ def load_device(
         num_replicas: Workers that share this machine's cores and memory where a setting is automatic.
         swaps: Whether there is use for a host pool.
         bits: Round the matrices to 8 or 4 bits; 0 leaves them as the checkpoint has them.
-        progress: As in ``load_weights``.
+        keep_quantized, progress: As in ``load_weights``.
 
     Raises:
         InvalidValueError: the model or a setting cannot be used; names the field.
@@ -60,6 +61,7 @@ def load_device(
         context_len=context_len,
         backend=engine.backend,
         bits=bits,
+        keep_quantized=keep_quantized,
         num_threads=num_threads,
         kv_dtype=engine.kv_dtype,
         progress=progress,
