@@ -1,4 +1,4 @@
-"""The memory that pools are sized by: what can be had, not what nobody has touched yet."""
+"""The memory that pools are sized by: what is available, which is more than what is free."""
 
 from __future__ import annotations
 
