@@ -9,6 +9,7 @@ from core.errors import ConfigError, InvalidValueError
 from core.units import parse_memory
 
 BACKENDS = ("auto", "native", "torch", "xformers")
+LONG_FACTORS = ("served", "request")
 WEIGHTS = ("auto", "full", "float", "int8", "int4")
 KV_DTYPES = ("auto", "int8")
 EXECUTIONS = ("ragged", "static")
@@ -59,6 +60,10 @@ class EngineConfig:
         speculation: What guesses tokens ahead, which a step verifies where that is worth its price: ``ngram`` guesses
             that an output repeats its prompt or itself, ``off`` nothing. Outputs are the same. ``auto`` is ``ngram``
             where the compiled step computes, whose results do not depend on the size of a step, and ``off`` elsewhere.
+        long_factors: Which sequences of a ``longrope`` model (Phi-3) are turned by its long factors. With ``served``:
+            all if the served context exceeds the original window, else none. With ``request``: each whose prompt and
+            limit of output exceed the window together, as transformers chooses for a sequence of that length.
+            ``request`` needs the CPU and one process for a replica; the two kinds share no cached prefixes.
     """
 
     device: str = "cpu"
@@ -77,6 +82,7 @@ class EngineConfig:
     weights: str = "auto"
     kv_dtype: str = "auto"
     speculation: str = "auto"
+    long_factors: str = "served"
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_batch_tokens"):
@@ -90,6 +96,9 @@ class EngineConfig:
         require(self.backend in BACKENDS, "engine.backend", self.backend, f"one of {', '.join(BACKENDS)}")
         require(self.weights in WEIGHTS, "engine.weights", self.weights, f"one of {', '.join(WEIGHTS)}")
         require(self.kv_dtype in KV_DTYPES, "engine.kv_dtype", self.kv_dtype, f"one of {', '.join(KV_DTYPES)}")
+        require(self.long_factors in LONG_FACTORS, "engine.long_factors", self.long_factors, "served or request")
+        if self.long_factors == "request":
+            require(self.device == "cpu", "engine.long_factors", self.long_factors, "served where device is not cpu")
         share = self.gpu_memory_utilization
         require(0 < share <= 1, "engine.gpu_memory_utilization", share, "a number > 0 and <= 1")
         self._check_device()

@@ -55,6 +55,7 @@ def load_device(
     num_host_blocks = num_host_pool_blocks(engine, token_bytes, num_blocks if swaps else 0, auto_bytes)
     runner = ModelRunner.from_dir(
         model_dir,
+        config=config,
         dtype=dtype,
         num_blocks=num_blocks,
         block_size=engine.kv_block_size,

@@ -98,6 +98,7 @@ class ModelRunner:
         cls,
         model_dir: Path,
         *,
+        config: DecoderConfig | None = None,
         dtype: torch.dtype,
         num_blocks: int,
         block_size: int,
@@ -112,6 +113,7 @@ class ModelRunner:
         """A runner of the checkpoint in ``model_dir`` with a pool of ``num_blocks`` blocks.
 
         Args:
+            config: That of the directory, if it is known already.
             context_len: Tokens that a sequence may reach by the configuration, if the pool holds them; 0 is the model's
                 own context.
             backend: As in ``make_backend``.
@@ -124,7 +126,7 @@ class ModelRunner:
         Raises:
             InvalidValueError: The checkpoint cannot be used; names the reason.
         """
-        config = load_model_config(model_dir)
+        config = config or load_model_config(model_dir)
         weights = load_weights(model_dir, config, dtype, keep_quantized=keep_quantized, progress=progress)
         found = weights.quantized_bits
         if bits:
