@@ -27,7 +27,8 @@ from engine.engine import Completion, Engine
 from services.bench.report import markdown_table
 from services.launch.launch import EMBEDDED_MODEL
 from tokenization.grammars.compiler import GrammarCompiler, problem_of
-from tokenization.grammars.sources import GrammarRefused, of_schema
+from tokenization.grammars.refused import GrammarRefused
+from tokenization.grammars.sources import of_schema
 from tokenization.loading import load_tokenizer
 
 LONG = {"type": "array", "minItems": 10_000, "items": {"type": "object", "properties": {"name": {"type": "string"}}}}

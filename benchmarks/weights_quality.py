@@ -106,6 +106,7 @@ def logits_of(model: Path, dtype: str, weights: str, rows: list[list[int]], kv_d
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
         bits=BITS[weights],
+        keep_quantized=weights != "float",
         kv_dtype=kv_dtype,
     )
     found = []

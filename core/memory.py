@@ -1,8 +1,10 @@
-"""Memory that the C library gives back."""
+"""Memory that the C library gives back, and a bound of what a zip file such as an ``.npz`` takes unpacked."""
 
 from __future__ import annotations
 
 import ctypes
+import io
+import zipfile
 
 MAPPED_BYTES = 4 << 20
 """A freed block of so many bytes or more goes back to the system at once; smaller ones are used again."""
@@ -22,3 +24,19 @@ def return_large_blocks() -> bool:
     """
     call = getattr(ctypes.CDLL(None), "mallopt", None)
     return call is not None and bool(call(_M_MMAP_THRESHOLD, MAPPED_BYTES))
+
+
+def check_unpacked(data: bytes, max_entries: int, max_bytes: int) -> None:
+    """Checks what a zip file says that it holds: that may be a thousand times its own size.
+
+    Raises:
+        ValueError: It holds more, or is no zip file.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            entries = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError) as error:
+        raise ValueError(str(error)) from error
+    size = sum(entry.file_size for entry in entries)
+    if size > max_bytes or len(entries) > max_entries:
+        raise ValueError(f"{len(entries)} arrays of {size} bytes; at most {max_entries} and {max_bytes} are read")

@@ -15,14 +15,16 @@ from core.messages.plans import WorkerReady
 from engine.checkpoint.check import check_checkpoint
 from engine.checkpoint.encoder_config import EncoderConfig, check_encoder, load_encoder_config, resolve_encoder_len
 from engine.checkpoint.model_config import DecoderConfig, load_model_config, resolve_max_model_len
+from engine.checkpoint.rotary_config import LongScaling
 from engine.devices.device import Device
 from engine.devices.emulated_device import emulate_device
 from engine.drafted_steps import DraftedSteps
+from engine.models.rotary import long_rows
 from engine.parallel.mesh import ALONE, Mesh, check_parallel
 from engine.sequence import Detokenizer
 from engine.vision.geometry import load_geometry
 from engine.vision.spans import CarriedEmbeddings, EmbeddingSource, ImageInputs
-from engine.worker import Worker
+from engine.worker import LongSequences, Worker
 from kvcache import BatchLimits, BlockManager, LeaseExecutor, PipelinedExecutor, PlanExecutor, StaticExecutor
 from policies.compose import follows_prefixes, swaps_kv
 from policies.presets import find_preset
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from engine.parallel.links import Ranks
 
 
-BITS = {"full": 0, "int8": 8, "int4": 4}
+BITS = {"full": 0, "float": 0, "int8": 8, "int4": 4}
 """What ``engine.weights`` rounds the matrices to; 0 leaves them."""
 
 DEFAULT_SPECULATION = "ngram"
@@ -107,6 +109,10 @@ def build_worker(
     if encoder is not None:
         engine = dataclasses.replace(engine, host_kv_memory="0", prefix_cache=False, speculation="off")
     config = encoder or load_model_config(model_dir)
+    if isinstance(config, DecoderConfig) and engine.long_factors == "request":
+        if ranks is not None:
+            raise ConfigError("engine.long_factors", engine.long_factors, "served where a replica has several ranks")
+        config = config.with_factors_by_request()
     tokenizer = load_tokenizer(model_dir)
     weights = find_preset(scheduler.preset).weights if engine.weights == "auto" else engine.weights
     if isinstance(config, EncoderConfig):
@@ -116,8 +122,8 @@ def build_worker(
     elif ranks is not None:
         from engine.parallel.device import load_parallel_device
 
-        if weights != "full":
-            raise ConfigError("engine.weights", weights, "full where a replica has several ranks")
+        if BITS[weights]:
+            raise ConfigError("engine.weights", weights, "full or float where a replica has several ranks")
         device = load_parallel_device(
             model_dir,
             config,
@@ -135,9 +141,16 @@ def build_worker(
             from engine.devices.cuda_device import load_device
         else:
             from engine.devices.model_device import load_device
-        bits = BITS[weights]
         device = load_device(
-            model_dir, config, dtype_name, engine, num_replicas, swaps=swaps, bits=bits, progress=progress
+            model_dir,
+            config,
+            dtype_name,
+            engine,
+            num_replicas,
+            swaps=swaps,
+            bits=BITS[weights],
+            keep_quantized=weights != "float",
+            progress=progress,
         )
     limits = BatchLimits(engine.max_num_seqs, engine.max_batch_tokens)
     blocks = BlockManager(device.num_blocks, engine.kv_block_size, device.token_bytes * engine.kv_block_size)
@@ -180,7 +193,16 @@ def build_worker(
         speculation=_speculation(
             engine, static=static, num_ranks=1 if ranks is None else ranks.mesh.size, device=device
         ),
+        long_sequences=_long_sequences(config, max_model_len),
     )
+
+
+def _long_sequences(config: EncoderConfig | DecoderConfig, max_model_len: int) -> LongSequences | None:
+    scaling = config.rotary.scaling if isinstance(config, DecoderConfig) and config.rotary is not None else None
+    if isinstance(config, EncoderConfig) or not isinstance(scaling, LongScaling):
+        return None
+    first_row = long_rows(config.rotary, max_model_len)
+    return LongSequences(scaling.original_len, first_row) if first_row else None
 
 
 def _image_inputs(

@@ -22,7 +22,7 @@ from kvcache import SequenceState
 from policies.speculation.base import Drafter
 from tokenization.grammars.compiler import GrammarCompiler
 from tokenization.grammars.reasoning import Matcher
-from tokenization.grammars.sources import GrammarRefused
+from tokenization.grammars.refused import GrammarRefused
 from tokenization.text_stream import TextDecoder, TextStream
 
 
@@ -97,6 +97,7 @@ class Sequence(SequenceState):
         grammar_problem: Why its grammar cannot be followed; empty if it can.
         images: Those of its prompt; None without, or where the device computes nothing.
         image_problem: Why they cannot be read; empty if they can.
+        first_row: Row of the rotary tables that its first position has.
         sampling: As in the request; looked up at every token, as is the next.
         stop_token_ids: Stop tokens of the request.
         drafter: Guesses its next tokens; None while nothing has been guessed for it.
@@ -113,6 +114,7 @@ class Sequence(SequenceState):
     grammar_problem: str = ""
     images: SequenceImages | None = None
     image_problem: str = ""
+    first_row: int = 0
     sampling: SamplingParams = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)
     _named_ids: list[int] = field(init=False, repr=False)

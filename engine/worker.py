@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import cast
 
 from core.errors import IntegrityError
@@ -31,6 +32,19 @@ logger = logging.getLogger(__name__)
 
 Prepared = dict[Key, Sequence]
 """New requests of a plan, ready to run."""
+
+
+@dataclass(frozen=True, slots=True)
+class LongSequences:
+    """Which sequences are turned by the long factors, where that is chosen by request.
+
+    Attributes:
+        original_len: Tokens, prompt and output together, above which they are.
+        first_row: Row of the rotary tables that their first position has.
+    """
+
+    original_len: int
+    first_row: int
 
 
 class Worker:
@@ -62,6 +76,7 @@ class Worker:
         speculation: DraftedSteps | None = None,
         grammars: GrammarCompiler | None = None,
         image_inputs: ImageInputs | None = None,
+        long_sequences: LongSequences | None = None,
     ) -> None:
         self.runner = runner
         self.executor = executor
@@ -77,6 +92,7 @@ class Worker:
         self.speculation = speculation
         self._grammars = grammars
         self._image_inputs = image_inputs
+        self._long_sequences = long_sequences
         executor.make_sequence = self._prepared_sequence
         if prefix_cache:
             executor.share_prefixes(self._block_hashes)
@@ -125,6 +141,8 @@ class Worker:
         if request.sampling.is_followed:
             sequence.follow_grammar(self._grammars)
         sequence.read_images(self._image_inputs)
+        if self._long_sequences is not None and request.max_total_len > self._long_sequences.original_len:
+            sequence.first_row = self._long_sequences.first_row
         if self._prefix_cache:
             self._take_hashes(sequence)
         return sequence
@@ -452,7 +470,8 @@ def _root(sequence: Sequence) -> int:
     request = sequence.request
     if request.sampling.computes_prompt or sequence.image_problem:
         return root_of(request.request_id, b"request")
-    return salted_root(request.cache_salt)
+    # Keys that were turned by other factors are other keys.
+    return root_of(request.cache_salt, b"long factors") if sequence.first_row else salted_root(request.cache_salt)
 
 
 def _push(text: OutputText, token: int, index: int, sampling: SamplingParams) -> str:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from core.costs import StepCost, attention_pairs
 from core.errors import InvalidValueError
 from core.learning import ErrorRule, Schedule
+from core.memory import check_unpacked
 
 NUM_NEIGHBOURS = 5
 """k, the number of neighbours; the paper gives none."""
@@ -34,6 +35,10 @@ RULE = ErrorRule(min_error=2.0, min_share=0.2)
 
 SCHEMA = 1
 """Format version of the artefact; other versions are refused."""
+
+_MAX_ARRAYS = 3
+_MAX_UNPACKED = MAX_BATCHES * 4 * 8 + 4096
+"""Bytes of the artefact's arrays: four numbers of 8 bytes a batch, and the heads of three arrays."""
 
 _Array = npt.NDArray[np.float64]
 
@@ -208,6 +213,7 @@ class BatchTimes:
             InvalidValueError: bytes that are damaged, of another schema or no artefact at all.
         """
         try:
+            check_unpacked(data, _MAX_ARRAYS, _MAX_UNPACKED)
             with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
                 schema, rows, checksum = arrays["schema"], arrays["rows"], arrays["checksum"]
         except Exception as error:  # the zip and npy readers raise many types on foreign bytes

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.errors import FarsightError
+from core.memory import check_unpacked
 
 FILE_NAME = "forecaster.npz"
 """Name of the artefact's file in the directory that ``farsight train`` writes."""
@@ -83,7 +84,7 @@ def from_bytes(data: bytes, name: str = "artefact") -> TrainedModel:
         ArtefactError: The data is cut off, changed, of another format, or no artefact at all.
     """
     try:
-        _check_size(data)
+        check_unpacked(data, MAX_ARRAYS, MAX_UNPACKED)
         with np.load(io.BytesIO(data), allow_pickle=False) as archive:
             metadata = json.loads(archive[_METADATA])
             arrays = {each: archive[each] for each in archive.files if each != _METADATA}
@@ -97,15 +98,6 @@ def from_bytes(data: bytes, name: str = "artefact") -> TrainedModel:
         raise ArtefactError(f"{name}: damaged, its checksum does not match; train it again or copy it again")
     del metadata["format"]
     return TrainedModel(metadata, arrays)
-
-
-def _check_size(data: bytes) -> None:
-    """A zip may say that it holds a thousand times what it has."""
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        entries = archive.infolist()
-    size = sum(entry.file_size for entry in entries)
-    if size > MAX_UNPACKED or len(entries) > MAX_ARRAYS:
-        raise ValueError(f"{len(entries)} arrays of {size} bytes; at most {MAX_ARRAYS} and {MAX_UNPACKED} are read")
 
 
 def load(path: Path) -> TrainedModel:

@@ -74,7 +74,7 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on; default: 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; default: 8000.")] = None,
     weights: Annotated[
-        str | None, typer.Option(help="Bits of the weights: full, int8 or int4; default: what the preset says.")
+        str | None, typer.Option(help="Bits of the weights: full, float, int8 or int4; default: what the preset says.")
     ] = None,
     kv_dtype: Annotated[
         str | None, typer.Option(help="Type of keys and values: auto (the model's) or int8; default: auto.")

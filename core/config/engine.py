@@ -9,7 +9,8 @@ from core.errors import ConfigError, InvalidValueError
 from core.units import parse_memory
 
 BACKENDS = ("auto", "native", "torch", "xformers")
-WEIGHTS = ("auto", "full", "int8", "int4")
+LONG_FACTORS = ("served", "request")
+WEIGHTS = ("auto", "full", "float", "int8", "int4")
 KV_DTYPES = ("auto", "int8")
 EXECUTIONS = ("ragged", "static")
 EMULATED = "emulated:"
@@ -24,12 +25,12 @@ class EngineConfig:
             ``emulated:PROFILE``, to measure scheduling. An emulated device computes nothing: steps and copies take as
             long as the profile says (a name, or a file of ``farsight profile``), and the tokens are made up.
         kv_memory: Memory of the KV pool, as ``512MiB`` or ``2GiB``; ``auto`` takes what a full batch of
-            full-length sequences needs, but all replicas together at most a fifth of the machine's free memory. On a
-            GPU it takes at most what weights and the largest step leave of ``gpu_memory_utilization``. An
-            emulated device counts it in the tokens of its profile, and takes at most the memory that the profile gives
+            full-length sequences needs, but all replicas together at most a fifth of the machine's available memory. On
+            a GPU it takes at most what weights and the largest step leave of ``gpu_memory_utilization``. An emulated
+            device counts it in the tokens of its profile, and takes at most the memory that the profile gives
             the device. A replica of several processes has so much in each of them.
         host_kv_memory: Memory of the host pool that sequences can be offloaded to, as for ``kv_memory``; ``0`` is none.
-            ``auto`` is as much as the KV pool has, but all replicas together at most a fifth of the machine's free
+            ``auto`` is as much as the KV pool has, but all replicas together at most a fifth of the machine's available
             memory, where the KV policy moves KV to the host, and none where it does not.
         block_size: Tokens in a KV block; 0 is 64 on a GPU, whose kernels take multiples of that, and 32 elsewhere.
         prefix_cache: Sequences that begin with the same tokens share the KV of their full blocks. Blocks of ended
@@ -50,13 +51,19 @@ class EngineConfig:
         weights: ``int8`` and ``int4`` round the matrices to 8 bits in groups of 128, or to 4 bits in groups of 32 (the
             vocabulary head always to 8). On the CPU a step multiplies them as they are, with activations in 8 bits: a
             half or a third of bfloat16's memory, and faster. On a GPU they are unpacked each time, which is slower.
-            ``full`` leaves what the checkpoint has, also where that is quantised; ``auto`` is what the preset says.
+            ``full`` leaves what the checkpoint has, also where that is quantised: then the CPU rounds activations too.
+            ``float`` computes such a checkpoint in ``model.dtype``, slower and in more memory: nothing is rounded to
+            integers. ``auto`` is what the preset says.
         kv_dtype: ``int8`` keeps keys and values in 8 bits, with a scale for each token and head: 0.53 of bfloat16's
             memory with heads of 64, so nearly twice the sequences fit. Only the compiled step on the CPU computes so.
             ``auto`` is the model's type.
         speculation: What guesses tokens ahead, which a step verifies where that is worth its price: ``ngram`` guesses
             that an output repeats its prompt or itself, ``off`` nothing. Outputs are the same. ``auto`` is ``ngram``
             where the compiled step computes, whose results do not depend on the size of a step, and ``off`` elsewhere.
+        long_factors: Which sequences of a ``longrope`` model (Phi-3) are turned by its long factors. With ``served``:
+            all if the served context exceeds the original window, else none. With ``request``: each whose prompt and
+            limit of output exceed the window together, as transformers chooses for a sequence of that length.
+            ``request`` needs the CPU and one process for a replica; the two kinds share no cached prefixes.
     """
 
     device: str = "cpu"
@@ -75,6 +82,7 @@ class EngineConfig:
     weights: str = "auto"
     kv_dtype: str = "auto"
     speculation: str = "auto"
+    long_factors: str = "served"
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_batch_tokens"):
@@ -88,6 +96,9 @@ class EngineConfig:
         require(self.backend in BACKENDS, "engine.backend", self.backend, f"one of {', '.join(BACKENDS)}")
         require(self.weights in WEIGHTS, "engine.weights", self.weights, f"one of {', '.join(WEIGHTS)}")
         require(self.kv_dtype in KV_DTYPES, "engine.kv_dtype", self.kv_dtype, f"one of {', '.join(KV_DTYPES)}")
+        require(self.long_factors in LONG_FACTORS, "engine.long_factors", self.long_factors, "served or request")
+        if self.long_factors == "request":
+            require(self.device == "cpu", "engine.long_factors", self.long_factors, "served where device is not cpu")
         share = self.gpu_memory_utilization
         require(0 < share <= 1, "engine.gpu_memory_utilization", share, "a number > 0 and <= 1")
         self._check_device()

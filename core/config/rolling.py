@@ -16,7 +16,7 @@ AT_ONCE = "server"
 ROLLING: Mapping[str, tuple[str, ...]] = {
     "engine": (
         *("kv_memory", "host_kv_memory", "max_batch_tokens", "num_threads", "gpu_memory_utilization"),
-        *("backend", "compile", "weights", "kv_dtype", "speculation"),
+        *("backend", "compile", "weights", "kv_dtype", "speculation", "long_factors"),
     ),
     "scheduler": (
         *("gamma", "tail", "max_gap_ms", "watermark", "standby_slots", "quantum_s", "quantum_ratio", "num_levels"),

@@ -46,11 +46,10 @@ class DecodeInputs:
         for row, item in zip(tables, items, strict=True):
             _fill_table(row, item, block_size)
         rows = np.zeros((3, len(items)), dtype=np.int64)
-        rows[1] = starts
         for i, item in enumerate(items):
-            images = sequences[item.request_id].images
-            if images is not None:
-                rows[1, i] = images.position(item.start)
+            sequence = sequences[item.request_id]
+            images = sequence.images
+            rows[1, i] = sequence.first_row + item.start if images is None else images.position(item.start)
         rows[2] = tables[np.arange(len(items)), starts // block_size] * block_size + starts % block_size
         turning: list[int] = np.flatnonzero(starts % block_size == 0).tolist()
         token_ids = [sequences[item.request_id].token_ids for item in items]

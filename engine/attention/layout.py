@@ -92,7 +92,8 @@ def _given_tensors(given: GivenRows, device: torch.device | str) -> GivenTensors
 def fill_rows(items: list[StepItem], sequences: Mapping[str, Sequence], block_size: int) -> np.ndarray:
     """Token ids, positions and slot ids of ordered items, int64 ``[3, T]``.
 
-    A position is the token's index in its sequence, or less behind images whose positions have axes.
+    A position is the token's index in its sequence, or less behind images whose positions have axes; it counts from
+    the sequence's ``first_row``.
 
     Raises:
         IntegrityError: an item asks for tokens or blocks that are not there, or there are no items.
@@ -129,7 +130,7 @@ def _fill_decode(rows: np.ndarray, items: list[StepItem], sequences: Mapping[str
         start = item.start
         slot = item.blocks[start // block_size] * block_size + start % block_size
         sequence = sequences[item.request_id]
-        position = start if sequence.images is None else sequence.images.position(start)
+        position = sequence.first_row + start if sequence.images is None else sequence.images.position(start)
         columns.append((sequence.token_ids[start], position, slot))
     if columns:
         rows[:] = np.array(columns, dtype=np.int64).T
@@ -142,11 +143,14 @@ def _fill_chunk(rows: np.ndarray, item: StepItem, sequence: Sequence, block_size
     rows[0] = token_ids + list(item.drafts)
     if item.drafts:  # few tokens: lists are faster than arrays
         at = range(item.start, end)
-        rows[1] = at if sequence.images is None else sequence.images.positions(item.start, end)
+        first = sequence.first_row
+        turned = range(first + item.start, first + end)
+        rows[1] = turned if sequence.images is None else sequence.images.positions(item.start, end)
         rows[2] = [item.blocks[position // block_size] * block_size + position % block_size for position in at]
         return
     positions = np.arange(item.start, end)
-    rows[1] = positions if sequence.images is None else sequence.images.positions(item.start, end)
+    images = sequence.images
+    rows[1] = positions + sequence.first_row if images is None else images.positions(item.start, end)
     rows[2] = np.array(item.blocks)[positions // block_size] * block_size + positions % block_size
 
 

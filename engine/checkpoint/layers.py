@@ -145,3 +145,10 @@ class ModelWeights:
     lm_head: Tensor | QuantizedLinear
     head_bias: Tensor | None = None
     embedding_norm: Norm | None = None
+
+    @property
+    def quantized_bits(self) -> tuple[int, ...]:
+        """Which sizes of integers its matrices are held in, in ascending order; empty for floats alone."""
+        matrices = (*(matrix for layer in self.layers for matrix in layer.matrices), self.lm_head)
+        parts = (part for each in matrices for part in (each.parts if isinstance(each, JoinedLinear) else (each,)))
+        return tuple(sorted({part.bits for part in parts if isinstance(part, QuantizedLinear)}))

@@ -7,6 +7,7 @@ A field that would change the computation in a way the engine does not know is a
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from engine.checkpoint.families.record import ACTIVATIONS, Biases, Blocks, Tenso
 from engine.checkpoint.families.vision import VISION, seeing_name
 from engine.checkpoint.gguf_model import EXPERT_DOWN, EXPERT_UP, gguf_config, rope_factors
 from engine.checkpoint.quantization import Quantization, read_quantization
-from engine.checkpoint.rotary_config import FactorScaling, read_rotary
+from engine.checkpoint.rotary_config import FactorScaling, LongScaling, read_rotary
 from engine.checkpoint.rotary_config import RotaryConfig as RotaryConfig
 from engine.checkpoint.text_part import NestedText, text_part
 from tokenization.gguf.file import GGUFFile, is_gguf, read_gguf
@@ -109,6 +110,13 @@ class DecoderConfig:
     @property
     def qkv_size(self) -> int:
         return (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
+
+    def with_factors_by_request(self) -> DecoderConfig:
+        """Returns the configuration with ``LongScaling.by_request``, where there is such a scaling."""
+        if self.rotary is None or not isinstance(self.rotary.scaling, LongScaling):
+            return self
+        scaling = dataclasses.replace(self.rotary.scaling, by_request=True)
+        return dataclasses.replace(self, rotary=dataclasses.replace(self.rotary, scaling=scaling))
 
     @property
     def layer_rotaries(self) -> tuple[RotaryConfig | None, ...]:

@@ -88,13 +88,15 @@ class LongScaling:
     """Each frequency is divided by a factor of its own, and the tables multiplied with ``attention_factor``.
 
     A server of at most ``original_len`` tokens divides by the short factors, any other by the long ones: a sequence
-    that grew from one to the other would need all of its keys again.
+    that grew from one to the other would need all of its keys again. With ``by_request`` it has tables of both, and
+    each request has its own for its whole life.
     """
 
     short_factors: tuple[float, ...]
     attention_factor: float
     original_len: int
     long_factors: tuple[float, ...] = ()
+    by_request: bool = False
 
 
 Scaling = LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling | FactorScaling | LongScaling

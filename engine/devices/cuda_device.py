@@ -12,7 +12,8 @@ from engine.attention.step_sizes import StepSizes
 from engine.checkpoint.model_config import DecoderConfig, resolve_max_model_len
 from engine.checkpoint.weights import ModelWeights, Progress, load_weights, parse_dtype
 from engine.devices.device import Device, num_host_pool_blocks, num_pool_blocks
-from engine.devices.model_device import AUTO_SHARE, available_bytes
+from engine.devices.host_memory import available_bytes
+from engine.devices.model_device import AUTO_SHARE
 from engine.kv.copiers import HostBlocks, StreamCopier
 from engine.kv.kv_pool import KVPool
 from engine.models.quantize import quantize_weights
@@ -33,6 +34,7 @@ def load_device(
     *,
     swaps: bool,
     bits: int,
+    keep_quantized: bool,
     progress: Progress | None = None,
 ) -> Device:
     """Loads the model and shares out the GPU's memory: weights, then the largest step, then the KV pool.
@@ -41,7 +43,7 @@ def load_device(
         num_replicas: Workers that share this machine's memory where a setting is automatic; each has a GPU of its own.
         swaps: Whether there is use for a host pool.
         bits: Round the matrices to 8 or 4 bits; 0 leaves them as the checkpoint has them.
-        progress: As in ``load_weights``.
+        keep_quantized, progress: As in ``load_weights``.
 
     Raises:
         InvalidValueError: there is no GPU, or the model or a setting cannot be used; names the field.
@@ -52,7 +54,7 @@ def load_device(
     dtype = parse_dtype(dtype_name, config, engine.device)
     token_bytes = config.kv_bytes_per_token(dtype)
     context_len = resolve_max_model_len(config, engine.max_model_len)
-    weights = load_weights(model_dir, config, dtype, engine.device, progress=progress)
+    weights = load_weights(model_dir, config, dtype, engine.device, keep_quantized=keep_quantized, progress=progress)
     if bits:
         weights = quantize_weights(weights, bits)
     num_blocks = num_pool_blocks(engine, token_bytes, context_len, _free_bytes(config, weights, engine))

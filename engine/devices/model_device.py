@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -12,6 +11,7 @@ from core.processors import compute_threads
 from engine.checkpoint.model_config import DecoderConfig, resolve_max_model_len
 from engine.checkpoint.weights import Progress, parse_dtype
 from engine.devices.device import Device, num_host_pool_blocks, num_pool_blocks
+from engine.devices.host_memory import available_bytes
 from engine.kv.copiers import KVCopier
 from engine.kv.kv_pool import KVPool, pool_dtype
 from engine.native.model import NativeBackend
@@ -30,6 +30,7 @@ def load_device(
     *,
     swaps: bool,
     bits: int,
+    keep_quantized: bool,
     progress: Progress | None = None,
 ) -> Device:
     """Loads the model and sizes its pools.
@@ -38,7 +39,7 @@ def load_device(
         num_replicas: Workers that share this machine's cores and memory where a setting is automatic.
         swaps: Whether there is use for a host pool.
         bits: Round the matrices to 8 or 4 bits; 0 leaves them as the checkpoint has them.
-        progress: As in ``load_weights``.
+        keep_quantized, progress: As in ``load_weights``.
 
     Raises:
         InvalidValueError: the model or a setting cannot be used; names the field.
@@ -54,12 +55,14 @@ def load_device(
     num_host_blocks = num_host_pool_blocks(engine, token_bytes, num_blocks if swaps else 0, auto_bytes)
     runner = ModelRunner.from_dir(
         model_dir,
+        config=config,
         dtype=dtype,
         num_blocks=num_blocks,
         block_size=engine.kv_block_size,
         context_len=context_len,
         backend=engine.backend,
         bits=bits,
+        keep_quantized=keep_quantized,
         num_threads=num_threads,
         kv_dtype=engine.kv_dtype,
         progress=progress,
@@ -70,8 +73,3 @@ def load_device(
         copier = KVCopier(runner.pool, pool)
     exact = isinstance(runner.backend, NativeBackend)
     return Device(runner, context_len, token_bytes, num_blocks, num_host_blocks, copier, exact)
-
-
-def available_bytes() -> int:
-    """Bytes of the machine's memory that are available."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +13,8 @@ from torch import Tensor
 from engine.checkpoint.quantized import NIBBLE_CENTER, JoinedLinear, QuantizedLinear, pack_nibbles
 from engine.checkpoint.threads import threads_for
 from engine.checkpoint.weights import ExpertWeights, LayerWeights, Linear, Matrix, ModelWeights
+
+logger = logging.getLogger(__name__)
 
 GROUPS = {8: 128, 4: 32}
 """Neighbours that share a scale, by bits; fewer where the length of a row asks for it."""
@@ -51,6 +55,19 @@ def _quantize_experts(experts: ExpertWeights, bits: int) -> ExpertWeights:
     """The router stays: its rounding would decide which experts are taken."""
     up, down = (tuple(quantize_linear(each, bits) for each in group) for group in (experts.up, experts.down))
     return dataclasses.replace(experts, up=up, down=down)
+
+
+def tell_of_rounding(bits: Sequence[int]) -> None:
+    """Says at the start what the compiled step rounds beside the weights of a quantised checkpoint.
+
+    Args:
+        bits: Sizes of the integers that it holds its matrices in.
+    """
+    logger.warning(
+        "this checkpoint's matrices have %s bits and are multiplied by activations rounded to 8 bits, so answers differ"
+        " from those of floats; --weights float computes in floats, slower and in more memory",
+        " and ".join(map(str, bits)),
+    )
 
 
 def quantize_linear(linear: Matrix, bits: int) -> Matrix:

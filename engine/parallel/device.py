@@ -18,7 +18,8 @@ from core.processors import compute_threads
 from engine.checkpoint.model_config import DecoderConfig, resolve_max_model_len
 from engine.checkpoint.weights import CheckpointError, parse_dtype
 from engine.devices.device import Device, num_host_pool_blocks, num_pool_blocks
-from engine.devices.model_device import AUTO_SHARE, available_bytes
+from engine.devices.host_memory import available_bytes
+from engine.devices.model_device import AUTO_SHARE
 from engine.parallel.driver import Lead, ParallelBackend, ParallelCopier, ParallelRunner, StepReports
 from engine.parallel.exchange import Exchange
 from engine.parallel.group import RankGroup

@@ -11,7 +11,8 @@ from core.config.engine import EngineConfig
 from core.errors import ConfigError
 from engine.attention.layout import build_layout, order_items
 from engine.checkpoint.layers import Linear
-from engine.devices.model_device import AUTO_SHARE, available_bytes
+from engine.devices.host_memory import available_bytes
+from engine.devices.model_device import AUTO_SHARE
 from engine.kv.kv_pool import KVPool
 from engine.models.model import DecoderLayers, output_logits
 from engine.parallel.mesh import Part

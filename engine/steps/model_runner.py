@@ -17,7 +17,8 @@ from engine.attention.layout import find_sample_rows, order_items
 from engine.checkpoint.model_config import DecoderConfig, load_model_config, resolve_max_model_len
 from engine.checkpoint.weights import Progress, load_weights
 from engine.kv.kv_pool import KVPool, pool_dtype
-from engine.models.quantize import quantize_weights
+from engine.models.quantize import quantize_weights, tell_of_rounding
+from engine.native.model import NativeBackend
 from engine.pooled_rows import PooledRows
 from engine.sampling.drafts import sampled_rows, tokens_that_stand
 from engine.sampling.logged_tokens import ItemLogprobs, LoggedTokens, NoToken
@@ -97,12 +98,14 @@ class ModelRunner:
         cls,
         model_dir: Path,
         *,
+        config: DecoderConfig | None = None,
         dtype: torch.dtype,
         num_blocks: int,
         block_size: int,
         context_len: int = 0,
         backend: str = "auto",
         bits: int = 0,
+        keep_quantized: bool = True,
         num_threads: int = 1,
         kv_dtype: str = "auto",
         progress: Progress | None = None,
@@ -110,10 +113,12 @@ class ModelRunner:
         """A runner of the checkpoint in ``model_dir`` with a pool of ``num_blocks`` blocks.
 
         Args:
+            config: That of the directory, if it is known already.
             context_len: Tokens that a sequence may reach by the configuration, if the pool holds them; 0 is the model's
                 own context.
             backend: As in ``make_backend``.
             bits: Round the matrices to 8 or 4 bits; 0 leaves them as the checkpoint has them.
+            keep_quantized: As in ``load_weights``.
             num_threads: As in ``make_backend``.
             kv_dtype: As ``engine.kv_dtype``.
             progress: As in ``load_weights``.
@@ -121,13 +126,16 @@ class ModelRunner:
         Raises:
             InvalidValueError: The checkpoint cannot be used; names the reason.
         """
-        config = load_model_config(model_dir)
-        weights = load_weights(model_dir, config, dtype, progress=progress)
+        config = config or load_model_config(model_dir)
+        weights = load_weights(model_dir, config, dtype, keep_quantized=keep_quantized, progress=progress)
+        found = weights.quantized_bits
         if bits:
             weights = quantize_weights(weights, bits)
         pool = KVPool(config, num_blocks=num_blocks, block_size=block_size, dtype=pool_dtype(kv_dtype, dtype))
         max_model_len = min(resolve_max_model_len(config, context_len), pool.num_slots)
         steps = make_backend(backend, config, weights, pool, max_model_len, num_threads)
+        if found and not bits and isinstance(steps, NativeBackend):
+            tell_of_rounding(found)
         return cls(config, pool, steps, max_model_len)
 
     def begin(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> None:

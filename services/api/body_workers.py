@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+import psutil
 
 from core.child_process import LENGTH, framed, start_child
 from core.codec import decode, encode
 from core.errors import CapacityError
 from core.request import Request
 from services.api.backend import ModelInfo
-from services.api.bodies import checked
+from services.api.bodies import check_num_prompts, checked
 from services.api.errors import ApiError, as_api_error, unavailable
 from services.api.middleware import parse_object
 from services.api.requests import Generation, make_generation
@@ -41,7 +42,10 @@ MAX_WAITING_BYTES = 64 * 1024 * 1024
 """Bodies that wait for a process or are being read; beyond it further ones get 429."""
 
 READ_S = 60.0
-"""A process that has been at one body for so long is ended; the body gets 400."""
+"""A process that has been at one body for so long is ended. The body gets 503, as others had the processors."""
+
+READ_CPU_S = 30.0
+"""Seconds of processor time that show a body to be the reason: then it gets 400."""
 
 RETRY_AFTER_S = 2.0
 
@@ -80,8 +84,11 @@ class BodyWorkers:
 
         Raises:
             CapacityError: Too many bytes wait already.
+            InvalidValueError: It has too many prompts, as can be seen without reading it.
             ApiError: The body is wrong, or its process ended.
         """
+        if not chat:
+            check_num_prompts(data)
         if self._num_bytes and self._num_bytes + len(data) > MAX_WAITING_BYTES:
             message = f"large request bodies in flight: {self._num_bytes} bytes, limit {MAX_WAITING_BYTES}"
             raise CapacityError(message, RETRY_AFTER_S)
@@ -105,13 +112,14 @@ class BodyWorkers:
 
     async def _read(self, data: bytes, chat: bool, model: ModelInfo) -> Generation:
         worker = self._free.pop() if self._free else await _Worker.start(self._arguments)
+        spent_s = worker.cpu_s()
         try:
             async with asyncio.timeout(READ_S):
                 reply = await worker.ask(msgpack.packb([chat, encode(model), data]))
         except TimeoutError as error:
+            spent_s = worker.cpu_s() - spent_s
             worker.end()
-            message = f"The request body could not be read within {READ_S:g} s."
-            raise ApiError(message, code="too_costly") from error
+            raise _not_read(spent_s) from error
         except (OSError, EOFError) as error:
             worker.end()
             raise unavailable("The process that read the request body ended.") from error
@@ -151,10 +159,29 @@ class _Worker:
         (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
         return await self._reader.readexactly(length)
 
+    def cpu_s(self) -> float:
+        """Returns the seconds of processor time that it has used."""
+        try:
+            return float(sum(psutil.Process(self._process.pid).cpu_times()[:2]))
+        except psutil.Error:
+            return 0.0
+
     def end(self) -> None:
         self._writer.close()
         self._process.kill()
         threading.Thread(target=self._process.wait, daemon=True).start()  # its memory takes a moment to be freed
+
+
+def _not_read(spent_s: float) -> ApiError:
+    """Returns what a body gets whose process was ended.
+
+    Args:
+        spent_s: Seconds of processor time that it took.
+    """
+    if spent_s < READ_CPU_S:
+        return unavailable(f"This server was too busy to read the request body within {READ_S:g} s.")
+    message = f"The request body could not be read with {spent_s:.0f} s of processor time; send a smaller one."
+    return ApiError(message, code="too_costly")
 
 
 def _reply(read: Callable[[], Generation]) -> bytes:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
-_MAX_DETAILS = 5
+_MAX_FIELDS = 5
+_KIND = re.compile(r"str|int|float|bool|(?:literal|list|dict)\[.*\]|[A-Z][a-z]\w*", re.DOTALL)
 
 PREDICTED = "X-Farsight-Retry-After-S"
 """``Retry-After`` holds whole seconds; this header the prediction itself. Client libraries do not read it, so that
@@ -35,6 +38,7 @@ _TYPE_PHRASES = {
     "string_type": "a string",
     "bool_type": "true or false",
     "list_type": "a list",
+    "dict_type": "an object",
     "model_type": "an object",
     "model_attributes_type": "an object",
 }
@@ -138,26 +142,31 @@ def _from_http(error: HTTPException) -> ApiError:
 
 
 def _from_validation(details: Sequence[Any]) -> ApiError:
-    lines = [_detail_text(detail) for detail in details[:_MAX_DETAILS]]
-    if len(details) > _MAX_DETAILS:
-        lines.append(f"and {len(details) - _MAX_DETAILS} more")
+    by_field: dict[str, list[Any]] = {}
+    for detail in details:
+        by_field.setdefault(_path(detail), []).append(detail)
+    lines = [_field_text(path, found) for path, found in itertools.islice(by_field.items(), _MAX_FIELDS)]
+    if len(by_field) > _MAX_FIELDS:
+        lines.append(f"and {len(by_field) - _MAX_FIELDS} more")
     code = {"unknown_field": "unknown_parameter", "missing": "missing_required_parameter"}.get(details[0]["type"])
     return ApiError("; ".join(lines), param=_path(details[0]) or None, code=code or "invalid_value")
 
 
-def _detail_text(detail: Mapping[str, Any]) -> str:
-    path, context = _path(detail), detail.get("ctx", {})
-    if detail["type"] == "unknown_field":
+def _field_text(path: str, details: Sequence[Any]) -> str:
+    """Returns what is wrong with a field; a field of several kinds has a detail for each."""
+    context = details[0].get("ctx", {})
+    if details[0]["type"] == "unknown_field":
         return f"{path}: unknown field, {context['hint']}"
-    if detail["type"] == "missing":
-        return f"{path or 'the body'}: missing, expected {_expected(detail)}"
-    found = context.get("got", detail["input"])
-    return str(InvalidValueError(path or "the body", found, _expected(detail)))
+    if details[0]["type"] == "missing":
+        return f"{path or 'the body'}: missing, expected {_expected(details[0])}"
+    found = context.get("got", details[0]["input"])
+    expected = " or ".join(dict.fromkeys(map(_expected, details[:_MAX_FIELDS])))
+    return str(InvalidValueError(path or "the body", found, expected))
 
 
 def _path(detail: Mapping[str, Any]) -> str:
     """The field as the client wrote it, such as ``messages[0].role``."""
-    steps = detail["loc"][1:]
+    steps = _steps(detail)
     joined = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
     return shown(f"{joined}{detail.get('ctx', {}).get('suffix', '')}".lstrip("."))
 
@@ -166,8 +175,14 @@ def _expected(detail: Mapping[str, Any]) -> str:
     context = detail.get("ctx", {})
     if "expected" in context and detail["type"] == "refused":
         return str(context["expected"])
-    steps = detail["loc"][1:]
+    steps = _steps(detail)
     if steps and isinstance(steps[-1], int):
         return "a token id, an integer >= 0" if steps[0] == "stop_token_ids" else "an object"
     name = ".".join(step for step in steps if isinstance(step, str))
-    return EXPECTED.get(name) or _TYPE_PHRASES.get(str(detail["type"]), str(detail["msg"]))
+    phrase = _TYPE_PHRASES.get(str(detail["type"]), str(detail["msg"]).removeprefix("Input should be "))
+    return EXPECTED.get(name) or phrase
+
+
+def _steps(detail: Mapping[str, Any]) -> list[str | int]:
+    """Returns the way to a field, without the names that pydantic gives to the kinds of value that a field may have."""
+    return [step for step in detail["loc"][1:] if not (isinstance(step, str) and _KIND.fullmatch(step))]

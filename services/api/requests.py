@@ -285,6 +285,7 @@ def _of_chat(body: ChatCompletionRequest, text: str, model: ModelInfo, encoder: 
         text,
         [tool.name for tool in body.usable_tools],
         forced=body.must_call,
+        parallel=body.may_call_in_parallel,
         shows_reasoning=body.include_reasoning is not False,
         reasons=not (body.continue_final_message or _follows_text(body.constraint)),
     )

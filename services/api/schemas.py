@@ -34,9 +34,10 @@ from services.api.fields import (
 )
 from services.api.pictures.content import MixedContent, check_content
 from services.api.strict import StrictModel
-from services.api.structured import Constraint, ResponseFormat, StructuredOutputs, constraint_of
-from services.api.tools.fields import MAX_CALLS, MAX_SCHEMA_DEPTH, ToolCall, ToolFields, nesting
+from services.api.structured import Constraint, ResponseFormat, SchemaOrText, StructuredOutputs, constraint_of
+from services.api.tools.fields import MAX_CALLS, MAX_SCHEMA_DEPTH, ToolCall, ToolFields
 from services.api.wishes import WishFields
+from tokenization.grammars.rewriting import nesting
 
 MAX_THINKING_TOKENS = 2**31 - 1
 MAX_TEMPLATE_CHARS = 4096
@@ -205,7 +206,7 @@ class SamplingFields(BeamFields, WishFields):
     )
     response_format: ResponseFormat | None = Field(None, description="JSON, of a schema where one is given.")
     structured_outputs: StructuredOutputs | None = Field(None, description="Extension; what the output must follow.")
-    guided_json: str | dict[str, Any] | bool | None = Field(None, description="Extension; a JSON Schema.")
+    guided_json: SchemaOrText = Field(None, description="Extension; a JSON Schema.")
     guided_regex: str | None = Field(None, min_length=1, description="Extension; a regular expression.")
     guided_choice: list[str] | None = Field(
         None, min_length=1, max_length=MAX_CHOICES, description="Extension; the output is one of these texts."
@@ -378,7 +379,7 @@ class ChatMessage(StrictModel):
 def _check_arguments(value: Any) -> Any:
     if not isinstance(value, dict):
         raise refused("", value, EXPECTED["chat_template_kwargs"])
-    if nesting(value) > MAX_SCHEMA_DEPTH:
+    if nesting(value, MAX_SCHEMA_DEPTH) > MAX_SCHEMA_DEPTH:
         raise refused("", "a deeper object", f"at most {MAX_SCHEMA_DEPTH} levels")
     if len(json.dumps(value)) > MAX_TEMPLATE_CHARS:
         raise refused("", "a larger object", f"at most {MAX_TEMPLATE_CHARS} characters")

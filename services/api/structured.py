@@ -11,9 +11,26 @@ from pydantic import Field, PlainValidator, model_validator
 from services.api.fields import MAX_CHOICES, NeutralOnly, refused
 from services.api.strict import StrictModel
 
-Schema = dict[str, Any] | bool
+
+def _check_schema(value: Any) -> dict[str, Any] | bool:
+    if not isinstance(value, dict | bool):
+        raise refused("", value, "a JSON Schema: an object, true or false")
+    return value
+
+
+def _check_schema_or_text(value: Any) -> str | dict[str, Any] | bool | None:
+    if value is not None and not isinstance(value, str | dict | bool):
+        raise refused("", value, "a JSON Schema: an object, true, false, or its text")
+    return value
+
+
+Schema = Annotated[dict[str, Any] | bool, PlainValidator(_check_schema, json_schema_input_type=dict[str, Any] | bool)]
 """A JSON Schema; ``true`` describes every JSON value."""
 
+SchemaOrText = Annotated[
+    str | dict[str, Any] | bool | None,
+    PlainValidator(_check_schema_or_text, json_schema_input_type=str | dict[str, Any] | bool | None),
+]
 
 MAX_TAGS = 128
 """Structures, and triggers, of a structural tag."""
@@ -116,7 +133,7 @@ class StructuredOutputs(StrictModel):
         "disable_fallback": NeutralOnly((True, False), "there is one engine of grammars"),
     }
 
-    json_: str | Schema | None = Field(None, alias="json", description="JSON Schema, as an object or as its text.")
+    json_: SchemaOrText = Field(None, alias="json", description="JSON Schema, as an object or as its text.")
     json_object: bool | None = Field(None, description="Any JSON object.")
     regex: str | None = Field(None, min_length=1)
     choice: Choices | None = Field(None, min_length=1, max_length=MAX_CHOICES)

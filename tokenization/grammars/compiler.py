@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 
 from core.request import ReasoningBudget
 from tokenization.grammars.reasoning import AnyText, BudgetMatcher, Matcher
-from tokenization.grammars.sources import GrammarRefused
+from tokenization.grammars.reasons import plain
+from tokenization.grammars.refused import GrammarRefused
 from tokenization.text_stream import special_ids
 from tokenization.token_bytes import TokenBytes
 
@@ -31,8 +32,6 @@ LIMITS = LLParserLimits(
 
 MAX_COMPILED = 32
 """Compiled grammars that are kept for further requests."""
-
-_MAX_REASON = 500
 
 
 @functools.lru_cache(maxsize=256)
@@ -188,4 +187,4 @@ def _vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: list[int])
 
 
 def _reason(matcher: LLMatcher) -> str:
-    return str(matcher.get_error()).partition("\n<state>")[0].strip()[:_MAX_REASON]
+    return plain(str(matcher.get_error()))

@@ -47,7 +47,7 @@ def _subschemas(schema: Any) -> Iterator[tuple[str, Any]]:
     for key in _BY_NAME:
         found = schema.get(key)
         for name, each in found.items() if isinstance(found, dict) else ():
-            yield f"/{key}/{_escaped(name)}", each
+            yield f"/{key}/{escaped(name)}", each
     for key in _IN_LIST:
         found = schema.get(key)
         for index, each in enumerate(found) if isinstance(found, list) else ():
@@ -57,5 +57,5 @@ def _subschemas(schema: Any) -> Iterator[tuple[str, Any]]:
             yield f"/{key}", schema[key]
 
 
-def _escaped(name: str) -> str:
+def escaped(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")

@@ -6,14 +6,19 @@ request carries it.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
+
+from tokenization.grammars.reasons import plain
+from tokenization.grammars.refused import GrammarRefused
+from tokenization.grammars.rewriting import as_text, rewritten
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -29,20 +34,6 @@ ANY_OBJECT: dict[str, Any] = {"type": "object"}
 """The schema of ``json_object``."""
 
 
-class GrammarRefused(ValueError):
-    """A grammar that cannot be used.
-
-    Attributes:
-        reason: What is wrong.
-        place: JSON pointer into the schema, where that is known; empty for the whole.
-    """
-
-    def __init__(self, reason: str, place: str = "") -> None:
-        super().__init__(f"{reason} (at {place})" if place else reason)
-        self.reason = reason
-        self.place = place
-
-
 def of_schema(schema: Any, whitespace: str | None = WHITESPACE) -> str:
     """JSON texts that a JSON Schema describes.
 
@@ -53,20 +44,35 @@ def of_schema(schema: Any, whitespace: str | None = WHITESPACE) -> str:
     Raises:
         GrammarRefused: It is too large, or no schema.
     """
-    text = schema if isinstance(schema, str) else json.dumps(schema, separators=(",", ":"))
-    _check_size(text)
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise GrammarRefused(f"it is not JSON: {error}") from error
-    if value is False:
+    if isinstance(schema, str):
+        _check_size(schema)
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise GrammarRefused(f"it is not JSON: {error}") from error
+    if schema is False:
         raise GrammarRefused("no value satisfies false")
-    if value is not True and not isinstance(value, dict):
+    if schema is not True and not isinstance(schema, dict):
         raise GrammarRefused("a schema is an object, true or false")
     options: JsonCompileOptions = {"whitespace_flexible": False}
     if whitespace is not None:
         options = {"whitespace_pattern": whitespace}
-    return LLMatcher.grammar_from_json_schema("{}" if value is True else text, overrides=options)
+    if schema is True:
+        schema = {}
+    _check_size(as_text(schema))
+    return _form(functools.partial(LLMatcher.grammar_from_json_schema, overrides=options), as_text(rewritten(schema)))
+
+
+def _form(build: Callable[[str], str], text: str) -> str:
+    """Returns the form that is compiled.
+
+    Raises:
+        GrammarRefused: The compiler's reader raised an error, of any class: it documents none but raises several.
+    """
+    try:
+        return build(text)
+    except Exception as error:
+        raise GrammarRefused(plain(f"it cannot be read: {error}")) from error
 
 
 def of_regex(pattern: str) -> str:
@@ -76,7 +82,7 @@ def of_regex(pattern: str) -> str:
         GrammarRefused: It is too large.
     """
     _check_size(pattern)
-    return LLMatcher.grammar_from_regex(pattern)
+    return _form(LLMatcher.grammar_from_regex, pattern)
 
 
 def of_choices(choices: Sequence[str]) -> str:
@@ -86,7 +92,7 @@ def of_choices(choices: Sequence[str]) -> str:
         GrammarRefused: They are too large together.
     """
     _check_size("".join(choices))
-    return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in choices))
+    return of_lark("start: " + " | ".join(json.dumps(choice) for choice in choices))
 
 
 def of_grammar(text: str) -> str:
@@ -117,7 +123,7 @@ def of_tags(tags: Sequence[Tag], triggers: Sequence[str]) -> str:
     Raises:
         GrammarRefused: They are too large together, or a tag begins with no trigger.
     """
-    _check_size("".join([*triggers, *(f"{tag.begin}{json.dumps(tag.schema)}{tag.end}" for tag in tags)]))
+    _check_size("".join([*triggers, *(f"{tag.begin}{as_text(tag.schema)}{tag.end}" for tag in tags)]))
     for tag in tags:
         if not any(tag.begin.startswith(trigger) for trigger in triggers):
             raise GrammarRefused(f"{tag.begin!r} begins with none of the triggers")
@@ -140,14 +146,19 @@ def of_tags(tags: Sequence[Tag], triggers: Sequence[str]) -> str:
 
 
 def inline_schema(schema: Any) -> str:
-    """JSON of a schema, as a part of a grammar in the syntax of Lark."""
-    fields = schema if isinstance(schema, dict) else {}
+    """JSON of a schema, as a part of a grammar in the syntax of Lark.
+
+    Raises:
+        GrammarRefused: As ``of_schema``.
+    """
+    as_text(schema)
+    fields = rewritten(schema) if isinstance(schema, dict) else {}
     return f"%json {json.dumps({'x-guidance': {'whitespace_pattern': WHITESPACE}, **fields})}"
 
 
 def of_lark(text: str) -> str:
     """Texts of a grammar in the syntax of Lark that this server has written itself, from checked parts."""
-    return LLMatcher.grammar_from_lark(text)
+    return _form(LLMatcher.grammar_from_lark, text)
 
 
 def _check_size(text: str) -> None:

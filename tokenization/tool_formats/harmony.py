@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 
-from tokenization.tool_formats.parts import CallArguments, CallStart, OutputForm, Part, ReasoningPart, TextPart
+from tokenization.tool_formats.json_text import JsonEnd
+from tokenization.tool_formats.parts import CallArguments, CallEnd, CallStart, OutputForm, Part, ReasoningPart, TextPart
 
 _MARKER = re.compile(r"<\|(?:channel|message|constrain|start|end|call|return)\|>")
 _MAX_MARKER = len("<|constrain|>")
@@ -26,6 +27,7 @@ class HarmonyParser:
         self._header = ""
         self._in_header = False
         self._kind = "final"
+        self._value = JsonEnd()
         self.num_calls = 0
 
     def feed(self, text: str) -> list[Part]:
@@ -64,6 +66,7 @@ class HarmonyParser:
         called = _CALLED.search(self._header)
         if called is not None and self._form.tools:
             self._kind = "call"
+            self._value = JsonEnd()
             parts.append(CallStart(self.num_calls, called[1]))
             self.num_calls += 1
         else:
@@ -78,6 +81,10 @@ class HarmonyParser:
             self._header = (self._header + text)[-_MAX_HEADER:]
         elif self._kind == "call":
             parts.append(CallArguments(self.num_calls - 1, text))
+            if (
+                self._value.find(text) >= 0
+            ):  # The marker behind a call is a token that ends the output: not in its text.
+                parts.append(CallEnd(self.num_calls - 1))
         elif self._kind == "analysis":
             if self._form.shows_reasoning:
                 parts.append(ReasoningPart(text))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from tokenization.tool_formats.json_text import JsonEnd
-from tokenization.tool_formats.parts import CallArguments, CallStart, Part
+from tokenization.tool_formats.parts import CallArguments, CallEnd, CallStart, Part
 
 NAME_KEYS = frozenset(("name", "function"))
 ARGUMENT_KEYS = frozenset(("arguments", "parameters"))
@@ -123,7 +123,7 @@ class ObjectCall:
         end = self._value.find(self._pending)
         text = self._take(end if end >= 0 else len(self._pending))
         if self._name:
-            self._show(text)
+            self._show(text, is_whole=end >= 0)
         else:
             self._early += text
         self._step = self._key_start if end >= 0 else self._arguments
@@ -154,29 +154,31 @@ class ObjectCall:
             return self._fail()
         self._name = value
         if self._early:
-            self._show(self._early)
+            self._show(self._early, is_whole=True)
         return True
 
     def _keep_arguments(self, value: object) -> bool:
         """Arguments that are no object: a JSON text inside of a string, or nothing."""
         text = value if isinstance(value, str) and value.strip() else "{}" if not value else self._text
         if self._name:
-            self._show(text)
+            self._show(text, is_whole=True)
         else:
             self._early = text
         return True
 
-    def _show(self, text: str) -> None:
+    def _show(self, text: str, *, is_whole: bool) -> None:
         if not self._shown:
             self._shown = True
             self._parts.append(CallStart(self._index, self._name))
         if text:
             self._parts.append(CallArguments(self._index, text))
+        if is_whole:
+            self._parts.append(CallEnd(self._index))
 
     def _end(self) -> bool:
         if not self._name:
             return self._fail()
         if not self._shown:
-            self._show("{}")
+            self._show("{}", is_whole=True)
         self.state = "done"
         return False

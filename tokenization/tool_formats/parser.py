@@ -13,7 +13,7 @@ from tokenization.tool_formats.formats import FORMATS, THINK_BEGIN, THINK_END
 from tokenization.tool_formats.harmony import HarmonyParser
 from tokenization.tool_formats.json_text import JsonEnd
 from tokenization.tool_formats.object_call import ObjectCall
-from tokenization.tool_formats.parts import CallArguments, CallStart, OutputForm, Part, ReasoningPart, TextPart
+from tokenization.tool_formats.parts import CallArguments, CallEnd, CallStart, OutputForm, Part, ReasoningPart, TextPart
 from tokenization.tool_formats.pythonic import CALLS, MAYBE_CALLS, PythonEnd, read_call
 
 _MAX_HEADER = 1000
@@ -211,6 +211,7 @@ class OutputParser:
         if text:
             self._parts.append(CallArguments(self.num_calls - 1, text))
         if end >= 0:
+            self._parts.append(CallEnd(self.num_calls - 1))
             self._step, self._behind_call = self._text, True
         return end >= 0
 
@@ -238,7 +239,8 @@ class OutputParser:
             self._say(text)
             self._step = self._text
             return True
-        self._show([CallStart(self.num_calls, found[0]), CallArguments(self.num_calls, found[1])])
+        index = self.num_calls
+        self._show([CallStart(index, found[0]), CallArguments(index, found[1]), CallEnd(index)])
         self._python, self._step = PythonEnd(), self._behind_python
         return True
 

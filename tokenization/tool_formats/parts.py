@@ -39,7 +39,17 @@ class CallArguments:
     text: str
 
 
-Part = TextPart | ReasoningPart | CallStart | CallArguments
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """The arguments of a call are whole. An output that is cut within them has none for that call."""
+
+    index: int
+
+
+SentPart = TextPart | ReasoningPart | CallStart | CallArguments
+"""What a client gets to know."""
+
+Part = SentPart | CallEnd
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +75,7 @@ class OutputForm:
         in_reasoning: Whether the prompt has begun the reasoning already.
         shows_reasoning: Whether the client gets it.
         forced: Whether it is calls and nothing else: then the beginning of a call that was cut is no text.
+        parallel: Whether it may hold several calls; if not, the first is sent alone.
     """
 
     format: str
@@ -73,3 +84,4 @@ class OutputForm:
     in_reasoning: bool = False
     shows_reasoning: bool = True
     forced: bool = False
+    parallel: bool = True

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenization.tool_formats.parser import parser_of
-from tokenization.tool_formats.parts import CallArguments, CallStart, OutputForm, Part, ReasoningPart, TextPart
+from tokenization.tool_formats.parts import CallArguments, CallStart, OutputForm, ReasoningPart, SentPart, TextPart
+from tokenization.tool_formats.sent_calls import SentCalls
 
 _SHORT_IDS = ("mistral", "mistral-args")
 """Their templates take ids of nine letters and digits alone."""
@@ -45,29 +46,34 @@ class TakenApart:
 
 
 class ChoiceParts:
-    """Takes one choice of an answer apart."""
+    """Takes one choice of an answer apart.
 
-    def __init__(self, form: OutputForm, response_id: str, choice: int) -> None:
+    Args:
+        stream: Whether the first call is known while it is being written.
+    """
+
+    def __init__(self, form: OutputForm, response_id: str, choice: int, *, stream: bool) -> None:
         self._form = form
         self._id = response_id, choice
         self._parser = parser_of(form)
+        self._calls = SentCalls(parallel=form.parallel, as_written=stream)
 
     @property
     def num_calls(self) -> int:
-        return self._parser.num_calls
+        return self._calls.num_calls
 
-    def read(self, text: str, *, ended: bool) -> list[Part]:
+    def read(self, text: str, *, ended: bool) -> list[SentPart]:
         """The parts that further text makes known; neighbours of one kind are one."""
         parts = self._parser.feed(text)
         if ended:
             parts = [*parts, *self._parser.end()]
-        return _merged(parts)
+        return _merged(self._calls.read(parts))
 
     def deltas(self, text: str, *, ended: bool) -> list[dict[str, Any]]:
         """``read`` as the deltas of a chat's stream."""
         return [self._delta(part) for part in self.read(text, ended=ended)]
 
-    def _delta(self, part: Part) -> dict[str, Any]:
+    def _delta(self, part: SentPart) -> dict[str, Any]:
         match part:
             case TextPart():
                 return {"content": part.text}
@@ -91,7 +97,7 @@ def answer_of(form: OutputForm | None, text: str, response_id: str, choice: int)
     if form is None:
         return TakenApart(text)
     found = TakenApart()
-    parts = ChoiceParts(form, response_id, choice)
+    parts = ChoiceParts(form, response_id, choice, stream=False)
     for part in parts.read(text, ended=True):
         match part:
             case TextPart():
@@ -107,8 +113,8 @@ def answer_of(form: OutputForm | None, text: str, response_id: str, choice: int)
     return found
 
 
-def _merged(parts: list[Part]) -> list[Part]:
-    merged: list[Part] = []
+def _merged(parts: list[SentPart]) -> list[SentPart]:
+    merged: list[SentPart] = []
     for part in parts:
         last = merged[-1] if merged else None
         if isinstance(part, TextPart) and isinstance(last, TextPart):

@@ -196,7 +196,9 @@ class ChunkWriter:
         self._parts: list[ChoiceParts] = []  # of each choice, where outputs may hold more than text
         if generation.form is not None:
             choices = range(len(generation.requests))
-            self._parts = [ChoiceParts(generation.form, generation.response_id, choice) for choice in choices]
+            self._parts = [
+                ChoiceParts(generation.form, generation.response_id, choice, stream=True) for choice in choices
+            ]
         self._is_plain = not (generation.continuous_usage or generation.shows_token_ids or self._parts)
         self._so_far = (0, 0, 0.0)  # output tokens, cached tokens, GPU-seconds
         self._unnamed = set(range(len(generation.requests)))  # choices whose prompt's tokens are not shown yet

@@ -23,7 +23,7 @@ from services.api.middleware import JsonRoute
 from services.api.requests import Generation, check_model
 from services.api.schemas import ChatCompletionRequest
 from services.api.text.token_texts import TokenTexts
-from tokenization.tool_formats.parts import CallArguments, CallStart, OutputForm, Part, ReasoningPart, TextPart
+from tokenization.tool_formats.parts import CallArguments, CallStart, OutputForm, ReasoningPart, SentPart, TextPart
 
 _TEXT_ALONE = OutputForm("hermes")
 _TAIL_TOKENS = 64
@@ -142,7 +142,7 @@ class MessageWriter:
         self._generation = generation
         self._texts = texts
         self._stops = stops
-        self._parts = ChoiceParts(generation.form or _TEXT_ALONE, generation.response_id, 0)
+        self._parts = ChoiceParts(generation.form or _TEXT_ALONE, generation.response_id, 0, stream=True)
         self._block: tuple[str, int] | None = None  # kind, and the index of a call
         self._num_blocks = 0
         self._token_ids: list[int] = []
@@ -161,7 +161,7 @@ class MessageWriter:
             self._reason = _stop_reason(delta.finish_reason, calls, self._token_ids, self._texts, self._stops)
         return data
 
-    def _part(self, part: Part) -> bytes:
+    def _part(self, part: SentPart) -> bytes:
         match part:
             case TextPart():
                 begin = self._open("text", 0, {"type": "text", "text": ""})

@@ -12,7 +12,7 @@ from services.api.answers.parts import ChoiceParts
 from services.api.answers.replies import UsageFields
 from services.api.errors import ApiError
 from services.api.requests import Generation
-from tokenization.tool_formats.parts import CallArguments, CallStart, OutputForm, Part, ReasoningPart, TextPart
+from tokenization.tool_formats.parts import CallArguments, CallStart, OutputForm, ReasoningPart, SentPart, TextPart
 
 _TEXT_ALONE = OutputForm("hermes")
 
@@ -33,7 +33,8 @@ class ResponseWriter:
         self._echo = echo
         self._count = count
         self._created = int(time.time())
-        self._parts = ChoiceParts(generation.form or _TEXT_ALONE, generation.response_id, 0)
+        form = generation.form or _TEXT_ALONE
+        self._parts = ChoiceParts(form, generation.response_id, 0, stream=generation.stream)
         self._items: list[dict[str, Any]] = []
         self._is_open = False
         self._reason: str | None = None
@@ -98,7 +99,7 @@ class ResponseWriter:
             **self._echo,
         }
 
-    def _part(self, part: Part) -> bytes:
+    def _part(self, part: SentPart) -> bytes:
         match part:
             case TextPart():
                 data = b"" if self._is("message") else self._begin(_message(self._item_id("msg")))

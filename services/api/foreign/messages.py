@@ -13,7 +13,8 @@ from services.api.fields import MAX_STOP_STRINGS, NO_EFFECT, NeutralOnly, shown
 from services.api.pictures.content import MixedContent, NoPicture, Picture, content_of, picture_from, web_picture
 from services.api.schemas import ChatCompletionRequest
 from services.api.strict import StrictModel
-from services.api.tools.fields import MAX_SCHEMA_DEPTH, MAX_TOOLS, Name, nesting
+from services.api.tools.fields import MAX_SCHEMA_DEPTH, MAX_TOOLS, Name
+from tokenization.grammars.rewriting import nesting
 
 _MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 
@@ -186,7 +187,7 @@ def chat_messages(message: MessageTurn, place: str) -> list[dict[str, Any]]:
             case "image" if message.role == "user":
                 parts.append(_picture(block.source, f"{where}.source"))
             case "tool_use" if message.role == "assistant":
-                if nesting(block.input) > MAX_SCHEMA_DEPTH:
+                if nesting(block.input, MAX_SCHEMA_DEPTH) > MAX_SCHEMA_DEPTH:
                     raise _wrong(f"{where}.input", "a deeper object", f"at most {MAX_SCHEMA_DEPTH} levels")
                 function = {"name": _needed(block.name, where, "name"), "arguments": json.dumps(block.input or {})}
                 calls.append({"id": _needed(block.id, where, "id"), "type": "function", "function": function})

@@ -51,6 +51,7 @@ class Dialect:
         tools: Sequence[str],
         *,
         forced: bool = False,
+        parallel: bool = True,
         shows_reasoning: bool = True,
         reasons: bool = True,
     ) -> OutputForm | None:
@@ -59,13 +60,14 @@ class Dialect:
         Args:
             tools: Names that it may call.
             forced: Whether it is calls alone.
+            parallel: Whether it may hold several calls.
             reasons: Whether the output may begin with reasoning, if the model does that.
         """
         if not tools and not self.reasons:
             return None
         may_reason = self.reasons and reasons
         in_reasoning = may_reason and rendered.rstrip().endswith(THINK_BEGIN)
-        return OutputForm(self.format.name, tuple(tools), may_reason, in_reasoning, shows_reasoning, forced)
+        return OutputForm(self.format.name, tuple(tools), may_reason, in_reasoning, shows_reasoning, forced, parallel)
 
     def shown_ids(self) -> tuple[int, ...]:
         """Special tokens that a parser has to see."""

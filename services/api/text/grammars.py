@@ -10,13 +10,13 @@ from services.api.structured import Constraint
 from tokenization.grammars import sources
 from tokenization.grammars.compiler import problem_of
 from tokenization.grammars.places import find_place
-from tokenization.grammars.sources import GrammarRefused
+from tokenization.grammars.refused import GrammarRefused
 
 
 def grammar_of(constraint: Constraint) -> str:
     """The grammar as a worker compiles it, after it has been tried here.
 
-    It takes up to some 30 ms for a grammar that is not known yet (``tokenization.grammars.compiler.LIMITS``), most of
+    It takes up to some 70 ms for a grammar that is not known yet (``tokenization.grammars.compiler.LIMITS``), most of
     them without the interpreter's lock.
 
     Raises:

@@ -7,7 +7,6 @@ from services.api.schemas import ChatCompletionRequest, SamplingFields
 from services.api.text.dialect import Dialect
 from services.api.text.grammars import grammar_of, schema_of
 from services.api.text.tool_grammars import Calls, tool_grammar
-from services.api.tools.fields import NamedTool
 from tokenization.tool_formats.parts import OutputForm
 
 
@@ -46,5 +45,5 @@ def chat_grammar(body: ChatCompletionRequest, dialect: Dialect, form: OutputForm
             return own
     if emulated:
         return ""
-    parallel = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedTool)
-    return tool_grammar(Calls(body.usable_tools, body.must_call, parallel, answer), dialect, form)
+    calls = Calls(body.usable_tools, body.must_call, body.may_call_in_parallel, answer)
+    return tool_grammar(calls, dialect, form)

@@ -12,7 +12,8 @@ from services.api.text.dialect import Dialect
 from services.api.tools.fields import FunctionDefinition
 from tokenization.grammars.compiler import problem_of
 from tokenization.grammars.places import find_place
-from tokenization.grammars.sources import GrammarRefused, of_lark, of_schema
+from tokenization.grammars.refused import GrammarRefused
+from tokenization.grammars.sources import of_lark, of_schema
 from tokenization.tool_formats.grammar import GrammarWriter, TokenId, UnwritableTool, no_tokens
 from tokenization.tool_formats.parts import OutputForm, Tool
 
@@ -48,12 +49,20 @@ def tool_grammar(calls: Calls, dialect: Dialect, form: OutputForm) -> str:
     if not calls.constrained:
         return ""
     try:
-        problem = problem_of(of_lark(_written(calls, dialect, form, no_tokens)))
+        problem = _problem(calls, dialect, form)
         if problem:
             raise _located(calls, problem)
         return of_lark(_written(calls, dialect, form, dialect.token_id))
     except UnwritableTool as refused:
         raise _refused(calls, refused.tool, refused.reason) from refused
+
+
+def _problem(calls: Calls, dialect: Dialect, form: OutputForm) -> str:
+    """Returns why the calls cannot be followed; empty if they can."""
+    try:
+        return problem_of(of_lark(_written(calls, dialect, form, no_tokens)))
+    except GrammarRefused as refused:
+        return str(refused)
 
 
 def _written(calls: Calls, dialect: Dialect, form: OutputForm, token_id: TokenId) -> str:

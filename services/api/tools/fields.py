@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from services.api.fields import NO_EFFECT, NeutralOnly, refused
 from services.api.strict import StrictModel
+from tokenization.grammars.rewriting import nesting
 
 MAX_TOOLS = 128
 MAX_SCHEMA_CHARS = 64 * 1024
@@ -78,24 +79,11 @@ class ToolCall(StrictModel):
 def _check_size(tools: list[Any]) -> None:
     if len(tools) > MAX_TOOLS:
         raise refused(".tools", f"{len(tools)} tools", f"a list of up to {MAX_TOOLS} tools")
-    if nesting(tools) > MAX_SCHEMA_DEPTH:
+    if nesting(tools, MAX_SCHEMA_DEPTH) > MAX_SCHEMA_DEPTH:
         raise refused(".tools", "schemas that are nested too deeply", f"at most {MAX_SCHEMA_DEPTH} levels")
     size = len(json.dumps(tools))
     if size > MAX_SCHEMA_CHARS:
         raise refused(".tools", f"{size} characters", f"at most {MAX_SCHEMA_CHARS} characters of all tools together")
-
-
-def nesting(value: Any) -> int:
-    """Levels of a JSON value, counted up to one more than are allowed."""
-    level, found = [value], 0
-    while level and found <= MAX_SCHEMA_DEPTH:
-        found += 1
-        level = [
-            child
-            for each in level
-            for child in (each.values() if isinstance(each, dict) else each if isinstance(each, list) else ())
-        ]
-    return found
 
 
 class ToolFields(StrictModel):
@@ -143,6 +131,10 @@ class ToolFields(StrictModel):
         if isinstance(self.tool_choice, NamedTool):
             return [each for each in functions if each.name == self.tool_choice.function.name]
         return functions
+
+    @property
+    def may_call_in_parallel(self) -> bool:
+        return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool)
 
     @property
     def must_call(self) -> bool:

@@ -335,3 +335,27 @@ def test_good_checkpoints_pass_the_check(tiny_model_dir, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", tiny_model_dir)
     check_checkpoint(path, load_model_config(path))
     check_checkpoint(tiny_model_dir, load_model_config(tiny_model_dir))
+
+
+def test_a_quantised_file_computes_in_floats_where_asked(wide_dir, tmp_path, caplog):
+    """The start says what is rounded otherwise."""
+    path = write_gguf(tmp_path / "model.gguf", wide_dir, "Q4_K")
+
+    def logprobs(weights: str, backend: str) -> torch.Tensor:
+        caplog.clear()
+        engine = Engine(path, dtype="float32", engine=dataclasses.replace(SMALL, weights=weights, backend=backend))
+        engine.submit(PROMPTS[2][:32], SamplingParams(1, logprobs=200))
+        (delta,) = engine.step()
+        assert delta.logprobs is not None
+        ids, values = delta.logprobs.output[0]
+        return torch.tensor([value for _, value in sorted(zip(ids, values, strict=True))[:200]])
+
+    rounded = logprobs("full", "native")
+    assert "4 bits" in caplog.text and "--weights float" in caplog.text
+    floats = logprobs("float", "native")
+    assert "--weights" not in caplog.text
+    exact = logprobs("float", "torch")
+    assert torch.allclose(floats, exact, atol=1e-5)
+    assert not torch.allclose(rounded, exact, atol=1e-4)
+    logprobs("int8", "native")
+    assert "--weights" not in caplog.text

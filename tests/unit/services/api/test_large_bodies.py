@@ -14,11 +14,13 @@ from typing import Any
 import httpx
 import pytest
 
-from core.errors import CapacityError
+from core.errors import CapacityError, InvalidValueError
 from services.api import body_workers, requests
 from services.api.app import build_app
+from services.api.bodies import check_num_prompts
 from services.api.body_workers import BodyWorkers, read_body
 from services.api.errors import ApiError, as_api_error
+from services.api.fields import MAX_PROMPTS
 from services.api.middleware import LARGE_BODY_BYTES
 from services.api.requests import Generation
 from services.api.text.prompts import PromptEncoder
@@ -182,10 +184,44 @@ async def test_what_waits_is_bounded_and_a_caller_may_leave(model_dir: Any, monk
         assert len(workers._free) == body_workers.NUM_PROCESSES
 
 
-async def test_a_body_that_takes_too_long_ends_its_process(model_dir: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("limit_s", "status", "code"), [(30.0, 503, "unavailable"), (0.0, 400, "too_costly")])
+async def test_a_body_that_takes_too_long_ends_its_process(
+    model_dir: Any, monkeypatch: pytest.MonkeyPatch, limit_s: float, status: int, code: str
+) -> None:
+    """It is the body's fault only if it took the processor time; else the machine was busy."""
     monkeypatch.setattr(body_workers, "READ_S", 0.0)
+    monkeypatch.setattr(body_workers, "READ_CPU_S", limit_s)
     async with open_workers(model_dir) as workers:
         with pytest.raises(ApiError) as error:
             await workers.read(large(COMPLETION), chat=False, model=ScriptedBackend().model)
-        assert (error.value.status, error.value.code) == (400, "too_costly")
+        assert (error.value.status, error.value.code) == (status, code)
         assert not workers._free
+
+
+MANY = MAX_PROMPTS + 1
+FOR_THE_PARSER: list[dict[str, Any]] = [
+    {"prompt": ["a"] * MAX_PROMPTS},
+    {"prompt": [[1, 2]] * MAX_PROMPTS},
+    {"prompt": [1] * 10_000},
+    {"prompt": ", ".join(["a"] * MANY)},
+    {"prompt": [", ".join(['"'] * MANY)]},
+    {"metadata": {"prompt": ["a"] * MANY}},
+    {"user": json.dumps({"prompt": ["a"] * MANY}), "stop": ["prompt"]},
+    {"prompt": {"a": ["b"] * MANY}},
+    {"prompt": None},
+]
+
+
+@pytest.mark.parametrize("body", FOR_THE_PARSER)
+def test_what_may_be_right_is_left_to_the_parser(body: dict[str, Any]) -> None:
+    check_num_prompts(json.dumps(body).encode())
+    check_num_prompts(json.dumps(body).encode()[:-5])
+
+
+@pytest.mark.parametrize("prompts", [["a"] * 100_000, ['"[\\'] * MANY, [[1, -2]] * 100_000, [[]] * MANY, ["é"] * MANY])
+async def test_too_many_prompts_start_no_process(model_dir: Any, prompts: list[Any]) -> None:
+    body = {"metadata": {"a": ["b"] * 100}, "prompt": prompts}
+    async with open_workers(model_dir) as workers:
+        with pytest.raises(InvalidValueError, match=f"prompt: .*at most {MAX_PROMPTS} prompts"):
+            await workers.read(json.dumps(body).encode(), chat=False, model=ScriptedBackend().model)
+        assert not workers._free and not workers._num_bytes

@@ -18,7 +18,9 @@ ASK: dict[str, Any] = {"model": MODEL, "input": "hi"}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"type": "function", "name": "get_weather", "description": "The weather.", "parameters": SCHEMA}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-CALLS = [delta("Let me see. "), *(delta(char) for char in f"{CALL}\n{CALL}"), delta("", "stop")]
+CITIES = ("Rome", "Oslo")
+SEVERAL = "\n".join(CALL.replace("Rome", city) for city in CITIES)
+CALLS = [delta("Let me see. "), *(delta(char) for char in SEVERAL), delta("", "stop")]
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
@@ -57,7 +59,7 @@ async def test_a_response_that_calls_functions(connect: Connect) -> None:
     message, *calls = response.output
     assert message.type == "message" and response.output_text == "Let me see."
     assert [(call.type, getattr(call, "name", "")) for call in calls] == [("function_call", "get_weather")] * 2
-    assert all(json.loads(getattr(call, "arguments", "")) == {"city": "Rome"} for call in calls)
+    assert [json.loads(getattr(call, "arguments", "")) for call in calls] == [{"city": city} for city in CITIES]
 
 
 async def test_the_events_say_the_same(connect: Connect) -> None:
@@ -71,7 +73,7 @@ async def test_the_events_say_the_same(connect: Connect) -> None:
     done = [event.item for event in events if event.type == "response.output_item.done"]
     assert [item.model_dump() for item in done] == [item.model_dump() for item in last.response.output]
     arguments = "".join(event.delta for event in events if event.type == "response.function_call_arguments.delta")
-    assert arguments == '{"city": "Rome"}' * 2
+    assert arguments == "".join(json.dumps({"city": city}) for city in CITIES)
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert text == strict(whole).output_text
 

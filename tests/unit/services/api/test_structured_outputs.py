@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import httpx
@@ -79,6 +80,15 @@ async def test_structural_tags_hold_json_in_free_text(
         assert (matcher.validate_tokens(ids) == len(ids)) is is_allowed, text
 
 
+def _deep(levels: int) -> Any:
+    schema: Any = {"type": "string"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+DEEP = _deep(64)
+
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "schema"),
@@ -108,6 +118,36 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "guided_json.properties.a",
         "/properties/a",
     ),
+    ({"guided_json": 5}, "guided_json", "got 5, expected a JSON Schema: an object, true, false, or its text"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": "abc"}}},
+        "response_format.json_schema.schema",
+        "schema: got 'abc', expected a JSON Schema: an object, true or false",
+    ),
+    (
+        {"tool_choice": 5},
+        "tool_choice",
+        "tool_choice: got 5, expected 'auto', 'none', 'required' or the name of a function",
+    ),
+    ({"guided_json": {"$ref": "http://e/x"}}, "guided_json", "other documents are not fetched"),
+    ({"guided_json": DEEP}, "guided_json", "130 levels deep"),
+    ({"guided_json": {"properties": {"a": {"minimum": "1"}}}}, "guided_json.properties.a", "a number is expected"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": DEEP}}},
+        "response_format.json_schema.schema",
+        "130 levels deep",
+    ),
+    (
+        {
+            "response_format": {
+                "type": "structural_tag",
+                "structures": [{**FUNCTION, "schema": DEEP}],
+                "triggers": ["<"],
+            }
+        },
+        "response_format",
+        "130 levels deep",
+    ),
     ({"guided_json": {"description": "x" * 70_000}}, "guided_json", "characters"),
 ]
 
@@ -119,6 +159,7 @@ async def test_refused_with_the_field(
     response = await client.post("/v1/chat/completions", json={**CHAT, **fields})
     assert response.status_code == 400, response.text
     error = response.json()["error"]
+    assert not re.search(r"Input should|dict\[|literal\[|f64|registry", str(error)), error
     assert str(error["param"]).endswith(param) and words in error["message"], error
     assert not backend.calls
 

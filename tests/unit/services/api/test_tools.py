@@ -84,6 +84,55 @@ async def test_a_forced_call_that_is_cut_is_no_text(connect: Connect) -> None:
     assert len(choice["message"]["tool_calls"]) == 1
 
 
+TWICE = [
+    delta(CALL),
+    delta(f"\n{CALL.replace('2', '3')}\n{CALL}"),
+    delta('\n<tool_call>\n{"name": "get_weather", "arg'),
+]
+BROKEN = [*TWICE, delta('uments": {"city": "Ro'), delta("", "length")]
+
+
+@pytest.mark.parametrize(("fields", "days"), [({}, [2, 3]), ({"parallel_tool_calls": False}, [2])])
+@pytest.mark.parametrize("choice", ["auto", "required"])
+async def test_calls_are_sent_whole_once_and_as_many_as_are_wanted(
+    connect: Connect, fields: dict[str, Any], days: list[int], choice: str
+) -> None:
+    client = connect(ScriptedBackend(BROKEN))
+    body = {**CHAT, **fields, "tool_choice": choice}
+    answer = (await client.post("/v1/chat/completions", json=body)).json()["choices"][0]
+    made = answer["message"]["tool_calls"]
+    assert [json.loads(call["function"]["arguments"])["days"] for call in made] == days
+    assert answer["finish_reason"] == "length" and answer["message"]["content"] is None
+    client = connect(ScriptedBackend(BROKEN))
+    streamed = await client.post("/v1/chat/completions", json={**body, "stream": True})
+    texts = [""] * len(days)
+    for event in read_events(streamed.text):
+        for call in event["choices"][0]["delta"].get("tool_calls", ()):
+            texts[call["index"]] += call["function"]["arguments"]
+    assert [json.loads(text)["days"] for text in texts] == days
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+async def test_the_other_dialects_send_one_call_where_one_is_wanted(connect: Connect, path: str) -> None:
+    parameters = WEATHER["function"]["parameters"]
+    client = connect(ScriptedBackend(BROKEN))
+    if path == "/v1/messages":
+        body = {
+            "model": MODEL,
+            "messages": CHAT["messages"],
+            "max_tokens": 9,
+            "tools": [{"name": "get_weather", "input_schema": parameters}],
+            "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+        }
+        blocks = (await client.post(path, json=body)).json()["content"]
+        assert [block["input"]["days"] for block in blocks] == [2]
+        return
+    tools = [{"type": "function", "name": "get_weather", "parameters": parameters}]
+    body = {"model": MODEL, "input": "hi", "tools": tools, "parallel_tool_calls": False}
+    items = (await client.post(path, json=body)).json()["output"]
+    assert [json.loads(item["arguments"])["days"] for item in items] == [2]
+
+
 async def test_text_that_is_no_call_stays_text(connect: Connect) -> None:
     text = 'A <tool_call> that is none: <tool_call>\n{"name": 3}</tool_call> <script>alert(1)</script>'
     client = connect(ScriptedBackend([delta(char) for char in text] + [delta("", "stop")]))
@@ -158,6 +207,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         {**tool(parameters={"properties": {"a": {"type": "array", "uniqueItems": True}}}), "tool_choice": "required"},
         "tools[0].function.parameters",
         "/properties/a",
+    ),
+    (
+        {**tool(parameters={"properties": {"a": {"maximum": 2**60, "minimum": 2**60}}}), "tool_choice": "required"},
+        "tools[0].function.parameters",
+        "2^53",
     ),
     (
         {**tool(parameters={"properties": {"a": {"$ref": "#/nowhere"}}}), "tool_choice": "required"},

@@ -19,7 +19,7 @@ from tokenization.text_stream import TextDecoder
 from tokenization.tool_formats.formats import FORMATS, THINK_BEGIN, THINK_END
 from tokenization.tool_formats.grammar import GrammarWriter, UnwritableTool, no_tokens
 from tokenization.tool_formats.parser import parser_of
-from tokenization.tool_formats.parts import CallArguments, CallStart, OutputForm, Part, Tool
+from tokenization.tool_formats.parts import CallArguments, CallEnd, CallStart, OutputForm, Part, Tool
 
 NUM_CALLS = 2000
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -139,7 +139,7 @@ def test_every_forced_call_parses_and_is_valid(family: str) -> None:
     for _ in range(NUM_CALLS // len(FAMILIES) + 1):
         text = sample(family, grammar, rng)
         parts = parse(form, text, rng)
-        assert all(isinstance(part, CallStart | CallArguments) for part in parts), (text, parts)
+        assert all(isinstance(part, CallStart | CallArguments | CallEnd) for part in parts), (text, parts)
         ((name, arguments),) = calls_in(parts)
         jsonschema.validate(json.loads(arguments), SCHEMAS[name])
 

@@ -7,14 +7,16 @@ data; the others are written from the formats that the models' authors publish.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from tokenization.tool_formats.formats import DEFAULT_FORMAT, format_of, reasons
 from tokenization.tool_formats.parser import parser_of
-from tokenization.tool_formats.parts import CallArguments, CallStart, OutputForm, Part, ReasoningPart, TextPart
+from tokenization.tool_formats.parts import CallArguments, CallEnd, CallStart, OutputForm, Part, ReasoningPart, TextPart
 from tokenization.tool_formats.pythonic import read_call
+from tokenization.tool_formats.sent_calls import SentCalls
 
 TOOLS = ("get_weather", "searchTool", "getOpenIncidentsTool", "add", "invalidTool", "f")
 ROME = '{"city": "Rome"}'
@@ -194,7 +196,7 @@ def texts(parts: list[Part], kind: type[TextPart] | type[ReasoningPart]) -> str:
     return "".join(part.text for part in parts if isinstance(part, kind))
 
 
-def calls(parts: list[Part]) -> list[tuple[str, Any]]:
+def calls(parts: Sequence[Part]) -> list[tuple[str, Any]]:
     found: list[list[str]] = []
     for part in parts:
         if isinstance(part, CallStart):
@@ -280,3 +282,40 @@ def test_a_template_says_its_family(template: str) -> None:
 
 def test_a_template_says_whether_its_model_reasons() -> None:
     assert reasons("{{ content.split('</think>')[-1] }}") and reasons("<|channel|>") and not reasons("{{ messages }}")
+
+
+@pytest.mark.parametrize("step", [1, 3, 10_000])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[3]])
+def test_a_call_has_an_end_when_its_arguments_are_whole(name: str, step: int) -> None:
+    family, output, _, expected = CASES[name]
+    parts = parts_of(OutputForm(family, TOOLS), output, step)
+    assert {part.index for part in parts if isinstance(part, CallEnd)} == set(range(len(expected)))
+
+
+FIRST, SECOND = (f'<tool_call>{{"name": "f", "arguments": {{"a": {value}}}}}</tool_call>' for value in (1, 2))
+SENT: list[tuple[str, list[Any], list[Any]]] = [
+    (FIRST + SECOND, [{"a": 1}, {"a": 2}], [{"a": 1}]),
+    (FIRST + FIRST, [{"a": 1}], [{"a": 1}]),
+    (FIRST + '<tool_call>{"arguments": {"a":1 }, "name": "f"}</tool_call>' + SECOND, [{"a": 1}, {"a": 2}], [{"a": 1}]),
+    (FIRST + SECOND[:-15], [{"a": 1}], [{"a": 1}]),
+    (FIRST + SECOND[:-13], [{"a": 1}, {"a": 2}], [{"a": 1}]),  # the arguments are whole, the call's brace is not
+]
+
+
+@pytest.mark.parametrize("step", [1, 7, 10_000])
+@pytest.mark.parametrize("as_written", [False, True])
+@pytest.mark.parametrize(("output", "several", "one"), SENT)
+def test_calls_are_sent_whole_and_once(
+    output: str, several: list[Any], one: list[Any], as_written: bool, step: int
+) -> None:
+    parts = parts_of(OutputForm("hermes", TOOLS, forced=True), output, step)
+    for parallel, expected in ((True, several), (False, one)):
+        sent = SentCalls(parallel=parallel, as_written=as_written)
+        assert calls(sent.read(parts)) == [("f", each) for each in expected]
+        assert sent.num_calls == len(expected)
+
+
+def test_only_a_call_that_is_being_written_is_sent_in_part() -> None:
+    parts = parts_of(OutputForm("hermes", TOOLS, forced=True), FIRST[:-15], 5)
+    assert SentCalls(parallel=True, as_written=False).read(parts) == []
+    assert SentCalls(parallel=True, as_written=True).read(parts)[0] == CallStart(0, "f")
