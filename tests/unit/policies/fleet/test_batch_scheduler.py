@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -175,7 +176,13 @@ def test_a_forecast_is_waited_for_but_not_for_long() -> None:
 def test_forecasts_that_come_late_make_the_batches_that_they_would_have_made_in_time(preset: str) -> None:
     lens = [4, 14, 40, 14, 4, 40, 40, 4, 14, 14, 40, 4]
     names = [f"r{index}" for index in range(len(lens))]
-    usual = {"batch_size": 4, "wma_threshold": 150, "edges": (0.0, 8.0, 20.0, math.inf), "num_bins": 0, "max_wait_s": 9}
+    usual: dict[str, Any] = {
+        "batch_size": 4,
+        "wma_threshold": 150,
+        "edges": (0.0, 8.0, 20.0, math.inf),
+        "num_bins": 0,
+        "max_wait_s": 9,
+    }
     batches = []
     for late in (False, True):
         house = House(preset, **usual)
@@ -215,7 +222,8 @@ def test_a_late_forecast_changes_the_response_ratio_of_its_batch() -> None:
     assert placed(house.end(("x", 0))) == [("a", ["short"])]
     told = house.machine.choice("short")
     assert told is not None
-    assert told.facts() | {"counted_tokens": 2, "counted_by": "forest", "service_s": 1.0} == told.facts()
+    facts = told.facts()
+    assert (facts["counted_tokens"], facts["counted_by"], facts["service_s"]) == (2, "forest", 1.0)
     house.tell(ForecastsArrived((ForecastMade("short", 0, forecast(33.0)),)))
     told = house.machine.choice("short")
     assert told is not None
