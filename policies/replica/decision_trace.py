@@ -203,7 +203,8 @@ class DecisionTrace:
 
     def _note_forecast(self, scheduled: ScheduledRequest, now: float) -> None:
         if scheduled.forecast is not None and self._has(scheduled):
-            self._note(scheduled, "forecast", now, forecast_facts(scheduled.forecast))
+            facts = forecast_facts(scheduled.forecast.within(scheduled.max_new_tokens))
+            self._note(scheduled, "forecast", now, facts)
 
     def _not_admitted(self, fact: NotAdmitted, now: float) -> None:
         for job in fact.jobs:
@@ -278,7 +279,7 @@ class DecisionTrace:
             "num_offloads": (scheduled.num_moves + 1) // 2,
         }
         if scheduled.forecast is not None:
-            facts["predicted_tokens"] = scheduled.forecast.mean
+            facts["predicted_tokens"] = scheduled.forecast.within(scheduled.max_new_tokens).mean
         self._note(scheduled, "finished", now, facts)
         self.accounts.close(scheduled.request_id)
 

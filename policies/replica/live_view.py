@@ -139,7 +139,8 @@ class SchedulerWatch:
             yield self._row(each, each.request_id in running, ends.get(each.request_id), now)
 
     def _row(self, each: ScheduledRequest, runs: bool, end: Promise | None, now: float) -> LiveRequest:
-        origin, forecast = each.request.origin, each.forecast
+        origin = each.request.origin
+        forecast = None if each.forecast is None else each.forecast.within(each.max_new_tokens)
         facts = self._machine.order.explain(each, now)
         rank_s = facts.get("rank_s")
         return LiveRequest(

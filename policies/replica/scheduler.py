@@ -434,7 +434,8 @@ class ReplicaScheduler:
             self._promises.ended(scheduled, now, censored=censored)
         else:
             self._promises.left(finished.request_id)
-        yield RequestEnded(finished, scheduled.arrived_at, now, scheduled.forecast)
+        forecast = None if scheduled.forecast is None else scheduled.forecast.within(scheduled.max_new_tokens)
+        yield RequestEnded(finished, scheduled.arrived_at, now, forecast)
 
     # -- Decide: whose turn it is
 

@@ -41,7 +41,7 @@ from simulator.reproduce.preble.runs import (
     simulate,
     slowed,
 )
-from simulator.reproduce.rows import Draws, Exempt, OrderCheck, Printed, Reproduction, Row, between, near
+from simulator.reproduce.rows import ONE_DRAW, Draws, Exempt, OrderCheck, Printed, Reproduction, Row, between, near
 from simulator.traffic.prefixes import TOOL_USE, VIDEO_QA, Level, PrefixLaw, prefix_workload
 from simulator.traffic.traces import MissingTraceError, find_data, read_trace
 from simulator.traffic.workload import SimRequest
@@ -185,9 +185,9 @@ def ablation(num_requests: int = ABLATION_REQUESTS, seeds: Sequence[int] = SEEDS
                 order, note = OrderCheck(ours < 1, bound=1.0), "order: below 1"
             else:
                 order, note = OrderCheck(abs(ours - 1) <= 0.05, bound=1.05), "no change; within 5 %"
-            rows.append(
-                Row("preble_ablation", setting, name, order, ours, note, ratios(runs[system.name], there, metric))
-            )
+            # Where a part never acted, that nothing changes is no result.
+            draws = ONE_DRAW if ours == 1 else ratios(runs[system.name], there, metric)
+            rows.append(Row("preble_ablation", setting, name, order, ours, note, draws))
     return rows
 
 

@@ -114,3 +114,12 @@ def test_requests_that_cannot_be_explained_are_not_kept_for_ever() -> None:
     for number in range(3 * MAX_ENDED):
         view.ended(end(number))
     assert len(view._just_ended) == MAX_ENDED
+
+
+def test_no_forecast_is_shown_above_the_limit_of_its_request() -> None:
+    h = Harness()
+    h.arrive(request("a", out=8))
+    h.handle(ForecastsArrived((ForecastMade("a", 0, forecast(18.5)),)))
+    (row,) = view_of(h).of(h.now, 10).requests
+    assert (row.predicted_len, row.most_len) == (8.0, 8.0)
+    assert h.scheduler._mirror.requests["a"].forecast == forecast(18.5), "policies know the whole law"
