@@ -15,6 +15,8 @@ class TrafficCounts:
     Attributes:
         ended: Requests that ended, ``failed`` those of them that ended with an error.
         rejected: Requests refused because the service was full.
+        prompt_tokens: Of requests whose first token came.
+        outside_tokens: Those of them that other servers answered, which no Scheduler counts.
         ttft, itl, jct: (bucket of ``core.series.durations``, durations in it).
     """
 
@@ -27,6 +29,7 @@ class TrafficCounts:
     ttft: tuple[tuple[int, int], ...] = ()
     itl: tuple[tuple[int, int], ...] = ()
     jct: tuple[tuple[int, int], ...] = ()
+    outside_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from core.forecast import QUANTILES, Forecast
@@ -123,3 +125,17 @@ def test_no_forecast_is_shown_above_the_limit_of_its_request() -> None:
     (row,) = view_of(h).of(h.now, 10).requests
     assert (row.predicted_len, row.most_len) == (8.0, 8.0)
     assert h.scheduler._mirror.requests["a"].forecast == forecast(18.5), "policies know the whole law"
+
+
+def test_the_progress_of_a_prompt_is_shown_and_counted_once() -> None:
+    h = Harness()
+    h.arrive(request("a", prompt=8), request("b", prompt=8))
+    shown = []
+    for seq, computed in enumerate((3, 6, 2, 8), 1):  # its KV is dropped in between
+        h.report(seq, dataclasses.replace(running("a", 0, 2), computed_len=computed))
+        live = view_of(h).of(h.now, 10)
+        (row,) = (row for row in live.requests if row.request_id == "a")
+        shown.append((row.prefilled_len, live.prompt_tokens))
+    assert shown == [(3, 3), (6, 6), (6, 6), (8, 8)]
+    assert h.scheduler.progress("a", h.now)["prefilled_tokens"] == 8
+    assert h.scheduler.progress("b", h.now)["prefilled_tokens"] == 0
