@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
@@ -29,6 +29,13 @@ class Forecast:
     source: str
     version: int
     rank: float | None = None
+
+    def within(self, limit: int) -> Forecast:
+        """Returns the forecast of an output that is cut off at ``limit`` tokens: what a request is shown to expect."""
+        if self.quantiles[-1] <= limit and self.mean <= limit:
+            return self
+        quantiles = tuple(min(length, float(limit)) for length in self.quantiles)
+        return replace(self, mean=min(self.mean, float(limit)), quantiles=quantiles)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,11 @@ class Job:
     def __post_init__(self) -> None:
         self.last_ran_at = max(self.last_ran_at, self.arrived_at)
 
+    @property
+    def shown_forecast(self) -> Forecast | None:
+        """The forecast within the limit of the output."""
+        return None if self.forecast is None else self.forecast.within(self.max_new_tokens)
+
     @classmethod
     def of(cls, request: Request, now: float, /, **own: Any) -> Self:
         """A request that has just come, with nothing computed; ``own``: fields that ``Job`` does not have."""
@@ -142,6 +147,7 @@ class ScheduledRequest(Job):
         slot: As the last plan had it.
         counted_on_host: ``blocks_on_host`` as the mirror's sum has it.
         rests: It computes nothing by the latest decision, though it keeps what it has.
+        prefilled_len: Prompt tokens computed or found cached so far, as last reported; a dropped KV lowers it not.
     """
 
     request: Request
@@ -158,6 +164,7 @@ class ScheduledRequest(Job):
     started: bool = False
     granted_len: int = 0
     ran_s: float = 0.0
+    prefilled_len: int = 0
     waits_since: float = 0.0
     waits_for: str = ""
     waited_s: float = 0.0

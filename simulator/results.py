@@ -121,7 +121,7 @@ def request_row(record: Record) -> dict[str, Any]:
         "image_tokens": sum(image.tokens for image in arrival.images),
         "cached_len": record.cached_len,
         "output_len": record.num_tokens,
-        "predicted_len": None if arrival.forecast is None else arrival.forecast.mean,
+        "predicted_len": None if arrival.forecast is None else arrival.forecast.within(arrival.max_new_tokens).mean,
         "arrived_at": arrival.arrived_at,
         "first_token_at": record.first_token_at,
         "finished_at": record.finished_at,

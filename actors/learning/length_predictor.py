@@ -79,7 +79,8 @@ class LengthPredictor(Component, LengthPredictorCalls):
         made = tuple(await self._reader.answer(questions.questions))
         self._num_predicted += len(made)
         if made:
-            self.note("forecasts_made", num_requests=len(made), last_mean_tokens=made[-1].mean)
+            last = made[-1].within(questions.questions[-1].max_new_tokens)
+            self.note("forecasts_made", num_requests=len(made), last_mean_tokens=last.mean)
         return Forecasts(made)
 
     @property

@@ -376,7 +376,7 @@ class RequestMetrics:
         self._decode = histogram(
             "vllm:request_decode_time_seconds", "From a request's first token to its end.", JCT_BUCKETS_S
         )
-        self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of all ended requests.")
+        self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests whose first token came.")
         self._generation_tokens = counter("vllm:generation_tokens", "Output tokens sent to clients.")
         success = _family(
             registry, Counter, "vllm:request_success", "Requests that ended.", (*_LABELS, "finished_reason")
@@ -405,6 +405,11 @@ class RequestMetrics:
         self._ttft.observe(ttft_s, exemplar)
         self.tally.first_token(ttft_s, n)
         self._generation_tokens.inc(n)
+
+    def prompt(self, n: int, *, outside: bool) -> None:
+        """The prompt of a request, of ``n`` tokens, has been computed; ``outside``: by another server."""
+        self._prompt_tokens.inc(n)
+        self.tally.prompt(n, outside=outside)
 
     def tokens(self, gap_s: float, n: int) -> None:
         """``n`` further tokens came together, ``gap_s`` after the ones before.
@@ -447,8 +452,7 @@ class RequestMetrics:
         if ttft_s is not None:
             self._decode.observe(jct_s - ttft_s)
         self._max_new_tokens.observe(max_new_tokens)
-        self._prompt_tokens.inc(prompt_len)
-        self.tally.finished(reason, jct_s, prompt_len)
+        self.tally.finished(reason, jct_s)
 
     def rejected(self, reason: str) -> None:
         """The service was full; vLLM's reasons are ``max_num_queued_reqs`` and ``max_num_queued_tokens``."""

@@ -20,6 +20,7 @@ from core.messages.forecasts import ForecastsMade
 from core.messages.log import FinishedBatch, FinishedBatches
 from policies.compose import configured_batch_scheduler, predicts_requests
 from policies.event_log import BatchMachineConfig
+from policies.fleet.batch_choice import BatchChoice
 from policies.fleet.events import (
     BatchEnded,
     GlobalEvent,
@@ -30,9 +31,6 @@ from policies.fleet.events import (
     TimePassed,
 )
 from policies.replica.events import ForecastsArrived
-
-FORECAST_WAIT_S = 0.05
-"""A request waits so long for its forecast before it is put into a batch."""
 
 PAUSE_S = 2.0
 """After a fault in what requests can do without."""
@@ -49,7 +47,7 @@ class Batcher(FleetShell):
     def __init__(self, context: ComponentContext) -> None:
         config, max_num_seqs = context.config, context.config.engine.max_num_seqs
         # Where no component forecasts single requests, there is nothing to wait for.
-        wait_s = FORECAST_WAIT_S if predicts_requests(config) else 0.0
+        wait_s = config.batch.forecast_wait_s if predicts_requests(config) else 0.0
         machine_config = BatchMachineConfig(config.scheduler, config.batch, max_num_seqs, wait_s)
         self._recorder = EventRecorder(context.name, machine_config) if config.scheduler.event_log else None
         self._times = EstimatedTimes(context, lambda: self._batches.timed())
@@ -76,7 +74,7 @@ class Batcher(FleetShell):
             self._recorder.close()
 
     async def foresee(self, forecasts: ForecastsMade) -> None:
-        """Forecasts of requests that have been pulled already come too late."""
+        """Takes forecasts of requests that wait; a forecast that comes after its batch was pulled is dropped."""
         await self._handle(ForecastsArrived(forecasts.made))
 
     async def replica_state(self, state: ReplicaState) -> None:
@@ -101,8 +99,8 @@ class Batcher(FleetShell):
                 case PlaceRequests(_, requests):
                     self._metrics.started(len(requests))
                     choice = self._batches.choice(requests[0].request_id) if requests else None
-                    if choice is not None:
-                        self.note("placed", **choice.facts())
+                    if isinstance(choice, BatchChoice):
+                        self.note("placed", **choice.told)  # of the batch, not of one request
                 case BatchEnded():
                     self._metrics.ended(instruction.duration_s)
                     self._times.ended(instruction)

@@ -155,6 +155,7 @@ class History:
             queue_delay_s=None if outlook is None else queue_delay_s(outlook, outlook.num_replicas),
             moved_bytes=_moved_bytes(told),
             forecasts={name: each.forecasts for name, each in live.items()},
+            prompt_tokens={name: each.prompt_tokens for name, each in live.items()},
             tenants=self._tenants.usage(time.monotonic()),
         )
 

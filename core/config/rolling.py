@@ -31,7 +31,7 @@ ROLLING: Mapping[str, tuple[str, ...]] = {
         *("balanced_ratio", "initial_output_len", "max_tree_mib"),
     ),
     "batch": (
-        *("wma_threshold", "knn_neighbours", "num_bins", "max_wait_s", "reload_s"),
+        *("wma_threshold", "knn_neighbours", "num_bins", "max_wait_s", "forecast_wait_s", "reload_s"),
         *("learn_every_s", "learn_min_error_s", "learn_min_share"),
     ),
     "predictor": ("num_trees", "cpu_share", "learn", "learn_every_s", "learn_min_error", "learn_min_share"),

@@ -135,6 +135,9 @@ class BatchConfig:
             section III-D, which gives no number).
         artefact: Directory that ``farsight train --estimator`` wrote: batches whose times are known from the start;
             empty: a batch is estimated by the sum of its steps until 200 batches have run.
+        forecast_wait_s: Seconds that a request without a forecast waits for one before it is put into a batch, under a
+            preset that reads forecasts; then it counts with the mean of the lengths of the past. A forecast that comes
+            later still moves it, until a worker pulls its batch. 0: it does not wait.
         num_bins: k: bins of output lengths (Multi-Bin, section 4).
         max_wait_s: Seconds that a request waits for others of its bin; then its batch runs as it is (Multi-Bin).
         reload_s: Seconds for which a worker takes no batch after one that ran out of memory, as long as the paper's
@@ -151,6 +154,7 @@ class BatchConfig:
     wma_threshold: float = 50_000.0
     knn_neighbours: int = 5
     artefact: str = ""
+    forecast_wait_s: float = 0.05
     num_bins: int = 4
     max_wait_s: float = 1.0
     reload_s: float = 0.0
@@ -165,7 +169,8 @@ class BatchConfig:
         require(1 <= neighbours <= 200, "batch.knn_neighbours", neighbours, "an integer from 1 to 200")
         require(self.num_bins >= 1, "batch.num_bins", self.num_bins, "an integer >= 1")
         require(self.max_wait_s >= 0, "batch.max_wait_s", self.max_wait_s, "a number >= 0")
-        require(0 <= self.reload_s < math.inf, "batch.reload_s", self.reload_s, "seconds >= 0")
+        for name in ("forecast_wait_s", "reload_s"):
+            require(0 <= getattr(self, name) < math.inf, f"batch.{name}", getattr(self, name), "seconds >= 0")
         require(0 < self.learn_every_s < math.inf, "batch.learn_every_s", self.learn_every_s, "seconds > 0")
         for name in ("learn_min_error_s", "learn_min_share"):
             require(0 <= getattr(self, name) < math.inf, f"batch.{name}", getattr(self, name), "a number >= 0")

@@ -25,6 +25,7 @@ class LiveRequest:
         level: Its queue of the MLFQ, from 1; 0 under another order.
         eta_p50, eta_p90: Seconds by which it has ended with probability 0.5 and 0.9; None while unknown.
         rank_s: Its rank under an order that ranks by time, in seconds, lower first; None under another one.
+        prefilled_len: Prompt tokens computed or found cached so far, as the worker last reported.
     """
 
     request_id: str
@@ -45,6 +46,7 @@ class LiveRequest:
     num_preemptions: int
     eta_p50: float | None = None
     eta_p90: float | None = None
+    prefilled_len: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,7 @@ class ReplicaLive:
         requests: Those with a place first, then those that wait, best first.
         ended: The last ones, newest first.
         forecasts: Since the Scheduler began.
+        prompt_tokens: Prompt tokens computed or found cached since then; those computed again do not count.
     """
 
     replica: str
@@ -116,6 +119,7 @@ class ReplicaLive:
     requests: tuple[LiveRequest, ...] = ()
     ended: tuple[EndedRequest, ...] = ()
     forecasts: ForecastTally = ForecastTally()
+    prompt_tokens: int = 0
 
     @property
     def peak_tokens(self) -> int:

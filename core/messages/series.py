@@ -16,6 +16,8 @@ class TrafficCounts:
         ended: Requests that ended, ``failed`` those of them that ended with an error, ``abandoned`` those whose clients
             left before the end.
         rejected: Requests refused because the service was full.
+        prompt_tokens: Of requests whose first token came.
+        outside_tokens: Those of them that other servers answered, which no Scheduler counts.
         ttft, itl, jct: (bucket of ``core.series.durations``, durations in it).
     """
 
@@ -29,6 +31,7 @@ class TrafficCounts:
     ttft: tuple[tuple[int, int], ...] = ()
     itl: tuple[tuple[int, int], ...] = ()
     jct: tuple[tuple[int, int], ...] = ()
+    outside_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

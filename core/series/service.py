@@ -50,6 +50,7 @@ class Instant:
         kv_used, kv_peak: Share of the KV pools in use, and the predicted highest share; None without a pool.
         moved_bytes: KV copied between device and host since the workers began.
         forecasts: By replica, since its Scheduler began.
+        prompt_tokens: The same: prompt tokens computed or found cached.
         tenants: Sums over all ingress replicas.
     """
 
@@ -60,6 +61,7 @@ class Instant:
     queue_delay_s: float | None = None
     moved_bytes: int = 0
     forecasts: Mapping[str, ForecastTally] = field(default_factory=dict)
+    prompt_tokens: Mapping[str, int] = field(default_factory=dict)
     tenants: tuple[TenantUsage, ...] = ()
 
 
@@ -106,6 +108,7 @@ class ServiceSeries:
         self._tenant_rejections: int | None = None
         self._moved: int | None = None
         self._forecasts: dict[str, ForecastTally] = {}
+        self._prompt_tokens: dict[str, int] = {}
         self._second, self._minute = _Span(), _Span()
         self._ticked_at: float | None = None
         self._minute_began: float | None = None
@@ -117,8 +120,9 @@ class ServiceSeries:
         if before is None:
             return
         known = before[0]
-        for name in ("prompt_tokens", "output_tokens", "ended", "failed", "abandoned", "rejected"):
+        for name in ("output_tokens", "ended", "failed", "abandoned", "rejected"):
             self._second.count(name, max(0, getattr(counts, name) - getattr(known, name)))
+        self._second.count("prompt_tokens", max(0, counts.outside_tokens - known.outside_tokens))
         for name in DURATIONS:
             add_counts(self._second.durations[name], more_since(getattr(counts, name), getattr(known, name)))
 
@@ -162,6 +166,10 @@ class ServiceSeries:
         self._moved = instant.moved_bytes
         for replica, tally in instant.forecasts.items():
             self._take_forecasts(replica, tally)
+        for replica, tokens in instant.prompt_tokens.items():
+            more = tokens - self._prompt_tokens.get(replica, tokens)
+            self._prompt_tokens[replica] = tokens
+            self._second.count("prompt_tokens", max(0, more))  # a new Scheduler counts from 0
         rejected = sum(tenant.rejected for tenant in instant.tenants)
         if self._tenant_rejections is not None:
             self._second.count("rejected", max(0, rejected - self._tenant_rejections))

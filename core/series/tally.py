@@ -11,7 +11,8 @@ class TrafficTally:
 
     def __init__(self) -> None:
         self.rejected = 0
-        self._ended = self._failed = self._abandoned = self._prompt_tokens = self._output_tokens = 0
+        self._ended = self._failed = self._abandoned = 0
+        self._prompt_tokens = self._outside_tokens = self._output_tokens = 0
         self._ttft: dict[int, int] = {}
         self._itl: dict[int, int] = {}
         self._jct: dict[int, int] = {}
@@ -26,10 +27,14 @@ class TrafficTally:
         _count(self._itl, gap_s / n, n)
         self._output_tokens += n
 
-    def finished(self, reason: str, jct_s: float, prompt_len: int) -> None:
+    def prompt(self, n: int, *, outside: bool) -> None:
+        """The prompt of a request, of ``n`` tokens, has been computed; ``outside``: by another server."""
+        self._prompt_tokens += n
+        self._outside_tokens += n if outside else 0
+
+    def finished(self, reason: str, jct_s: float) -> None:
         """A request has ended; what its client abandoned says nothing of how long requests take."""
         self._ended += 1
-        self._prompt_tokens += prompt_len
         if reason == "error":
             self._failed += 1
         elif reason == "abort":
@@ -41,7 +46,8 @@ class TrafficTally:
         """All counts as they are now."""
         durations = (tuple(sorted(each.items())) for each in (self._ttft, self._itl, self._jct))
         sums = (self._ended, self._failed, self._abandoned, self.rejected, self._prompt_tokens, self._output_tokens)
-        return TrafficCounts(ingress_id, *sums, *durations)
+        ttft, itl, jct = durations
+        return TrafficCounts(ingress_id, *sums, ttft, itl, jct, self._outside_tokens)
 
 
 def _count(counts: dict[int, int], duration_s: float, n: int) -> None:

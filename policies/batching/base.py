@@ -17,6 +17,7 @@ from sortedcontainers import SortedDict
 
 from core.decisions import Facts
 from core.errors import IntegrityError
+from core.forecast import Forecast
 from policies.interfaces import Job
 from policies.parts import Parts
 from policies.settings import BatchSettings
@@ -37,7 +38,7 @@ _NOT_URGENT = (math.inf, math.inf)
 class FormedBatch:
     """Jobs that a worker runs together, padded to the longest, until the last one ends.
 
-    The lengths are those at the time a job was added; later changes of the job do not move its batch.
+    The lengths are those at the time a job was added; ``refresh`` takes over those that a later forecast gives it.
 
     Attributes:
         batch_id: Unique within its batcher, rising in order of creation.
@@ -50,12 +51,14 @@ class FormedBatch:
         predicted_len: G(B), the longest predicted output: the iterations of the batch.
         urgency: Urgency of its most urgent job, so that no job waits behind a less urgent batch.
         arrived_at: Arrival of its earliest job; the queueing time of the batch counts from here (Magnus III-E).
+        is_part: Whether it is the rest of a batch that broke off.
     """
 
     __slots__ = (
         "arrived_at",
         "batch_id",
         "created_at",
+        "is_part",
         "jobs",
         "predicted_len",
         "predicted_lens",
@@ -65,8 +68,11 @@ class FormedBatch:
         "urgency",
     )
 
-    def __init__(self, batch_id: int, created_at: float, sealed_at: float | None = None) -> None:
+    def __init__(
+        self, batch_id: int, created_at: float, sealed_at: float | None = None, *, is_part: bool = False
+    ) -> None:
         self.batch_id = batch_id
+        self.is_part = is_part
         self.created_at = created_at
         self.sealed_at = sealed_at
         self.jobs: list[Job] = []
@@ -99,6 +105,11 @@ class FormedBatch:
                 self.prompt_len, self.predicted_len, self.urgency, self.arrived_at = self._summary()
                 return True
         return False
+
+    def refresh(self, job: Job) -> None:
+        """Takes over the predicted length of one of its jobs, whose forecast has come. O(batch)."""
+        self.predicted_lens[self.jobs.index(job)] = predicted_len(job)
+        self.predicted_len = max(self.predicted_lens)
 
     def _summary(self) -> tuple[int, int, tuple[float, float], float]:
         return (
@@ -158,6 +169,14 @@ class Batcher(ABC):
     @abstractmethod
     def remove(self, request_id: str) -> None:
         """Removes an aborted job from the queue; unknown ids are ignored."""
+
+    def foresee(self, made: Sequence[tuple[Job, Forecast]], now: float) -> None:
+        """Gives waiting jobs their forecasts, and puts them where they belong by these: as if they came only now."""
+        for job, _ in made:
+            self.remove(job.request_id)
+        for job, forecast in made:
+            job.forecast = forecast
+            self.add(job, now)
 
     @abstractmethod
     def pull(self, now: float) -> FormedBatch | None:
@@ -271,6 +290,10 @@ class BatchQueue:
                 del self._batches[batch.batch_id]
         return batch
 
+    def batch_of(self, request_id: str) -> FormedBatch | None:
+        """The batch of a job; None for an unknown id."""
+        return self._batch_of.get(request_id)
+
     def peek(self, now: float) -> FormedBatch | None:
         """The chosen batch among the most urgent ones, without removing it."""
         if not self._batches:
@@ -310,7 +333,7 @@ class BatchQueue:
         self._put_part(batch, batch.jobs)
 
     def _put_part(self, batch: FormedBatch, jobs: Sequence[Job]) -> None:
-        part = self.new_batch(batch.created_at, batch.sealed_at)
+        part = FormedBatch(next(self._ids), batch.created_at, batch.sealed_at, is_part=True)
         for job in jobs:
             part.insert(job)
         self.put(part)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from sortedcontainers import SortedKeyList
 
 from core.errors import IntegrityError, InvalidValueError
+from core.forecast import Forecast
 from policies.batching.base import BATCHERS, BatchContext, Batcher, BatchQueue, FormedBatch, first_arrived
 from policies.interfaces import Job
 
@@ -67,6 +68,14 @@ class FcfsBatches(Batcher):
             self._halves.remove(request_id)
         else:
             self._waiting.remove(job)
+
+    def foresee(self, made: Sequence[tuple[Job, Forecast]], now: float) -> None:
+        """Moves no job: lengths do not count here."""
+        for job, forecast in made:
+            job.forecast = forecast
+            half = self._halves.batch_of(job.request_id)
+            if half is not None:
+                half.refresh(job)
 
     def pull(self, now: float) -> FormedBatch | None:
         half = self._halves.peek(now)

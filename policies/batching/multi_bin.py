@@ -17,6 +17,7 @@ import numpy as np
 
 from core.decisions import Facts
 from core.errors import IntegrityError, InvalidValueError
+from core.forecast import Forecast
 from policies.batching.base import BATCHERS, BatchContext, Batcher, BatchQueue, FormedBatch, first_sealed, predicted_len
 from policies.interfaces import Job
 
@@ -146,6 +147,35 @@ class MultiBinBatcher(Batcher):
         if not batch.jobs:
             del self._open[index]
 
+    def foresee(self, made: Sequence[tuple[Job, Forecast]], now: float) -> None:
+        """Moves jobs to the bins of their forecasts.
+
+        A sealed batch that loses a job is no full batch: its other jobs wait in their bin again. The parts of a batch
+        that broke off stay as they are.
+        """
+        moved: list[Job] = []
+        for job, forecast in made:
+            before = predicted_len(job)
+            job.forecast = forecast
+            batch, is_sealed = self._batch_of(job.request_id)
+            if batch is None:  # its batch was taken apart for one of the others
+                continue
+            if batch.is_part or self.bin_of(before) == self.bin_of(predicted_len(job)):
+                batch.refresh(job)
+            elif is_sealed:
+                self._sealed.take(batch, now)
+                moved += batch.jobs
+            else:
+                self.remove(job.request_id)
+                moved.append(job)
+        for job in sorted(moved, key=lambda each: each.arrived_at):
+            self._enter(job, now)
+
+    def _batch_of(self, request_id: str) -> tuple[FormedBatch | None, bool]:
+        """The batch of a waiting job, and whether it is sealed."""
+        index = self._bin_of.get(request_id)
+        return (self._sealed.batch_of(request_id), True) if index is None else (self._open[index], False)
+
     def pull(self, now: float) -> FormedBatch | None:
         self._seal_due(now)
         return self._sealed.pull(now)
@@ -239,6 +269,15 @@ class LearnedBins(MultiBinBatcher):
             self._num_unused = 0
             self.rebin(sample_edges(self._lengths, self.num_bins), now)
         super().add(job, now)
+
+    def foresee(self, made: Sequence[tuple[Job, Forecast]], now: float) -> None:
+        """As above; the edges are learned from the late forecasts, in the place of the lengths assumed until then."""
+        for job, _ in made:
+            length = predicted_len(job)
+            if length in self._lengths:
+                self._lengths.remove(length)
+        super().foresee(made, now)
+        self._lengths.extend(predicted_len(job) for job, _ in made)
 
 
 def _check_edges(edges: Sequence[float]) -> None:

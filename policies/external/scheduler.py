@@ -13,6 +13,7 @@ from itertools import chain, repeat
 
 from core.decisions import Facts
 from core.errors import IntegrityError
+from core.forecast import Forecast
 from core.messages.cache import StartedRequest
 from core.messages.forecasts import ForecastMade
 from core.messages.plans import FinishedSequence
@@ -188,10 +189,14 @@ class BackendScheduler:
         self._shares.add(job)
         self._accounts.note(request.request_id, "arrived", now, self._queue())
         if request.forecast is not None:
-            self._accounts.note(request.request_id, "forecast", now, forecast_facts(request.forecast))
+            self._note_forecast(request, request.forecast, now)
         if self._num_sent >= self._max_num_seqs:
             facts = {"reason": "places", "max_num_seqs": self._max_num_seqs, **self._queue()}
             self._accounts.note(request.request_id, "waits", now, facts)
+
+    def _note_forecast(self, request: Request, forecast: Forecast, now: float) -> None:
+        facts = forecast_facts(forecast.within(request.sampling.max_new_tokens))
+        self._accounts.note(request.request_id, "forecast", now, facts)
 
     def _send(self, now: float) -> list[BackendInstruction]:
         """Sends waiting requests while there are free slots; none unless the breaker is closed."""
@@ -240,7 +245,7 @@ class BackendScheduler:
                 continue
             held.request = replace(held.request, forecast=each.forecast)
             held.job.forecast = each.forecast
-            self._accounts.note(each.request_id, "forecast", now, forecast_facts(each.forecast))
+            self._note_forecast(held.request, each.forecast, now)
             if not held.sent:
                 self._order.foreseen(held.job)
 

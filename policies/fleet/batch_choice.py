@@ -11,21 +11,35 @@ from policies.placement.base import Choice
 
 @dataclass(frozen=True, slots=True)
 class BatchChoice(Choice):
-    """An idle worker pulled a batch; one choice for all its requests.
+    """An idle worker pulled a batch: the choice for one of its requests.
 
     Attributes:
-        told: Its facts: ``batch_size`` requests, ``batch_len`` L(B) and ``generation_len`` G(B), its longest prompt
-            and its longest predicted output in tokens, and the batcher's story (``Batcher.story``).
+        told: The batch's facts: ``batch_size`` requests, ``batch_len`` L(B) and ``generation_len`` G(B), its longest
+            prompt and its longest predicted output in tokens, and the batcher's story (``Batcher.story``).
+        counted_len: G(p), the output tokens that the request counted with when batches were formed and chosen.
+        counted_by: What said so: the source of a forecast, or ``max_tokens`` without one.
     """
 
     told: Facts = field(default_factory=dict)
+    counted_len: int = 0
+    counted_by: str = ""
 
     def facts(self) -> Facts:
-        return self.told
+        return {**self.told, "counted_tokens": self.counted_len, "counted_by": self.counted_by}
 
 
-def batch_choice(replica: str, batch: FormedBatch, story: Facts) -> BatchChoice:
-    """The choice of a replica whose worker pulled this batch."""
+def batch_choices(replica: str, batch: FormedBatch, story: Facts) -> list[BatchChoice]:
+    """The choice of a replica whose worker pulled this batch, for each of its jobs in order."""
     reason = f"idle; pulled a batch of {len(batch)}"
     shape = {"batch_size": len(batch), "batch_len": batch.prompt_len, "generation_len": batch.predicted_len}
-    return BatchChoice(replica, reason, told={"replica": replica, "reason": reason, **shape, **story})
+    told = {"replica": replica, "reason": reason, **shape, **story}
+    return [
+        BatchChoice(
+            replica,
+            reason,
+            told=told,
+            counted_len=length,
+            counted_by="max_tokens" if job.forecast is None else job.forecast.source,
+        )
+        for job, length in zip(batch.jobs, batch.predicted_lens, strict=True)
+    ]

@@ -15,7 +15,7 @@ from core.messages.forecasts import ForecastMade
 from core.messages.requests import Key, OpenRequest
 from core.request import Request
 from policies.batching.base import Batcher, FormedBatch
-from policies.fleet.batch_choice import batch_choice
+from policies.fleet.batch_choice import batch_choices
 from policies.fleet.central_queue import CentralQueue, Member
 from policies.fleet.events import (
     BatchEnded,
@@ -234,8 +234,8 @@ class BatchScheduler(FleetMachine):
 
     def _run(self, name: str, batch: FormedBatch) -> PlaceRequests:
         requests = tuple(self._queued(job.request_id) for job in batch.jobs)
-        choice = batch_choice(name, batch, self._waiting.story(batch, self._now))
-        for request in requests:
+        story = self._waiting.story(batch, self._now)
+        for request, choice in zip(requests, batch_choices(name, batch, story), strict=True):
             self._table.place(request, choice, self._now)
         estimated_s = self._serving_time_s(len(batch), batch.prompt_len, batch.predicted_len)
         left = {request.request_id: len(request.output_ids) for request in requests}
@@ -303,8 +303,7 @@ class BatchScheduler(FleetMachine):
 
     def _take_forecasts(self, made: Iterable[ForecastMade]) -> None:
         queued, _ = self._table.foresee(made)
-        for each in queued:
-            self._waiting.set_forecast(each.request_id, each.forecast, self._now)
+        self._waiting.foresee(queued, self._now)
 
     def _reconcile(self, ingress_id: str, announced: tuple[OpenRequest, ...]) -> list[GlobalInstruction]:
         """Reports requests of broken batches as lost whenever their ingress replica still takes them for running."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from core.errors import IntegrityError
+from core.forecast import Forecast
 from policies.batching.base import Batcher, FormedBatch
 from policies.interfaces import Job
 from policies.order.fcfs import Fcfs
@@ -73,6 +74,13 @@ class BatchTurns:
             self._take_back(now)
         self._keep(job, now)
         self._give(now)
+
+    def foresee(self, made: Sequence[tuple[Job, Forecast]], now: float) -> None:
+        """Gives waiting requests their forecasts; the batcher puts those that it has where they belong."""
+        for job, forecast in made:
+            if job.request_id in self._kept:
+                job.forecast = forecast
+        self._batcher.foresee([each for each in made if each[0].request_id not in self._kept], now)
 
     def add_formed(self, job: Job) -> None:
         """A request waits again, in a batch that the batcher is given as it is."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from core.decisions import Facts
 from core.errors import IntegrityError
 from core.forecast import Forecast
+from core.messages.forecasts import ForecastMade
 from core.messages.requests import Key
 from core.request import Request
 from policies.batching.base import Batcher, FormedBatch
@@ -47,7 +48,8 @@ class CentralQueue:
     """The one queue for all workers of batch mode, in front of the ``Batcher`` that forms the batches.
 
     Args:
-        forecast_wait_s: A request without a forecast waits so long for one before it is put into a batch.
+        forecast_wait_s: A request without a forecast waits so long for one before it is put into a batch, by the
+            lengths of the past; a forecast that comes later moves it, as long as no worker has pulled its batch.
     """
 
     def __init__(self, batcher: Batcher, forecast_wait_s: float = 0.0) -> None:
@@ -91,11 +93,20 @@ class CentralQueue:
         else:
             self._form(job, now)
 
-    def set_forecast(self, request_id: str, forecast: Forecast, now: float) -> None:
-        """Takes the forecast of a waiting request. A request that is in a batch already stays there."""
-        self._jobs[request_id].forecast = forecast
-        if self._unpredicted.pop(request_id, None) is not None:
-            self._form(self._jobs[request_id], now)
+    def foresee(self, made: Iterable[ForecastMade], now: float) -> None:
+        """Takes the forecasts of waiting requests; batches that no worker has pulled change with them."""
+        late: list[tuple[Job, Forecast]] = []
+        for each in made:
+            job = self._jobs[each.request_id]
+            if self._unpredicted.pop(each.request_id, None) is not None:
+                job.forecast = each.forecast
+                self._form(job, now)
+            elif each.request_id in self._broken:
+                job.forecast = each.forecast
+            else:
+                late.append((job, each.forecast))
+        if late:
+            self._turns.foresee(late, now)
 
     def set_usual_forecast(self, forecast: Forecast) -> None:
         """Takes the forecast for requests that have none of their own: the lengths of outputs that have ended."""

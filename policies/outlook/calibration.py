@@ -9,6 +9,7 @@ roll-out gives the shape, this gives the coverage.
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,9 @@ MIN_ENDS = 40
 
 MIN_ALL = 20
 """... and below so many ends there is no correction."""
+
+RECENT_ENDS = 100
+"""So many ends are the period from which corrections are taken, and the least width of an interval."""
 
 LEAST_S = 1e-6
 
@@ -69,15 +73,20 @@ class OnlineCalibration:
 
     def __init__(self) -> None:
         self._all = _Window()
+        self._told = (_Window(), _Window())  # what was said, to jobs with a place and to jobs that waited
         self._kinds: dict[Kind, _Window] = {}
         self._open: dict[str, tuple[tuple[_Window, int], ...]] = {}
         self._factors: dict[Kind, tuple[float, float]] = {}  # as of one instant
         self._factors_at = -math.inf
+        self._spreads: dict[bool, float] = {}  # as of one instant
+        self._spreads_at = -math.inf
 
     def begin(self, job_id: str, raw: Raw, now: float) -> None:
         """A job was predicted."""
         own = self._kinds.setdefault(raw.kind, _Window())
-        self._open[job_id] = tuple((window, window.begin(raw, now)) for window in (self._all, own))
+        self._open[job_id] = tuple((window, window.begin(raw[:2], now)) for window in (self._all, own))
+        told = self._told[raw.waits]
+        self._open[job_id] += ((told, told.begin(self.corrected(raw, now), now)),)
 
     def end(self, job_id: str, now: float) -> None:
         """The job has ended; unknown ones are ignored."""
@@ -97,7 +106,17 @@ class OnlineCalibration:
         if factors is None:
             factors = self._factors[raw.kind] = self._factors_of(raw.kind, now)
         p50_s, p90_s = raw.p50_s * factors[0], raw.p90_s * factors[1]
-        return p50_s, max(p50_s, p90_s)
+        return p50_s, max(p50_s, p90_s, p50_s * self._spread(raw.waits, now))
+
+    def _spread(self, waits: bool, now: float) -> float:
+        """What nine of ten jobs took at most, of the last hundred, as a multiple of the median that they were told."""
+        if now != self._spreads_at:
+            self._spreads, self._spreads_at = {}, now
+        spread = self._spreads.get(waits)
+        if spread is None:
+            told = max((self._told[waits], self._told[not waits]), key=lambda each: min(each.num_ends, MIN_ENDS))
+            spread = self._spreads[waits] = told.factor(0, LEVELS[1], now) if told.num_ends else 1.0
+        return spread
 
     def _factors_of(self, kind: Kind, now: float) -> tuple[float, float]:
         window = self._kinds.get(kind, self._all)
@@ -105,7 +124,7 @@ class OnlineCalibration:
             window = self._all
         if window.num_ends < MIN_ALL:
             return 1.0, 1.0
-        return window.factor(0, now), window.factor(1, now)
+        return window.factor(0, LEVELS[0], now), window.factor(1, LEVELS[1], now)
 
 
 class _Window:
@@ -117,15 +136,16 @@ class _Window:
         self._began_at = np.zeros(WINDOW)
         self._took_s = np.full(WINDOW, np.nan)  # NaN while the job goes on
         self._has_ended = np.zeros(WINDOW, np.bool_)
+        self._ends: deque[float] = deque(maxlen=RECENT_ENDS)  # when the latest ended
 
     @property
     def num_ends(self) -> int:
         return int(np.count_nonzero(self._has_ended))
 
-    def begin(self, raw: Raw, now: float) -> int:
+    def begin(self, predicted_s: tuple[float, float], now: float) -> int:
         """Returns the number of the prediction."""
         slot = self._num % WINDOW
-        self._predicted[slot] = np.maximum(raw[: len(LEVELS)], LEAST_S)
+        self._predicted[slot] = np.maximum(predicted_s, LEAST_S)
         self._began_at[slot], self._took_s[slot], self._has_ended[slot] = now, np.nan, False
         self._num += 1
         return self._num - 1
@@ -135,22 +155,35 @@ class _Window:
             slot = number % WINDOW
             self._took_s[slot] = now - self._began_at[slot]
             self._has_ended[slot] = True
+            self._ends.append(now)
 
     def drop(self, number: int) -> None:
         """A lower bound of 0 weighs nothing."""
         if number >= self._num - WINDOW:
             self._took_s[number % WINDOW] = 0.0
 
-    def factor(self, column: int, now: float) -> float:
-        """What predictions at ``LEVELS[column]`` have to be multiplied by."""
+    def factor(self, column: int, level: float, now: float) -> float:
+        """What predictions in a column have to be multiplied by, for a share ``level`` of ends to lie below them.
+
+        Each job counts from the beginning of the period of the latest ends on: what it had taken before is the past of
+        another load.
+        """
         num = min(self._num, WINDOW)
-        took_s = self._took_s[:num]
-        seconds = np.where(np.isnan(took_s), now - self._began_at[:num], took_s)
-        ratios = np.maximum(seconds, LEAST_S) / self._predicted[:num, column]
-        return survival_quantile(ratios, self._has_ended[:num], LEVELS[column])
+        took_s, began_at, predicted_s = self._took_s[:num], self._began_at[:num], self._predicted[:num, column]
+        seconds = np.maximum(np.where(np.isnan(took_s), now - began_at, took_s), LEAST_S)
+        has_ended, before_s = self._has_ended[:num], np.zeros(num)
+        if len(self._ends) == RECENT_ENDS:
+            before_s = np.maximum(self._ends[0] - LEAST_S - began_at, 0.0)
+        seen = before_s < seconds
+        if not has_ended[seen].any():  # the latest ends have left the window
+            seen, before_s = np.ones(num, np.bool_), np.zeros(num)
+        ratios, entered = seconds[seen] / predicted_s[seen], before_s[seen] / predicted_s[seen]
+        return survival_quantile(ratios, has_ended[seen], level, entered)
 
 
-def survival_quantile(values: FloatArray, is_exact: BoolArray, level: float) -> float:
+def survival_quantile(
+    values: FloatArray, is_exact: BoolArray, level: float, entered: FloatArray | None = None
+) -> float:
     """The Kaplan-Meier quantile of values of which some are lower bounds; linear between exact values.
 
     One more value to come is counted as the largest, as split conformal prediction does.
@@ -158,9 +191,12 @@ def survival_quantile(values: FloatArray, is_exact: BoolArray, level: float) -> 
     Args:
         values: Shape (n,).
         is_exact: False for a lower bound, shape (n,); True for at least one.
+        entered: Value from which on each is observed, below its own (left truncation), shape (n,); None for 0.
     """
     order = np.argsort(values)
     values, is_exact = values[order], is_exact[order]
     at_risk = np.arange(len(values) + 1, 1, -1)
+    if entered is not None:
+        at_risk = at_risk - (len(entered) - np.searchsorted(np.sort(entered), values, side="left"))
     below = 1.0 - np.cumprod(np.where(is_exact, 1.0 - 1.0 / at_risk, 1.0))
     return float(np.interp(level, below[is_exact], values[is_exact]))

@@ -12,11 +12,11 @@ from policies.outlook.calibration import OnlineCalibration, Raw
 from policies.outlook.laws import RemainingLaws
 from policies.outlook.rollout import QueueState, RecentTraffic, RollOut
 
-NUM_ARRIVALS = 128
-"""Arrivals from which the rate is taken."""
+NUM_ARRIVALS = 32
+"""Arrivals from which the rate is taken, and how many run beside a newcomer: load changes within seconds."""
 
 MEMORY = 300.0
-"""Arrivals, or ends, over which means are taken."""
+"""Arrivals, or ends, over which means of lengths are taken."""
 
 UNKNOWN_OUTPUT_LEN = 256.0
 """Tokens of an output before any has ended."""
@@ -61,7 +61,7 @@ class PromiseMaker:
         self._arrivals: deque[float] = deque(maxlen=NUM_ARRIVALS)
         self._prompts = _RunningMean()
         self._pairs = _RunningMean()
-        self._beside = _RunningMean()
+        self._beside = _RunningMean(NUM_ARRIVALS)
         self._outputs = _RunningMean()
 
     def listen(self) -> None:
@@ -104,7 +104,7 @@ class PromiseMaker:
         self, jobs: Sequence[Job], standing: Standing, cost: StepCost, now: float, *, keeps: bool
     ) -> list[Outlook]:
         state = QueueState(
-            standing.running, standing.waiting, standing.num_waiting, self._max_num_seqs, cost, self._traffic(cost)
+            standing.running, standing.waiting, standing.num_waiting, self._max_num_seqs, cost, self._traffic(cost, now)
         )
         roll_out = RollOut(state, self.laws)
         placed = {job.request_id for job in standing.running}
@@ -118,21 +118,22 @@ class PromiseMaker:
                 self.calibration.begin(job.request_id, raw, now)
         return found
 
-    def _traffic(self, cost: StepCost) -> RecentTraffic:
+    def _traffic(self, cost: StepCost, now: float) -> RecentTraffic:
         arrivals = self._arrivals
-        span_s = arrivals[-1] - arrivals[0] if len(arrivals) > 1 else 0.0
+        span_s = now - arrivals[0] if len(arrivals) > 1 else 0.0  # a silence since the last one counts
         rate = (len(arrivals) - 1) / span_s if span_s > 0 else 0.0
         prefill_s = cost.prefill_token_s * self._prompts.mean + cost.prefill_pair_s * self._pairs.mean
         return RecentTraffic(rate, self._beside.mean, self._outputs.mean or UNKNOWN_OUTPUT_LEN, prefill_s)
 
 
 class _RunningMean:
-    """The mean of about the last ``MEMORY`` numbers."""
+    """The mean of about the last ``memory`` numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: float = MEMORY) -> None:
         self.mean = 0.0
         self._num = 0
+        self._memory = memory
 
     def add(self, value: float) -> None:
         self._num += 1
-        self.mean += (value - self.mean) / min(self._num, MEMORY)
+        self.mean += (value - self.mean) / min(self._num, self._memory)

@@ -89,8 +89,12 @@ class StepPace:
         contexts = sum(job.prompt_len + job.output_len for job in state.running)
         self._base_s = cost.base_s
         self._seq_s = cost.decode_seq_s + cost.context_token_s * contexts / max(num, 1)
-        self._now, self._usual = max(num, 1), max(traffic.running, 1.0)
         self._output_len = max(traffic.output_len, 1.0)
+        usual = traffic.running
+        if num + state.num_waiting <= state.max_num_seqs:
+            # No more than the present rate keeps running (Little's law): a burst may be over.
+            usual = min(usual, traffic.rate * self._output_len * (self._base_s + self._seq_s * usual))
+        self._now, self._usual = max(num, 1), max(usual, 1.0)
         rate = traffic.rate
         if state.num_waiting:  # newcomers begin as others end
             rate = min(rate, num / (self._output_len * max(self.full_s, 1e-9)))

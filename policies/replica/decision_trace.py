@@ -202,8 +202,9 @@ class DecisionTrace:
         self._note_forecast(fact.scheduled, now)
 
     def _note_forecast(self, scheduled: ScheduledRequest, now: float) -> None:
-        if scheduled.forecast is not None and self._has(scheduled):
-            self._note(scheduled, "forecast", now, forecast_facts(scheduled.forecast))
+        forecast = scheduled.shown_forecast
+        if forecast is not None and self._has(scheduled):
+            self._note(scheduled, "forecast", now, forecast_facts(forecast))
 
     def _not_admitted(self, fact: NotAdmitted, now: float) -> None:
         for job in fact.jobs:
@@ -277,8 +278,9 @@ class DecisionTrace:
             "num_drops": scheduled.num_preemptions,
             "num_offloads": (scheduled.num_moves + 1) // 2,
         }
-        if scheduled.forecast is not None:
-            facts["predicted_tokens"] = scheduled.forecast.mean
+        forecast = scheduled.shown_forecast
+        if forecast is not None:
+            facts["predicted_tokens"] = forecast.mean
         self._note(scheduled, "finished", now, facts)
         self.accounts.close(scheduled.request_id)
 

@@ -149,7 +149,11 @@ class CacheTold:
 
 @dataclass(frozen=True, slots=True)
 class RequestEnded:
-    """A request reached its end in the worker; said once. ``forecast``: the one that it had; None without one."""
+    """A request reached its end in the worker; said once.
+
+    Attributes:
+        forecast: The one that it had, within its limit; None without one.
+    """
 
     finished: FinishedSequence
     arrived_at: float

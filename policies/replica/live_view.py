@@ -114,6 +114,7 @@ class SchedulerWatch:
             requests=tuple(self._rows(now, max_rows)),
             ended=tuple(self._ended) if max_rows else (),
             forecasts=self._forecasts,
+            prompt_tokens=machine.num_prompt_tokens,
         )
 
     def _curve(self, admitted: list[ScheduledRequest]) -> tuple[MemoryPoint, ...]:
@@ -159,7 +160,7 @@ class SchedulerWatch:
             yield self._row(each, each.request_id in running, ends.get(each.request_id), now)
 
     def _row(self, each: ScheduledRequest, runs: bool, end: Promise | None, now: float) -> LiveRequest:
-        origin, forecast = each.request.origin, each.forecast
+        origin, forecast = each.request.origin, each.shown_forecast
         facts = self._machine.order.explain(each, now)
         rank_s = facts.get("rank_s")
         return LiveRequest(
@@ -181,6 +182,7 @@ class SchedulerWatch:
             num_preemptions=each.num_preemptions,
             eta_p50=None if end is None else end.p50_s,
             eta_p90=None if end is None else end.p90_s,
+            prefilled_len=each.prefilled_len,
         )
 
 

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable, Mapping
 
 from core.errors import IntegrityError
 from core.messages.cache import KVCacheEvent
-from core.messages.plans import SlotProgress, StepReport, TenantService, WorkerReady, WorkerState
+from core.messages.plans import FinishedSequence, SlotProgress, StepReport, TenantService, WorkerReady, WorkerState
 from core.messages.requests import Key
-from core.request import Request, Residency
+from core.request import Request, Residency, SequenceStatus
 from kvcache.block_manager import NO_PARENT
 from kvcache.cache_journal import CacheMirror
 from policies.interfaces import Job, KvView, ScheduledRequest, make_scheduled
+
+_WHOLE = (SequenceStatus.FINISHED_STOPPED, SequenceStatus.FINISHED_LENGTH)
 
 NUM_REMEMBERED = 4096
 """Ended requests that a Scheduler still knows when asked: the last tokens may be on their way to the ingress."""
@@ -70,10 +72,24 @@ class WorkerMirror:
         self._applied_plan_seq = 0  # the worker's plan in force at the last report
         self._preempted_in = 0  # plan that carries the latest preemption: older pressure is already answered
         self._services: dict[str, float] = {}  # the worker's sums by tenant, as last told
+        self.num_prompt_tokens = 0
 
     @property
     def num_waiting(self) -> int:
         return len(self.requests) - len(self.admitted)
+
+    def end(self, scheduled: ScheduledRequest, finished: FinishedSequence) -> None:
+        """A sequence has ended on the worker, perhaps before any report of its progress."""
+        scheduled.end(finished.output_len, finished.ran_s)
+        if finished.status in _WHOLE:
+            self.prefilled(scheduled, scheduled.prompt_len)
+
+    def prefilled(self, scheduled: ScheduledRequest, computed_len: int) -> None:
+        """Counts the prompt tokens that are new among ``computed_len`` known ones."""
+        more = min(computed_len, scheduled.prompt_len) - scheduled.prefilled_len
+        if more > 0:
+            scheduled.prefilled_len += more
+            self.num_prompt_tokens += more
 
     @property
     def preemption_is_known(self) -> bool:
@@ -182,6 +198,7 @@ class WorkerMirror:
         assert self.worker is not None
         believed_len = scheduled.cached_len
         ran_s = scheduled.update(progress, self.worker.block_size)
+        self.prefilled(scheduled, progress.computed_len)
         if scheduled.num_blocks or scheduled.cached_len != believed_len:
             self._hits.reported(scheduled)
         if scheduled.num_host_blocks or scheduled.counted_on_host or scheduled.residency is Residency.HOST:

@@ -122,6 +122,10 @@ class ReplicaScheduler:
         return len(self._mirror.admitted)
 
     @property
+    def num_prompt_tokens(self) -> int:
+        return self._mirror.num_prompt_tokens
+
+    @property
     def num_running(self) -> int:
         """Admitted requests that are to execute next."""
         return len(self.selector.running)
@@ -190,7 +194,8 @@ class ReplicaScheduler:
         """State, tokens so far and predicted end of a request that is here, as named numbers."""
         scheduled = self._mirror.requests[request_id]
         state = "running" if request_id in self._mirror.admitted else "waiting"
-        facts: dict[str, float | str] = {"state": state, "output_tokens": scheduled.output_len}
+        tokens = {"output_tokens": scheduled.output_len, "prefilled_tokens": scheduled.prefilled_len}
+        facts: dict[str, float | str] = {"state": state, **tokens}
         for made in self.outlook([request_id], now):
             facts.update(promise_facts(made))
         return facts
@@ -263,8 +268,7 @@ class ReplicaScheduler:
             return  # a duplicate delivery, or one that comes after the end
         if request.request_id in self._mirror.requests:
             yield from self._forget(request.request_id, "superseded")
-        problem = self._never_fits(request)
-        if problem is not None:
+        if (problem := self._never_fits(request)) is not None:
             yield TurnedAway(request, placement, problem.message, at)
             yield problem
             return
@@ -425,7 +429,7 @@ class ReplicaScheduler:
         if finished.ran_s > 0 and not scheduled.started:
             yield RequestStarted(scheduled.first_run(finished.cached_len, finished.ran_s, now))
         self._let_go(finished.request_id)
-        scheduled.end(finished.output_len, finished.ran_s)
+        self._mirror.end(scheduled, finished)
         yield EndReached(scheduled, finished.status)
         censored = finished.status is not SequenceStatus.FINISHED_STOPPED
         if not scheduled.request.prefill_only:  # its length is none that an output may have
@@ -434,7 +438,7 @@ class ReplicaScheduler:
             self._promises.ended(scheduled, now, censored=censored)
         else:
             self._promises.left(finished.request_id)
-        yield RequestEnded(finished, scheduled.arrived_at, now, scheduled.forecast)
+        yield RequestEnded(finished, scheduled.arrived_at, now, scheduled.shown_forecast)
 
     # -- Decide: whose turn it is
 

@@ -360,7 +360,7 @@ class EngineClient(ObservedService, SeeingService, VersionedStreams):
         now = time.monotonic()
         for delta in self._ledger.receive(replica, incarnation, deltas, now):
             stream = self._streams[delta.request_id]
-            self._measure(stream, delta, now)
+            self._measure(stream, delta, replica, now)
             stream.answered_by, stream.attempts = replica, delta.attempt + 1
             stream.reason = delta.finish_reason or stream.reason
             stream.deltas.put(delta)
@@ -385,8 +385,10 @@ class EngineClient(ObservedService, SeeingService, VersionedStreams):
         if self._ledger.has_outgoing:
             self._outgoing_due.set()
 
-    def _measure(self, stream: ClientStream, delta: TokenDelta, now: float) -> None:
+    def _measure(self, stream: ClientStream, delta: TokenDelta, replica: str, now: float) -> None:
         count = delta.num_tokens
+        if stream.token_at is None and (count or delta.finish_reason in ("stop", "length")):
+            self._metrics.prompt(stream.request.prompt_len, outside=is_backend(replica))
         if not count:
             return
         if stream.token_at is None:

@@ -120,7 +120,8 @@ def table_1_line(distribution: str, line: int, num_requests: int = NUM_REQUESTS)
     outcomes = [serve(requests(DISTRIBUTIONS[distribution], num_requests, seed), method) for seed in seeds]
     ours = [float(np.mean(values)) for values in zip(*map(PastFutureOutcome.numbers, outcomes), strict=True)]
     steps, current, future, evictions = reported[line]
-    # A quarter of the figure and at least 2 points, but never more than was promised beforehand.
+    # A quarter of the figure and at least 2 points, but never more than was promised beforehand. Where that is as much
+    # as the figure, the row is open.
     points = min(7.0 if method.name == "Aggressive 99%" else 3.0, max(0.25 * evictions, 2.0))
     checks = [
         ("decoding steps", near(steps, share=0.02), "within 2 %" + FITTED_STEPS),
@@ -129,7 +130,9 @@ def table_1_line(distribution: str, line: int, num_requests: int = NUM_REQUESTS)
         ("evictions for 100 requests", near(evictions, points=points), f"within {points:.3g} points"),
     ]
     rows = []
-    for (metric, figure, note), here in zip(checks, ours, strict=True):
+    if method.name in (ORACLE.name, conservative().name):
+        checks.pop()  # neither can evict, by its definition
+    for (metric, figure, note), here in zip(checks, ours, strict=False):
         check = Fitted(figure) if metric == "decoding steps" else Printed(figure)
         if (distribution, method.name) == ("D2", "Conservative") and judge(check, here) == "off":
             note += COUNTS_4096
@@ -156,7 +159,6 @@ def figure_1(distribution: str, num_requests: int = 600) -> list[Row]:
         ),
         ("future required, Aggressive, %", bold.future_required, bold.future_required > ours.future_required),
         ("future required, Past-Future, %", ours.future_required, 90 < ours.future_required <= 100),
-        ("evictions for 100 requests, Conservative", careful.evictions, careful.evictions == 0),
         ("evictions for 100 requests, Aggressive", bold.evictions, bold.evictions > 2 * ours.evictions),
         ("evictions for 100 requests, Past-Future", ours.evictions, ours.evictions < 10),
     ]
@@ -219,7 +221,13 @@ def figure_7(name: str) -> list[Row]:
     light, full, heavy = (at(clients) for clients in all_clients)
     few, some, many = (f"{clients} clients" for clients in all_clients)
     ratio = light[2].good / light[1].good
-    row(few, "goodput, Past-Future / Aggressive", OrderCheck(abs(ratio - 1) <= 0.05), ratio, "the same, within 5 %")
+    row(
+        few,
+        "goodput, Past-Future / Aggressive",
+        OrderCheck(abs(ratio - 1) <= 0.05, bound=1.05),
+        ratio,
+        "the same, within 5 %",
+    )
     gain = Printed(between(2, 3))
     ratio = full[2].good / full[0].good
     row(some, "goodput, Past-Future / Conservative", gain, ratio, 'from "up to 2-3 times other schedulers"')
@@ -228,7 +236,13 @@ def figure_7(name: str) -> list[Row]:
     note = reason if ratio < 2 else "of other schedulers under heavy loads"
     row(many, "goodput, Past-Future / Aggressive", gain, ratio, note)
     less = heavy[1].stalled - heavy[2].stalled
-    row(many, "share with a gap above 1.5 s, Aggressive less Past-Future", OrderCheck(less > 0), less, "more than 0")
+    row(
+        many,
+        "share with a gap above 1.5 s, Aggressive less Past-Future",
+        OrderCheck(less > 0, bound=0.0),
+        less,
+        "more than 0",
+    )
     return rows + _gaps_alone(name, pair, latency, *beyond)
 
 
@@ -300,7 +314,8 @@ def figure_8(num_each: int = 250) -> list[Row]:
             there = float(np.interp(outcome.num_steps, steps, evictions))
             metric = f"evictions less those of {other} at equal steps"
             difference = outcome.evictions - there
-            rows.append(Row("past_future_varying", name, metric, OrderCheck(difference <= 0), difference, note))
+            order = OrderCheck(difference <= 0, bound=0.0)
+            rows.append(Row("past_future_varying", name, metric, order, difference, note))
     return rows
 
 

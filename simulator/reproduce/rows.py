@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from core.errors import InvalidValueError
 
-Verdict = Literal["ok", "fitted", "off", "exempt"]
-Basis = Literal["printed", "order", "own", "fitted", "exempt"]
+Verdict = Literal["ok", "fitted", "off", "open", "exempt"]
+Basis = Literal["printed", "range", "order", "own", "fitted", "exempt"]
+
+ENOUGH_DRAWS = 3
+"""From so many drawn workloads on, a range or an order can be told from chance."""
+
+NOISE = 0.03
+"""Where no more than the mean of such draws is kept, so large a share counts as chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +39,19 @@ class Figure:
             raise InvalidValueError("figure", (self.low, self.high), "a number, or a range with at least one end")
         if not 0 <= self.slack < math.inf:
             raise InvalidValueError("slack", self.slack, "a finite number >= 0")
+
+    @property
+    def is_range(self) -> bool:
+        return self.low != self.high
+
+    @property
+    def decides(self) -> bool:
+        """False for a number whose tolerance is as large as itself: 0 would agree with it, or it is 0."""
+        return self.is_range or self.slack == 0 or self.slack < abs(self.low)
+
+    def nearest_end(self, ours: float) -> float:
+        """The end of a range that is nearest to ours."""
+        return min((end for end in (self.low, self.high) if math.isfinite(end)), key=lambda end: abs(end - ours))
 
     @property
     def value(self) -> float:
@@ -81,10 +101,13 @@ def at_most(value: float) -> Figure:
 
 @dataclass(frozen=True, slots=True)
 class Printed:
-    """The source prints this figure."""
+    """The source prints this figure: a number, or a range, which is counted apart."""
 
     figure: Figure
-    basis: Basis = "printed"
+
+    @property
+    def basis(self) -> Basis:
+        return "range" if self.figure.is_range else "printed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +133,12 @@ class OrderCheck:
     Attributes:
         holds: Whether ours has that order or shape.
         fitted: Whether an unknown setting was fitted to figures that decide the order.
+        bound: What ours is compared with, such as 1 for a ratio; None where that is no one number.
     """
 
     holds: bool
     fitted: bool = False
+    bound: float | None = None
 
     @property
     def basis(self) -> Basis:
@@ -135,11 +160,55 @@ class Exempt:
 Check = Printed | Fitted | Own | OrderCheck | Exempt
 
 
-def judge(check: Check, ours: float) -> Verdict:
-    """The verdict on a row, computed only from its number and its reference.
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How often the workload behind a row was drawn.
+
+    Attributes:
+        number: 0 where nothing is drawn: a formula, a worked example, a whole trace.
+        values: Ours for each draw, as far as they are kept.
+    """
+
+    number: int = 1
+    values: tuple[float, ...] = ()
+
+    def tell(self, ours: float, bound: float | None) -> bool:
+        """Whether ours is beyond a bound by more than chance: all draws on one side, two standard errors away."""
+        if self.number == 0:
+            return True
+        if self.number < ENOUGH_DRAWS or bound is None:
+            return False
+        if not self.values:
+            return abs(ours - bound) > NOISE * abs(bound)
+        sides = {value > bound for value in self.values}
+        error = statistics.stdev(self.values) / math.sqrt(len(self.values))
+        return len(sides) == 1 and abs(ours - bound) > 2 * error
+
+
+EXACT, ONE_DRAW = Draws(0), Draws(1)
+
+
+def judge(check: Check, ours: float, draws: Draws = ONE_DRAW) -> Verdict:
+    """The verdict on a row, computed only from its number, its reference and how often it was drawn.
 
     ``fitted`` marks an agreement that proves little; a missed figure is ``off`` even if a setting was fitted to it.
+    ``open`` is an agreement within chance: an order or a range that too few draws support, or a tolerance as large as
+    the printed number.
     """
+    verdict = _plain(check, ours)
+    if verdict not in ("ok", "fitted"):
+        return verdict
+    match check:
+        case OrderCheck():
+            return verdict if draws.tell(ours, check.bound) else "open"
+        case Printed(figure) if figure.is_range:
+            return verdict if draws.tell(ours, figure.nearest_end(ours)) else "open"
+        case Printed(figure) | Fitted(figure):
+            return verdict if figure.decides else "open"
+    return verdict
+
+
+def _plain(check: Check, ours: float) -> Verdict:
     match check:
         case Exempt():
             return "exempt"
@@ -160,6 +229,7 @@ class Row:
         setting: Which line, point or system of the table or figure.
         ours: NaN if it was not measured; ``note`` or the reason of the exemption says why.
         note: The tolerance and remarks; for exempt rows the reason comes first.
+        draws: How often the workload was drawn.
     """
 
     name: str
@@ -168,6 +238,7 @@ class Row:
     check: Check
     ours: float
     note: str = ""
+    draws: Draws = ONE_DRAW
 
     def __post_init__(self) -> None:
         if not isinstance(self.check, Check):
@@ -176,7 +247,7 @@ class Row:
 
     @property
     def verdict(self) -> Verdict:
-        return judge(self.check, self.ours)
+        return judge(self.check, self.ours, self.draws)
 
     @property
     def reported(self) -> Figure | None:
@@ -212,6 +283,8 @@ class Row:
             "ratio": None if math.isnan(self.ratio) else self.ratio,
             "verdict": self.verdict,
             "note": self.remark,
+            "draws": self.draws.number,
+            "values": list(self.draws.values),
         }
 
 
@@ -219,11 +292,13 @@ def count_line(rows: Iterable[Row]) -> str:
     """The number of rows by verdict; agreements are listed by the kind of their reference."""
     kinds: list[str] = [each.check.basis if each.verdict == "ok" else each.verdict for each in rows]
     words: dict[str, str] = {
-        "ok against printed figures": "printed",
+        "ok against printed numbers": "printed",
+        "ok (printed ranges)": "range",
         "ok (orders)": "order",
         "ok (own formulas and targets)": "own",
         "fitted": "fitted",
         "off": "off",
+        "open": "open",
         "exempt": "exempt",
     }
     return f"{len(kinds)} rows: " + ", ".join(f"{kinds.count(kind)} {word}" for word, kind in words.items())

@@ -26,7 +26,7 @@ STYLE: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
-COLOURS = {"ok": "#2e8b57", "fitted": "#3b6fb6", "off": "#c0392b", "exempt": "#888888"}
+COLOURS = {"ok": "#2e8b57", "fitted": "#3b6fb6", "off": "#c0392b", "open": "#d9a406", "exempt": "#888888"}
 COLUMNS = 3
 LEAST_POINTS = 3
 """Rows from which on settings that differ in a number are drawn along that number."""

@@ -14,7 +14,7 @@ from simulator.reproduce.papers import Paper, PaperFigure
 DOCS = Path(__file__).parents[2] / "docs"
 ROWS = DOCS / "papers" / "rows"
 
-VERDICTS = ("ok, printed", "ok, order", "ok, own", "fitted", "off", "exempt")
+VERDICTS = ("ok, printed", "ok, range", "ok, order", "ok, own", "fitted", "off", "open", "exempt")
 """Agreements are told apart by what they agree with."""
 
 

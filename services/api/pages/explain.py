@@ -73,6 +73,7 @@ class ExplainedChoice(BaseModel):
     Attributes:
         state: While it is in flight, whether it waits (``queued``: for a replica) or runs; null once it has ended.
         age_s: Seconds since it was received, while it is in flight.
+        prefilled_tokens: Prompt tokens computed or found cached so far, while it is on a replica; null else.
         output_tokens: Tokens so far, as the replica has reported them.
         eta_p50, eta_p90: Seconds from now by which it has ended with probability 0.5 and 0.9; null while unknown.
         eta_coarse: The queue was too long to be rolled forward request by request.
@@ -84,6 +85,7 @@ class ExplainedChoice(BaseModel):
     status: Literal["running", "ended"]
     state: Literal["queued", "waiting", "running"] | None
     age_s: float | None
+    prefilled_tokens: int | None
     output_tokens: int
     eta_p50: float | None
     eta_p90: float | None
@@ -175,6 +177,7 @@ def _choice(
         status="ended" if ended else "running",
         state=None if ended else outlook.get("state", "queued"),
         age_s=None if ended else round(_age_s(received_at), 6),
+        prefilled_tokens=outlook.get("prefilled_tokens"),
         output_tokens=int(outlook.get("output_tokens", summary.output_tokens or 0)),
         eta_p50=outlook.get("p50_s"),
         eta_p90=outlook.get("p90_s"),

@@ -93,8 +93,17 @@ def _batch(facts: Facts) -> str:
         f"An idle worker pulled a batch of {_count(facts, 'batch_size')}: longest prompt {prompt}, "
         f"longest predicted output {output}."
     )
-    parts = [shape, _waste(facts), _bin(facts), _ratio(facts)]
+    parts = [shape, _counted(facts), _waste(facts), _bin(facts), _ratio(facts)]
     return " ".join(part for part in parts if part)
+
+
+def _counted(facts: Facts) -> str:
+    """Returns the output length that this request counted with when its batch was formed, and where that is from."""
+    if "counted_tokens" not in facts:
+        return ""
+    by = str(facts.get("counted_by"))
+    whence = {"history": "the mean of earlier outputs", "max_tokens": "its limit; no length was predicted"}
+    return f"This request counted with {_tokens(facts, 'counted_tokens')} of output ({whence.get(by, by)})."
 
 
 def _waste(facts: Facts) -> str:

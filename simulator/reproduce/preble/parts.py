@@ -40,11 +40,12 @@ from simulator.reproduce.preble.runs import (
     PrebleCluster,
     PrebleSystem,
     instants,
+    ratios,
     saturation,
     simulate,
     slowed,
 )
-from simulator.reproduce.rows import OrderCheck, Reproduction, Row
+from simulator.reproduce.rows import Draws, OrderCheck, Reproduction, Row
 from simulator.traffic.prefixes import LONG_DOCUMENT, PROGRAMMING, TOOL_USE, Level, PrefixLaw, prefix_workload
 from simulator.traffic.workload import SimRequest
 
@@ -108,15 +109,13 @@ def _step(
     runs = [[simulate(cluster, system, each) for each in workloads] for system in (before, after)]
     rows = []
     for metric in ("mean", "p99"):
-        without, with_it = (float(np.mean([_seconds(run, metric) for run in each])) for each in runs)
+        without, with_it = (float(np.mean([run.seconds(metric) for run in each])) for each in runs)
         ratio = with_it / without
         told = f"order: below 1; {without:.3g} s without, {with_it:.3g} s with it; {note}"
-        rows.append(Row(NAME, setting, f"{metric} / that without", OrderCheck(ratio < 1), ratio, told))
+        order = OrderCheck(ratio < 1, bound=1.0)
+        drawn = ratios(runs[1], runs[0], metric)
+        rows.append(Row(NAME, setting, f"{metric} / that without", order, ratio, told, drawn))
     return rows
-
-
-def _seconds(run: Latencies, metric: str) -> float:
-    return run.mean_s if metric == "mean" else run.p99_s
 
 
 def rebalancing(num_requests: int = 2500, seeds: Sequence[int] = SEEDS) -> list[Row]:
@@ -156,20 +155,21 @@ def figure_9(num_requests: int = 900, seeds: Sequence[int] = SEEDS) -> list[Row]
     rows = []
     for metric in ("mean", "p99"):
 
-        def over_preble(system: PrebleSystem, chunk: int, metric: str = metric) -> float:
-            there, ours = (
-                np.mean([_seconds(run, metric) for run in runs[each.name, chunk]]) for each in (system, PREBLE)
-            )
-            return float(there / ours)
+        def over_preble(system: PrebleSystem, chunk: int, metric: str = metric) -> Draws:
+            return ratios(runs[system.name, chunk], runs[PREBLE.name, chunk], metric)
 
-        whole = over_preble(ROUND_ROBIN, WHOLE_PROMPTS)
         note = f"order: Preble before it; load {VIDEO_LOAD:g}, two A6000"
-        rows.append(Row(name, "vLLM, round-robin", f"{metric} over Preble's", OrderCheck(whole > 1), whole, note))
-        split = over_preble(ORACLE, WHOLE_PROMPTS)
-        rows.append(Row(name, "oracle partition", f"{metric} over Preble's", OrderCheck(split > 1), split, note))
-        less = whole / over_preble(ROUND_ROBIN, 2048)
+        whole = over_preble(ROUND_ROBIN, WHOLE_PROMPTS)
+        for there, found in (("vLLM, round-robin", whole), ("oracle partition", over_preble(ORACLE, WHOLE_PROMPTS))):
+            ours = float(np.mean(found.values))
+            order = OrderCheck(ours > 1, bound=1.0)
+            rows.append(Row(name, there, f"{metric} over Preble's", order, ours, note, found))
+        chunked = over_preble(ROUND_ROBIN, 2048).values
+        less = tuple(one / other for one, other in zip(whole.values, chunked, strict=True))
+        ours = float(np.mean(less))
         note = "order: below 1, a smaller gain than on SGLang, which divides prompts"
-        rows.append(Row(name, "gain on vLLM / on SGLang", metric, OrderCheck(less < 1), less, note))
+        order = OrderCheck(ours < 1, bound=1.0)
+        rows.append(Row(name, "gain on vLLM / on SGLang", metric, order, ours, note, Draws(len(less), less)))
     return rows
 
 

@@ -25,6 +25,7 @@ from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import LatencyModel, LinearLatency
 from simulator.cluster.records import Record
 from simulator.cluster.replica import ReplicaShape
+from simulator.reproduce.rows import Draws
 from simulator.traffic.arrivals import Poisson
 from simulator.traffic.prefixes import AGENT, LONG_DOCUMENT, PROGRAMMING, TOOL_USE, VIDEO_QA, PrefixLaw, prefix_workload
 from simulator.traffic.workload import SimRequest
@@ -155,6 +156,16 @@ class Latencies:
     tpot_s: float
     hit_ratio: float
     ends_at: float
+
+    def seconds(self, metric: str) -> float:
+        """``mean`` or ``p99``."""
+        return self.mean_s if metric == "mean" else self.p99_s
+
+
+def ratios(some: Sequence[Latencies], others: Sequence[Latencies], metric: str) -> Draws:
+    """The ratio of both in each drawn workload."""
+    values = (one.seconds(metric) / other.seconds(metric) for one, other in zip(some, others, strict=True))
+    return Draws(len(some), tuple(values))
 
 
 def simulate(cluster: PrebleCluster, system: PrebleSystem, arrivals: Sequence[SimRequest]) -> Latencies:

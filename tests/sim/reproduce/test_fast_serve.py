@@ -57,7 +57,7 @@ def test_preemption_helps_where_orca_has_to_queue() -> None:
     assert sum(r.jct_s for r in ours.done) < 0.8 * sum(r.jct_s for r in orca.done)
 
 
-@pytest.mark.parametrize(("ours_s", "verdict"), [(1.0, "fitted"), (1.001, "off")])
+@pytest.mark.parametrize(("ours_s", "verdict"), [(0.9, "fitted"), (1.0, "open"), (1.001, "off")])
 def test_fast_serve_may_not_be_behind_orca_at_all(monkeypatch: pytest.MonkeyPatch, ours_s: float, verdict: str) -> None:
     means_s = {"fastserve": ours_s, "fcfs": 1.0, None: 2.0}
 

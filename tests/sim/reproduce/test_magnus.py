@@ -28,11 +28,11 @@ def made_up_pool(num: int = 400) -> Pool:
 
 def test_the_case_study_makes_the_batches_of_the_paper() -> None:
     rows = {(row.setting, row.metric): row for row in CELLS["magnus_case_study"]()}
-    found = {system: [rows[system, f"{which}batch{es}"].ours for which, es in SIZES] for system in ("Magnus", "VS")}
-    assert found == {"Magnus": [2, 3, 18], "VS": [3, 7, 7]}
+    assert [rows["Magnus", f"{which}batch{es}"].ours for which, es in SIZES] == [2, 3, 18]
     assert all(row.verdict == "ok" for row in rows.values() if "batch" in row.metric)
-    assert {rows[system, "total s"].verdict for system in found} == {"fitted"}, "the speed was set by both totals"
-    assert {rows[f"{system}, roofline", "total s"].verdict for system in found} == {"off"}, "printed, and not reached"
+    both = ("Magnus", "VS")
+    assert {rows[system, "total s"].verdict for system in both} == {"fitted"}, "the speed was set by both totals"
+    assert {rows[f"{system}, roofline", "total s"].verdict for system in both} == {"off"}, "printed, and not reached"
     assert rows["VS", "total s"].ours == pytest.approx(242)
     assert rows["Magnus", "total s"].ours == pytest.approx(60)
 
@@ -49,7 +49,7 @@ def test_orders_hold_on_a_small_workload() -> None:
     lines = curves(made_up_pool(), ("Magnus", "CCB", "CCB, slow joins", "VS", "VSQ"), loads=(3.0,), seconds=100.0)
     wanted = [row for row in overall_rows(lines) if "slow joins <" in row.setting or "slow joins >" in row.setting]
     assert len(wanted) == 4
-    assert [row.setting for row in wanted if row.verdict != "fitted"] == []
+    assert [row.setting for row in wanted if row.verdict != "open"] == [], "they hold, in one draw"
 
 
 def test_what_is_held_against_a_system_of_fitted_speed_is_never_ok() -> None:
@@ -68,7 +68,7 @@ def test_a_cut_of_almost_nothing_is_not_the_reported_13_7_per_cent() -> None:
     assert (least.reported is not None and least.reported.value, least.ours) == pytest.approx((13.7, 0.5))
     assert least.verdict == "off"
     unchanged = [row for row in rows if row.setting == "Magnus against ABP, load 3"]
-    assert [(row.check.basis, row.verdict) for row in unchanged] == [("order", "ok")]
+    assert [(row.check.basis, row.verdict) for row in unchanged] == [("order", "open")]
 
 
 @pytest.mark.nightly
@@ -76,7 +76,7 @@ def test_each_part_of_magnus_helps_on_a_small_workload() -> None:
     lines = curves(made_up_pool(), ("Magnus", "ABP", "GLP", "VS"), loads=(3.0,), seconds=300.0)
     wanted = [row for row in ablation_rows(lines) if row.setting.startswith("load") and "tail" not in row.metric]
     assert len(wanted) == 3
-    assert [f"{row.setting}: {row.note}" for row in wanted if row.verdict != "ok"] == []
+    assert [f"{row.setting}: {row.note}" for row in wanted if row.verdict != "open"] == [], "they hold, in one draw"
 
 
 @pytest.mark.nightly

@@ -16,7 +16,9 @@ from simulator.reproduce import __main__ as command
 from simulator.reproduce.papers import PAPERS, gap_lines
 from simulator.reproduce.register import REPRODUCTIONS
 from simulator.reproduce.rows import (
+    EXACT,
     Check,
+    Draws,
     Exempt,
     Figure,
     Fitted,
@@ -33,11 +35,27 @@ from simulator.reproduce.rows import (
     per_cent,
 )
 
-KEYS = {"name", "setting", "metric", "basis", "reported", "expected", "ours", "ratio", "verdict", "note"}
+KEYS = {
+    "name",
+    "setting",
+    "metric",
+    "basis",
+    "reported",
+    "expected",
+    "ours",
+    "ratio",
+    "verdict",
+    "note",
+    "draws",
+    "values",
+}
 
 
 def first() -> list[Row]:
-    return [Row("small", "a", "s", Printed(near(2)), 1.0, "why"), Row("small", "b", "s", OrderCheck(True), 3.0)]
+    return [
+        Row("small", "a", "s", Printed(near(2)), 1.0, "why"),
+        Row("small", "b", "s", OrderCheck(True), 3.0, "", EXACT),
+    ]
 
 
 def second() -> list[Row]:
@@ -104,8 +122,8 @@ def test_json_lines_come_in_order_with_all_keys(
     assert [row["basis"] for row in rows] == ["printed", "order", "exempt", "own"]
     assert (rows[3]["reported"], rows[3]["expected"]) == (None, [None, 4])
     assert printed.err.strip() == (
-        "4 rows: 0 ok against printed figures, 1 ok (orders), 1 ok (own formulas and targets), "
-        "0 fitted, 1 off, 1 exempt"
+        "4 rows: 0 ok against printed numbers, 0 ok (printed ranges), 1 ok (orders), 1 ok (own formulas and targets), "
+        "0 fitted, 1 off, 0 open, 1 exempt"
     )
 
 
@@ -124,13 +142,47 @@ def test_the_verdict_follows_from_the_check_and_the_number() -> None:
     assert judge(Fitted(near(242, points=0.5)), 242.1) == "fitted"
     assert judge(Fitted(near(242, points=0.5)), 111.4) == "off", "missed although it was fitted to"
     assert judge(Own(near(6.4475, points=5e-5)), 6.4475) == "ok"
-    assert [judge(OrderCheck(holds, fitted=fitted), 2.0) for holds in (True, False) for fitted in (False, True)] == [
-        "ok",
-        "fitted",
-        "off",
-        "off",
-    ]
+    orders = [OrderCheck(holds, fitted=fitted) for holds in (True, False) for fitted in (False, True)]
+    assert [judge(order, 2.0, EXACT) for order in orders] == ["ok", "fitted", "off", "off"]
     assert judge(Exempt("drawn, not printed"), 2.0) == "exempt"
+
+
+@pytest.mark.parametrize(
+    ("draws", "ours", "verdict"),
+    [
+        (Draws(1), 1.5, "open"),  # one workload
+        (Draws(2), 1.5, "open"),
+        (Draws(3), 1.5, "ok"),
+        (Draws(3), 1.029, "open"),  # the mean alone: within 3 %
+        (Draws(3), 1.0, "open"),
+        (Draws(3, (1.01, 1.02, 1.03)), 1.02, "ok"),  # little, but the same each time
+        (Draws(3, (1.3, 1.5, 0.99)), 1.263, "open"),  # one draw the other way
+        (Draws(3, (1.01, 1.02, 2.0)), 1.343, "open"),  # within two standard errors
+        (EXACT, 1.001, "ok"),
+    ],
+)
+def test_an_order_within_chance_is_open(draws: Draws, ours: float, verdict: str) -> None:
+    assert judge(OrderCheck(ours >= 1, bound=1.0), ours, draws) == verdict
+    assert judge(OrderCheck(ours >= 1, fitted=True, bound=1.0), ours, draws) == verdict.replace("ok", "fitted")
+    assert judge(OrderCheck(False, bound=1.0), ours, draws) == "off", "doubt makes no failure better"
+
+
+def test_a_printed_range_is_no_printed_number_and_one_draw_in_it_is_open() -> None:
+    check = Printed(between(1.5, 14.5))
+    assert check.basis == "range"
+    assert Printed(near(2)).basis == "printed"
+    assert judge(check, 7.3) == "open"
+    assert judge(check, 7.3, Draws(3, (7.0, 7.3, 7.6))) == "ok"
+    assert judge(check, 1.52, Draws(3, (1.51, 1.52, 1.53))) == "ok"
+    assert judge(check, 1.6, Draws(3, (1.52, 1.53, 1.75))) == "open", "within two standard errors of its end"
+    assert judge(check, 18.5) == "off"
+
+
+def test_a_tolerance_as_large_as_the_figure_decides_nothing() -> None:
+    assert [judge(Printed(near(each, points=2.0)), each) for each in (1.58, 2.0, 0.0, 2.1)] == ["open"] * 3 + ["ok"]
+    assert judge(Fitted(near(1.0, points=2.0)), 1.0) == "open"
+    assert judge(Printed(near(0.0)), 0.0) == "ok", "no tolerance"
+    assert judge(Printed(near(1.58, points=2.0)), 4.0) == "off"
 
 
 def test_what_was_not_measured_agrees_with_nothing() -> None:

@@ -23,9 +23,7 @@ def make_job(
     output_len: int = 0,
 ) -> Job:
     """A job whose forecast has this mean; None for no forecast."""
-    forecast = None
-    if predicted is not None:
-        forecast = Forecast(predicted, (predicted,) * len(QUANTILES), 1, "test", 1)
+    forecast = None if predicted is None else made_forecast(predicted)
     return Job(
         request_id,
         arrived_at,
@@ -36,6 +34,11 @@ def make_job(
         forecast,
         output_len=output_len,
     )
+
+
+def made_forecast(mean: float) -> Forecast:
+    """A forecast that is sure of its mean."""
+    return Forecast(mean, (mean,) * len(QUANTILES), 1, "test", 1)
 
 
 def names(batch: FormedBatch | None) -> list[str]:
@@ -55,16 +58,19 @@ def exercise(batcher: Batcher, seed: int, steps: int = 150) -> None:
     """All that a batcher hears, at random: no job is lost or doubled, and the bookkeeping holds throughout."""
     rng = np.random.default_rng(seed)
     waiting: set[str] = set()
+    jobs: dict[str, Job] = {}
     pulled: list[FormedBatch] = []
     now = 0.0
     for step in range(steps):
         now += float(rng.exponential())
-        action = rng.choice(["add", "remove", "pull", "split", "restore", "hold"], p=[0.6, 0.1, 0.15, 0.05, 0.05, 0.05])
+        actions = ["add", "remove", "pull", "split", "restore", "hold", "foresee"]
+        action = rng.choice(actions, p=[0.5, 0.1, 0.15, 0.05, 0.05, 0.05, 0.1])
         if action == "add":
             request_id = f"r{step}"
             priority = int(rng.integers(0, 2))
             prompt_len, predicted = int(rng.integers(1, 40)), float(rng.integers(1, 40))
-            batcher.add(make_job(request_id, prompt_len, predicted, arrived_at=now, priority=priority), now)
+            jobs[request_id] = make_job(request_id, prompt_len, predicted, arrived_at=now, priority=priority)
+            batcher.add(jobs[request_id], now)
             waiting.add(request_id)
         elif action == "remove" and waiting:
             request_id = str(rng.choice(sorted(waiting)))
@@ -91,6 +97,9 @@ def exercise(batcher: Batcher, seed: int, steps: int = 150) -> None:
             batch = pulled.pop(int(rng.integers(len(pulled))))
             batcher.restore(batch)
             waiting |= set(names(batch))
+        elif action == "foresee" and waiting:
+            chosen = rng.choice(sorted(waiting), size=min(4, len(waiting)), replace=False)
+            batcher.foresee([(jobs[str(name)], made_forecast(float(rng.integers(1, 40)))) for name in chosen], now)
         elif action == "hold":
             batcher.hold(float(rng.integers(50, 1000)), now)
         assert batcher.num_waiting == len(waiting)

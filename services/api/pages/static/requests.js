@@ -7,7 +7,7 @@ const COLUMNS = [
   {name: "output", label: "Output of forecast", about: "Tokens generated of the predicted number, or of its limit where there is no forecast.", of: (row) => row.output_len},
   {name: "end", label: "Predicted end", number: true, about: "Median of the time until it ends.", of: (row) => row.eta_p50 ?? Infinity},
   {name: "rank", label: "Level or rank", number: true, about: "Its queue of the MLFQ, or its rank where the order ranks by time; lower goes first.", of: (row) => row.level || (row.rank_s ?? Infinity)},
-  {name: "prompt", label: "Prompt", number: true, about: "Prompt tokens.", of: (row) => row.prompt_len},
+  {name: "prompt", label: "Prompt", number: true, about: "Prompt tokens; while they are computed, how many are done of how many.", of: (row) => row.prompt_len},
   {name: "kv", label: "KV", number: true, about: "Tokens whose KV is on the device.", of: (row) => row.kv_tokens},
   {name: "drops", label: "Preempted", number: true, about: "How often its KV was dropped.", of: (row) => row.num_preemptions},
   {name: "replica", label: "Replica", about: "The replica that it is on.", of: (row) => row.replica},
@@ -70,13 +70,18 @@ function rankText(row) {
   return row.rank_s === null ? "" : seconds(row.rank_s);
 }
 
+function promptText(row) {
+  const done = row.prefilled_len;
+  return done > 0 && done < row.prompt_len ? `${whole(done)} of ${whole(row.prompt_len)}` : whole(row.prompt_len);
+}
+
 function liveRow(row) {
   const id = row.response_id;
   const name = id ? idButton(id) : document.createTextNode(shortId(row.request_id));
   const tenant = make("span", "tenant", row.tenant || "–");
   tenant.title = row.tenant;
   const cells = [name, tenant, stateCell(row), seconds(row.age_s), lengthCell(row),
-    typeof row.eta_p50 === "number" ? seconds(row.eta_p50) : "–", rankText(row) || "–", whole(row.prompt_len), whole(row.kv_tokens), whole(row.num_preemptions), row.replica];
+    typeof row.eta_p50 === "number" ? seconds(row.eta_p50) : "–", rankText(row) || "–", promptText(row), whole(row.kv_tokens), whole(row.num_preemptions), row.replica];
   return tableRow(id, cells.map((content, index) => make("td", COLUMNS[index].number ? "number" : "", content)));
 }
 

@@ -115,6 +115,7 @@ def test_replicas_share_a_registry_and_leave_it(registry: CollectorRegistry, eng
 
 
 def test_a_request_from_its_first_token_to_its_end(registry: CollectorRegistry, requests: RequestMetrics) -> None:
+    requests.prompt(10, outside=False)
     requests.first_token(0.05)
     requests.tokens(0.02, 1)
     requests.tokens(0.12, 4)

@@ -55,6 +55,7 @@ WRONG = [
     ("[batch]\nnum_bins = 0", "batch.num_bins", ">= 1"),
     ("[batch]\nwma_threshold = -1.0", "batch.wma_threshold", ">= 0"),
     ("[batch]\nreload_s = -1.0", "batch.reload_s", "seconds >= 0"),
+    ("[batch]\nforecast_wait_s = -0.1", "batch.forecast_wait_s", "seconds >= 0"),
     ("[batch]\nlearn_every_s = 0.0", "batch.learn_every_s", "seconds > 0"),
     ("[batch]\nlearn_min_error_s = -1.0", "batch.learn_min_error_s", ">= 0"),
     ("[predictor]\nlearn_min_share = -1.0", "predictor.learn_min_share", ">= 0"),

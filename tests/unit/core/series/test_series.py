@@ -59,22 +59,25 @@ def test_percentiles_of_buckets_are_close() -> None:
 def test_counts_become_rates_and_percentiles() -> None:
     series, tally = ServiceSeries(), TrafficTally()
     series.report(tally.counts("a"), NOW)
-    series.tick(Instant(), NOW)
+    series.tick(Instant(prompt_tokens={"0": 1_000_000}), NOW)
+    tally.prompt(30, outside=False)  # counted by its Scheduler
+    tally.prompt(12, outside=True)
     tally.first_token(0.2, 1)
     tally.tokens(0.1, 5)
-    tally.finished("stop", 0.8, prompt_len=30)
-    tally.finished("error", 9.0, prompt_len=1)
-    tally.finished("abort", 9.0, prompt_len=1)
+    tally.finished("stop", 0.8)
+    tally.finished("error", 9.0)
+    tally.finished("abort", 9.0)
     tally.rejected += 3
     assert tally.counts("a").abandoned == 1
     counts = decode(encode(tally.counts("a")), TrafficCounts)
     series.report(counts, NOW + 1)
     series.report(counts, NOW + 1.5)  # comes twice, counts once
-    series.tick(Instant(running=2, waiting=1, kv_used=0.25, kv_peak=0.5), NOW + 2)
+    instant = Instant(running=2, waiting=1, kv_used=0.25, kv_peak=0.5, prompt_tokens={"0": 1_000_020, "1": 500})
+    series.tick(instant, NOW + 2)
     reply = decode(encode(series.since(SeriesQuery(after=NOW))), SeriesReply)
     assert reply.at == (NOW + 2,)
     shown = {each.name: each.values[0] for each in reply.columns}
-    assert (shown["output_tokens"], shown["prompt_tokens"]) == (3.0, 16.0)  # 6 and 32 tokens in two seconds
+    assert (shown["output_tokens"], shown["prompt_tokens"]) == (3.0, 16.0)  # 6, and 12 + 20, tokens in two seconds
     assert (shown["ended"], shown["failed"], shown["rejected"]) == (1.5, 0.5, 1.5)
     assert (shown["running"], shown["waiting"], shown["kv_used"], shown["kv_peak"]) == (2.0, 1.0, 0.25, 0.5)
     assert shown["ttft_p50"] == pytest.approx(0.2, rel=0.1)
@@ -93,11 +96,23 @@ def test_the_first_report_of_a_replica_is_what_later_ones_are_compared_with() ->
     assert column(series.since(SECOND), "ended") == (0.0, 2.0)
 
 
+def test_prompt_tokens_are_booked_while_they_are_computed_and_an_abort_books_none() -> None:
+    series, tally = ServiceSeries(), TrafficTally()
+    series.report(tally.counts("a"), NOW)
+    for second, computed in enumerate((0, 512, 1024, 1024, 100)):  # the last by a new Scheduler
+        if second == 3:
+            tally.finished("abort", 3.0)
+            series.report(tally.counts("a"), NOW + second)
+        series.tick(Instant(prompt_tokens={"0": computed}), NOW + second)
+    assert column(series.since(SECOND), "prompt_tokens") == (0.0, 512.0, 512.0, 0.0, 0.0)
+    assert tally.counts("a").prompt_tokens == 0
+
+
 def test_a_minute_holds_what_its_seconds_held() -> None:
     series, tally = ServiceSeries(), TrafficTally()
     series.report(tally.counts("a"), NOW)
     for second in range(1, 121):
-        tally.finished("stop", 0.5 if second <= 60 else 2.0, prompt_len=4)
+        tally.finished("stop", 0.5 if second <= 60 else 2.0)
         series.report(tally.counts("a"), NOW + second)
         series.tick(Instant(running=second, kv_peak=0.9 if second == 30 else 0.1), NOW + second)
     reply = series.since(MINUTE)

@@ -22,7 +22,7 @@ from policies.batching.multi_bin import (
     sample_edges,
     uniform_edges,
 )
-from tests.unit.policies.batch_jobs import drain, exercise, make_job, names
+from tests.unit.policies.batch_jobs import drain, exercise, made_forecast, make_job, names
 
 
 def add(batcher: MultiBinBatcher, lengths: list[int], start: int = 0) -> None:
@@ -308,3 +308,26 @@ def test_jobs_that_wait_move_to_their_new_bins_and_fill_them_in_order_of_arrival
 @pytest.mark.parametrize("seed", range(5))
 def test_learnt_bins_lose_nothing(seed: int) -> None:
     exercise(LearnedBins(3, 4, max_wait_s=5.0), seed, steps=400)
+
+
+def test_a_full_batch_that_a_late_forecast_leaves_fills_its_bin_anew() -> None:
+    batcher = MultiBinBatcher((0.0, 10.0, math.inf), 2)
+    jobs = [make_job(f"r{index}", 5, 4.0, arrived_at=index) for index in range(3)]
+    for job in jobs:
+        batcher.add(job, 3.0)
+    batcher.foresee([(jobs[1], made_forecast(6.0))], 4.0)
+    assert batcher._sealed.num_batches == 1, "of the same bin: it stays"
+    batcher.foresee([(jobs[0], made_forecast(40.0))], 5.0)
+    batcher.check_integrity()
+    assert drain(batcher, 6.0) == [["r2", "r1"]]
+    assert batcher.num_waiting == 1
+
+
+def test_bins_are_learned_from_forecasts_that_come_late() -> None:
+    batcher = LearnedBins(2, 4)
+    jobs = [make_job(f"r{index}", 5, 20.0, arrived_at=index) for index in range(MIN_LENGTHS - 1)]
+    for job in jobs:
+        batcher.add(job, 0.0)
+    batcher.foresee([(job, made_forecast(10.0 if index % 2 else 50.0)) for index, job in enumerate(jobs)], 1.0)
+    batcher.add(make_job("last", 5, 10.0), 2.0)
+    assert batcher.edges == (10.0, 30.0, 50.0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -168,6 +170,71 @@ def test_a_forecast_is_waited_for_but_not_for_long() -> None:
     house.now = 0.05
     assert placed(house.tell(TimePassed())) == [("a", ["r2"])]
     assert house.machine.next_due_at is None
+
+
+@pytest.mark.parametrize("preset", ["magnus", "magnus-abp", "multi-bin"])
+def test_forecasts_that_come_late_make_the_batches_that_they_would_have_made_in_time(preset: str) -> None:
+    lens = [4, 14, 40, 14, 4, 40, 40, 4, 14, 14, 40, 4]
+    names = [f"r{index}" for index in range(len(lens))]
+    usual: dict[str, Any] = {
+        "batch_size": 4,
+        "wma_threshold": 150,
+        "edges": (0.0, 8.0, 20.0, math.inf),
+        "num_bins": 0,
+        "max_wait_s": 9,
+    }
+    batches = []
+    for late in (False, True):
+        house = House(preset, **usual)
+        house.tell(HistoryLearned(forecast(20.0)))
+        house.arrive(*(request(f"x{index}", out=20) for index in range(4)))
+        house.now = 9.0
+        house.tell(TimePassed())
+        sent = [request(name, out=100) for name in names]
+        if not late:
+            sent = [replace(each, forecast=forecast(mean)) for each, mean in zip(sent, lens, strict=True)]
+        assert house.arrive(*sent) == [], "the replica is busy"
+        house.now = 17.0
+        if late:
+            made = [ForecastMade(name, 0, forecast(mean)) for name, mean in zip(names, lens, strict=True)]
+            assert house.tell(ForecastsArrived(tuple(made))) == []
+        house.now = 18.0
+        running = [f"x{index}" for index in range(4)]
+        seen: list[list[str]] = []
+        while running:
+            instructions = house.end(*((name, 0) for name in running))
+            running = [name for _, batch in placed(instructions) for name in batch]
+            seen += [running] if running else []
+        assert sorted(name for batch in seen for name in batch) == sorted(names)
+        batches.append(seen)
+    assert batches[0] == batches[1]
+    of = dict(zip(names, lens, strict=True))
+    assert all(len({of[name] for name in batch}) == 1 for batch in batches[1]), "no batch mixes lengths"
+
+
+def test_a_late_forecast_changes_the_response_ratio_of_its_batch() -> None:
+    """Which batch of two has the turn, of equal age: the one that is short by its forecast."""
+    house = House("magnus", wma_threshold=0)
+    house.arrive(request("x", out=9))
+    house.arrive(request("long", out=30), request("short", out=40))
+    house.tell(ForecastsArrived((ForecastMade("short", 0, forecast(2.0)),)))
+    house.now = 60.0
+    assert placed(house.end(("x", 0))) == [("a", ["short"])]
+    told = house.machine.choice("short")
+    assert told is not None
+    facts = told.facts()
+    assert (facts["counted_tokens"], facts["counted_by"], facts["service_s"]) == (2, "forest", 1.0)
+    house.tell(ForecastsArrived((ForecastMade("short", 0, forecast(33.0)),)))
+    told = house.machine.choice("short")
+    assert told is not None
+    assert told.facts()["counted_tokens"] == 2, "a forecast behind the decision does not stand beside it"
+
+
+def test_a_late_forecast_of_a_broken_batch_does_not_move_its_requests() -> None:
+    house = broken_house("r1", "r2", "r3")
+    house.arrive(request("r1", attempt=1))
+    house.tell(ForecastsArrived((ForecastMade("r1", 1, forecast(3.0)),)))
+    house.arrive(request("r2", attempt=1), request("r3", attempt=1))
 
 
 def test_a_request_that_brings_its_forecast_or_comes_back_does_not_wait() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
 
 import pytest
 
@@ -113,7 +113,7 @@ def test_the_last_that_ended_are_kept() -> None:
 def test_a_request_whose_client_left_is_among_those_that_ended() -> None:
     h = Harness(max_num_seqs=1)
     view = view_of(h)
-    own = [replace(request(name), origin=Origin(f"cmpl-{name}", 0)) for name in "ab"]
+    own = [dataclasses.replace(request(name), origin=Origin(f"cmpl-{name}", 0)) for name in "ab"]
     h.arrive(*own)
     h.handle(ForecastsArrived((ForecastMade("b", 0, forecast(8.0)),)))
     h.report(1, running("a", 2, 2))
@@ -123,8 +123,8 @@ def test_a_request_whose_client_left_is_among_those_that_ended() -> None:
     told = [(each.response_id, each.reason, each.output_len, each.predicted_len) for each in view.of(h.now, 1).ended]
     assert told == [("cmpl-a", "abort", 2, None), ("cmpl-b", "abort", 0, 8.0)]
     assert [each.took_s for each in view.of(h.now, 1).ended] == [3.0, 3.0]
-    h.arrive(replace(own[0], attempt=1))
-    h.arrive(replace(own[0], attempt=2))
+    h.arrive(dataclasses.replace(own[0], attempt=1))
+    h.arrive(dataclasses.replace(own[0], attempt=2))
     view.closed(h.closed[-1])
     assert len(h.closed) == 3 and len(view.of(h.now, 1).ended) == 2, "a later attempt goes on: no client has left"
 
@@ -135,3 +135,26 @@ def test_requests_that_cannot_be_explained_are_not_kept_for_ever() -> None:
     for number in range(3 * MAX_ENDED):
         view.ended(end(number))
     assert len(view._just_ended) == MAX_ENDED
+
+
+def test_no_forecast_is_shown_above_the_limit_of_its_request() -> None:
+    h = Harness()
+    h.arrive(request("a", out=8))
+    h.handle(ForecastsArrived((ForecastMade("a", 0, forecast(18.5)),)))
+    (row,) = view_of(h).of(h.now, 10).requests
+    assert (row.predicted_len, row.most_len) == (8.0, 8.0)
+    assert h.scheduler._mirror.requests["a"].forecast == forecast(18.5), "policies know the whole law"
+
+
+def test_the_progress_of_a_prompt_is_shown_and_counted_once() -> None:
+    h = Harness()
+    h.arrive(request("a", prompt=8), request("b", prompt=8))
+    shown = []
+    for seq, computed in enumerate((3, 6, 2, 8), 1):  # its KV is dropped in between
+        h.report(seq, dataclasses.replace(running("a", 0, 2), computed_len=computed))
+        live = view_of(h).of(h.now, 10)
+        (row,) = (row for row in live.requests if row.request_id == "a")
+        shown.append((row.prefilled_len, live.prompt_tokens))
+    assert shown == [(3, 3), (6, 6), (6, 6), (8, 8)]
+    assert h.scheduler.progress("a", h.now)["prefilled_tokens"] == 8
+    assert h.scheduler.progress("b", h.now)["prefilled_tokens"] == 0

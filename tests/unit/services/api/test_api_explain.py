@@ -207,9 +207,11 @@ def test_a_sentence_needs_no_number(kind: str) -> None:
         (
             "placed",
             {"replica": "0", "reason": "idle", "batch_size": 8, "batch_len": 50, "generation_len": 300}
-            | {"bin": 2, "num_bins": 4, "bin_from_tokens": 200.0, "full_size": 8},
+            | {"bin": 2, "num_bins": 4, "bin_from_tokens": 200.0, "full_size": 8}
+            | {"counted_tokens": 210, "counted_by": "history"},
             "The router placed it on replica 0. An idle worker pulled a batch of 8: longest prompt 50 tokens, longest "
-            "predicted output 300 tokens. It is of bin 2 of 4, 200 or more predicted tokens; 8 fill "
+            "predicted output 300 tokens. This request counted with 210 tokens of output (the mean of earlier "
+            "outputs). It is of bin 2 of 4, 200 or more predicted tokens; 8 fill "
             "a batch.",
         ),
         (
