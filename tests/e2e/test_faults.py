@@ -155,7 +155,7 @@ async def test_the_death_of_an_ingress_replica_breaks_only_its_own_streams(tmp_p
         server.stop()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 async def test_ingress_replicas_that_stand_still_for_half_a_minute_lose_no_request(tmp_path: Path) -> None:
     """A silence is no death: no worker aborts what they have open, and their clients read on."""
     server = start_server(tmp_path / "log", "--dtype", "float32", "--placement", "fused")

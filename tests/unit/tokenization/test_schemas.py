@@ -79,7 +79,7 @@ def test_500_random_schemas_are_followed_or_refused() -> None:
     assert min(found.values()) >= 50, found
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_many_random_schemas_are_followed_or_refused() -> None:
     assert sum(fuzz(range(500, 10_500)).values()) == 10_000
 
@@ -137,7 +137,7 @@ def test_outputs_lie_between_their_bounds() -> None:
     assert ended > 250 and not wrong, wrong
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_2000_outputs_lie_between_their_bounds() -> None:
     ended, wrong = bounds_broken(range(300, 2700))
     assert ended > 2000 and not wrong, wrong
