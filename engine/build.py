@@ -19,7 +19,6 @@ from engine.checkpoint.rotary_config import LongScaling
 from engine.devices.device import Device
 from engine.devices.emulated_device import emulate_device
 from engine.drafted_steps import DraftedSteps
-from engine.models.rotary import long_rows
 from engine.parallel.mesh import ALONE, Mesh, check_parallel
 from engine.sequence import Detokenizer
 from engine.vision.geometry import load_geometry
@@ -198,11 +197,11 @@ def build_worker(
 
 
 def _long_sequences(config: EncoderConfig | DecoderConfig, max_model_len: int) -> LongSequences | None:
-    scaling = config.rotary.scaling if isinstance(config, DecoderConfig) and config.rotary is not None else None
-    if isinstance(config, EncoderConfig) or not isinstance(scaling, LongScaling):
+    rotary = None if isinstance(config, EncoderConfig) else config.rotary
+    if rotary is None or not isinstance(rotary.scaling, LongScaling):
         return None
-    first_row = long_rows(config.rotary, max_model_len)
-    return LongSequences(scaling.original_len, first_row) if first_row else None
+    first_row = rotary.long_row(max_model_len)
+    return LongSequences(rotary.scaling.original_len, first_row) if first_row else None
 
 
 def _image_inputs(

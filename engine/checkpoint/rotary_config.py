@@ -126,6 +126,16 @@ class RotaryConfig:
             return int(self.scaling.factor * self.scaling.original_len)
         return 0
 
+    def long_row(self, max_len: int) -> int:
+        """Returns the row at which the tables of the long factors begin; 0 if there is one table for all sequences.
+
+        Args:
+            max_len: Longest sequence that is served, in tokens.
+        """
+        scaling = self.scaling
+        both = isinstance(scaling, LongScaling) and scaling.by_request and max_len > scaling.original_len
+        return max_len if both else 0
+
 
 def read_rotary(config: Fields, head_dim: int, kinds: Sequence[str], *, partial: bool) -> RotaryConfig:
     """The rotary embedding that a configuration describes.

@@ -34,7 +34,7 @@ def load_device(
     *,
     swaps: bool,
     bits: int,
-    keep_quantized: bool,
+    keep_quantized: bool = True,
     progress: Progress | None = None,
 ) -> Device:
     """Loads the model and shares out the GPU's memory: weights, then the largest step, then the KV pool.

@@ -30,7 +30,7 @@ def load_device(
     *,
     swaps: bool,
     bits: int,
-    keep_quantized: bool,
+    keep_quantized: bool = True,
     progress: Progress | None = None,
 ) -> Device:
     """Loads the model and sizes its pools.

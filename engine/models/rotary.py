@@ -28,20 +28,13 @@ def rotary_tables(config: RotaryConfig, max_len: int, dtype: torch.dtype) -> tup
     """
     scaling = config.scaling
     lengths = [max_len]
-    if isinstance(scaling, LongScaling) and long_rows(config, max_len):
+    if isinstance(scaling, LongScaling) and config.long_row(max_len):
         lengths.insert(0, scaling.original_len)
     positions = torch.arange(max_len, dtype=torch.float32)[:, None]
     angles = torch.cat([positions * frequencies(config, length) for length in lengths])
     scale = scaling.attention_factor if isinstance(scaling, (LongScaling, YarnScaling)) else 1.0
     cos, sin = angles.cos() * scale, angles.sin() * scale
     return torch.cat([cos, cos], -1).to(dtype), torch.cat([sin, sin], -1).to(dtype)
-
-
-def long_rows(config: RotaryConfig | None, max_len: int) -> int:
-    """Returns the row at which the tables of the long factors begin; 0 if there is one table for all sequences."""
-    scaling = None if config is None else config.scaling
-    both = isinstance(scaling, LongScaling) and scaling.by_request and max_len > scaling.original_len
-    return max_len if both else 0
 
 
 def frequencies(config: RotaryConfig, max_len: int) -> Tensor:

@@ -25,7 +25,7 @@ from engine.checkpoint.rotary_config import RotaryConfig
 from engine.checkpoint.weights import ExpertWeights, LayerWeights, Linear, Matrix, ModelWeights, Norm
 from engine.kv.kv_pool import KVPool
 from engine.models.model import embedding_scale, last_hidden
-from engine.models.rotary import long_rows, rotary_tables
+from engine.models.rotary import rotary_tables
 from engine.native.given_rows import GivenInputs, RowAngles
 from engine.native.library import load_library
 from engine.sampling.sampler import StepLogits
@@ -218,7 +218,7 @@ class NativeModel:
         self._library.fs_failure.restype = c_char_p
         self._vocab_size = config.vocab_size
         self._max_len = max_len
-        self._num_positions = max_len + long_rows(config.rotary, max_len)
+        self._num_positions = max_len + (0 if config.rotary is None else config.rotary.long_row(max_len))
         self._keep: list[Any] = [pool, weights.embedding, weights.positions]
         self._logits = torch.empty(0, config.vocab_size)
         self._best = np.empty(0, dtype=np.int64)

@@ -69,7 +69,7 @@ WRONG = [
     ('[engine]\ndevice = "cuda"\nbackend = "native"', "engine.backend", "xformers"),
     ('[engine]\ndevice = "cuda"\nbackend = "xformers"\nblock_size = 96', "engine.block_size", "multiple of 64"),
     ("[engine]\ngpu_memory_utilization = 1.5", "engine.gpu_memory_utilization", "<= 1"),
-    ('[engine]\nweights = "int3"', "engine.weights", "one of auto, full, int8, int4"),
+    ('[engine]\nweights = "int3"', "engine.weights", "one of auto, full, float, int8, int4"),
     ('[engine]\ndevice = "emulated:"', "engine.device", "emulated:a100-7b"),
     ('[model]\ndtype = "fp8"', "model.dtype", "bfloat16"),
     ("[model]\nreplicas = 3\nmax_replicas = 2", "model.max_replicas", "0, or at least 3"),

@@ -37,7 +37,8 @@ def phi3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answer(engine: Engine, prompt: list[int]) -> tuple[list[int], list[float]]:
     """Returns the tokens of a greedy answer and their log probabilities."""
     engine.submit(prompt, SamplingParams(OUTPUT, logprobs=0, ignore_eos=True))
-    ids, values = [], []
+    ids: list[int] = []
+    values: list[float] = []
     while not engine.idle:
         for delta in engine.step():
             assert delta.logprobs is not None

@@ -183,7 +183,7 @@ def test_who_runs_on_them(
 def test_ranks_refuse_them(weights: str, tiny_model_dir) -> None:
     engine = EngineConfig(kv_memory="1MiB", num_threads=1, weights=weights)
     with pytest.raises(
-        ConfigError, match=f"engine.weights: got '{weights}', expected full where a replica has several"
+        ConfigError, match=f"engine.weights: got '{weights}', expected full or float where a replica has several"
     ):
         build_worker(tiny_model_dir, "float32", engine, "w", ranks=object.__new__(Ranks))
 
