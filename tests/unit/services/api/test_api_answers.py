@@ -375,7 +375,7 @@ async def test_stream_that_ends_without_a_reason(connect: Any) -> None:
 
 async def test_models(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
     card = {"id": MODEL, "object": "model", "created": 1_700_000_000, "owned_by": "farsight", "max_model_len": 64}
-    card |= {"emulated": None}
+    card |= {"emulated": None, "root": None}
     assert (await client.get("/v1/models")).json() == {"object": "list", "data": [card]}
     assert (await client.get(f"/v1/models/{MODEL}")).json() == card
     missing = await client.get("/v1/models/other")
