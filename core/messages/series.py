@@ -16,8 +16,8 @@ class TrafficCounts:
         ended: Requests that ended, ``failed`` those of them that ended with an error, ``abandoned`` those whose clients
             left before the end.
         rejected: Requests refused because the service was full.
-        prompt_tokens: Of requests whose first token came.
-        outside_tokens: Those of them that other servers answered, which no Scheduler counts.
+        prompt_tokens: Prompt tokens of requests whose first token came.
+        outside_tokens: Prompt tokens of requests that other servers answered: no Scheduler counts them.
         ttft, itl, jct: (bucket of ``core.series.durations``, durations in it).
     """
 
