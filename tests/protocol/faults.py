@@ -66,6 +66,10 @@ def _plan_hangs(world: World, rng: random.Random) -> None:
         if name.startswith("ingress") and rng.random() < 0.1:
             duration_s = 11.5  # the Router asks whether it lives
         _some(world, 1, lambda name=name, duration_s=duration_s: world.hang(name, duration_s))  # type: ignore[misc]
+    own = world.ingress_rng
+    if own.random() < 0.15:  # longer than a worker waits for a poll before it asks
+        ingress = own.choice(world.ingress_names)
+        world.clock.at(own.uniform(0, BUSY_S), lambda: world.hang(ingress, own.uniform(3, 4)))
 
 
 def _some(world: World, times: int, action: Callable[[], None]) -> None:

@@ -74,6 +74,7 @@ class World:
         self.offload_rng = random.Random(seed + 2)
         self._draw(rng)
         self.copy_rng = random.Random(seed)
+        self.ingress_rng = random.Random(seed + 3)
         self.num_host_blocks = self.copy_rng.choice([0, self.copy_rng.randint(1, 16)])
         policy_rng = random.Random(seed + 1)
         self.parts = policy_rng.choice(PARTS)

@@ -109,7 +109,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def orders() -> list[StepOrder]:
     tokens = torch.randint(3, 256, (CONTEXT,), generator=torch.Generator().manual_seed(5)).tolist()
-    sequence = cast(Sequence, SimpleNamespace(token_ids=tokens, images=None))
+    sequence = cast(Sequence, SimpleNamespace(token_ids=tokens, images=None, first_row=0))
     found = []
     for start, count in STEPS:
         item = StepItem("one", start, count, True, list(range(-(-(start + count) // ENGINE.kv_block_size))))

@@ -121,7 +121,7 @@ def test_a_request_whose_client_left_is_among_those_that_ended() -> None:
     for account in h.closed:
         view.closed(account)
     told = [(each.response_id, each.reason, each.output_len, each.predicted_len) for each in view.of(h.now, 1).ended]
-    assert told == [("cmpl-a", "abort", 2, None), ("cmpl-b", "abort", 0, 8.0)]
+    assert told == [("cmpl-a", "abort", 2, None), ("cmpl-b", "abort", 0, 4.0)]
     assert [each.took_s for each in view.of(h.now, 1).ended] == [3.0, 3.0]
     h.arrive(dataclasses.replace(own[0], attempt=1))
     h.arrive(dataclasses.replace(own[0], attempt=2))

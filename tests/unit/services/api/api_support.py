@@ -211,7 +211,9 @@ def _application(**settings: Any) -> FastAPI:
 def application(
     backend: GenerationBackend, encoder: PromptEncoder, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES, **settings: Any
 ) -> ASGIApp:
-    """The application over a backend and an encoder. Those of one process share it: to build one takes 0.25 s.
+    """Returns the application over a backend and an encoder. Tests of one process share it: to build one takes 0.25 s.
+
+    ``/live`` would tell what it has told another test a moment ago; its tests build applications of their own.
 
     Args:
         settings: As of ``build_app``: ``administration``, ``shares_across_keys``.

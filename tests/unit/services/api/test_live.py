@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
@@ -22,10 +23,20 @@ from core.messages.series import (
     TableReply,
     TableRow,
 )
+from services.api.app import build_app
 from services.api.pages.recent import Recent, RecentByKey
 from services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.access.access_support import guarded_server
 from tests.unit.services.api.api_support import ScriptedBackend, write_model_dir
+
+
+@pytest.fixture
+async def client(backend: ScriptedBackend, encoder: PromptEncoder) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of an application of its own: one keeps what it has told for a moment."""
+    transport = httpx.ASGITransport(build_app(backend, encoder))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        yield client
+
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 RESPONSE_ID = "cmpl-" + "a" * 32
