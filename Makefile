@@ -9,8 +9,6 @@ ARGS ?=
 # Processes that run tests beside each other, each file in one of them; 0: this one alone.
 # As many as the machine has cores, two at least and four at most.
 TEST_PROCESSES ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 4 ? 4 : n)))
-# The same for `make coverage`, whose tests start no server and so share no cores with one.
-COVERAGE_PROCESSES ?= 4
 # One room alone: make test ROOM=policies
 ROOM ?=
 TESTS = $(if $(ROOM),$(wildcard tests/unit/$(ROOM)) $(ROOM_TESTS_$(ROOM)),tests)
@@ -64,10 +62,10 @@ test-races: setup-dev ## Run the tests of the compiled step and its threads with
 	FARSIGHT_SANITIZE=thread LD_PRELOAD="$$(c++ -print-file-name=libtsan.so)" \
 		$(VENV)/bin/python -m pytest -q -p tests.unit.engine.native.sanitized tests/unit/engine/native $(ARGS)
 
-# The tests that start no server and no Ray, each at the volume of `make test`: within 25 minutes on four free cores.
+# The daily tests that start no server and no Ray.
 coverage: setup-dev ## Measure the branches that the pure tests take, and write docs/coverage.md
 	$(VENV)/bin/coverage erase
-	PYTHONDONTWRITEBYTECODE= $(VENV)/bin/coverage run -m pytest -q -m "not gpu and not nightly" -n $(COVERAGE_PROCESSES) \
+	PYTHONDONTWRITEBYTECODE= $(VENV)/bin/coverage run -m pytest -q -m "not gpu and not nightly" -n $(TEST_PROCESSES) \
 		--dist loadfile --no-loadscope-reorder tests/unit tests/sim tests/protocol $(ARGS)
 	$(VENV)/bin/coverage combine -q
 	$(VENV)/bin/coverage json -q -o .coverage.json

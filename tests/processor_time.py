@@ -15,6 +15,7 @@ import sys
 import time
 import uuid
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def yardstick_s() -> float:
     return time.process_time() - began
 
 
-def over_budget(budget: dict[str, Any], seconds: dict[str, float], slowness: float) -> list[str]:
+def over_budget(budget: dict[str, Any], seconds: Mapping[str, float], slowness: float) -> list[str]:
     """Returns one line for each rule of the budget that the tests break.
 
     Args:

@@ -77,8 +77,10 @@ def on_stage(*, level: int = 0, **params: Any) -> Callable[[Callable[..., Iterat
 
         _FIXTURES[name] = level, key_of
         find.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY)
-            for each in dict.fromkeys(("stage", "request", *names))
+            [
+                inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY)
+                for each in {"stage": 0, "request": 0} | dict.fromkeys(names)
+            ]
         )
         return pytest.fixture(name=name, **params)(find)
 

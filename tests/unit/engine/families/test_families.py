@@ -83,7 +83,7 @@ def cases() -> list[Any]:
     for name in [*FAMILIES, *WRITTEN]:
         is_nightly = bool(compiled(name)) and name not in BY_DAY_ON_TORCH
         found.append(pytest.param(name, "torch", marks=[pytest.mark.nightly] if is_nightly else []))
-        found += [(name, backend) for backend in compiled(name)]
+        found += [pytest.param(name, backend) for backend in compiled(name)]
     return found
 
 
