@@ -383,13 +383,8 @@ class RequestMetrics:
         )
         # All of them from the start: a series that begins at 1 has no increase to see.
         self._ended = {reason: success.labels(**labels, finished_reason=reason) for reason in FINISH_REASONS}
-        abandoned = _family(
-            registry,
-            Counter,
-            "farsight:abandoned_requests",
-            "Requests whose clients left before the end, before or after the first token.",
-            (*_LABELS, "when"),
-        )
+        about = "Requests whose clients left before the end, before or after the first token."
+        abandoned = _family(registry, Counter, "farsight:abandoned_requests", about, (*_LABELS, "when"))
         self._abandoned = [abandoned.labels(**labels, when=f"{when}_first_token") for when in ("before", "after")]
         self._rejections = _family(
             registry, Counter, "vllm:admission_rejections", "Requests refused unstarted.", (*_LABELS, "reason")
