@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -94,6 +96,26 @@ def test_refused_field(
 )
 def test_refused_body(http: httpx.Client, path: str, content: bytes, status: int) -> None:
     _check(http.post(path, content=content, headers={"content-type": "application/json"}), status, None)
+
+
+@pytest.mark.parametrize(
+    ("body", "statuses"),
+    [
+        (b"Content-Length: 5\r\nContent-Length: 7\r\n\r\nhello", {400}),
+        # Longer than a body may be; a close may overtake the answer to a client that still sends.
+        (b"Transfer-Encoding: chunked\r\n\r\n" + (b"10000\r\n" + b"[" * 65536 + b"\r\n") * 100, {0, 413}),
+    ],
+    ids=["two lengths", "chunks without end"],
+)
+def test_a_hostile_body_is_cut_off(server: Server, http: httpx.Client, body: bytes, statuses: set[int]) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    status = 0
+    with socket.create_connection(("127.0.0.1", server.port), LONG_S) as connection, contextlib.suppress(OSError):
+        connection.sendall(head + body)
+        reply = connection.recv(1 << 16)
+        status = int(reply.split()[1]) if reply else 0
+    assert status in statuses
+    assert http.get("/health").status_code == 200
 
 
 def test_a_request_that_forbids_every_token_harms_no_other(server: Server, model_name: str) -> None:
