@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from core.decisions import unpack_decisions
+from core.errors import FarsightError
 from core.messages.series import ComponentsQuery, ComponentsReply, SeriesQuery
 from services.ingress.engine_client import EngineClient
 from tests.actors.local_system import System, calm_client, eventually, kill, read, ready_rows
@@ -25,7 +27,16 @@ DONE = {
 
 
 async def told(client: EngineClient, kind: str) -> ComponentsReply:
-    return await client.component_series(ComponentsQuery(kind, SeriesQuery()))
+    """Returns what the Supervisor tells; on a busy machine it may be asked in vain."""
+    found: list[ComponentsReply] = []
+
+    async def answered() -> bool:
+        with contextlib.suppress(FarsightError):
+            found.append(await client.component_series(ComponentsQuery(kind, SeriesQuery())))
+        return bool(found)
+
+    await eventually(answered, "the Supervisor tells of its components")
+    return found[0]
 
 
 async def has_done(client: EngineClient, kind: str, name: str) -> bool:

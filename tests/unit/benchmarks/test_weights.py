@@ -24,7 +24,7 @@ def test_speed(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     weights_speed.main()
     head, _, *rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert [cell.strip() for cell in head.split("|")[2:-1]] == ["decode 1", "decode 3", "prefill 256"]
-    assert [row.split("|")[1].strip() for row in rows] == ["full", "int8", "int4"]
+    assert [row.split("|")[1].strip() for row in rows] == ["full", "float", "int8", "int4"]
     assert rows[0].count("(1.00)") == 3
 
 
