@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable
 
+from core.errors import FarsightError
+
 logger = logging.getLogger(__name__)
 
 Gone = Callable[[Collection[str]], Awaitable[frozenset[str]]]
@@ -37,4 +39,6 @@ def without_actor(ingress_ids: Iterable[str], actor_names: Iterable[str]) -> fro
 def _actor_names() -> list[str]:
     import ray  # Ray reads its settings when it is imported: not before they are made
 
+    if not ray.is_initialized():  # else the question itself would start a Ray
+        raise FarsightError("this process is not connected to Ray")
     return [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]

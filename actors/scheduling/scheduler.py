@@ -42,6 +42,8 @@ from policies.replica.events import (
     ForecastsArrived,
     OffloadOrdered,
     OffloadUnanswered,
+    PromisesAsked,
+    PromisesMade,
     RefuseRequest,
     RequestEnded,
     RequestsAborted,
@@ -147,9 +149,10 @@ class Scheduler(Component, SchedulerCalls):
             return Refusals(refusals)
         await asyncio.sleep(0)  # the plan goes first
         with self._scheduling():
-            ids = [request.request_id for request in submit.requests]
-            promises = self._machine.promise(ids, time.monotonic())
-        return Refusals(refusals, tuple(promises))
+            asked = PromisesAsked(tuple(request.request_id for request in submit.requests))
+            (made,) = self._hear(asked, time.monotonic())
+        assert isinstance(made, PromisesMade)
+        return Refusals(refusals, made.promises)
 
     async def foresee(self, forecasts: ForecastsMade) -> None:
         self._handle(ForecastsArrived(forecasts.made))

@@ -11,6 +11,7 @@ from core.messages.forecasts import ForecastMade
 from core.messages.kv import OffloadOrders, OffloadQuestion
 from core.messages.plans import FinishedSequence, Plan, StepReport, TenantService, WorkerState
 from core.messages.requests import Key
+from core.promise import Promise
 from core.request import Origin, Request
 
 
@@ -94,6 +95,13 @@ class OffloadUnanswered:
     lost: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class PromisesAsked:
+    """When will these requests, which have just come, end? An event, since the answer is noted in their accounts."""
+
+    request_ids: tuple[str, ...]
+
+
 Event = (
     WorkerConnected
     | WorkerLost
@@ -105,6 +113,7 @@ Event = (
     | StepsRan
     | OffloadOrdered
     | OffloadUnanswered
+    | PromisesAsked
 )
 
 
@@ -180,6 +189,21 @@ class AccountClosed:
     num_left_out: int
 
 
+@dataclass(frozen=True, slots=True)
+class PromisesMade:
+    """The answer to ``PromisesAsked``; empty before steps have been measured."""
+
+    promises: tuple[Promise, ...]
+
+
 Instruction = (
-    SendPlan | AskOffload | RefuseRequest | RequestStarted | CacheTold | RequestEnded | BatchBroken | AccountClosed
+    SendPlan
+    | AskOffload
+    | RefuseRequest
+    | RequestStarted
+    | CacheTold
+    | RequestEnded
+    | BatchBroken
+    | AccountClosed
+    | PromisesMade
 )

@@ -34,6 +34,8 @@ from policies.replica.events import (
     Instruction,
     OffloadOrdered,
     OffloadUnanswered,
+    PromisesAsked,
+    PromisesMade,
     RefuseRequest,
     RequestEnded,
     RequestsAborted,
@@ -217,16 +219,14 @@ class ReplicaScheduler:
         return Standing(tuple(self.selector.running), waiting, self._mirror.num_waiting)
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
-        """The only mutator: books the event, decides, tells the worker. ``now`` is seconds on the caller's monotonic
-        clock.
-
-        The trace observes each fact when it happens, and nowhere else.
-        """
+        """Books the event, decides, tells the worker; nothing else mutates. ``now``: seconds of a monotonic clock."""
+        if isinstance(event, PromisesAsked):
+            return [PromisesMade(tuple(self.promise(event.request_ids, now)))]
         out: list[Instruction] = []
         self._desk.look(now)
         for said in itertools.chain(self._book(event, now), self._decide(event, now), self._tell(now)):
             if isinstance(said, Fact):
-                self._trace.observe(said, now)
+                self._trace.observe(said, now)  # when it happens, and nowhere else
             else:
                 out.append(said)
         question = self._desk.take_question()

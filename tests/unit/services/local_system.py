@@ -50,11 +50,14 @@ class LocalSystem:
         assert isinstance(router, FleetShell)
         return router
 
-    def machine(self, replica: int = 0) -> ReplicaScheduler:
-        """The state machine of a replica's Scheduler."""
+    def scheduler(self, replica: int = 0) -> Scheduler:
         scheduler = self.site.components[f"scheduler-{replica}"]
         assert isinstance(scheduler, Scheduler)
-        machine = scheduler._machine
+        return scheduler
+
+    def machine(self, replica: int = 0) -> ReplicaScheduler:
+        """The state machine of a replica's Scheduler."""
+        machine = self.scheduler(replica)._machine
         assert isinstance(machine, ReplicaScheduler)
         return machine
 

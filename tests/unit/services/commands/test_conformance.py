@@ -16,6 +16,7 @@ from core.config.load import FarsightConfig
 from core.config.log import LogConfig
 from core.config.model import ModelConfig
 from core.config.scheduling import BatchConfig, SchedulerConfig
+from core.costs import StepCost
 from core.errors import ConfigError, MessageError
 from core.forecast import QUANTILES, Forecast
 from core.messages.plans import FinishedSequence, WorkerReady
@@ -31,7 +32,15 @@ from policies.event_log import (
 )
 from policies.fleet.events import PlaceRequests, ReplicaUp
 from policies.presets import PRESETS
-from policies.replica.events import RequestEnded, RequestsAborted, RequestsArrived, WorkerLost, WorkerReported
+from policies.replica.events import (
+    CostLearned,
+    PromisesMade,
+    RequestEnded,
+    RequestsAborted,
+    RequestsArrived,
+    WorkerLost,
+    WorkerReported,
+)
 from services.api.requests import unnamed_request
 from services.commands.conformance import main
 from services.ingress.engine_client import EngineClient
@@ -42,6 +51,7 @@ CONTINUOUS = [name for name, preset in PRESETS.items() if preset.mode == "contin
 IN_BATCHES = ["magnus", "multi-bin"]
 FORECAST = Forecast(20.0, tuple(20.0 + level for level in QUANTILES), 5, "history", 3)
 NUM_STREAMS = 20
+COST = StepCost(1e-3, 1e-5, 1e-4, 1e-8)
 
 
 @asynccontextmanager
@@ -81,6 +91,7 @@ async def serve(found: LocalSystem) -> None:
 @pytest.mark.parametrize("preset", CONTINUOUS)
 async def test_what_a_live_scheduler_said_is_said_again(preset: str, tmp_path: Path) -> None:
     async with asyncio.timeout(LONG_S), system(preset, tmp_path) as found:
+        found.scheduler()._handle(CostLearned(COST))  # so that ends are promised, which accounts say
         await serve(found)
         machine = found.machine()  # its clients hear of ends first
         await until(lambda: machine.num_waiting + machine.num_admitted == 0)
@@ -91,6 +102,7 @@ async def test_what_a_live_scheduler_said_is_said_again(preset: str, tmp_path: P
     assert len(events) == count
     assert sum(len(event.requests) for event in events if isinstance(event, RequestsArrived)) == NUM_STREAMS
     instructions = [each for handled in read_log(data)[1] for each in handled.instructions]
+    assert any(each.promises for each in instructions if isinstance(each, PromisesMade))
     ended = {each.finished.request_id for each in instructions if isinstance(each, RequestEnded)}
     # The Router may hear of a stream's end sooner than the Scheduler, by the next announcement.
     aborted = {rid for event in events if isinstance(event, RequestsAborted) for rid, _ in event.keys}
