@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -55,8 +56,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.nightly)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """Hides what a file leaves, as libraries and models, from the garbage collector, which would look at it in vain."""
+    found = yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+    return found
+
+
 def pytest_collection_finish() -> None:
-    """Hides what has been collected from the garbage collector, which would look at all of it again and again."""
+    """Does the same with the tests themselves."""
     gc.collect()
     gc.freeze()
 
