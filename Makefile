@@ -7,8 +7,8 @@ TORCH_INDEX_URL ?=
 TORCH_VERSION = $(shell sed -n 's/^torch==//p' constraints.txt)
 ARGS ?=
 # Processes that run tests beside each other, each file in one of them; 0: this one alone.
-# As many as the machine has cores, two at least and four at most.
-TEST_PROCESSES ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 4 ? 4 : n)))
+# One more than the machine has cores, three at least and five at most: tests of systems and of pages wait most of their time.
+TEST_PROCESSES ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? 3 : n > 4 ? 5 : n + 1)))
 # One room alone: make test ROOM=policies
 ROOM ?=
 TESTS = $(if $(ROOM),$(wildcard tests/unit/$(ROOM)) $(ROOM_TESTS_$(ROOM)),tests)

@@ -48,7 +48,7 @@ def faults(page: Page, axe: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.nightly)])
 def test_no_page_has_a_serious_fault(browser: Browser, filled: LiveServer, axe: str, scheme: str) -> None:
     found: list[str] = []
     page = browser.new_page(color_scheme=scheme)  # type: ignore[arg-type]

@@ -234,7 +234,7 @@ def test_playground(page: Page, filled: LiveServer) -> None:
     assert filled.backend.num_completed == 21
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.nightly)])
 def test_no_page_is_wider_than_its_window(browser: Browser, filled: LiveServer, scheme: str, tmp_path: Path) -> None:
     errors: list[str] = []
     tab = browser.new_page(color_scheme=scheme)  # type: ignore[arg-type]
@@ -250,7 +250,14 @@ def test_no_page_is_wider_than_its_window(browser: Browser, filled: LiveServer, 
     assert not errors
 
 
-@pytest.mark.parametrize("address", [each for each in PAGES if each not in ("/dashboard", "/play")])
+@pytest.mark.parametrize(
+    "address",
+    [
+        each if each == "/dashboard/requests" else pytest.param(each, marks=pytest.mark.nightly)
+        for each in PAGES
+        if each not in ("/dashboard", "/play")
+    ],
+)
 def test_a_stopped_service_is_red_on_every_page(page: Page, filled: LiveServer, address: str) -> None:
     visit(page, filled, address)
     pill = page.get_by_test_id("health")
