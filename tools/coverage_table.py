@@ -22,7 +22,8 @@ out of a condition or a loop. The pure tests are those of `tests/unit`, `tests/s
 {table}
 
 Not measured are tests that start Ray or a server (`tests/actors`, `tests/e2e`, `tests/nodes`), tests on a GPU
-(`tests/gpu`) and tests marked `nightly`. They take most of the remaining branches of `actors/`, `engine/` and `services/`.
+(`tests/gpu`) and tests marked `nightly`. They take most of the remaining branches of `actors/`, `engine/` and
+`services/`.
 No number here is a gate: a branch that no test takes is a question to its author.
 """
 
