@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -85,6 +86,7 @@ def build_worker(
     ranks: Ranks | None = None,
     embeddings: EmbeddingSource | None = None,
     progress: Callable[[float], object] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Worker:
     """Loads the model, or emulates a device in its place, and sizes the pools.
 
@@ -95,6 +97,7 @@ def build_worker(
         ranks: The other ranks, where the model is spread over several processes.
         embeddings: Where the rows of images are found; None: with the requests.
         progress: Is told the share of the parameters that has been read, where a decoder runs in one process.
+        clock: Seconds, monotonic; measures what speculation costs.
 
     Raises:
         InvalidValueError: the directory, the model or a setting cannot be used; names the field.
@@ -190,7 +193,7 @@ def build_worker(
         grammars=GrammarCompiler(tokenizer, config.vocab_size, eos_token_ids) if generates else None,
         image_inputs=_image_inputs(config, engine, embeddings or CarriedEmbeddings()),
         speculation=_speculation(
-            engine, static=static, num_ranks=1 if ranks is None else ranks.mesh.size, device=device
+            engine, static=static, num_ranks=1 if ranks is None else ranks.mesh.size, device=device, clock=clock
         ),
         long_sequences=_long_sequences(config, max_model_len),
     )
@@ -215,7 +218,9 @@ def _image_inputs(
     return ImageInputs(source, config.hidden_size, sees=bool(config.sees), axes=axes)
 
 
-def _speculation(engine: EngineConfig, *, static: bool, num_ranks: int, device: Device) -> DraftedSteps | None:
+def _speculation(
+    engine: EngineConfig, *, static: bool, num_ranks: int, device: Device, clock: Callable[[], float]
+) -> DraftedSteps | None:
     """What guesses tokens for this worker's steps; None for nothing.
 
     Raises:
@@ -235,4 +240,4 @@ def _speculation(engine: EngineConfig, *, static: bool, num_ranks: int, device: 
     if name == "auto" and not device.exact:
         return None
     part = SPECULATIONS.find(DEFAULT_SPECULATION if name == "auto" else name)
-    return DraftedSteps(part.build(SpeculationContext()))
+    return DraftedSteps(part.build(SpeculationContext()), clock)

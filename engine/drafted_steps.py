@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
@@ -54,12 +54,16 @@ class DraftedSteps:
 
     Requests that ask for log probabilities are not guessed for: theirs come one token at a time.
 
+    Args:
+        clock: Seconds, monotonic; that by which the steps are measured.
+
     Attributes:
         counts: What has been guessed and verified so far.
     """
 
-    def __init__(self, policy: Speculation) -> None:
+    def __init__(self, policy: Speculation, clock: Callable[[], float] = time.perf_counter) -> None:
         self._policy = policy
+        self._clock = clock
         self.counts = DraftCounts()
         self._purse = Purse()
         self._look_cost = FIRST_LOOK
@@ -93,7 +97,7 @@ class DraftedSteps:
         items = batch.items
         if self.rests(len(items)):
             return batch
-        began_s = time.perf_counter()
+        began_s = self._clock()
         self._purse.earn(len(items))
         price = self._policy.price(len(items))
         drafted = None
@@ -107,7 +111,7 @@ class DraftedSteps:
                 drafted[i] = item.with_drafts(tuple(drafts))
                 left -= len(drafts)
                 self._purse.pay(item.request_id, price * len(drafts))
-        cost = min(MOST_LOOK, self._policy.tokens(len(items), time.perf_counter() - began_s))
+        cost = min(MOST_LOOK, self._policy.tokens(len(items), self._clock() - began_s))
         self._look_cost += LOOK_RATE * (cost - self._look_cost)
         self._purse.pay_look(cost, barren=drafted is None)
         return batch if drafted is None else StepBatch(tuple(drafted), batch.padding)

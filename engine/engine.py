@@ -75,7 +75,7 @@ class Engine:
         self.tokenizer = texts.tokenizer
         self._encoder = texts.encoder
         self.worker: Worker = build_worker(
-            model_dir, dtype, engine, incarnation="engine", scheduler=scheduler, ranks=ranks
+            model_dir, dtype, engine, incarnation="engine", scheduler=scheduler, ranks=ranks, clock=clock
         )
         self.scheduler: ReplicaScheduler = configured_scheduler(scheduler, engine.max_num_seqs)
         self._clock = clock

@@ -126,37 +126,37 @@ def build_app(
         redoc_url=None,
     )
     readiness = readiness or Readiness()
-    app.include_router(live_routes(backend))  # first: open pages ask again and again, and routes are tried in turn
+    _add(app, live_routes(backend))  # first: open pages ask again and again, and routes are tried in turn
     if door is not None:
         backend = MeteredBackend(backend, door, shares_prefixes=shares_across_keys)
-        app.include_router(usage_routes(door, _ERRORS))
+        _add(app, usage_routes(door, _ERRORS))
         shares_across_keys = shares_across_keys or not door.is_open  # a caller's tenant is in the salt already
-    app.include_router(_model_routes(backend))
+    _add(app, _model_routes(backend))
     streams = None if keeper is None else ResumableStreams(keeper, backend, encoder.texts, door)
-    app.include_router(token_routes(backend, encoder, _ERRORS, shares_across_keys=shares_across_keys))
+    _add(app, token_routes(backend, encoder, _ERRORS, shares_across_keys=shares_across_keys))
     calls = VectorCalls(backend, encoder, shares_across_keys=shares_across_keys)
-    app.include_router(vector_routes(calls, _ERRORS))
-    app.include_router(_generation_routes(backend, encoder, workers, streams, shares_across_keys))
+    _add(app, vector_routes(calls, _ERRORS))
+    _add(app, _generation_routes(backend, encoder, workers, streams, shares_across_keys))
     running = Running(backend, encoder, shares_across_keys)
-    app.include_router(message_routes(running, _ERRORS))
+    _add(app, message_routes(running, _ERRORS))
     stored = None if batches is None else StoredResponses(batches.files)
-    app.include_router(response_routes(running, stored, _ERRORS))
+    _add(app, response_routes(running, stored, _ERRORS))
     if streams is not None:
-        app.include_router(stream_routes(streams, _ERRORS | _EVENTS))
+        _add(app, stream_routes(streams, _ERRORS | _EVENTS))
     larger = {}
     if batches is not None:
-        app.include_router(file_routes(batches.files, _ERRORS))
-        app.include_router(batch_routes(batches, _ERRORS))
+        _add(app, file_routes(batches.files, _ERRORS))
+        _add(app, batch_routes(batches, _ERRORS))
         larger[FILES_PATH] = batches.files.settings.max_file_bytes + FORM_BYTES
-    app.include_router(explain_routes(backend, administration.token if administration else ""))
-    app.include_router(what_if_routes(backend, administration.token if administration else ""))
-    app.include_router(_operator_routes(backend, readiness))
-    app.include_router(page_routes())
-    app.include_router(admin_routes(backend, administration or Administration()))
+    _add(app, explain_routes(backend, administration.token if administration else ""))
+    _add(app, what_if_routes(backend, administration.token if administration else ""))
+    _add(app, _operator_routes(backend, readiness))
+    _add(app, page_routes())
+    _add(app, admin_routes(backend, administration or Administration()))
     install_error_handlers(app)
     app.add_exception_handler(ClientGone, _gone)
-    app.include_router(docs_routes(app))
-    app.include_router(home_routes(route_paths(app)))
+    _add(app, docs_routes(app))
+    _add(app, home_routes(route_paths(app)))
     app.add_middleware(Methods, methods=_methods(app))
     app.add_middleware(DrainGate, readiness=readiness)
     app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes, larger=larger)
@@ -172,6 +172,11 @@ def build_app(
     if access_log:
         app.add_middleware(AccessLog)
     return app
+
+
+def _add(app: FastAPI, router: APIRouter) -> None:
+    """Adds the routes of a router that has no dependencies: ``include_router`` would make each of them twice."""
+    app.router.routes.extend(router.routes)
 
 
 def _methods(app: FastAPI) -> dict[str, set[str]]:

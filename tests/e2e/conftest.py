@@ -23,9 +23,9 @@ DAILY = {
     "test_tools.py": "",
     "test_embedded_model.py": "",
     "test_hygiene.py": "",
-    "test_chaos.py": "test_every_stream_survives_the_death_of_a_process",
+    "test_chaos.py": "test_every_stream_survives_the_death_of_what_none_can_do_without",
     "test_stop.py": "test_term_refuses_new_requests_lets_open_ones_end_and_tells_the_rest",
-    "test_serve_deploy.py": "",
+    "test_serve_deploy.py": "test_deploy_and_down",
     "test_batch.py": "test_whole_run_says_what_a_user_wants_to_know",
 }
 """What ``make test`` takes of the tests here, by file, and the one test of a file that it takes: five starts in all.

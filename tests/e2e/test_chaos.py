@@ -215,10 +215,10 @@ def show(request: pytest.FixtureRequest, lines: list[str]) -> None:
                 reporter.write_line(line)
 
 
-def test_every_stream_survives_the_death_of_a_process(
+def test_every_stream_survives_the_death_of_what_none_can_do_without(
     server: Server, undisturbed: list[object], request: pytest.FixtureRequest
 ) -> None:
-    kinds = iter(["haproxy", "worker-0", "ingress", "router"])
+    kinds = iter(["worker-0", "ingress", "router"])
     show(request, asyncio.run(strike(server, undisturbed, kinds, LONG_S)))
 
 

@@ -138,33 +138,57 @@ def workers(client: httpx.Client) -> list[int]:
     return found
 
 
-@pytest.mark.timeout(6 * TIMEOUT_S)
-def test_deploy_redeploy_and_down(head: Head, tmp_path: Path) -> None:
+BODY = {"model": EMBEDDED_NAME, "prompt": "hello", "max_tokens": 4, "ignore_eos": True}
+
+
+@dataclass
+class Deployed:
+    """The file as it is, on a cluster, and a client of its server."""
+
+    head: Head
+    client: httpx.Client
+    port: int
+
+    def deploy(self, path: Path, **model: object) -> None:
+        self.head.deploy(file_with(path, self.port, **model))
+
+
+@pytest.fixture
+def deployed(head: Head, tmp_path: Path) -> Iterator[Deployed]:
     port = free_port()
-    body = {"model": EMBEDDED_NAME, "prompt": "hello", "max_tokens": 4, "ignore_eos": True}
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT_S) as client:
-        head.deploy(file_with(tmp_path / "a.yaml", port))
+        found = Deployed(head, client, port)
+        found.deploy(tmp_path / "a.yaml")
         wait_running(head, client)
-        assert client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 4
-        first = workers(client)
+        yield found
 
-        scale: dict[str, Any] = {"headers": {"Authorization": "Bearer of the cluster"}}
-        refused = client.post("/admin/scale", json={"kind": "ingress", "count": 2}, **scale)
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "kind")
 
-        head.deploy(file_with(tmp_path / "b.yaml", port, dtype="bfloat16"))
-        assert "`farsight down` first" in wait_for("DEPLOY_FAILED", head)
-        assert client.post("/v1/completions", json=body).status_code == 200, "the components that ran go on"
-
-        head.deploy(file_with(tmp_path / "c.yaml", port))
-        wait_running(head, client)
-        assert workers(client) == first, "the same file finds the components that run"
+@pytest.mark.timeout(6 * TIMEOUT_S)
+def test_deploy_and_down(head: Head, deployed: Deployed) -> None:
+    client = deployed.client
+    assert client.post("/v1/completions", json=BODY).json()["usage"]["completion_tokens"] == 4
+    scale: dict[str, Any] = {"headers": {"Authorization": "Bearer of the cluster"}}
+    refused = client.post("/admin/scale", json={"kind": "ingress", "count": 2}, **scale)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "kind")
 
     said = head.run(*farsight("down", "--address", head.gcs))
     assert "ended application farsight" in said
     assert "ended actor worker-0" in said
     assert head.run(*farsight("down", "--address", head.gcs)).strip() == "No actor of Farsight was running."
     wait_no_hosts(lambda: psutil.Process(head.process.pid).children(recursive=True))
+
+
+@pytest.mark.timeout(6 * TIMEOUT_S)
+def test_deploy_again(head: Head, deployed: Deployed, tmp_path: Path) -> None:
+    client = deployed.client
+    first = workers(client)
+    deployed.deploy(tmp_path / "b.yaml", dtype="bfloat16")
+    assert "`farsight down` first" in wait_for("DEPLOY_FAILED", head)
+    assert client.post("/v1/completions", json=BODY).status_code == 200, "the components that ran go on"
+
+    deployed.deploy(tmp_path / "c.yaml")
+    wait_running(head, client)
+    assert workers(client) == first, "the same file finds the components that run"
 
 
 def test_down_without_a_cluster_says_so() -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
 from services.cli import app
 from services.server_address import HostOption, PortOption, UrlOption
+from tests.command_line import CliRunner
 
 NO_RESULT = {("serve",), ("front",)}
 """Commands that run until they are ended; a demo can end by itself."""

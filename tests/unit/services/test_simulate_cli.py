@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
 from services.cli import app
+from tests.command_line import CliRunner, Result
 
 CONFIG_KEYS = [
     "batch",

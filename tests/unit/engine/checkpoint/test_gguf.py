@@ -321,6 +321,7 @@ print(peak() - before)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux for a process's peak of memory")
+@pytest.mark.nightly
 def test_a_load_takes_little_more_memory_than_the_weights(tmp_path):
     sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16}
     directory = save_model(tmp_path / "directory", dtype=torch.bfloat16, **sizes)

@@ -31,7 +31,7 @@ def make_engine(model_dir: Path, dtype: str, **options) -> Engine:
     return Engine(model_dir, dtype=dtype, engine=config)
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
 def dtype(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

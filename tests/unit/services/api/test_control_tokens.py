@@ -93,6 +93,10 @@ def encoder_of(folder: Path) -> PromptEncoder:
     return PromptEncoder(folder)
 
 
+compiled = cache(compile_template)
+
+
+@cache
 def plain_template(source: str) -> Any:
     """As ``transformers`` renders it: without a memory of who wrote what."""
     environment = ImmutableSandboxedEnvironment(
@@ -112,7 +116,7 @@ def messages_of(parts: tuple[str, ...]) -> st.SearchStrategy[list[dict[str, str]
 @given(messages=messages_of(PARTS))
 @settings(max_examples=150, deadline=None)
 def test_templates_render_as_without_a_memory(template: str, messages: list[dict[str, str]]) -> None:
-    known = compile_template(TEMPLATES[template]).render(
+    known = compiled(TEMPLATES[template]).render(
         messages=[{**client_value(each), "role": each["role"]} for each in messages], add_generation_prompt=True
     )
     plain = plain_template(TEMPLATES[template]).render(messages=messages, add_generation_prompt=True)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from core.config.load import FarsightConfig
 from core.errors import FarsightError
@@ -23,6 +22,7 @@ from services.batch.progress import ProgressStore, partial_path
 from services.batch.submit import BatchOptions, entrypoint, submit_entrypoint
 from services.cli import app as cli
 from services.launch.stages import Stages
+from tests.command_line import CliRunner
 from tests.unit.services.api.api_support import ScriptedBackend, write_model_dir
 from tests.unit.services.batch.batch_support import echo, numbered, read_output, request, write_batch
 

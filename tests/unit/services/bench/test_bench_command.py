@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
 from services.cli import app
+from tests.command_line import CliRunner, Result
 from tests.unit.services.bench.fake_server import FakeServer, fake_server
 
 

@@ -7,9 +7,9 @@ import math
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
 from services.cli import app
+from tests.command_line import CliRunner, Result
 
 
 def invoke(*words: str) -> Result:

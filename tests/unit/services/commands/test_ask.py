@@ -8,12 +8,12 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from core.errors import FarsightError
 from services.cli import app
 from services.commands import ask as asking
 from services.commands.ask import ask
+from tests.command_line import CliRunner
 from tests.free_ports import free_port
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from actors.log.log_backend import Retention
 from actors.log.log_sqlite import SqliteLog
@@ -19,6 +18,7 @@ from core.decisions import Decision, on_clock, pack_decisions
 from core.messages.log import FinishedRequest, RequestTrace
 from services.api.pages.explain import explanation
 from services.cli import app
+from tests.command_line import CliRunner
 
 RESPONSE_ID = "cmpl-" + "0" * 32
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner, Result
 
 from predictor.artefact import FILE_NAME
 from services.cli import app
 from services.commands.forecast_data import EMBEDDED_TOKENIZER, TokenCounter, read_examples
+from tests.command_line import CliRunner, Result
 
 
 def rows(num: int = 80, seed: int = 0) -> list[dict[str, Any]]:

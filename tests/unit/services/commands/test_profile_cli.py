@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
 from core.messages.step_times import StepSample
 from estimator.grid import StepShape
 from estimator.profile_file import ProfiledMachine, parse_profile
 from services.cli import app
 from services.commands.step_bench import MeasuredStep, fit, is_held_back
+from tests.command_line import CliRunner, Result
 
 TINY = ("--max-num-seqs", "4", "--max-model-len", "64", "--rounds", "3", "--threads", "1")
 

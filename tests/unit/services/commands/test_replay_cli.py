@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from core.forecast import Forecast
 from core.messages.log import FinishedRequest
@@ -18,6 +17,7 @@ from services.cli import app
 from services.commands.logged_traffic import read_traffic
 from simulator.experiment import Experiment, make_arrivals
 from simulator.run import run
+from tests.command_line import CliRunner
 from tests.unit.actors.components import append, append_forecasts, finished, forecast_record, opened
 from tests.unit.actors.redis_server import RedisServer, redis_server
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
-from typer.testing import CliRunner
 
 from actors.learning.batch_time_learner import BatchTimeLearner
 from actors.runtime.component import ComponentContext
@@ -18,6 +17,7 @@ from core.messages.log import FinishedBatch, FinishedBatches
 from core.messages.step_times import BatchShape
 from estimator.knn import MIN_BATCHES
 from services.cli import app
+from tests.command_line import CliRunner
 from tests.unit.actors.components import opened
 
 

@@ -9,9 +9,9 @@ from services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.access.access_support import LONG_S, GuardedServer, guarded_server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def guarded(tmp_path_factory: pytest.TempPathFactory, encoder: PromptEncoder) -> Iterator[GuardedServer]:
-    """One server for all tests of this folder."""
+    """One server for all tests of this folder; it ends with them, since other tests replace clocks of the whole process."""
     with guarded_server(tmp_path_factory.mktemp("keys"), encoder, failures_per_minute=200) as server:
         yield server
 

@@ -9,6 +9,7 @@ import json
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -391,7 +392,8 @@ async def test_only_so_many_answers_are_held_back_at_once(
 
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         with monkeypatch.context() as patched:
-            patched.setattr("services.api.access.gate.asyncio.sleep", hold)
+            # Not `asyncio.sleep` itself: the server of other tests sleeps in a thread of this process.
+            patched.setattr("services.api.access.gate.asyncio", SimpleNamespace(sleep=hold))
             codes = [(await client.get("/v1/models", headers={"x-api-key": "x"})).status_code for _ in range(3)]
             assert (codes, held) == ([401, 429, 429], [SLOW_S, SLOW_S])
             door.failures.num_slowed = MAX_SLOWED

@@ -8,12 +8,12 @@ import re
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from core.errors import FarsightError
 from services.api.access.key_file import KeyFile, changed_key_file, read_key_file
 from services.api.access.keys import MAX_KEY_LEN, KeyRing, Role, Tenant, make_key, record_of
 from services.cli import app
+from tests.command_line import CliRunner
 from tests.unit.services.api.access.access_support import add_key
 
 
