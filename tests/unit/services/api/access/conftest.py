@@ -11,7 +11,7 @@ from tests.unit.services.api.access.access_support import LONG_S, GuardedServer,
 
 @pytest.fixture(scope="package")
 def guarded(tmp_path_factory: pytest.TempPathFactory, encoder: PromptEncoder) -> Iterator[GuardedServer]:
-    """One server for all tests of this folder; it ends with them, since other tests replace clocks of the whole process."""
+    """One server for all tests of this folder. It ends with them: other tests replace clocks of the whole process."""
     with guarded_server(tmp_path_factory.mktemp("keys"), encoder, failures_per_minute=200) as server:
         yield server
 
