@@ -136,7 +136,7 @@ def _prompt(seed: int, vocab_size: int) -> tuple[int, ...]:
 
 async def _snapshot(client: EngineClient) -> dict[str, Any]:
     """CPU seconds by component (or by host, named after its first component), and the worker's own figures."""
-    status = await client.status()
+    status = await client.overview.status()
     cpu: dict[str, float] = {}
     seen: set[int] = set()
     for row in status.components:
@@ -145,7 +145,7 @@ async def _snapshot(client: EngineClient) -> dict[str, Any]:
             cpu[row.name.partition("-")[0] if row.kind == "Ingress" else row.name] = _cpu_s(row.pid)
     figures: dict[str, float] = {"steps": 0.0, "model_cpu_s": 0.0, "scheduling_cpu_s": 0.0}
     gaps: dict[float, float] = {}
-    for family in text_string_to_metric_families(await client.metrics(open_metrics=False)):
+    for family in text_string_to_metric_families(await client.overview.metrics(open_metrics=False)):
         for sample in family.samples:
             if sample.name == GAP:
                 gaps[float(sample.labels["le"])] = sample.value

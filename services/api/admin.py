@@ -14,13 +14,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from core.errors import FarsightError, InvalidValueError
-from core.messages.status import ComponentCounts
+from core.messages.drains import DrainReplica
+from core.messages.status import ComponentCounts, Scale
 from core.messages.weights import Upgrade
 from services.api.access.caller import is_admin
 from services.api.answers.replies import ErrorReply
-from services.api.backend import GenerationBackend
 from services.api.errors import SERVER_ERROR, ApiError
 from services.api.middleware import JsonRoute
+from services.api.operator import Operator
 from services.api.strict import StrictModel
 
 INGRESS = "ingress"
@@ -108,7 +109,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def admin_routes(backend: GenerationBackend, administration: Administration) -> APIRouter:
+def admin_routes(operator: Operator, administration: Administration) -> APIRouter:
     """The routes under ``/admin``."""
     router = APIRouter(prefix="/admin", tags=["administration"], route_class=_guarded(administration.token))
 
@@ -118,11 +119,12 @@ def admin_routes(backend: GenerationBackend, administration: Administration) -> 
             raise InvalidValueError(
                 "kind", body.kind, "another kind: server.ingress_replicas in the file of `serve deploy` says it"
             )
-        return _reply(await _changed(backend.scale(body.kind, body.count), "not_scaled"))
+        return _reply(await _changed(operator.supervisor.scale(Scale(body.kind, body.count)), "not_scaled"))
 
     @router.post("/drain", responses=_ERRORS)
     async def drain(body: DrainRequest) -> DrainReply:
-        counts = await _changed(backend.drain(body.replica, cancel=body.cancel), "not_drained")
+        order = DrainReplica(body.replica, body.cancel)
+        counts = await _changed(operator.supervisor.drain_replica(order), "not_drained")
         return DrainReply(replica=body.replica, drained=body.replica in counts.drained)
 
     @router.post("/upgrade", responses=_ERRORS)
@@ -131,7 +133,7 @@ def admin_routes(backend: GenerationBackend, administration: Administration) -> 
             raise InvalidValueError("model", body.model, "a model directory, or config with the settings to change")
         settings = "" if body.config is None else json.dumps(body.config)
         order = Upgrade(body.model, body.surge, body.drain_s, settings)
-        weights = await _changed(backend.upgrade(order), "not_upgraded")
+        weights = await _changed(operator.supervisor.upgrade(order), "not_upgraded")
         return UpgradeReply(version=weights.version, model=weights.model_dir)
 
     return router

@@ -14,7 +14,7 @@ from core.messages.placement import PlacementView
 from services.api.access.caller import may_observe
 from services.api.access.door import Door
 from services.api.access.install import install_door, route_paths, routes_of, usage_routes
-from services.api.access.metered import MeteredBackend
+from services.api.access.metered import MeteredGenerator
 from services.api.admin import Administration, admin_routes
 from services.api.answers.beam_search import search
 from services.api.answers.replies import (
@@ -33,7 +33,7 @@ from services.api.answers.replies import (
     status_reply,
 )
 from services.api.answers.sse import ChunkWriter, EventStream, chunks
-from services.api.backend import GenerationBackend
+from services.api.backend import Generator
 from services.api.batches.records import Batches
 from services.api.batches.routes import FILES_PATH, FORM_BYTES, batch_routes, file_routes
 from services.api.body_workers import BodyWorkers, read_body
@@ -46,6 +46,7 @@ from services.api.errors import SERVER_ERROR, ApiError, install_error_handlers, 
 from services.api.generate import ClientGone, collect, while_connected
 from services.api.methods import Methods, Slashes
 from services.api.middleware import BodyLimit, JsonRoute, LastResort
+from services.api.operator import Operator
 from services.api.pages.dashboard import page_routes
 from services.api.pages.explain import explain_routes
 from services.api.pages.home import home_routes
@@ -85,11 +86,12 @@ _EVENTS: dict[int | str, dict[str, Any]] = {
 
 
 def build_app(
-    backend: GenerationBackend,
+    generator: Generator,
     encoder: PromptEncoder,
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
     administration: Administration | None = None,
     *,
+    operator: Operator | None = None,
     shares_across_keys: bool = True,
     door: Door | None = None,
     workers: BodyWorkers | None = None,
@@ -100,13 +102,14 @@ def build_app(
     batches: Batches | None = None,
     access_log: bool = False,
 ) -> FastAPI:
-    """The application over one backend.
+    """Returns the application that serves one model.
 
     Args:
-        backend: Runs the requests; every request reads its ``model`` again.
+        generator: Runs the requests; every request reads its ``model`` again.
         encoder: Tokenizer and chat template of the same model.
         max_body_bytes: Limit of a request body in bytes; larger bodies get 413.
         administration: The admin token and its rights; without it all admin routes refuse.
+        operator: Knows the components; without it there are no routes and pages for operators.
         shares_across_keys: Whether requests of different tenants, or bearer keys, share cached prefixes.
         door: Asks for keys and counts for tenants; without one every request comes in.
         workers: Read large bodies; without them a thread of this process does.
@@ -126,18 +129,21 @@ def build_app(
         redoc_url=None,
     )
     readiness = readiness or Readiness()
-    _add(app, live_routes(backend))  # first: open pages ask again and again, and routes are tried in turn
+    if operator is not None:
+        _add(
+            app, live_routes(generator, operator)
+        )  # first: open pages ask again and again, and routes are tried in turn
     if door is not None:
-        backend = MeteredBackend(backend, door, shares_prefixes=shares_across_keys)
+        generator = MeteredGenerator(generator, door, shares_prefixes=shares_across_keys)
         _add(app, usage_routes(door, _ERRORS))
         shares_across_keys = shares_across_keys or not door.is_open  # a caller's tenant is in the salt already
-    _add(app, _model_routes(backend))
-    streams = None if keeper is None else ResumableStreams(keeper, backend, encoder.texts, door)
-    _add(app, token_routes(backend, encoder, _ERRORS, shares_across_keys=shares_across_keys))
-    calls = VectorCalls(backend, encoder, shares_across_keys=shares_across_keys)
+    _add(app, _model_routes(generator))
+    streams = None if keeper is None else ResumableStreams(keeper, generator, encoder.texts, door)
+    _add(app, token_routes(generator, encoder, _ERRORS, shares_across_keys=shares_across_keys))
+    calls = VectorCalls(generator, encoder, shares_across_keys=shares_across_keys)
     _add(app, vector_routes(calls, _ERRORS))
-    _add(app, _generation_routes(backend, encoder, workers, streams, shares_across_keys))
-    running = Running(backend, encoder, shares_across_keys)
+    _add(app, _generation_routes(generator, encoder, workers, streams, shares_across_keys))
+    running = Running(generator, encoder, shares_across_keys)
     _add(app, message_routes(running, _ERRORS))
     stored = None if batches is None else StoredResponses(batches.files)
     _add(app, response_routes(running, stored, _ERRORS))
@@ -148,11 +154,8 @@ def build_app(
         _add(app, file_routes(batches.files, _ERRORS))
         _add(app, batch_routes(batches, _ERRORS))
         larger[FILES_PATH] = batches.files.settings.max_file_bytes + FORM_BYTES
-    _add(app, explain_routes(backend, administration.token if administration else ""))
-    _add(app, what_if_routes(backend, administration.token if administration else ""))
-    _add(app, _operator_routes(backend, readiness))
-    _add(app, page_routes())
-    _add(app, admin_routes(backend, administration or Administration()))
+    if operator is not None:
+        _add_operator_routes(app, generator, operator, administration or Administration(), readiness)
     install_error_handlers(app)
     app.add_exception_handler(ClientGone, _gone)
     _add(app, docs_routes(app))
@@ -174,6 +177,16 @@ def build_app(
     return app
 
 
+def _add_operator_routes(
+    app: FastAPI, generator: Generator, operator: Operator, administration: Administration, readiness: Readiness
+) -> None:
+    _add(app, explain_routes(operator, administration.token))
+    _add(app, what_if_routes(operator, administration.token))
+    _add(app, _status_routes(generator, operator, readiness))
+    _add(app, page_routes())
+    _add(app, admin_routes(operator, administration))
+
+
 def _add(app: FastAPI, router: APIRouter) -> None:
     """Adds the routes of a router that has no dependencies: ``include_router`` would make each of them twice."""
     app.router.routes.extend(router.routes)
@@ -187,24 +200,26 @@ def _methods(app: FastAPI) -> dict[str, set[str]]:
     return found
 
 
-def _model_routes(backend: GenerationBackend) -> APIRouter:
+def _model_routes(generator: Generator) -> APIRouter:
     router = APIRouter(prefix="/v1", tags=["models"], responses=_ERRORS)
 
     @router.get("/models")
     async def list_models() -> ModelList:
         tells_root = may_observe()
-        return ModelList(data=[model_card(backend.model, name, tells_root=tells_root) for name in backend.model.names])
+        return ModelList(
+            data=[model_card(generator.model, name, tells_root=tells_root) for name in generator.model.names]
+        )
 
     @router.get("/models/{model_id:path}")
     async def get_model(model_id: str) -> ModelCard:
-        check_model(model_id, backend.model)
-        return model_card(backend.model, model_id, tells_root=may_observe())
+        check_model(model_id, generator.model)
+        return model_card(generator.model, model_id, tells_root=may_observe())
 
     return router
 
 
 def _generation_routes(
-    backend: GenerationBackend,
+    generator: Generator,
     encoder: PromptEncoder,
     workers: BodyWorkers | None,
     streams: ResumableStreams | None,
@@ -213,15 +228,15 @@ def _generation_routes(
     async def respond(
         generation: Generation, request: Request, headers: MutableHeaders
     ) -> Completion | ChatCompletion | Response:
-        generation = await seeing(generation, request, backend, shares_across_keys)
+        generation = await seeing(generation, request, generator, shares_across_keys)
         named = named_for(generation, request, shares_across_keys)
         promise = AnswerPromise(len(named.requests))
         ANSWER.set(promise)
         if streams is not None and wants_resumable(request.headers, named):
             return streams.begin(named, request.headers)
         if named.stream:
-            return EventStream(chunks(backend, named, ChunkWriter(named, encoder.texts)))
-        answer = await _answer(request, backend, named, encoder)
+            return EventStream(chunks(generator, named, ChunkWriter(named, encoder.texts)))
+        answer = await _answer(request, generator, named, encoder)
         headers.update(promise.headers())
         return answer
 
@@ -230,7 +245,7 @@ def _generation_routes(
 
         async def handle_large(self, request: Request, body: bytes) -> Response:
             chat = self.path_format.endswith("/chat/completions")
-            generation = await while_connected(request.receive, _read_large(body, chat, backend, encoder, workers))
+            generation = await while_connected(request.receive, _read_large(body, chat, generator, encoder, workers))
             headers = MutableHeaders()
             reply = await respond(generation, request, headers)
             if isinstance(reply, Response):
@@ -243,29 +258,29 @@ def _generation_routes(
     async def create_completion(
         body: CompletionRequest, request: Request, response: Response
     ) -> Completion | ChatCompletion | Response:
-        return await respond(await generation_of(body, backend.model, encoder), request, response.headers)
+        return await respond(await generation_of(body, generator.model, encoder), request, response.headers)
 
     @router.post("/chat/completions", response_model=ChatCompletion)
     async def create_chat_completion(
         body: ChatCompletionRequest, request: Request, response: Response
     ) -> Completion | ChatCompletion | Response:
-        return await respond(await generation_of(body, backend.model, encoder), request, response.headers)
+        return await respond(await generation_of(body, generator.model, encoder), request, response.headers)
 
     return router
 
 
-def _operator_routes(backend: GenerationBackend, readiness: Readiness) -> APIRouter:
+def _status_routes(generator: Generator, operator: Operator, readiness: Readiness) -> APIRouter:
     router = APIRouter(tags=["operation"], responses=_ERRORS)
 
     @router.get("/health")
     async def health() -> Health:
-        if not (await backend.healthy() and readiness.is_supervised):
+        if not (await operator.healthy() and readiness.is_supervised):
             raise unhealthy()
         return Health()
 
     @router.get("/health/ready")
     async def ready() -> Health:
-        problem = readiness.problem(healthy=await backend.healthy())
+        problem = readiness.problem(healthy=await operator.healthy())
         if problem is not None:
             raise problem
         return Health()
@@ -285,18 +300,18 @@ def _operator_routes(backend: GenerationBackend, readiness: Readiness) -> APIRou
 
     @router.get("/status")
     async def status() -> Status:
-        return status_reply(await backend.status(), backend.model)
+        return status_reply(await operator.status(), generator.model)
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
         open_metrics = accepts_open_metrics(request.headers.get("accept", ""))
-        text = await backend.metrics(open_metrics=open_metrics)
+        text = await operator.metrics(open_metrics=open_metrics)
         return Response(text, media_type=OPEN_METRICS_TYPE if open_metrics else PLAIN_TYPE)
 
     @router.get("/placement")
     async def placement() -> PlacementView:
         try:
-            return await backend.placement()
+            return await operator.answer("the Router", operator.router.placement())
         except FarsightError as error:
             raise ApiError(str(error), status=503, kind=SERVER_ERROR, code="unavailable") from error
 
@@ -304,11 +319,11 @@ def _operator_routes(backend: GenerationBackend, readiness: Readiness) -> APIRou
 
 
 async def _read_large(
-    body: bytes, chat: bool, backend: GenerationBackend, encoder: PromptEncoder, workers: BodyWorkers | None
+    body: bytes, chat: bool, generator: Generator, encoder: PromptEncoder, workers: BodyWorkers | None
 ) -> Generation:
     if workers is not None:
-        return await workers.read(body, chat=chat, model=backend.model)
-    return await asyncio.to_thread(read_body, body, chat=chat, model=backend.model, encoder=encoder)
+        return await workers.read(body, chat=chat, model=generator.model)
+    return await asyncio.to_thread(read_body, body, chat=chat, model=generator.model, encoder=encoder)
 
 
 async def _gone(request: Request, error: Exception) -> Response:
@@ -317,7 +332,7 @@ async def _gone(request: Request, error: Exception) -> Response:
 
 
 async def _answer(
-    request: Request, backend: GenerationBackend, generation: Generation, encoder: PromptEncoder
+    request: Request, generator: Generator, generation: Generation, encoder: PromptEncoder
 ) -> Completion | ChatCompletion | Response:
     """The complete answer.
 
@@ -326,5 +341,5 @@ async def _answer(
     """
     reply = chat_completion if generation.chat else completion
     beams = generation.beams
-    work = collect(backend, generation) if beams is None else search(backend, generation, beams, encoder.texts)
+    work = collect(generator, generation) if beams is None else search(generator, generation, beams, encoder.texts)
     return reply(generation, await while_connected(request.receive, work), encoder.texts)

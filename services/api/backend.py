@@ -1,4 +1,4 @@
-"""The interface between the HTTP layer and the rest of the system."""
+"""What runs requests, as the HTTP layer sees it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,7 @@ from typing import Protocol
 
 from core.abilities import Abilities
 from core.messages.images import EncodedImage, ImageFile
-from core.messages.live import LiveView
-from core.messages.log import LoggedWindow, RequestTrace
-from core.messages.placement import PlacementView
-from core.messages.series import ComponentsQuery, ComponentsReply, RecentDecisions, SeriesQuery, SeriesReply, TableReply
-from core.messages.status import ComponentCounts, StatusReply
 from core.messages.tokens import TokenDelta
-from core.messages.weights import ServedWeights, Upgrade
 from core.request import Request
 from services.api.pictures.placing import Sight
 from services.api.text.prompts import PromptText
@@ -62,7 +56,7 @@ class ModelInfo:
         return (self.name, *self.aliases)
 
 
-class GenerationBackend(Protocol):
+class Generator(Protocol):
     """Runs requests somewhere."""
 
     @property
@@ -99,103 +93,4 @@ class GenerationBackend(Protocol):
             CapacityError: Too many wait.
             ApiError: 503: they could not be encoded, or not in time.
         """
-        ...
-
-    async def status(self) -> StatusReply:
-        """One row for each running component."""
-        ...
-
-    async def last_status(self) -> StatusReply:
-        """The same, at most some seconds old, for pages that ask again and again."""
-        ...
-
-    async def metrics(self, *, open_metrics: bool) -> str:
-        """The metrics of every reachable process, merged into one exposition (``metrics_page``)."""
-        ...
-
-    async def placement(self) -> PlacementView:
-        """The Router's statistics of its placements.
-
-        Raises:
-            FarsightError: The Router cannot be reached now.
-        """
-        ...
-
-    async def series(self, query: SeriesQuery) -> SeriesReply:
-        """The history of the service.
-
-        Raises:
-            FarsightError: The Supervisor cannot be reached now.
-        """
-        ...
-
-    async def replica_series(self, query: SeriesQuery) -> TableReply:
-        """The loads of the replicas over time.
-
-        Raises:
-            FarsightError: The Supervisor cannot be reached now.
-        """
-        ...
-
-    async def component_series(self, query: ComponentsQuery) -> ComponentsReply:
-        """What the components of a kind did over time.
-
-        Raises:
-            FarsightError: The Supervisor cannot be reached now.
-        """
-        ...
-
-    async def recent_decisions(self, kind: str) -> tuple[RecentDecisions, ...]:
-        """The last decisions of the components of a kind, of those that answer."""
-        ...
-
-    async def live(self, max_rows: int) -> LiveView:
-        """What is on the replicas now; at most so many requests of each."""
-        ...
-
-    async def explain(self, response_id: str) -> tuple[RequestTrace, ...]:
-        """The decision traces behind an answer; empty if the answer is unknown or too old.
-
-        Raises:
-            FarsightError: The decision log cannot be read now.
-        """
-        ...
-
-    async def logged_around(self, request_id: str) -> LoggedWindow | None:
-        """The log around a request that has ended; None if the log does not hold it any more.
-
-        Raises:
-            FarsightError: The log cannot be read now, or steps have not been measured.
-        """
-        ...
-
-    async def drain(self, replica: str, *, cancel: bool) -> ComponentCounts:
-        """Takes a replica out once its requests have ended or moved, or takes it back.
-
-        Raises:
-            InvalidValueError: There is no such replica, or no other one would be left.
-            FarsightError: The change failed.
-        """
-        ...
-
-    async def upgrade(self, order: Upgrade) -> ServedWeights:
-        """Replaces the weights of all replicas, or the settings of their workers.
-
-        Raises:
-            InvalidValueError: The model cannot take the place of the running one, or a setting cannot roll.
-            FarsightError: The change failed; all replicas run the old weights.
-        """
-        ...
-
-    async def scale(self, kind: str, count: int) -> ComponentCounts:
-        """Sets the number of components of a kind; returns when the added ones run or the removed ones are gone.
-
-        Raises:
-            InvalidValueError: The kind or the number is wrong.
-            FarsightError: The change was not made, or only in part.
-        """
-        ...
-
-    async def healthy(self) -> bool:
-        """Whether a request sent now would be served."""
         ...

@@ -13,7 +13,7 @@ from starlette.types import Receive
 
 from core.messages.tokens import TokenDelta, TokenLogprobs
 from core.request import Fault, Request
-from services.api.backend import GenerationBackend
+from services.api.backend import Generator
 from services.api.errors import INVALID_REQUEST, SERVER_ERROR, ApiError
 from services.api.pictures.collecting import check_places, pictures_of
 from services.api.pictures.placing import expanded, placed
@@ -77,9 +77,7 @@ def first_cached_len(delta: TokenDelta) -> int:
     return delta.cached_len if delta.start == 0 or not delta.token_ids else 0
 
 
-async def run_requests(
-    backend: GenerationBackend, generation: Generation
-) -> AsyncGenerator[tuple[int, TokenDelta], None]:
+async def run_requests(backend: Generator, generation: Generation) -> AsyncGenerator[tuple[int, TokenDelta], None]:
     """Yields the deltas of all requests as they arrive, each with its request's index. Closing it closes every backend
     stream.
 
@@ -93,7 +91,7 @@ async def run_requests(
             yield index, _without_output(delta) if generation.prompt_only else delta
 
 
-async def collect(backend: GenerationBackend, generation: Generation) -> list[ChoiceResult]:
+async def collect(backend: Generator, generation: Generation) -> list[ChoiceResult]:
     """The complete outputs, in the order of the requests."""
     results = [ChoiceResult() for _ in generation.requests]
     async with aclosing(run_requests(backend, generation)) as deltas:
@@ -102,11 +100,11 @@ async def collect(backend: GenerationBackend, generation: Generation) -> list[Ch
     return results
 
 
-async def with_pictures(backend: GenerationBackend, generation: Generation, salt: str) -> Generation:
+async def with_pictures(backend: Generator, generation: Generation, salt: str) -> Generation:
     """The generation with the images of its prompt, each in as many tokens as it has.
 
     Args:
-        salt: As for ``GenerationBackend.see``.
+        salt: As for ``Generator.see``.
 
     Raises:
         ApiError, InvalidValueError: A picture that cannot be read, or a prompt that does not fit with it.
@@ -129,13 +127,11 @@ async def with_pictures(backend: GenerationBackend, generation: Generation, salt
     return dataclasses.replace(generation, prompts=(prompt,), pictures=())
 
 
-async def prompt_ids_of(
-    body: ChatTurn, backend: GenerationBackend, encoder: PromptEncoder, salt: str
-) -> tuple[int, ...]:
+async def prompt_ids_of(body: ChatTurn, backend: Generator, encoder: PromptEncoder, salt: str) -> tuple[int, ...]:
     """The prompt of a conversation. Its pictures are encoded, and kept for the request that will follow.
 
     Args:
-        salt: As for ``GenerationBackend.see``.
+        salt: As for ``Generator.see``.
 
     Raises:
         ApiError, InvalidValueError, CapacityError: As ``with_pictures``.
@@ -187,7 +183,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T
 
 
 async def _run_one(
-    backend: GenerationBackend, generation: Generation, index: int
+    backend: Generator, generation: Generation, index: int
 ) -> AsyncGenerator[tuple[int, TokenDelta], None]:
     deltas = backend.stream(generation.requests[index], generation.texts[index // generation.num_tries])
     async with aclosing(deltas) as stream:
@@ -200,7 +196,7 @@ async def _run_one(
     raise ApiError("The generation ended early.", status=500, kind=SERVER_ERROR, code="internal_error")
 
 
-async def run_prefill(backend: GenerationBackend, request: Request) -> TokenDelta:
+async def run_prefill(backend: Generator, request: Request) -> TokenDelta:
     """The one delta of a request that generates nothing.
 
     Raises:
@@ -216,9 +212,7 @@ async def run_prefill(backend: GenerationBackend, request: Request) -> TokenDelt
     raise ApiError("The computation ended early.", status=500, kind=SERVER_ERROR, code="internal_error")
 
 
-async def _run_several(
-    backend: GenerationBackend, generation: Generation
-) -> AsyncGenerator[tuple[int, TokenDelta], None]:
+async def _run_several(backend: Generator, generation: Generation) -> AsyncGenerator[tuple[int, TokenDelta], None]:
     queue: asyncio.Queue[tuple[int, TokenDelta] | Exception | None] = asyncio.Queue(_QUEUED_DELTAS)
 
     async def pump(index: int) -> None:

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from core.request import check_token_ids
 from services.api.access.presented import own_salt
-from services.api.backend import GenerationBackend
+from services.api.backend import Generator
 from services.api.bodies import read_whole
 from services.api.fields import refused
 from services.api.generate import prompt_ids_of, while_connected
@@ -56,7 +56,7 @@ class DetokenizeReply(BaseModel):
 
 
 def token_routes(
-    backend: GenerationBackend,
+    backend: Generator,
     encoder: PromptEncoder,
     errors: dict[int | str, dict[str, Any]],
     *,

@@ -18,7 +18,7 @@ from actors.runtime.hosts import create_host
 from actors.runtime.names import SUPERVISOR, host_of
 from actors.runtime.peer import Site
 from core.config.load import FarsightConfig
-from services.api.backend import GenerationBackend
+from services.api.backend import Generator
 from services.api.batches.order import ForecastLines
 from services.api.text.prompts import PromptEncoder
 from services.api.text.settings import text_settings
@@ -34,7 +34,7 @@ _GCS_FLAG = "--gcs-address="
 @contextlib.asynccontextmanager
 async def open_backend(
     config: FarsightConfig, stages: Stages
-) -> AsyncGenerator[tuple[GenerationBackend, PromptEncoder, ForecastLines | None], None]:
+) -> AsyncGenerator[tuple[Generator, PromptEncoder, ForecastLines | None], None]:
     """The backend of one job, the encoder of its model and what forecasts its lines, if its preset reads forecasts.
 
     Closing it ends every component it started.

@@ -12,7 +12,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -25,30 +25,25 @@ from actors.runtime.names import is_backend
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, Site, again_and_again, wait_for
 from core.degraded import Degraded
 from core.errors import InvalidValueError
-from core.exposition import exposition
 from core.forecast import Forecast
-from core.messages.drains import DrainReplica
 from core.messages.forecasts import ForecastMade, ForecastsMade
-from core.messages.log import FinishedRequests, LoggedWindow, RequestTrace, RequestTraces
+from core.messages.images import EncodedImage, ImageFile
+from core.messages.log import FinishedRequests, RequestTrace, RequestTraces
 from core.messages.requests import Keys, Refusal, Submit
-from core.messages.status import ComponentCounts, ComponentStatus, Scale
+from core.messages.status import ComponentStatus
 from core.messages.tokens import TokenDelta, TokenPoll
-from core.messages.weights import ServedWeights, Upgrade
 from core.request import Request
 from policies.compose import predicts_requests
 from services.api.backend import ModelInfo
 from services.api.text.prompts import PromptText
-from services.ingress.explanations import Explanations
 from services.ingress.first_check import CountedRequest, FirstCheck
-from services.ingress.image_client import ImageClient, SeeingService
+from services.ingress.image_client import ImageClient
 from services.ingress.ledger import RequestLedger
-from services.ingress.logged_requests import LoggedRequests
-from services.ingress.observed import ObservedService
 from services.ingress.overview import Overview
 from services.ingress.predictor_client import PredictorClient, question_of
 from services.ingress.prefixes import prefix_hashes
 from services.ingress.streams import ClientStream, TokenInbox, fail_stream
-from services.ingress.versions import REPLACED, VersionedStreams
+from services.ingress.versions import REPLACED, OpenRequests
 
 ANNOUNCE_S = 0.5
 """How often the Router hears what is open here, and says what is lost."""
@@ -68,8 +63,8 @@ OWN_ENGINE_S = 1.0
 logger = logging.getLogger(__name__)
 
 
-class EngineClient(ObservedService, SeeingService, VersionedStreams):
-    """A ``GenerationBackend`` over the Router and the model workers.
+class EngineClient:
+    """A ``Generator`` over the Router and the model workers.
 
     Args:
         site: Where they are.
@@ -78,6 +73,10 @@ class EngineClient(ObservedService, SeeingService, VersionedStreams):
         prefix_block_size: Tokens of the blocks by which prompts are compared; 0 if the placement compares none.
         ingress_id: Ends the name of this process' actor, by which others find out whether it lives
             (``actors.runtime.ingress_lives``); random where it has none.
+
+    Attributes:
+        overview: What operators see of the service from here.
+        open_requests: Those whose clients wait, by the weights that they run on.
     """
 
     def __init__(
@@ -89,7 +88,6 @@ class EngineClient(ObservedService, SeeingService, VersionedStreams):
         prefix_block_size: int = 0,
         ingress_id: str = "",
     ) -> None:
-        self.model = model
         self._prefix_block_size = prefix_block_size
         self._peers = site.peers()
         self._router = self._peers.router()
@@ -106,9 +104,7 @@ class EngineClient(ObservedService, SeeingService, VersionedStreams):
         log_store = self._peers.log_store()
         self._log = LogOutbox(log_store.append, FinishedRequests, self._degraded)
         self._traces = LogOutbox(log_store.append_traces, RequestTraces, self._degraded)
-        self._explanations = Explanations(self._peers)
         self._images = ImageClient(site, self._peers, self.ingress_id)
-        self._logged = LoggedRequests(self._peers, site.config.scheduler.preset)
         self._made: list[ForecastMade] = []
         self.forecaster: PredictorClient | None = None
         if predicts_requests(site.config):
@@ -118,14 +114,22 @@ class EngineClient(ObservedService, SeeingService, VersionedStreams):
         self._tasks: list[asyncio.Task[None]] = []
         self._heard_at: float | None = None
         self._token_at: float | None = None
-        self._overview = Overview(site, self._peers)
+        self.overview = Overview(site, self._peers, self)
         self.registry = CollectorRegistry()
         self._metrics = RequestMetrics(self.registry, model.name)
         self.first_check = FirstCheck(site.config.server, self._metrics.rejected)
         self.tally = self._metrics.tally
+        self.open_requests = OpenRequests(
+            site.config, model, self.first_check, self._streams, self._ledger, self._router, self._outgoing_due.set
+        )
         show_degraded(self.registry, lambda: [(f"ingress-{self.ingress_id}", self._degraded)])
         self._health = HealthServer(self.registry, lambda: [self._row()])
         self._port = 0
+
+    @property
+    def model(self) -> ModelInfo:
+        """What clients may know about the model that new requests run on."""
+        return self.open_requests.model
 
     async def start(self) -> None:
         """Starts the background pumps, on the event loop that serves requests."""
@@ -148,7 +152,7 @@ class EngineClient(ObservedService, SeeingService, VersionedStreams):
             CapacityError: too much is in flight already.
             InvalidValueError: no worker can ever run it.
         """
-        if self.is_replaced(request):
+        if self.open_requests.is_replaced(request):
             yield TokenDelta("", 0, len(request.output_ids), (), "", "error", REPLACED)
             return
         admitted = self.first_check.admit(request, key)
@@ -179,7 +183,7 @@ class EngineClient(ObservedService, SeeingService, VersionedStreams):
             request_id=f"{self.ingress_id}-{next(self._ids)}",
             ingress_id=self.ingress_id,
             # The log of a stream that another ingress replica goes on with names the weights that it began with.
-            model_version=request.model_version if request.output_ids else self.model_version,
+            model_version=request.model_version if request.output_ids else self.open_requests.model_version,
             prefix_hashes=prefix_hashes(request, self._prefix_block_size),
             source=text.source if self._sends_text and text is not None else None,
         )
@@ -193,7 +197,7 @@ class EngineClient(ObservedService, SeeingService, VersionedStreams):
 
     def _watch_deadline(self, stream: ClientStream) -> None:
         """A request has its first token in time, or fails."""
-        seconds = min(self._deadline_s, self._own_deadline_s)
+        seconds = min(self.open_requests.deadline_s, self.open_requests.own_deadline_s)
         if seconds < math.inf:
             stream.deadline = asyncio.get_running_loop().call_later(seconds, self._miss_deadline, stream)
 
@@ -204,9 +208,9 @@ class EngineClient(ObservedService, SeeingService, VersionedStreams):
             return  # it has come to its end, without a single token
         waited_s = time.monotonic() - stream.began
         if (
-            replica and not is_backend(replica) and waited_s < self._own_deadline_s
+            replica and not is_backend(replica) and waited_s < self.open_requests.own_deadline_s
         ):  # our own engine comes to everything in the end
-            seconds = min(OWN_ENGINE_S, self._own_deadline_s - waited_s)
+            seconds = min(OWN_ENGINE_S, self.open_requests.own_deadline_s - waited_s)
             stream.deadline = asyncio.get_running_loop().call_later(seconds, self._miss_deadline, stream)
             return
         self._ledger.close(request_id, time.monotonic())
@@ -434,55 +438,15 @@ class EngineClient(ObservedService, SeeingService, VersionedStreams):
         heard_at = self._heard_at
         return heard_at is not None and time.monotonic() - heard_at < UNHEALTHY_AFTER_S
 
-    async def metrics(self, *, open_metrics: bool) -> str:
-        """Of every process."""
-        own = exposition(self.registry, open_metrics=True)
-        return await self._overview.metrics(f"ingress-{self.ingress_id}", own, open_metrics=open_metrics)
+    def own_traces(self, response_id: str) -> list[RequestTrace]:
+        """Returns what this process knows of the decisions behind an answer."""
+        ended = [trace for trace in self._traces if trace.trace_id.startswith(f"{response_id}/")]
+        open_now = [stream.trace for stream in self._streams.values() if stream.trace.is_of(response_id)]
+        return [*ended, *(each for trace in open_now for each in trace.so_far())]
 
-    async def explain(self, response_id: str) -> tuple[RequestTrace, ...]:
-        """What is known of the decisions behind an answer, by all components.
-
-        Raises:
-            FarsightError: nothing is known of it, and the Router or the log store could not be asked.
-        """
-        own = [trace for trace in self._traces if trace.trace_id.startswith(f"{response_id}/")]
-        own += [it for each in self._streams.values() if each.trace.is_of(response_id) for it in each.trace.so_far()]
-        return await self._explanations.find(response_id, own)
-
-    async def logged_around(self, request_id: str) -> LoggedWindow | None:
-        """The log around a request that has ended; None if it is not among the latest.
-
-        Raises:
-            FarsightError: The log cannot be read now, or steps have not been measured.
-        """
-        return await self._logged.around(request_id, self.first_check.snapshot)
-
-    async def drain(self, replica: str, *, cancel: bool) -> ComponentCounts:
-        """Takes a replica out, or back; answers when that is done.
-
-        Raises:
-            InvalidValueError: there is no such replica, or no other one would be left.
-        """
-        return await self._peers.supervisor().drain_replica(DrainReplica(replica, cancel))
-
-    async def upgrade(self, order: Upgrade) -> ServedWeights:
-        """Replaces the weights of all replicas, or the settings of their workers; answers when all run so.
-
-        Raises:
-            InvalidValueError: the model cannot take the place of the running one, or a setting cannot roll.
-        """
-        return await self._peers.supervisor().upgrade(order)
-
-    async def scale(self, kind: str, count: int) -> ComponentCounts:
-        """How many of what there are from now on; answers when they are there, or gone.
-
-        Raises:
-            InvalidValueError: the kind or the number is wrong.
-        """
-        return await self._peers.supervisor().scale(Scale(kind, count))
-
-    async def healthy(self) -> bool:
-        return self.hears
+    async def see(self, files: Sequence[ImageFile], salt: str) -> tuple[EncodedImage, ...]:
+        """As ``Generator.see``."""
+        return await self._images.see(files, salt)
 
     async def close(self) -> None:
         """Stops everything that ``start`` began."""

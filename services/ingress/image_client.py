@@ -55,7 +55,7 @@ class ImageClient:
             await asyncio.sleep(COUNTS_S)
 
     async def see(self, files: Sequence[ImageFile], salt: str) -> tuple[EncodedImage, ...]:
-        """As ``GenerationBackend.see``: an encoder that dies is asked again when it is back."""
+        """As ``Generator.see``: an encoder that dies is asked again when it is back."""
         wanted = [Wanted(file.field, file.url) for file in files if file.url]
         if not wanted:
             return await self._seen(files, salt)
@@ -137,22 +137,6 @@ class ImageClient:
 
 def _unavailable(why: str) -> ApiError:
     return unavailable(f"The pictures of this request cannot be read now: {why}.")
-
-
-class SeeingService:
-    """The part of an ingress replica that reads pictures; see ``GenerationBackend``."""
-
-    _images: ImageClient
-
-    async def see(self, files: Sequence[ImageFile], salt: str) -> tuple[EncodedImage, ...]:
-        """What the model reads of these pictures, in their order.
-
-        Raises:
-            InvalidValueError: One of them cannot be read.
-            CapacityError: Too many wait.
-            ApiError: 503: they could not be encoded, or not in time.
-        """
-        return await self._images.see(files, salt)
 
 
 async def _with_data(file: ImageFile, data: bytes) -> ImageFile:

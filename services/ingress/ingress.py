@@ -26,7 +26,7 @@ from engine.vision.geometry import load_geometry
 from estimator.device_profile import profile_label
 from policies.compose import forecasting_presets, predicts_requests
 from services.api.access.door import Door, door_settings
-from services.api.access.metered import MeteredBackend
+from services.api.access.metered import MeteredGenerator
 from services.api.admin import Administration
 from services.api.app import build_app
 from services.api.backend import ModelInfo
@@ -89,7 +89,7 @@ class Ingress:
         server = self._site.config.server
         client = await open_client(self._site, serve.get_replica_context().replica_id.unique_id)
         readiness = Readiness(SUPERVISED_S)
-        attendance = Attendance(self._site.peers(), readiness, client)
+        attendance = Attendance(self._site.peers(), readiness, client.open_requests)
         await attendance.join()
         self._attending = asyncio.create_task(again_and_again(attendance.run, LOOK_AGAIN_S))
         await self._tell_liveness(client, readiness)
@@ -119,6 +119,7 @@ class Ingress:
             self._encoder,
             server.max_body_bytes,
             self._administration,
+            operator=client.overview,
             shares_across_keys=shares,
             door=door,
             workers=workers,
@@ -134,7 +135,7 @@ class Ingress:
         """Sends spans from now on, if there is an endpoint for them."""
         if not self._site.config.traces.endpoint:
             return None
-        exporter = SpanExporter(self._site.config.traces, client, client.registry)
+        exporter = SpanExporter(self._site.config.traces, client.overview, client.registry)
         self._tracing = asyncio.create_task(again_and_again(exporter.run, LOOK_AGAIN_S))
         return exporter
 
@@ -147,7 +148,7 @@ class Ingress:
     ) -> None:
         """Runs the lines of batches on an application that asks for no key: each line belongs to its batch's tenant."""
         server = self._site.config.server
-        metered = MeteredBackend(client, door, shares_prefixes=shares)
+        metered = MeteredGenerator(client, door, shares_prefixes=shares)
         app = build_app(metered, self._encoder, server.max_body_bytes, workers=workers)
         forecast_lines = line_forecasts(client, self._encoder)
         place = RunningPlace(app, door.caller_of, client.first_check.free_places, server.max_body_bytes, forecast_lines)

@@ -7,9 +7,10 @@ import dataclasses
 import itertools
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import aiohttp
+from prometheus_client import CollectorRegistry
 from ray.exceptions import RayTaskError
 
 from actors.calls.failures import RemoteError
@@ -25,26 +26,20 @@ from actors.runtime.names import (
 )
 from actors.runtime.peer import PeerBook, PeerLost, Site, current_counts
 from core.errors import FarsightError
-from core.exposition import OPEN_METRICS_TYPE
+from core.exposition import OPEN_METRICS_TYPE, exposition
 from core.load_snapshot import LoadSnapshot
 from core.messages.kv import KVUsage
 from core.messages.live import LiveQuery, LiveView, ReplicaLive
-from core.messages.log import ArtefactInfo
-from core.messages.placement import PlacementView
-from core.messages.series import (
-    ComponentsQuery,
-    ComponentsReply,
-    NamesQuery,
-    RecentDecisions,
-    SeriesQuery,
-    SeriesReply,
-    TableReply,
-)
+from core.messages.log import ArtefactInfo, LoggedWindow, RequestTrace
+from core.messages.series import NamesQuery, RecentDecisions
 from core.messages.status import ComponentStatus, StatusReply
 from kvcache.residency import total_usage
 from policies.fleet.queue_delay import queue_delay_s
 from services.api.pages.metrics_page import merge_expositions
 from services.api.pages.recent import Recent
+from services.ingress.explanations import Explanations
+from services.ingress.first_check import FirstCheck
+from services.ingress.logged_requests import LoggedRequests
 
 _OPEN = {"Accept": OPEN_METRICS_TYPE}
 """So that another ingress replica's exemplars come along."""
@@ -65,12 +60,30 @@ DEFECTS = (RayTaskError, RemoteError)
 R = TypeVar("R")
 
 
-class Overview:
-    """Asks every process that there should be; none of them has to know the others."""
+class Own(Protocol):
+    """What the ingress replica that asks knows by itself."""
 
-    def __init__(self, site: Site, peers: PeerBook) -> None:
+    ingress_id: str
+    registry: CollectorRegistry
+    first_check: FirstCheck
+
+    @property
+    def hears(self) -> bool: ...
+
+    def own_traces(self, response_id: str) -> list[RequestTrace]: ...
+
+
+class Overview:
+    """An ``Operator`` that asks every process that there should be; none of them has to know the others."""
+
+    def __init__(self, site: Site, peers: PeerBook, own: Own) -> None:
         self._config = site.config
         self._peers = peers
+        self._own = own
+        self.supervisor = peers.supervisor()
+        self.router = peers.router()
+        self._explanations = Explanations(peers)
+        self._logged = LoggedRequests(peers, site.config.scheduler.preset)
         self._counts = initial_counts(site.config, sees=site.sees)
         self._last: dict[str, ComponentStatus] = {}
         self._learned = Recent(self._ask_artefacts, ARTEFACTS_FOR_S)
@@ -87,7 +100,7 @@ class Overview:
         """The same as the Supervisor saw it a moment ago, which is one question; without one that knows, as it is."""
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                seen = await self._peers.supervisor().seen()
+                seen = await self.supervisor.seen()
         except (PeerLost, TimeoutError, *DEFECTS):
             seen = None
         if seen is None:
@@ -118,41 +131,37 @@ class Overview:
         drained = map(self._drained, self._counts.drained)
         return StatusReply((*map(self._with_drain, rows), *drained, *ingress_rows), kv, artefacts, delay_s)
 
-    async def placement(self) -> PlacementView:
-        """What the Router says of its placements.
+    async def answer(self, who: str, asked: Awaitable[R]) -> R:
+        """Returns what a component says to a message, if it does so in time.
 
         Raises:
-            FarsightError: it does not answer.
+            FarsightError: It does not.
         """
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                return await self._peers.router().placement()
+                return await asked
         except (PeerLost, TimeoutError, *DEFECTS) as error:
-            raise FarsightError("the Router does not answer") from error
+            raise FarsightError(f"{who} does not answer") from error
 
-    async def series(self, query: SeriesQuery) -> SeriesReply:
-        """The history of the service.
+    async def healthy(self) -> bool:
+        """Returns whether a request sent to this process now would be served."""
+        return self._own.hears
 
-        Raises:
-            FarsightError: The Supervisor does not answer.
-        """
-        return await _supervised(self._peers.supervisor().series(query))
-
-    async def replica_series(self, query: SeriesQuery) -> TableReply:
-        """The loads of the replicas over time.
+    async def explain(self, response_id: str) -> tuple[RequestTrace, ...]:
+        """Returns what is known of the decisions behind an answer, by all components.
 
         Raises:
-            FarsightError: The Supervisor does not answer.
+            FarsightError: Nothing is known of it, and the Router or the log store could not be asked.
         """
-        return await _supervised(self._peers.supervisor().replica_series(query))
+        return await self._explanations.find(response_id, self._own.own_traces(response_id))
 
-    async def component_series(self, query: ComponentsQuery) -> ComponentsReply:
-        """What the components of a kind did over time.
+    async def logged_around(self, request_id: str) -> LoggedWindow | None:
+        """Returns the log around a request that has ended; None if it is not among the latest.
 
         Raises:
-            FarsightError: The Supervisor does not answer.
+            FarsightError: The log cannot be read now, or steps have not been measured.
         """
-        return await _supervised(self._peers.supervisor().component_series(query))
+        return await self._logged.around(request_id, self._own.first_check.snapshot)
 
     async def recent_decisions(self, kind: str) -> tuple[RecentDecisions, ...]:
         """The last decisions of the components of a kind, of those that answer; none of an ingress replica."""
@@ -184,8 +193,9 @@ class Overview:
         except (PeerLost, TimeoutError, *DEFECTS):
             return None
 
-    async def metrics(self, own_name: str, own_text: str, *, open_metrics: bool) -> str:
-        """The metrics of every process that answers, and of this one."""
+    async def metrics(self, *, open_metrics: bool) -> str:
+        """Returns the metrics of every process that answers, and of this one."""
+        own_name, own_text = f"ingress-{self._own.ingress_id}", exposition(self._own.registry, open_metrics=True)
         await self._count()
         hosts = self._hosts()
         texts = await asyncio.gather(*(self._host_metrics(host) for host in hosts))
@@ -255,7 +265,7 @@ class Overview:
     async def _snapshot(self) -> LoadSnapshot | None:
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                return await self._peers.router().outlook()
+                return await self.router.outlook()
         except (PeerLost, TimeoutError, *DEFECTS):
             return None
 
@@ -266,7 +276,7 @@ class Overview:
     async def _ingress_rows(self) -> list[ComponentStatus]:
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                return list((await self._peers.router().ingress_rows()).components)
+                return list((await self.router.ingress_rows()).components)
         except (PeerLost, TimeoutError, *DEFECTS):
             return []
 
@@ -286,12 +296,3 @@ class Overview:
         if last is None:
             return ComponentStatus(component, kind_of(component, self._config), 0, "", "dead", 0, None, 0, 0)
         return dataclasses.replace(last, state="dead", queue=0, last_step_age_s=None, http_port=0)
-
-
-async def _supervised(call: Awaitable[R]) -> R:
-    """What the Supervisor answers, or FarsightError."""
-    try:
-        async with asyncio.timeout(TIMEOUT_S):
-            return await call
-    except (PeerLost, TimeoutError, *DEFECTS) as error:
-        raise FarsightError("the Supervisor does not answer") from error

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 import math
 import time
+from collections.abc import Callable, Mapping
 
 from actors.calls.scheduling import RouterCalls
 from core.config.load import FarsightConfig
@@ -20,39 +20,57 @@ from services.ingress.streams import ClientStream, fail_stream
 REPLACED = "its weights were replaced, and the time for it to end is over"
 
 
-class VersionedStreams:
-    """What a Supervisor wants to know of open requests, and may have done to them.
+class OpenRequests:
+    """What a Supervisor wants to know of an ingress replica's open requests, and may have done to them.
+
+    Args:
+        model: What clients may know about the model.
+        first_check: What new requests are compared with.
+        streams: The open requests by id; whoever opens and closes them keeps it.
+        ledger: Knows which of them have ended.
+        router: Is asked for the model that runs now.
+        wake: Called when something is to be told to the Router.
 
     Attributes:
-        model: What clients may know about the model.
         model_version: Version of the weights that new requests run on.
-        first_check: What new requests are compared with.
     """
 
-    model: ModelInfo
-    model_version: int = 0
-    first_check: FirstCheck
-    _config: FarsightConfig
-    _limits_changed: str = "{}"
-    _oldest_served: int = 0
-    _streams: dict[str, ClientStream]
-    _router: RouterCalls
-    _ledger: RequestLedger
-    _outgoing_due: asyncio.Event
+    def __init__(
+        self,
+        config: FarsightConfig,
+        model: ModelInfo,
+        first_check: FirstCheck,
+        streams: Mapping[str, ClientStream],
+        ledger: RequestLedger,
+        router: RouterCalls,
+        wake: Callable[[], None],
+    ) -> None:
+        self.model, self.model_version = model, 0
+        self.ingress_id = ledger.ingress_id
+        self._config = config
+        self._first_check = first_check
+        self._streams = streams
+        self._ledger = ledger
+        self._router = router
+        self._wake = wake
+        self._limits_changed = "{}"
+        self._oldest_served = 0
 
     def use_limits(self, limits: str) -> None:
         """New requests are compared with these settings in place of those of the start; by section, as JSON."""
         if limits != self._limits_changed:
-            self.first_check.limits = changed(self._config, json.loads(limits)).server
+            self._first_check.limits = changed(self._config, json.loads(limits)).server
             self._limits_changed = limits
 
     @property
-    def _deadline_s(self) -> float:
-        return self.first_check.limits.first_token_deadline_s if self._config.replica else math.inf
+    def deadline_s(self) -> float:
+        """Seconds within which another server has to send a first token."""
+        return self._first_check.limits.first_token_deadline_s if self._config.replica else math.inf
 
     @property
-    def _own_deadline_s(self) -> float:
-        limits = self.first_check.limits
+    def own_deadline_s(self) -> float:
+        """Seconds within which any request has to have a first token."""
+        limits = self._first_check.limits
         return limits.max_wait_s + limits.first_token_deadline_s if limits.max_wait_s else math.inf
 
     @property
@@ -90,4 +108,4 @@ class VersionedStreams:
             if self._ledger.replica_of(request.request_id) is not None:  # else its end is on its way
                 self._ledger.close(request.request_id, time.monotonic())
                 fail_stream(stream, stream.attempts, reason)
-        self._outgoing_due.set()
+        self._wake()

@@ -182,7 +182,7 @@ async def rows(client: EngineClient) -> dict[str, ComponentStatus]:
     On a busy machine a component may be shown as dead that lives: it has not answered for a second. And while the
     Supervisor has not, there are as many pieces as there were before, for all that is known.
     """
-    return {row.name: row for row in (await client.status()).components if _concerns(client, row)}
+    return {row.name: row for row in (await client.overview.status()).components if _concerns(client, row)}
 
 
 async def patient_rows(client: EngineClient) -> dict[str, ComponentStatus]:
@@ -217,7 +217,7 @@ async def wait_whole(client: EngineClient) -> None:
 
     async def whole() -> bool:
         nonlocal last
-        last = await client.status()
+        last = await client.overview.status()
         calm = all(row.state == "ready" and not row.queue for row in last.components if _concerns(client, row))
         return calm and last.kv.free_blocks == last.kv.num_blocks > 0
 

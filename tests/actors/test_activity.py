@@ -32,7 +32,7 @@ async def told(client: EngineClient, kind: str) -> ComponentsReply:
 
     async def answered() -> bool:
         with contextlib.suppress(FarsightError):
-            found.append(await client.component_series(ComponentsQuery(kind, SeriesQuery())))
+            found.append(await client.overview.supervisor.component_series(ComponentsQuery(kind, SeriesQuery())))
         return bool(found)
 
     await eventually(answered, "the Supervisor tells of its components")
@@ -47,7 +47,7 @@ async def has_done(client: EngineClient, kind: str, name: str) -> bool:
 
 async def is_seen_whole(client: EngineClient) -> bool:
     """Whether the status for pages names the same components, in the same processes, as the status of now."""
-    seen, now = await client.last_status(), await client.status()
+    seen, now = await client.overview.last_status(), await client.overview.status()
     key = [
         sorted((row.name, row.kind, row.pid, row.state, row.restarts) for row in each.components)
         for each in (seen, now)
@@ -70,10 +70,10 @@ async def test_every_kind_tells_what_it_has_done(system: System) -> None:
             "ServingTimeEstimator",
             "LogStore",
         ):  # a Scheduler notes named requests alone
-            decided = await client.recent_decisions(kind)
+            decided = await client.overview.recent_decisions(kind)
             assert any(unpack_decisions(each.decisions) for each in decided), kind
         await eventually(lambda: is_seen_whole(client), "the Supervisor tells of the service what the processes tell")
-        loads = await client.replica_series(SeriesQuery())
+        loads = await client.overview.supervisor.replica_series(SeriesQuery())
         assert {row.name for row in loads.rows} == {"0", "1"}
         assert {line.name for line in loads.rows[0].columns} == {"requests", "work_tokens", "waiting", "kv_used"}
         assert (await told(client, "<script>")).lines.rows == ()

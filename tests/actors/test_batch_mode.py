@@ -17,6 +17,7 @@ from actors.runtime.names import LOG_STORE, ROUTER, serving_time_estimator_name
 from core.config.model import ModelConfig
 from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.messages.log import BatchPage, LogQuery
+from core.messages.status import Scale
 from policies.event_log import read_log
 from policies.fleet.events import PlaceRequests, ReplicaBroke
 from services.ingress.engine_client import EngineClient
@@ -133,7 +134,7 @@ async def test_no_stream_notices_that_an_estimator_dies_or_another_answers_in_it
 ) -> None:
     name = serving_time_estimator_name(0)
     async with calm_client(estimated) as client:
-        await client.scale("serving-time-estimator", num_estimators)
+        await client.overview.supervisor.scale(Scale("serving-time-estimator", num_estimators))
         async with under_load(client, truth) as load:
             died = await kill_components(client, (name,))
             assert died.keys() == {name}
@@ -141,7 +142,7 @@ async def test_no_stream_notices_that_an_estimator_dies_or_another_answers_in_it
             await wait_successors(client, died)
         before = await num_batches(estimated)
         await read_all(client, truth)
-        await client.scale("serving-time-estimator", 1)
+        await client.overview.supervisor.scale(Scale("serving-time-estimator", 1))
 
     async def logged() -> bool:
         return await num_batches(estimated) > before
@@ -225,14 +226,14 @@ async def test_idle_workers_pull_from_one_queue_while_others_come_and_go_and_die
             newest = (await patient_rows(client))["worker-2"]
             return newest.state == "ready" and newest.queue > 0
 
-        await client.scale("replica", 3)
+        await client.overview.supervisor.scale(Scale("replica", 3))
         await eventually(newest_runs, "the new worker pulls")
         kill({(await patient_rows(client))["worker-2"].pid})
         await eventually(answered, "the others serve on")
         await eventually(newest_runs, "it is back and pulls")
-        await client.scale("replica", 1)
+        await client.overview.supervisor.scale(Scale("replica", 1))
         await eventually(answered, "one serves on")
-        await client.scale("replica", 2)
+        await client.overview.supervisor.scale(Scale("replica", 2))
         await eventually(answered, "two serve on")
     batches = (await pulling.ask(LOG_STORE, "read_batches", LogQuery(0, 1000), BatchPage)).records
     assert {batch.worker for batch in batches} == {"0", "1", "2"}

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from actors.runtime.names import SUPERVISOR
-from core.messages.status import ComponentStatus
+from core.messages.status import ComponentStatus, Scale
 from services.ingress.engine_client import EngineClient
 from tests.actors.local_system import (
     NUM_TOKENS,
@@ -133,12 +133,12 @@ async def test_a_resumed_stream_says_so_in_the_log(system: System, client: Engin
 async def test_replicas_are_taken_away_and_added_under_load(system: System, client: EngineClient, truth: Truth) -> None:
     async with under_load(client, truth) as load:
         load.release()
-        assert (await client.scale("replica", 1)).replicas == 1
+        assert (await client.overview.supervisor.scale(Scale("replica", 1))).replicas == 1
     status = await patient_rows(client)
     assert {name for name, row in status.items() if row.kind == "ModelWorker"} == {"worker-0"}
     async with under_load(client, truth) as load:
         load.release()
-        assert (await client.scale("replica", 2)).replicas == 2
+        assert (await client.overview.supervisor.scale(Scale("replica", 2))).replicas == 2
     status = await patient_rows(client)
     assert {name for name, row in status.items() if row.kind == "ModelWorker"} == {"worker-0", "worker-1"}
 
@@ -151,6 +151,6 @@ async def test_learners_are_added_and_taken_away_under_load(
     async with under_load(client, truth) as load:
         load.release()
         for count in (2, 3, 1):
-            await client.scale(kind, count)
+            await client.overview.supervisor.scale(Scale(kind, count))
             found = {name for name in await patient_rows(client) if name.startswith(kind)}
             assert found == {f"{kind}-{index}" for index in range(count)}

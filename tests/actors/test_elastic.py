@@ -12,6 +12,7 @@ import pytest
 from actors.runtime.names import ROUTER
 from core.config.model import ModelConfig
 from core.errors import InvalidValueError
+from core.messages.status import Scale
 from services.ingress.engine_client import EngineClient
 from tests.actors.conftest import CONTINUOUS, open_system
 from tests.actors.local_system import ENGINE, NUM_PROMPTS, System, calm_client, eventually, read, rows
@@ -42,7 +43,7 @@ async def test_replicas_come_and_go_with_the_predicted_delay_and_every_stream_en
 
         async def more() -> bool:
             nonlocal most_s
-            status = await client.status()
+            status = await client.overview.status()
             most_s = max(most_s, status.queue_delay_s or 0.0)
             return await num_workers(client) > 1
 
@@ -66,8 +67,8 @@ async def test_a_number_outside_of_the_bounds_is_refused_and_one_within_is_where
 ) -> None:
     async with calm_client(elastic) as client:
         with pytest.raises(InvalidValueError, match="from 1 to 3, between which their number follows the load"):
-            await client.scale("replica", 4)
-        assert (await client.scale("replica", 2)).replicas == 2
+            await client.overview.supervisor.scale(Scale("replica", 4))
+        assert (await client.overview.supervisor.scale(Scale("replica", 2))).replicas == 2
 
         async def fewer() -> bool:
             return await num_workers(client) == 1

@@ -32,7 +32,7 @@ async def explained(
     async def known() -> bool:
         nonlocal found
         with contextlib.suppress(FarsightError):
-            found = await client.explain(response_id)
+            found = await client.overview.explain(response_id)
             return is_known(found)
         return False
 

@@ -13,6 +13,7 @@ from core.errors import InvalidValueError
 from core.forecast import Forecast
 from core.messages.kv import KVUsage
 from core.messages.log import LogPage, LogQuery
+from core.messages.status import Scale
 from core.messages.step_times import StepProfileReply
 from core.request import SamplingParams
 from services.api.requests import unnamed_request
@@ -114,7 +115,7 @@ async def test_the_kv_offload_manager_knows_what_is_used(system: System, client:
         await eventually(one_resident, "the one sequence is seen")
 
     async def adds_up() -> bool:
-        status = await client.status()  # without the one who is too busy to answer in a second
+        status = await client.overview.status()  # without the one who is too busy to answer in a second
         return status.kv.num_blocks == sum(usage.num_blocks for usage in await usages()) > 0
 
     await eventually(adds_up, "the status has the blocks of both")
@@ -123,4 +124,4 @@ async def test_the_kv_offload_manager_knows_what_is_used(system: System, client:
 @pytest.mark.parametrize(("kind", "count"), [("replica", 0), ("replica", 1001), ("nonsense", 1)])
 async def test_a_scale_that_cannot_be_is_refused(client: EngineClient, kind: str, count: int) -> None:
     with pytest.raises(InvalidValueError):
-        await client.scale(kind, count)
+        await client.overview.supervisor.scale(Scale(kind, count))

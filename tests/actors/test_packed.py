@@ -11,7 +11,7 @@ import pytest
 from core.config.engine import EngineConfig
 from core.config.model import ModelConfig
 from core.config.scheduling import SchedulerConfig
-from core.messages.status import ComponentStatus
+from core.messages.status import ComponentStatus, Scale
 from core.request import SamplingParams
 from services.api.requests import unnamed_request
 from services.ingress.engine_client import EngineClient
@@ -51,10 +51,10 @@ async def test_workers_come_and_go_in_one_process(packed: System) -> None:
     async with calm_client(packed) as client:
         before = worker_pids(await patient_rows(client))
         assert (sorted(before), len(set(before.values()))) == (["worker-0", "worker-1", "worker-2"], 1)
-        await client.scale("replica", 5)
+        await client.overview.supervisor.scale(Scale("replica", 5))
         more = worker_pids(await patient_rows(client))
         assert (len(more), set(more.values())) == (5, set(before.values()))
-        await client.scale("replica", 3)
+        await client.overview.supervisor.scale(Scale("replica", 3))
         assert worker_pids(await patient_rows(client)) == before, "and the process lives on"
 
 

@@ -89,7 +89,7 @@ async def serve(client: EngineClient, tokens: tuple[int, ...], num_tokens: int, 
         """An account may be on its way from a Scheduler to the log."""
         traces: tuple[RequestTrace, ...] = ()
         with contextlib.suppress(FarsightError):  # nobody could be asked in time
-            traces = await client.explain(origin.response_id)
+            traces = await client.overview.explain(origin.response_id)
         decisions = [each for trace in traces for each in unpack_decisions(trace.decisions)]
         facts.update(next((each.facts for each in decisions if each.kind == "placed"), {}))
         return bool(facts)
@@ -148,7 +148,7 @@ async def test_a_new_router_asks_what_is_cached(preble: System) -> None:
         async def has_heard() -> bool:
             """The worker's next report tells of its cache; that it is up is known before."""
             with contextlib.suppress(FarsightError):
-                replicas = (await client.placement()).replicas
+                replicas = (await client.overview.router.placement()).replicas
                 return any(each.replica == before.replica and each.cached_tokens >= PREFIX_LEN for each in replicas)
             return False
 

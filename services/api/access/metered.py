@@ -1,4 +1,4 @@
-"""A backend whose requests belong to the tenant of the caller: salt, owner, priority and counts."""
+"""Requests that belong to the tenant of the caller: salt, owner, priority and counts."""
 
 from __future__ import annotations
 
@@ -8,52 +8,46 @@ from contextlib import aclosing
 
 from core.errors import CapacityError, InvalidValueError
 from core.messages.images import EncodedImage, ImageFile
-from core.messages.live import LiveView
-from core.messages.log import LoggedWindow, RequestTrace
-from core.messages.placement import PlacementView
-from core.messages.series import ComponentsQuery, ComponentsReply, RecentDecisions, SeriesQuery, SeriesReply, TableReply
-from core.messages.status import ComponentCounts, StatusReply
 from core.messages.tokens import TokenDelta
-from core.messages.weights import ServedWeights, Upgrade
 from core.request import Request
 from services.api.access.caller import CURRENT
 from services.api.access.door import Door
-from services.api.access.keys import Caller, Role
-from services.api.access.presented import owner_of, owns, salt_of
-from services.api.backend import GenerationBackend, ModelInfo
+from services.api.access.keys import Caller
+from services.api.access.presented import owner_of, salt_of
+from services.api.backend import Generator, ModelInfo
 from services.api.generate import first_cached_len
 from services.api.requests import Generation
 from services.api.text.prompts import PromptText
 from services.api.wishes import PRIORITY_TIER
 
 
-class MeteredBackend:
-    """Passes everything on to another backend; routes need not know about tenants.
+class MeteredGenerator:
+    """Runs requests on another generator for the caller's tenant; routes need not know about tenants.
 
     Args:
         shares_prefixes: Whether tenants share cached prefixes with each other.
     """
 
-    def __init__(self, backend: GenerationBackend, door: Door, *, shares_prefixes: bool) -> None:
-        self._backend = backend
+    def __init__(self, generator: Generator, door: Door, *, shares_prefixes: bool) -> None:
+        self._generator = generator
         self._door = door
         self._shares_prefixes = shares_prefixes
 
     @property
     def model(self) -> ModelInfo:
-        return self._backend.model
+        return self._generator.model
 
     async def stream(
         self, request: Request, text: PromptText | None = None, key: str = ""
     ) -> AsyncGenerator[TokenDelta, None]:
-        """As ``GenerationBackend.stream``; tokens count for the caller's tenant as they come.
+        """As ``Generator.stream``; tokens count for the caller's tenant as they come.
 
         Where keys are in use, the tenant's name is the ``key`` that requests in flight are counted by.
         """
         caller = CURRENT.get()
         if caller is not None:
             request, key = self._owned(request, caller), caller.tenant.name
-        deltas = self._backend.stream(request, text, key)
+        deltas = self._generator.stream(request, text, key)
         async with aclosing(self._counted(deltas, 0 if request.output_ids else request.prompt_len, caller)) as counted:
             async for delta in counted:
                 yield delta
@@ -97,67 +91,12 @@ class MeteredBackend:
             budget.spend(now(), prompt=prompt)
             self._door.metrics.spent(caller.tenant.name, prompt, output, gpu_s)
 
-    async def explain(self, response_id: str) -> tuple[RequestTrace, ...]:
-        """As ``GenerationBackend.explain``, but only what the caller's tenant owns; an admin sees all.
-
-        The traces are without owner, since it has been checked.
-        """
-        traces = await self._backend.explain(response_id)
-        caller = CURRENT.get()
-        if caller is None:
-            return traces
-        if not all(_may_see(caller, trace) for trace in traces):
-            return ()
-        return tuple(dataclasses.replace(trace, owner=b"") for trace in traces)
-
-    async def logged_around(self, request_id: str) -> LoggedWindow | None:
-        return await self._backend.logged_around(request_id)
-
     async def see(self, files: Sequence[ImageFile], salt: str) -> tuple[EncodedImage, ...]:
-        """As ``GenerationBackend.see``; what is kept of a picture is shared as cached prefixes are."""
+        """As ``Generator.see``; what is kept of a picture is shared as cached prefixes are."""
         caller = CURRENT.get()
         if caller is not None and not self._shares_prefixes:
             salt = salt_of(caller.identity, salt)
-        return await self._backend.see(files, salt)
-
-    async def status(self) -> StatusReply:
-        return await self._backend.status()
-
-    async def last_status(self) -> StatusReply:
-        return await self._backend.last_status()
-
-    async def metrics(self, *, open_metrics: bool) -> str:
-        return await self._backend.metrics(open_metrics=open_metrics)
-
-    async def placement(self) -> PlacementView:
-        return await self._backend.placement()
-
-    async def series(self, query: SeriesQuery) -> SeriesReply:
-        return await self._backend.series(query)
-
-    async def replica_series(self, query: SeriesQuery) -> TableReply:
-        return await self._backend.replica_series(query)
-
-    async def component_series(self, query: ComponentsQuery) -> ComponentsReply:
-        return await self._backend.component_series(query)
-
-    async def recent_decisions(self, kind: str) -> tuple[RecentDecisions, ...]:
-        return await self._backend.recent_decisions(kind)
-
-    async def live(self, max_rows: int) -> LiveView:
-        return await self._backend.live(max_rows)
-
-    async def drain(self, replica: str, *, cancel: bool) -> ComponentCounts:
-        return await self._backend.drain(replica, cancel=cancel)
-
-    async def upgrade(self, order: Upgrade) -> ServedWeights:
-        return await self._backend.upgrade(order)
-
-    async def scale(self, kind: str, count: int) -> ComponentCounts:
-        return await self._backend.scale(kind, count)
-
-    async def healthy(self) -> bool:
-        return await self._backend.healthy()
+        return await self._generator.see(files, salt)
 
 
 def served_as(generation: Generation) -> Generation:
@@ -166,7 +105,3 @@ def served_as(generation: Generation) -> Generation:
     if caller is None or generation.service_tier != "priority" or caller.tenant.priority(PRIORITY_TIER) < 0:
         return generation
     return dataclasses.replace(generation, service_tier="default")
-
-
-def _may_see(caller: Caller, trace: RequestTrace) -> bool:
-    return Role.ADMIN in caller.roles or (bool(trace.owner) and owns(caller.identity, trace.owner))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from core.messages.tokens import TokenLogprobs
 from core.request import Request, SamplingParams
-from services.api.backend import GenerationBackend
+from services.api.backend import Generator
 from services.api.beams.fields import BeamParams
 from services.api.errors import ApiError
 from services.api.generate import ChoiceResult, collect
@@ -125,7 +125,7 @@ class PromptSearch:
 
 
 async def search(
-    backend: GenerationBackend, generation: Generation, params: BeamParams, texts: TokenTexts
+    backend: Generator, generation: Generation, params: BeamParams, texts: TokenTexts
 ) -> list[ChoiceResult]:
     """The complete outputs: ``num_beams`` of the first prompt, best first, then those of the second, and so on.
 

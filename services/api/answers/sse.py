@@ -20,7 +20,7 @@ from core.messages.tokens import DeltaLogprobs, TokenDelta
 from services.api.answers.logprobs import CompletionLogprobs, chat_logprobs
 from services.api.answers.parts import ChoiceParts
 from services.api.answers.replies import UsageFields, completion_logprobs, first_prompt_entry, usage
-from services.api.backend import GenerationBackend
+from services.api.backend import Generator
 from services.api.errors import ApiError, as_api_error
 from services.api.generate import ClientGone, first_cached_len, run_requests, while_connected
 from services.api.promised import ANSWER
@@ -53,9 +53,7 @@ class StreamWriter(Protocol):
         ...
 
 
-async def chunks(
-    backend: GenerationBackend, generation: Generation, writer: StreamWriter
-) -> AsyncGenerator[bytes, None]:
+async def chunks(backend: Generator, generation: Generation, writer: StreamWriter) -> AsyncGenerator[bytes, None]:
     """The events of one answer.
 
     Raises:

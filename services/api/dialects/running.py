@@ -19,7 +19,7 @@ from services.api.answers.replies import UsageFields, usage_of
 from services.api.answers.served import served
 from services.api.answers.sse import EventStream, StreamWriter, chunks
 from services.api.answers.trace_context import traced
-from services.api.backend import GenerationBackend
+from services.api.backend import Generator
 from services.api.bodies import body_error
 from services.api.errors import ApiError
 from services.api.generate import ChoiceResult, collect, prompt_ids_of, while_connected, with_pictures
@@ -37,7 +37,7 @@ class Running:
         shares_across_keys: Whether requests of different keys share cached prefixes.
     """
 
-    backend: GenerationBackend
+    backend: Generator
     encoder: PromptEncoder
     shares_across_keys: bool
 
@@ -88,9 +88,7 @@ class Running:
         return EventStream(chunks(self.backend, generation, writer), failure=writer.failure)
 
 
-async def seeing(
-    generation: Generation, request: Request, backend: GenerationBackend, shares_across_keys: bool
-) -> Generation:
+async def seeing(generation: Generation, request: Request, backend: Generator, shares_across_keys: bool) -> Generation:
     """With the images of its pictures, unless the client leaves meanwhile.
 
     Raises:

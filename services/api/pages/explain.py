@@ -16,10 +16,12 @@ from pydantic import BaseModel
 from core.decisions import Decision, unpack_decisions
 from core.errors import FarsightError
 from core.messages.log import RequestTrace
+from services.api.access.caller import CURRENT
+from services.api.access.keys import Role
 from services.api.access.presented import owns, sent_key
 from services.api.answers.replies import ErrorReply
-from services.api.backend import GenerationBackend
 from services.api.errors import SERVER_ERROR, ApiError
+from services.api.operator import Operator
 from services.api.pages.sentences import sentence
 
 RESPONSE_ID = re.compile(r"(chatcmpl|cmpl)-[0-9a-f]{32}")
@@ -104,22 +106,22 @@ class Explanation(BaseModel):
     choices: list[ExplainedChoice]
 
 
-def explain_routes(backend: GenerationBackend, admin_token: str) -> APIRouter:
+def explain_routes(operator: Operator, admin_token: str) -> APIRouter:
     """The route. A client may ask about requests sent with its own key; the admin token opens all requests."""
     router = APIRouter(prefix="/v1", tags=["generation"], responses=ERRORS)
 
     @router.get("/requests/{response_id}")
     async def explain(response_id: str, request: Request) -> Explanation:
-        traces = await own_traces(backend, response_id, sent_key(request.headers), admin_token)
+        traces = await own_traces(operator, response_id, sent_key(request.headers), admin_token)
         return explanation(response_id, traces)
 
     return router
 
 
-async def own_traces(
-    backend: GenerationBackend, response_id: str, key: str, admin_token: str
-) -> Sequence[RequestTrace]:
-    """The traces behind an answer, at least one.
+async def own_traces(operator: Operator, response_id: str, key: str, admin_token: str) -> Sequence[RequestTrace]:
+    """Returns the traces behind an answer, at least one.
+
+    Where keys are in use, a caller sees what its tenant owns, and an admin everything.
 
     Raises:
         ApiError: 404 for an answer that is not known, or that is not the key's to see; 503 without the log.
@@ -127,13 +129,20 @@ async def own_traces(
     traces: Sequence[RequestTrace] = ()
     if RESPONSE_ID.fullmatch(response_id):
         try:
-            traces = await backend.explain(response_id)
+            traces = await operator.explain(response_id)
         except FarsightError as error:
             raise ApiError(str(error), status=503, kind=SERVER_ERROR, code="unavailable") from error
-    is_operator = bool(admin_token) and hmac.compare_digest(key.encode(), admin_token.encode())
-    if not traces or not (is_operator or all(owns(key, trace.owner) for trace in traces)):
+    if not traces or not _may_see(traces, key, admin_token):
         raise unknown_request(response_id)
     return traces
+
+
+def _may_see(traces: Sequence[RequestTrace], key: str, admin_token: str) -> bool:
+    caller = CURRENT.get()
+    if caller is not None:
+        return Role.ADMIN in caller.roles or all(trace.owner and owns(caller.identity, trace.owner) for trace in traces)
+    is_operator = bool(admin_token) and hmac.compare_digest(key.encode(), admin_token.encode())
+    return is_operator or all(owns(key, trace.owner) for trace in traces)
 
 
 def unknown_request(response_id: str) -> ApiError:

@@ -14,8 +14,9 @@ from core.errors import FarsightError
 from core.messages.live import LiveView
 from core.messages.series import SeriesQuery
 from services.api.answers.replies import ErrorReply, Status
-from services.api.backend import GenerationBackend
+from services.api.backend import Generator
 from services.api.errors import SERVER_ERROR, ApiError
+from services.api.operator import Operator
 from services.api.pages.explain import RESPONSE_ID, Explanation, explanation, unknown_request
 from services.api.pages.live_parts import FOR_S, Components, LiveParts, Series, Table
 
@@ -31,14 +32,10 @@ Parts = Annotated[
 ]
 
 
-def live_routes(backend: GenerationBackend) -> APIRouter:
-    """The routes.
-
-    Args:
-        backend: As for ``LiveParts``.
-    """
+def live_routes(generator: Generator, operator: Operator) -> APIRouter:
+    """Returns the routes; whoever may use them sees the requests of all tenants."""
     router = APIRouter(tags=["operation"], responses=_ERRORS)
-    parts = LiveParts(backend)
+    parts = LiveParts(generator, operator)
     router.add_api_route("/live", _page_answer(parts), response_model=dict[str, Any])
 
     async def one(part: str, step: Step = "second", after: float = 0.0, kind: str = "") -> Response:
@@ -70,7 +67,7 @@ def live_routes(backend: GenerationBackend) -> APIRouter:
     @router.get("/live/requests/{response_id}")
     async def request(response_id: str) -> Explanation:
         try:
-            traces = await backend.explain(response_id) if RESPONSE_ID.fullmatch(response_id) else ()
+            traces = await operator.explain(response_id) if RESPONSE_ID.fullmatch(response_id) else ()
         except FarsightError as error:
             raise _unavailable(error) from error
         if not traces:

@@ -17,7 +17,8 @@ from core.messages.live import LiveView
 from core.messages.placement import PlacementView
 from core.messages.series import ComponentsQuery, LifeEvent, RecentDecisions, SeriesColumn, SeriesQuery, TableReply
 from services.api.answers.replies import status_reply
-from services.api.backend import GenerationBackend
+from services.api.backend import Generator
+from services.api.operator import Operator
 from services.api.pages.recent import RecentByKey
 from services.api.pages.sentences import sentence
 
@@ -87,11 +88,11 @@ class LiveParts:
     """Draws up the parts.
 
     Args:
-        backend: Not bound to the caller's tenant: an observer sees the requests of all tenants.
+        generator: Its model is named beside the components.
     """
 
-    def __init__(self, backend: GenerationBackend) -> None:
-        self._backend = backend
+    def __init__(self, generator: Generator, operator: Operator) -> None:
+        self._generator, self._operator = generator, operator
         self._recent = {part: RecentByKey(self._read, for_s, MOST_KEYS) for part, for_s in FOR_S.items()}
 
     async def get(self, part: str, span: SeriesQuery, kind: str) -> bytes:
@@ -105,28 +106,32 @@ class LiveParts:
         return await self._recent[part].get(PartQuestion(part, span, kind if part == "components" else ""))
 
     async def _read(self, asked: PartQuestion) -> bytes:
-        backend = self._backend
+        operator = self._operator
         match asked.part:
             case "status":
-                return status_reply(await backend.last_status(), backend.model).model_dump_json().encode()
+                return status_reply(await operator.last_status(), self._generator.model).model_dump_json().encode()
             case "requests":
-                return _LIVE.dump_json(await backend.live(MAX_ROWS))
+                return _LIVE.dump_json(await operator.live(MAX_ROWS))
             case "placement":
-                return _PLACEMENT.dump_json(await backend.placement())
+                return _PLACEMENT.dump_json(await operator.answer("the Router", operator.router.placement()))
             case "series":
                 return (await self._series(asked.span)).model_dump_json().encode()
             case "replicas":
-                return Table(**_table(await backend.replica_series(asked.span))).model_dump_json().encode()
+                loads = await operator.answer("the Supervisor", operator.supervisor.replica_series(asked.span))
+                return Table(**_table(loads)).model_dump_json().encode()
         return (await self._components(asked)).model_dump_json().encode()
 
     async def _series(self, span: SeriesQuery) -> Series:
-        reply = await self._backend.series(span)
+        reply = await self._operator.answer("the Supervisor", self._operator.supervisor.series(span))
         return Series(at=_instants(reply.at), columns=_lines(reply.columns), tenants=_lines(reply.tenants))
 
     async def _components(self, asked: PartQuestion) -> Components:
+        operator = self._operator
         reply, decided = await asyncio.gather(
-            self._backend.component_series(ComponentsQuery(asked.kind, asked.span)),
-            self._backend.recent_decisions(asked.kind),
+            operator.answer(
+                "the Supervisor", operator.supervisor.component_series(ComponentsQuery(asked.kind, asked.span))
+            ),
+            operator.recent_decisions(asked.kind),
         )
         return Components(**_table(reply.lines), events=list(reply.events), decisions=_decisions(decided))
 

@@ -16,9 +16,9 @@ from core.messages.log import RequestTrace, WhatIfAnswer, WhatIfQuestion
 from policies.presets import PRESETS
 from services.api.access.caller import CURRENT
 from services.api.access.presented import owner_of, sent_key
-from services.api.backend import GenerationBackend
 from services.api.errors import SERVER_ERROR, ApiError
 from services.api.fields import MAX_PRIORITY
+from services.api.operator import Operator
 from services.api.pages.explain import ERRORS, own_traces, unknown_request
 from services.api.pages.what_if_process import WhatIfProcess
 
@@ -89,7 +89,7 @@ class Turns:
         self._is_taken = False
 
 
-def what_if_routes(backend: GenerationBackend, admin_token: str) -> APIRouter:
+def what_if_routes(operator: Operator, admin_token: str) -> APIRouter:
     """The route, for the requests that ``explain_routes`` shows to the same caller."""
     router = APIRouter(prefix="/v1", tags=["generation"], responses=ERRORS)
     turns, process = Turns(), WhatIfProcess()
@@ -104,7 +104,7 @@ def what_if_routes(backend: GenerationBackend, admin_token: str) -> APIRouter:
         choice: Annotated[int, Query(ge=0)] = 0,
     ) -> WhatIf:
         change = _change(preset, replicas, priority)
-        traces = await own_traces(backend, response_id, sent_key(request.headers), admin_token)
+        traces = await own_traces(operator, response_id, sent_key(request.headers), admin_token)
         request_id = _ended(response_id, traces, choice)
         wait_s = turns.take(_asker(request), time.monotonic())
         if wait_s:
@@ -112,7 +112,7 @@ def what_if_routes(backend: GenerationBackend, admin_token: str) -> APIRouter:
             headers = {"Retry-After": str(max(1, round(wait_s)))}
             raise ApiError(message, status=429, kind="rate_limit_error", code="what_if_busy", headers=headers)
         try:
-            window = await backend.logged_around(request_id)
+            window = await operator.logged_around(request_id)
             if window is None:
                 raise unknown_request(response_id)
             question = WhatIfQuestion(window, preset, replicas, _allowed(priority))

@@ -12,7 +12,7 @@ from typing import Protocol
 from core.errors import FarsightError
 from core.messages.resumable import StreamChanges, StreamFound, StreamName, StreamState, StreamVerdicts
 from services.api.access.presented import owner_of, owns
-from services.api.backend import GenerationBackend
+from services.api.backend import Generator
 from services.api.errors import ApiError, unavailable
 from services.api.requests import Generation
 from services.api.streams.live import LiveStream, generation_in, record_of, superseded
@@ -97,7 +97,7 @@ class StreamKeeper:
         return len(self._streams)
 
     def start(
-        self, backend: GenerationBackend, generation: Generation, identity: str, tenant: str, hold: Hold = hold_nothing
+        self, backend: Generator, generation: Generation, identity: str, tenant: str, hold: Hold = hold_nothing
     ) -> LiveStream:
         """Begins to run a new stream.
 
@@ -110,9 +110,7 @@ class StreamKeeper:
         self._run(live, backend, generation, hold)
         return live
 
-    async def resume(
-        self, stream_id: str, identity: str, backend: GenerationBackend, hold: Hold = hold_nothing
-    ) -> LiveStream:
+    async def resume(self, stream_id: str, identity: str, backend: Generator, hold: Hold = hold_nothing) -> LiveStream:
         """The stream, which is run here from now on.
 
         Raises:
@@ -146,7 +144,7 @@ class StreamKeeper:
             raise _unknown(stream_id)
         return await LiveStream.taken(state)
 
-    def _run(self, live: LiveStream, backend: GenerationBackend, generation: Generation, hold: Hold) -> None:
+    def _run(self, live: LiveStream, backend: Generator, generation: Generation, hold: Hold) -> None:
         stream_id = live.state.stream_id
         self._streams[stream_id] = live
         self._holds[stream_id] = hold

@@ -18,7 +18,7 @@ from core.messages.tokens import TokenDelta
 from core.request import Request
 from services.api.answers.replies import usage
 from services.api.answers.sse import DONE, ChunkWriter, event
-from services.api.backend import GenerationBackend
+from services.api.backend import Generator
 from services.api.errors import INVALID_REQUEST, SERVER_ERROR, ApiError, as_api_error
 from services.api.fields import shown
 from services.api.generate import first_cached_len, run_requests
@@ -281,7 +281,7 @@ class LiveStream:
             if position == self._shown:
                 await news.wait()
 
-    async def run(self, backend: GenerationBackend, generation: Generation) -> None:
+    async def run(self, backend: Generator, generation: Generation) -> None:
         """Runs what is left of the requests and writes the log to its end.
 
         A refusal before anything new has come is a ``failure`` that says nothing of the stream: a client may come back.
@@ -298,7 +298,7 @@ class LiveStream:
             end = StreamEntry(END, error=json.dumps(as_api_error(error).body()))
         self.add(end)
 
-    async def _run(self, backend: GenerationBackend, generation: Generation) -> None:
+    async def _run(self, backend: Generator, generation: Generation) -> None:
         rest = [index for index, ended in enumerate(self._ended_choices(generation)) if not ended]
         if not rest:
             return

@@ -13,7 +13,7 @@ from services.api.access.caller import CURRENT
 from services.api.access.door import Door
 from services.api.access.presented import sent_key
 from services.api.answers.sse import EventStream
-from services.api.backend import GenerationBackend
+from services.api.backend import Generator
 from services.api.errors import ApiError
 from services.api.fields import shown
 from services.api.requests import Generation
@@ -54,9 +54,7 @@ class ResumableStreams:
         door: Counts requests whose clients are gone; None where nothing is counted.
     """
 
-    def __init__(
-        self, keeper: StreamKeeper, backend: GenerationBackend, texts: TokenTexts, door: Door | None = None
-    ) -> None:
+    def __init__(self, keeper: StreamKeeper, backend: Generator, texts: TokenTexts, door: Door | None = None) -> None:
         self._keeper = keeper
         self._backend = backend
         self._texts = texts

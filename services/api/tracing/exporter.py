@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from core.config.traces import TracesConfig
 from core.errors import ConfigError, FarsightError
-from services.api.backend import GenerationBackend
+from services.api.operator import Operator
 from services.api.pages.explain import Explanation, explanation
 from services.api.tracing.spans import EndedAnswer, export_request
 
@@ -32,20 +32,20 @@ class SpanExporter:
     """Holds ended requests until their decisions are in the log, then sends them.
 
     Args:
-        backend: Is asked for the decisions.
+        operator: Is asked for the decisions.
 
     Raises:
         ConfigError: The extra ``otel`` is not installed.
     """
 
-    def __init__(self, config: TracesConfig, backend: GenerationBackend, registry: CollectorRegistry) -> None:
+    def __init__(self, config: TracesConfig, operator: Operator, registry: CollectorRegistry) -> None:
         try:
             import opentelemetry.proto  # noqa: F401 (only whether it is there)
         except ImportError as error:
             expected = "nothing, or an installation with the extra otel: pip install 'farsight[otel]'"
             raise ConfigError("traces.endpoint", config.endpoint, expected) from error
         self.config = config
-        self._backend = backend
+        self._operator = operator
         self._waiting: deque[EndedAnswer] = deque()
         self._sent = Counter("farsight:spans_sent", "Spans that the collector took.", registry=registry)
         self._dropped = Counter("farsight:spans_dropped", "Spans that were not sent.", registry=registry)
@@ -91,7 +91,7 @@ class SpanExporter:
         if answer.generation is None:
             return None
         try:
-            traces = await self._backend.explain(answer.generation.response_id)
+            traces = await self._operator.explain(answer.generation.response_id)
         except FarsightError:
             return None  # the span goes without decisions
         return explanation(answer.generation.response_id, traces) if traces else None

@@ -19,7 +19,7 @@ from core.request import Origin
 from core.request import Request as EngineRequest
 from services.api.access.presented import owner_of, salt_of, sent_key
 from services.api.answers.replies import GPU_SECONDS_DIGITS
-from services.api.backend import GenerationBackend
+from services.api.backend import Generator
 from services.api.errors import ApiError
 from services.api.generate import while_connected
 from services.api.middleware import JsonRoute, parse_object
@@ -89,7 +89,7 @@ class VectorCalls:
         shares_across_keys: Whether requests of different bearer keys share cached prefixes.
     """
 
-    def __init__(self, backend: GenerationBackend, encoder: PromptEncoder, *, shares_across_keys: bool) -> None:
+    def __init__(self, backend: Generator, encoder: PromptEncoder, *, shares_across_keys: bool) -> None:
         self.backend = backend
         self._encoder = encoder
         self._shares_across_keys = shares_across_keys

@@ -11,7 +11,7 @@ import numpy as np
 
 from core.errors import InvalidValueError
 from core.request import Origin, Request, SamplingParams, check_token_ids
-from services.api.backend import GenerationBackend, ModelInfo
+from services.api.backend import Generator, ModelInfo
 from services.api.errors import ApiError
 from services.api.generate import run_prefill
 from services.api.requests import check_encoded, check_model, check_text_len, too_long, unnamed_request
@@ -134,7 +134,7 @@ def _request(
 
 
 async def compute(
-    backend: GenerationBackend, requests: Sequence[Request], origin: Callable[[int], Origin], salt: str
+    backend: Generator, requests: Sequence[Request], origin: Callable[[int], Origin], salt: str
 ) -> Vectors:
     """The vectors of the requests, in their order; if one fails, the others are cancelled.
 

@@ -20,11 +20,10 @@ from core.errors import FarsightError
 from core.messages.log import RequestTrace
 from core.messages.placement import PlacementView, PrefixView, ReasonCount, RecentPlacement, ReplicaView
 from core.messages.status import ComponentStatus
-from services.api.app import build_app
 from services.api.text.prompts import PromptEncoder
 from tests.e2e.server import wait_until
 from tests.free_ports import free_port
-from tests.unit.services.api.api_support import MODEL, ScriptedBackend
+from tests.unit.services.api.api_support import MODEL, ScriptedBackend, whole_app
 
 CHROMIUM_FLAGS = [
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
@@ -88,7 +87,7 @@ class LiveServer:
         self.backend = ScriptedBackend()
         self.backend.components = PIECES
         self.port = free_port()
-        self._app = build_app(self.backend, encoder)
+        self._app = whole_app(self.backend, encoder)
 
     def start(self) -> None:
         config = uvicorn.Config(self._app, port=self.port, log_level="warning", ws="none", timeout_graceful_shutdown=1)

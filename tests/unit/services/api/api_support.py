@@ -6,28 +6,29 @@ import asyncio
 import dataclasses
 import functools
 import json
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from core.images import ImageSpan, digest_of
+from core.messages.drains import DrainReplica
 from core.messages.images import EncodedImage, ImageFile
 from core.messages.kv import KVTraffic, KVUsage
 from core.messages.live import LiveView
 from core.messages.log import ArtefactInfo, LoggedWindow, RequestTrace
 from core.messages.placement import PlacementView
 from core.messages.series import ComponentsQuery, ComponentsReply, RecentDecisions, SeriesQuery, SeriesReply, TableReply
-from core.messages.status import ComponentCounts, ComponentStatus, StatusReply
+from core.messages.status import ComponentCounts, ComponentStatus, Scale, StatusReply
 from core.messages.tokens import TokenDelta
 from core.messages.weights import ServedWeights, Upgrade
 from core.request import Fault, Origin, Request, SamplingParams, Slo
 from services.api.app import DEFAULT_MAX_BODY_BYTES, build_app
-from services.api.backend import GenerationBackend, ModelInfo
+from services.api.backend import Generator, ModelInfo
 from services.api.text.prompts import PromptEncoder, PromptText
 
 MODEL = "tiny"
@@ -39,6 +40,8 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+R = TypeVar("R")
 
 Step = TokenDelta | Exception | float
 """A delta to yield, an exception to raise, or seconds to wait."""
@@ -67,7 +70,9 @@ METRICS = "# HELP vllm:num_requests_running Running.\n# TYPE vllm:num_requests_r
 
 
 class ScriptedBackend:
-    """Plays a script for each stream and counts what becomes of them; ``components`` is what ``/status`` shows."""
+    """A generator, an operator and the components that it asks: plays a script for each stream and counts what becomes
+    of them; ``components`` is what ``/status`` shows.
+    """
 
     def __init__(self, script: Callable[[tuple[int, ...]], Iterable[Step]] | Iterable[Step] = HELLO) -> None:
         self.model = ModelInfo(MODEL, 1_700_000_000, MAX_MODEL_LEN, False, VOCAB_SIZE)
@@ -137,6 +142,17 @@ class ScriptedBackend:
     async def metrics(self, *, open_metrics: bool) -> str:
         return METRICS
 
+    @property
+    def supervisor(self) -> ScriptedBackend:
+        return self
+
+    @property
+    def router(self) -> ScriptedBackend:
+        return self
+
+    async def answer(self, who: str, asked: Awaitable[R]) -> R:
+        return await asked
+
     async def placement(self) -> PlacementView:
         if isinstance(self.placements, Exception):
             raise self.placements
@@ -168,11 +184,11 @@ class ScriptedBackend:
             raise self.logged
         return None if self.logged is None else dataclasses.replace(self.logged, request_id=request_id)
 
-    async def drain(self, replica: str, *, cancel: bool) -> ComponentCounts:
+    async def drain_replica(self, order: DrainReplica) -> ComponentCounts:
         if self.scale_error is not None:
             raise self.scale_error
-        self.scaled.append((replica, int(not cancel)))
-        return ComponentCounts(2, 1, 1, 0, drained=() if cancel else (replica,))
+        self.scaled.append((order.replica, int(not order.cancel)))
+        return ComponentCounts(2, 1, 1, 0, drained=() if order.cancel else (order.replica,))
 
     async def upgrade(self, order: Upgrade) -> ServedWeights:
         if self.scale_error is not None:
@@ -180,17 +196,17 @@ class ScriptedBackend:
         self.scaled.append((order.model_dir or order.settings, int(order.surge)))
         return ServedWeights(1, order.model_dir)
 
-    async def scale(self, kind: str, count: int) -> ComponentCounts:
+    async def scale(self, order: Scale) -> ComponentCounts:
         if self.scale_error is not None:
             raise self.scale_error
-        self.scaled.append((kind, count))
-        return ComponentCounts(count, 1, 1, 0)
+        self.scaled.append((order.kind, order.count))
+        return ComponentCounts(order.count, 1, 1, 0)
 
     async def healthy(self) -> bool:
         return self.is_healthy
 
 
-_SERVED: ContextVar[tuple[GenerationBackend, PromptEncoder]] = ContextVar("served")
+_SERVED: ContextVar[tuple[Generator, PromptEncoder]] = ContextVar("served")
 
 
 class _OfTheRequest:
@@ -205,11 +221,16 @@ class _OfTheRequest:
 
 @functools.cache
 def _application(**settings: Any) -> FastAPI:
-    return build_app(_OfTheRequest(0), _OfTheRequest(1), **settings)  # type: ignore[arg-type]
+    return whole_app(_OfTheRequest(0), _OfTheRequest(1), **settings)  # type: ignore[arg-type]
+
+
+def whole_app(backend: ScriptedBackend, encoder: PromptEncoder, *args: Any, **settings: Any) -> FastAPI:
+    """Returns an application with all routes, those of operators too; its arguments are those of ``build_app``."""
+    return build_app(backend, encoder, *args, operator=backend, **settings)  # type: ignore[arg-type]
 
 
 def application(
-    backend: GenerationBackend, encoder: PromptEncoder, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES, **settings: Any
+    backend: Generator, encoder: PromptEncoder, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES, **settings: Any
 ) -> ASGIApp:
     """Returns the application over a backend and an encoder. Tests of one process share it: to build one takes 0.25 s.
 

@@ -12,9 +12,8 @@ import httpx
 import pytest
 import uvicorn
 
-from services.api.app import build_app
 from services.api.text.prompts import PromptEncoder
-from tests.unit.services.api.api_support import MODEL, ScriptedBackend, Step, delta
+from tests.unit.services.api.api_support import MODEL, ScriptedBackend, Step, delta, whole_app
 
 LONG_S = 120.0
 """Only so that nothing hangs for ever."""
@@ -26,7 +25,7 @@ BUSY: list[Step] = [*[delta("x" * 1000)] * 100_000, delta("", "stop")]
 
 @asynccontextmanager
 async def _serve(backend: ScriptedBackend, encoder: PromptEncoder) -> AsyncGenerator[int, None]:
-    config = uvicorn.Config(build_app(backend, encoder), host="127.0.0.1", port=0, log_level="warning", ws="none")
+    config = uvicorn.Config(whole_app(backend, encoder), host="127.0.0.1", port=0, log_level="warning", ws="none")
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve())
     await _until(lambda: server.started)

@@ -21,9 +21,8 @@ from schemathesis import GenerationMode
 
 from engine.checkpoint.encoder_config import abilities_of
 from services.api.admin import Administration
-from services.api.app import build_app
 from services.api.text.prompts import PromptEncoder
-from tests.unit.services.api.api_support import MODEL
+from tests.unit.services.api.api_support import MODEL, whole_app
 from tests.unit.services.api.engine_backend import EngineBackend, write_checkpoint
 
 TOKEN = "secret"
@@ -84,7 +83,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     folder = write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
     backend = EngineBackend(folder)
     backend.model = dataclasses.replace(backend.model, benchmark_mode=True, abilities=abilities_of(folder))
-    house = House(build_app(backend, PromptEncoder(folder), administration=Administration(TOKEN)))
+    house = House(whole_app(backend, PromptEncoder(folder), administration=Administration(TOKEN)))
     yield house
     house.close()
 

@@ -16,7 +16,6 @@ import pytest
 
 from core.errors import CapacityError, InvalidValueError
 from services.api import body_workers, requests
-from services.api.app import build_app
 from services.api.bodies import check_num_prompts
 from services.api.body_workers import BodyWorkers, read_body
 from services.api.errors import ApiError, as_api_error
@@ -24,7 +23,7 @@ from services.api.fields import MAX_PROMPTS
 from services.api.middleware import LARGE_BODY_BYTES
 from services.api.requests import Generation
 from services.api.text.prompts import PromptEncoder
-from tests.unit.services.api.api_support import MODEL, ScriptedBackend, application, write_model_dir
+from tests.unit.services.api.api_support import MODEL, ScriptedBackend, application, whole_app, write_model_dir
 
 FILL = " " * LARGE_BODY_BYTES
 """White space after the JSON makes any body a large one."""
@@ -99,7 +98,7 @@ async def test_a_process_says_what_this_one_would(model_dir: Any) -> None:
 async def test_large_requests_are_answered_as_small_ones_are(model_dir: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = PromptEncoder(model_dir)
     async with open_workers(model_dir) as workers:
-        app = build_app(ScriptedBackend(), encoder, workers=workers)
+        app = whole_app(ScriptedBackend(), encoder, workers=workers)
         transport, headers = httpx.ASGITransport(app), {"Content-Type": "application/json"}
         async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as client:
             paths = (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT))

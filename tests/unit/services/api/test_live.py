@@ -23,17 +23,16 @@ from core.messages.series import (
     TableReply,
     TableRow,
 )
-from services.api.app import build_app
 from services.api.pages.recent import Recent, RecentByKey
 from services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.access.access_support import guarded_server
-from tests.unit.services.api.api_support import ScriptedBackend, write_model_dir
+from tests.unit.services.api.api_support import ScriptedBackend, whole_app, write_model_dir
 
 
 @pytest.fixture
 async def client(backend: ScriptedBackend, encoder: PromptEncoder) -> AsyncIterator[httpx.AsyncClient]:
     """A client of an application of its own: one keeps what it has told for a moment."""
-    transport = httpx.ASGITransport(build_app(backend, encoder))
+    transport = httpx.ASGITransport(whole_app(backend, encoder))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield client
 

@@ -9,12 +9,11 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from services.api.app import build_app
 from services.api.readiness import DrainGate, Readiness
 from services.api.requests import generation_of
 from services.api.schemas import CompletionRequest
 from services.api.text.prompts import PromptEncoder
-from tests.unit.services.api.api_support import ScriptedBackend
+from tests.unit.services.api.api_support import ScriptedBackend, whole_app
 
 SILENCE_S = 5.0
 BODY = {"model": "test-model", "prompt": "x", "max_tokens": 2}
@@ -41,7 +40,7 @@ def readiness(clock: Clock) -> Readiness:
 async def http(
     backend: ScriptedBackend, encoder: PromptEncoder, readiness: Readiness
 ) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(build_app(backend, encoder, readiness=readiness))
+    transport = httpx.ASGITransport(whole_app(backend, encoder, readiness=readiness))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield client
 

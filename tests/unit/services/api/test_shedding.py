@@ -8,10 +8,9 @@ import httpx
 import pytest
 
 from core.errors import CapacityError
-from services.api.app import build_app
 from services.api.readiness import Readiness
 from services.api.text.prompts import PromptEncoder
-from tests.unit.services.api.api_support import ScriptedBackend
+from tests.unit.services.api.api_support import ScriptedBackend, whole_app
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 MAX_BODY_BYTES = 10_000
@@ -41,7 +40,7 @@ def readiness() -> Readiness:
 
 @pytest.fixture
 def client(encoder: PromptEncoder, overload: Overload, readiness: Readiness) -> httpx.AsyncClient:
-    app = build_app(ScriptedBackend(), encoder, MAX_BODY_BYTES, readiness=readiness, shed=overload)
+    app = whole_app(ScriptedBackend(), encoder, MAX_BODY_BYTES, readiness=readiness, shed=overload)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from core.config.load import FarsightConfig
 from core.errors import FarsightError
-from services.api.backend import GenerationBackend
+from services.api.backend import Generator
 from services.api.text.prompts import PromptEncoder
 from services.batch import job, submit
 from services.batch.progress import ProgressStore, partial_path
@@ -236,7 +236,7 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedBackend:
     @asynccontextmanager
     async def open_backend(
         config: FarsightConfig, stages: Stages
-    ) -> AsyncGenerator[tuple[GenerationBackend, PromptEncoder, None], None]:
+    ) -> AsyncGenerator[tuple[Generator, PromptEncoder, None], None]:
         yield backend, encoder, None
 
     monkeypatch.setattr(job, "open_backend", open_backend)

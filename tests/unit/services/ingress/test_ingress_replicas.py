@@ -93,7 +93,9 @@ async def serve(client: EngineClient, number: int) -> Served:
             cached_len += delta.cached_len
     while True:  # its account may be on the way from a Scheduler to the log
         decisions = [
-            each for trace in await client.explain(origin.response_id) for each in unpack_decisions(trace.decisions)
+            each
+            for trace in await client.overview.explain(origin.response_id)
+            for each in unpack_decisions(trace.decisions)
         ]
         placed = [str(each.facts["replica"]) for each in decisions if each.kind == "placed"]
         if placed:

@@ -19,13 +19,12 @@ from services.api.access.door import Door, DoorSettings
 from services.api.access.key_file import KeyFile, changed_key_file
 from services.api.access.keys import Role, Tenant, make_key
 from services.api.admin import Administration
-from services.api.app import build_app
 from services.api.batches.records import Batches
 from services.api.batches.shelf import Files
 from services.api.streams.keeper import StreamKeeper
 from services.api.text.prompts import PromptEncoder
 from tests.free_ports import free_port
-from tests.unit.services.api.api_support import MODEL, ScriptedBackend
+from tests.unit.services.api.api_support import MODEL, ScriptedBackend, whole_app
 from tests.unit.services.api.batches.kept_support import SqliteShelf
 from tests.unit.services.api.streams.stream_support import ShelfStore
 
@@ -88,7 +87,7 @@ def guarded_server(folder: Path, encoder: PromptEncoder, **settings: object) -> 
     made = DoorSettings(key_file=path, admin_token=ADMIN_TOKEN, **settings)  # type: ignore[arg-type]
     door = Door(made, registry, now=clock)
     shelf = SqliteShelf(folder / "log.sqlite")
-    app = build_app(
+    app = whole_app(
         backend,
         encoder,
         100_000,

@@ -25,7 +25,6 @@ from services.api.access.install import route_paths
 from services.api.access.key_file import KeyFile, changed_key_file
 from services.api.access.keys import Role, Tenant
 from services.api.access.roles import ROLES, Everyone, RouteRoles
-from services.api.app import build_app
 from services.api.batches.records import Batches
 from services.api.batches.shelf import Files
 from services.api.middleware import LARGE_BODY_BYTES
@@ -39,7 +38,7 @@ from tests.unit.services.api.access.access_support import (
     add_key,
     guarded_server,
 )
-from tests.unit.services.api.api_support import MODEL, ScriptedBackend, delta
+from tests.unit.services.api.api_support import MODEL, ScriptedBackend, delta, whole_app
 from tests.unit.services.api.batches.kept_support import SqliteShelf
 from tests.unit.services.api.streams.stream_support import ShelfStore
 
@@ -73,7 +72,7 @@ def check_error(reply: httpx.Response, status: int, code: str) -> dict[str, Any]
 def test_every_route_has_a_declared_role(guarded: GuardedServer, encoder: PromptEncoder, tmp_path: Path) -> None:
     """A new route without a line in ``ROLES`` fails here; until it has one, it asks for ``admin``."""
     batches = Batches(Files(SqliteShelf(tmp_path / "log.sqlite"), FilesConfig()))
-    app = build_app(ScriptedBackend(), encoder, door=guarded.door, keeper=StreamKeeper(ShelfStore()), batches=batches)
+    app = whole_app(ScriptedBackend(), encoder, door=guarded.door, keeper=StreamKeeper(ShelfStore()), batches=batches)
     paths = set(route_paths(app))
     assert paths == set(ROLES), "declare the role of each route in services/api/access/roles.py, and of no other"
     assert RouteRoles(["/new"]).of({"type": "http", "path": "/new"}) is Role.ADMIN
@@ -384,7 +383,7 @@ async def test_only_so_many_answers_are_held_back_at_once(
 ) -> None:
     held: list[float] = []
     door = Door(DoorSettings(api_key="k" * 32, failures_per_minute=1), now=lambda: 0.0)
-    transport = httpx.ASGITransport(build_app(ScriptedBackend(), encoder, door=door))
+    transport = httpx.ASGITransport(whole_app(ScriptedBackend(), encoder, door=door))
 
     async def hold(seconds: float) -> None:
         held.append(seconds)
@@ -415,7 +414,7 @@ def test_failures_are_kept_in_bounded_memory() -> None:
 
 
 async def open_client(encoder: PromptEncoder, **settings: Any) -> httpx.AsyncClient:
-    app = build_app(ScriptedBackend(), encoder, door=Door(DoorSettings(**settings)))
+    app = whole_app(ScriptedBackend(), encoder, door=Door(DoorSettings(**settings)))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
 
 
@@ -485,7 +484,7 @@ async def test_origins_are_allowed_by_setting_alone(encoder: PromptEncoder) -> N
 
 
 async def test_other_protocols_are_not_served(encoder: PromptEncoder) -> None:
-    app = build_app(ScriptedBackend(), encoder, door=Door(DoorSettings(api_key="k" * 32)))
+    app = whole_app(ScriptedBackend(), encoder, door=Door(DoorSettings(api_key="k" * 32)))
     sent: list[Any] = []
 
     async def send(message: Any) -> None:

@@ -9,10 +9,9 @@ import httpx
 
 from services.api.access.door import Door, DoorSettings
 from services.api.access.keys import Role
-from services.api.app import build_app
 from services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.access.access_support import add_key
-from tests.unit.services.api.api_support import MODEL, ScriptedBackend
+from tests.unit.services.api.api_support import MODEL, ScriptedBackend, whole_app
 
 
 async def test_only_operators_learn_where_the_model_lies(encoder: PromptEncoder, tmp_path: Path) -> None:
@@ -22,7 +21,7 @@ async def test_only_operators_learn_where_the_model_lies(encoder: PromptEncoder,
     backend.model = replace(backend.model, root="/models/here")
 
     async def roots(key_file: Path | None, key: str = "") -> set[str | None]:
-        app = build_app(backend, encoder, door=Door(DoorSettings(key_file=key_file)))
+        app = whole_app(backend, encoder, door=Door(DoorSettings(key_file=key_file)))
         headers = {"x-api-key": key} if key else {}
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app), base_url="http://test", headers=headers

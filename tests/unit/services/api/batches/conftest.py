@@ -12,7 +12,7 @@ import pytest
 
 from core.config.files import FilesConfig
 from services.api.access.door import Door, DoorSettings
-from services.api.access.metered import MeteredBackend
+from services.api.access.metered import MeteredGenerator
 from services.api.app import build_app
 from services.api.batches.records import Batches
 from services.api.batches.running import BatchRunner, RunningPlace
@@ -51,7 +51,7 @@ class BatchService:
     free_places: list[int]
 
     def runner(self, name: str = "one", backend: ScriptedBackend | None = None) -> BatchRunner:
-        metered = MeteredBackend(backend or self.backend, self.door, shares_prefixes=True)
+        metered = MeteredGenerator(backend or self.backend, self.door, shares_prefixes=True)
         app = build_app(metered, self.encoder)
         place = RunningPlace(app, self.door.caller_of, lambda: self.free_places[0], 100_000)
         retry = RetryPolicy(give_up_s=30, first_delay_s=0.01, max_delay_s=0.05)

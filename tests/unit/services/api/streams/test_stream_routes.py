@@ -16,11 +16,10 @@ from starlette.types import Message
 from services.api.access.door import Door, DoorSettings
 from services.api.access.keys import Role, Tenant
 from services.api.answers import sse
-from services.api.app import build_app
 from services.api.streams.keeper import StreamKeeper
 from services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.access.access_support import add_key
-from tests.unit.services.api.api_support import MODEL
+from tests.unit.services.api.api_support import MODEL, whole_app
 from tests.unit.services.api.streams.stream_support import PacedBackend, ShelfStore, events_of
 
 RESUMABLE = {"X-Farsight-Resumable": "true"}
@@ -99,7 +98,7 @@ async def service(request: pytest.FixtureRequest, encoder: PromptEncoder, tmp_pa
     settings = DoorSettings(key_file=path if request.param == "keys" else None)
     backend, store = PacedBackend(), ShelfStore()
     doors, keepers = [Door(settings) for _ in range(2)], [StreamKeeper(store) for _ in range(2)]
-    apps = [build_app(backend, encoder, door=doors[i], keeper=keepers[i]) for i in range(2)]
+    apps = [whole_app(backend, encoder, door=doors[i], keeper=keepers[i]) for i in range(2)]
     clients = [httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") for app in apps]
     running = [asyncio.create_task(keeper.run()) for keeper in keepers]
     yield Service(clients, backend, keys, doors, keepers, store)

@@ -10,9 +10,8 @@ import httpx
 import pytest
 
 from actors.runtime.log_lines import log_fields
-from services.api.app import build_app
 from services.api.text.prompts import PromptEncoder
-from tests.unit.services.api.api_support import HELLO, MODEL, ScriptedBackend, delta
+from tests.unit.services.api.api_support import HELLO, MODEL, ScriptedBackend, delta, whole_app
 
 SECRET = "a prompt that no log may hold"
 ANSWER = "an answer that no log may hold"
@@ -28,7 +27,7 @@ def lines_of(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
 async def test_a_line_has_the_id_of_the_answer(
     encoder: PromptEncoder, caplog: pytest.LogCaptureFixture, stream: bool
 ) -> None:
-    transport = httpx.ASGITransport(build_app(ScriptedBackend(HELLO), encoder, access_log=True))
+    transport = httpx.ASGITransport(whole_app(ScriptedBackend(HELLO), encoder, access_log=True))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         body = {"model": MODEL, "prompt": "One", "max_tokens": 4, "stream": stream}
         reply = await http.post("/v1/completions", json=body)
@@ -45,7 +44,7 @@ async def test_neither_prompts_nor_answers_nor_keys_get_into_any_log(
     caplog.set_level(logging.DEBUG)
     steps = (delta(ANSWER), RuntimeError(ANSWER))
     transport = httpx.ASGITransport(
-        build_app(ScriptedBackend(steps), encoder, access_log=True), raise_app_exceptions=False
+        whole_app(ScriptedBackend(steps), encoder, access_log=True), raise_app_exceptions=False
     )
     messages = [{"role": "user", "content": SECRET}]
     bodies = (

@@ -21,14 +21,13 @@ from core.decisions import Decision
 from core.errors import ConfigError
 from core.request import Origin, Request, SamplingParams
 from services.api.answers.trace_context import new_context
-from services.api.app import build_app
 from services.api.requests import unnamed_request
 from services.api.text.prompts import PromptEncoder
 from services.api.tracing import exporter as exporting
 from services.api.tracing.exporter import SpanExporter
 from services.api.tracing.spans import EndedAnswer
 from tests.free_ports import free_port
-from tests.unit.services.api.api_support import MODEL, ScriptedBackend
+from tests.unit.services.api.api_support import MODEL, ScriptedBackend, whole_app
 from tests.unit.services.api.test_api_explain import trace_of
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -96,7 +95,7 @@ async def traced(
     backend, config = Explaining(), TracesConfig(collector[1], service_name="here")
     spans = SpanExporter(config, backend, CollectorRegistry())
     sending = asyncio.create_task(spans.run())
-    transport = httpx.ASGITransport(build_app(backend, encoder, spans=spans))
+    transport = httpx.ASGITransport(whole_app(backend, encoder, spans=spans))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         yield Traced(http, backend, spans)
     sending.cancel()
