@@ -143,11 +143,11 @@ class ScriptedBackend:
         return METRICS
 
     @property
-    def supervisor(self) -> ScriptedBackend:
+    def supervisor(self) -> Any:
         return self
 
     @property
-    def router(self) -> ScriptedBackend:
+    def router(self) -> Any:
         return self
 
     async def answer(self, who: str, asked: Awaitable[R]) -> R:
@@ -226,7 +226,7 @@ def _application(**settings: Any) -> FastAPI:
 
 def whole_app(backend: ScriptedBackend, encoder: PromptEncoder, *args: Any, **settings: Any) -> FastAPI:
     """Returns an application with all routes, those of operators too; its arguments are those of ``build_app``."""
-    return build_app(backend, encoder, *args, operator=backend, **settings)  # type: ignore[arg-type]
+    return build_app(backend, encoder, *args, operator=backend, **settings)
 
 
 def application(

@@ -235,16 +235,16 @@ async def test_an_upgrade_ends_open_requests_on_replaced_weights_alone(tmp_path:
         endless = unnamed_request(tuple(range(1, 9)), SamplingParams(ENDLESS, ignore_eos=True))
         async with aclosing(client.stream(endless)) as old, aclosing(client.stream(endless)) as new:
             await anext(old)
-            await client.use_weights(1, 0)
-            assert (client.model_version, client.oldest_version) == (1, 0)
+            await client.open_requests.use_weights(1, 0)
+            assert (client.open_requests.model_version, client.open_requests.oldest_version) == (1, 0)
             waiting = asyncio.ensure_future(anext(new))
             await until(lambda: found.router.queue == 2)
             assert sum(len(each.requests) for each in found.router._machine._table.replicas()) == 1
-            await client.use_weights(1, 1)
+            await client.open_requests.use_weights(1, 1)
             ends = [delta async for delta in old][-1]
             assert ends.finish_reason == "error" and "its weights were replaced" in (ends.error or "")
-            assert client.oldest_version == 1 and not waiting.done()
-            client.end_streams("the server is stopping")
+            assert client.open_requests.oldest_version == 1 and not waiting.done()
+            client.open_requests.end_streams("the server is stopping")
             assert "the server is stopping" in ((await waiting).error or "")
             continued = dataclasses.replace(endless, output_ids=(5, 6), model_version=0)
             (end,) = [delta async for delta in client.stream(continued)]
