@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.live_presets.live import Hardware, run_live
-from core.config.scheduling import BatchConfig
+from core.config.scheduling import BatchConfig, SchedulerConfig
 from estimator.device_profile import A100_7B
 from simulator import predictors
 from simulator.cluster.records import Record
@@ -71,7 +71,7 @@ def _live(preset: str, arrivals: list[SimRequest], num_workers: int) -> tuple[fl
 
 def _simulated(preset: str, arrivals: list[SimRequest], num_workers: int) -> float:
     experiment = Experiment(
-        preset=preset,
+        scheduler=SchedulerConfig(preset=preset, execution="static"),
         kv_tokens=KV_TOKENS,
         max_num_seqs=MAX_NUM_SEQS,
         max_batch_tokens=CHUNK + MAX_NUM_SEQS,

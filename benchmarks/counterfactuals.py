@@ -13,7 +13,6 @@ error is printed beside the spread of these two: no prediction can be nearer tha
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.live_presets.live import Hardware, run_live
+from core.config.scheduling import SchedulerConfig
 from estimator.device_profile import A100_7B
 from simulator.cluster.records import Record
 from simulator.counterfactual import Change, Life, what_if
@@ -112,7 +112,7 @@ def ask(
 def measure(experiment: Experiment, other: str, num_questions: int, is_live: bool) -> str:
     """One line about questions of one cell."""
     arrivals = make_arrivals(experiment)
-    changed = dataclasses.replace(experiment, preset=other)
+    changed = experiment.under(other)
     places = np.linspace(0.1 * len(arrivals), len(arrivals) - 1, num_questions).astype(int).tolist()
     serve: Serve = live if is_live else simulated
     logged, truth = serve(experiment, arrivals), serve(changed, arrivals)
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--live", action="store_true", help="of live runs, beside the spread of two")
     args = parser.parse_args()
     experiment = Experiment(
-        preset=args.preset,
+        scheduler=SchedulerConfig(preset=args.preset),
         num_requests=args.requests,
         rate=args.rate,
         kv_tokens=args.kv_tokens,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from core.config.scheduling import BatchConfig
+from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.forecast import Example, Forecast
 from predictor.applications.reading import SECRET_BYTES, raw_features
 from predictor.applications.start import GROWTH, MAX_EXAMPLES, untrained
@@ -123,7 +123,9 @@ def served(
         rate = load * throughput(served("fcfs", examples, [None] * len(examples), math.inf))
         drawn = retime(drawn, Poisson(rate).sample(np.random.default_rng(len(drawn)), len(drawn)).tolist())
     batch = BatchConfig(num_bins=4, max_wait_s=1.0, wma_threshold=threshold)
-    experiment = Experiment(preset=preset, max_num_seqs=MAX_NUM_SEQS, batch=batch)
+    experiment = Experiment(
+        scheduler=SchedulerConfig(preset=preset, execution="static"), max_num_seqs=MAX_NUM_SEQS, batch=batch
+    )
     return simulate(experiment, drawn).recorder.done
 
 

@@ -24,6 +24,7 @@ from rich.table import Table
 import services
 from benchmarks.common.servers import RunningServer, farsight_command
 from core.config.engine import EngineConfig
+from core.config.scheduling import SchedulerConfig
 from estimator.device_profile import A100_7B
 from services.bench.load import Connection, measure
 from services.bench.targets import BenchTarget, BodyForm, Call
@@ -132,7 +133,7 @@ def _row(
         raise RuntimeError(f"{name}: {len(errors)} requests failed, the first with {errors[0]}")
     traffic = _logged_since(log, began_at, num_requests)
     experiment = Experiment(
-        preset=preset,
+        scheduler=SchedulerConfig(preset=preset),
         workload=name,
         kv_tokens=KV_TOKENS,
         host_kv_tokens=4 * KV_TOKENS,

@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 
 from core.config.load import FarsightConfig
-from core.config.placement import PlacementConfig
 from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.errors import ConfigError
 from policies.batching.base import BATCHERS, BatchContext, Batcher
@@ -21,7 +20,7 @@ from policies.order.offload_orders import OffloadDecider, told
 from policies.placement.base import PLACEMENTS, Placement
 from policies.presets import PRESETS, Preset, find_preset
 from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
-from policies.settings import MLFQ_SWITCHES, BatchSettings, E2Config, MlfqRules, PolicySettings, ServingTime
+from policies.settings import MLFQ_SWITCHES, BatchSettings, MlfqRules, PolicySettings, ServingTime
 
 GRANT_LEAD_S = 0.15
 """Grant lead on a server: 1.5 times the interval between two reports of a worker."""
@@ -77,20 +76,27 @@ def build_scheduler(
     return ReplicaScheduler(ReplicaPolicies(ranked, admits, moves), limits)
 
 
-def configured_replica(config: SchedulerConfig, max_num_seqs: int) -> ReplicaScheduler:
-    """The scheduler of one replica by a server's configuration, in either mode. It asks a KVOffloadManager
-    (``configured_offload``).
+def configured_replica(
+    config: SchedulerConfig, max_num_seqs: int, known: PolicySettings | None = None, *, asks: bool = True
+) -> ReplicaScheduler:
+    """Returns the scheduler of one replica by a server's configuration, in either mode.
+
+    Args:
+        known: The settings with what has been measured of this server; None: nothing has.
+        asks: Whether it asks a KVOffloadManager (``configured_offload``) rather than decide at once.
 
     Raises:
         ConfigError: There is no such preset.
     """
-    deadline_s = config.offload_deadline_ms / 1e3 if configured_offload(config, max_num_seqs) else 0.0
+    deadline_s = config.offload_deadline_ms / 1e3 if asks and configured_offload(config, max_num_seqs) else 0.0
     if is_batch_mode(config.preset):
         return build_batch_runner(max_num_seqs, deadline_s)
-    return configured_scheduler(config, max_num_seqs, GRANT_LEAD_S, deadline_s)
+    return configured_scheduler(config, max_num_seqs, GRANT_LEAD_S, deadline_s, known)
 
 
-def configured_offload(config: SchedulerConfig, max_num_seqs: int) -> OffloadDecider | None:
+def configured_offload(
+    config: SchedulerConfig, max_num_seqs: int, known: PolicySettings | None = None
+) -> OffloadDecider | None:
     """What a KVOffloadManager decides with by a server's configuration, in either mode; None for a KV policy that
     reads an order of another package, whose state no question tells: there the Scheduler decides alone.
 
@@ -99,7 +105,8 @@ def configured_offload(config: SchedulerConfig, max_num_seqs: int) -> OffloadDec
     """
     if is_batch_mode(config.preset):
         return OffloadDecider(SplitBatch(), None)
-    return build_offload(config.preset, max_num_seqs, configured_settings(config), order=config.order, kv=config.kv)
+    settings = known or configured_settings(config)
+    return build_offload(config.preset, max_num_seqs, settings, order=config.order, kv=config.kv)
 
 
 def build_offload(
@@ -152,12 +159,17 @@ def check_scheduler(config: SchedulerConfig) -> None:
 
 
 def configured_scheduler(
-    config: SchedulerConfig, max_num_seqs: int, grant_lead_s: float = 0.0, offload_deadline_s: float = 0.0
+    config: SchedulerConfig,
+    max_num_seqs: int,
+    grant_lead_s: float = 0.0,
+    offload_deadline_s: float = 0.0,
+    known: PolicySettings | None = None,
 ) -> ReplicaScheduler:
     """The scheduler of a single worker, or of one replica, as the configuration says.
 
     Args:
         grant_lead_s, offload_deadline_s: As in ``SchedulerLimits``.
+        known: As for ``configured_replica``.
 
     Raises:
         ConfigError: there is no such preset or part, the parts do not go together, or the preset is not of continuous
@@ -169,7 +181,7 @@ def configured_scheduler(
         raise ConfigError("scheduler.execution", config.execution, expected)
     limits = SchedulerLimits(max_num_seqs, config.standby_slots, grant_lead_s, offload_deadline_s=offload_deadline_s)
     parts = {"order": config.order, "admission": config.admission, "kv": config.kv}
-    return build_scheduler(config.preset, limits, configured_settings(config), **parts)
+    return build_scheduler(config.preset, limits, known or configured_settings(config), **parts)
 
 
 def configured_settings(config: SchedulerConfig) -> PolicySettings:
@@ -198,22 +210,6 @@ def configured_settings(config: SchedulerConfig) -> PolicySettings:
     )
 
 
-def configured_e2(config: PlacementConfig) -> E2Config:
-    """The E2 settings of a server."""
-    return E2Config(
-        window_s=config.window_s,
-        imbalance_ratio=config.imbalance_ratio,
-        balanced_ratio=config.balanced_ratio,
-        rebalance_after=config.rebalance_after,
-        initial_output_len=config.initial_output_len,
-        rebalance=config.rebalance,
-        rebalance_ratio=config.rebalance_ratio,
-        autoscale=config.autoscale,
-        balance=config.balance,
-        max_tree_bytes=config.max_tree_mib << 20,
-    )
-
-
 def swaps_kv(config: SchedulerConfig) -> bool:
     """Whether workers need a host pool, because the KV policy moves KV there.
 
@@ -223,11 +219,16 @@ def swaps_kv(config: SchedulerConfig) -> bool:
     return not is_batch_mode(config.preset) and KV_POLICIES.find(config.kv or _continuous(config.preset).kv).swaps
 
 
-def is_steady(preset: Preset) -> bool:
-    """Whether replica schedulers keep their decision until a request arrives or ends; not used in batch mode."""
-    if preset.mode == "batch":
+def is_steady(config: SchedulerConfig) -> bool:
+    """Returns whether replica schedulers keep their decision until a request arrives or ends; not used in batch mode.
+
+    Raises:
+        ConfigError: As ``configured_scheduler``.
+    """
+    row = find_preset(config.preset)
+    if row.mode == "batch":
         return False
-    return ORDERS.find(preset.order).steady and ADMISSIONS.find(preset.admission).steady
+    return ORDERS.find(config.order or row.order).steady and ADMISSIONS.find(config.admission or row.admission).steady
 
 
 def follows_prefixes(config: SchedulerConfig) -> bool:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from core.config.placement import PlacementConfig
 from core.costs import A100_7B, StepCost
 from core.errors import InvalidValueError
 
@@ -14,9 +15,6 @@ PRIOR_COST = A100_7B
 
 PRIOR_CAPACITY = 100_000
 """KV capacity in tokens that is assumed of a replica until the replica has reported its own."""
-
-MAX_TREE_BYTES = 256 << 20
-"""Memory of the tree, unless told otherwise: about 1 M blocks of prompts that share little."""
 
 ServingTime = Callable[[int, int, int], float]
 """(batch size, L(B) tokens, G(B) tokens) -> estimated seconds."""
@@ -88,45 +86,6 @@ MLFQ_SWITCHES: Mapping[str, dict[str, bool]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class E2Config:
-    """Which parts of E2 are on, and its constants.
-
-    Attributes:
-        window_s: H, seconds over which load, sharing and queueing are counted.
-        imbalance_ratio: IMBALR: a replica is decode-heavy if decoding is more than this share of its load. It receives
-            the requests that explore ...
-        balanced_ratio: ... if decoding is less than this share of the load of another replica with load.
-        rebalance_ratio: T_hbal: a replica is too heavy at more than so many times the lightest load.
-        rebalance_after: Compare a replica's load only once it has so many requests in the window.
-        initial_output_len: Assumed output length in tokens on replicas where no request ended within the window.
-        balance: Whether prefill and decode loads are balanced at all.
-        rebalance: Whether requests that would exploit a replica that is too heavy are redirected.
-        autoscale: Whether a prefix whose queueing time doubles on a replica that is too heavy may go to one more.
-        max_tree_bytes: As in ``PrefixLoads``.
-    """
-
-    window_s: float = 180.0
-    imbalance_ratio: float = 0.8
-    balanced_ratio: float = 0.5
-    rebalance_ratio: float = 1.5
-    rebalance_after: int = 50
-    initial_output_len: float = 200.0
-    balance: bool = True
-    rebalance: bool = True
-    autoscale: bool = True
-    max_tree_bytes: int = MAX_TREE_BYTES
-
-    def __post_init__(self) -> None:
-        _require(self.window_s > 0, "window_s", self.window_s, "seconds > 0")
-        _require(0 < self.imbalance_ratio <= 1, "imbalance_ratio", self.imbalance_ratio, "a share in (0, 1]")
-        _require(0 <= self.balanced_ratio <= 1, "balanced_ratio", self.balanced_ratio, "a share in [0, 1]")
-        _require(self.rebalance_ratio >= 1, "rebalance_ratio", self.rebalance_ratio, "a ratio >= 1")
-        _require(self.rebalance_after >= 0, "rebalance_after", self.rebalance_after, "an integer >= 0")
-        _require(self.max_tree_bytes >= 1, "max_tree_bytes", self.max_tree_bytes, "bytes >= 1")
-        _require(self.initial_output_len >= 0, "initial_output_len", self.initial_output_len, "tokens >= 0")
-
-
-@dataclass(frozen=True, slots=True)
 class PolicySettings:
     """Parameters of the parts; each part takes what it needs.
 
@@ -147,7 +106,7 @@ class PolicySettings:
         gamma: Ageing of the Gittins order; as ``SchedulerConfig.gamma``.
         cost: Cost of steps until it has been measured.
         block_size: Tokens of a block, as placement by prefixes counts them.
-        e2: Settings of E2.
+        placement: As configured: parts and numbers of E2.
         seed: Random seed; the same seed gives the same draws.
     """
 
@@ -167,7 +126,7 @@ class PolicySettings:
     num_burst_levels: int = 2
     cost: StepCost = PRIOR_COST
     block_size: int = 64
-    e2: E2Config = field(default_factory=E2Config)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     seed: int = 0
 
 
@@ -196,8 +155,3 @@ class BatchSettings:
     batch_size: int = 0
     max_num_seqs: int | None = None
     reload_s: float = 0.0
-
-
-def _require(ok: bool, field: str, value: object, expected: str) -> None:
-    if not ok:
-        raise InvalidValueError(field, value, expected)

@@ -141,7 +141,7 @@ def _moved(window: Workload) -> list[SimRequest]:
 
 def run_setup(experiment: Experiment, setup: Setup, window: Workload) -> dict[str, float | None]:
     """The metrics of one setup on one window."""
-    chosen = replace(experiment, preset=setup.preset, num_replicas=setup.num_replicas)
+    chosen = replace(experiment.under(setup.preset), num_replicas=setup.num_replicas)
     summary = run(chosen, window).summary.to_dict()
     return {name: summary[name] for name in METRICS}
 

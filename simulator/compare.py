@@ -120,7 +120,7 @@ def compare(
         for preset in presets:
             begun = num_ended
             tell = None if progress is None else _shifted(progress, begun)
-            outcome = run(replace(experiment, seed=seed, preset=preset), arrivals, progress=tell)
+            outcome = run(replace(experiment.under(preset), seed=seed), arrivals, progress=tell)
             runs[preset].append(outcome.summary)
             num_ended = begun + len(arrivals)
     base = presets[0]

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from core.config.scheduling import SchedulerConfig
 from core.errors import InvalidValueError
 from policies.compose import is_steady
-from policies.presets import PRESETS, find_preset
+from policies.presets import PRESETS
 from simulator.cluster.records import Record
 from simulator.experiment import Experiment
 from simulator.run import run_until
@@ -114,9 +115,9 @@ class Window:
         return self.is_whole and ends_at <= self.next_at
 
 
-def most_requests(*presets: str) -> int:
-    """Requests of a window whose runs under these presets together take about ``MAX_CPU_MS``."""
-    cost_ms = sum(STEADY_MS if is_steady(find_preset(preset)) else MOVING_MS for preset in presets)
+def most_requests(*configs: SchedulerConfig) -> int:
+    """Returns the requests of a window whose runs with these settings together take about ``MAX_CPU_MS``."""
+    cost_ms = sum(STEADY_MS if is_steady(config) else MOVING_MS for config in configs)
     return int(MAX_CPU_MS / cost_ms)
 
 
@@ -182,15 +183,13 @@ def what_if(
         index: Place of the request in ``arrivals``.
         most: Requests of the window at most; None for as many as ``MAX_CPU_MS`` allows.
     """
-    preset = experiment.preset if change.preset is None else change.preset
-    chosen = window(arrivals, lives, index, most_requests(experiment.preset, preset) if most is None else most)
+    changed = experiment if change.preset is None else experiment.under(change.preset)
+    most = most_requests(experiment.scheduler, changed.scheduler) if most is None else most
+    chosen = window(arrivals, lives, index, most)
     requests, own = chosen.requests, arrivals[index]
     before = _life(run_until(experiment, requests, own.request_id))
-    changed = dataclasses.replace(
-        experiment,
-        preset=preset,
-        num_replicas=experiment.num_replicas if change.replicas is None else change.replicas,
-    )
+    if change.replicas is not None:
+        changed = dataclasses.replace(changed, num_replicas=change.replicas)
     if change.priority is not None:
         urgent = dataclasses.replace(own, priority=change.priority)
         requests = [urgent if each.request_id == own.request_id else each for each in requests]

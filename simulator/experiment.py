@@ -5,14 +5,15 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
-from core.config.scheduling import BatchConfig
+from core.config.placement import PlacementConfig
+from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.errors import InvalidValueError
-from policies.presets import find_preset
+from policies.compose import check_scheduler
 from simulator import predictors
 from simulator.cluster.latency import A100_7B, LinearLatency, Roofline
 from simulator.predictors import PredictLengths
@@ -56,14 +57,14 @@ class Experiment:
         block_size: Tokens of a KV block.
         max_num_seqs: Most sequences in one step.
         max_batch_tokens: Most tokens computed in one step; longer prompts take several steps.
-        watermark: Share of the KV pool that admission may fill, for presets with a watermark.
+        scheduler: Preset, parts and their numbers: ``[scheduler]`` of a server.
+        placement: Numbers of placement by prefixes: ``[placement]`` of a server.
         offload_hop_s: Seconds from a Scheduler's question about KV to the KV offload manager's answer, as between
             processes; None decides in no time.
         batch: How presets of batch mode form batches: ``[batch]`` of a server.
         seed: Random seed of all draws.
     """
 
-    preset: str = "fcfs"
     workload: str = "sharegpt-like"
     num_requests: int | None = None
     rate: float | None = None
@@ -76,14 +77,15 @@ class Experiment:
     block_size: int = BLOCK_SIZE
     max_num_seqs: int = 256
     max_batch_tokens: int = 2048
-    watermark: float = 0.95
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     offload_hop_s: float | None = None
     batch: BatchConfig = field(default_factory=BatchConfig)
     sla: Sla = field(default_factory=Sla)
     seed: int = 0
 
     def __post_init__(self) -> None:
-        find_preset(self.preset)
+        check_scheduler(self.scheduler)
         for name in ("num_replicas", "block_size", "max_num_seqs", "max_batch_tokens"):
             if getattr(self, name) < 1:
                 raise InvalidValueError(name, getattr(self, name), "an integer >= 1")
@@ -101,6 +103,14 @@ class Experiment:
             raise InvalidValueError("offload_hop_s", self.offload_hop_s, "seconds >= 0")
         if self.seed < 0:
             raise InvalidValueError("seed", self.seed, "an integer >= 0")
+
+    @property
+    def preset(self) -> str:
+        return self.scheduler.preset
+
+    def under(self, preset: str) -> Experiment:
+        """Returns the experiment with another preset and the same numbers."""
+        return replace(self, scheduler=replace(self.scheduler, preset=preset))
 
 
 def make_arrivals(experiment: Experiment) -> Workload:

@@ -72,7 +72,9 @@ def _arrivals(records: Sequence[FinishedRequest]) -> list[SimRequest]:
 
 def _experiment(served: ServedAs) -> Experiment:
     return Experiment(
-        preset=served.preset,
+        scheduler=served.scheduler,
+        placement=served.placement,
+        batch=served.batch,
         num_replicas=served.num_replicas,
         latency=LinearLatency(served.cost),
         kv_tokens=served.kv_tokens,

@@ -11,13 +11,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from core.config.scheduling import BatchConfig
+from core.config.placement import PlacementConfig
+from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.costs import FREE_IMAGES
 from core.errors import ConfigError, InvalidValueError
 from simulator.cluster.latency import LinearLatency, Roofline
 from simulator.cluster.records import Record
 from simulator.experiment import Experiment
 from simulator.summary import Summary
+
+_EARLIER = ("preset", "watermark")
+"""Settings of ``scheduler`` that are written beside it too, as earlier versions did."""
 
 CONFIG_FILE, SUMMARY_FILE, REQUESTS_FILE = "config.json", "summary.json", "requests.jsonl"
 
@@ -40,6 +44,7 @@ def _plain(value: Any) -> Any:
 def config_of(experiment: Experiment) -> dict[str, Any]:
     """All settings needed to repeat the run, including the version of Farsight."""
     config = {**dataclasses.asdict(experiment), "farsight_version": importlib.metadata.version("farsight")}
+    config |= {name: getattr(experiment.scheduler, name) for name in _EARLIER}
     return config | ({"rate": "inf"} if experiment.rate == math.inf else {})
 
 
@@ -57,13 +62,21 @@ def read_config(path: Path) -> Experiment:
     if not isinstance(config, dict):
         raise ConfigError("--config", str(path), "a JSON object")
     config.pop("farsight_version", None)
-    config.setdefault("batch", dataclasses.asdict(BatchConfig()))  # earlier versions had no such settings
+    _with_policies(config)
     if config.get("rate") == "inf":
         config["rate"] = math.inf
     latency = config.get("latency")
     kind = Roofline if isinstance(latency, dict) and "gpu" in latency else LinearLatency
     _without_images(latency)
     return _built(Experiment, config, "config", {"latency": kind})
+
+
+def _with_policies(config: dict[str, Any]) -> None:
+    """Adds settings of policies that earlier versions did not write: they had a preset and a watermark."""
+    for name, kind in (("batch", BatchConfig), ("placement", PlacementConfig)):
+        config.setdefault(name, dataclasses.asdict(kind()))
+    given = {name: config.pop(name) for name in _EARLIER if name in config}
+    config.setdefault("scheduler", dataclasses.asdict(SchedulerConfig()) | given)
 
 
 def _without_images(latency: Any) -> None:

@@ -6,24 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from core.config.scheduling import SchedulerConfig
 from core.errors import IntegrityError, InvalidValueError
 from core.request import NO_SLO, is_flex
 from estimator.knn import padded_batch_s
 from policies.compose import (
-    build_batch_runner,
-    build_offload,
     build_router,
-    build_scheduler,
     configured_batch_scheduler,
+    configured_offload,
+    configured_replica,
+    configured_settings,
     is_batch_mode,
     is_steady,
 )
-from policies.kv.split_batch import SplitBatch
 from policies.order.offload_orders import OffloadDecider
-from policies.presets import find_preset
-from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
-from policies.settings import PolicySettings
+from policies.replica.scheduler import ReplicaScheduler
 from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.records import Record, Recorder
 from simulator.cluster.replica import ReplicaShape
@@ -85,9 +81,6 @@ def run(
     return RunOutcome(recorder, tuple(failed), summary)
 
 
-GRANT_LEAD_S = 0.1
-"""Orders by slices of time look at a job after twice this at the earliest, where one request is of interest."""
-
 LOOK_EVERY = 16
 """Steps between two looks at a preset that is not steady, where one request is of interest: the look costs the most."""
 
@@ -103,7 +96,7 @@ def run_until(experiment: Experiment, arrivals: Workload, request_id: str) -> Re
     if is_batch_mode(experiment.preset):
         fleet = _batch_fleet(experiment, shape, arrivals, None)
     else:
-        fleet = _continuous_fleet(experiment, shape, arrivals, None, grant_lead_s=GRANT_LEAD_S)
+        fleet = _continuous_fleet(experiment, shape, arrivals, None)
     for record in fleet.run(arrivals, until=request_id).done[::-1]:
         if record.arrival.request_id == request_id:
             return record
@@ -111,16 +104,15 @@ def run_until(experiment: Experiment, arrivals: Workload, request_id: str) -> Re
 
 
 def _replica_shape(experiment: Experiment, arrivals: Workload) -> ReplicaShape:
-    preset = find_preset(experiment.preset)
     return ReplicaShape(
         num_blocks=experiment.kv_tokens // experiment.block_size,
         block_size=experiment.block_size,
         num_host_blocks=experiment.host_kv_tokens // experiment.block_size,
         max_num_seqs=experiment.max_num_seqs,
         max_batch_tokens=experiment.max_batch_tokens,
-        look_every=0 if is_steady(preset) and not _any_gives_way(arrivals) else 1,
+        look_every=0 if is_steady(experiment.scheduler) and not _any_gives_way(arrivals) else 1,
         shares_prefixes=any(each.prefix or any(image.name for image in each.images) for each in arrivals),
-        execution="static" if preset.mode == "batch" else "ragged",
+        execution="static" if experiment.scheduler.execution == "static" else "ragged",
         offload_hop_s=experiment.offload_hop_s or 0.0,
     )
 
@@ -135,33 +127,27 @@ def _continuous_fleet(
     shape: ReplicaShape,
     arrivals: Workload,
     timeline: Timeline | None,
-    *,
-    grant_lead_s: float = 0.0,
 ) -> Fleet:
-    settings = PolicySettings(
-        watermark=experiment.watermark,
+    settings = replace(
+        configured_settings(experiment.scheduler),
+        placement=experiment.placement,
         max_new_tokens=max((arrival.max_new_tokens for arrival in arrivals), default=1),
         cost=experiment.latency.cost,
         block_size=experiment.block_size,
     )
-    limits = SchedulerLimits(
-        experiment.max_num_seqs,
-        standby_slots=0,
-        grant_lead_s=grant_lead_s,
-        offload_deadline_s=_deadline_s(experiment),
-    )
+    config, asks = experiment.scheduler, experiment.offload_hop_s is not None
     first_seed = experiment.seed * experiment.num_replicas
 
     def make_scheduler(index: int) -> ReplicaScheduler:
-        return build_scheduler(experiment.preset, limits, replace(settings, seed=first_seed + index))
+        own = replace(settings, seed=first_seed + index)
+        return configured_replica(config, experiment.max_num_seqs, own, asks=asks)
 
     def make_offload(index: int) -> OffloadDecider | None:
-        own = replace(settings, seed=first_seed + index)
-        return build_offload(experiment.preset, experiment.max_num_seqs, own)
+        return configured_offload(config, experiment.max_num_seqs, replace(settings, seed=first_seed + index))
 
     return Fleet(
         FleetShape(shape, experiment.latency, experiment.num_replicas),
-        build_router(experiment.preset, settings=settings),
+        build_router(config.preset, config.placement, settings),
         make_scheduler,
         clients=experiment.clients,
         timeline=timeline,
@@ -171,8 +157,9 @@ def _continuous_fleet(
 
 def _batch_fleet(experiment: Experiment, shape: ReplicaShape, _: Workload, timeline: Timeline | None) -> Fleet:
     """Batch mode as on a server, but for its estimates of batches: from step costs, not learned from what ran."""
+    asks = experiment.offload_hop_s is not None
     machine = configured_batch_scheduler(
-        SchedulerConfig(preset=experiment.preset),
+        experiment.scheduler,
         experiment.batch,
         experiment.max_num_seqs,
         partial(padded_batch_s, experiment.latency),
@@ -180,13 +167,8 @@ def _batch_fleet(experiment: Experiment, shape: ReplicaShape, _: Workload, timel
     return Fleet(
         FleetShape(shape, experiment.latency, experiment.num_replicas, announce_s=ANNOUNCE_S),
         machine,
-        lambda _: build_batch_runner(experiment.max_num_seqs, _deadline_s(experiment)),
+        lambda _: configured_replica(experiment.scheduler, experiment.max_num_seqs, asks=asks),
         clients=experiment.clients,
         timeline=timeline,
-        make_offload=lambda _: OffloadDecider(SplitBatch(), None),
+        make_offload=lambda _: configured_offload(experiment.scheduler, experiment.max_num_seqs),
     )
-
-
-def _deadline_s(experiment: Experiment) -> float:
-    """That of a server, where the schedulers ask."""
-    return 0.0 if experiment.offload_hop_s is None else SchedulerConfig().offload_deadline_ms / 1e3

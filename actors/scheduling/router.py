@@ -38,7 +38,7 @@ from core.messages.requests import (
 from core.messages.status import ComponentRows, ComponentStatus
 from core.promise import Promise
 from core.request import Request
-from policies.compose import build_router, configured_e2, follows_prefixes, is_batch_mode, placement_of
+from policies.compose import build_router, follows_prefixes, is_batch_mode, placement_of
 from policies.fleet.events import (
     AbortOnReplica,
     AskCache,
@@ -436,7 +436,7 @@ class Router(FleetShell):
 
     def __init__(self, context: ComponentContext) -> None:
         config = context.config
-        settings = PolicySettings(block_size=config.engine.kv_block_size, e2=configured_e2(config.placement))
+        settings = PolicySettings(block_size=config.engine.kv_block_size, placement=config.placement)
         machine = build_router(config.scheduler.preset, config.scheduler.placement, settings)
         super().__init__(context, machine, machine.handle)
 

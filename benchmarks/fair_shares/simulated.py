@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from core.config.scheduling import SchedulerConfig
 from simulator.experiment import Experiment
 from simulator.predictors import Noisy
 from simulator.run import RunOutcome, run
@@ -88,8 +89,13 @@ HEAD = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}"
 
 def measure(preset: str, sizes: Sizes) -> Shares:
     """All runs of one preset, on the same draws."""
-    experiment = Experiment(preset=preset, workload=sizes.workload, seed=sizes.seed, max_num_seqs=sizes.max_num_seqs)
-    measured = replace(experiment, preset=CAPACITY_OF.get(preset, preset))
+    experiment = Experiment(
+        scheduler=SchedulerConfig(preset=preset),
+        workload=sizes.workload,
+        seed=sizes.seed,
+        max_num_seqs=sizes.max_num_seqs,
+    )
+    measured = experiment.under(CAPACITY_OF.get(preset, preset))
     rate = sizes.load * capacity(measured, sizes)
     small = _tenant("small", rate, sizes.num_requests, sizes, 0)
     equal = _tenant("neighbour", rate, sizes.num_requests, sizes, 1)

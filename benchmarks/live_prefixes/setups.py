@@ -14,12 +14,11 @@ from benchmarks.live_presets.study import System
 from core.config.placement import PlacementConfig
 from core.config.scheduling import SchedulerConfig
 from estimator.device_profile import DeviceProfile
-from policies.compose import build_router, build_scheduler, configured_e2, configured_settings
+from policies.compose import build_router, build_scheduler, configured_settings
 from policies.fleet.scheduler import GlobalScheduler
 from policies.placement.oracle_partition import OraclePartition
 from policies.presets import find_preset
 from policies.replica.scheduler import SchedulerLimits
-from policies.settings import E2Config
 from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import LinearLatency
 from simulator.cluster.records import Record
@@ -149,10 +148,10 @@ SETUPS = SHARED | LONG
 
 
 def simulated(
-    preset: str, scheduler: dict[str, str], e2: E2Config, setup: PrefixSetup, arrivals: list[SimRequest]
+    preset: str, scheduler: dict[str, str], e2: PlacementConfig, setup: PrefixSetup, arrivals: list[SimRequest]
 ) -> list[Record]:
     """The same in the simulator."""
-    settings = replace(configured_settings(SchedulerConfig()), cost=A6000.cost, block_size=BLOCK, e2=e2)
+    settings = replace(configured_settings(SchedulerConfig()), cost=A6000.cost, block_size=BLOCK, placement=e2)
     router = build_router(preset, scheduler.get("placement", ""), settings)
     return _run(setup, router, preset, scheduler.get("order", ""), arrivals)
 
@@ -191,7 +190,7 @@ def _run(
 
 
 def _system(preset: str, switches: dict[str, bool] | None = None, **scheduler: str) -> System:
-    e2 = configured_e2(PlacementConfig(**(switches or {})))
+    e2 = PlacementConfig(**(switches or {}))
     settings: dict[str, dict[str, Any]] = {"scheduler": {"preset": preset, **scheduler}, "placement": switches or {}}
     return System(settings, partial(simulated, preset, scheduler, e2))
 

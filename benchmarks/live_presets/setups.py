@@ -117,7 +117,7 @@ def _continuous(preset: str, look_every: int, setup: Setup, arrivals: list[SimRe
 def _batches(preset: str, batch: BatchConfig, setup: Setup, arrivals: list[SimRequest]) -> list[Record]:
     cell = setup.cell
     experiment = Experiment(
-        preset=preset,
+        scheduler=SchedulerConfig(preset=preset, execution="static"),
         kv_tokens=cell.kv_tokens,
         max_num_seqs=cell.max_num_seqs,
         max_batch_tokens=CHUNK + cell.max_num_seqs,

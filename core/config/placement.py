@@ -36,6 +36,10 @@ class PlacementConfig:
     initial_output_len: float = 200.0
     max_tree_mib: int = 256
 
+    @property
+    def max_tree_bytes(self) -> int:
+        return self.max_tree_mib << 20
+
     def __post_init__(self) -> None:
         _require(self.window_s > 0, "window_s", self.window_s, "a number > 0")
         _require(self.max_tree_mib >= 1, "max_tree_mib", self.max_tree_mib, "an integer >= 1")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+from core.config.placement import PlacementConfig
+from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.costs import StepCost
 from core.errors import InvalidValueError
 from core.forecast import QUANTILES
@@ -292,10 +294,13 @@ class ServedAs:
     """How the service runs requests, for the process that simulates.
 
     Attributes:
+        scheduler, placement, batch: The server's settings.
         kv_tokens, max_num_seqs, cost: As in ``LoadSnapshot``.
     """
 
-    preset: str
+    scheduler: SchedulerConfig
+    placement: PlacementConfig
+    batch: BatchConfig
     num_replicas: int
     kv_tokens: int
     max_num_seqs: int

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from core.config.placement import PlacementConfig
 from core.costs import StepCost
 from core.errors import InvalidValueError
 from core.messages.cache import KVCacheEvent
@@ -19,7 +20,7 @@ from policies.placement.prefix_loads import PrefixLoads
 from policies.placement.prefix_scaling import PrefixScaling
 from policies.placement.prefix_tree import Path, PrefixNode
 from policies.placement.replica_slots import bits, is_single
-from policies.settings import E2Config, PolicySettings
+from policies.settings import PolicySettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +73,13 @@ class E2Router(Placement):
         self,
         regressions: Regressions,
         block_size: int,
-        config: E2Config | None = None,
+        config: PlacementConfig | None = None,
         ties: np.random.Generator | None = None,
     ) -> None:
         if block_size < 1:
             raise InvalidValueError("block_size", block_size, "an integer >= 1")
         self.block_size = block_size
-        self.config = config or E2Config()
+        self.config = config or PlacementConfig()
         window_s, output_len = self.config.window_s, self.config.initial_output_len
         self.prefixes = PrefixLoads(regressions, block_size, window_s, output_len, ties, self.config.max_tree_bytes)
         self.tree, self.load = self.prefixes.tree, self.prefixes.load
@@ -205,4 +206,4 @@ def _key_of(matched: list[PrefixNode]) -> PrefixNode:
 @PLACEMENTS.register("e2", uses_prefixes=True)
 def build_e2(settings: PolicySettings) -> E2Router:
     """Preble's E2: exploit the cached prefix or explore a lighter replica."""
-    return E2Router(from_step_cost(settings.cost), settings.block_size, settings.e2)
+    return E2Router(from_step_cost(settings.cost), settings.block_size, settings.placement)

@@ -20,11 +20,11 @@ from core.request import Request
 from policies.placement.base import PLACEMENTS, Choice, Placement, ReplicaLoad
 from policies.placement.e2_profiles import from_step_cost
 from policies.placement.load_cost import Query
-from policies.placement.prefix_loads import PrefixLoads
+from policies.placement.prefix_loads import MAX_TREE_BYTES, PrefixLoads
 from policies.placement.prefix_tree import Path
 from policies.placement.replica_slots import Floats
 from policies.placement.residual_work import RequestLengths, ResidualWork
-from policies.settings import MAX_TREE_BYTES, PolicySettings
+from policies.settings import PolicySettings
 
 WINDOW_S = 180.0
 """Seconds over which uses of a prefix weigh against its eviction, and over which the mean output length is taken that
@@ -205,4 +205,4 @@ class E2Forecast(Placement):
 @PLACEMENTS.register("e2-forecast", uses_prefixes=True, reads_forecasts=True)
 def build_e2_forecast(settings: PolicySettings) -> E2Forecast:
     """E2 priced with predicted work."""
-    return E2Forecast(settings.cost, settings.block_size, settings.e2.max_tree_bytes)
+    return E2Forecast(settings.cost, settings.block_size, settings.placement.max_tree_bytes)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from core.config.placement import PlacementConfig
 from core.costs import StepCost, mean_cost
 from core.errors import IntegrityError, InvalidValueError
 from core.messages.cache import KVCacheEvent
@@ -18,13 +19,15 @@ from policies.placement.load_window import LoadWindow
 from policies.placement.prefix_tree import PLACE_BYTES, Path, PrefixNode, RadixTree
 from policies.placement.prefix_view import busiest_prefixes
 from policies.placement.replica_slots import ReplicaSlots
-from policies.settings import MAX_TREE_BYTES
 
 ROOM_SHARE = 1 / 16
 """A tree that exceeds its memory limit is cut to this share below the limit, so that cuts are rare."""
 
 COST_CHANGE = 0.05
 """Requests are priced again when the mean step cost has changed by more than this share."""
+
+MAX_TREE_BYTES = PlacementConfig().max_tree_bytes
+"""About 1 M blocks of prompts that share little."""
 
 
 @dataclass(slots=True, eq=False)

@@ -14,6 +14,7 @@ import typer
 from core.errors import ConfigError
 from services.commands.ask import JsonOption
 from services.commands.simulate import (
+    ConfigOption,
     GpuOption,
     KvTokensOption,
     MaxNumSeqsOption,
@@ -23,6 +24,7 @@ from services.commands.simulate import (
     SlaMtpotOption,
     SlaTtftOption,
     TensorParallelOption,
+    experiment_of,
     hardware,
     one_line_errors,
     preset_names,
@@ -73,7 +75,8 @@ def advise(
     tensor_parallel: TensorParallelOption = None,
     profile: ProfileOption = None,
     kv_tokens: KvTokensOption = None,
-    max_num_seqs: MaxNumSeqsOption = 256,
+    max_num_seqs: MaxNumSeqsOption = None,
+    config: ConfigOption = None,
     sla_ttft: SlaTtftOption = 10.0,
     sla_mtpot: SlaMtpotOption = 1.5,
     plot: Annotated[Path | None, typer.Option(help="Write a picture, as advice.png or advice.svg.")] = None,
@@ -85,7 +88,6 @@ def advise(
             raise ConfigError("--good", good, "a share above 0, at most 1")
         from simulator.advice import advise as judge
         from simulator.advice import cut_windows, setups, table, to_dict
-        from simulator.experiment import Experiment
         from simulator.results import to_json
         from simulator.summary import Sla
 
@@ -93,13 +95,13 @@ def advise(
         if plot is not None:
             _check_picture(plot)
         latency, tokens = hardware(gpu, model, tensor_parallel, profile)
-        experiment = Experiment(
+        experiment = dataclasses.replace(
+            experiment_of(config, max_num_seqs=max_num_seqs),
             workload=source,
             rate=rate,
             predictor=predictor,
             latency=latency,
             kv_tokens=tokens if kv_tokens is None else kv_tokens,
-            max_num_seqs=max_num_seqs,
             sla=Sla(sla_ttft, sla_mtpot),
         )
         arrivals = _arrivals(experiment, requests * windows)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from core.config.scheduling import DEFAULT_PRESET
 from core.errors import FarsightError
 from services.commands.ask import ApiKeyOption, JsonOption, ask, key_for
 from services.commands.simulate import (
+    ConfigOption,
     KvTokensOption,
     MaxNumSeqsOption,
     ProfileOption,
@@ -45,11 +45,14 @@ def explain(
     log: Annotated[
         str, typer.Option(help="With --if: simulate here from this log, as in `log.path`, with the options below.")
     ] = "",
-    preset: Annotated[str, typer.Option(help="With --log: the preset that served it.")] = DEFAULT_PRESET,
-    replicas: ReplicasOption = 1,
+    preset: Annotated[
+        str | None, typer.Option(help="With --log: the preset that served it (default: fcfs, or the server's).")
+    ] = None,
+    replicas: ReplicasOption = None,
     profile: ProfileOption = None,
     kv_tokens: KvTokensOption = None,
-    max_num_seqs: MaxNumSeqsOption = 256,
+    max_num_seqs: MaxNumSeqsOption = None,
+    config: ConfigOption = None,
 ) -> None:
     """Show the decisions about a request, their times and the numbers behind them, or what would have been."""
     try:
@@ -61,7 +64,7 @@ def explain(
                 typer.echo(json.dumps(each) if as_json else each["text"])
             return
         if change:
-            question = Question(change, log, preset, replicas, profile, kv_tokens, max_num_seqs)
+            question = Question(change, log, config, preset, replicas, profile, kv_tokens, max_num_seqs)
             answers = [answer(question, choice["request_id"]) for choice in found["choices"]]
             for each in answers:
                 typer.echo(json.dumps(each) if as_json else sentence(each))

@@ -10,6 +10,7 @@ import typer
 
 from services.commands.ask import JsonOption
 from services.commands.simulate import (
+    ConfigOption,
     GpuOption,
     KvTokensOption,
     MaxNumSeqsOption,
@@ -18,6 +19,7 @@ from services.commands.simulate import (
     ReplicasOption,
     TensorParallelOption,
     check_counts,
+    experiment_of,
     hardware,
     one_line_errors,
     preset_names,
@@ -43,13 +45,14 @@ def replay(
         str, typer.Argument(metavar="LOG", help="The log, as in `log.path`: a SQLite file, or a redis:// URL.")
     ],
     preset: Annotated[list[str], typer.Option("--preset", help="Presets to simulate, as fcfs,fastserve.")],
-    replicas: ReplicasOption = 1,
+    replicas: ReplicasOption = None,
     gpu: GpuOption = None,
     model: ModelOption = None,
     tensor_parallel: TensorParallelOption = None,
     profile: ProfileOption = None,
     kv_tokens: KvTokensOption = None,
-    max_num_seqs: MaxNumSeqsOption = 256,
+    max_num_seqs: MaxNumSeqsOption = None,
+    config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run the requests of a log under other presets in virtual time and compare with the logged run."""
@@ -60,10 +63,13 @@ def replay(
         from services.commands.logged_traffic import read_traffic
 
         traffic = read_traffic(log)
-        machine = hardware(gpu, model, tensor_parallel, profile)
-        experiment = _experiment(log, presets[0], replicas, max_num_seqs, machine)
-        if kv_tokens is not None:
-            experiment = dataclasses.replace(experiment, kv_tokens=kv_tokens)
+        latency, tokens = hardware(gpu, model, tensor_parallel, profile)
+        experiment = dataclasses.replace(
+            experiment_of(config, replicas, max_num_seqs),
+            workload=log,
+            latency=latency,
+            kv_tokens=tokens if kv_tokens is None else kv_tokens,
+        )
         rows = [_truth(traffic), *_replayed(experiment, presets, traffic, as_json)]
         if as_json:
             from simulator.results import to_json
@@ -75,20 +81,6 @@ def replay(
         _say_what_is_missing(traffic, rows)
         if profile is None and gpu is None and model is None:
             typer.echo("step times are those of a 7B model on an A100; --profile FILE takes the server's own", err=True)
-
-
-def _experiment(log: str, preset: str, replicas: int, max_num_seqs: int, machine: tuple[Any, int]) -> Experiment:
-    from simulator.experiment import Experiment
-
-    latency, kv_tokens = machine
-    return Experiment(
-        preset=preset,
-        workload=log,
-        num_replicas=replicas,
-        latency=latency,
-        kv_tokens=kv_tokens,
-        max_num_seqs=max_num_seqs,
-    )
 
 
 def _truth(traffic: Traffic) -> _Row:
@@ -112,7 +104,7 @@ def _replayed(experiment: Experiment, presets: Sequence[str], traffic: Traffic, 
     arrivals, rows = traffic.arrivals(), []
     for name in presets:
         with progress_bar("requests", len(arrivals), as_json=as_json) as progress:
-            outcome = run(dataclasses.replace(experiment, preset=name), arrivals, progress=progress)
+            outcome = run(experiment.under(name), arrivals, progress=progress)
         rows.append({"preset": name} | outcome.summary.to_dict())
     return rows
 

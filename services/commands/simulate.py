@@ -39,7 +39,9 @@ TraceOption = Annotated[
     ),
 ]
 RequestsOption = Annotated[int | None, typer.Option("--requests", help="Most requests (default: 1000; all of a file).")]
-ReplicasOption = Annotated[int, typer.Option("--replicas", help="Number of model replicas.")]
+ReplicasOption = Annotated[
+    int | None, typer.Option("--replicas", help="Number of model replicas (default: 1, or the server's).")
+]
 RateOption = Annotated[
     float | None,
     typer.Option("--rate", help="Requests per second; inf: all at once (default: a trace's own, else 8 a replica)."),
@@ -63,7 +65,13 @@ KvTokensOption = Annotated[
     int | None,
     typer.Option("--kv-tokens", help="KV pool of a replica in tokens (default: the GPU's free memory, or 120000)."),
 ]
-MaxNumSeqsOption = Annotated[int, typer.Option("--max-num-seqs", help="Most sequences in one step.")]
+MaxNumSeqsOption = Annotated[
+    int | None, typer.Option("--max-num-seqs", help="Most sequences in one step (default: 256, or the server's).")
+]
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="A server's farsight.toml: presets decide as they would there."),
+]
 SlaTtftOption = Annotated[float, typer.Option("--sla-ttft", help="SLA: most seconds to the first token of a request.")]
 SlaMtpotOption = Annotated[
     float, typer.Option("--sla-mtpot", help="SLA: most seconds between two tokens of a request.")
@@ -75,19 +83,19 @@ _WITH_CONFIG = ("config", "out", "plot", "as_json")
 
 def simulate(
     context: typer.Context,
-    preset: Annotated[str, typer.Option(help="Scheduling preset.")] = "fcfs",
+    preset: Annotated[str | None, typer.Option(help="Scheduling preset (default: fcfs, or the server's).")] = None,
     trace: TraceOption = "sharegpt-like",
     requests: RequestsOption = None,
     rate: RateOption = None,
     clients: ClientsOption = None,
-    replicas: ReplicasOption = 1,
+    replicas: ReplicasOption = None,
     predictor: PredictorOption = "none",
     gpu: GpuOption = None,
     model: ModelOption = None,
     tensor_parallel: TensorParallelOption = None,
     profile: ProfileOption = None,
     kv_tokens: KvTokensOption = None,
-    max_num_seqs: MaxNumSeqsOption = 256,
+    max_num_seqs: MaxNumSeqsOption = None,
     sla_ttft: SlaTtftOption = 10.0,
     sla_mtpot: SlaMtpotOption = 1.5,
     seed: Annotated[int, typer.Option(help="Random seed; the same seed gives the same result.")] = 0,
@@ -96,14 +104,20 @@ def simulate(
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write plots into this directory.")] = None,
     config: Annotated[
-        Path | None, typer.Option(help="Repeat the run of this config.json from --out; only output flags may be added.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A server's farsight.toml: the preset decides as it would there. Or a config.json from --out: repeats "
+            "that run; only output flags may be added.",
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run a workload through a preset in virtual time: no GPU, the same policy objects as live."""
     given = dict(locals())
     with one_line_errors():
-        experiment = _experiment(given, preset, seed) if config is None else _saved(context, config)
+        is_saved = config is not None and config.suffix == ".json"
+        experiment = _saved(context, config) if is_saved else _experiment(given, preset, seed)  # type: ignore[arg-type]
         if plot is not None:
             from simulator.plots import check_matplotlib
 
@@ -119,18 +133,19 @@ def compare(
     requests: RequestsOption = None,
     rate: RateOption = None,
     clients: ClientsOption = None,
-    replicas: ReplicasOption = 1,
+    replicas: ReplicasOption = None,
     predictor: PredictorOption = "none",
     gpu: GpuOption = None,
     model: ModelOption = None,
     tensor_parallel: TensorParallelOption = None,
     profile: ProfileOption = None,
     kv_tokens: KvTokensOption = None,
-    max_num_seqs: MaxNumSeqsOption = 256,
+    max_num_seqs: MaxNumSeqsOption = None,
     sla_ttft: SlaTtftOption = 10.0,
     sla_mtpot: SlaMtpotOption = 1.5,
     seeds: Annotated[int, typer.Option(help="Workloads, each run under every preset.")] = 5,
     seed: Annotated[int, typer.Option(help="First of the random seeds.")] = 0,
+    config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run presets side by side on the same workloads: means over seeds and ratios with 95 % confidence intervals."""
@@ -208,25 +223,52 @@ def _saved(context: typer.Context, path: Path) -> Experiment:
     return read_config(path)
 
 
-def _experiment(given: dict[str, Any], preset: str, seed: int) -> Experiment:
-    from simulator.experiment import Experiment
+def _experiment(given: dict[str, Any], preset: str | None, seed: int) -> Experiment:
+    from dataclasses import replace
+
     from simulator.summary import Sla
 
     latency, kv_tokens = hardware(given["gpu"], given["model"], given["tensor_parallel"], given["profile"])
-    return Experiment(
-        preset=preset,
+    experiment = replace(
+        experiment_of(given["config"], given["replicas"], given["max_num_seqs"]),
         workload=given["trace"],
         num_requests=given["requests"],
         rate=given["rate"],
         clients=given["clients"],
-        num_replicas=given["replicas"],
         predictor=given["predictor"],
         latency=latency,
         kv_tokens=kv_tokens if given["kv_tokens"] is None else given["kv_tokens"],
-        max_num_seqs=given["max_num_seqs"],
         sla=Sla(given["sla_ttft"], given["sla_mtpot"]),
         seed=seed,
     )
+    return experiment if preset is None else experiment.under(preset)
+
+
+def experiment_of(config: Path | None, replicas: int | None = None, max_num_seqs: int | None = None) -> Experiment:
+    """Returns an experiment whose policies, replicas and steps are those of a server's file; flags go before it.
+
+    Raises:
+        ConfigError: The file cannot be read, or a setting in it is wrong.
+    """
+    from dataclasses import replace
+
+    from core.config.load import load_config
+    from simulator.experiment import Experiment
+
+    experiment = Experiment()
+    if config is not None:
+        server = load_config(config, {})
+        experiment = replace(
+            experiment,
+            scheduler=server.scheduler,
+            placement=server.placement,
+            batch=server.batch,
+            num_replicas=max(1, server.model.replicas),
+            max_num_seqs=server.engine.max_num_seqs,
+            max_batch_tokens=server.engine.max_batch_tokens,
+        )
+    flags = {"num_replicas": replicas, "max_num_seqs": max_num_seqs}
+    return replace(experiment, **{name: value for name, value in flags.items() if value is not None})  # type: ignore[arg-type]
 
 
 def hardware(

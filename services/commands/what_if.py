@@ -21,17 +21,19 @@ class Question:
     Attributes:
         change: As ``simulator.counterfactual.parse_change`` reads it.
         log: As for ``read_traffic``.
-        preset, replicas: As the request was served.
+        config: TOML file of the server; None: its defaults.
+        preset, replicas, max_num_seqs: As the request was served, where that is not as in ``config``.
         profile: Step times of a replica, a file of `farsight profile`; None for a 7B model on an A100.
     """
 
     change: str
     log: str
-    preset: str
-    replicas: int
+    config: Path | None
+    preset: str | None
+    replicas: int | None
     profile: Path | None
     kv_tokens: int | None
-    max_num_seqs: int
+    max_num_seqs: int | None
 
 
 def answer(question: Question, request_id: str) -> dict[str, Any]:
@@ -41,20 +43,19 @@ def answer(question: Question, request_id: str) -> dict[str, Any]:
         FarsightError: The change, the log or the request is not as expected.
     """
     from services.commands.logged_traffic import read_traffic
-    from services.commands.simulate import hardware
+    from services.commands.simulate import experiment_of, hardware
     from simulator.counterfactual import parse_change, what_if
-    from simulator.experiment import Experiment
     from simulator.logged import as_life
 
     change = parse_change(question.change)
     latency, kv_tokens = hardware(None, None, None, question.profile)
-    experiment = Experiment(
-        preset=question.preset,
-        num_replicas=question.replicas,
+    experiment = dataclasses.replace(
+        experiment_of(question.config, question.replicas, question.max_num_seqs),
         latency=latency,
         kv_tokens=kv_tokens if question.kv_tokens is None else question.kv_tokens,
-        max_num_seqs=question.max_num_seqs,
     )
+    if question.preset is not None:
+        experiment = experiment.under(question.preset)
     traffic = read_traffic(question.log)
     places = [place for place, each in enumerate(traffic.logged) if each.request.request_id == request_id]
     if not places:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError, InvalidValueError
 from estimator.device_profile import A100_7B
 from simulator.experiment import Experiment, make_arrivals
@@ -49,7 +50,7 @@ class DemoSettings:
             InvalidValueError: A field is wrong.
         """
         return Experiment(
-            preset=preset,
+            scheduler=SchedulerConfig(preset=preset),
             workload=self.trace,
             num_requests=self.num_requests,
             rate=self.rate,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from actors.runtime.peer import PeerBook
+from core.config.load import FarsightConfig
 from core.errors import FarsightError
 from core.load_snapshot import LoadSnapshot
 from core.messages.log import FinishedRequest, LoggedWindow, LogQuery, ServedAs
@@ -26,12 +27,12 @@ class LoggedRequests:
     """Reads the log from its end backwards.
 
     Args:
-        preset: As the service runs.
+        config: Of the service.
     """
 
-    def __init__(self, peers: PeerBook, preset: str) -> None:
+    def __init__(self, peers: PeerBook, config: FarsightConfig) -> None:
         self._log_store = peers.log_store()
-        self._preset = preset
+        self._config = config
 
     async def around(self, request_id: str, seen: LoadSnapshot | None) -> LoggedWindow | None:
         """A window of the log; None if the request is not among the latest.
@@ -50,7 +51,9 @@ class LoggedRequests:
             raise FarsightError("the log does not answer") from error
         if records is None:
             return None
-        served = ServedAs(self._preset, seen.num_replicas, seen.kv_tokens, seen.max_num_seqs, seen.cost)
+        config = self._config
+        policies = (config.scheduler, config.placement, config.batch)
+        served = ServedAs(*policies, seen.num_replicas, seen.kv_tokens, seen.max_num_seqs, seen.cost)
         return LoggedWindow(request_id, served, records)
 
     async def _records(self, request_id: str) -> tuple[FinishedRequest, ...] | None:

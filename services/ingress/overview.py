@@ -83,7 +83,7 @@ class Overview:
         self.supervisor = peers.supervisor()
         self.router = peers.router()
         self._explanations = Explanations(peers)
-        self._logged = LoggedRequests(peers, site.config.scheduler.preset)
+        self._logged = LoggedRequests(peers, site.config)
         self._counts = initial_counts(site.config, sees=site.sees)
         self._last: dict[str, ComponentStatus] = {}
         self._learned = Recent(self._ask_artefacts, ARTEFACTS_FOR_S)

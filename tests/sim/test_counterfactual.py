@@ -9,13 +9,14 @@ import math
 import numpy as np
 import pytest
 
+from core.config.scheduling import SchedulerConfig
 from core.errors import InvalidValueError
 from simulator.counterfactual import Change, Life, most_requests, parse_change, what_if, window
 from simulator.experiment import Experiment, make_arrivals
 from simulator.run import run, run_until
 from simulator.traffic.workload import Workload
 
-EXPERIMENT = Experiment(preset="fcfs", num_requests=120, rate=12.0, kv_tokens=20_000, max_num_seqs=16, seed=4)
+EXPERIMENT = Experiment(num_requests=120, rate=12.0, kv_tokens=20_000, max_num_seqs=16, seed=4)
 
 
 def lives(experiment: Experiment, arrivals: Workload) -> list[Life]:
@@ -32,7 +33,7 @@ def took(times_s: list[float]) -> list[Life]:
 def test_another_preset_is_answered_like_a_run_under_it() -> None:
     arrivals = make_arrivals(EXPERIMENT)
     as_served = lives(EXPERIMENT, arrivals)
-    truth = lives(dataclasses.replace(EXPERIMENT, preset="past-future"), arrivals)
+    truth = lives(EXPERIMENT.under("past-future"), arrivals)
     errors = []
     for index in range(20, 120, 20):
         found = what_if(EXPERIMENT, arrivals, as_served, index, Change(preset="past-future"))
@@ -124,7 +125,8 @@ def test_an_answer_says_that_requests_were_left_out() -> None:
 
 
 def test_presets_that_look_often_get_smaller_windows() -> None:
-    assert most_requests("fcfs", "fcfs") > most_requests("fcfs", "farsight") > most_requests("farsight", "farsight") > 0
+    fcfs, farsight = SchedulerConfig(), SchedulerConfig(preset="farsight")
+    assert most_requests(fcfs, fcfs) > most_requests(fcfs, farsight) > most_requests(farsight, farsight) > 0
 
 
 def test_a_run_ends_with_the_request_that_is_asked_for() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from core.config.scheduling import BatchConfig
+from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.costs import FREE_IMAGES
 from core.errors import ConfigError, IntegrityError, InvalidValueError
 from policies.presets import PRESETS
@@ -46,7 +46,7 @@ def test_another_seed_other_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_gives_the_same_bytes_again(tmp_path: Path, preset: str) -> None:
-    experiment = replace(SMALL, preset=preset, num_replicas=2, predictor="noisy", num_requests=16)
+    experiment = replace(SMALL.under(preset), num_replicas=2, predictor="noisy", num_requests=16)
     _, first = written(tmp_path / "first", experiment)
     _, second = written(tmp_path / "second", experiment)
     assert first == second
@@ -86,7 +86,8 @@ def test_requests_are_written_only_if_given(tmp_path: Path) -> None:
 def test_the_config_has_every_field_and_the_version(tmp_path: Path) -> None:
     config = config_of(replace(SMALL, latency=Roofline(GPUS["h100"], MODELS["opt-13b"])))
     assert config["farsight_version"] and config["seed"] == 7 and config["latency"]["gpu"]["name"] == "h100"
-    assert config.keys() - {"farsight_version"} == set(Experiment.__dataclass_fields__)
+    beside = {"farsight_version", "preset", "watermark"}
+    assert config.keys() - beside == set(Experiment.__dataclass_fields__)
 
 
 def test_a_config_of_a_version_without_pictures_is_read(tmp_path: Path) -> None:
@@ -216,7 +217,7 @@ def test_a_load_is_open_or_closed() -> None:
 
 def test_an_unknown_preset_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'fcfs'"):
-        Experiment(preset="fcsf")
+        Experiment(scheduler=SchedulerConfig(preset="fcsf"))
 
 
 def test_kv_tokens_of_a_gpu() -> None:
@@ -237,7 +238,7 @@ def test_kv_tokens_of_a_gpu() -> None:
         SMALL,
         replace(SMALL, rate=math.inf, latency=Roofline(GPUS["h100"], MODELS["opt-13b"], 2)),
         replace(SMALL, rate=None, clients=3, num_requests=None),
-        replace(SMALL, preset="multi-bin", batch=BatchConfig(batch_size=4, num_bins=2, max_wait_s=30.0)),
+        replace(SMALL.under("multi-bin"), batch=BatchConfig(batch_size=4, num_bins=2, max_wait_s=30.0)),
     ],
 )
 def test_a_saved_config_is_the_same_experiment(tmp_path: Path, experiment: Experiment) -> None:
@@ -246,18 +247,19 @@ def test_a_saved_config_is_the_same_experiment(tmp_path: Path, experiment: Exper
     assert read_config(path) == experiment
 
 
-def test_a_config_of_an_earlier_version_has_no_settings_of_batches(tmp_path: Path) -> None:
+def test_a_config_of_an_earlier_version_has_a_preset_and_a_watermark(tmp_path: Path) -> None:
     path, config = tmp_path / "config.json", config_of(SMALL)
-    del config["batch"]
-    path.write_text(to_json(config))
-    assert read_config(path) == SMALL
+    for name in ("batch", "scheduler", "placement"):
+        del config[name]
+    path.write_text(to_json(config | {"preset": "aggressive", "watermark": 0.9}))
+    assert read_config(path) == replace(SMALL, scheduler=SchedulerConfig(preset="aggressive", watermark=0.9))
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
         ({"seed": "x"}, "config.seed: got 'x', expected a value of type int"),
-        ({"sed": 0}, "config.sed: got 0, expected no such field, but preset"),
+        ({"sed": 0}, "config.sed: got 0, expected no such field, but workload"),
         ({"rate": []}, "config.rate: got [], expected a value of type float or null"),
         ({"latency": None}, "config.latency: got None, expected a JSON object"),
         ({"sla": {"ttft_s": 1.0}}, "config.sla.mtpot_s: got None, expected a value"),
@@ -283,6 +285,7 @@ def test_settings_of_batches_are_those_of_a_server() -> None:
     """All at once on one replica: the size of the largest batch that ran is the one that was set."""
     arrivals = make_arrivals(replace(SMALL, rate=math.inf))
     for size in (2, 5):
-        experiment = replace(SMALL, preset="magnus-vs", batch=BatchConfig(batch_size=size))
+        scheduler = SchedulerConfig(preset="magnus-vs", execution="static")
+        experiment = replace(SMALL, scheduler=scheduler, batch=BatchConfig(batch_size=size))
         ends = Counter(record.finished_at for record in run(experiment, arrivals).recorder.done)
         assert max(ends.values()) == size

@@ -64,7 +64,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
 
 def lives(preset: str, arrivals: Sequence[SimRequest]) -> dict[str, Record]:
     ordered = sorted(arrivals, key=lambda each: each.arrived_at)
-    done = run(dataclasses.replace(EXPERIMENT, preset=preset), ordered).recorder.done
+    done = run(EXPERIMENT.under(preset), ordered).recorder.done
     return {record.arrival.request_id: record for record in done}
 
 
@@ -101,7 +101,7 @@ def test_a_deadline_that_can_be_met_is_met_and_no_sooner_than_needed(preset: str
     plain = traffic(3, 100, 16.0)
     by_s = {each.request_id: 1.5 + 1.5 * served_alone_s(each, 0.02) for each in plain[40::6]}
     wishing = [told(each, deadline_s=by_s[each.request_id]) if each.request_id in by_s else each for each in plain]
-    roomy = dataclasses.replace(EXPERIMENT, kv_tokens=30_000, preset=preset)
+    roomy = dataclasses.replace(EXPERIMENT.under(preset), kv_tokens=30_000)
     done = {record.arrival.request_id: record for record in run(roomy, wishing).recorder.done}
     without = {record.arrival.request_id: record for record in run(roomy, plain).recorder.done}
     late = [name for name, most_s in by_s.items() if done[name].jct_s > most_s]
@@ -117,6 +117,6 @@ def test_a_time_to_the_first_token_that_can_be_met_is_met(preset: str) -> None:
     plain = traffic(4, 80, 12.0)
     names = {each.request_id for each in plain[::8]}
     wishing = [dataclasses.replace(each, slo=Slo(ttft_s=1.0)) if each.request_id in names else each for each in plain]
-    roomy = dataclasses.replace(EXPERIMENT, kv_tokens=30_000, preset=preset)
+    roomy = dataclasses.replace(EXPERIMENT.under(preset), kv_tokens=30_000)
     records = run(roomy, wishing).recorder.done
     assert max(record.ttft_s for record in records if record.arrival.request_id in names) <= 1.0

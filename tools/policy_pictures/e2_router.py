@@ -8,17 +8,17 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from core.config.placement import PlacementConfig
 from core.costs import StepCost
 from policies.placement.base import ReplicaLoad
 from policies.placement.e2 import E2Choice, E2Router
 from policies.placement.e2_profiles import from_step_cost
-from policies.settings import E2Config
 
 BLOCK = 64
 TIMES = from_step_cost(StepCost(base_s=5e-3, prefill_token_s=1e-4, decode_seq_s=1e-4, context_token_s=2e-8))
 NAMES = tuple("ABCD")
 LOADS = tuple(ReplicaLoad(name, 0, 0.0) for name in NAMES)
-CONFIG = E2Config(window_s=20.0)
+CONFIG = PlacementConfig(window_s=20.0)
 
 
 def draw() -> Figure:
@@ -80,7 +80,7 @@ def _draw_shares(axes: Axes) -> None:
     axes.legend(frameon=False, fontsize=8, loc="upper left")
 
 
-def _run(config: E2Config) -> tuple[list[float], list[float], float]:
+def _run(config: PlacementConfig) -> tuple[list[float], list[float], float]:
     """Times, ratios of loads, and the share of prompt tokens that hit."""
     rng = np.random.default_rng(5)
     router = E2Router(TIMES, BLOCK, config)

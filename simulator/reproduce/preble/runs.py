@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from core.config.placement import PlacementConfig
 from core.costs import StepCost
 from policies.admission.watermark import Aggressive
 from policies.compose import build_scheduler
@@ -20,7 +21,6 @@ from policies.placement.e2 import E2Router
 from policies.placement.e2_profiles import from_step_cost
 from policies.placement.oracle_partition import OraclePartition
 from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
-from policies.settings import E2Config
 from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import LatencyModel, LinearLatency
 from simulator.cluster.records import Record
@@ -118,7 +118,7 @@ class PrebleSystem:
     """
 
     name: str
-    e2: E2Config | None = None
+    e2: PlacementConfig | None = None
     partition: bool = False
     order: str = "fcfs"
     chunk: int = 2048
@@ -140,10 +140,10 @@ class LongestMatchFirst(HitGroups):
 
 ROUND_ROBIN = PrebleSystem("round-robin")
 ORACLE = PrebleSystem("oracle partition", partition=True)
-E2_ALONE = PrebleSystem("E2", E2Config(balance=False, rebalance=False, autoscale=False))
-E2_REBALANCED = PrebleSystem("+ rebalance, autoscale", E2Config(balance=False))
-E2_WHOLE = PrebleSystem("+ prefill/decode balance", E2Config())
-PREBLE = PrebleSystem("+ priority groups", E2Config(), order="hit-groups")
+E2_ALONE = PrebleSystem("E2", PlacementConfig(balance=False, rebalance=False, autoscale=False))
+E2_REBALANCED = PrebleSystem("+ rebalance, autoscale", PlacementConfig(balance=False))
+E2_WHOLE = PrebleSystem("+ prefill/decode balance", PlacementConfig())
+PREBLE = PrebleSystem("+ priority groups", PlacementConfig(), order="hit-groups")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from core.config.scheduling import SchedulerConfig
 from core.costs import ImageCost, StepCost
 from core.errors import InvalidValueError
 from policies.compose import build_router, build_scheduler
@@ -153,7 +154,9 @@ def test_image_tokens_take_memory_of_admission() -> None:
 
 def test_placement_by_prefixes_finds_a_picture() -> None:
     """E2 places requests by the blocks of their prompts, which an equal picture names alike."""
-    experiment = Experiment(preset="preble", num_replicas=2, kv_tokens=8000, latency=LinearLatency(COST))
+    experiment = Experiment(
+        scheduler=SchedulerConfig(preset="preble"), num_replicas=2, kv_tokens=8000, latency=LinearLatency(COST)
+    )
     picture = tuple(
         SimRequest(f"{name}{i}", 40.0 * i + shift, 640, 4, 8, images=(SimImage(576, name),))
         for i in range(6)

@@ -7,6 +7,7 @@ import functools
 import numpy as np
 import pytest
 
+from core.config.scheduling import SchedulerConfig
 from simulator.experiment import Experiment, make_arrivals
 from simulator.run import RunOutcome, run
 
@@ -19,7 +20,7 @@ SCARCE, AMPLE = 3000, 60_000
 @functools.cache
 def outcome(preset: str, hop_s: float | None, host_kv_tokens: int) -> RunOutcome:
     experiment = Experiment(
-        preset,
+        scheduler=SchedulerConfig(preset=preset),
         num_requests=60,
         rate=20.0,
         kv_tokens=3000,

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
+from core.config.placement import PlacementConfig
 from core.messages.cache import KVCacheEvent
 from policies.placement.base import ReplicaLoad
 from policies.placement.e2 import E2Choice, E2Router
 from policies.placement.e2_profiles import Regressions
 from policies.placement.prefix_tree import Path
-from policies.settings import E2Config
 
 LINEAR = Regressions(lambda new, context: new * 1e-3, lambda output, context: output * 2e-3)
 """The examples' PT of 1 ms a token and DT of 2 ms an output token."""
 
-BARE = E2Config(initial_output_len=0.0, balance=False, rebalance=False, autoscale=False)
+BARE = PlacementConfig(initial_output_len=0.0, balance=False, rebalance=False, autoscale=False)
 
 
 def loads_of(names: str) -> tuple[ReplicaLoad, ...]:
@@ -25,7 +25,7 @@ def router_of(
     names: str = "ab",
     block_size: int = 1,
     capacity: int = 10_000,
-    config: E2Config = BARE,
+    config: PlacementConfig = BARE,
     regressions: Regressions = LINEAR,
     ties: np.random.Generator | None = None,
 ) -> E2Router:

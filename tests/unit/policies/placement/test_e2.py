@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from core.config.placement import PlacementConfig
 from core.costs import StepCost
 from core.errors import IntegrityError, InvalidValueError
 from core.request import Request, SamplingParams
@@ -21,7 +22,6 @@ from policies.placement.e2_profiles import (
     Regressions,
     from_step_cost,
 )
-from policies.settings import E2Config
 from tests.unit.policies.e2_desk import BARE, LINEAR, Desk, loads_of, path, router_of
 
 
@@ -219,7 +219,7 @@ def test_a_request_is_placed_by_its_known_tokens() -> None:
 )
 def test_bad_parameters_are_named(field: str, value: float) -> None:
     with pytest.raises(InvalidValueError, match=field):
-        E2Config(**{field: value})  # type: ignore[arg-type]
+        PlacementConfig(**{field: value})  # type: ignore[arg-type]
 
 
 def test_a_request_in_flight_is_not_placed_again() -> None:

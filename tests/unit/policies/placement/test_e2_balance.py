@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from core.config.placement import PlacementConfig
 from policies.placement.e2_profiles import Regressions
-from policies.settings import E2Config
 from tests.unit.policies.e2_desk import BARE, Desk, path, router_of
 
 
@@ -33,7 +33,7 @@ def test_ex4_220_against_150_stays() -> None:
 BALANCED = replace(BARE, balance=True, initial_output_len=0.0)
 
 
-def balance_desk(config: E2Config, b_output_len: int) -> Desk:
+def balance_desk(config: PlacementConfig, b_output_len: int) -> Desk:
     """a decodes for 90 % of its load, b for what its output gives, c has none."""
     desk = Desk(router_of("abc", config=config), "abc")
     for i, (name, output_len) in enumerate((("a", 450), ("b", b_output_len))):

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from core.config.placement import PlacementConfig
 from policies.placement.base import ReplicaLoad
 from policies.placement.e2 import E2Router
 from policies.placement.e2_profiles import Regressions
 from policies.placement.prefix_tree import Path, PrefixNode
-from policies.settings import E2Config
 from tests.unit.policies.e2_desk import BARE
 from tests.unit.policies.naive_trie import NaiveTrie, path_of
 
@@ -32,7 +32,9 @@ class Past:
 class BruteForce:
     """Algorithms 1 and 2 from all that ever happened."""
 
-    def __init__(self, regressions: Regressions, config: E2Config, capacity: int, num: int, block_size: int) -> None:
+    def __init__(
+        self, regressions: Regressions, config: PlacementConfig, capacity: int, num: int, block_size: int
+    ) -> None:
         self.regressions, self.config, self.capacity, self.block_size = regressions, config, capacity, block_size
         self.trie = NaiveTrie(num)
         self.past: deque[Past] = deque()
@@ -128,8 +130,8 @@ AFFINE = Regressions(
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("config", [BARE, E2Config(rebalance_after=3, autoscale=False)], ids=["bare", "whole"])
-def test_every_decision_is_that_of_brute_force(seed: int, config: E2Config) -> None:
+@pytest.mark.parametrize("config", [BARE, PlacementConfig(rebalance_after=3, autoscale=False)], ids=["bare", "whole"])
+def test_every_decision_is_that_of_brute_force(seed: int, config: PlacementConfig) -> None:
     rng = random.Random(seed)
     config = replace(config, window_s=20.0, initial_output_len=rng.choice([0.0, 5.0, 60.0]))
     num, block_size, capacity = 4, 4, rng.choice([8, 14, 30])

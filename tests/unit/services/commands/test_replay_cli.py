@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from core.config.scheduling import SchedulerConfig
 from core.forecast import Forecast
 from core.messages.log import FinishedRequest
 from services.cli import app
@@ -22,7 +23,9 @@ from tests.unit.actors.components import append, append_forecasts, finished, for
 from tests.unit.actors.redis_server import RedisServer, redis_server
 
 RECEIVED_AT = 1.7e9
-EXPERIMENT = Experiment(preset="past-future", num_requests=60, kv_tokens=6000, max_num_seqs=16)
+EXPERIMENT = Experiment(
+    scheduler=SchedulerConfig(preset="past-future"), num_requests=60, kv_tokens=6000, max_num_seqs=16
+)
 
 
 def invoke(*words: str) -> Any:
