@@ -6,7 +6,7 @@ compares LightLLM with vLLM, TGI, DeepSpeed-MII and TensorRT-LLM on GPUs; of the
 and ``transformers serve`` stands in for the others. Both count as frameworks of their own here: absolute numbers cannot
 be those of the paper.
 
-For the pages of results write them to ``past_future_frameworks.jsonl`` and pass it to ``python -m tools.papers``.
+For the pages of results write them to ``past_future_frameworks.jsonl`` and pass it to ``python -m lab.papers``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from simulator.reproduce.rows import Draws, Exempt, OrderCheck, Row
+from lab.reproduce.rows import Draws, Exempt, OrderCheck, Row
 
 NAME = "past_future_frameworks"
 GOODPUT, THROUGHPUT = "goodput_requests_per_s", "output_tokens_per_s"

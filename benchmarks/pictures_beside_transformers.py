@@ -31,11 +31,11 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer, LlavaForConditionalGeneration
 
 from benchmarks.common.servers import RunningServer, ServerCommand, free_port
+from lab.embedded_vision.evaluate import asked_pictures
+from lab.embedded_vision.model import prompt_ids
+from lab.embedded_vision.questions import TASKS
 from services.bench.report import markdown_table
 from services.launch.launch import VISION_MODEL, VISION_NAME
-from tools.embedded_vision.evaluate import asked_pictures
-from tools.embedded_vision.model import prompt_ids
-from tools.embedded_vision.questions import TASKS
 
 READY_S = 300.0
 

@@ -30,9 +30,9 @@ from engine.engine import Engine
 from engine.sequence import Sequence
 from engine.steps.model_runner import ModelRunner
 from kvcache import StepBatch, StepItem
+from lab.embedded_model.evaluate import EVALUATION_SEED, LONGEST_ANSWER
+from lab.embedded_model.tasks import TASKS, Example, held_out_examples
 from services.bench.report import markdown_table, provenance, write_json
-from tools.embedded_model.evaluate import EVALUATION_SEED, LONGEST_ANSWER
-from tools.embedded_model.tasks import TASKS, Example, held_out_examples
 
 EMBEDDED = Path("services/embedded_model")
 BLOCK_SIZE = 32

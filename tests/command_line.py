@@ -1,4 +1,4 @@
-"""Runs commands in this process: typer's runner, which would make all commands anew for each of its calls (0.1 s)."""
+"""Runs commands in this process: typer's runner, which would make all commands again for each of its calls (0.1 s)."""
 
 from __future__ import annotations
 

@@ -14,6 +14,8 @@ from benchmarks.live_presets.study import System
 from core.config.placement import PlacementConfig
 from core.config.scheduling import SchedulerConfig
 from estimator.device_profile import DeviceProfile
+from lab.reproduce.placements import REASONING
+from lab.reproduce.preble.runs import A6000_TOKENS, MISTRAL_7B_A6000
 from policies.compose import build_router, build_scheduler, configured_settings
 from policies.fleet.scheduler import GlobalScheduler
 from policies.placement.oracle_partition import OraclePartition
@@ -24,8 +26,6 @@ from simulator.cluster.latency import LinearLatency
 from simulator.cluster.records import Record
 from simulator.cluster.replica import ReplicaShape
 from simulator.predictors import Noisy
-from simulator.reproduce.placements import REASONING
-from simulator.reproduce.preble.runs import A6000_TOKENS, MISTRAL_7B_A6000
 from simulator.summary import Sla
 from simulator.traffic.arrivals import Poisson, debatch, rescale
 from simulator.traffic.prefixes import PROGRAMMING, PrefixLaw, prefix_workload, real_prefixes

@@ -12,13 +12,13 @@ from benchmarks.live_presets.live import Hardware
 from benchmarks.live_presets.study import System
 from core.config.scheduling import BatchConfig, SchedulerConfig
 from estimator.device_profile import A100_7B
+from lab.reproduce import combined_runs
+from lab.reproduce.combined_runs import HOST_TOKENS, CombinedCell, Policy
 from policies.compose import build_scheduler, configured_settings
 from simulator import predictors
 from simulator.cluster.latency import A100_7B as LATENCY
 from simulator.cluster.records import Record
 from simulator.experiment import Experiment
-from simulator.reproduce import combined_runs
-from simulator.reproduce.combined_runs import HOST_TOKENS, CombinedCell, Policy
 from simulator.run import run as run_experiment
 from simulator.summary import Sla
 from simulator.traffic.arrivals import AllAtOnce

@@ -33,7 +33,7 @@ from services.api.answers.replies import (
     status_reply,
 )
 from services.api.answers.sse import ChunkWriter, EventStream, chunks
-from services.api.backend import Generator
+from services.api.backend import Generator, Operator
 from services.api.batches.records import Batches
 from services.api.batches.routes import FILES_PATH, FORM_BYTES, batch_routes, file_routes
 from services.api.body_workers import BodyWorkers, read_body
@@ -46,7 +46,6 @@ from services.api.errors import SERVER_ERROR, ApiError, install_error_handlers, 
 from services.api.generate import ClientGone, collect, while_connected
 from services.api.methods import Methods, Slashes
 from services.api.middleware import BodyLimit, JsonRoute, LastResort
-from services.api.operator import Operator
 from services.api.pages.dashboard import page_routes
 from services.api.pages.explain import explain_routes
 from services.api.pages.home import home_routes

@@ -26,7 +26,7 @@ class OpenRequests:
     Args:
         model: What clients may know about the model.
         first_check: What new requests are compared with.
-        streams: The open requests by id; whoever opens and closes them keeps it.
+        streams: The open requests by id, as their owner opens and closes them.
         ledger: Knows which of them have ended.
         router: Is asked for the model that runs now.
         wake: Called when something is to be told to the Router.

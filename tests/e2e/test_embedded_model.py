@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
-from tools.embedded_model.tasks import TASKS, Example, Task, held_out_examples
+from lab.embedded_model.tasks import TASKS, Example, Task, held_out_examples
 
 NUM_EXAMPLES = 20
 MIN_RIGHT = 18  # the shipped table asks for 95 % of 200; a sample of 20 may miss two

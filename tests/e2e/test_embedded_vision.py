@@ -11,12 +11,12 @@ import openai
 import pytest
 from playwright.sync_api import Page, expect, sync_playwright
 
+from lab.embedded_vision.evaluate import asked_pictures
+from lab.embedded_vision.questions import TASKS, Question
 from services.launch.launch import VISION_NAME
 from tests.e2e.pages.test_dashboard_page import LONG_S, NO_TIME_LIMIT, chromium_path, start_browser
 from tests.e2e.pictures import data_url
 from tests.e2e.server import Server, start_server
-from tools.embedded_vision.evaluate import asked_pictures
-from tools.embedded_vision.questions import TASKS, Question
 
 NUM_PICTURES = 10
 MIN_RIGHT = 9  # the shipped table asks for 95 % of 200; a sample of 10 may miss one

@@ -9,11 +9,11 @@ from pathlib import Path
 import openai
 import pytest
 
+from lab.embedded_model.tasks import TASKS, held_out_examples
 from services.launch.launch import EMBEDDED_MODEL
 from tests.e2e.server import LONG_S, Server, farsight, one_ingress, start_server
 from tests.e2e.test_embedded_model import ask
 from tests.unit.engine.gguf_files import write_gguf
-from tools.embedded_model.tasks import TASKS, held_out_examples
 
 NUM_EXAMPLES = 4
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import openai
 
+from lab.embedded_model.tasks import TASKS, held_out_examples
 from services.launch.launch import EMBEDDED_NAME
 from tests.e2e.server import one_ingress, start_server
 from tests.e2e.test_embedded_model import ask
-from tools.embedded_model.tasks import TASKS, held_out_examples
 
 
 def test_weights_of_8_bits_over_http(tmp_path: Path) -> None:

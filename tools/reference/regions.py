@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from simulator.reproduce.papers import PAPERS, Paper
-from tools.papers.tables import figure_section, gaps_table, index_table, shares_table
+from lab.papers.tables import figure_section, gaps_table, index_table, shares_table
+from lab.reproduce.papers import PAPERS, Paper
 from tools.reference.cli import cli_reference
 from tools.reference.configuration import configuration_reference
 from tools.reference.families import families_table

@@ -20,8 +20,8 @@ from services.api.access.caller import CURRENT
 from services.api.access.keys import Role
 from services.api.access.presented import owns, sent_key
 from services.api.answers.replies import ErrorReply
+from services.api.backend import Operator
 from services.api.errors import SERVER_ERROR, ApiError
-from services.api.operator import Operator
 from services.api.pages.sentences import sentence
 
 RESPONSE_ID = re.compile(r"(chatcmpl|cmpl)-[0-9a-f]{32}")

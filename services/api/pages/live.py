@@ -14,9 +14,8 @@ from core.errors import FarsightError
 from core.messages.live import LiveView
 from core.messages.series import SeriesQuery
 from services.api.answers.replies import ErrorReply, Status
-from services.api.backend import Generator
+from services.api.backend import Generator, Operator
 from services.api.errors import SERVER_ERROR, ApiError
-from services.api.operator import Operator
 from services.api.pages.explain import RESPONSE_ID, Explanation, explanation, unknown_request
 from services.api.pages.live_parts import FOR_S, Components, LiveParts, Series, Table
 
@@ -33,7 +32,7 @@ Parts = Annotated[
 
 
 def live_routes(generator: Generator, operator: Operator) -> APIRouter:
-    """Returns the routes; whoever may use them sees the requests of all tenants."""
+    """Returns the routes, which show the requests of all tenants."""
     router = APIRouter(tags=["operation"], responses=_ERRORS)
     parts = LiveParts(generator, operator)
     router.add_api_route("/live", _page_answer(parts), response_model=dict[str, Any])

@@ -17,8 +17,7 @@ from core.messages.live import LiveView
 from core.messages.placement import PlacementView
 from core.messages.series import ComponentsQuery, LifeEvent, RecentDecisions, SeriesColumn, SeriesQuery, TableReply
 from services.api.answers.replies import status_reply
-from services.api.backend import Generator
-from services.api.operator import Operator
+from services.api.backend import Generator, Operator
 from services.api.pages.recent import RecentByKey
 from services.api.pages.sentences import sentence
 

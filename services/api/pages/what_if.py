@@ -16,9 +16,9 @@ from core.messages.log import RequestTrace, WhatIfAnswer, WhatIfQuestion
 from policies.presets import PRESETS
 from services.api.access.caller import CURRENT
 from services.api.access.presented import owner_of, sent_key
+from services.api.backend import Operator
 from services.api.errors import SERVER_ERROR, ApiError
 from services.api.fields import MAX_PRIORITY
-from services.api.operator import Operator
 from services.api.pages.explain import ERRORS, own_traces, unknown_request
 from services.api.pages.what_if_process import WhatIfProcess
 

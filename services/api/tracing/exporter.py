@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from core.config.traces import TracesConfig
 from core.errors import ConfigError, FarsightError
-from services.api.operator import Operator
+from services.api.backend import Operator
 from services.api.pages.explain import Explanation, explanation
 from services.api.tracing.spans import EndedAnswer, export_request
 

@@ -1,0 +1,1 @@
+"""Draws the pictures of ``docs/policies``: ``python -m lab.pictures [NAME ...]``."""

@@ -1,1 +1,0 @@
-"""Reproductions of published tables and figures: ``python -m simulator.reproduce NAME|--all [--json]``."""

@@ -1,0 +1,124 @@
+"""Multi-Bin's theory to the last decimal, and its figures at a size that runs in seconds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lab.reproduce.multi_bin import MULTI_BIN
+from lab.reproduce.multi_bin_runs import (
+    ACCURACY,
+    confuse,
+    errors_run,
+    exponential_run,
+    gsm8k_run,
+    neighbour_errors,
+    predictor_gains,
+    published_confusion,
+    serve,
+    uniform_run,
+)
+from lab.reproduce.multi_bin_theory import UniformService
+from lab.reproduce.rows import Row
+from simulator.cluster.latency import A100_7B
+from simulator.traffic.arrivals import AllAtOnce
+
+BY_NAME = {each.name: each for each in MULTI_BIN}
+
+
+def rows_of(name: str, cell: int) -> list[Row]:
+    return BY_NAME[name].cells[cell]()
+
+
+def test_every_value_of_the_theory_is_exact() -> None:
+    rows = rows_of("multibin_theory", 0)
+    expected = [row for row in rows if row.expected is not None]
+    assert len(expected) > 40
+    assert [row for row in expected if row.verdict != "ok"] == []
+    # The verdicts look at the numbers: each is near what is expected, and none is near by being empty.
+    assert all(row.ours == pytest.approx(row.expected.value, rel=1e-4) for row in expected if row.expected)
+
+
+def test_of_the_theory_only_what_the_paper_prints_is_reported() -> None:
+    printed = {row.setting: row for row in rows_of("multibin_theory", 0) if row.reported is not None}
+    assert {setting: str(row.reported) for setting, row in printed.items()} == {
+        "Fig 1b, first come": "11",
+        "Fig 1b, bins [1, 3], [4, 6]": "8",
+        "section 4, B=128, U(1, 20)": "12.3",
+    }
+    assert printed["section 4, B=128, U(1, 20)"].verdict == "off", "128 / 10.5 is 12.19"
+
+
+def test_figure_1_by_hand() -> None:
+    totals = {row.setting: row.ours for row in rows_of("multibin_theory", 0) if row.metric == "total s"}
+    assert totals == pytest.approx({"Fig 1b, first come": 11.0, "Fig 1b, bins [1, 3], [4, 6]": 8.0})
+
+
+def test_the_error_model_is_exact_and_never_worse_than_no_bins() -> None:
+    rows = rows_of("multibin_errors", 0)
+    assert [row for row in rows if row.verdict != "ok"] == []
+    assert sum("analytic" in row.setting for row in rows) == 15
+
+
+@pytest.mark.nightly
+def test_served_throughput_levels_off_where_the_theory_says() -> None:
+    theory = UniformService(1, 20, 128)
+    ours = [uniform_run(k, 14.0, 12_800).throughput for k in (1, 2, 4)]
+    assert ours == sorted(ours)
+    for k, throughput in zip((1, 2, 4), ours, strict=True):
+        assert throughput == pytest.approx(theory.throughput(k), rel=0.06)
+
+
+@pytest.mark.nightly
+def test_latency_where_a_server_is_free() -> None:
+    ours = uniform_run(2, 4.0, 12_800, num_workers=64).latency_s
+    assert ours == pytest.approx(UniformService(1, 20, 128).latency_s(2, 4.0), rel=0.04)
+
+
+@pytest.mark.nightly
+def test_more_bins_serve_more_of_the_fitted_lengths() -> None:
+    ours = [gsm8k_run(k, 40.0, 3_000).throughput for k in (1, 2, 8)]
+    assert ours[0] < ours[1] < ours[2]
+
+
+@pytest.mark.nightly
+def test_wrong_bins_cost_throughput() -> None:
+    exact, few, many = (errors_run(4, p, 12_800) for p in (0.0, 0.01, 0.5))
+    assert exact > few > many > uniform_run(1, 14.0, 12_800).throughput
+
+
+@pytest.mark.nightly
+def test_exponential_lengths_gain_from_bins() -> None:
+    assert exponential_run(3, 16.0, 20_000).throughput > 1.8 * exponential_run(1, 16.0, 20_000).throughput
+
+
+@pytest.mark.parametrize("num_bins", ACCURACY)
+def test_the_published_accuracies_are_in_the_matrix(num_bins: int) -> None:
+    matrix = published_confusion(num_bins)
+    assert matrix.sum(axis=0) == pytest.approx(np.ones(num_bins))
+    assert matrix.sum(axis=1) == pytest.approx(np.ones(num_bins))
+    assert (matrix >= 0).all()
+    exact, near = ACCURACY[num_bins]
+    band = np.abs(np.subtract.outer(np.arange(num_bins), np.arange(num_bins)))
+    assert matrix[band == 0].sum() / num_bins == pytest.approx(exact)
+    assert matrix[band <= 1].sum() / num_bins == pytest.approx(near)
+
+
+def test_confusion_draws_what_the_matrix_says() -> None:
+    rng = np.random.default_rng(0)
+    predicted = confuse(np.full(20_000, 1), neighbour_errors(4, 0.2), rng)
+    assert np.bincount(predicted, minlength=4) / 20_000 == pytest.approx([0.2, 0.6, 0.2, 0.0], abs=0.02)
+
+
+@pytest.mark.nightly
+def test_a_predictor_gains_less_than_an_oracle() -> None:
+    gains = predictor_gains(num_runs=2)
+    assert all(0 < gains[k, False] < gains[k, True] for k in ACCURACY)
+
+
+def test_the_same_seed_gives_the_same_numbers() -> None:
+    lengths = np.arange(1, 101)
+    args = (lengths, lengths, (1, 50, 101), 4, AllAtOnce(), A100_7B)
+    assert serve(*args) == serve(*args)
+    assert uniform_run(2, 8.0, 1_280) == uniform_run(2, 8.0, 1_280)
+    assert uniform_run(2, 8.0, 1_280) != uniform_run(2, 8.0, 1_280, seed=4)

@@ -1,1 +1,0 @@
-"""Draws the pictures of ``docs/policies``: ``python -m tools.policy_pictures [NAME ...]``."""
