@@ -328,13 +328,7 @@ class RanksSome(Protocol):
 
 
 class Admission(Explains, ABC):
-    """Decides whether a job may become resident. Calls per scheduling point: ``begin``, then ``admits`` and ``add``.
-
-    Attributes:
-        max_skips: Most refused jobs that jobs of lower rank may overtake at one scheduling point; 0: none.
-    """
-
-    max_skips: int = 0
+    """Decides whether a job may become resident. Calls per scheduling point: ``begin``, then ``admits`` and ``add``."""
 
     @abstractmethod
     def begin(self, running: Sequence[Job], capacity: int) -> None:

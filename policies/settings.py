@@ -95,7 +95,6 @@ class PolicySettings:
         reserve_ratio: Share of the pool that Past-Future keeps free.
         history_window: w: finished requests whose lengths Past-Future predicts from.
         max_new_tokens: Output length that Past-Future expects before any request has finished.
-        eviction_risk: Probability of an eviction that the admission by forecast accepts.
         tail: How much of the mean the boosted order gives for the tail; as ``SchedulerConfig.tail``.
         max_pause_s: How long the boosted order lets a stream stand still; as ``SchedulerConfig.max_pause_s``.
         max_gap_s: As in ``StepBudget``.
@@ -115,7 +114,6 @@ class PolicySettings:
     reserve_ratio: float = 0.05
     history_window: int = 1000
     max_new_tokens: int = 4096
-    eviction_risk: float = 0.05
     theta: float = 4.0
     gamma: float = 0.1
     tail: float = 1.0

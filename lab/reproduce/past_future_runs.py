@@ -76,7 +76,6 @@ class Watched(Admission):
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
-        self.max_skips = admission.max_skips
         self._truth = TrueLengths()
         self._jobs: list[Job] = []
         self._has_added = False

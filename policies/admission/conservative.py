@@ -27,9 +27,6 @@ class Conservative(Admission):
         InvalidValueError: The overcommit is not above 0.
     """
 
-    max_skips = 0
-    """The walk stops at the first refused job, so no job is overtaken."""
-
     def __init__(self, overcommit: float = 1.0, *, counts_releases: bool = False) -> None:
         if not overcommit > 0:
             raise InvalidValueError("overcommit", overcommit, "a number > 0")

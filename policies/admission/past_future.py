@@ -206,9 +206,6 @@ class PastFuture(Admission):
         InvalidValueError: A parameter is out of range.
     """
 
-    max_skips = 0
-    """The walk stops at the first refused job, so no job is overtaken."""
-
     def __init__(
         self, lengths: Lengths, *, reserve_ratio: float = 0.05, strict: bool = False, max_lists: int = 5
     ) -> None:

@@ -21,9 +21,6 @@ class Aggressive(Admission):
         InvalidValueError: The watermark is out of range.
     """
 
-    max_skips = 0
-    """The walk stops at the first refused job, so no job is overtaken."""
-
     def __init__(self, watermark: float = 0.95) -> None:
         if not 0 < watermark <= 1:
             raise InvalidValueError("watermark", watermark, "a share in (0, 1]")

@@ -11,8 +11,6 @@ from policies.interfaces import Admission, Job, KvMoves, KvPolicy, KvView
 class WholeBatch(Admission):
     """Admits every job: the batcher counted the memory when it formed the batch. All O(1)."""
 
-    max_skips = 0
-
     def begin(self, running: Sequence[Job], capacity: int) -> None:
         """Does nothing: no memory is counted here."""
 

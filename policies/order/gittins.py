@@ -291,14 +291,6 @@ class Gittins(Order):
         ranks: FloatArray = self._column("rank")[[self._known_row(job) for job in jobs]]
         return ranks
 
-    def lengths(self, job: Job) -> FloatArray:
-        """Equiprobable whole output lengths of a job of this order, longer than what it has generated, shape (32,)."""
-        row = self._known_row(job)
-        if job.output_len != self._column("generated")[row]:
-            self._look_at(row)
-        tokens, weights = self._laws(np.array([row]))
-        return job.output_len + length_law.equiprobable(tokens[0], weights[0])
-
     def _known_row(self, job: Job) -> int:
         row = self._table.row(job)
         if row is None:

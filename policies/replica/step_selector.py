@@ -42,7 +42,7 @@ class Selector:
     """Walks jobs in rank order and takes those that have room; tokens.
 
     An admitted job goes on while what is taken fits the pool as it is now. Any other needs the admission's consent;
-    after more than ``admission.max_skips`` refusals the walk ends, so that nobody is overtaken by all others.
+    the walk ends with the first refusal, so that no job of lower rank overtakes.
 
     Attributes:
         max_num_seqs: Jobs that may execute.
@@ -121,7 +121,7 @@ class Selector:
             selection.newcomers.append(job)
         else:
             selection.refused.append(job)
-            return len(selection.refused) <= self.admission.max_skips
+            return False
         return True
 
     def _consider_holders(

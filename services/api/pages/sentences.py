@@ -181,9 +181,8 @@ def _room(facts: Facts) -> str:
     """The KV memory that admission counted, without a full stop; empty if it recorded none."""
     limit = f"at most {_count(facts, 'limit_tokens')}"
     if "predicted_peak_tokens" in facts:
-        risk = f" at a risk of {float(facts['eviction_risk']):.0%}" if "eviction_risk" in facts else ""
         capacity = f" of {_count(facts, 'capacity_tokens')}" if "capacity_tokens" in facts else ""
-        return f"KV memory is predicted to peak at {_tokens(facts, 'predicted_peak_tokens')}, {limit}{capacity}{risk}"
+        return f"KV memory is predicted to peak at {_tokens(facts, 'predicted_peak_tokens')}, {limit}{capacity}"
     if "held_tokens" in facts:
         used = "is" if facts.get("held_tokens") == 1 else "are"
         return f"{_tokens(facts, 'held_tokens')} of KV {used} in use, {limit} of {_count(facts, 'capacity_tokens')}"

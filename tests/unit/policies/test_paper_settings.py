@@ -13,6 +13,9 @@ from policies.compose import configured_scheduler, configured_settings
 from policies.interfaces import ADMISSIONS, KV_POLICIES, ORDERS, Job, ReplicaContext
 from policies.kv.enst_offload import EnstOffload
 from policies.order.skip_join_mlfq import SkipJoinMlfq
+from policies.placement.base import PLACEMENTS
+from policies.placement.e2 import E2Router
+from policies.settings import PolicySettings
 
 
 def admitted(admission: str, **settings: Any) -> int:
@@ -55,8 +58,8 @@ def test_the_conservative_admission_counts_the_pool_larger() -> None:
 
 def test_e2_has_the_thresholds_of_the_configuration() -> None:
     config = PlacementConfig(imbalance_ratio=0.7, balanced_ratio=0.4, rebalance_after=9, initial_output_len=50.0)
-    expected = PlacementConfig(imbalance_ratio=0.7, balanced_ratio=0.4, rebalance_after=9, initial_output_len=50.0)
-    assert config == expected
+    e2 = PLACEMENTS.find("e2").build(PolicySettings(placement=config))
+    assert isinstance(e2, E2Router) and e2.config == config
 
 
 @pytest.mark.parametrize(

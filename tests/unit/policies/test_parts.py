@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from core.config.placement import PlacementConfig
 from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError
 from policies.admission.watermark import Aggressive
@@ -182,12 +181,3 @@ def test_parts_can_be_set_alone_but_must_go_together() -> None:
     for kv in ("enst-proactive", "cheapest-victim"):
         with pytest.raises(ConfigError, match=r"scheduler\.kv.*recompute-newest"):
             build_scheduler("fcfs", SchedulerLimits(4, 4), kv=kv)
-    with pytest.raises(ConfigError, match=r"scheduler\.admission.*watermark with the order 'fcfs'"):
-        build_scheduler("fcfs", SchedulerLimits(4, 4), admission="forecast")
-    build_scheduler("farsight", SchedulerLimits(4, 4), admission="forecast")
-
-
-def test_a_server_uses_of_e2_what_its_table_says() -> None:
-    assert PlacementConfig() == PlacementConfig(), "the paper's, unless told"
-    bare = PlacementConfig(60.0, rebalance=False, rebalance_ratio=2.0, autoscale=False, balance=False)
-    assert bare == PlacementConfig(60.0, rebalance_ratio=2.0, balance=False, rebalance=False, autoscale=False)

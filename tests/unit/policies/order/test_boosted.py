@@ -297,7 +297,6 @@ def test_parameters_out_of_range_are_refused(options: dict[str, float]) -> None:
 
 def test_parts_that_need_the_ranks_go_together_with_it() -> None:
     limits = SchedulerLimits(4, 0)
-    build_scheduler("farsight", limits, admission="forecast")
     with pytest.raises(ConfigError, match="enst-defer"):
         build_scheduler("farsight", limits, kv="enst-defer")
 
