@@ -17,7 +17,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented there; torch does not say so to mypy
 
 from core.errors import RankLost
 from engine.parallel.mesh import Mesh

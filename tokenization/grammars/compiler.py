@@ -7,8 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance._tokenizer import TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 
 from core.request import ReasoningBudget

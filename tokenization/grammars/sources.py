@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
@@ -19,9 +19,6 @@ from llguidance.gbnf_to_lark import any_to_lark
 from tokenization.grammars.reasons import plain
 from tokenization.grammars.refused import GrammarRefused
 from tokenization.grammars.rewriting import as_text, rewritten
-
-if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions
 
 MAX_SOURCE_CHARS = 64 * 1024
 """Characters of a grammar as its client writes it."""
@@ -54,7 +51,7 @@ def of_schema(schema: Any, whitespace: str | None = WHITESPACE) -> str:
         raise GrammarRefused("no value satisfies false")
     if schema is not True and not isinstance(schema, dict):
         raise GrammarRefused("a schema is an object, true or false")
-    options: JsonCompileOptions = {"whitespace_flexible": False}
+    options: Any = {"whitespace_flexible": False}
     if whitespace is not None:
         options = {"whitespace_pattern": whitespace}
     if schema is True:

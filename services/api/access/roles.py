@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Mapping
 from enum import Enum
 
-from starlette._utils import get_route_path
 from starlette.routing import compile_path
 from starlette.types import Scope
 
@@ -84,6 +83,13 @@ ROLES: Mapping[str, Access] = {
 """By the path template of the route. A new route of the application needs a line here."""
 
 
+def _path_of(scope: Scope) -> str:
+    """Returns the path below the root path of the application, which is what the router matches."""
+    path, root = str(scope["path"]), str(scope.get("root_path", ""))
+    below = path.removeprefix(root)
+    return below if below.startswith("/") or not below else path
+
+
 class RouteRoles:
     """Finds the role for a request by the path that the application's own router will see.
 
@@ -102,7 +108,7 @@ class RouteRoles:
 
     def of(self, scope: Scope) -> Access:
         """``ANY_KEY`` for a path without a route: who has a key may learn that there is none."""
-        path = get_route_path(scope)
+        path = _path_of(scope)
         found = self._exact.get(path)
         if found is not None:
             return found

