@@ -48,6 +48,10 @@ class _Shown:
         return self._text
 
 
+class PeerLost(FarsightError):
+    """The process of the component is gone, or not there yet; whether it took the message is unknown."""
+
+
 _KINDS: dict[str, type[Exception]] = {
     "farsight": FarsightError,
     "integrity": IntegrityError,
@@ -58,15 +62,10 @@ _KINDS: dict[str, type[Exception]] = {
     "config": ConfigError,
     "message": MessageError,
     "timeout": TimeoutError,
+    "peer_lost": PeerLost,
 }
 _CODES: dict[type[Exception], str] = {kind: code for code, kind in _KINDS.items()}
 _UNKNOWN = "unknown"
-
-
-def register(code: str, kind: type[Exception]) -> None:
-    """Lets exceptions of this type cross as themselves; they are made from their text alone."""
-    _KINDS[code] = kind
-    _CODES[kind] = code
 
 
 def write_failure(error: Exception) -> Record:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from actors.calls.failures import register
+from actors.calls.failures import PeerLost as PeerLost
 from actors.calls.host import HostCalls
 from actors.calls.learning import LengthPredictorCalls, ServingTimeEstimatorCalls
 from actors.calls.log_store import LogStoreCalls, StreamStoreCalls
@@ -34,7 +34,6 @@ from actors.runtime.names import (
     worker_name,
 )
 from core.config.load import FarsightConfig
-from core.errors import FarsightError
 from core.messages.status import ComponentCounts
 
 logger = logging.getLogger(__name__)
@@ -48,13 +47,6 @@ LOOK_AGAIN_S = 0.05
 
 AWAY_S = 10.0
 """Work that cannot go on because a component is away says so no more often."""
-
-
-class PeerLost(FarsightError):
-    """The process of the component is gone, or not there yet; whether it took the message is unknown."""
-
-
-register("peer_lost", PeerLost)
 
 
 class Answering(Protocol):

@@ -23,9 +23,8 @@ import msgpack
 import ray
 from ray.exceptions import ActorUnschedulableError, ObjectLostError, RayActorError
 
-from actors.calls.failures import read_failure, write_failure
+from actors.calls.failures import PeerLost, read_failure, write_failure
 from actors.runtime.names import NAMESPACE, actor_name
-from actors.runtime.peer import PeerLost
 from core.errors import FarsightError
 
 AVAILABLE = sys.platform == "linux"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.attention.attention import StepAttention, StepLayout
 from engine.kv.kv_pool import KVPool
-from engine.models.model import DecoderLayers
+from engine.models.layers import DecoderLayers
 from engine.parallel.__main__ import main
 
 BASE_S = 0.03

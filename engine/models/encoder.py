@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from engine.checkpoint.encoder_config import EncoderConfig, check_encoder, dense_tensors
 from engine.checkpoint.stored import StoredTensor
-from engine.models.model import ACTIVATION_FUNCTIONS
+from engine.models.layers import ACTIVATION_FUNCTIONS
 
 _AFTER_POOLING: Mapping[str, Callable[[Tensor], Tensor]] = {
     "Tanh": torch.tanh,

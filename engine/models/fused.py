@@ -2,7 +2,7 @@
 
 A recorded decode step is a chain of hundreds of kernels, and each takes 2 microseconds or so however little it
 computes: at batch 1 torch's operations would cost a quarter of the time in which a 7B model's weights are read.
-Rounding is that of the torch operations in ``engine.models.model``, one by one.
+Rounding is that of the torch operations in ``engine.models.layers``, one by one.
 """
 
 from __future__ import annotations

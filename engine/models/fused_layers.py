@@ -9,8 +9,8 @@ from engine.attention.attention import StepAttention, StepLayout
 from engine.checkpoint.model_config import DecoderConfig
 from engine.kv.kv_pool import KVPool
 from engine.models import fused
+from engine.models.layers import DecoderLayers
 from engine.models.linear import linear
-from engine.models.model import DecoderLayers
 
 
 def can_fuse(config: DecoderConfig) -> bool:

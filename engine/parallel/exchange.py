@@ -15,7 +15,7 @@ from engine.parallel.group import Arrival, RankGroup
 from engine.parallel.mesh import Part
 
 _SUMS_PER_LAYER = 2
-"""Sums of a layer: attention and MLP (``engine.models.model.DecoderLayers``)."""
+"""Sums of a layer: attention and MLP (``engine.models.layers.DecoderLayers``)."""
 
 
 class Exchange:

@@ -14,7 +14,8 @@ from engine.checkpoint.layers import Linear
 from engine.devices.host_memory import available_bytes
 from engine.devices.model_device import AUTO_SHARE
 from engine.kv.kv_pool import KVPool
-from engine.models.model import DecoderLayers, output_logits
+from engine.models.layers import DecoderLayers
+from engine.models.model import output_logits
 from engine.parallel.mesh import Part
 from engine.parallel.shards import StageWeights
 from engine.parallel.stage import stage_attention

@@ -17,7 +17,8 @@ from engine.attention.step_sizes import StepSizes
 from engine.attention.torch_attention import TorchAttention
 from engine.kv.copiers import HostBlocks, KVCopier, StreamCopier
 from engine.kv.kv_pool import KVPool
-from engine.models.model import DecoderLayers, embed, output_logits
+from engine.models.layers import DecoderLayers
+from engine.models.model import embed, output_logits
 from engine.parallel.exchange import Exchange
 from engine.parallel.group import Arrival
 from engine.parallel.mesh import Part

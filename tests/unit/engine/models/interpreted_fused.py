@@ -16,7 +16,8 @@ from engine.attention.torch_attention import TorchAttention
 from engine.kv.kv_pool import KVPool
 from engine.models import fused
 from engine.models.fused_layers import FusedLayers, can_fuse
-from engine.models.model import DecoderLayers, embed
+from engine.models.layers import DecoderLayers
+from engine.models.model import embed
 from engine.sequence import Sequence
 from kvcache import StepBatch, StepItem
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from engine.attention.layout import layout_of
-from engine.models.model import DecoderLayers, output_logits
+from engine.models.layers import DecoderLayers
+from engine.models.model import output_logits
 from engine.parallel import stage
 from engine.parallel.__main__ import main
 from engine.parallel.exchange import Exchange

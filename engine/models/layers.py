@@ -1,0 +1,220 @@
+"""The layers of a decoder, in torch operations."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.attention.attention import StepAttention, StepLayout
+from engine.checkpoint.model_config import DecoderConfig
+from engine.checkpoint.rotary_config import RotaryConfig
+from engine.checkpoint.weights import LayerWeights, Matrix, Norm
+from engine.kv.kv_pool import KVPool
+from engine.models.experts import mix
+from engine.models.latent import latent_heads, latent_values
+from engine.models.linear import linear
+from engine.models.rotary import rotary_tables
+from engine.step_fault import IterationCutOff
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines of the rotary embedding, each ``[rows, 1, rotary_dim]``."""
+
+BeforeAttention = Callable[[LayerWeights, Tensor, Rotation | None], tuple[Tensor, Tensor, Tensor]]
+AfterAttention = Callable[[LayerWeights, Tensor, Tensor], Tensor]
+
+
+def _whole(partial: Tensor) -> Tensor:
+    return partial
+
+
+class DecoderLayers:
+    """Consecutive layers of a model, or one rank's share of their heads and columns.
+
+    Args:
+        config: Its heads, windows and sizes are those of ``layers``.
+        max_len, compiled: As of ``DecoderModel``.
+        like: Anything in the dtype and on the device of the weights.
+        add_up: Sums this rank's part of what attention and MLP add to the residual stream with the parts of the others.
+            A whole model needs no sum.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layers: Sequence[LayerWeights],
+        max_len: int,
+        like: Tensor,
+        *,
+        compiled: bool = False,
+        add_up: Callable[[Tensor], Tensor] = _whole,
+    ) -> None:
+        self.config = config
+        self.cut_off_at_s = math.inf
+        self._layers = layers
+        self._add_up = add_up
+        self._before: BeforeAttention = self._heads
+        self._after: AfterAttention = self._rest_of_layer
+        if compiled:
+            self._before = torch.compile(self._heads, dynamic=True)
+            self._after = torch.compile(self._rest_of_layer, dynamic=True)
+        self._tables = _tables(config.rotary, max_len, like)
+        self._layer_tables: list[Rotation | None] | None = None
+        if config.rotaries is not None:
+            tables = {rotary: _tables(rotary, max_len, like) for rotary in set(config.rotaries)}
+            self._layer_tables = [tables[rotary] for rotary in config.rotaries]
+
+    def run(self, hidden: Tensor, layout: StepLayout, pool: KVPool, attention: StepAttention) -> Tensor:
+        """``hidden`` (``[T, hidden]``, overwritten) behind the last of the layers."""
+        rotation = self._rotation(layout)
+        for i, layer in enumerate(self._layers):
+            if self.cut_off_at_s < math.inf and time.monotonic() >= self.cut_off_at_s:
+                raise IterationCutOff
+            if self._layer_tables is not None:
+                rotation = _rows_of(self._layer_tables[i], layout.positions)
+            query, key, value = self._before(layer, hidden, rotation)
+            pool.keys[i].index_copy_(0, layout.slot_ids, key)
+            pool.values[i].index_copy_(0, layout.slot_ids, value)
+            hidden = self._after(layer, hidden, attention.attend(i, query, key, value, layer.sinks))
+        return hidden
+
+    def _rotation(self, layout: StepLayout) -> Rotation | None:
+        """What turns each row: by its position, or by each of its axes."""
+        rotation, given = _rows_of(self._tables, layout.positions), layout.given
+        if rotation is None or self._tables is None or given is None or given.positions is None:
+            return rotation
+        rotary = self.config.rotary
+        assert rotary is not None and rotary.axes is not None, "positions have axes"
+        axes = torch.tensor(rotary.axes * 2, device=given.positions.device)
+        columns, positions = torch.arange(len(axes), device=axes.device), given.positions[axes].t()  # [n, rotary_dim]
+        for rows, table in zip(rotation, self._tables, strict=True):
+            rows[given.rows, 0] = table[:, 0][positions, columns]
+        return rotation
+
+    def _heads(self, layer: LayerWeights, hidden: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of a layer, each ``[T, heads, head_dim]``."""
+        num_heads = self.config.num_attention_heads
+        normed = hidden if layer.input_norm is None else normalised(hidden, layer.input_norm, self.config)
+        made = linear(normed, layer.qkv)
+        if self.config.latent is not None and layer.latent is not None:
+            heads, value = latent_heads(self.config.latent, layer.latent, made), None
+        else:
+            heads, value = self._split(made, layer)
+        if rotation is not None:
+            heads = _rotate(heads, rotation)
+        key = heads[:, num_heads:]
+        return heads[:, :num_heads], key, key if value is None else value
+
+    def _split(self, qkv: Tensor, layer: LayerWeights) -> tuple[Tensor, Tensor]:
+        """Queries and keys, ``[T, heads + kv_heads, head_dim]`` and normed where the model has it, and values."""
+        num_heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
+        qkv = qkv.view(len(qkv), num_heads + 2 * kv_heads, self.config.head_dim)
+        return self._head_norms(qkv[:, : num_heads + kv_heads], layer), qkv[:, num_heads + kv_heads :]
+
+    def _rest_of_layer(self, layer: LayerWeights, hidden: Tensor, attended: Tensor) -> Tensor:
+        """Adds the rest of a layer once attention is known; ``hidden`` is changed."""
+        if self.config.latent is not None and layer.latent is not None:
+            attended = latent_values(self.config.latent, layer.latent, attended)
+        before = layer.post_norm
+        normed = normalised(hidden, before, self.config) if before is not None and self.config.blocks.parallel else None
+        hidden += self._added(linear(attended, layer.out), layer.after_attention)
+        if normed is None:
+            normed = hidden if before is None else normalised(hidden, before, self.config)
+        hidden += self._added(self._mlp(layer, normed), layer.after_mlp)
+        return hidden
+
+    def _added(self, partial: Tensor, norm: Norm | None) -> Tensor:
+        """What attention or MLP adds to the residual stream."""
+        whole, scale = self._add_up(partial), self.config.blocks.residual_scale
+        if norm is not None:
+            whole = normalised(whole, norm, self.config)
+        return whole if scale == 1 else whole * scale
+
+    def _head_norms(self, heads: Tensor, layer: LayerWeights) -> Tensor:
+        """RMSNorm of each head (``[T, heads + kv_heads, head_dim]``), where the model has it."""
+        if layer.q_norm is None or layer.k_norm is None:
+            return heads
+        num_heads, eps = self.config.num_attention_heads, self.config.norm_eps
+        if self.config.blocks.head_norm == "all":
+            parts = heads[:, :num_heads].flatten(1), heads[:, num_heads:].flatten(1)
+            normed = [F.rms_norm(part, part.shape[1:], None, eps) for part in parts]
+            return torch.cat([normed[0] * layer.q_norm, normed[1] * layer.k_norm], 1).view_as(heads)
+        each = F.rms_norm(heads, (self.config.head_dim,), None, eps)
+        each[:, :num_heads].mul_(layer.q_norm)
+        each[:, num_heads:].mul_(layer.k_norm)
+        return each
+
+    def _mlp(self, layer: LayerWeights, normed: Tensor) -> Tensor:
+        shared = None
+        if layer.up is not None and layer.down is not None:
+            shared = self._one_mlp(layer.up, layer.down, normed)
+        if layer.experts is None:
+            assert shared is not None, "a layer has an MLP or experts"
+            return shared
+        assert self.config.experts is not None, "weights are of the configuration"
+        return mix(self.config.experts, layer.experts, normed, shared, self._one_mlp)
+
+    def _one_mlp(self, first: Matrix, second: Matrix, normed: Tensor) -> Tensor:
+        up, act = linear(normed, first), ACTIVATION_FUNCTIONS[self.config.activation]
+        if not self.config.blocks.gated:
+            return linear(act(up), second)
+        gate, up = up.chunk(2, -1)
+        clamp = self.config.blocks.clamp
+        if clamp is not None:
+            gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+            return linear((up + 1) * (gate * torch.sigmoid(gate * clamp.alpha)), second)
+        return linear(act(gate).mul_(up), second)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": _gelu_tanh,
+}
+
+
+def _rows_of(tables: Rotation | None, positions: Tensor) -> Rotation | None:
+    if tables is None:
+        return None
+    cos, sin = tables
+    return cos.index_select(0, positions), sin.index_select(0, positions)
+
+
+def normalised(hidden: Tensor, norm: Norm, config: DecoderConfig) -> Tensor:
+    """RMSNorm's weight is multiplied after rounding to the model's dtype, as transformers does."""
+    shape, eps = (config.hidden_size,), config.norm_eps
+    if config.norm == "layer":
+        return F.layer_norm(hidden, shape, norm.weight, norm.bias, eps)
+    return F.rms_norm(hidden, shape, None, eps).mul_(norm.weight)
+
+
+def _tables(config: RotaryConfig | None, max_len: int, like: Tensor) -> Rotation | None:
+    """The rotary tables in the dtype and on the device of ``like``.
+
+    The first half of the sines carries the minus sign of ``rotate_half``: rotating needs only a swap of halves.
+    """
+    if config is None:
+        return None
+    cos, sin = rotary_tables(config, max_len, like.dtype)
+    sin[:, : config.rotary_dim // 2].neg_()
+    return cos[:, None].to(like.device), sin[:, None].to(like.device)
+
+
+def _rotate(heads: Tensor, rotation: Rotation) -> Tensor:
+    """Rotary embedding of ``[T, n, head_dim]``; where it does not turn the whole head, in place."""
+    cos, sin = rotation
+    rotary_dim = cos.shape[-1]
+    if rotary_dim == heads.shape[-1]:
+        return torch.addcmul(heads * cos, heads.roll(rotary_dim // 2, -1), sin)
+    turned = heads[..., :rotary_dim]
+    turned.copy_(torch.addcmul(turned * cos, turned.roll(rotary_dim // 2, -1), sin))
+    return heads
