@@ -38,7 +38,7 @@ def test_a_busy_port_is_named() -> None:
         result = run("serve", "--port", str(taken.getsockname()[1]))
     assert result.returncode == 1
     assert "--port" in result.stderr
-    assert "a free address" in result.stderr
+    assert "a port that no other program listens on" in result.stderr
 
 
 @pytest.mark.parametrize(
