@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
+from core.config.load import make_config
 from core.errors import InvalidValueError
 from core.forecast import Forecast
 from core.messages.log import FinishedRequest, ServedAs, WhatIfAnswer, WhatIfQuestion
@@ -53,7 +55,7 @@ def answer(question: WhatIfQuestion) -> WhatIfAnswer:
         raise InvalidValueError("id", window.request_id, "a request with an output")
     change = Change(question.preset or None, question.replicas, question.priority)
     lives = [as_life(each) for each in records]
-    found = what_if(_experiment(window.served), _arrivals(records), lives, places[0], change)
+    found = what_if(experiment_as(window.served), _arrivals(records), lives, places[0], change)
     before, after = found.as_simulated, found.changed
     return WhatIfAnswer(
         lives[places[0]].jct_s,
@@ -70,11 +72,13 @@ def _arrivals(records: Sequence[FinishedRequest]) -> list[SimRequest]:
     return [as_arrival(each, records[0].received_at) for each in records]
 
 
-def _experiment(served: ServedAs) -> Experiment:
+def experiment_as(served: ServedAs) -> Experiment:
+    """Returns the experiment that decides as a server did."""
+    server = make_config(json.loads(served.settings))
     return Experiment(
-        scheduler=served.scheduler,
-        placement=served.placement,
-        batch=served.batch,
+        scheduler=server.scheduler,
+        placement=server.placement,
+        batch=server.batch,
         num_replicas=served.num_replicas,
         latency=LinearLatency(served.cost),
         kv_tokens=served.kv_tokens,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from core.config.placement import PlacementConfig
-from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.costs import StepCost
 from core.errors import InvalidValueError
 from core.forecast import QUANTILES
@@ -294,13 +292,11 @@ class ServedAs:
     """How the service runs requests, for the process that simulates.
 
     Attributes:
-        scheduler, placement, batch: The server's settings.
+        settings: The server's tables ``scheduler``, ``placement`` and ``batch``, as JSON.
         kv_tokens, max_num_seqs, cost: As in ``LoadSnapshot``.
     """
 
-    scheduler: SchedulerConfig
-    placement: PlacementConfig
-    batch: BatchConfig
+    settings: str
     num_replicas: int
     kv_tokens: int
     max_num_seqs: int

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 
 from actors.runtime.peer import PeerBook
 from core.config.load import FarsightConfig
@@ -23,6 +25,11 @@ TIMEOUT_S = 5.0
 _END = 2**63 - 1
 
 
+def served_settings(config: FarsightConfig) -> str:
+    """Returns the tables of a server by which its policies decide, as ``ServedAs.settings``."""
+    return json.dumps({name: dataclasses.asdict(getattr(config, name)) for name in ("scheduler", "placement", "batch")})
+
+
 class LoggedRequests:
     """Reads the log from its end backwards.
 
@@ -32,7 +39,7 @@ class LoggedRequests:
 
     def __init__(self, peers: PeerBook, config: FarsightConfig) -> None:
         self._log_store = peers.log_store()
-        self._config = config
+        self._settings = served_settings(config)
 
     async def around(self, request_id: str, seen: LoadSnapshot | None) -> LoggedWindow | None:
         """A window of the log; None if the request is not among the latest.
@@ -51,9 +58,7 @@ class LoggedRequests:
             raise FarsightError("the log does not answer") from error
         if records is None:
             return None
-        config = self._config
-        policies = (config.scheduler, config.placement, config.batch)
-        served = ServedAs(*policies, seen.num_replicas, seen.kv_tokens, seen.max_num_seqs, seen.cost)
+        served = ServedAs(self._settings, seen.num_replicas, seen.kv_tokens, seen.max_num_seqs, seen.cost)
         return LoggedWindow(request_id, served, records)
 
     async def _records(self, request_id: str) -> tuple[FinishedRequest, ...] | None:

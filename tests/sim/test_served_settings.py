@@ -10,16 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+from core.config.load import make_config
 from core.config.placement import PlacementConfig
 from core.config.scheduling import SchedulerConfig
+from core.messages.log import ServedAs
 from policies.compose import build_router, configured_replica
 from policies.interfaces import Job
 from policies.presets import PRESETS
 from policies.settings import PolicySettings
 from services.commands.simulate import experiment_of
+from services.ingress.logged_requests import served_settings
 from simulator import run
 from simulator.cluster.latency import LinearLatency
 from simulator.experiment import Experiment
+from simulator.logged import experiment_as
 from simulator.traffic.workload import SimRequest
 
 NUM_SEQS = 100
@@ -138,3 +142,11 @@ def test_a_servers_file_says_how_it_is_simulated(tmp_path: Path) -> None:
     flags = experiment_of(path, 2, 5)
     assert (flags.num_replicas, flags.max_num_seqs) == (2, 5)
     assert experiment_of(None) == Experiment()
+
+
+def test_what_would_have_been_is_simulated_with_the_servers_settings() -> None:
+    tables = {"scheduler": {"preset": "fastserve", "quantum_s": 0.03}, "batch": {"num_bins": 6}}
+    served = ServedAs(served_settings(make_config(tables)), 2, 5000, 7, PRIOR.cost)
+    found = experiment_as(served)
+    assert (found.preset, found.scheduler.quantum_s, found.batch.num_bins) == ("fastserve", 0.03, 6)
+    assert (found.num_replicas, found.kv_tokens, found.max_num_seqs) == (2, 5000, 7)

@@ -11,8 +11,6 @@ from collections.abc import AsyncIterator, Iterator
 import httpx
 import pytest
 
-from core.config.placement import PlacementConfig
-from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.costs import A100_7B
 from core.decisions import Decision
 from core.errors import FarsightError
@@ -27,7 +25,7 @@ from simulator.run import run
 from tests.unit.services.api.api_support import MODEL, ScriptedBackend, application
 from tests.unit.services.api.test_api_explain import key, trace_of
 
-SERVED = ServedAs(SchedulerConfig(), PlacementConfig(), BatchConfig(), 1, 20_000, 16, A100_7B)
+SERVED = ServedAs("{}", 1, 20_000, 16, A100_7B)
 EXPERIMENT = Experiment(num_requests=60, rate=12.0, kv_tokens=20_000, max_num_seqs=16, seed=4)
 OWN = 50
 """Place of the request that is asked about."""
