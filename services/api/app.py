@@ -129,9 +129,8 @@ def build_app(
     )
     readiness = readiness or Readiness()
     if operator is not None:
-        _add(
-            app, live_routes(generator, operator)
-        )  # first: open pages ask again and again, and routes are tried in turn
+        # First: open pages ask again and again, and routes are tried in turn.
+        _add(app, live_routes(generator, operator))
     if door is not None:
         generator = MeteredGenerator(generator, door, shares_prefixes=shares_across_keys)
         _add(app, usage_routes(door, _ERRORS))

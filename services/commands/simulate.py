@@ -116,7 +116,7 @@ def simulate(
     """Run a workload through a preset in virtual time: no GPU, the same policy objects as live."""
     given = dict(locals())
     with one_line_errors():
-        is_saved = config is not None and config.suffix == ".json"
+        is_saved = config is not None and config.suffix != ".toml"
         experiment = _saved(context, config) if is_saved else _experiment(given, preset, seed)  # type: ignore[arg-type]
         if plot is not None:
             from simulator.plots import check_matplotlib

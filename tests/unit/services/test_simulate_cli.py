@@ -294,10 +294,12 @@ def test_the_command_line_stays_light() -> None:
 def test_a_saved_run_again(tmp_path: Path) -> None:
     first = invoke("simulate", "--preset", "past-future", "--rate", "inf", "--out", str(tmp_path / "a"))
     assert first.exit_code == 0, first.output
-    words = ["simulate", "--config", str(tmp_path / "a" / "config.json")]
+    saved = (tmp_path / "a" / "config.json").rename(tmp_path / "under another name")
+    words = ["simulate", "--config", str(saved)]
     again = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "b")])
     assert again.exit_code == 0, again.output
-    for name in ("config.json", "summary.json", "requests.jsonl"):
+    assert saved.read_bytes() == (tmp_path / "b" / "config.json").read_bytes()
+    for name in ("summary.json", "requests.jsonl"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     other = CliRunner().invoke(app, [*words, "--rate", "3"])
     assert other.exit_code == 1 and "--rate: got 3.0, expected nothing beside --config" in other.stderr
