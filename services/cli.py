@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import json
 import os
+import time
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from services.commands.scaling import ServerChange
 
 STATUS_TIMEOUT_S = 5.0
+
+MEASURED_S = 1.0
+"""So long ``farsight status`` watches what the processes use."""
 
 app = typer.Typer(cls=OneLineErrors, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -228,7 +232,11 @@ def status(
     """Show every logical component of a running server."""
     with failing_in_one_line():
         server = address_of(url, host, port)
-        body = ask(server, "/status", STATUS_TIMEOUT_S, key_for(server, api_key))
+        key = key_for(server, api_key)
+        body = ask(server, "/status", STATUS_TIMEOUT_S, key)
+        if not as_json:
+            time.sleep(MEASURED_S)
+            before, body = body["processes"], ask(server, "/status", STATUS_TIMEOUT_S, key)
     if as_json:
         typer.echo(json.dumps(body))
     else:
@@ -237,6 +245,7 @@ def status(
         if body["queue_delay_s"] is not None:
             typer.echo(f"Predicted queue delay for a new request: {body['queue_delay_s']:.2f} s")
         _print_status(body["actors"], body["learnt"])
+        print_processes(before, body["processes"], body["actors"])
 
 
 def _print_status(actors: list[dict[str, Any]], learned: list[dict[str, Any]]) -> None:
@@ -281,6 +290,30 @@ def _print_status(actors: list[dict[str, Any]], learned: list[dict[str, Any]]) -
                 row["kind"], str(row["version"]), score, str(row["num_examples"]), at, "yes" if row["current"] else ""
             )
         console.print(table)
+
+
+def print_processes(before: list[dict[str, Any]], after: list[dict[str, Any]], actors: list[dict[str, Any]]) -> None:
+    """Prints what each process used between two looks ``MEASURED_S`` apart, and its memory."""
+    from rich.console import Console
+    from rich.table import Table
+
+    spent = {row["pid"]: row["cpu_s"] for row in before}
+    rows = []
+    for row in after:
+        hosted = ", ".join(actor["name"] for actor in actors if actor["pid"] == row["pid"])
+        share = max(0.0, row["cpu_s"] - spent.get(row["pid"], row["cpu_s"])) / MEASURED_S
+        rows.append((row["name"], row["pid"], hosted, share, row["memory_bytes"] / 2**20))
+    if not rows:
+        return
+    table = Table("process", "pid", "components", "of a core", "memory, MiB")
+    for name, pid, hosted, share, mib in sorted(rows, key=lambda row: -row[-1]):
+        table.add_row(name, str(pid), hosted, f"{share:.1%}", f"{mib:.0f}")
+    total_share, total_mib = (sum(row[column] for row in rows) for column in (3, 4))
+    table.add_row("all", "", "", f"{total_share:.1%}", f"{total_mib:.0f}")
+    console = Console()
+    if not console.is_terminal:
+        console.width = 200
+    console.print(table)
 
 
 TokenOption = Annotated[str | None, typer.Option(help="Admin token; default: FARSIGHT_ADMIN_TOKEN, or the run file's.")]

@@ -52,6 +52,7 @@ class LogOutbox(Generic[Record, Message]):
         self._send = send
         self._message = message
         self._records: deque[Record] = deque(maxlen=MAX_UNLOGGED)
+        self._due = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._records)
@@ -66,6 +67,7 @@ class LogOutbox(Generic[Record, Message]):
             reason = f"{self._num_lost} log records were lost: {MAX_UNLOGGED} wait already"
             self._degraded.note(RECORDS_LOST, reason, time.monotonic(), LOST_SHOWN_S)
         self._records.append(record)
+        self._due.set()
 
     async def run(self) -> None:
         """Sends records until cancelled; those that cannot be written now (full disk, Redis restart) are sent later.
@@ -75,12 +77,15 @@ class LogOutbox(Generic[Record, Message]):
         """
         told = False
         while True:
+            await self._due.wait()
             await asyncio.sleep(SEND_S)
+            self._due.clear()
             while records := tuple(itertools.islice(self._records, PAGE)):
                 try:
                     await self._send(self._message(records))
                 except PeerLost:
                     self._note_waiting("the log store is not there")
+                    self._due.set()
                     break  # it will be back
                 except MessageError:
                     raise
@@ -89,6 +94,7 @@ class LogOutbox(Generic[Record, Message]):
                     if not told:
                         logger.warning("%d log records wait and will be sent again: %s", len(self._records), error)
                     told = True
+                    self._due.set()
                     break
                 told = False
                 self._degraded.clear(RECORDS_WAIT)

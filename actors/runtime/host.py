@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import os
 import socket
@@ -27,7 +26,6 @@ from actors.runtime.peer import PeerLost, Site
 from actors.runtime.remote import listen
 from actors.runtime.watching import Lives, own_node, period_s
 from core.codec import encode
-from core.config.load import FarsightConfig
 from core.decisions import pack_decisions
 from core.errors import MessageError
 from core.messages.pulse import Pulse
@@ -69,11 +67,11 @@ class ComponentHost(HostCalls):
         self._failure: BaseException | None = None
         self._broken = asyncio.Event()
 
-    async def add(self, names: list[str], configs: Mapping[str, FarsightConfig] | None = None) -> None:
+    async def add(self, names: list[str], sites: Mapping[str, Site] | None = None) -> None:
         """Hosts and starts these components; those it has already stay as they are. Returns when they have started.
 
         Args:
-            configs: By name, what a component reads in place of the host's own configuration.
+            sites: By name, what a component starts with in place of the host's own site.
 
         Raises:
             FarsightError: one of them cannot start.
@@ -84,7 +82,7 @@ class ComponentHost(HostCalls):
                 await self._begin_beating()
             new = [name for name in names if name not in self._components]
             for name in new:
-                self._components[name] = self._make(name, (configs or {}).get(name, self._site.config))
+                self._components[name] = self._make(name, (sites or {}).get(name, self._site))
             for name in new:
                 try:
                     await self._components[name].start()
@@ -188,12 +186,11 @@ class ComponentHost(HostCalls):
         while True:  # noqa: ASYNC110, the turns are what it is for
             await asyncio.sleep(period_s(self._site.config.actors.silence_s))
 
-    def _make(self, name: str, config: FarsightConfig) -> Component:
-        site = dataclasses.replace(self._site, config=config)
+    def _make(self, name: str, site: Site) -> Component:
         context = ComponentContext(
             name, site, self._restarts, self._peers, self._registry, self._refused.count, gone=gone_ingresses
         )
-        component = component_class(name, config)(context)
+        component = component_class(name, site.config)(context)
         component.failed.add_done_callback(self._component_failed)
         return component
 

@@ -18,14 +18,14 @@ HOST = "host"
 """Who answers for a process as a whole: no component has this name."""
 
 CONTROL = "control"
-"""The one actor that hosts every component of ``placement = "fused"``, or "packed", that is not listed in
-``_ALONE``."""
+"""The one actor that hosts every component of ``placement = "fused"``, "together" or "packed", that is not listed in
+``_ALONE``, or ``_ALONE_TOGETHER``."""
 
 PACKED_WORKERS = 16
 """Workers of emulated devices that share a process under ``placement = "packed"``."""
 
 BACKENDS = "backends"
-"""The one that under ``fused`` talks to all other servers."""
+"""The one that, unless they are ``split``, talks to all other servers."""
 
 LENGTH_PREDICTOR = "length-predictor"
 """The kind, as ``kind_of`` names it."""
@@ -33,7 +33,8 @@ LENGTH_PREDICTOR = "length-predictor"
 IMAGE_ENCODER = "image-encoder"
 """The kind of those that turn pictures into rows."""
 
-_ALONE = ("worker", "rank", LENGTH_PREDICTOR, IMAGE_ENCODER)
+_ALONE_TOGETHER = ("worker", "rank", IMAGE_ENCODER)
+_ALONE = (*_ALONE_TOGETHER, LENGTH_PREDICTOR)
 _BACKEND = "backend-"
 
 
@@ -83,10 +84,6 @@ def length_predictor_name(index: int) -> str:
     return f"{LENGTH_PREDICTOR}-{index}"
 
 
-def is_length_predictor(host: str) -> bool:
-    return kind_of(host) == LENGTH_PREDICTOR
-
-
 def serving_time_estimator_name(index: int) -> str:
     return f"serving-time-estimator-{index}"
 
@@ -102,10 +99,10 @@ def replica_of(component: str) -> str:
 
 
 def host_of(component: str, placement: str) -> str:
-    """The name of the actor that hosts a component under ``fused``, ``split`` or ``packed``."""
+    """The name of the actor that hosts a component under ``together``, ``fused``, ``split`` or ``packed``."""
     if placement == "packed" and component.startswith("worker-"):
         return f"workers-{int(component.rpartition('-')[2]) // PACKED_WORKERS}"
-    if placement == "split" or component.startswith(_ALONE):
+    if placement == "split" or component.startswith(_ALONE_TOGETHER if placement == "together" else _ALONE):
         return component
     return BACKENDS if is_backend(component) else CONTROL
 

@@ -90,7 +90,7 @@ class PeerBook:
     """The other components by name.
 
     Args:
-        placement: ``fused`` or ``split``.
+        placement: As ``host_of`` takes it.
         local: The components of this process by name; may grow and shrink.
         host: The name of this process among the hosts; empty outside of them.
         delay_s: Holds back every message and its answer; to measure that nothing waits for them.
@@ -194,7 +194,7 @@ class Site:
     Attributes:
         config: ``model.name`` is what clients ask for.
         model_dir: Where config, weights and tokenizer lie.
-        placement: ``fused`` or ``split``.
+        placement: As ``host_of`` takes it.
         namespace: Of Ray, where the actors have their names.
         detached: Whether the actors outlive the job that started them.
         model_version: Number of the weights in ``model_dir`` since the service started; requests run on one alone.

@@ -121,6 +121,7 @@ class Scheduler(Component, SchedulerCalls):
         self._broken: list[Key] = []
         self._resting: tuple[Key, ...] = ()
         self._report: StepReport | None = None
+        self._feed_due = asyncio.Event()
         self._samples: deque[StepSample] = deque(maxlen=MAX_SAMPLES)
         self._reported_at: float | None = None
         self._metrics = EngineMetrics(context.registry, config.model.name, self._replica)
@@ -297,6 +298,7 @@ class Scheduler(Component, SchedulerCalls):
                 return
             ack_seq = report.report_seq
             self._report, self._reported_at = report, time.monotonic()
+            self._feed_due.set()
             self._samples.extend(report.steps)
             self._late_refusals += self._handle(WorkerReported(report))
 
@@ -375,7 +377,9 @@ class Scheduler(Component, SchedulerCalls):
         kv = peers.kv_offload_manager(self._replica)
         counts = initial_counts(self.context.config)
         while True:
+            await wait_for(self._feed_due, SAY_AGAIN_S)
             await asyncio.sleep(FEED_S)
+            self._feed_due.clear()
             self._count()
             if self._report is not None:
                 report, self._report = self._report, None

@@ -365,9 +365,7 @@ class Supervisor(Component, SupervisorCalls):
 
     async def _add(self, host: str, handle: Any) -> None:
         components = self._wanted().get(host, [])
-        config = self.context.config
-        changed = {each: found for each in components if (found := self._upgrade.config_of(each, config)) is not None}
-        await handle.add.remote(components, changed)
+        await handle.add.remote(components, {each: self._upgrade.site_of(each, self._site) for each in components})
         for component in components:
             self._restarts.set(component, await handle.restarts.remote())
         self._mark_started(host)

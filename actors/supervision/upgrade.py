@@ -17,7 +17,6 @@ import ray
 from actors.runtime.cluster_store import ClusterStore
 from actors.runtime.names import (
     LENGTH_PREDICTOR,
-    is_length_predictor,
     kind_of,
     own_replicas,
     rank_of,
@@ -83,7 +82,7 @@ class RollingUpgrade:
         model_dir: What the service started with.
         counts: The desired numbers now.
         change: Makes them so; raises FarsightError if a component cannot start.
-        renew: Ends a component, which then starts again with what ``site_of`` and ``config_of`` say.
+        renew: Ends a component, which then starts again with what ``site_of`` says.
     """
 
     def __init__(
@@ -117,22 +116,19 @@ class RollingUpgrade:
         state = self.state
         return ServedWeights(state.current, state.dir_of(state.current))
 
-    def site_of(self, host: str, site: Site) -> Site:
-        """What a host is started with: one that computes gets the weights of its replica."""
-        if is_length_predictor(host):
-            return dataclasses.replace(site, model_since=self.state.since)
-        rank = rank_of(host)
-        if rank is None:
+    def site_of(self, name: str, site: Site) -> Site:
+        """What a host, or a component in one, is started with: one that computes gets the weights of its replica."""
+        rank = rank_of(name)
+        if rank is not None:
+            version = self.state.of(rank[0])
+            config = self._config_of(version, site.config)
+            return dataclasses.replace(site, config=config, model_dir=self.state.dir_of(version), model_version=version)
+        if name.startswith(scheduler_name("")):
+            return dataclasses.replace(site, config=self._config_of(self.state.of(replica_of(name)), site.config))
+        if kind_of(name) not in _RENEWED:
             return site
-        version = self.state.of(rank[0])
-        config = self._config_of(version, site.config)
-        return dataclasses.replace(site, config=config, model_dir=self.state.dir_of(version), model_version=version)
-
-    def config_of(self, component: str, config: FarsightConfig) -> FarsightConfig | None:
-        """What a component is to read in place of its host's configuration; None for the host's own."""
-        if component.startswith(scheduler_name("")):
-            return self._config_of(self.state.of(replica_of(component)), config)
-        return self._config_of(self.state.current, config) if kind_of(component) in _RENEWED else None
+        config = self._config_of(self.state.current, site.config)
+        return dataclasses.replace(site, config=config, model_since=self.state.since)
 
     def _config_of(self, version: int, config: FarsightConfig) -> FarsightConfig:
         return changed(config, json.loads(self.state.settings_of(version)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from core.config.checks import require
 
-PLACEMENTS = ("auto", "fused", "split", "packed")
+PLACEMENTS = ("auto", "together", "fused", "split", "packed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,9 +16,10 @@ class ActorsConfig:
 
     Attributes:
         placement: ``split`` gives every component its own actor; ``fused`` puts Router, Schedulers, KV offload
-            managers, estimator, log store and supervisor into one; ``packed`` is that, and sixteen workers of
-            emulated devices share a process as well; ``auto`` picks by the machine's size, and by how many devices
-            are emulated.
+            managers, estimator, log store and supervisor into one; ``together`` is that, and puts LengthPredictors
+            there too, which only suits those that read no prompts; ``packed`` is ``fused``, and sixteen workers of
+            emulated devices share a process as well; ``auto`` picks by the machine's size, by whether predictors read
+            prompts, and by how many devices are emulated.
         length_predictors: Number of LengthPredictors at the start.
         max_length_predictors: Most LengthPredictors, which start while questions queue; 0: never more than at the
             start.

@@ -50,18 +50,36 @@ class ComponentRows:
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessUse:
+    """What a process has cost.
+
+    Attributes:
+        name: What it is: a component's host, a part of Ray, the proxy.
+        cpu_s: Processor seconds since it began.
+        memory_bytes: Proportional memory now.
+    """
+
+    pid: int
+    name: str
+    cpu_s: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class StatusReply:
     """Every logical component, the KV of all replicas together as last reported, and what has been learned while
     serving.
 
     Attributes:
         queue_delay_s: Predicted queue delay of a new request, in seconds; None if it cannot be predicted.
+        processes: Those of the node of the ingress replica that answers; none where they were not asked for.
     """
 
     components: tuple[ComponentStatus, ...]
     kv: KVUsage
     artefacts: tuple[ArtefactInfo, ...] = ()
     queue_delay_s: float | None = None
+    processes: tuple[ProcessUse, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

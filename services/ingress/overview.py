@@ -40,6 +40,7 @@ from services.api.pages.recent import Recent
 from services.ingress.explanations import Explanations
 from services.ingress.first_check import FirstCheck
 from services.ingress.logged_requests import LoggedRequests
+from services.ingress.processes import processes_here
 
 _OPEN = {"Accept": OPEN_METRICS_TYPE}
 """So that another ingress replica's exemplars come along."""
@@ -94,7 +95,8 @@ class Overview:
         All are asked at once: however many are dead, it takes twice ``TIMEOUT_S`` at most.
         """
         await self._count()
-        return await self._status()
+        status, processes = await asyncio.gather(self._status(), asyncio.to_thread(processes_here))
+        return dataclasses.replace(status, processes=processes)
 
     async def last_status(self) -> StatusReply:
         """The same as the Supervisor saw it a moment ago, which is one question; without one that knows, as it is."""

@@ -328,7 +328,7 @@ def ingress_app(site: Site, replicas: int, *, scalable: bool = False) -> Any:
 
 
 def resolve_placement(config: FarsightConfig) -> str:
-    """``auto`` is ``fused`` on a small machine, where processes compete for cores, else ``split``.
+    """``auto`` is ``together`` or ``fused`` on a small machine, where processes compete for cores, else ``split``.
 
     It is ``packed`` if there are more emulated devices than cores, since emulated devices compute nothing.
 
@@ -337,12 +337,14 @@ def resolve_placement(config: FarsightConfig) -> str:
     """
     placement, emulates = config.actors.placement, bool(config.engine.profile)
     if placement == "packed" and not emulates:
-        raise ConfigError("actors.placement", placement, "fused or split, unless the devices are emulated")
+        raise ConfigError("actors.placement", placement, "together, fused or split, unless the devices are emulated")
     if placement != "auto":
         return placement
     if emulates and config.model.replicas > usable_processors():
         return "packed"
-    return "fused" if _small_machine() else "split"
+    if not _small_machine():
+        return "split"
+    return "fused" if predicts_requests(config) else "together"
 
 
 def _small_machine() -> bool:

@@ -41,11 +41,14 @@ _SPARE_FILES = 500
 BACKLOG = 4096
 """Connections that wait to be accepted, also while no HAProxy runs."""
 
-LOOK_S = 0.02
-"""How often the keeper looks whether HAProxy lives; a new one listens some 50 ms later."""
+BEGIN_S = 0.02
+"""How long a new HAProxy has to refuse its configuration."""
 
-FIND_S = 0.25
-"""How often the ingress replicas are listed."""
+FIND_S = 1.0
+"""How often the ingress replicas are listed. HAProxy finds by itself which of them live."""
+
+FIND_FIRST_S = 0.25
+"""The same, until there is one."""
 
 _PAUSE_S = 1.0
 """Where HAProxy ends as soon as it starts, the next start waits for so long: its configuration may be refused."""
@@ -170,6 +173,8 @@ class HAProxyKeeper:
         self._earlier: list[subprocess.Popen[bytes]] = []
         self._following = threading.Event()
         self._stopping = threading.Event()
+        self._news = threading.Event()
+        """The replicas have changed, a HAProxy has ended, or all is to end."""
         self._starting = threading.Lock()
         # HAProxy ends with the thread that started it, so one thread starts all of them and stays.
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._keep, self._follow, self._watch)]
@@ -187,6 +192,7 @@ class HAProxyKeeper:
         """No HAProxy is started once this has returned; those that run end soon."""
         self._stopping.set()
         self._following.set()
+        self._news.set()
         with self._starting:
             pass  # a start that was under way is over
 
@@ -213,7 +219,7 @@ class HAProxyKeeper:
 
     def _follow(self) -> None:
         self._following.wait()
-        while not self._stopping.wait(FIND_S):
+        while not self._stopping.wait(FIND_S if self._servers else FIND_FIRST_S):
             try:
                 found = self._find()
             except Exception:
@@ -222,11 +228,13 @@ class HAProxyKeeper:
             # None at all: the controller has just started, or every replica died, which health checks say.
             if found:
                 self._servers = tuple(sorted(found, key=lambda server: server.name))
+                self._news.set()
 
     def _keep(self) -> None:
         try:
             self._start()
-            while not self._stopping.wait(LOOK_S):
+            while self._news.wait() and not self._stopping.is_set():
+                self._news.clear()
                 self._look()
         finally:
             for process in (self._current, *self._earlier):
@@ -262,7 +270,7 @@ class HAProxyKeeper:
                 self._spawn()
         if self._current is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._current.wait(timeout=LOOK_S)
+                self._current.wait(timeout=BEGIN_S)
                 self._stopping.wait(_PAUSE_S)
 
     def _spawn(self) -> None:
@@ -283,7 +291,12 @@ class HAProxyKeeper:
                 pass_fds=(self._listener.fileno(),),
                 process_group=0,  # Ctrl-C is for the process that started it, which ends it last
             )
+        threading.Thread(target=self._await_end, args=(self._current,), daemon=True).start()
         self.num_starts += 1
+
+    def _await_end(self, process: subprocess.Popen[bytes]) -> None:
+        process.wait()
+        self._news.set()
 
 
 def _ends_with_parent() -> list[str]:

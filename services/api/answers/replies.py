@@ -230,6 +230,15 @@ class ActorStatus(BaseModel):
     degraded: str = ""
 
 
+class ProcessStatus(BaseModel):
+    """A process of the node that answers: processor seconds since it began, and its proportional memory."""
+
+    pid: int
+    name: str
+    cpu_s: float
+    memory_bytes: int
+
+
 class KVStatus(BaseModel):
     """The KV pools of all replicas in blocks, and the transfers between device and host."""
 
@@ -275,6 +284,7 @@ class Status(BaseModel):
     emulated: str | None = None
     queue_delay_s: float | None = None
     no_forecasts: str | None = None
+    processes: list[ProcessStatus] = []
 
 
 def model_card(model: ModelInfo, name: str, *, tells_root: bool) -> ModelCard:
@@ -300,6 +310,7 @@ def status_reply(reply: StatusReply, model: ModelInfo) -> Status:
         emulated=model.emulated or None,
         queue_delay_s=reply.queue_delay_s,
         no_forecasts=model.no_forecasts or None,
+        processes=[_as(ProcessStatus, process) for process in reply.processes],
     )
 
 

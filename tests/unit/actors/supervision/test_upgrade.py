@@ -177,15 +177,15 @@ async def test_settings_of_a_scheduler_roll_with_its_replica() -> None:
     fleet = Fleet(2)
     tables = {"scheduler": {"gamma": 0.5, "watermark": 0.8}, "engine": {"num_threads": 3}}
     assert await fleet.upgrade.begin(Upgrade("", settings=json.dumps(tables)), SITE.config)
-    seen = fleet.upgrade.config_of("scheduler-0", SITE.config)
+    seen = fleet.upgrade.site_of("scheduler-0", SITE).config
     assert seen == SITE.config, "its replica has not followed"
     await fleet.upgrade.run()
     for replica in ("0", "1"):
-        rolled = fleet.upgrade.config_of(f"scheduler-{replica}", SITE.config)
+        rolled = fleet.upgrade.site_of(f"scheduler-{replica}", SITE).config
         assert rolled is not None
         assert (rolled.scheduler.gamma, rolled.scheduler.watermark, rolled.engine.num_threads) == (0.5, 0.8, 3)
         assert fleet.upgrade.site_of(f"worker-{replica}", SITE).config == rolled
-    assert fleet.upgrade.config_of("log-store", SITE.config) is None
+    assert fleet.upgrade.site_of("log-store", SITE) is SITE
     assert (fleet.upgrade.limits(), fleet.renewed) == ("{}", [])
 
 
@@ -196,16 +196,17 @@ async def test_components_of_the_whole_service_start_again_where_they_read_what_
     await fleet.upgrade.run()
     assert fleet.steps == [], "no replica starts again"
     assert fleet.renewed == ["router", "serving-time-estimator-0"], "the predictor's share is what it was"
-    seen = fleet.upgrade.config_of("router", SITE.config)
-    assert seen is not None and (seen.placement.window_s, seen.batch.num_bins) == (60.0, 7)
+    seen = fleet.upgrade.site_of("router", SITE).config
+    assert (seen.placement.window_s, seen.batch.num_bins) == (60.0, 7)
     assert not await fleet.upgrade.begin(Upgrade("", settings=json.dumps(tables)), SITE.config)
 
     both = Upgrade("", settings='{"predictor": {"learn": false}, "engine": {"num_threads": 3}}')
     assert await fleet.upgrade.begin(both, SITE.config)
     await fleet.upgrade.run()
     assert (fleet.running, fleet.renewed[2:]) == ({"0": 1, "1": 1}, ["length-predictor-0"])
-    predictor = fleet.upgrade.config_of("length-predictor-0", SITE.config)
-    assert predictor is not None and not predictor.predictor.learn and predictor.placement.window_s == 60.0
+    predictor = fleet.upgrade.site_of("length-predictor-0", SITE)
+    assert predictor.model_since == fleet.upgrade.state.since
+    assert not predictor.config.predictor.learn and predictor.config.placement.window_s == 60.0
 
 
 @pytest.mark.parametrize("crash_in", range(3))
