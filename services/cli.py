@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 STATUS_TIMEOUT_S = 5.0
 
-MEASURED_S = 1.0
+MEASURED_S = 2.0
 """So long ``farsight status`` watches what the processes use."""
 
 app = typer.Typer(cls=OneLineErrors, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
