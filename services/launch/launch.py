@@ -212,17 +212,22 @@ class Service:
         try:
             with stages.stage("Supervisor", lambda: "its process"):
                 starting = start_components(self._site)
-            config = self._site.config
-            starting.wait(stages, lambda: ProxyStart(config.server, config.access, choose_proxy(config.server)))
-            self._start_ingress(stages)
+            starting.wait(stages, self._start_proxy)
+            self._await_ingress(stages)
         except RayError as error:
             raise ServiceFailed(f"a component of the service ended while it started: {error}") from error
 
-    def _start_ingress(self, stages: Stages) -> None:
+    def _start_proxy(self) -> ProxyStart:
+        """Begins to start the proxy, and the ingress, which waits for the model by itself."""
+        config = self._site.config
+        proxy = ProxyStart(config.server, config.access, choose_proxy(config.server))
+        self._run_ingress()
+        return proxy
+
+    def _await_ingress(self, stages: Stages) -> None:
         from ray import serve
 
         with stages.stage("Ingress", lambda: f"processes to take requests (of {self._ingress_replicas})") as stage:
-            self._run_ingress()
             if self._keeper is not None:
                 self._keeper.follow()  # not before: two threads that import ray.serve at once break it
             while (app := serve.status().applications[APP_NAME]).status != "RUNNING":
