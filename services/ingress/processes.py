@@ -41,7 +41,7 @@ def _use(process: psutil.Process) -> ProcessUse:
 
 
 def _name(process: psutil.Process) -> str:
-    """Not the command line, which may hold what is nobody's business."""
+    """Not the command line, whose arguments may be secret."""
     words = process.cmdline()
     if words and words[0].startswith("ray::"):
         return words[0].removeprefix("ray::").partition(".")[0].split(":")[0].strip()
