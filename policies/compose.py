@@ -20,7 +20,7 @@ from policies.order.offload_orders import OffloadDecider, told
 from policies.placement.base import PLACEMENTS, Placement
 from policies.presets import PRESETS, Preset, find_preset
 from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
-from policies.settings import MLFQ_SWITCHES, BatchSettings, MlfqRules, PolicySettings, ServingTime
+from policies.settings import BatchSettings, PolicySettings, ServingTime
 
 GRANT_LEAD_S = 0.15
 """Grant lead on a server: 1.5 times the interval between two reports of a worker."""
@@ -65,7 +65,8 @@ def build_scheduler(
     row, settings = _continuous(preset), settings or PolicySettings()
     if row.max_num_seqs:
         limits = replace(limits, max_num_seqs=min(limits.max_num_seqs, row.max_num_seqs))
-    limits = replace(limits, budget=StepBudget(settings.max_gap_s))
+    max_gap_ms = settings.scheduler.max_gap_ms
+    limits = replace(limits, budget=StepBudget(max_gap_ms / 1e3 if max_gap_ms else math.inf))
     order = order or row.order
     context = ReplicaContext(settings, limits.max_num_seqs)
     part = ORDERS.find(order)
@@ -105,7 +106,7 @@ def configured_offload(
     """
     if is_batch_mode(config.preset):
         return OffloadDecider(SplitBatch(), None)
-    settings = known or configured_settings(config)
+    settings = known or PolicySettings(config)
     return build_offload(config.preset, max_num_seqs, settings, order=config.order, kv=config.kv)
 
 
@@ -134,7 +135,7 @@ def configured_backend(config: SchedulerConfig, max_num_seqs: int) -> BackendSch
         ConfigError: there is no such preset or order, or the preset is not of continuous batching.
     """
     order = ORDERS.find(config.order or _continuous(config.preset).order)
-    return BackendScheduler(order.build(ReplicaContext(configured_settings(config), max_num_seqs)), max_num_seqs)
+    return BackendScheduler(order.build(ReplicaContext(PolicySettings(config), max_num_seqs)), max_num_seqs)
 
 
 def check_scheduler(config: SchedulerConfig) -> None:
@@ -181,33 +182,7 @@ def configured_scheduler(
         raise ConfigError("scheduler.execution", config.execution, expected)
     limits = SchedulerLimits(max_num_seqs, config.standby_slots, grant_lead_s, offload_deadline_s=offload_deadline_s)
     parts = {"order": config.order, "admission": config.admission, "kv": config.kv}
-    return build_scheduler(config.preset, limits, known or configured_settings(config), **parts)
-
-
-def configured_settings(config: SchedulerConfig) -> PolicySettings:
-    """Settings of the parts on a server, before any measurement."""
-    mlfq = MlfqRules(
-        config.quantum_s,
-        follows_cost=True,
-        ratio=config.quantum_ratio,
-        num_levels=config.num_levels or None,
-        starve_limit_s=config.starve_limit_s,
-        **MLFQ_SWITCHES[config.mlfq],
-    )
-    max_gap_s = config.max_gap_ms / 1e3 if config.max_gap_ms else math.inf
-    return PolicySettings(
-        watermark=config.watermark,
-        overcommit=config.overcommit,
-        reserve_ratio=config.reserve_ratio,
-        history_window=config.history_window,
-        gamma=config.gamma,
-        tail=config.tail,
-        max_pause_s=config.max_pause_s,
-        max_gap_s=max_gap_s,
-        mlfq=mlfq,
-        min_idle_slots=config.min_idle_slots,
-        num_burst_levels=config.num_burst_levels,
-    )
+    return build_scheduler(config.preset, limits, known or PolicySettings(config), **parts)
 
 
 def swaps_kv(config: SchedulerConfig) -> bool:
@@ -279,7 +254,7 @@ def build_batcher(preset: str, settings: BatchSettings) -> Batcher:
     row = find_preset(preset)
     if row.mode != "batch":
         raise ConfigError("scheduler.preset", preset, "a preset of batch mode")
-    size = settings.batch_size or row.max_num_seqs or settings.max_num_seqs
+    size = settings.batch.batch_size or row.max_num_seqs or settings.max_num_seqs
     if size is not None and settings.max_num_seqs is not None:
         size = min(size, settings.max_num_seqs)
     return BATCHERS.find(row.order).build(BatchContext(settings, size))
@@ -291,7 +266,8 @@ def build_batch_scheduler(preset: str, settings: BatchSettings, forecast_wait_s:
     Raises:
         ConfigError: there is no such preset, or it is not of batch mode.
     """
-    return BatchScheduler(build_batcher(preset, settings), settings.serving_time_s, forecast_wait_s, settings.reload_s)
+    batcher = build_batcher(preset, settings)
+    return BatchScheduler(batcher, settings.serving_time_s, forecast_wait_s, settings.batch.reload_s)
 
 
 def configured_batch_scheduler(
@@ -306,16 +282,8 @@ def configured_batch_scheduler(
     Raises:
         ConfigError: there is no such preset, or it is not of batch mode.
     """
-    settings = BatchSettings(
-        memory_tokens=math.inf,  # until a worker says what it holds
-        serving_time_s=serving_time_s,
-        wma_threshold=batch.wma_threshold,
-        num_bins=batch.num_bins,
-        max_wait_s=batch.max_wait_s,
-        batch_size=batch.batch_size,
-        max_num_seqs=max_num_seqs,
-        reload_s=batch.reload_s,
-    )
+    # Memory is unknown until a worker says what it holds.
+    settings = BatchSettings(math.inf, serving_time_s, batch, max_num_seqs=max_num_seqs)
     return build_batch_scheduler(config.preset, settings, forecast_wait_s)
 
 

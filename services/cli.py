@@ -297,19 +297,16 @@ def print_processes(before: list[dict[str, Any]], after: list[dict[str, Any]], a
     from rich.console import Console
     from rich.table import Table
 
-    spent = {row["pid"]: row["cpu_s"] for row in before}
-    rows = []
-    for row in after:
-        hosted = ", ".join(actor["name"] for actor in actors if actor["pid"] == row["pid"])
-        share = max(0.0, row["cpu_s"] - spent.get(row["pid"], row["cpu_s"])) / MEASURED_S
-        rows.append((row["name"], row["pid"], hosted, share, row["memory_bytes"] / 2**20))
-    if not rows:
+    if not after:
         return
+    spent = {row["pid"]: row["cpu_s"] for row in before}
+    shares = [max(0.0, row["cpu_s"] - spent.get(row["pid"], row["cpu_s"])) / MEASURED_S for row in after]
     table = Table("process", "pid", "components", "of a core", "memory, MiB")
-    for name, pid, hosted, share, mib in sorted(rows, key=lambda row: -row[-1]):
-        table.add_row(name, str(pid), hosted, f"{share:.1%}", f"{mib:.0f}")
-    total_share, total_mib = (sum(row[column] for row in rows) for column in (3, 4))
-    table.add_row("all", "", "", f"{total_share:.1%}", f"{total_mib:.0f}")
+    for share, row in sorted(zip(shares, after, strict=True), key=lambda pair: -pair[1]["memory_bytes"]):
+        hosted = ", ".join(actor["name"] for actor in actors if actor["pid"] == row["pid"])
+        table.add_row(row["name"], str(row["pid"]), hosted, f"{share:.1%}", f"{row['memory_bytes'] / 2**20:.0f}")
+    memory = sum(row["memory_bytes"] for row in after) / 2**20
+    table.add_row("all", "", "", f"{sum(shares):.1%}", f"{memory:.0f}")
     console = Console()
     if not console.is_terminal:
         console.width = 200

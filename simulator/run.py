@@ -14,12 +14,12 @@ from policies.compose import (
     configured_batch_scheduler,
     configured_offload,
     configured_replica,
-    configured_settings,
     is_batch_mode,
     is_steady,
 )
 from policies.order.offload_orders import OffloadDecider
 from policies.replica.scheduler import ReplicaScheduler
+from policies.settings import PolicySettings
 from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.records import Record, Recorder
 from simulator.cluster.replica import ReplicaShape
@@ -128,8 +128,8 @@ def _continuous_fleet(
     arrivals: Workload,
     timeline: Timeline | None,
 ) -> Fleet:
-    settings = replace(
-        configured_settings(experiment.scheduler),
+    settings = PolicySettings(
+        experiment.scheduler,
         placement=experiment.placement,
         max_new_tokens=max((arrival.max_new_tokens for arrival in arrivals), default=1),
         cost=experiment.latency.cost,

@@ -18,6 +18,7 @@ from functools import partial
 import numpy as np
 
 from benchmarks.decisions.row import Row
+from core.config.scheduling import BatchConfig
 from core.costs import StepCost
 from core.forecast import Forecast
 from core.messages.plans import FinishedSequence, WorkerReady
@@ -102,7 +103,7 @@ def _of_reports(preset: str, num_reports: int) -> list[float]:
     """Seconds of each report."""
     by_prefixes = PRESETS[preset].placement.startswith("e2")
     limits = SchedulerLimits(MAX_NUM_SEQS, 16, 0.15)
-    scheduler = build_scheduler(preset, limits, PolicySettings(gamma=0.1, cost=A100_7B.cost))
+    scheduler = build_scheduler(preset, limits, PolicySettings(cost=A100_7B.cost))
     timed = _Timed(scheduler)
     shape = ReplicaShape(
         NUM_BLOCKS, BLOCK_SIZE, NUM_HOST_BLOCKS, MAX_NUM_SEQS, 2048, look_every=1, shares_prefixes=by_prefixes
@@ -155,8 +156,7 @@ def _of_batches(preset: str, num_reports: int) -> list[float]:
     settings = BatchSettings(
         memory_tokens=NUM_BLOCKS * BLOCK_SIZE,
         serving_time_s=partial(_batch_s, cost),
-        num_bins=8,
-        max_wait_s=10.0,
+        batch=BatchConfig(num_bins=8, max_wait_s=10.0),
         max_num_seqs=MAX_NUM_SEQS,
     )
     scheduler = build_batch_scheduler(preset, settings)

@@ -7,21 +7,21 @@ import itertools
 import numpy as np
 
 from benchmarks.decisions.row import Row, median_s
+from core.config.scheduling import SchedulerConfig
 from core.costs import StepCost
 from policies.interfaces import Job
 from policies.order.skip_join_mlfq import SkipJoinMlfq
-from policies.settings import MlfqRules
 
 NUM_JOBS = 10_000
 BATCH = 256
 COST = StepCost(base_s=0.008, prefill_token_s=1e-4, decode_seq_s=1e-5, context_token_s=1e-7)
 
 
-def filled(num_jobs: int, rules: MlfqRules | None = None) -> tuple[SkipJoinMlfq, list[Job]]:
+def filled(num_jobs: int, config: SchedulerConfig | None = None) -> tuple[SkipJoinMlfq, list[Job]]:
     """An order full of jobs with prompts of 1 to 4,096 tokens."""
     lens = np.random.default_rng(1).integers(1, 4096, num_jobs)
     jobs = [Job(f"j{i}", 0.0, int(prompt_len), 10**6) for i, prompt_len in enumerate(lens)]
-    order = SkipJoinMlfq(COST, rules)
+    order = SkipJoinMlfq(COST, config)
     for job in jobs:
         order.add(job, 0.0)
     return order, jobs

@@ -12,15 +12,15 @@ import numpy as np
 from benchmarks.live_presets.live import Hardware
 from benchmarks.live_presets.study import System
 from core.config.placement import PlacementConfig
-from core.config.scheduling import SchedulerConfig
 from estimator.device_profile import DeviceProfile
 from lab.reproduce.placements import REASONING
 from lab.reproduce.preble.runs import A6000_TOKENS, MISTRAL_7B_A6000
-from policies.compose import build_router, build_scheduler, configured_settings
+from policies.compose import build_router, build_scheduler
 from policies.fleet.scheduler import GlobalScheduler
 from policies.placement.oracle_partition import OraclePartition
 from policies.presets import find_preset
 from policies.replica.scheduler import SchedulerLimits
+from policies.settings import PolicySettings
 from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import LinearLatency
 from simulator.cluster.records import Record
@@ -151,7 +151,7 @@ def simulated(
     preset: str, scheduler: dict[str, str], e2: PlacementConfig, setup: PrefixSetup, arrivals: list[SimRequest]
 ) -> list[Record]:
     """The same in the simulator."""
-    settings = replace(configured_settings(SchedulerConfig()), cost=A6000.cost, block_size=BLOCK, placement=e2)
+    settings = PolicySettings(cost=A6000.cost, block_size=BLOCK, placement=e2)
     router = build_router(preset, scheduler.get("placement", ""), settings)
     return _run(setup, router, preset, scheduler.get("order", ""), arrivals)
 
@@ -179,7 +179,7 @@ def _run(
         shares_prefixes=True,
     )
     latency = LinearLatency(A6000.cost, A6000.kv_bytes, A6000.copy_bandwidth)
-    settings = replace(configured_settings(SchedulerConfig()), cost=A6000.cost)
+    settings = PolicySettings(cost=A6000.cost)
     limits = SchedulerLimits(SEATS, standby_slots=0)
     fleet = Fleet(
         FleetShape(shape, latency, setup.num_replicas),

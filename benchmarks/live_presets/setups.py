@@ -14,7 +14,8 @@ from core.config.scheduling import BatchConfig, SchedulerConfig
 from estimator.device_profile import A100_7B
 from lab.reproduce import combined_runs
 from lab.reproduce.combined_runs import HOST_TOKENS, CombinedCell, Policy
-from policies.compose import build_scheduler, configured_settings
+from policies.compose import build_scheduler
+from policies.settings import PolicySettings
 from simulator import predictors
 from simulator.cluster.latency import A100_7B as LATENCY
 from simulator.cluster.records import Record
@@ -77,7 +78,7 @@ class Setup:
         return Hardware(A100_7B, cell.kv_tokens, HOST_TOKENS, cell.max_num_seqs, CHUNK + cell.max_num_seqs)
 
 
-_SETTINGS = replace(configured_settings(SchedulerConfig()), cost=LATENCY.cost)
+_SETTINGS = PolicySettings(cost=LATENCY.cost)
 
 
 def _eighth(prompt: tuple[int, int], output: tuple[int, int]) -> LengthPair:

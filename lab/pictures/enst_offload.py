@@ -5,11 +5,12 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from core.config.scheduling import SchedulerConfig
 from core.costs import StepCost
+from lab.reproduce.paper_settings import FIXED_QUANTUM
 from policies.interfaces import Job, KvView
 from policies.kv.enst_offload import EnstOffload, enst_s
 from policies.order.skip_join_mlfq import SkipJoinMlfq
-from policies.settings import MlfqRules
 
 LEVELS = (1, 1, 2, 3, 3, 4, 4, 5, 5)
 SINCE = (0, 0, 0, 0, 0, 0, -16, 0, -22)
@@ -18,7 +19,7 @@ FREE, NUM_RUNNING = 90, 2
 
 
 def draw() -> Figure:
-    order = SkipJoinMlfq(StepCost(0, 1, 1, 0), MlfqRules(quantum_s=1.0, starve_limit_s=LIMIT_S))
+    order = SkipJoinMlfq(StepCost(0, 1, 1, 0), SchedulerConfig(quantum_s=1.0, starve_limit_s=LIMIT_S), FIXED_QUANTUM)
     jobs: list[Job] = []
     for i, (level, since) in sorted(enumerate(zip(LEVELS, SINCE, strict=True)), key=lambda each: each[1][1]):
         job = Job(f"J{i + 1}", float(since), prompt_len=2 ** (level - 1), max_new_tokens=500)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from core.config.scheduling import SchedulerConfig
 from core.costs import StepCost
+from lab.reproduce.paper_settings import FIXED_QUANTUM
 from policies.interfaces import Job
 from policies.order.skip_join_mlfq import SkipJoinMlfq
-from policies.settings import MlfqRules
 
 COST = StepCost(base_s=0, prefill_token_s=1, decode_seq_s=1, context_token_s=0)
 COLORS = {"J1": "#4477aa", "J2": "#ee6677", "J3": "#228833"}
@@ -43,7 +44,8 @@ def draw() -> Figure:
 
 def _run(skip_join: bool) -> tuple[list[tuple[str, int, float, float, int]], float]:
     """(job, level, begin, end, number of the token) of every iteration, and the mean completion time."""
-    order = SkipJoinMlfq(COST, MlfqRules(quantum_s=1.0, starve_limit_s=100.0, skip_join=skip_join))
+    config = SchedulerConfig(quantum_s=1.0, starve_limit_s=100.0, mlfq="skip-join" if skip_join else "no-preemption")
+    order = SkipJoinMlfq(COST, config, FIXED_QUANTUM)
     for name, first_s in FIRST_S.items():
         order.add(Job(name, 0.0, prompt_len=first_s, max_new_tokens=2), 0.0)
     runs: list[tuple[str, int, float, float, int]] = []

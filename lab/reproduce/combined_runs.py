@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
+from lab.reproduce.paper_settings import ARTIFACT, FIXED_QUANTUM, UNBOUND
 from policies.compose import build_router, build_scheduler
 from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
-from policies.settings import MlfqRules, PolicySettings
+from policies.settings import PolicySettings
 from simulator import predictors
 from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import A100_7B
@@ -97,22 +98,25 @@ class Policy:
 
 
 def _mlfq(starve_limit_s: float, limits: SchedulerLimits) -> ReplicaScheduler:
-    settings = PolicySettings(mlfq=MlfqRules(starve_limit_s=starve_limit_s), cost=A100_7B.cost)
+    config = replace(ARTIFACT, starve_limit_s=starve_limit_s)
+    settings = PolicySettings(config, cost=A100_7B.cost, mlfq=FIXED_QUANTUM)
     return build_scheduler("fastserve", limits, settings)
 
 
 def _hrrn(limits: SchedulerLimits) -> ReplicaScheduler:
-    return build_scheduler("aggressive", limits, PolicySettings(cost=A100_7B.cost), order="hrrn")
+    return build_scheduler("aggressive", limits, PolicySettings(UNBOUND, cost=A100_7B.cost), order="hrrn")
 
 
 def _farsight(gamma: float, limits: SchedulerLimits) -> ReplicaScheduler:
-    return build_scheduler("farsight-mean", limits, PolicySettings(cost=A100_7B.cost, gamma=gamma))
+    settings = PolicySettings(replace(UNBOUND, gamma=gamma), cost=A100_7B.cost)
+    return build_scheduler("farsight-mean", limits, settings)
 
 
-_OMNISCIENT = Policy(partial(build_scheduler, "past-future", admission="oracle"), look_every=1)
+_PAST_FUTURE = partial(build_scheduler, "past-future", settings=PolicySettings(UNBOUND))
+_OMNISCIENT = Policy(partial(_PAST_FUTURE, admission="oracle"), look_every=1)
 
 POLICIES: dict[str, Policy] = {
-    "past-future": Policy(partial(build_scheduler, "past-future"), look_every=1),
+    "past-future": Policy(_PAST_FUTURE, look_every=1),
     "hrrn": Policy(_hrrn),
     **{f"mlfq {limit:g} s": Policy(partial(_mlfq, limit), look_every=4) for limit in STARVE_LIMITS_S},
     "farsight-mean": Policy(partial(_farsight, 0.0), look_every=4),

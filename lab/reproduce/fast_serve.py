@@ -21,13 +21,15 @@ from functools import partial
 
 import numpy as np
 
+from core.config.scheduling import SchedulerConfig
 from core.costs import StepCost
 from core.forecast import QUANTILES, Forecast
 from lab.reproduce.fast_serve_systems import Load, Testbed, serve, serve_batches
+from lab.reproduce.paper_settings import ARTIFACT, FIXED_QUANTUM
 from lab.reproduce.rows import Draws, Fitted, OrderCheck, Own, Printed, Reproduction, Row, at_most, near
 from policies.compose import build_router, build_scheduler
 from policies.replica.scheduler import SchedulerLimits
-from policies.settings import MLFQ_SWITCHES, MlfqRules, PolicySettings
+from policies.settings import PolicySettings
 from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import GPUS, MODELS, LinearLatency, Roofline
 from simulator.cluster.records import Recorder
@@ -98,8 +100,8 @@ def fig6_jct_s(preset: str, *, mlfq: str = "skip-join", order: str = "", kv: str
     latency = LinearLatency(StepCost(0.0, 1.0, 1.0, 0.0), kv_bytes=1)
     forecast = Forecast(2.0, (2.0,) * len(QUANTILES), 1, "given", 0)
     jobs = [SimRequest(f"J{i}", 0.0, prompt, 2, 2, forecast=forecast) for i, prompt in enumerate((5, 1, 2), start=1)]
-    rules = MlfqRules(quantum_s=1.0, starve_limit_s=math.inf, **MLFQ_SWITCHES[mlfq])
-    settings = PolicySettings(watermark=1.0, mlfq=rules, cost=latency.cost)
+    config = replace(ARTIFACT, quantum_s=1.0, starve_limit_s=math.inf, mlfq=mlfq, watermark=1.0)
+    settings = PolicySettings(config, cost=latency.cost, mlfq=FIXED_QUANTUM)
     limits = SchedulerLimits(1, 0)
     shape = FleetShape(ReplicaShape(1000, 1, 1000, max_num_seqs=1, look_every=1), latency)
     fleet = Fleet(shape, build_router("fcfs"), lambda _: build_scheduler(preset, limits, settings, order=order, kv=kv))
@@ -205,11 +207,11 @@ class _MlfqPoint:
 
 
 def _mlfq_point(bed: Testbed, load: Load) -> _MlfqPoint:
-    def mean_s(preset: str, rules: MlfqRules | None = None, **parts: str) -> float:
-        return _times(lambda seeded: serve(bed, seeded, preset, rules, **parts), load).mean_s
+    def mean_s(preset: str, config: SchedulerConfig | None = None, **parts: str) -> float:
+        return _times(lambda seeded: serve(bed, seeded, preset, config, **parts), load).mean_s
 
     ours = _times(partial(serve, bed, preset="fastserve"), load)
-    naive_s, cut_off_s = (mean_s("fastserve", bed.rules_of(kind)) for kind in ("no-preemption", "preemption"))
+    naive_s, cut_off_s = (mean_s("fastserve", bed.baseline(kind)) for kind in ("no-preemption", "preemption"))
     known_s = mean_s("fcfs", order="gittins", kv="cheapest-victim")
     return _MlfqPoint(ours, naive_s, cut_off_s, min(ours.mean_s, mean_s("fcfs"), known_s))
 

@@ -8,10 +8,12 @@ from functools import cached_property
 
 import numpy as np
 
+from core.config.scheduling import SchedulerConfig
+from lab.reproduce.paper_settings import ARTIFACT, FIXED_QUANTUM
 from policies.batching.fcfs import FcfsBatches
 from policies.compose import build_router, build_scheduler
 from policies.replica.scheduler import SchedulerLimits
-from policies.settings import MLFQ_SWITCHES, MlfqRules, PolicySettings
+from policies.settings import PolicySettings
 from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import LatencyModel, PipelineLatency, Roofline
 from simulator.cluster.padded import padded_fleet
@@ -75,15 +77,15 @@ class Testbed:
         return self.latency.cost.prefill_s(1)
 
     @property
-    def rules(self) -> MlfqRules:
-        return MlfqRules(self.quantum_s, ratio=self.ratio, starve_limit_s=self.starve_limit_s)
+    def scheduler(self) -> SchedulerConfig:
+        return replace(ARTIFACT, quantum_s=self.quantum_s, quantum_ratio=self.ratio, starve_limit_s=self.starve_limit_s)
 
-    def rules_of(self, mlfq: str) -> MlfqRules:
+    def baseline(self, mlfq: str) -> SchedulerConfig:
         """The same of a baseline of section 6.3, as ``[scheduler] mlfq`` names it."""
-        return replace(self.rules, **MLFQ_SWITCHES[mlfq])
+        return replace(self.scheduler, mlfq=mlfq)
 
 
-def serve(bed: Testbed, load: Load, preset: str, rules: MlfqRules | None = None, **parts: str) -> Recorder:
+def serve(bed: Testbed, load: Load, preset: str, config: SchedulerConfig | None = None, **parts: str) -> Recorder:
     """One replica, with a batch of ``bed.batch_size`` in each stage of its pipeline."""
     num_stages = bed.device.pipeline_parallel
     preemptive = preset.startswith("fastserve")
@@ -96,7 +98,7 @@ def serve(bed: Testbed, load: Load, preset: str, rules: MlfqRules | None = None,
         look_every=1 if preemptive else 0,
         num_stages=num_stages,
     )
-    settings = PolicySettings(mlfq=rules or bed.rules, cost=bed.latency.cost)
+    settings = PolicySettings(config or bed.scheduler, cost=bed.latency.cost, mlfq=FIXED_QUANTUM)
     limits = SchedulerLimits(bed.batch_size * num_stages, 0)
     fleet = Fleet(
         FleetShape(shape, bed.latency),

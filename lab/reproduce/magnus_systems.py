@@ -28,6 +28,7 @@ import numpy as np
 from core.costs import ImageCost, StepCost
 from core.forecast import QUANTILES, Forecast
 from estimator.knn import padded_batch_s
+from lab.reproduce.paper_settings import UNBOUND
 from policies.batching.base import Batcher, ChooseBatch, first_arrived
 from policies.batching.fcfs import FcfsBatches
 from policies.batching.hrrn import HighestResponseRatio
@@ -191,7 +192,7 @@ def _continuous(arrivals: list[SimRequest], join_s: float) -> MagnusOutcome:
     fleet = Fleet(
         FleetShape(shape, _Stalling(case_study_latency(), join_s), _NUM_WORKERS),
         build_router("fcfs", "least-work"),
-        lambda index: build_scheduler("fcfs", limits, PolicySettings(watermark=1.0)),
+        lambda index: build_scheduler("fcfs", limits, PolicySettings(replace(UNBOUND, watermark=1.0))),
     )
     done = fleet.run(arrivals).done
     return _outcome(done, sum(record.num_tokens for record in done))

@@ -14,6 +14,7 @@ from functools import partial
 
 import numpy as np
 
+from lab.reproduce.paper_settings import UNBOUND
 from lab.reproduce.preble.runs import BLOCK, FOUR_A6000, SEATS, PrebleCluster
 from lab.reproduce.rows import Exempt, Own, Reproduction, Row, at_most
 from policies.compose import build_router, build_scheduler
@@ -89,7 +90,7 @@ class PlacementTimes:
 
 def run(cluster: PrebleCluster, system: PlacementSystem, arrivals: Sequence[SimRequest]) -> PlacementTimes:
     """To the last token."""
-    settings = PolicySettings(cost=cluster.latency.cost, block_size=BLOCK, gamma=GAMMA)
+    settings = PolicySettings(replace(UNBOUND, gamma=GAMMA), cost=cluster.latency.cost, block_size=BLOCK)
     limits = SchedulerLimits(SEATS, standby_slots=0)
     look_every = 4 if find_preset(system.preset).order == "gittins" else 0
     replica = replace(cluster.shape.replica, num_host_blocks=HOST_TOKENS // BLOCK, look_every=look_every)

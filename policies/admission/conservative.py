@@ -83,4 +83,4 @@ def _remaining(job: Job) -> int:
 @ADMISSIONS.register("conservative")
 def build_conservative(context: ReplicaContext) -> Conservative:
     """Admits as if every output reached its limit."""
-    return Conservative(context.settings.overcommit)
+    return Conservative(context.settings.scheduler.overcommit)

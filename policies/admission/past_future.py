@@ -304,9 +304,9 @@ def _int_array(values: Sequence[int] | Sequence[Sequence[int]]) -> IntArray:
 def build_past_future(context: ReplicaContext) -> PastFuture:
     """Admits by the predicted peak of memory, lengths drawn from recent outputs."""
     settings = context.settings
-    history = LengthHistory(settings.history_window, [settings.max_new_tokens])
+    history = LengthHistory(settings.scheduler.history_window, [settings.max_new_tokens])
     return PastFuture(
-        HistoryLengths(history, np.random.default_rng(settings.seed)), reserve_ratio=settings.reserve_ratio
+        HistoryLengths(history, np.random.default_rng(settings.seed)), reserve_ratio=settings.scheduler.reserve_ratio
     )
 
 

@@ -55,4 +55,4 @@ class Aggressive(Admission):
 @ADMISSIONS.register("watermark", steady=True)
 def build_watermark(context: ReplicaContext) -> Aggressive:
     """Admits while the pool is filled below a share."""
-    return Aggressive(context.settings.watermark)
+    return Aggressive(context.settings.scheduler.watermark)

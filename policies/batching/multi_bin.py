@@ -293,7 +293,7 @@ def _check_bins(num_bins: int) -> None:
 @BATCHERS.register("multi-bin", reads_forecasts=True)
 def build_multi_bin(context: BatchContext) -> MultiBinBatcher:
     """Bins of equal mass by predicted length; the batch that was completed first runs next."""
-    settings, size = context.settings, context.size or 1
-    if settings.num_bins:
-        return LearnedBins(settings.num_bins, size, settings.max_wait_s)
-    return MultiBinBatcher(settings.edges, size, settings.max_wait_s)
+    edges, batch, size = context.settings.edges, context.settings.batch, context.size or 1
+    if edges is None:
+        return LearnedBins(batch.num_bins, size, batch.max_wait_s)
+    return MultiBinBatcher(edges, size, batch.max_wait_s)

@@ -286,11 +286,11 @@ def build_wma_hrrn(context: BatchContext) -> WmaBatcher:
     """Batches of least wasted memory access; the highest response ratio runs next."""
     settings = context.settings
     choose = HighestResponseRatio(settings.serving_time_s)
-    return WmaBatcher(settings.memory_tokens, choose, settings.wma_threshold, context.size)
+    return WmaBatcher(settings.memory_tokens, choose, settings.batch.wma_threshold, context.size)
 
 
 @BATCHERS.register("wma-fcfs", reads_forecasts=True)
 def build_wma_fcfs(context: BatchContext) -> WmaBatcher:
     """Batches of least wasted memory accesses; the one that arrived first runs next."""
     settings = context.settings
-    return WmaBatcher(settings.memory_tokens, first_arrived, settings.wma_threshold, context.size)
+    return WmaBatcher(settings.memory_tokens, first_arrived, settings.batch.wma_threshold, context.size)

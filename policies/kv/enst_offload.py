@@ -45,7 +45,7 @@ def _keyed(order: SkipJoinMlfq, jobs: Iterable[Job], now: float) -> list[tuple[_
     ahead = _Ahead(order)
     sizes = order.groups()
     entry = next(sizes, None)
-    starve_limit_s = order.rules.starve_limit_s
+    starve_limit_s = order.config.starve_limit_s
     keyed: list[tuple[_Turn, Job]] = []
     for group in sorted(by_group):
         while entry is not None and entry[0] < group:
@@ -248,5 +248,5 @@ class EnstOffload(KvPolicy):
 @KV_POLICIES.register("enst-proactive", needs="skip-join-mlfq", swaps=True)
 def build_enst_proactive(context: ReplicaContext) -> EnstOffload:
     """Moves KV out and back ahead of need, by the estimated next scheduled time."""
-    settings = context.settings
-    return EnstOffload(context.order_as(SkipJoinMlfq), settings.min_idle_slots, settings.num_burst_levels)
+    config = context.settings.scheduler
+    return EnstOffload(context.order_as(SkipJoinMlfq), config.min_idle_slots, config.num_burst_levels)

@@ -208,4 +208,5 @@ def build_boosted(context: ReplicaContext) -> Boosted:
     """Arrival, less a boost that is large for small Gittins ranks; streams that have begun go on."""
     settings = context.settings
     price = DecodePrice(settings.cost, context.max_num_seqs, PRIOR_CAPACITY)
-    return Boosted(price, theta=settings.theta, tail=settings.tail, max_pause_s=settings.max_pause_s)
+    config = settings.scheduler
+    return Boosted(price, theta=settings.theta, tail=config.tail, max_pause_s=config.max_pause_s)

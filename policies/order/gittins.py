@@ -387,4 +387,4 @@ def build_gittins(context: ReplicaContext) -> Gittins:
     """Gittins rank in GPU-seconds of the dominant share."""
     settings = context.settings
     price = DecodePrice(settings.cost, context.max_num_seqs, PRIOR_CAPACITY)
-    return Gittins(price, theta=settings.theta, gamma=settings.gamma)
+    return Gittins(price, theta=settings.theta, gamma=settings.scheduler.gamma)

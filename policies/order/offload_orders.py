@@ -70,7 +70,7 @@ class ToldQueues(SkipJoinMlfq):
     """The MLFQ of a Scheduler as its question tells it: queues and waiting times, to be read and not to be run."""
 
     def __init__(self, like: SkipJoinMlfq) -> None:
-        super().__init__(like.cost, like.rules)
+        super().__init__(like.cost, like.config, like.rules)
         self._told: dict[str, KVHolder] = {}
         self._sizes: list[tuple[Group, int]] = []
 
@@ -82,7 +82,7 @@ class ToldQueues(SkipJoinMlfq):
         """
         levels = [each.level for each in holders.values()] + [each.level for each in question.queues]
         lowest = max(levels, default=0)
-        if lowest * math.log(self.rules.ratio) > _MOST_QUANTA:
+        if lowest * math.log(self.config.quantum_ratio) > _MOST_QUANTA:
             raise MessageError("OffloadQuestion.level", lowest, "a level of a finite quantum")
         if question.quantum_s != self._first_quantum_s:
             self._first_quantum_s, self._quanta_s, self._above_s = question.quantum_s, [], [0.0]

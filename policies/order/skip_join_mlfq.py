@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from sortedcontainers import SortedDict
 
+from core.config.scheduling import SchedulerConfig
 from core.costs import StepCost
 from core.decisions import Facts
 from core.errors import IntegrityError
@@ -68,17 +69,20 @@ class SkipJoinMlfq(Order):
 
     Attributes:
         cost: Prices first and next iterations.
-        rules: As constructed.
+        config: Quanta, levels, the limit of starvation, and which MLFQ it is, as a server sets them.
+        rules: What no server sets.
         on_move: As in ``MovesJobs``.
     """
 
     preemptive = True
 
-    def __init__(self, cost: StepCost, rules: MlfqRules | None = None) -> None:
+    def __init__(self, cost: StepCost, config: SchedulerConfig | None = None, rules: MlfqRules | None = None) -> None:
         self.cost = cost
+        self.config = config or SchedulerConfig()
         self.rules = rules or MlfqRules()
-        self.cuts_off = self.rules.kills
-        self._first_quantum_s = self.rules.quantum_s
+        self.cuts_off = self.config.mlfq == "preemption"
+        self._skip_join = self.config.mlfq == "skip-join"
+        self._first_quantum_s = self.config.quantum_s
         self._quanta_s: list[float] = []
         self._above_s = [0.0]
         self._places: dict[str, _Place] = {}
@@ -94,7 +98,7 @@ class SkipJoinMlfq(Order):
 
     def add(self, job: Job, now: float) -> None:
         """Joins at the tail of the first level whose quantum holds its next iteration (getHighestPriority)."""
-        level = self.level_for(self.next_iteration_s(job)) if self.rules.skip_join else 1
+        level = self.level_for(self.next_iteration_s(job)) if self._skip_join else 1
         place = _Place(job, job.urgency, level, next(self._tickets), self.quantum_s(level), now)
         self._places[job.request_id] = place
         self._insert(place)
@@ -114,7 +118,7 @@ class SkipJoinMlfq(Order):
         """Jobs keep the levels they have, and what is left of their quanta."""
         self.cost = cost
         if self.rules.follows_cost:
-            self._first_quantum_s = max(self.rules.quantum_s, cost.decode_s(1))
+            self._first_quantum_s = max(self.config.quantum_s, cost.decode_s(1))
             self._quanta_s, self._above_s = [], [0.0]
 
     def learn(self, job: Job, *, censored: bool) -> None:
@@ -132,7 +136,7 @@ class SkipJoinMlfq(Order):
         if place.level > 1:
             self._timers.move_to_end(job.request_id)
         lacks_prefill = _has_prefill_left(job)
-        is_mid_iteration = lacks_prefill and not self.rules.kills
+        is_mid_iteration = lacks_prefill and not self.cuts_off
         if not is_mid_iteration and self._is_used_up(place):
             self._demote(place, now)
         elif is_mid_iteration != place.is_mid_iteration or lacks_prefill != place.lacks_prefill:
@@ -148,7 +152,7 @@ class SkipJoinMlfq(Order):
         self._left_starving = False
         for num_promoted in itertools.count():
             place = next(iter(self._timers.values()), None)
-            if place is None or now - place.waits_since < self.rules.starve_limit_s:
+            if place is None or now - place.waits_since < self.config.starve_limit_s:
                 return
             if num_promoted == PROMOTIONS_AT_ONCE:
                 self._left_starving = True
@@ -170,7 +174,7 @@ class SkipJoinMlfq(Order):
         return [job for _, job in sorted(keyed, key=_first)]
 
     def slice_s(self, job: Job) -> float:
-        """What is left of its quantum; an iteration that has begun goes on beyond, unless ``rules.kills``."""
+        """What is left of its quantum; an iteration that has begun goes on beyond, unless it is cut off."""
         place = self._places[job.request_id]
         return max(0.0, place.allotment_s - place.attained_s)
 
@@ -183,7 +187,7 @@ class SkipJoinMlfq(Order):
 
     def quantum_s(self, level: int) -> float:
         """q_1 * ratio^(level-1); infinity at the last of a given number of levels. Level 1 is the highest."""
-        if level == self.rules.num_levels:
+        if level == self.config.num_levels:
             return math.inf
         while len(self._quanta_s) < level:
             self._add_level()
@@ -271,7 +275,7 @@ class SkipJoinMlfq(Order):
             yield place
 
     def _is_used_up(self, place: _Place) -> bool:
-        if self.rules.kills:
+        if self.cuts_off:
             return place.attained_s >= (1 - _LEAST_LEFT) * place.allotment_s
         if self.rules.strict:
             return place.attained_s > place.allotment_s
@@ -280,7 +284,7 @@ class SkipJoinMlfq(Order):
     def _demote(self, place: _Place, now: float) -> None:
         """One level down at least, and to where its next iteration fits (getDemotionPriority)."""
         level = self._bounded(place.level + 1)
-        if self.rules.skip_join:
+        if self._skip_join:
             level = max(level, self.level_for(self.next_iteration_s(place.job)))
         ticket = next(self._tickets)
         self._move(place, level, -ticket if self.rules.demotes_to_front else ticket, self.quantum_s(level))
@@ -328,12 +332,12 @@ class SkipJoinMlfq(Order):
         return self._prefills if place.lacks_prefill else self._decodes
 
     def _add_level(self) -> None:
-        quantum_s = self._first_quantum_s * self.rules.ratio ** len(self._quanta_s)
+        quantum_s = self._first_quantum_s * self.config.quantum_ratio ** len(self._quanta_s)
         self._quanta_s.append(quantum_s)
         self._above_s.append(self._above_s[-1] + quantum_s)
 
     def _bounded(self, level: int) -> int:
-        return level if self.rules.num_levels is None else min(level, self.rules.num_levels)
+        return min(level, self.config.num_levels) if self.config.num_levels else level
 
 
 def _has_prefill_left(job: Job) -> bool:
@@ -363,4 +367,5 @@ def _first(item: tuple[_Key, object]) -> _Key:
 @ORDERS.register("skip-join-mlfq")
 def build_skip_join_mlfq(context: ReplicaContext) -> SkipJoinMlfq:
     """Skip-join multi-level feedback queue."""
-    return SkipJoinMlfq(context.settings.cost, context.settings.mlfq)
+    settings = context.settings
+    return SkipJoinMlfq(settings.cost, settings.scheduler, settings.mlfq)

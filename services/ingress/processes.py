@@ -42,7 +42,7 @@ def _use(process: psutil.Process) -> ProcessUse:
 
 def _name(process: psutil.Process) -> str:
     """Not the command line, whose arguments may be secret."""
-    words = process.cmdline()
+    words: list[str] = process.cmdline()
     if words and words[0].startswith("ray::"):
         return words[0].removeprefix("ray::").partition(".")[0].split(":")[0].strip()
     ends = [word.rpartition("/")[2].rpartition("." if "services." in word else "/")[2] for word in words[:4]]
@@ -51,4 +51,4 @@ def _name(process: psutil.Process) -> str:
             return end
         if end in _RAY:
             return f"Ray {_RAY[end]}"
-    return process.name()
+    return str(process.name())

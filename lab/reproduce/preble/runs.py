@@ -10,6 +10,7 @@ import numpy as np
 
 from core.config.placement import PlacementConfig
 from core.costs import StepCost
+from lab.reproduce.paper_settings import UNBOUND
 from lab.reproduce.rows import Draws
 from policies.admission.watermark import Aggressive
 from policies.compose import build_scheduler
@@ -22,6 +23,7 @@ from policies.placement.e2 import E2Router
 from policies.placement.e2_profiles import from_step_cost
 from policies.placement.oracle_partition import OraclePartition
 from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
+from policies.settings import PolicySettings
 from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import LatencyModel, LinearLatency
 from simulator.cluster.records import Record
@@ -179,7 +181,7 @@ def simulate(cluster: PrebleCluster, system: PrebleSystem, arrivals: Sequence[Si
 def _scheduler(system: PrebleSystem) -> ReplicaScheduler:
     limits = SchedulerLimits(SEATS, standby_slots=0)
     if system.order != LONGEST_MATCH:
-        return build_scheduler("fcfs", limits, order=system.order)
+        return build_scheduler("fcfs", limits, PolicySettings(UNBOUND), order=system.order)
     return ReplicaScheduler(ReplicaPolicies(LongestMatchFirst(SEATS), Aggressive(1.0), NewestGiveWay()), limits)
 
 

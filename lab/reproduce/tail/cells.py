@@ -8,6 +8,7 @@ with the best of all policies, each by its own best.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from lab.reproduce.combined import CODE, CONV, D1, MIXED, TEXTS, ZIPF
 from lab.reproduce.combined_runs import POLICIES, CombinedCell, Policy, run
+from lab.reproduce.paper_settings import UNBOUND
 from lab.reproduce.rows import Exempt, Figure, Own, Reproduction, Row, at_most
 from policies.compose import build_scheduler
 from policies.settings import PolicySettings
@@ -35,12 +37,13 @@ LIGHT_LOADS = (0.7, 0.9)
 
 def farsight(tail: float = 1.0) -> Policy:
     """The preset, without forecasts of its own."""
-    settings = PolicySettings(cost=A100_7B.cost, tail=tail)
+    settings = PolicySettings(dataclasses.replace(UNBOUND, tail=tail), cost=A100_7B.cost)
     return Policy(partial(build_scheduler, "farsight", settings=settings), look_every=4)
 
 
 BASELINE, OURS = "past-future", "farsight"
-_POLICIES = POLICIES | {OURS: farsight(), "fcfs": Policy(partial(build_scheduler, "fcfs"))}
+_FCFS = Policy(partial(build_scheduler, "fcfs", settings=PolicySettings(UNBOUND)))
+_POLICIES = POLICIES | {OURS: farsight(), "fcfs": _FCFS}
 _IN_OVERLOAD = (BASELINE, OURS, "fcfs")
 _AT_LIGHT_LOADS = (BASELINE, "hrrn", "mlfq 30 s", "mlfq inf s", "farsight-mean", OURS)
 

@@ -21,6 +21,7 @@ from core.forecast import QUANTILES, Forecast
 from core.load_snapshot import LoadSnapshot
 from core.request import Slo
 from lab.reproduce.combined_runs import CombinedCell, replica_shape
+from lab.reproduce.paper_settings import UNBOUND
 from lab.reproduce.rows import Own, Reproduction, Row, at_least
 from policies.compose import build_scheduler
 from policies.fleet.events import GlobalEvent, GlobalInstruction, HistoryLearned, RequestsEnded, RequestsStarted
@@ -141,7 +142,7 @@ def _shape(cell: CombinedCell, look_every: int) -> FleetShape:
 def honest(cell: CombinedCell, arrivals: list[SimRequest], preset: str) -> InTime:
     """With the front door's check."""
     shape, limits = _shape(cell, 1), SchedulerLimits(cell.max_num_seqs, standby_slots=0)
-    settings = PolicySettings(cost=A100_7B.cost)
+    settings = PolicySettings(UNBOUND, cost=A100_7B.cost)
     fleet = Fleet(shape, HonestRouter(shape), lambda _: build_scheduler(preset, limits, settings))
     return _counted(fleet.run(arrivals).done)
 
@@ -150,8 +151,9 @@ def hindsight(cell: CombinedCell, arrivals: list[SimRequest]) -> InTime:
     """With a greedy choice by true waits."""
     limits = SchedulerLimits(cell.max_num_seqs, standby_slots=0)
     plain = [dataclasses.replace(each, slo=Slo()) for each in arrivals]
+    settings = PolicySettings(UNBOUND)
     fleet = HindsightFleet(
-        _shape(cell, 0), GlobalScheduler(LeastWork()), lambda _: build_scheduler("fcfs", limits, PolicySettings())
+        _shape(cell, 0), GlobalScheduler(LeastWork()), lambda _: build_scheduler("fcfs", limits, settings)
     )
     return _counted(fleet.run(plain).done)
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from core.forecast import QUANTILES, Forecast
 from lab.reproduce.combined_runs import CombinedCell, replica_shape
+from lab.reproduce.paper_settings import UNBOUND
 from lab.reproduce.rows import Own, Reproduction, Row, at_most, between
 from policies.compose import build_router, build_scheduler
 from policies.replica.scheduler import SchedulerLimits
@@ -108,7 +109,7 @@ class PromiseOutcome:
 def promises(cell: CombinedCell, arrivals: list[SimRequest], preset: str) -> PromiseOutcome:
     """Runs the requests and compares each promise with the end."""
     limits = SchedulerLimits(cell.max_num_seqs, standby_slots=0)
-    settings = PolicySettings(cost=A100_7B.cost)
+    settings = PolicySettings(UNBOUND, cost=A100_7B.cost)
     shape = dataclasses.replace(replica_shape(cell, 0 if preset == "fcfs" else 4), promises=True)
     fleet = Fleet(FleetShape(shape, A100_7B), build_router("fcfs"), lambda _: build_scheduler(preset, limits, settings))
     told = [(each.promise, each.jct_s) for each in fleet.run(arrivals).done if each.promise is not None]
