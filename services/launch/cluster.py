@@ -330,7 +330,7 @@ def _set_environment(directory: Path, proxy: str, ports: range, server: ServerCo
         # Ray kills a proxy that is not up after three times this value; its default 5 s is too short on a busy machine.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
         "RAY_enable_metrics_collection": "0",
-        # Without readers here: Ray's metrics of Serve ten times a second, its events of tasks, its statistics of handlers.
+        # Nothing here reads Ray's metrics of Serve (ten a second), its events of tasks and its statistics of handlers.
         "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "10000",
         "RAY_task_events_report_interval_ms": "0",
         "RAY_event_stats": "0",
