@@ -401,8 +401,9 @@ def test_a_search_ends_early_only_where_nothing_can_change(penalty: float) -> No
         assert found[0] == found[1], (values, penalty)
 
 
-async def test_a_backend_without_log_probabilities(client: Client) -> None:
-    error = await refusal(client, "/v1/completions", prompt="hi", n=2, use_beam_search=True)
+async def test_a_backend_without_log_probabilities(encoder: PromptEncoder) -> None:
+    scripted = client_on(application(ScriptedBackend(), encoder))
+    error = await refusal(scripted, "/v1/completions", prompt="hi", n=2, use_beam_search=True)
     assert error["param"] == "use_beam_search"
 
 

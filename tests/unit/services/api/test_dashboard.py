@@ -410,7 +410,7 @@ def test_what_is_left_out(one: _Process) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('x{y="1} nonsense', "the metrics of worker-7 cannot be families_of"),
+        ('x{y="1} nonsense', "the metrics of worker-7 cannot be read"),
         (
             "# TYPE vllm:num_requests_running histogram\n",
             "worker-7 have vllm:num_requests_running as histogram, others as gauge",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def workers(model_dir: Path) -> Iterator[BodyWorkers]:
+async def workers(model_dir: Path) -> AsyncIterator[BodyWorkers]:
     workers = BodyWorkers(model_dir)
     yield workers
     workers.close()

@@ -103,9 +103,10 @@ async def test_a_conversation_with_results_of_tools(client: Client, backend: Scr
     said: list[tuple[Any, ...]] = [("user", {"type": "text", "text": "hi"}), ("assistant", thought, use)]
     said.append(("user", result, {"type": "text", "text": "and?"}))
     body: dict[str, Any] = {"messages": [{"role": role, "content": parts} for role, *parts in said], "tools": [TOOL]}
+    body["system"] = "Be brief."
     await ok(client, "/v1/messages", **body, max_tokens=1)
     text = backend.texts[0]
-    assert text is not None and text.user_input == "and?" and "sun" in text.instruction
+    assert text is not None and text.user_input == "and?" and "sun" in text.instruction and "brief" in text.instruction
     counted = await ok(client, "/v1/messages/count_tokens", **body)
     assert counted == {"input_tokens": len(backend.calls[0][0])}
 
@@ -157,6 +158,10 @@ async def test_a_large_message_is_read_and_counted(client: Client, backend: Scri
     assert response.status_code == 200 and response.json()["content"][0]["text"] == "Hello!"
     response = await client.post("/v1/messages", json={**large, "max_tokens": 0})
     assert response.json()["error"]["type"] == "invalid_request_error"
+    counted = json.dumps({"messages": ASK["messages"]}) + " " * 70_000
+    headers = {"content-type": "application/json"}
+    response = await client.post("/v1/messages/count_tokens", content=counted, headers=headers)
+    assert response.json() == {"input_tokens": len(backend.calls[0][0])}
 
 
 ASK_RESPONSE: dict[str, Any] = {"model": MODEL, "input": "hi"}

@@ -96,6 +96,8 @@ async def test_a_pair_is_scored_by_a_model_that_reads_both(open_model: Open, fol
         return float(torch.sigmoid(logits[0, 0]))
 
     reply = await ok(client, "/v1/score", text_1="w5", text_2=["w6", "w7"])
+    paired = await ok(client, "/v1/score", text_1=["w5", "w5"], text_2=["w6", "w7"])
+    assert [row["score"] for row in paired["data"]] == [row["score"] for row in reply["data"]]
     assert [row["score"] for row in reply["data"]] == pytest.approx([expected(5, 6), expected(5, 7)], rel=1e-5)
     documents = ["w9", {"text": "w20"}, "w31"]
     ranked = await ok(client, "/v1/rerank", query="w5", documents=documents, top_n=2)
