@@ -92,7 +92,9 @@ async def test_the_events_of_a_message(connect: Connect) -> None:
 async def test_the_choice_of_a_tool(
     client: Client, backend: ScriptedBackend, choice: dict[str, Any], is_forced: bool
 ) -> None:
-    await ok(client, "/v1/messages", **ASK, tools=[TOOL], tool_choice=choice)
+    await ok(client, "/v1/messages", **ASK, system="Brief.", tools=[TOOL], tool_choice=choice)
+    text = backend.texts[0]
+    assert text is not None and text.instruction == "Brief."
     assert bool(backend.calls[0][1].grammar) is is_forced
 
 
@@ -103,10 +105,9 @@ async def test_a_conversation_with_results_of_tools(client: Client, backend: Scr
     said: list[tuple[Any, ...]] = [("user", {"type": "text", "text": "hi"}), ("assistant", thought, use)]
     said.append(("user", result, {"type": "text", "text": "and?"}))
     body: dict[str, Any] = {"messages": [{"role": role, "content": parts} for role, *parts in said], "tools": [TOOL]}
-    body["system"] = "Be brief."
     await ok(client, "/v1/messages", **body, max_tokens=1)
     text = backend.texts[0]
-    assert text is not None and text.user_input == "and?" and "sun" in text.instruction and "brief" in text.instruction
+    assert text is not None and text.user_input == "and?" and "sun" in text.instruction
     counted = await ok(client, "/v1/messages/count_tokens", **body)
     assert counted == {"input_tokens": len(backend.calls[0][0])}
 
