@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
 
+import httpx
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -32,6 +33,9 @@ from services.api.backend import Generator, ModelInfo
 from services.api.text.prompts import PromptEncoder, PromptText
 
 MODEL = "tiny"
+LONG_S = 120.0
+"""Only so that nothing hangs for ever."""
+
 MAX_MODEL_LEN = 64
 VOCAB_SIZE = 300
 IMAGE_TOKENS = 5
@@ -42,6 +46,7 @@ CHATML = (
 )
 
 R = TypeVar("R")
+Client = httpx.AsyncClient
 
 Step = TokenDelta | Exception | float
 """A delta to yield, an exception to raise, or seconds to wait."""
@@ -63,10 +68,15 @@ HELLO: tuple[Step, ...] = (delta("Hel"), delta(), delta("lo"), delta("!", "stop"
 
 WORKER = ComponentStatus("worker-0", "ModelWorker", 7, "here", "ready", 2, 0.5, restarts=1, http_port=4321)
 LEARNT = ArtefactInfo("length-predictor words", 3, 1.7e9, 12.5, 4000, "a note", 900, current=True)
-KV_USAGE = KVUsage(
-    8, 5, 2, 0, num_host_blocks=6, free_host_blocks=4, flying_blocks=1, traffic=KVTraffic(3, 2, 3072, 2048, 1, 9)
-)
+TRAFFIC = KVTraffic(3, 2, 3072, 2048, 1, 9)
+KV_USAGE = KVUsage(8, 5, 2, 0, num_host_blocks=6, free_host_blocks=4, flying_blocks=1, traffic=TRAFFIC)
 METRICS = "# HELP vllm:num_requests_running Running.\n# TYPE vllm:num_requests_running gauge\n"
+
+
+def told(value: R | Exception) -> R:
+    if isinstance(value, Exception):
+        raise value
+    return value
 
 
 class ScriptedBackend:
@@ -136,8 +146,7 @@ class ScriptedBackend:
     async def status(self) -> StatusReply:
         return StatusReply(self.components, KV_USAGE, self.artefacts, queue_delay_s=1.25)
 
-    async def last_status(self) -> StatusReply:
-        return await self.status()
+    last_status = status
 
     async def metrics(self, *, open_metrics: bool) -> str:
         return METRICS
@@ -146,22 +155,16 @@ class ScriptedBackend:
     def supervisor(self) -> Any:
         return self
 
-    @property
-    def router(self) -> Any:
-        return self
+    router = supervisor
 
     async def answer(self, who: str, asked: Awaitable[R]) -> R:
         return await asked
 
     async def placement(self) -> PlacementView:
-        if isinstance(self.placements, Exception):
-            raise self.placements
-        return self.placements
+        return told(self.placements)
 
     async def series(self, query: SeriesQuery) -> SeriesReply:
-        if isinstance(self.history, Exception):
-            raise self.history
-        return self.history
+        return told(self.history)
 
     async def replica_series(self, query: SeriesQuery) -> TableReply:
         return self.loads
@@ -180,26 +183,24 @@ class ScriptedBackend:
         return tuple(trace for trace in self.traces if trace.trace_id.startswith(f"{response_id}/"))
 
     async def logged_around(self, request_id: str) -> LoggedWindow | None:
-        if isinstance(self.logged, Exception):
-            raise self.logged
-        return None if self.logged is None else dataclasses.replace(self.logged, request_id=request_id)
+        logged = told(self.logged)
+        return None if logged is None else dataclasses.replace(logged, request_id=request_id)
 
-    async def drain_replica(self, order: DrainReplica) -> ComponentCounts:
+    def _ordered(self, what: str, number: int) -> None:
         if self.scale_error is not None:
             raise self.scale_error
-        self.scaled.append((order.replica, int(not order.cancel)))
+        self.scaled.append((what, int(number)))
+
+    async def drain_replica(self, order: DrainReplica) -> ComponentCounts:
+        self._ordered(order.replica, not order.cancel)
         return ComponentCounts(2, 1, 1, 0, drained=() if order.cancel else (order.replica,))
 
     async def upgrade(self, order: Upgrade) -> ServedWeights:
-        if self.scale_error is not None:
-            raise self.scale_error
-        self.scaled.append((order.model_dir or order.settings, int(order.surge)))
+        self._ordered(order.model_dir or order.settings, order.surge)
         return ServedWeights(1, order.model_dir)
 
     async def scale(self, order: Scale) -> ComponentCounts:
-        if self.scale_error is not None:
-            raise self.scale_error
-        self.scaled.append((order.kind, order.count))
+        self._ordered(order.kind, order.count)
         return ComponentCounts(order.count, 1, 1, 0)
 
     async def healthy(self) -> bool:
@@ -249,6 +250,31 @@ def application(
             _SERVED.reset(token)
 
     return served
+
+
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(LONG_S):
+        while not holds():  # noqa: ASYNC110, the condition has no event of its own
+            await asyncio.sleep(0.001)
+
+
+def client_on(app: ASGIApp, **headers: str) -> Client:
+    """A client of an application in this process."""
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", headers=headers)
+
+
+async def ok(client: Client, path: str, **body: Any) -> Any:
+    """What a request is answered."""
+    reply = await client.post(path, json=body)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+async def refusal(client: Client, path: str, status: int = 400, **body: Any) -> dict[str, Any]:
+    """The error of a request that is refused."""
+    reply = await client.post(path, json=body)
+    assert reply.status_code == status, reply.text
+    return dict(reply.json()["error"])
 
 
 def write_model_dir(folder: Path, chat_template: str | None = CHATML, **config: Any) -> Path:

@@ -1,16 +1,14 @@
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AsyncExitStack
+from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 import pytest
 
 from services.api.text.prompts import PromptEncoder
-from tests.unit.services.api.api_support import ScriptedBackend, application, write_model_dir
+from tests.unit.services.api.api_support import Client, ScriptedBackend, application, client_on, write_model_dir
 
-Connect = Callable[[ScriptedBackend], httpx.AsyncClient]
+Connect = Callable[[ScriptedBackend], Client]
 
 
 @pytest.fixture(scope="session")
@@ -18,20 +16,17 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> PromptEncoder:
     return PromptEncoder(write_model_dir(tmp_path_factory.mktemp("model")))
 
 
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.unit.services.api.engine_backend import write_checkpoint  # loads torch
+
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
 @pytest.fixture
-async def connect(encoder: PromptEncoder) -> AsyncGenerator[Connect, None]:
+def connect(encoder: PromptEncoder) -> Connect:
     """Opens a client on an application over the given backend."""
-    async with AsyncExitStack() as stack:
-        clients: list[httpx.AsyncClient] = []
-
-        def open_client(backend: ScriptedBackend, max_body_bytes: int = 100_000) -> httpx.AsyncClient:
-            transport = httpx.ASGITransport(application(backend, encoder, max_body_bytes))
-            client = httpx.AsyncClient(transport=transport, base_url="http://test")
-            clients.append(client)
-            stack.push_async_callback(client.aclose)
-            return client
-
-        yield open_client
+    return lambda backend: client_on(application(backend, encoder, 100_000))
 
 
 @pytest.fixture
@@ -40,7 +35,7 @@ def backend() -> ScriptedBackend:
 
 
 @pytest.fixture
-def client(connect: Connect, backend: ScriptedBackend) -> httpx.AsyncClient:
+def client(connect: Connect, backend: ScriptedBackend) -> Client:
     return connect(backend)
 
 

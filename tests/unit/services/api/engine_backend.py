@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
@@ -36,9 +35,6 @@ def write_checkpoint(folder: Path) -> Path:
     with torch.no_grad():
         model.get_output_embeddings().weight.normal_(0, 0.5)
     model.save_pretrained(folder)
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(json.loads((folder / "tokenizer_config.json").read_text()) | {"bos_token": "<s>"})
-    )
     return folder
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
+import importlib.metadata
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -16,12 +16,16 @@ from core.request import FLEX, NO_SLO, Fault, SamplingParams, Slo
 from services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.api_support import (
     CHATML,
+    MAX_MODEL_LEN,
     MODEL,
     VOCAB_SIZE,
+    Client,
     ScriptedBackend,
     Step,
     application,
+    client_on,
     delta,
+    ok,
     read_events,
     write_model_dir,
 )
@@ -31,50 +35,30 @@ CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content":
 USAGE = {"include_usage": True}
 
 
-def used(prompt: int, output: int, cached: int = 0) -> dict[str, Any]:
-    details = {"cached_tokens": cached}
-    total = prompt + output
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": output,
-        "total_tokens": total,
-        "prompt_tokens_details": details,
-        "gpu_seconds": 0.0,
-    }
+def used(prompt: int, output: int) -> dict[str, Any]:
+    counts = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+    return {**counts, "prompt_tokens_details": {"cached_tokens": 0}, "gpu_seconds": 0.0}
 
 
-async def _post(client: httpx.AsyncClient, base: dict[str, Any], key: str = "", **change: Any) -> httpx.Response:
+async def _post(client: Client, base: dict[str, Any], key: str = "", **change: Any) -> httpx.Response:
     path = "/v1/chat/completions" if "messages" in base else "/v1/completions"
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     return await client.post(path, json={**base, **change}, headers=headers)
 
 
-async def test_completion(client: httpx.AsyncClient, backend: ScriptedBackend, encoder: PromptEncoder) -> None:
+async def test_completion(client: Client, backend: ScriptedBackend, encoder: PromptEncoder) -> None:
     body = (await _post(client, COMPLETION)).json()
-    prompt_len = len(encoder.encode_text("hello"))
     assert body.pop("id").startswith("cmpl-")
     assert body.pop("created") > 0
-    assert body == {
-        "object": "text_completion",
-        "model": MODEL,
-        "choices": [
-            {
-                "index": 0,
-                "text": "Hello!",
-                "logprobs": None,
-                "finish_reason": "stop",
-                "token_ids": None,
-                "prompt_token_ids": None,
-                "prompt_logprobs": None,
-            }
-        ],
-        "usage": used(prompt_len, 4),
-        "service_tier": None,
-    }
+    (choice,) = body.pop("choices")
+    nothing = dict.fromkeys(("logprobs", "token_ids", "prompt_token_ids", "prompt_logprobs"))
+    assert choice == {"index": 0, "text": "Hello!", "finish_reason": "stop", **nothing}
+    usage = used(len(encoder.encode_text("hello")), 4)
+    assert body == {"object": "text_completion", "model": MODEL, "usage": usage, "service_tier": None}
     assert backend.num_closed == backend.num_completed == 1
 
 
-async def test_chat(client: httpx.AsyncClient, encoder: PromptEncoder, backend: ScriptedBackend) -> None:
+async def test_chat(client: Client, encoder: PromptEncoder, backend: ScriptedBackend) -> None:
     body = (await _post(client, CHAT)).json()
     assert body["object"] == "chat.completion"
     assert body["id"].startswith("chatcmpl-")
@@ -83,53 +67,48 @@ async def test_chat(client: httpx.AsyncClient, encoder: PromptEncoder, backend: 
     assert backend.calls[0][0] == encoder.encode_chat(CHAT["messages"])
 
 
-async def test_sampling_defaults(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
-    await _post(client, COMPLETION)
-    await _post(client, COMPLETION)
-    await _post(client, CHAT)
+async def test_sampling_defaults(client: Client, backend: ScriptedBackend) -> None:
+    for base in (COMPLETION, COMPLETION, CHAT, {**COMPLETION, "prompt": [1] * 60}):
+        assert (await _post(client, base)).status_code == 200
     sampling = [call[1] for call in backend.calls]
-    assert [(each.temperature, each.top_p, each.top_k, each.stop) for each in sampling] == [(1.0, 1.0, 0, ())] * 3
-    assert sampling[0].max_new_tokens == 16
-    assert sampling[2].max_new_tokens == 64 - len(backend.calls[2][0])
-    assert len({each.seed for each in sampling}) == 3
+    assert [(each.temperature, each.top_p, each.top_k, each.stop) for each in sampling] == [(1.0, 1.0, 0, ())] * 4
+    most = [each.max_new_tokens for each in sampling]
+    assert most == [16, 16, 64 - len(backend.calls[2][0]), 4], "no more than there is room for"
+    assert len({each.seed for each in sampling}) == 4
 
 
-async def test_sampling_fields_reach_the_backend(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
-    fields: dict[str, Any] = {
-        "max_tokens": 5,
-        "temperature": 0,
-        "top_p": 0.5,
-        "top_k": 7,
-        "seed": 2**64 - 1,
-        "stop": ["a", "b"],
-        "stop_token_ids": [3, 299],
-        "ignore_eos": True,
-        "min_p": 0.25,
-        "repetition_penalty": 1.25,
-        "presence_penalty": -2,
-        "frequency_penalty": 0.5,
-        "logit_bias": {"7": -100, "008": 2.5},
-        "min_tokens": 3,
-        "benchmark_len": 4,
-    }
+async def test_sampling_fields_reach_the_backend(client: Client, backend: ScriptedBackend) -> None:
+    same: dict[str, Any] = {"temperature": 0, "top_p": 0.5, "top_k": 7, "seed": 2**64 - 1, "ignore_eos": True}
+    same |= {"min_p": 0.25, "repetition_penalty": 1.25, "presence_penalty": -2, "frequency_penalty": 0.5}
+    same |= {"min_tokens": 3, "benchmark_len": 4}
+    lists: dict[str, Any] = {"stop": ["a", "b"], "stop_token_ids": [3, 299], "logit_bias": {"7": -100, "008": 2.5}}
+    tuples: dict[str, Any] = {"stop": ("a", "b"), "stop_token_ids": (3, 299), "logit_bias": ((7, -100.0), (8, 2.5))}
     backend.model = dataclasses.replace(backend.model, benchmark_mode=True)
     for base in (COMPLETION, CHAT):
-        assert (await _post(client, base, **fields)).status_code == 200
-        expected = {**fields, "stop": ("a", "b"), "stop_token_ids": (3, 299), "logit_bias": ((7, -100.0), (8, 2.5))}
-        expected["max_new_tokens"] = expected.pop("max_tokens")
-        assert backend.calls[-1][1] == SamplingParams(**expected)
+        assert (await _post(client, base, **same, **lists, max_tokens=5)).status_code == 200
+        assert backend.calls[-1][1] == SamplingParams(**same, **tuples, max_new_tokens=5)
+    changes: list[dict[str, Any]] = [{"top_k": -1}, {"top_k": 10**30}, {"stop": "x"}]
+    for change in changes:
+        await _post(client, COMPLETION, **change)
+    assert [(each.top_k, each.stop) for _, each in backend.calls[2:]] == [(0, ()), (VOCAB_SIZE, ()), (0, ("x",))]
 
 
-async def test_priority_reaches_the_backend(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
+async def test_wishes_of_a_request_reach_the_backend(client: Client, backend: ScriptedBackend) -> None:
+    wishes: list[dict[str, Any]] = [
+        {"priority": -3, "n": 2, "deadline_s": 3, "slo": {"ttft": 0.5}, "cache_salt": "tenant"},
+        {"priority": None, "slo": {"tpot": 0.1, "ttft": None}, "cache_salt": None},
+        {"priority": 7, "slo": None},
+        {},
+    ]
     for base in (COMPLETION, CHAT):
-        for given in ({"priority": -3, "n": 2}, {"priority": 7}, {"priority": None}, {}):
-            assert (await _post(client, base, **given)).status_code == 200
-    assert backend.priorities == [-3, -3, 7, 0, 0] * 2
+        for given in wishes:
+            assert (await _post(client, base, "key", **given)).status_code == 200
+    assert backend.priorities == [-3, -3, 0, 7, 0] * 2
+    assert backend.wishes == [*[(3.0, Slo(ttft_s=0.5))] * 2, (None, Slo(tpot_s=0.1)), *[(None, NO_SLO)] * 2] * 2
+    assert backend.salts == ["tenant", "tenant", "", "", ""] * 2
 
 
-async def test_tiers_are_priorities_and_the_answer_names_them(
-    client: httpx.AsyncClient, backend: ScriptedBackend
-) -> None:
+async def test_tiers_are_priorities_and_the_answer_names_them(client: Client, backend: ScriptedBackend) -> None:
     tiers = {"auto": "default", "default": "default", "priority": "priority", "flex": "flex", None: None}
     for base in (COMPLETION, CHAT):
         for asked, served in tiers.items():
@@ -140,23 +119,8 @@ async def test_tiers_are_priorities_and_the_answer_names_them(
     assert backend.priorities == [0, 0, -1, FLEX, 0, FLEX + 3] * 2
 
 
-async def test_wishes_reach_the_backend(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
-    for base in (COMPLETION, CHAT):
-        for given in ({"deadline_s": 3, "slo": {"ttft": 0.5}}, {"slo": {"tpot": 0.1, "ttft": None}}, {"slo": None}):
-            assert (await _post(client, base, **given)).status_code == 200
-    assert backend.wishes == [(3.0, Slo(ttft_s=0.5)), (None, Slo(tpot_s=0.1)), (None, NO_SLO)] * 2
-
-
-async def test_salts_reach_the_backend(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
-    for base in (COMPLETION, CHAT):
-        for given in ({"cache_salt": "tenant", "n": 2}, {"cache_salt": None}, {}):
-            assert (await _post(client, base, "key", **given)).status_code == 200
-    assert backend.salts == ["tenant", "tenant", "", ""] * 2
-
-
 async def test_keys_may_share_nothing(encoder: PromptEncoder, backend: ScriptedBackend) -> None:
-    transport = httpx.ASGITransport(application(backend, encoder, shares_across_keys=False))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with client_on(application(backend, encoder, shares_across_keys=False)) as client:
         for key, salt in (("one", "x"), ("one", "x"), ("one", None), ("two", "x"), ("", "x"), ("", None)):
             assert (await _post(client, CHAT, key, cache_salt=salt)).status_code == 200
         assert (await _post(client, CHAT, cache_salt=backend.salts[0])).status_code == 200
@@ -166,40 +130,7 @@ async def test_keys_may_share_nothing(encoder: PromptEncoder, backend: ScriptedB
     assert not any("one" in salt or "two" in salt for salt in backend.salts)
 
 
-@pytest.mark.parametrize(
-    ("change", "field", "value"),
-    [
-        ({"top_k": -1}, "top_k", 0),
-        ({"top_k": 10**30}, "top_k", VOCAB_SIZE),
-        ({"stop": "x"}, "stop", ("x",)),
-        ({"temperature": 1}, "temperature", 1.0),
-        ({"max_tokens": 6}, "max_new_tokens", 6),
-    ],
-)
-async def test_normalised_fields(
-    client: httpx.AsyncClient, backend: ScriptedBackend, change: dict[str, Any], field: str, value: Any
-) -> None:
-    await _post(client, COMPLETION, **change)
-    assert getattr(backend.calls[0][1], field) == value
-
-
-async def test_either_name_of_the_chat_limit(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
-    ways: list[dict[str, Any]] = [
-        {"max_tokens": 5},
-        {"max_completion_tokens": 5},
-        {"max_tokens": 5, "max_completion_tokens": 5},
-    ]
-    for limits in ways:
-        await _post(client, CHAT, **limits)
-    assert [call[1].max_new_tokens for call in backend.calls] == [5, 5, 5]
-
-
-async def test_default_limit_shrinks_to_the_room_left(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
-    assert (await _post(client, COMPLETION, prompt=[1] * 60)).status_code == 200
-    assert backend.calls[0][1].max_new_tokens == 4
-
-
-async def test_prompt_kinds(client: httpx.AsyncClient, backend: ScriptedBackend, encoder: PromptEncoder) -> None:
+async def test_prompt_kinds(client: Client, backend: ScriptedBackend, encoder: PromptEncoder) -> None:
     kinds: list[Any] = ["hello", [5, 6], ["hello"], [[5, 6], [7]]]
     for prompt in kinds:
         assert (await _post(client, COMPLETION, prompt=prompt)).status_code == 200
@@ -207,7 +138,7 @@ async def test_prompt_kinds(client: httpx.AsyncClient, backend: ScriptedBackend,
     assert [call[0] for call in backend.calls] == [text, (5, 6), text, (5, 6), (7,)]
 
 
-async def test_pool_limit_names_the_setting(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
+async def test_pool_limit_names_the_setting(client: Client, backend: ScriptedBackend) -> None:
     backend.model = dataclasses.replace(backend.model, pool_limited=True)
     for change in ({"prompt": [1] * 64}, {"max_tokens": 64}):
         message = (await _post(client, COMPLETION, **change)).json()["error"]["message"]
@@ -235,20 +166,7 @@ async def test_several_prompts(connect: Any) -> None:
     assert backend.num_closed == 3
 
 
-async def test_several_prompts_run_at_once(connect: Any) -> None:
-    """None goes on before all have begun."""
-
-    def script(prompt_ids: tuple[int, ...]) -> Iterator[Step]:
-        while backend.num_opened < 10:
-            yield 0.001
-        yield delta("x", "stop")
-
-    backend = ScriptedBackend(script)
-    async with asyncio.timeout(120.0):
-        assert (await _post(connect(backend), COMPLETION, prompt=[[1]] * 10)).status_code == 200
-
-
-async def test_streamed_completion(client: httpx.AsyncClient) -> None:
+async def test_streamed_completion(client: Client) -> None:
     response = await _post(client, COMPLETION, stream=True)
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert response.headers["cache-control"] == "no-cache"
@@ -260,7 +178,7 @@ async def test_streamed_completion(client: httpx.AsyncClient) -> None:
     assert [(each["text"], each["finish_reason"]) for each in choices] == [("Hel", None), ("lo", None), ("!", "stop")]
 
 
-async def test_streamed_chat_with_usage(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
+async def test_streamed_chat_with_usage(client: Client, backend: ScriptedBackend) -> None:
     events = read_events((await _post(client, CHAT, stream=True, stream_options=USAGE)).text)
     assert all(each["object"] == "chat.completion.chunk" for each in events)
     choices = [each["choices"][0] for each in events[:-1]]
@@ -296,75 +214,47 @@ async def test_text_beyond_ascii(connect: Any) -> None:
     assert [each["choices"][0]["text"] for each in events] == ["héllo 你好\n\n", "🙂"]
 
 
+FAILURES: list[tuple[Step, int, str, str]] = [
+    (CapacityError("9 requests are open", 1.2), 429, "rate_limit_error", "9 requests are open"),
+    (InvalidValueError("prompt", 5, "less"), 400, "invalid_request_error", "prompt: got 5, expected less"),
+    (RuntimeError("secret"), 500, "server_error", "its log has the details"),
+    (delta("", "error", error="it is gone"), 503, "server_error", "it is gone. The request may be sent again."),
+    (delta("", "abort"), 503, "server_error", "aborted by the server"),
+    (delta("", "error", error="all forbidden", fault=Fault.REQUEST), 400, "invalid_request_error", "all forbidden."),
+    (delta("", "error", error="NaN", fault=Fault.MODEL), 500, "server_error", "NaN. The request would fail again."),
+]
+BASES = [COMPLETION, CHAT, {**COMPLETION, "prompt": [[1], [2]]}]
+
+
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("base", [COMPLETION, CHAT, {**COMPLETION, "prompt": [[1], [2]]}])
-@pytest.mark.parametrize(
-    ("step", "status", "words"),
-    [
-        (CapacityError("9 requests are open", 1.2), 429, "9 requests are open"),
-        (InvalidValueError("prompt", 5, "less"), 400, "prompt: got 5, expected less"),
-        (RuntimeError("secret"), 500, "its log has the details"),
-        (delta("", "error", error="the worker is gone"), 503, "the worker is gone"),
-        (delta("", "abort"), 503, "aborted by the server"),
-        (delta("", "error", error="all are forbidden", fault=Fault.REQUEST), 400, "all are forbidden."),
-        (
-            delta("", "error", error="logits hold NaN", fault=Fault.MODEL),
-            500,
-            "hold NaN. The request would fail again.",
-        ),
-    ],
-)
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(("step", "status", "kind", "words"), FAILURES)
 async def test_failure_before_the_first_token(
-    connect: Any,
-    caplog: pytest.LogCaptureFixture,
-    stream: bool,
-    base: dict[str, Any],
-    step: Step,
-    status: int,
-    words: str,
+    connect: Any, caplog: Any, stream: bool, base: dict[str, Any], step: Step, status: int, kind: str, words: str
 ) -> None:
     backend = ScriptedBackend([step])
     response = await _post(connect(backend), base, stream=stream)
-    assert response.status_code == status
-    assert words in response.json()["error"]["message"]
+    error = response.json()["error"]
+    assert (response.status_code, error["type"]) == (status, kind)
+    assert words in error["message"] and "secret" not in response.text
     assert response.headers.get("retry-after") == ("2" if status == 429 else None)
-    assert "secret" not in response.text
     assert backend.num_closed == backend.num_opened
     logged = any(each.exc_info for each in caplog.records if each.levelno >= logging.ERROR)
     assert logged == isinstance(step, RuntimeError)
 
 
-@pytest.mark.parametrize("base", [COMPLETION, CHAT, {**COMPLETION, "prompt": [[1], [2]]}])
-@pytest.mark.parametrize(
-    ("step", "kind", "words"),
-    [
-        (CapacityError("full", 1), "rate_limit_error", "full"),
-        (RuntimeError("secret"), "server_error", "log"),
-        (delta("", "error", error="the worker is gone"), "server_error", "may be sent again"),
-        (
-            delta("", "error", error="all are forbidden", fault=Fault.REQUEST),
-            "invalid_request_error",
-            "all are forbidden",
-        ),
-        (delta("", "error", error="logits hold NaN", fault=Fault.MODEL), "server_error", "would fail again"),
-    ],
-)
-async def test_failure_within_a_stream(connect: Any, base: dict[str, Any], step: Step, kind: str, words: str) -> None:
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(("step", "status", "kind", "words"), FAILURES)
+async def test_failure_within_a_stream(
+    connect: Any, base: dict[str, Any], step: Step, status: int, kind: str, words: str
+) -> None:
     backend = ScriptedBackend([delta("x"), 0.02, step])
     response = await _post(connect(backend), base, stream=True, stream_options=USAGE)
     assert response.status_code == 200
-    events = read_events(response.text)
-    assert events[-1].keys() == {"error"}
-    assert events[-1]["error"]["type"] == kind
-    assert words in events[-1]["error"]["message"]
-    assert "secret" not in response.text
+    last = read_events(response.text)[-1]
+    assert (last.keys(), last["error"]["type"]) == ({"error"}, kind)
+    assert words in last["error"]["message"] and "secret" not in response.text
     assert backend.num_closed == backend.num_opened
-
-
-async def test_failure_within_a_whole_answer(connect: Any) -> None:
-    response = await _post(connect(ScriptedBackend([delta("x"), RuntimeError("secret")])), COMPLETION)
-    assert response.status_code == 500
-    assert response.json()["error"]["type"] == "server_error"
 
 
 async def test_stream_that_ends_without_a_reason(connect: Any) -> None:
@@ -373,7 +263,7 @@ async def test_stream_that_ends_without_a_reason(connect: Any) -> None:
     assert "ended early" in response.json()["error"]["message"]
 
 
-async def test_models(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
+async def test_models(client: Client, backend: ScriptedBackend) -> None:
     card = {"id": MODEL, "object": "model", "created": 1_700_000_000, "owned_by": "farsight", "max_model_len": 64}
     card |= {"emulated": None, "root": None}
     assert (await client.get("/v1/models")).json() == {"object": "list", "data": [card]}
@@ -386,65 +276,36 @@ async def test_models(client: httpx.AsyncClient, backend: ScriptedBackend) -> No
     assert (await client.get("/v1/models/org%2Fname")).json()["id"] == "org/name"
 
 
-async def test_health(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
+async def test_health_and_ping_are_one(client: Client, backend: ScriptedBackend) -> None:
     assert (await client.get("/health")).json() == {"status": "ok"}
-    backend.is_healthy = False
-    response = await client.get("/health")
-    assert response.status_code == 503
-    assert response.json()["error"]["code"] == "unhealthy"
+    for healthy, status in ((True, 200), (False, 503)):
+        backend.is_healthy = healthy
+        ways = [("GET", "/health"), ("GET", "/ping"), ("POST", "/ping"), ("HEAD", "/ping")]
+        assert {(await client.request(*way)).status_code for way in ways} == {status}
+    assert (await client.get("/health")).json()["error"]["code"] == "unhealthy"
 
 
-LEARNT = {
-    "kind": "length-predictor words",
-    "version": 3,
-    "created_at": 1.7e9,
-    "score": 12.5,
-    "num_examples": 4000,
-    "current": True,
-}
-
-
-async def test_status(client: httpx.AsyncClient) -> None:
+async def test_status(client: Client, backend: ScriptedBackend) -> None:
     row = {"name": "worker-0", "kind": "ModelWorker", "pid": 7, "node": "here", "state": "ready", "queue": 2}
-    assert (await client.get("/status")).json() == {
-        "actors": [
-            {**row, "last_step_age_s": 0.5, "restarts": 1, "http_port": 4321}
-            | {"url": "", "breaker": "", "last_end": "", "degraded": ""}
-        ],
-        "kv": {
-            "num_blocks": 8,
-            "free_blocks": 5,
-            "num_host_blocks": 6,
-            "free_host_blocks": 4,
-            "flying_blocks": 1,
-            "offloads": 3,
-            "uploads": 2,
-            "offloaded_bytes": 3072,
-            "uploaded_bytes": 2048,
-            "refused_offloads": 1,
-            "recomputed_tokens": 9,
-        },
-        "learnt": [LEARNT],
-        "emulated": None,
-        "queue_delay_s": 1.25,
-        "no_forecasts": None,
-    }
-
-
-async def test_it_is_said_where_no_request_gets_a_forecast(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
-    backend.model = dataclasses.replace(backend.model, no_forecasts="Preset fcfs makes none.")
-    assert (await client.get("/status")).json()["no_forecasts"] == "Preset fcfs makes none."
-
-
-async def test_made_up_answers_are_said_to_be(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
-    backend.model = dataclasses.replace(backend.model, emulated="a100-7b")
+    row |= {"last_step_age_s": 0.5, "restarts": 1, "http_port": 4321}
+    row |= dict.fromkeys(("url", "breaker", "last_end", "degraded"), "")
+    kv = {"num_blocks": 8, "free_blocks": 5, "num_host_blocks": 6, "free_host_blocks": 4, "flying_blocks": 1}
+    kv |= {"offloads": 3, "uploads": 2, "offloaded_bytes": 3072, "uploaded_bytes": 2048, "refused_offloads": 1}
+    learnt = {"kind": "length-predictor words", "version": 3, "created_at": 1.7e9, "score": 12.5}
+    status = {"actors": [row], "kv": kv | {"recomputed_tokens": 9}, "queue_delay_s": 1.25}
+    status |= {"learnt": [learnt | {"num_examples": 4000, "current": True}], "emulated": None, "no_forecasts": None}
+    assert (await client.get("/status")).json() == status
+    said: dict[str, Any] = {"emulated": "a100-7b", "no_forecasts": "Preset fcfs makes none."}
+    backend.model = dataclasses.replace(backend.model, **said)
+    assert (await client.get("/status")).json() == status | said
     assert (await client.get(f"/v1/models/{MODEL}")).json()["emulated"] == "a100-7b"
-    assert (await client.get("/status")).json()["emulated"] == "a100-7b"
 
 
-async def test_openapi_tells_the_truth(client: httpx.AsyncClient) -> None:
+async def test_openapi_tells_the_truth(client: Client) -> None:
     schema = (await client.get("/openapi.json")).json()
     operation = schema["paths"]["/v1/completions"]["post"]
+    for path, kind in (("/metrics", "text/plain"), ("/dashboard", "text/html")):
+        assert kind in schema["paths"][path]["get"]["responses"]["200"]["content"]
     reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
     assert reference.endswith("/CompletionRequest")
     assert operation["responses"].keys() == {"200", "4XX", "5XX"}
@@ -468,13 +329,13 @@ async def test_templates_that_refuse(
     model_dir: Any, backend: ScriptedBackend, template: str | None, code: str, words: str
 ) -> None:
     app = application(backend, PromptEncoder(write_model_dir(model_dir, template)))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+    async with client_on(app) as client:
         error = (await _post(client, CHAT)).json()["error"]
     assert (error["code"], error["param"]) == (code, "messages")
     assert words in error["message"]
 
 
-async def test_roles_and_parts(client: httpx.AsyncClient, backend: ScriptedBackend, encoder: PromptEncoder) -> None:
+async def test_roles_and_parts(client: Client, backend: ScriptedBackend, encoder: PromptEncoder) -> None:
     assert "developer" not in CHATML
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     messages = [
@@ -485,3 +346,69 @@ async def test_roles_and_parts(client: httpx.AsyncClient, backend: ScriptedBacke
     assert (await _post(client, CHAT, messages=messages, max_tokens=1)).status_code == 200
     plain = [("system", "be brief"), ("user", "one\ntwo"), ("assistant", "")]
     assert backend.calls[0][0] == encoder.encode_chat([{"role": role, "content": text} for role, text in plain])
+
+
+MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "it is"}]
+
+
+async def test_a_prompt_becomes_the_tokens_that_run(client: Client, backend: ScriptedBackend) -> None:
+    await ok(client, "/v1/completions", prompt="the cat")
+    reply = await ok(client, "/tokenize", model=MODEL, prompt="the cat", return_token_strs=True)
+    assert reply["tokens"] == list(backend.calls[0][0])
+    assert (reply["count"], reply["max_model_len"]) == (len(reply["tokens"]), MAX_MODEL_LEN)
+    assert "".join(reply["token_strs"]) == "<s>the cat"
+    bare = await ok(client, "/tokenize", prompt="the cat", add_special_tokens=False)
+    assert bare["tokens"] == reply["tokens"][1:]
+    assert await ok(client, "/detokenize", tokens=reply["tokens"]) == {"prompt": "<s>the cat"}
+
+
+@pytest.mark.parametrize("fields", [{}, {"add_generation_prompt": False}, {"continue_final_message": True}])
+async def test_messages_become_the_tokens_that_run(
+    client: Client, backend: ScriptedBackend, fields: dict[str, bool]
+) -> None:
+    await ok(client, "/v1/chat/completions", messages=MESSAGES, **fields)
+    assert (await ok(client, "/tokenize", messages=MESSAGES, **fields))["tokens"] == list(backend.calls[0][0])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": MESSAGES}, 400, "prompt"),
+        ("/tokenize", {"prompt": 5}, 400, "prompt"),
+        ("/tokenize", {"model": "other", "prompt": "a"}, 404, "model"),
+        ("/tokenize", {"prompt": "a" * 70_000}, 413, None),
+        ("/detokenize", {"tokens": [300]}, 400, "tokens[0]"),
+        ("/detokenize", {"tokens": [-1]}, 400, "tokens[0]"),
+        ("/detokenize", {"tokens": "x"}, 400, "tokens"),
+        ("/detokenize", {}, 400, "tokens"),
+    ],
+)
+async def test_wrong_bodies(client: Client, path: str, body: dict[str, object], status: int, param: str | None) -> None:
+    response = await client.post(path, json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (status, param), response.text
+
+
+async def test_version_and_load(client: Client) -> None:
+    assert (await client.get("/version")).json() == {"version": importlib.metadata.version("farsight")}
+    assert (await client.get("/load")).json() == {"server_load": 0}
+
+
+async def test_the_home_page_links_what_there_is(client: Client) -> None:
+    page = await client.get("/")
+    assert page.status_code == 200 and "script-src 'none'" in page.headers["content-security-policy"]
+    assert 'href="dashboard"' in page.text and 'href="play"' in page.text and 'href="docs"' in page.text
+    assert "http://" not in page.text and "https://" not in page.text
+
+
+async def test_slashes_head_and_options(client: Client) -> None:
+    plain = await client.get("/v1/models")
+    assert (await client.get("/v1/models/")).json() == plain.json()
+    assert (await client.post("/v1/completions/", json={"prompt": "a"})).status_code == 200
+    head = await client.head("/v1/models")
+    assert (head.status_code, head.content) == (200, b"")
+    options = await client.options("/v1/chat/completions")
+    assert (options.status_code, options.headers["allow"]) == (204, "OPTIONS, POST")
+    assert (await client.options("/v1/models")).headers["allow"] == "GET, HEAD, OPTIONS"
+    assert (await client.options("/nothing")).status_code == 404
+    assert (await client.head("/v1/completions")).status_code == 405

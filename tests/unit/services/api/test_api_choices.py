@@ -4,35 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
+import itertools
 import math
-from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from core.request import SamplingParams
+from services.api.answers.beam_search import PromptSearch
+from services.api.beams.fields import BeamParams
+from services.api.generate import ChoiceResult
+from services.api.requests import unnamed_request
 from services.api.text.prompts import PromptEncoder
 from services.api.text.token_texts import TokenTexts
-from tests.unit.services.api.api_support import MODEL, VOCAB_SIZE, ScriptedBackend, application, delta, read_events
-from tests.unit.services.api.engine_backend import EngineBackend, write_checkpoint
+from tests.unit.services.api.api_support import (
+    MODEL,
+    VOCAB_SIZE,
+    Client,
+    ScriptedBackend,
+    application,
+    client_on,
+    delta,
+    ok,
+    read_events,
+    refusal,
+)
+from tests.unit.services.api.engine_backend import EngineBackend
 
-COMPLETION: dict[str, Any] = {"model": MODEL, "prompt": "the cat", "max_tokens": 8, "seed": 1, "ignore_eos": True}
-CHAT: dict[str, Any] = {
-    "model": MODEL,
-    "messages": [{"role": "user", "content": "hi"}],
-    "max_tokens": 8,
-    "seed": 1,
-    "ignore_eos": True,
-}
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+SAME: dict[str, Any] = {"model": MODEL, "max_tokens": 8, "seed": 1, "ignore_eos": True}
+COMPLETION: dict[str, Any] = {**SAME, "prompt": "the cat"}
+CHAT: dict[str, Any] = {**SAME, "messages": [{"role": "user", "content": "hi"}]}
 
 
 @pytest.fixture
@@ -46,22 +50,20 @@ def backend(checkpoint: Path) -> EngineBackend:
 
 
 @pytest.fixture
-async def client(backend: EngineBackend, encoder: PromptEncoder) -> AsyncGenerator[httpx.AsyncClient, None]:
-    transport = httpx.ASGITransport(application(backend, encoder))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        yield client
+def client(backend: EngineBackend, encoder: PromptEncoder) -> Client:
+    return client_on(application(backend, encoder))
 
 
-async def post(client: httpx.AsyncClient, base: dict[str, Any], **change: Any) -> dict[str, Any]:
-    path = "/v1/chat/completions" if "messages" in base else "/v1/completions"
-    response = await client.post(path, json={**base, **change})
-    assert response.status_code == 200, response.text
-    return dict(response.json())
+def path_of(base: dict[str, Any]) -> str:
+    return "/v1/chat/completions" if "messages" in base else "/v1/completions"
 
 
-async def stream(client: httpx.AsyncClient, base: dict[str, Any], **change: Any) -> list[dict[str, Any]]:
-    path = "/v1/chat/completions" if "messages" in base else "/v1/completions"
-    response = await client.post(path, json={**base, **change, "stream": True})
+async def post(client: Client, base: dict[str, Any], **change: Any) -> dict[str, Any]:
+    return dict(await ok(client, path_of(base), **{**base, **change}))
+
+
+async def stream(client: Client, base: dict[str, Any], **change: Any) -> list[dict[str, Any]]:
+    response = await client.post(path_of(base), json={**base, **change, "stream": True})
     assert response.status_code == 200, response.text
     return read_events(response.text)
 
@@ -84,7 +86,7 @@ def ids_of_names(encoder: PromptEncoder, names: list[str]) -> list[int]:
     return [ids[name] for name in names]
 
 
-async def test_completion_logprobs(client: httpx.AsyncClient, encoder: PromptEncoder, checkpoint: Path) -> None:
+async def test_completion_logprobs(client: Client, encoder: PromptEncoder, checkpoint: Path) -> None:
     choice = (await post(client, COMPLETION, logprobs=3))["choices"][0]
     found = choice["logprobs"]
     assert {name: len(items) for name, items in found.items()} == dict.fromkeys(
@@ -99,12 +101,12 @@ async def test_completion_logprobs(client: httpx.AsyncClient, encoder: PromptEnc
     assert found["text_offset"] == sorted(found["text_offset"]) and found["text_offset"][0] == 0
 
 
-async def test_logprobs_0_is_of_the_token_alone(client: httpx.AsyncClient) -> None:
+async def test_logprobs_0_is_of_the_token_alone(client: Client) -> None:
     found = (await post(client, COMPLETION, logprobs=0))["choices"][0]["logprobs"]
     assert [list(top) for top in found["top_logprobs"]] == [[name] for name in found["tokens"]]
 
 
-async def test_chat_logprobs(client: httpx.AsyncClient) -> None:
+async def test_chat_logprobs(client: Client) -> None:
     choice = (await post(client, CHAT, logprobs=True, top_logprobs=2, temperature=0))["choices"][0]
     content = choice["logprobs"]["content"]
     assert len(content) == 8
@@ -119,7 +121,7 @@ async def test_chat_logprobs(client: httpx.AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("base", [COMPLETION, CHAT])
-async def test_streamed_logprobs_are_those_of_the_whole_answer(client: httpx.AsyncClient, base: dict[str, Any]) -> None:
+async def test_streamed_logprobs_are_those_of_the_whole_answer(client: Client, base: dict[str, Any]) -> None:
     wanted = {"logprobs": True, "top_logprobs": 2} if base is CHAT else {"logprobs": 2}
     whole = (await post(client, base, **wanted))["choices"][0]["logprobs"]
     joined: dict[str, list[Any]] = {}
@@ -130,7 +132,7 @@ async def test_streamed_logprobs_are_those_of_the_whole_answer(client: httpx.Asy
 
 
 @pytest.mark.parametrize("base", [COMPLETION, CHAT])
-async def test_n_choices_are_those_of_their_own_seeds(client: httpx.AsyncClient, base: dict[str, Any]) -> None:
+async def test_n_choices_are_those_of_their_own_seeds(client: Client, base: dict[str, Any]) -> None:
     whole = await post(client, base, n=3)
     alone = [await post(client, base, seed=1 + i) for i in range(3)]
     say = "message" if base is CHAT else "text"
@@ -143,7 +145,7 @@ async def test_n_choices_are_those_of_their_own_seeds(client: httpx.AsyncClient,
 
 
 @pytest.mark.parametrize("base", [COMPLETION, CHAT])
-async def test_streamed_choices_are_interleaved(client: httpx.AsyncClient, base: dict[str, Any]) -> None:
+async def test_streamed_choices_are_interleaved(client: Client, base: dict[str, Any]) -> None:
     whole = await post(client, base, n=3)
     events = await stream(client, base, n=3, stream_options={"include_usage": True})
     assert events[-1]["usage"]["gpu_seconds"] > 0
@@ -162,21 +164,7 @@ async def test_streamed_choices_are_interleaved(client: httpx.AsyncClient, base:
             assert "".join(choice["text"] for choice in own) == whole["choices"][index]["text"]
 
 
-async def test_choices_of_several_prompts_follow_their_prompts(client: httpx.AsyncClient) -> None:
-    both = await post(client, COMPLETION, prompt=["the cat", "dog"], n=2)
-    each = [await post(client, COMPLETION, prompt=prompt, n=2) for prompt in ("the cat", "dog")]
-    assert [choice["text"] for choice in both["choices"]] == [
-        choice["text"] for answer in each for choice in answer["choices"]
-    ]
-    assert both["usage"]["prompt_tokens"] == sum(answer["usage"]["prompt_tokens"] for answer in each)
-
-
-async def test_the_seed_of_a_choice_wraps_around(client: httpx.AsyncClient, backend: EngineBackend) -> None:
-    await post(client, COMPLETION, seed=2**64 - 1, n=2)
-    assert [sampling.seed for _, sampling in backend.calls] == [2**64 - 1, 0]
-
-
-async def test_best_of_shows_the_likeliest(client: httpx.AsyncClient) -> None:
+async def test_best_of_shows_the_likeliest(client: Client) -> None:
     everything = (await post(client, COMPLETION, n=5, logprobs=0))["choices"]
     means = {choice["text"]: math.fsum(choice["logprobs"]["token_logprobs"]) / 8 for choice in everything}
     best = await post(client, COMPLETION, n=2, best_of=5)
@@ -186,7 +174,7 @@ async def test_best_of_shows_the_likeliest(client: httpx.AsyncClient) -> None:
     assert best["usage"]["completion_tokens"] == 40
 
 
-async def test_echo(client: httpx.AsyncClient, encoder: PromptEncoder, checkpoint: Path) -> None:
+async def test_echo(client: Client, encoder: PromptEncoder, checkpoint: Path) -> None:
     plain = await post(client, COMPLETION)
     echoed = await post(client, COMPLETION, echo=True, logprobs=1)
     choice = echoed["choices"][0]
@@ -202,7 +190,7 @@ async def test_echo(client: httpx.AsyncClient, encoder: PromptEncoder, checkpoin
     assert found["text_offset"][len(prompt)] == len("the cat")
 
 
-async def test_echo_of_token_ids_and_without_logprobs(client: httpx.AsyncClient, encoder: PromptEncoder) -> None:
+async def test_echo_of_token_ids_and_without_logprobs(client: Client, encoder: PromptEncoder) -> None:
     ids = list(encoder.encode_text("the dog"))
     choices = (await post(client, COMPLETION, prompt=[ids, ids[1:]], echo=True, n=2))["choices"]
     texts = [choice["text"] for choice in choices]
@@ -211,16 +199,7 @@ async def test_echo_of_token_ids_and_without_logprobs(client: httpx.AsyncClient,
     assert all(choice["logprobs"] is None for choice in choices)
 
 
-async def test_echo_shows_the_special_tokens_of_token_ids(client: httpx.AsyncClient) -> None:
-    choice = (await post(client, COMPLETION, prompt=[0, 0, 0], echo=True, logprobs=0, max_tokens=2))["choices"][0]
-    assert choice["text"].startswith("<s><s><s>")
-    assert choice["logprobs"]["tokens"][:3] == ["<s>"] * 3
-    assert choice["logprobs"]["text_offset"][:4] == [0, 3, 6, 9]
-
-
-async def test_offsets_of_an_echoed_text_that_names_control_tokens(
-    client: httpx.AsyncClient, encoder: PromptEncoder
-) -> None:
+async def test_offsets_of_an_echoed_text_that_names_control_tokens(client: Client, encoder: PromptEncoder) -> None:
     text = "é <s>"
     for parse_special in (False, True):
         fields = {"prompt": text, "echo": True, "logprobs": 0, "max_tokens": 1, "parse_special": parse_special}
@@ -235,14 +214,14 @@ async def test_offsets_of_an_echoed_text_that_names_control_tokens(
             assert token.startswith("bytes:") or text[begin:end] == token
 
 
-async def test_an_echo_that_ends_inside_a_character(client: httpx.AsyncClient, encoder: PromptEncoder) -> None:
+async def test_an_echo_that_ends_inside_a_character(client: Client, encoder: PromptEncoder) -> None:
     ids = list(encoder.encode_text("the €"))[:-1]
     choice = (await post(client, COMPLETION, prompt=ids, echo=True, logprobs=0, max_tokens=1))["choices"][0]
     assert choice["text"].startswith("<s>the \ufffd")
     assert choice["logprobs"]["text_offset"][len(ids)] == len("<s>the \ufffd")
 
 
-async def test_echo_alone_scores_a_text(client: httpx.AsyncClient, encoder: PromptEncoder, checkpoint: Path) -> None:
+async def test_echo_alone_scores_a_text(client: Client, encoder: PromptEncoder, checkpoint: Path) -> None:
     answer = await post(client, COMPLETION, max_tokens=0, echo=True, logprobs=0)
     choice = answer["choices"][0]
     prompt = encoder.encode_text("the cat")
@@ -254,7 +233,7 @@ async def test_echo_alone_scores_a_text(client: httpx.AsyncClient, encoder: Prom
 
 
 @pytest.mark.parametrize("change", [{}, {"logprobs": 1}, {"max_tokens": 0}, {"n": 2, "prompt": [[6, 5], [9, 8]]}])
-async def test_streamed_echo(client: httpx.AsyncClient, change: dict[str, Any]) -> None:
+async def test_streamed_echo(client: Client, change: dict[str, Any]) -> None:
     whole = (await post(client, COMPLETION, echo=True, **change))["choices"]
     chunks = [event["choices"][0] for event in await stream(client, COMPLETION, echo=True, **change)]
     for choice in whole:
@@ -265,23 +244,12 @@ async def test_streamed_echo(client: httpx.AsyncClient, change: dict[str, Any]) 
             assert offsets == choice["logprobs"]["text_offset"]
 
 
-async def test_min_tokens(client: httpx.AsyncClient) -> None:
-    ending = {"logit_bias": {"1": 100}, "ignore_eos": False}
-    for least, expected in ((0, 1), (5, 6), (8, 8)):
-        assert (await post(client, COMPLETION, min_tokens=least, **ending))["usage"]["completion_tokens"] == expected
-
-
-async def test_logit_bias_decides(client: httpx.AsyncClient) -> None:
-    choice = (await post(client, COMPLETION, logit_bias={"70": 100}, logprobs=0))["choices"][0]
-    assert len(set(choice["logprobs"]["tokens"])) == 1
-
-
 HOSTILE = {"min_tokens": 1, "stop_token_ids": list(range(VOCAB_SIZE)), "temperature": 1}
 
 
 @pytest.mark.parametrize("change", [{}, {"n": 3}, {"logprobs": 2}, {"temperature": 0}, {"prompt": [[5, 6], [7]]}])
 async def test_a_request_that_forbids_every_token_is_told_so_and_harms_no_other(
-    client: httpx.AsyncClient, backend: EngineBackend, change: dict[str, Any]
+    client: Client, backend: EngineBackend, change: dict[str, Any]
 ) -> None:
     expected = (await post(client, COMPLETION))["choices"]
     beside = asyncio.create_task(post(client, COMPLETION))
@@ -296,27 +264,18 @@ async def test_a_request_that_forbids_every_token_is_told_so_and_harms_no_other(
     assert backend.engine.idle
 
 
-async def test_benchmark_len(client: httpx.AsyncClient, backend: EngineBackend) -> None:
-    backend.model = dataclasses.replace(backend.model, benchmark_mode=True)
-    answer = await post(client, COMPLETION, benchmark_len=3, ignore_eos=False, logit_bias={"1": 100})
-    assert answer["usage"]["completion_tokens"] == 3
-    assert answer["choices"][0]["finish_reason"] == "stop"
-
-
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_cached_tokens_are_counted_once_a_prompt(encoder: PromptEncoder, streamed: bool) -> None:
     """A resumed attempt may find more in the cache: that prompt was counted already."""
     first = dataclasses.replace(delta("a"), cached_len=1)
     resumed = dataclasses.replace(delta("b", "stop"), start=1, cached_len=2)
-    app = application(ScriptedBackend([first, resumed]), encoder)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-        change: dict[str, Any] = {"prompt": [[5, 6], [7, 8]], "n": 2}
-        if streamed:
-            used = (await stream(client, COMPLETION, stream_options={"include_usage": True}, **change))[-1]["usage"]
-        else:
-            used = (await post(client, COMPLETION, **change))["usage"]
-    assert used["prompt_tokens_details"] == {"cached_tokens": 2}
-    assert used["prompt_tokens"] == 4
+    client = client_on(application(ScriptedBackend([first, resumed]), encoder))
+    change: dict[str, Any] = {"prompt": [[5, 6], [7, 8]], "n": 2}
+    if streamed:
+        used = (await stream(client, COMPLETION, stream_options={"include_usage": True}, **change))[-1]["usage"]
+    else:
+        used = (await post(client, COMPLETION, **change))["usage"]
+    assert (used["prompt_tokens_details"], used["prompt_tokens"]) == ({"cached_tokens": 2}, 4)
 
 
 def test_the_bytes_of_tokens_join_to_those_of_the_text(encoder: PromptEncoder) -> None:
@@ -344,7 +303,7 @@ TURN = {"role": "assistant", "content": "the cat"}
     ("last", "echoed"), [([TURN], "the cat"), ([TURN, {"role": "user", "content": "and then"}], ""), ([], "")]
 )
 async def test_a_chat_echoes_the_turn_that_it_goes_on_with(
-    client: httpx.AsyncClient, last: list[dict[str, str]], echoed: str
+    client: Client, last: list[dict[str, str]], echoed: str
 ) -> None:
     messages = [{"role": "user", "content": "hi"}, *last]
     fields = {"messages": messages, "temperature": 0, "max_tokens": 4}
@@ -354,7 +313,118 @@ async def test_a_chat_echoes_the_turn_that_it_goes_on_with(
     whole = (await post(client, CHAT, **fields, echo=True, n=2))["choices"]
     assert whole[0]["message"]["content"] == echoed + plain
     assert all(choice["message"]["content"].startswith(echoed) for choice in whole)
-    reply = await client.post("/v1/chat/completions", json={**CHAT, **fields, "echo": True, "stream": True})
-    chunks = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
+    chunks = await stream(client, CHAT, **fields, echo=True)
     streamed = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
     assert streamed == echoed + plain
+
+
+END = 1
+BEAM_PROMPT = [40, 41, 42]
+BEAMS: dict[str, Any] = {"prompt": BEAM_PROMPT, "use_beam_search": True, "return_token_ids": True, "logprobs": 0}
+
+
+@pytest.fixture
+def served(checkpoint: Path) -> Client:
+    backend = EngineBackend(checkpoint)
+    backend.model = dataclasses.replace(backend.model, end_ids=(END,))
+    return client_on(application(backend, PromptEncoder(checkpoint)))
+
+
+@torch.no_grad()
+def reference(checkpoint: Path, num_beams: int, num_tokens: int, penalty: float) -> list[tuple[list[int], float]]:
+    """The plain algorithm on the model itself: all continuations of each beam, no early end."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    live: list[tuple[list[int], float]] = [([], 0.0)]
+    ended: list[tuple[list[int], float]] = []
+
+    def score(beam: tuple[list[int], float]) -> float:
+        return beam[1] / (len(BEAM_PROMPT) + len(beam[0])) ** penalty
+
+    for _ in range(num_tokens):
+        logits = model(torch.tensor([BEAM_PROMPT + ids for ids, _ in live])).logits[:, -1].log_softmax(-1)
+        grown = [
+            ([*ids, token], total + float(row[token]), token)
+            for (ids, total), row in zip(live, logits, strict=True)
+            for token in range(row.shape[0])
+        ]
+        ended += [(ids[:-1], total) for ids, total, token in grown if token == END]
+        live = sorted(((ids, total) for ids, total, token in grown if token != END), key=score, reverse=True)
+        live = live[:num_beams]
+    return sorted(ended + live, key=score, reverse=True)[:num_beams]
+
+
+@pytest.mark.parametrize(("num_beams", "penalty"), [(1, 1.0), (3, 1.0), (4, 0.0), (3, 2.5)])
+async def test_the_likeliest_outputs_are_found(
+    served: Client, checkpoint: Path, num_beams: int, penalty: float
+) -> None:
+    body = {**BEAMS, "n": num_beams, "max_tokens": 5, "length_penalty": penalty}
+    reply = await ok(served, "/v1/completions", **body)
+    expected = reference(checkpoint, num_beams, 5, penalty)
+    assert [choice["token_ids"] for choice in reply["choices"]] == [ids for ids, _ in expected]
+    for choice, (ids, total) in zip(reply["choices"], expected, strict=True):
+        assert choice["finish_reason"] == ("length" if len(ids) == 5 else "stop")
+        if len(ids) == 5:
+            assert sum(choice["logprobs"]["token_logprobs"]) == pytest.approx(total, abs=1e-4)
+    ended = sum(choice["finish_reason"] == "stop" for choice in reply["choices"])
+    assert reply["usage"]["completion_tokens"] == sum(len(ids) for ids, _ in expected) + ended
+
+
+async def test_the_search_does_not_depend_on_how_tokens_are_drawn(served: Client) -> None:
+    body = {**BEAMS, "n": 2, "max_tokens": 4, "ignore_eos": True}
+    found = [await ok(served, "/v1/completions", **body, seed=seed, temperature=seed / 4) for seed in (0, 3)]
+    assert found[0]["choices"] == found[1]["choices"]
+    assert all(choice["finish_reason"] == "length" for choice in found[0]["choices"])
+
+
+async def test_chats_and_several_prompts(served: Client) -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}], "n": 3, "max_tokens": 3, "use_beam_search": True}
+    choices = (await ok(served, "/v1/chat/completions", **chat))["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2]
+    both = {**BEAMS, "prompt": [BEAM_PROMPT, [50, 51]], "n": 2, "max_tokens": 3}
+    choices = (await ok(served, "/v1/completions", **both))["choices"]
+    alone = (await ok(served, "/v1/completions", **{**both, "prompt": [50, 51]}))["choices"]
+    assert [each["token_ids"] for each in choices[2:]] == [each["token_ids"] for each in alone]
+
+
+@pytest.mark.parametrize("penalty", [-1.0, 0.0, 1.0, 2.0])
+def test_a_search_ends_early_only_where_nothing_can_change(penalty: float) -> None:
+    """Against one that runs to its limit, over all ways in which a few made-up tokens can fall."""
+    prompt = unnamed_request((7, 8), SamplingParams(4))
+    for values in itertools.product((-0.1, -1.0, -4.0), repeat=3):
+        found = []
+        for stops_early in (True, False):
+            search = PromptSearch(prompt, BeamParams(2, penalty), (END,))
+            while search.requests() if stops_early else len(search._live[0].token_ids) < 4:
+                step = ChoiceResult(logprobs=[((9, END, 9, 10), (0.0, *values))])
+                search.advance([step] * len(search._live))
+            found.append([(beam.token_ids, round(beam.total, 9)) for beam in search.best()])
+        assert found[0] == found[1], (values, penalty)
+
+
+async def test_a_backend_without_log_probabilities(encoder: PromptEncoder) -> None:
+    scripted = client_on(application(ScriptedBackend(), encoder))
+    error = await refusal(scripted, "/v1/completions", prompt="hi", n=2, use_beam_search=True)
+    assert error["param"] == "use_beam_search"
+
+
+NO_SEARCH: list[tuple[dict[str, Any], str]] = [
+    ({"stream": True}, "stream"),
+    ({"n": 17}, "n"),
+    ({"best_of": 3}, "best_of"),
+    ({"stop": "x"}, "stop"),
+    ({"guided_regex": "a+"}, "guided_regex"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"presence_penalty": 0.5}, "presence_penalty"),
+    ({"use_beam_search": False, "length_penalty": 2.0}, "length_penalty"),
+    ({"early_stopping": True}, "early_stopping"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), NO_SEARCH)
+async def test_what_a_search_does_not_serve_is_refused(
+    client: Client, backend: ScriptedBackend, fields: dict[str, Any], param: str
+) -> None:
+    body = {"prompt": "hi", "n": 2, "use_beam_search": True, **fields}
+    assert (await refusal(client, "/v1/completions", **body))["param"] == param
+    assert not backend.calls

@@ -1,32 +1,39 @@
-"""``GET /v1/requests/{id}``: what is told, in words and numbers, and to whom."""
+"""``GET /v1/requests/{id}``: what is told, to whom, and when an answer will end."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import dataclasses
+import math
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
-import httpx
 import pytest
+from starlette.types import Message
 
-from core.decisions import Decision, on_clock, pack_decisions
+from core.decisions import Decision, Facts, on_clock, pack_decisions
 from core.messages.log import RequestTrace
-from core.request import Origin
+from core.messages.tokens import TokenDelta
+from core.promise import Promise
+from core.request import Origin, Request
 from services.api.access.presented import bearer_key, owner_of, owns
 from services.api.admin import Administration
+from services.api.answers import sse
+from services.api.answers.sse import EventStream
 from services.api.pages.sentences import _SENTENCES, sentence
-from services.api.text.prompts import PromptEncoder
+from services.api.promised import ANSWER, AnswerPromise
+from services.api.text.prompts import PromptEncoder, PromptText
 from tests.unit.policies.replica.test_decision_trace import crowd
-from tests.unit.services.api.api_support import MODEL, ScriptedBackend, application
+from tests.unit.services.api.api_support import Client, ScriptedBackend, application, client_on
 
 TOKEN = "admin"
 RECEIVED = Decision("received", 0.0, {})
 
 
 @pytest.fixture
-async def http(backend: ScriptedBackend, encoder: PromptEncoder) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(application(backend, encoder, administration=Administration(TOKEN)))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        yield client
+def http(backend: ScriptedBackend, encoder: PromptEncoder) -> Client:
+    return client_on(application(backend, encoder, administration=Administration(TOKEN)))
 
 
 def key(name: str | None) -> dict[str, str]:
@@ -41,10 +48,9 @@ def trace_of(origin: Origin, part: str, *decisions: Decision, ended: bool = True
     return RequestTrace(trace_id, request_id, origin.choice, origin.owner, source, attempt, ended, 1, packed)
 
 
-async def ask(http: httpx.AsyncClient, sender: str | None = None, **change: Any) -> str:
+async def ask(http: Client, sender: str | None = None, **change: Any) -> str:
     """Sends a request; returns the id of its answer."""
-    body = {"model": MODEL, "prompt": "hello"} | change
-    reply = await http.post("/v1/completions", json=body, headers=key(sender))
+    reply = await http.post("/v1/completions", json={"prompt": "hello"} | change, headers=key(sender))
     return str(reply.json()["id"])
 
 
@@ -61,7 +67,7 @@ async def ask(http: httpx.AsyncClient, sender: str | None = None, **change: Any)
     ],
 )
 async def test_a_request_is_explained_to_whom_it_belongs(
-    http: httpx.AsyncClient, backend: ScriptedBackend, sender: str | None, reader: str | None, status: int
+    http: Client, backend: ScriptedBackend, sender: str | None, reader: str | None, status: int
 ) -> None:
     response_id = await ask(http, sender)
     (origin,) = backend.origins
@@ -78,13 +84,13 @@ async def test_a_request_is_explained_to_whom_it_belongs(
 
 
 @pytest.mark.parametrize("response_id", ["x", "cmpl-", "cmpl-%25", "cmpl-" + "A" * 32, "chatcmpl-" + "0" * 32 + "-1"])
-async def test_what_is_no_id_of_an_answer_is_unknown(http: httpx.AsyncClient, response_id: str) -> None:
+async def test_what_is_no_id_of_an_answer_is_unknown(http: Client, response_id: str) -> None:
     reply = await http.get(f"/v1/requests/{response_id}")
     assert (reply.status_code, reply.json()["error"]["code"]) == (404, "request_not_found")
 
 
 async def test_every_choice_has_its_own_account_and_parts_are_merged_in_order_of_time(
-    http: httpx.AsyncClient, backend: ScriptedBackend
+    http: Client, backend: ScriptedBackend
 ) -> None:
     response_id = await ask(http, n=2)
     first, second = (origin for origin in backend.origins if origin is not None)
@@ -106,44 +112,24 @@ async def test_every_choice_has_its_own_account_and_parts_are_merged_in_order_of
     assert (other["index"], other["status"], other["summary"]["jct_s"]) == (1, "running", None)
 
 
-async def test_the_summary_sets_the_forecast_beside_the_truth(
-    http: httpx.AsyncClient, backend: ScriptedBackend
-) -> None:
+async def test_the_summary_sets_the_forecast_beside_the_truth(http: Client, backend: ScriptedBackend) -> None:
     response_id = await ask(http)
     (origin,) = backend.origins
     assert origin is not None
-    backend.traces = [
-        trace_of(
-            origin,
-            "0",
-            Decision("placed", 0.1, {"replica": "1", "reason": "in turn", "hit_len": 0}),
-            Decision(
-                "forecast", 0.2, {"mean_tokens": 30.0, "q50_tokens": 25.0, "q90_tokens": 60.0, "source": "history"}
-            ),
-            Decision("offloaded", 0.3, {"computed_tokens": 5}),
-            Decision("finished", 0.9, {"reason": "stop", "output_tokens": 42, "predicted_tokens": 30.0}),
-        ),
-        trace_of(
-            origin,
-            "ingress",
-            Decision("received", 0.0, {}),
-            Decision(
-                "answered", 1.0, {"reason": "stop", "output_tokens": 42, "jct_s": 1.0, "ttft_s": 0.4, "attempts": 1}
-            ),
-        ),
+    forecast: Facts = {"mean_tokens": 30.0, "q50_tokens": 25.0, "q90_tokens": 60.0, "source": "history"}
+    ended: Facts = {"reason": "stop", "output_tokens": 42}
+    decisions = [
+        Decision("placed", 0.1, {"replica": "1", "reason": "in turn", "hit_len": 0}),
+        Decision("forecast", 0.2, forecast),
+        Decision("offloaded", 0.3, {"computed_tokens": 5}),
+        Decision("finished", 0.9, {**ended, "predicted_tokens": 30.0}),
     ]
+    answered = Decision("answered", 1.0, {**ended, "jct_s": 1.0, "ttft_s": 0.4, "attempts": 1})
+    backend.traces = [trace_of(origin, "0", *decisions), trace_of(origin, "ingress", RECEIVED, answered)]
     (choice,) = (await http.get(f"/v1/requests/{response_id}")).json()["choices"]
-    assert choice["summary"] == {
-        "replica": "1",
-        "waited_s": 0.0,
-        "ttft_s": 0.4,
-        "jct_s": 1.0,
-        "output_tokens": 42,
-        "predicted_tokens": 30.0,
-        "finish_reason": "stop",
-        "num_preemptions": 1,
-        "num_resumptions": 0,
-    }
+    summary = {"replica": "1", "waited_s": 0.0, "ttft_s": 0.4, "jct_s": 1.0, "output_tokens": 42}
+    summary |= {"predicted_tokens": 30.0, "finish_reason": "stop", "num_preemptions": 1, "num_resumptions": 0}
+    assert choice["summary"] == summary
     assert choice["decisions"][1]["by"] == "router"
 
 
@@ -160,6 +146,10 @@ def test_a_sentence_needs_no_number(kind: str) -> None:
     """Parts need not explain themselves; what they do not say is left out."""
     text = sentence(Decision(kind, 0.0, {}))
     assert text.endswith(".") and text[0].isupper()
+
+
+LEAST_WORK: dict[str, float | str] = {"replica": "0", "reason": "least work", "num_replicas": 2}
+IDLE: dict[str, float | str] = {"replica": "0", "reason": "idle"}
 
 
 @pytest.mark.parametrize(
@@ -183,19 +173,14 @@ def test_a_sentence_needs_no_number(kind: str) -> None:
         ),
         (
             "placed",
-            {
-                "replica": "0",
-                "reason": "least work",
-                "work_tokens": 10.0,
-                "most_work_tokens": 2500.0,
-                "num_replicas": 2,
-            },
+            LEAST_WORK | {"work_tokens": 10.0, "most_work_tokens": 2500.0},
             "The router placed it on replica 0, the one with the least work: 10 tokens of work in flight; the busiest "
             "of 2 had 2,500.",
         ),
         (
             "placed",
-            {"replica": "0", "reason": "idle", "batch_size": 2, "batch_len": 50, "generation_len": 100}
+            IDLE
+            | {"batch_size": 2, "batch_len": 50, "generation_len": 100}
             | {"waste_tokens": 2345, "waste_limit_tokens": 50_000.0}
             | {"next_waste_tokens": 60_000, "next_memory_tokens": 9150, "memory_limit_tokens": 4000}
             | {"queued_s": 5.0, "service_s": 2.0, "response_ratio": 3.5, "num_rivals": 2, "rival_ratios": "1.20, 1.00"},
@@ -206,7 +191,8 @@ def test_a_sentence_needs_no_number(kind: str) -> None:
         ),
         (
             "placed",
-            {"replica": "0", "reason": "idle", "batch_size": 8, "batch_len": 50, "generation_len": 300}
+            IDLE
+            | {"batch_size": 8, "batch_len": 50, "generation_len": 300}
             | {"bin": 2, "num_bins": 4, "bin_from_tokens": 200.0, "full_size": 8}
             | {"counted_tokens": 210, "counted_by": "history"},
             "The router placed it on replica 0. An idle worker pulled a batch of 8: longest prompt 50 tokens, longest "
@@ -216,15 +202,8 @@ def test_a_sentence_needs_no_number(kind: str) -> None:
         ),
         (
             "waits",
-            {
-                "reason": "memory",
-                "needed_tokens": 50,
-                "predicted_peak_tokens": 500,
-                "limit_tokens": 475.0,
-                "capacity_tokens": 480,
-                "num_admitted": 1,
-                "num_waiting": 2,
-            },
+            {"reason": "memory", "needed_tokens": 50, "predicted_peak_tokens": 500, "limit_tokens": 475.0}
+            | {"capacity_tokens": 480, "num_admitted": 1, "num_waiting": 2},
             "Waits for KV memory: it needs 50 tokens; KV memory is predicted to peak at 500 tokens, at most 475 of 480 "
             "(1 request is admitted, 2 wait).",
         ),
@@ -243,8 +222,8 @@ def test_a_sentence_needs_no_number(kind: str) -> None:
         ("batched", {"size": 3, "bin": "short"}, "Batched: size 3, bin short."),
         (
             "placed",
-            {"replica": "1", "reason": "least work", "work_tokens": -1e-13, "num_replicas": 2, "most_work_tokens": 1.0},
-            "The router placed it on replica 1, the one with the least work: 0 tokens of work in flight; the busiest "
+            LEAST_WORK | {"work_tokens": -1e-13, "most_work_tokens": 1.0},
+            "The router placed it on replica 0, the one with the least work: 0 tokens of work in flight; the busiest "
             "of 2 had 1.",
         ),
         (
@@ -259,14 +238,10 @@ def test_a_sentence_needs_no_number(kind: str) -> None:
             {"num_requests": 1, "last_mean_tokens": 1.0},
             "Forecast the outputs of 1 request; mean of the last: 1 token.",
         ),
-        (
-            "waits",
-            {"reason": "places", "max_num_seqs": 1},
-            "Waits for a batch slot: the only one is taken.",
-        ),
+        ("waits", {"reason": "places", "max_num_seqs": 1}, "Waits for a batch slot: the only one is taken."),
     ],
 )
-def test_sentences(kind: str, facts: dict[str, float | str], text: str) -> None:
+def test_sentences(kind: str, facts: Facts, text: str) -> None:
     assert sentence(Decision(kind, 0.0, facts)) == text
 
 
@@ -284,3 +259,138 @@ def test_of_a_key_only_a_salted_hash_is_kept() -> None:
 )
 def test_keys_are_bearer_tokens(header: str | None, found: str) -> None:
     assert bearer_key(header) == found
+
+
+class PromisingBackend(ScriptedBackend):
+    """Promises 1 s to the first request, 2 s to the second, and so on, as it takes them; ``silent`` gets none."""
+
+    silent = 0
+
+    async def stream(
+        self, request: Request, text: PromptText | None = None, key: str = ""
+    ) -> AsyncGenerator[TokenDelta, None]:
+        answer, number = ANSWER.get(), self.num_opened + 1
+        if answer is not None and number != self.silent:
+            answer.add(Promise(f"r{number}", 0, float(number), 10.0 * number, coarse=number == 2))
+        async with aclosing(super().stream(request, text, key)) as deltas:
+            async for each in deltas:
+                yield each
+
+
+@pytest.fixture
+def promising() -> PromisingBackend:
+    return PromisingBackend()
+
+
+@pytest.fixture
+def promised(promising: PromisingBackend, encoder: PromptEncoder) -> Client:
+    return client_on(application(promising, encoder))
+
+
+TALK = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "silent", "expected"),
+    [
+        ("completions", {"prompt": "hello"}, 0, ["1.000", "10.000"]),
+        ("completions", {"prompt": "hello", "stream": True}, 0, ["1.000", "10.000"]),
+        ("completions", {"prompt": "hello", "user": "x" * 200_000}, 0, ["1.000", "10.000"]),
+        ("chat/completions", {**TALK, "n": 2}, 0, ["2.000", "20.000", "true"]),
+        ("completions", {"prompt": "hello", "n": 2}, 2, []),
+    ],
+    ids=["whole", "stream", "large", "the last of several", "before each has a promise"],
+)
+async def test_an_answer_says_when_the_last_of_its_requests_will_end(
+    promised: Client, promising: PromisingBackend, path: str, fields: Any, silent: int, expected: list[str]
+) -> None:
+    promising.silent = silent
+    reply = await promised.post(f"/v1/{path}", json=fields)
+    assert reply.status_code == 200
+    told = {name: value for name, value in reply.headers.items() if name.startswith("farsight-eta-")}
+    assert told == dict(zip([f"farsight-eta-{name}" for name in ("p50", "p90", "coarse")], expected, strict=False))
+
+
+async def sent_with(events: AsyncGenerator[bytes, None], answer: AnswerPromise) -> list[Message]:
+    messages: list[Message] = []
+
+    async def send(message: Message) -> None:
+        messages.append(message)
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    ANSWER.set(answer)
+    await EventStream(events)({"type": "http"}, receive, send)
+    return messages
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_client_that_waits_long_is_told_before_the_first_token(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    monkeypatch.setattr(sse, "EARLY_S", 0.0)
+    answer, begun = AnswerPromise(1), asyncio.Event()
+    answer.add(Promise("r", 0, 60.0, 90.0))
+    begin = EventStream._begin
+
+    async def noted(self: EventStream, send: object) -> None:
+        await begin(self, send)  # type: ignore[arg-type]
+        begun.set()
+
+    monkeypatch.setattr(EventStream, "_begin", noted)
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        await begun.wait()
+        if fails:
+            raise RuntimeError("the worker died")
+        yield b"data: x\n\n"
+
+    head, *bodies = await sent_with(events(), answer)
+    assert (head["status"], dict(head["headers"])[b"farsight-eta-p50"]) == (200, b"60.000")
+    text = b"".join(each["body"] for each in bodies)
+    assert (b'"error"' in text) is fails and not bodies[-1]["more_body"]
+
+
+async def test_without_a_promise_the_status_line_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "EARLY_S", 0.0)
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        for _ in range(5):
+            await asyncio.sleep(0)
+        raise ValueError("refused")
+        yield b""
+
+    with pytest.raises(ValueError, match="refused"):
+        await sent_with(events(), AnswerPromise(1))
+
+
+async def test_a_request_in_flight_tells_its_state_and_its_end(promised: Client, promising: PromisingBackend) -> None:
+    response_id = await ask(promised, "mine")
+    (origin,) = promising.origins
+    assert origin is not None
+    facts: Facts = {"state": "running", "output_tokens": 7, "p50_s": 3.0, "p90_s": 9.0, "coarse": 1}
+    promising.traces = [
+        trace_of(origin, "ingress", Decision("received", 1.0, {}), ended=False),
+        trace_of(origin, "0", Decision("outlook", 2.0, facts), ended=False),
+    ]
+    (choice,) = (await promised.get(f"/v1/requests/{response_id}", headers=key("mine"))).json()["choices"]
+    assert (choice["status"], choice["state"], choice["output_tokens"]) == ("running", "running", 7)
+    assert (choice["eta_p50"], choice["eta_p90"], choice["eta_coarse"]) == (3.0, 9.0, True)
+    assert choice["age_s"] > 0
+    other = await promised.get(f"/v1/requests/{response_id}", headers=key("other"))
+    assert other.status_code == 404 and "eta" not in other.text
+
+    promising.traces = [dataclasses.replace(each, ended=True) for each in promising.traces]
+    (choice,) = (await promised.get(f"/v1/requests/{response_id}", headers=key("mine"))).json()["choices"]
+    assert (choice["status"], choice["state"], choice["eta_p50"], choice["age_s"]) == ("ended", None, None, None)
+
+
+def test_promises_add_up_to_the_last_end() -> None:
+    answer = AnswerPromise(2)
+    answer.add(Promise("a", 0, 5.0, 6.0))
+    assert answer.headers() == {}
+    answer.add(Promise("b", 0, 1.0, 8.0))
+    answer.add(Promise("b", 1, math.inf, math.inf))
+    assert answer.headers() == {"farsight-eta-p50": "5.000", "farsight-eta-p90": "8.000"}

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,13 +24,15 @@ from engine.checkpoint.encoder_config import abilities_of
 from services.api.admin import Administration
 from services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.api_support import MODEL, whole_app
-from tests.unit.services.api.engine_backend import EngineBackend, write_checkpoint
+from tests.unit.services.api.engine_backend import EngineBackend
 
 TOKEN = "secret"
 VOLUME = int(os.environ.get("FUZZ_VOLUME", "4"))
 """By night: 2,000 requests in all; ``make test-attack`` takes 20. By day each address gets ``FEW``."""
 
 FEW = 3
+
+SETTINGS = settings(derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
 
 CASES = {
     "/admin/drain": 3 * VOLUME,
@@ -79,11 +82,10 @@ class House:
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    folder = write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
-    backend = EngineBackend(folder)
-    backend.model = dataclasses.replace(backend.model, benchmark_mode=True, abilities=abilities_of(folder))
-    house = House(whole_app(backend, PromptEncoder(folder), administration=Administration(TOKEN)))
+def house(checkpoint: Path) -> Iterator[House]:
+    backend = EngineBackend(checkpoint)
+    backend.model = dataclasses.replace(backend.model, benchmark_mode=True, abilities=abilities_of(checkpoint))
+    house = House(whole_app(backend, PromptEncoder(checkpoint), administration=Administration(TOKEN)))
     yield house
     house.close()
 
@@ -134,13 +136,7 @@ def test_no_request_makes_the_server_fail(house: House, path: str, mode: Generat
     house.statuses.clear()
     number = CASES[path] if is_whole else FEW
 
-    @settings(
-        max_examples=number,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(SETTINGS, max_examples=number)
     @given(operation(house.app, path, mode).as_strategy(generation_mode=mode))
     def check(case: Any) -> None:
         answer = house.send(case)

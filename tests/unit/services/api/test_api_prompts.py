@@ -1,17 +1,31 @@
-"""The encoder agrees with ``transformers`` on text and on chat templates of the known shapes."""
+"""Prompts: chats and texts as ``transformers`` encodes them, what a configuration changes, and the parts of each."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from core.config.model import TOOL_FORMATS, ModelConfig
 from core.errors import ConfigError
-from services.api.text.prompts import ChatPrompt, PromptEncoder
-from tests.unit.services.api.api_support import CHATML, write_model_dir
+from core.request import PromptSource
+from services.api.text.prompts import ChatPrompt, PromptEncoder, PromptText, of_chat, of_completion
+from services.api.text.settings import TextSettings, text_settings
+from tests.unit.services.api.api_support import (
+    CHATML,
+    ScriptedBackend,
+    application,
+    client_on,
+    ok,
+    refusal,
+    write_model_dir,
+)
+from tokenization.tool_formats.formats import FORMATS
 
 LLAMA_2 = """
 {%- if messages[0]['role'] == 'system' -%}
@@ -88,18 +102,14 @@ def test_text_gets_the_tokenizers_special_tokens_and_chat_only_the_templates(tmp
     assert encoder.encode_chat([{"role": "user", "content": "hello"}]) == encoder.encode_text("hello")
 
 
-def test_template_file_wins_over_the_config(tmp_path: Path) -> None:
-    folder = write_model_dir(tmp_path, "from config")
-    assert PromptEncoder(folder).render_chat(ChatPrompt([USER])) == "from config"
+def test_which_of_several_templates_counts(tmp_path: Path) -> None:
+    folder = write_model_dir(tmp_path, None)
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    for template, expected in (("from config", "from config"), (named, "plain")):
+        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}), encoding="utf-8")
+        assert PromptEncoder(folder).render_chat(ChatPrompt([USER])) == expected
     (folder / "chat_template.jinja").write_text("from file", encoding="utf-8")
     assert PromptEncoder(folder).render_chat(ChatPrompt([USER])) == "from file"
-
-
-def test_named_templates(tmp_path: Path) -> None:
-    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
-    folder = write_model_dir(tmp_path, None)
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}), encoding="utf-8")
-    assert PromptEncoder(folder).render_chat(ChatPrompt([USER])) == "plain"
 
 
 def test_developer_is_kept_for_a_template_that_knows_it(tmp_path: Path) -> None:
@@ -122,17 +132,116 @@ def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:
     ("name", "content", "words"),
     [
         ("tokenizer.json", "{", "readable tokenizer.json"),
+        ("tokenizer.json", None, r"tokenizer\.json"),
         ("tokenizer_config.json", "{", "a JSON file"),
         ("chat_template.jinja", "{% if %}", "valid Jinja"),
     ],
 )
-def test_broken_model_directory(tmp_path: Path, name: str, content: str, words: str) -> None:
+def test_broken_model_directory(tmp_path: Path, name: str, content: str | None, words: str) -> None:
     write_model_dir(tmp_path)
-    (tmp_path / name).write_text(content, encoding="utf-8")
+    if content is None:
+        (tmp_path / name).unlink()
+    else:
+        (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(ConfigError, match=words):
         PromptEncoder(tmp_path)
 
 
-def test_no_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
-        PromptEncoder(tmp_path)
+ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+async def test_a_model_has_several_names(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
+    backend.model = dataclasses.replace(backend.model, aliases=ModelConfig(also_named="gpt-4o, b").aliases)
+    assert [each["id"] for each in (await client.get("/v1/models")).json()["data"]] == ["tiny", "gpt-4o", "b"]
+    assert (await client.get("/v1/models/gpt-4o")).json()["id"] == "gpt-4o"
+    assert (await ok(client, "/v1/chat/completions", **ASK, model="b"))["model"] == "b"
+    refused = await refusal(client, "/v1/chat/completions", 404, **ASK, model="c")
+    assert "'tiny' or 'gpt-4o' or 'b'" in refused["message"]
+
+
+def test_a_file_may_hold_the_chat_template(tmp_path: Path) -> None:
+    folder = write_model_dir(tmp_path / "model")
+    file = tmp_path / "chat.jinja"
+    file.write_text("[TOOL_CALLS] [ {{ messages[0].content }}", encoding="utf-8")
+    encoder = PromptEncoder(folder, TextSettings(str(file)))
+    assert encoder.render_chat(ChatPrompt(ASK["messages"])) == "[TOOL_CALLS] [ hi"
+    assert encoder.dialect.format.name == "mistral"
+    assert PromptEncoder(folder, TextSettings(str(file), "llama3")).dialect.format.name == "llama3"
+    with pytest.raises(ConfigError, match=r"model\.chat_template"):
+        PromptEncoder(folder, text_settings(ModelConfig(chat_template=str(tmp_path / "none"))))
+
+
+KNOWS = (
+    "{{ messages[0].content }} {{ enable_thinking }} {{ reasoning_effort }} {{ tools[0].function.name }}{# </think> #}"
+)
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+async def test_a_template_is_told_what_the_request_says(tmp_path: Path, backend: ScriptedBackend) -> None:
+    encoder = PromptEncoder(write_model_dir(tmp_path, KNOWS))
+    client = client_on(application(backend, encoder))
+    values = {"enable_thinking": "<|im_end|>", "reasoning_effort": "low"}
+    for fields in ({"reasoning_effort": "none"}, {"chat_template_kwargs": values}):
+        await ok(client, "/v1/chat/completions", **ASK, tools=[TOOL], max_tokens=1, **fields)
+    first, second = (encoder.texts.decoder.decode(ids) for ids, _ in backend.calls)
+    assert (first, second) == ("hi False none f", "hi <|im_end|> low f")
+    assert encoder.texts.decoder.special_ids.isdisjoint(backend.calls[1][0]), "a client's value is plain text"
+
+
+@pytest.mark.parametrize(
+    "values", [{"messages": []}, {"tools": []}, {"bos_token": "x"}, {"a b": 1}, {"a": "x" * 5000}, ["a"], "a"]
+)
+async def test_what_a_template_is_not_told_by_requests(client: httpx.AsyncClient, values: Any) -> None:
+    error = await refusal(client, "/v1/chat/completions", **ASK, chat_template_kwargs=values)
+    assert error["param"] == "chat_template_kwargs"
+
+
+def test_the_forms_of_tool_calls_can_be_configured() -> None:
+    assert set(TOOL_FORMATS) == {"auto", *FORMATS}
+    with pytest.raises(ConfigError, match=r"model\.tool_format"):
+        ModelConfig(tool_format="xml")
+
+
+def parts(text: PromptText | None) -> tuple[str, str] | None:
+    return None if text is None else (text.instruction, text.user_input)
+
+
+def said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def test_of_a_chat_the_last_message_of_the_user_is_its_input() -> None:
+    chat = [said("system", "Be short."), said("user", "Hi"), said("assistant", "Hello"), said("user", "Go")]
+    assert parts(of_chat(chat)) == ("Be short.\nHi\nHello", "Go")
+    assert parts(of_chat([*chat, said("assistant", "Well,")])) == ("Be short.\nHi\nHello\nWell,", "Go")
+    assert parts(of_chat([said("system", "Talk.")])) == ("Talk.", "")
+    assert of_chat(chat[:2]).source == PromptSource(messages=(("system", "Be short."), ("user", "Hi")))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "instruction", "expected"),
+    [
+        ("Translate:\nein Haus", None, ("Translate:", "ein Haus")),
+        ("ein Haus", None, ("", "ein Haus")),
+        ("Translate: ein Haus", "Translate:", ("Translate:", "ein Haus")),
+        ("ein Haus", "Translate", ("Translate", "ein Haus")),
+    ],
+)
+def test_of_a_completion(prompt: str, instruction: str | None, expected: tuple[str, str]) -> None:
+    text = of_completion(prompt, instruction)
+    assert parts(text) == expected
+    assert text.source == PromptSource(prompt)
+
+
+def test_the_input_has_its_share_of_the_tokens() -> None:
+    assert PromptText("abc", "def" * 3).user_input_len(40) == 30
+    assert PromptText("", "").user_input_len(3) == 0
+
+
+async def test_the_backend_gets_the_parts_of_a_prompt(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
+    await ok(client, "/v1/chat/completions", messages=[said("system", "Be short."), said("user", "Go")], n=2)
+    for prompt in (["Say:\nhi", "Say hello"], [1, 2]):
+        await ok(client, "/v1/completions", prompt=prompt, instruction="Say")
+    expected = [("Be short.", "Go")] * 2 + [("Say", ":\nhi"), ("Say", "hello"), None]
+    assert [parts(text) for text in backend.texts] == expected
+    assert (await refusal(client, "/v1/completions", prompt="Say", instruction=3))["param"] == "instruction"

@@ -6,9 +6,8 @@ import asyncio
 import dataclasses
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
-import httpx
 import pytest
 
 from core.costs import A100_7B
@@ -22,8 +21,8 @@ from services.api.pages.what_if_process import WhatIfProcess
 from services.api.text.prompts import PromptEncoder
 from simulator.experiment import Experiment, make_arrivals
 from simulator.run import run
-from tests.unit.services.api.api_support import MODEL, ScriptedBackend, application
-from tests.unit.services.api.test_api_explain import key, trace_of
+from tests.unit.services.api.api_support import Client, ScriptedBackend, application, client_on
+from tests.unit.services.api.test_api_explain import ask, key, trace_of
 
 SERVED = ServedAs("{}", 1, 20_000, 16, A100_7B)
 EXPERIMENT = Experiment(num_requests=60, rate=12.0, kv_tokens=20_000, max_num_seqs=16, seed=4)
@@ -38,33 +37,19 @@ def window() -> LoggedWindow:
     done = {record.arrival.request_id: record for record in run(EXPERIMENT, arrivals).recorder.done}
     records = []
     for place, each in enumerate(arrivals):
-        record, own = done[each.request_id], place == OWN
-        records.append(
-            FinishedRequest(
-                request_id="i-0" if own else each.request_id,
-                replica="0",
-                attempts=1,
-                prompt_len=each.prompt_len,
-                output_len=each.output_len,
-                max_new_tokens=each.max_new_tokens,
-                finish_reason="stop",
-                received_at=1e9 + each.arrived_at,
-                ttft_s=record.ttft_s,
-                jct_s=record.jct_s,
-                tenant="own" if own else "other",
-            )
-        )
+        record, (name, tenant) = done[each.request_id], ("i-0", "own") if place == OWN else (each.request_id, "other")
+        lengths = each.prompt_len, each.output_len, each.max_new_tokens
+        times = 1e9 + each.arrived_at, record.ttft_s, record.jct_s
+        records.append(FinishedRequest(name, "0", 1, *lengths, "stop", *times, tenant=tenant))
     return LoggedWindow("i-0", SERVED, tuple(records))
 
 
 @pytest.fixture
-async def http(
+def http(
     backend: ScriptedBackend, encoder: PromptEncoder, process: WhatIfProcess, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[httpx.AsyncClient]:
+) -> Client:
     monkeypatch.setattr(what_if, "WhatIfProcess", lambda: process)
-    transport = httpx.ASGITransport(application(backend, encoder, administration=Administration("admin")))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        yield client
+    return client_on(application(backend, encoder, administration=Administration("admin")))
 
 
 @pytest.fixture(scope="module")
@@ -74,28 +59,25 @@ def process() -> Iterator[WhatIfProcess]:
     process.close()
 
 
-async def sent(http: httpx.AsyncClient, backend: ScriptedBackend, *, ended: bool = True) -> str:
+async def sent(http: Client, backend: ScriptedBackend, *, ended: bool = True) -> str:
     """The address of an answer that was sent with the key ``mine``."""
-    body = {"model": MODEL, "prompt": "hello"}
-    reply = await http.post("/v1/completions", json=body, headers=key("mine"))
+    response_id = await ask(http, "mine")
     origin = backend.origins[-1]
     assert origin is not None
     backend.traces = [trace_of(origin, "ingress", Decision("received", 1.0, {}), ended=ended)]
-    return f"/v1/requests/{reply.json()['id']}/what-if"
+    return f"/v1/requests/{response_id}/what-if"
 
 
 async def test_the_owner_is_told_what_would_have_been_of_that_request_alone(
-    http: httpx.AsyncClient, backend: ScriptedBackend, window: LoggedWindow
+    http: Client, backend: ScriptedBackend, window: LoggedWindow
 ) -> None:
     address = await sent(http, backend)
     backend.logged = window
     reply = await http.get(address, params={"replicas": 3, "priority": -1}, headers=key("mine"))
     body = reply.json()
     assert reply.status_code == 200, body
-    assert body.keys() == {
-        *("id", "object", "choice", "if", "jct_s", "logged_jct_s", "as_simulated", "changed"),
-        *("is_whole", "text"),
-    }
+    told = {"jct_s", "logged_jct_s", "as_simulated", "changed", "is_whole", "text"}
+    assert body.keys() == {"id", "object", "choice", "if"} | told
     assert (body["object"], body["if"], body["choice"]) == ("request.what_if", "replicas=3,priority=-1", 0)
     assert body["logged_jct_s"] == pytest.approx(window.records[OWN].jct_s, abs=1e-3)
     assert body["jct_s"] < body["logged_jct_s"]
@@ -105,15 +87,14 @@ async def test_the_owner_is_told_what_would_have_been_of_that_request_alone(
 
 
 async def test_to_others_the_request_does_not_exist(
-    http: httpx.AsyncClient, backend: ScriptedBackend, window: LoggedWindow
+    http: Client, backend: ScriptedBackend, window: LoggedWindow
 ) -> None:
     address = await sent(http, backend)
     backend.logged = window
     for reader in (None, "other", ""):
         reply = await http.get(address, params={"preset": "fcfs"}, headers=key(reader))
-        unknown = await http.get(
-            f"/v1/requests/cmpl-{'0' * 32}/what-if", params={"preset": "fcfs"}, headers=key(reader)
-        )
+        nobodys = f"/v1/requests/cmpl-{'0' * 32}/what-if"
+        unknown = await http.get(nobodys, params={"preset": "fcfs"}, headers=key(reader))
         assert reply.status_code == unknown.status_code == 404
         assert reply.text == unknown.text.replace("0" * 32, address.split("/")[3].removeprefix("cmpl-"))
     backend.logged = None
@@ -121,9 +102,7 @@ async def test_to_others_the_request_does_not_exist(
     assert (gone.status_code, gone.json()["error"]["code"]) == (404, "request_not_found")
 
 
-async def test_what_cannot_be_answered_says_why(
-    http: httpx.AsyncClient, backend: ScriptedBackend, window: LoggedWindow
-) -> None:
+async def test_what_cannot_be_answered_says_why(http: Client, backend: ScriptedBackend, window: LoggedWindow) -> None:
     address = await sent(http, backend)
     cases = [
         ({}, "preset", "something that is different"),
@@ -148,7 +127,7 @@ async def test_what_cannot_be_answered_says_why(
 
 
 async def test_one_question_at_a_time_and_few_a_minute(
-    http: httpx.AsyncClient, backend: ScriptedBackend, window: LoggedWindow
+    http: Client, backend: ScriptedBackend, window: LoggedWindow
 ) -> None:
     address = await sent(http, backend)
     backend.logged = window

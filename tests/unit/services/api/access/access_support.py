@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import uvicorn
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from core.config.files import FilesConfig
@@ -47,6 +48,7 @@ class Clock:
 class GuardedServer:
     """A running server, its keys by name, and what is behind it."""
 
+    app: FastAPI
     port: int
     key_file: Path
     keys: dict[str, str]
@@ -76,13 +78,8 @@ def add_key(path: Path, name: str, *roles: Role, tenant: Tenant | None = None) -
 def guarded_server(folder: Path, encoder: PromptEncoder, **settings: object) -> Iterator[GuardedServer]:
     """One server with a key for each role, and two of one tenant."""
     path = folder / "keys.json"
-    keys = {
-        "serve": add_key(path, "serve", Role.SERVE),
-        "observe": add_key(path, "observe", Role.OBSERVE),
-        "admin": add_key(path, "admin", Role.ADMIN),
-        "acme-1": add_key(path, "acme-1", tenant=Tenant("acme", priority_min=5)),
-        "acme-2": add_key(path, "acme-2", tenant=Tenant("acme", priority_min=5)),
-    }
+    keys = {role.value: add_key(path, role.value, role) for role in Role}
+    keys |= {name: add_key(path, name, tenant=Tenant("acme", priority_min=5)) for name in ("acme-1", "acme-2")}
     clock, registry, backend = Clock(), CollectorRegistry(), ScriptedBackend()
     made = DoorSettings(key_file=path, admin_token=ADMIN_TOKEN, **settings)  # type: ignore[arg-type]
     door = Door(made, registry, now=clock)
@@ -105,7 +102,7 @@ def guarded_server(folder: Path, encoder: PromptEncoder, **settings: object) -> 
     while not server.started:
         assert time.monotonic() < deadline and thread.is_alive()
         time.sleep(0.01)
-    yield GuardedServer(config.port, path, keys, door, registry, backend, clock)
+    yield GuardedServer(app, config.port, path, keys, door, registry, backend, clock)
     server.should_exit = True
     thread.join(LONG_S)
     # In a thread of its own: the thread of a browser's test runs an event loop.

@@ -16,8 +16,6 @@ import httpx
 import pytest
 
 from core.config.access import AccessConfig
-from core.config.files import FilesConfig
-from core.messages.log import RequestTrace
 from core.request import FLEX
 from services.api.access.door import Door, DoorSettings, door_settings
 from services.api.access.failures import MAX_ADDRESSES, MAX_SLOWED, SLOW_S, Failures
@@ -25,10 +23,7 @@ from services.api.access.install import route_paths
 from services.api.access.key_file import KeyFile, changed_key_file
 from services.api.access.keys import Role, Tenant
 from services.api.access.roles import ROLES, Everyone, RouteRoles
-from services.api.batches.records import Batches
-from services.api.batches.shelf import Files
 from services.api.middleware import LARGE_BODY_BYTES
-from services.api.streams.keeper import StreamKeeper
 from services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.access.access_support import (
     ADMIN_TOKEN,
@@ -38,20 +33,14 @@ from tests.unit.services.api.access.access_support import (
     add_key,
     guarded_server,
 )
-from tests.unit.services.api.api_support import MODEL, ScriptedBackend, delta, whole_app
-from tests.unit.services.api.batches.kept_support import SqliteShelf
-from tests.unit.services.api.streams.stream_support import ShelfStore
+from tests.unit.services.api.api_support import MODEL, ScriptedBackend, client_on, delta, whole_app
+from tests.unit.services.api.test_api_explain import trace_of
 
 POSTS = {"/v1/completions", "/v1/chat/completions", "/admin/scale", "/admin/drain", "/admin/upgrade"}
 POSTS |= {"/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank"}
 POSTS |= {"/v1/files", "/v1/batches", "/v1/batches/{batch_id}/cancel"}
-EXAMPLES = {
-    "{model_id:path}": MODEL,
-    "{response_id}": "cmpl-" + "0" * 32,
-    "{stream_id}": "0" * 32,
-    "{file_id}": "file-0",
-    "{batch_id}": "batch_0",
-}
+EXAMPLES = {"{model_id:path}": MODEL, "{response_id}": "cmpl-" + "0" * 32, "{stream_id}": "0" * 32}
+EXAMPLES |= {"{file_id}": "file-0", "{batch_id}": "batch_0"}
 
 
 def example(path: str) -> str:
@@ -69,11 +58,9 @@ def check_error(reply: httpx.Response, status: int, code: str) -> dict[str, Any]
     return error
 
 
-def test_every_route_has_a_declared_role(guarded: GuardedServer, encoder: PromptEncoder, tmp_path: Path) -> None:
+def test_every_route_has_a_declared_role(guarded: GuardedServer) -> None:
     """A new route without a line in ``ROLES`` fails here; until it has one, it asks for ``admin``."""
-    batches = Batches(Files(SqliteShelf(tmp_path / "log.sqlite"), FilesConfig()))
-    app = whole_app(ScriptedBackend(), encoder, door=guarded.door, keeper=StreamKeeper(ShelfStore()), batches=batches)
-    paths = set(route_paths(app))
+    paths = set(route_paths(guarded.app))
     assert paths == set(ROLES), "declare the role of each route in services/api/access/roles.py, and of no other"
     assert RouteRoles(["/new"]).of({"type": "http", "path": "/new"}) is Role.ADMIN
 
@@ -173,8 +160,7 @@ def test_a_second_request_in_the_body_is_no_request(guarded: GuardedServer) -> N
     inner = f"GET /status HTTP/1.1\r\nHost: x\r\nx-api-key: {guarded.keys['admin']}\r\n\r\n"
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(inner)}\r\n"
     status, body = raw(guarded.port, head, inner)
-    assert status == 401
-    assert b'"actors"' not in body
+    assert status == 401 and b'"actors"' not in body
 
 
 @pytest.mark.parametrize("size", [10_000, 70_000, 1_000_000])
@@ -295,21 +281,13 @@ def test_a_tenant_is_in_the_salt_and_in_the_owner(guarded: GuardedServer, http: 
     assert first == second
     assert len({first, other, salted, other_salted}) == 4
     assert backend.priorities == [5, 5, 2, 5, 2]  # acme goes no further up than 5
-    keyed = [
-        http.post("/v1/completions", json=BODY | {"prompt_cache_key": "s"}, headers=guarded.bearer(name))
-        for name in ("acme-1", "serve")
-    ]
-    assert [answer.status_code for answer in keyed] == [200, 200]
+    for name in ("acme-1", "serve"):
+        body = BODY | {"prompt_cache_key": "s"}
+        assert http.post("/v1/completions", json=body, headers=guarded.bearer(name)).status_code == 200
     assert len({*backend.salts}) == 6, "a key divides a tenant and joins none"
     del backend.origins[5:]
-    traces = []
-    for number, origin in enumerate(backend.origins):
-        assert origin is not None
-        traces.append(
-            RequestTrace(f"{origin.response_id}/r{number}/ingress", f"r{number}", 0, origin.owner, "i", 0, True, 0, b"")
-        )
-    backend.traces = traces
-    address = f"/v1/requests/{traces[0].trace_id.partition('/')[0]}"
+    backend.traces = [trace_of(origin, "ingress") for origin in backend.origins if origin is not None]
+    address = f"/v1/requests/{backend.traces[0].trace_id.partition('/')[0]}"
     codes = {name: http.get(address, headers=guarded.bearer(name)).status_code for name in guarded.keys}
     assert codes == {"acme-1": 200, "acme-2": 200, "serve": 404, "observe": 404, "admin": 200}
 
@@ -383,22 +361,21 @@ async def test_only_so_many_answers_are_held_back_at_once(
 ) -> None:
     held: list[float] = []
     door = Door(DoorSettings(api_key="k" * 32, failures_per_minute=1), now=lambda: 0.0)
-    transport = httpx.ASGITransport(whole_app(ScriptedBackend(), encoder, door=door))
+    client = open_client(encoder, door)
 
     async def hold(seconds: float) -> None:
         held.append(seconds)
         assert door.failures.num_slowed == 1
 
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        with monkeypatch.context() as patched:
-            # Not `asyncio.sleep` itself: the server of other tests sleeps in a thread of this process.
-            patched.setattr("services.api.access.gate.asyncio", SimpleNamespace(sleep=hold))
-            codes = [(await client.get("/v1/models", headers={"x-api-key": "x"})).status_code for _ in range(3)]
-            assert (codes, held) == ([401, 429, 429], [SLOW_S, SLOW_S])
-            door.failures.num_slowed = MAX_SLOWED
-            assert (await client.get("/v1/models", headers={"x-api-key": "x"})).status_code == 429
-            assert len(held) == 2
-            assert (await client.get("/v1/models", headers={"x-api-key": "k" * 32})).status_code == 200
+    with monkeypatch.context() as patched:
+        # Not `asyncio.sleep` itself: the server of other tests sleeps in a thread of this process.
+        patched.setattr("services.api.access.gate.asyncio", SimpleNamespace(sleep=hold))
+        codes = [(await client.get("/v1/models", headers={"x-api-key": "x"})).status_code for _ in range(3)]
+        assert (codes, held) == ([401, 429, 429], [SLOW_S, SLOW_S])
+        door.failures.num_slowed = MAX_SLOWED
+        assert (await client.get("/v1/models", headers={"x-api-key": "x"})).status_code == 429
+        assert len(held) == 2
+        assert (await client.get("/v1/models", headers={"x-api-key": "k" * 32})).status_code == 200
 
 
 def test_failures_are_kept_in_bounded_memory() -> None:
@@ -413,33 +390,21 @@ def test_failures_are_kept_in_bounded_memory() -> None:
     assert MAX_SLOWED < 1000
 
 
-async def open_client(encoder: PromptEncoder, **settings: Any) -> httpx.AsyncClient:
-    app = whole_app(ScriptedBackend(), encoder, door=Door(DoorSettings(**settings)))
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+def open_client(encoder: PromptEncoder, door: Door | None = None, **settings: Any) -> httpx.AsyncClient:
+    app = whole_app(ScriptedBackend(), encoder, door=door or Door(DoorSettings(**settings)))
+    return client_on(app, host="localhost")
 
 
-@pytest.mark.parametrize(
-    ("host", "status"),
-    [
-        ("localhost", 200),
-        ("LOCALHOST:8000", 200),
-        ("127.0.0.1:8000", 200),
-        ("[::1]:8000", 200),
-        ("localhost.", 200),
-        ("evil.example.org", 403),
-        ("localhost.evil.example.org", 403),
-        ("127.0.0.1.evil.example.org:8000", 403),
-        ("", 403),
-        ("a.api.example.org", 200),
-        ("api.example.org", 403),
-        ("xapi.example.org", 403),
-    ],
-)
-async def test_a_name_that_is_not_allowed_is_refused(encoder: PromptEncoder, host: str, status: int) -> None:
-    hosts = ("localhost", "127.0.0.1", "[::1]", "*.api.example.org")
-    async with await open_client(encoder, hosts=hosts) as client:
+ALLOWED = ("localhost", "LOCALHOST:8000", "127.0.0.1:8000", "[::1]:8000", "localhost.", "a.api.example.org")
+OTHERS = ("evil.example.org", "localhost.evil.example.org", "127.0.0.1.evil.example.org:8000", "", "api.example.org")
+
+
+async def test_a_name_that_is_not_allowed_is_refused(encoder: PromptEncoder) -> None:
+    client = open_client(encoder, hosts=("localhost", "127.0.0.1", "[::1]", "*.api.example.org"))
+    for host in (*ALLOWED, *OTHERS, "xapi.example.org"):
         for path in ("/v1/models", "/health", "/dashboard"):
-            assert (await client.get(path, headers={"host": host})).status_code == status
+            reply = await client.get(path, headers={"host": host})
+            assert reply.status_code == (200 if host in ALLOWED else 403), host
 
 
 @pytest.mark.parametrize(
@@ -460,27 +425,25 @@ def test_the_loopback_interface_without_keys_allows_its_own_names(
 
 
 async def test_without_keys_everything_stays_open_but_administration(encoder: PromptEncoder) -> None:
-    async with await open_client(encoder) as client:
-        assert (await client.post("/v1/completions", json=BODY)).status_code == 200
-        assert (await client.get("/status")).status_code == 200
-        assert (await client.get("/v1/usage")).json() == {"object": "list", "data": []}
-        scaled = await client.post("/admin/scale", json={"kind": "replica", "count": 2})
-        assert scaled.status_code == 403
+    client = open_client(encoder)
+    assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+    assert (await client.get("/status")).status_code == 200
+    assert (await client.get("/v1/usage")).json() == {"object": "list", "data": []}
+    assert (await client.post("/admin/scale", json={"kind": "replica", "count": 2})).status_code == 403
 
 
 async def test_origins_are_allowed_by_setting_alone(encoder: PromptEncoder) -> None:
     origin = {"Origin": "https://app.example.org", "Access-Control-Request-Method": "POST"}
-    async with await open_client(encoder, origins=("https://app.example.org",), api_key="k" * 32) as client:
-        reply = await client.options("/v1/completions", headers=origin)
-        assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (200, "https://app.example.org")
-        assert "x-api-key" in reply.headers["access-control-allow-headers"]
-        other = await client.options("/v1/completions", headers=origin | {"Origin": "https://evil.example.org"})
-        assert "access-control-allow-origin" not in other.headers
-        refused = await client.get("/v1/models", headers=origin)  # pages may read why they were refused
-        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, "https://app.example.org")
-    async with await open_client(encoder) as client:
-        reply = await client.options("/v1/completions", headers=origin)
-        assert "access-control-allow-origin" not in reply.headers
+    client = open_client(encoder, origins=("https://app.example.org",), api_key="k" * 32)
+    reply = await client.options("/v1/completions", headers=origin)
+    assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (200, "https://app.example.org")
+    assert "x-api-key" in reply.headers["access-control-allow-headers"]
+    other = await client.options("/v1/completions", headers=origin | {"Origin": "https://evil.example.org"})
+    assert "access-control-allow-origin" not in other.headers
+    refused = await client.get("/v1/models", headers=origin)  # pages may read why they were refused
+    assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, "https://app.example.org")
+    reply = await open_client(encoder).options("/v1/completions", headers=origin)
+    assert "access-control-allow-origin" not in reply.headers
 
 
 async def test_other_protocols_are_not_served(encoder: PromptEncoder) -> None:
@@ -496,4 +459,3 @@ async def test_other_protocols_are_not_served(encoder: PromptEncoder) -> None:
     scope = {"type": "websocket", "path": "/v1/completions", "headers": [], "subprotocols": []}
     await asyncio.wait_for(app(scope, receive, send), LONG_S)
     assert all(message["type"] == "websocket.close" for message in sent)
-    json.dumps(sent)

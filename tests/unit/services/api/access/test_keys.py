@@ -1,20 +1,25 @@
-"""Keys, the file that keeps them, and the command that writes it."""
+"""Keys, the file that keeps them, the command that writes it, and what a role opens."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from core.errors import FarsightError
+from services.api.access.door import Door, DoorSettings
 from services.api.access.key_file import KeyFile, changed_key_file, read_key_file
 from services.api.access.keys import MAX_KEY_LEN, KeyRing, Role, Tenant, make_key, record_of
+from services.api.access.roles import Access, Everyone, RouteRoles
+from services.api.text.prompts import PromptEncoder
 from services.cli import app
 from tests.command_line import CliRunner
 from tests.unit.services.api.access.access_support import add_key
+from tests.unit.services.api.api_support import MODEL, ScriptedBackend, client_on, whole_app
 
 
 def test_a_ring_knows_its_keys_and_no_others() -> None:
@@ -52,6 +57,8 @@ def test_an_admin_key_allows_everything_and_the_operators_own_key_is_found() -> 
     assert caller is not None
     assert caller.roles == set(Role)
     assert ring.find(b"own key of mine.") is None
+    same = record_of("own key of mine", "api-key", "default", [Role.ADMIN])
+    assert same.digest != record_of("own key of mine", "api-key", "default", [Role.ADMIN]).digest, "each has its salt"
 
 
 def test_neither_the_file_nor_a_repr_holds_the_key(tmp_path: Path) -> None:
@@ -62,11 +69,6 @@ def test_neither_the_file_nor_a_repr_holds_the_key(tmp_path: Path) -> None:
     (record,) = read_key_file(path).keys
     assert record.digest.hex() not in repr(record)
     assert (path.stat().st_mode & 0o777, record.matches(key.encode())) == (0o600, True)
-
-
-def test_two_records_of_one_key_differ() -> None:
-    first, second = (record_of("the same", "a", "a", [Role.SERVE]) for _ in range(2))
-    assert first.digest != second.digest
 
 
 def test_a_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
@@ -174,3 +176,42 @@ def test_the_command_refuses_with_the_reason(tmp_path: Path, monkeypatch: pytest
     assert "a key in the file: alice" in run("revoke", "carol", "--key-file", path)[2]
     assert "cannot be written" in run("add", "alice", "--key-file", str(tmp_path / "none" / "keys.json"))[2]
     assert len(read_key_file(Path(path)).keys) == 1
+
+
+async def test_only_operators_learn_where_the_model_lies(encoder: PromptEncoder, tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    keys = {role: add_key(path, role.value, role) for role in Role}
+    backend = ScriptedBackend()
+    backend.model = replace(backend.model, root="/models/here")
+
+    async def roots(key_file: Path | None, key: str = "") -> set[str | None]:
+        client = client_on(
+            whole_app(backend, encoder, door=Door(DoorSettings(key_file=key_file))), **{"x-api-key": key}
+        )
+        listed = (await client.get("/v1/models")).json()["data"]
+        return {each["root"] for each in [*listed, (await client.get(f"/v1/models/{MODEL}")).json()]}
+
+    assert await roots(path, keys[Role.SERVE]) == {None}
+    for role in (Role.OBSERVE, Role.ADMIN):
+        assert await roots(path, keys[role]) == {"/models/here"}
+    assert await roots(None) == {"/models/here"}, "without keys every client is an operator"
+
+
+ROUTES = RouteRoles(["/health", "/admin/scale"])
+
+
+@pytest.mark.parametrize(
+    ("root", "path", "role"),
+    [
+        ("", "/admin/scale", Role.ADMIN),
+        ("/app", "/app/admin/scale", Role.ADMIN),
+        ("/app", "/admin/scale", Role.ADMIN),
+        ("/app", "/app/health", Everyone.PUBLIC),
+        ("/health", "/health/admin/scale", Role.ADMIN),
+        ("/app", "/apphealth", Everyone.ANY_KEY),
+        ("/app/", "/app/health", Everyone.ANY_KEY),
+        ("/app", "/app", Everyone.ANY_KEY),
+    ],
+)
+def test_a_root_path_opens_nothing(root: str, path: str, role: Access) -> None:
+    assert ROUTES.of({"type": "http", "path": path, "root_path": root}) is role

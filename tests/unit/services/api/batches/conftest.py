@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,21 +71,23 @@ async def shelf(tmp_path: Path) -> AsyncIterator[SqliteShelf]:
 
 
 @pytest.fixture
-async def serve(shelf: SqliteShelf, encoder: PromptEncoder, tmp_path: Path) -> AsyncIterator[Serve]:
-    async with AsyncExitStack() as stack:
+def serve(shelf: SqliteShelf, encoder: PromptEncoder, tmp_path: Path) -> Serve:
+    texts = encoder
 
-        def make(
-            tenants: tuple[str, ...] = (), backend: ScriptedBackend | None = None, **settings: int
-        ) -> BatchService:
-            clock = WallClock()
-            keys = {name: add_key(tmp_path / "keys.json", name) for name in tenants}
-            door = Door(DoorSettings(key_file=tmp_path / "keys.json" if tenants else None))
-            batches = Batches(Files(shelf, FilesConfig(**settings), clock))
-            backend = backend or ScriptedBackend()
-            app = build_app(backend, encoder, 100_000, door=door, batches=batches)
-            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-            client = httpx.AsyncClient(transport=transport, base_url="http://test")
-            stack.push_async_callback(client.aclose)
-            return BatchService(backend, batches, clock, door, keys, client, encoder, [MANY_PLACES])
+    def make(
+        tenants: tuple[str, ...] = (),
+        backend: ScriptedBackend | None = None,
+        encoder: PromptEncoder = texts,
+        **settings: int,
+    ) -> BatchService:
+        clock = WallClock()
+        keys = {name: add_key(tmp_path / "keys.json", name) for name in tenants}
+        door = Door(DoorSettings(key_file=tmp_path / "keys.json" if tenants else None))
+        batches = Batches(Files(shelf, FilesConfig(**settings), clock))
+        backend = backend or ScriptedBackend()
+        app = build_app(backend, encoder, 100_000, door=door, batches=batches)
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        client = httpx.AsyncClient(transport=transport, base_url="http://test")
+        return BatchService(backend, batches, clock, door, keys, client, encoder, [MANY_PLACES])
 
-        yield make
+    return make

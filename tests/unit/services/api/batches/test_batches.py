@@ -4,31 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
 from core.errors import CapacityError
+from core.forecast import QUANTILES, Forecast
 from core.kept import PartsQuery
-from core.request import FLEX
+from core.messages.tokens import TokenDelta
+from core.request import FLEX, Request
+from services.api.batches.lines import BatchLine
+from services.api.batches.order import WINDOW_LINES, LongestFirst, longest_first
 from services.api.batches.records import WINDOW_S
 from services.api.batches.running import LEASE_S, BatchRunner
+from services.api.text.prompts import PromptEncoder, PromptText
 from tests.unit.services.api.api_support import HELLO, ScriptedBackend
 from tests.unit.services.api.batches.conftest import BatchService, Serve
 from tests.unit.services.api.batches.kept_support import SqliteShelf
 from tests.unit.services.api.batches.test_files import library
+from tests.unit.services.api.pictures.test_pictures import FILE, PARTS, chat, image, seeing_backend, seeing_dir, text
+
+
+def line_of(name: str, body: dict[str, Any], url: str = "/v1/completions") -> bytes:
+    return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body}).encode() + b"\n"
 
 
 def lines(count: int, **changes: Any) -> bytes:
     """So many requests; ``changes`` of the body of each."""
-    each = [
-        {"custom_id": f"c{i}", "method": "POST", "url": "/v1/completions", "body": {"prompt": [5, i % 200], **changes}}
-        for i in range(count)
-    ]
-    return b"".join(json.dumps(line).encode() + b"\n" for line in each)
+    return b"".join(line_of(f"c{i}", {"prompt": [5, i % 200], **changes}) for i in range(count))
 
 
 @asynccontextmanager
@@ -41,27 +48,32 @@ async def running(runner: BatchRunner) -> Any:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def begin(service: BatchService, data: bytes, key: str = "none", **fields: Any) -> str:
-    client = library(service, key)
+async def begin(service: BatchService, data: bytes, name: str = "", **fields: Any) -> str:
+    client = library(service, name)
     made = await client.files.create(file=("in.jsonl", data), purpose="batch")
-    batch = await client.batches.create(
-        input_file_id=made.id, endpoint="/v1/completions", completion_window="24h", **fields
-    )
+    endpoint = fields.pop("endpoint", "/v1/completions")
+    batch = await client.batches.create(input_file_id=made.id, endpoint=endpoint, completion_window="24h", **fields)
     assert batch.status == "validating"
     return batch.id
 
 
-async def until(service: BatchService, batch_id: str, *statuses: str, key: str = "none") -> openai.types.Batch:
-    client = library(service, key)
+async def run_to(status: str, service: BatchService, batch_id: str, runner: BatchRunner | None = None) -> Any:
+    """The batch when it has come to this status."""
+    async with running(runner or service.runner()):
+        return await until(service, batch_id, status)
+
+
+async def until(service: BatchService, batch_id: str, *statuses: str, name: str = "") -> openai.types.Batch:
+    client = library(service, name)
     while (batch := await client.batches.retrieve(batch_id)).status not in statuses:
         assert batch.status not in ("failed", "completed", "expired", "cancelled"), batch
         await asyncio.sleep(0.01)
     return batch
 
 
-async def output(service: BatchService, file_id: str | None, key: str = "none") -> list[dict[str, Any]]:
+async def output(service: BatchService, file_id: str | None, name: str = "") -> list[dict[str, Any]]:
     assert file_id is not None
-    content = (await library(service, key).files.content(file_id)).text
+    content = (await library(service, name).files.content(file_id)).text
     return [json.loads(line) for line in content.splitlines()]
 
 
@@ -69,9 +81,7 @@ async def test_the_openai_library(serve: Serve) -> None:
     service = serve()
     data = lines(40) + lines(1, prompt=[]).replace(b'"c0"', b'"bad"')
     batch_id = await begin(service, data, metadata={"for": "a test"})
-    async with running(service.runner()):
-        batch = await until(service, batch_id, "completed")
-    assert batch.request_counts is not None
+    batch = await run_to("completed", service, batch_id)
     assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (41, 40, 1)
     assert batch.metadata == {"for": "a test"}
     found = await output(service, batch.output_file_id)
@@ -93,17 +103,13 @@ async def test_another_replica_goes_on_and_no_line_is_answered_twice(serve: Serv
     """The first replica is cut off in the midst, as by ``kill -9``: it gives nothing back."""
     service = serve(batch_in_flight=4)
     batch_id = await begin(service, lines(60))
-    gate = asyncio.Event()
-    slow = ScriptedBackend()
-    first = service.runner("first", _stopping(slow, after=37, gate=gate))
-    async with running(first):
+    async with running(service.runner("first", Stopping(after=37))):
         await shelf.have_lines(32)
     kept = (await shelf.read_parts(PartsQuery("lines", batch_id, 0, 0, only_indices=True))).parts
     assert len(kept) < 60
     service.clock.now += LEASE_S + 1
     second = ScriptedBackend()
-    async with running(service.runner("second", second)):
-        batch = await until(service, batch_id, "completed")
+    batch = await run_to("completed", service, batch_id, service.runner("second", second))
     assert len(second.calls) == 60 - len(kept), "lines with a result run no more"
     found = await output(service, batch.output_file_id)
     assert [line["custom_id"] for line in found] == [f"c{i}" for i in range(60)]
@@ -129,10 +135,7 @@ async def test_a_refused_line_is_sent_again(serve: Serve) -> None:
 
     service = serve(backend=ScriptedBackend(script))
     batch_id = await begin(service, lines(3))
-    async with running(service.runner()):
-        batch = await until(service, batch_id, "completed")
-    assert batch.request_counts is not None
-    assert batch.request_counts.completed == 3
+    assert (await run_to("completed", service, batch_id)).request_counts.completed == 3
 
 
 async def test_lines_wait_while_others_do(serve: Serve) -> None:
@@ -148,9 +151,7 @@ async def test_lines_wait_while_others_do(serve: Serve) -> None:
 
 
 async def test_a_cancelled_batch_keeps_what_it_has(serve: Serve, shelf: SqliteShelf) -> None:
-    gate = asyncio.Event()
-    backend = _stopping(ScriptedBackend(), after=5, gate=gate)
-    service = serve(backend=backend, batch_in_flight=1)
+    service = serve(backend=Stopping(after=5), batch_in_flight=1)
     batch_id = await begin(service, lines(20))
     async with running(service.runner()):
         await shelf.have_lines(5)
@@ -161,7 +162,7 @@ async def test_a_cancelled_batch_keeps_what_it_has(serve: Serve, shelf: SqliteSh
 
 
 async def test_a_batch_whose_time_is_over_says_so_of_each_line(serve: Serve) -> None:
-    service = serve(backend=_stopping(ScriptedBackend(), after=0, gate=asyncio.Event()), batch_in_flight=2)
+    service = serve(backend=Stopping(after=0), batch_in_flight=2)
     batch_id = await begin(service, lines(4))
     async with running(service.runner()):
         await until(service, batch_id, "in_progress")
@@ -197,28 +198,26 @@ async def test_a_bad_input_fails_the_batch_and_names_the_line(
 ) -> None:
     service = serve(max_batch_lines=10)
     batch_id = await begin(service, data)
-    async with running(service.runner()):
-        batch = await until(service, batch_id, "failed")
-    assert batch.errors is not None and batch.errors.data
+    batch = await run_to("failed", service, batch_id)
     assert (batch.errors.data[0].code, batch.errors.data[0].line) == (code, line)
     assert not service.backend.calls
 
 
 async def test_a_batch_is_its_tenants(serve: Serve) -> None:
     service = serve(("one", "two"))
-    batch_id = await begin(service, lines(3), service.keys["one"])
-    two = library(service, service.keys["two"])
+    batch_id = await begin(service, lines(3), "one")
+    two = library(service, "two")
     for call in (two.batches.retrieve, two.batches.cancel):
         with pytest.raises(openai.NotFoundError):
             await call(batch_id)
     assert (await two.batches.list()).data == []
     assert (await service.client.delete(f"/v1/batches/{batch_id}", headers=service.bearer("two"))).status_code == 404
     async with running(service.runner()):
-        batch = await until(service, batch_id, "completed", key=service.keys["one"])
+        batch = await until(service, batch_id, "completed", name="one")
     assert service.backend.keys == ["one"] * 3, "its requests count for its tenant"
     with pytest.raises(openai.NotFoundError):
         await two.files.content(str(batch.output_file_id))
-    assert len(await output(service, batch.output_file_id, service.keys["one"])) == 3
+    assert len(await output(service, batch.output_file_id, "one")) == 3
 
 
 async def test_a_wrong_request_for_a_batch(serve: Serve) -> None:
@@ -238,18 +237,95 @@ async def test_a_wrong_request_for_a_batch(serve: Serve) -> None:
         assert (await service.client.get(f"/v1/batches?{query}")).status_code == 400
 
 
-def _stopping(backend: ScriptedBackend, after: int, gate: asyncio.Event) -> ScriptedBackend:
-    """Answers so many requests; the others wait for the gate."""
-    inner: Callable[..., Any] = backend.stream
-    count = 0
+class Stopping(ScriptedBackend):
+    """Answers so many requests; the others wait for ever."""
 
-    async def stream(*args: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count > after:
-            await gate.wait()
-        async for delta in inner(*args):
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self._after = after
+
+    async def stream(
+        self, request: Request, text: PromptText | None = None, key: str = ""
+    ) -> AsyncGenerator[TokenDelta, None]:
+        self._after -= 1
+        if self._after < 0:
+            await asyncio.Event().wait()
+        async for delta in super().stream(request, text, key):
             yield delta
 
-    backend.stream = stream  # type: ignore[method-assign, assignment]
-    return backend
+
+async def test_lines_with_pictures_run_as_chats(serve: Serve, tmp_path: Path) -> None:
+    """A wrong one fails alone."""
+    folder = seeing_dir(tmp_path / "seeing", PARTS)
+    backend = seeing_backend(folder)
+    service = serve(backend=backend, encoder=PromptEncoder(folder))
+    bodies = [chat(text("see"), image()), chat(image(), image(b"other")), chat(text("no picture"))]
+    bodies.append(chat({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}))
+    url = "/v1/chat/completions"
+    data = b"".join(line_of(f"c{i}", body, url) for i, body in enumerate(bodies))
+    done = await run_to("completed", service, await begin(service, data, endpoint=url))
+    assert [line["custom_id"] for line in await output(service, done.output_file_id)] == ["c0", "c1", "c2"]
+    (bad,) = await output(service, done.error_file_id)
+    assert bad["custom_id"] == "c3" and bad["response"]["status_code"] == 400
+    assert sorted(file.data for file, _ in backend.seen) == sorted([FILE, FILE, b"other"])
+
+
+def forecast(mean: float, rank: float | None = None, version: int = 1) -> Forecast:
+    return Forecast(mean, (mean,) * len(QUANTILES), 5, "forest", version, rank)
+
+
+def numbered(count: int) -> list[tuple[int, BatchLine]]:
+    return [(i, BatchLine(i + 1, f"c{i}", "/v1/completions", b"{}")) for i in range(count)]
+
+
+def test_the_longest_come_first_and_equal_ones_keep_their_order() -> None:
+    assert longest_first([forecast(5), forecast(9), forecast(5), forecast(7)]) == [1, 3, 0, 2]
+
+
+def test_lines_without_a_forecast_come_last() -> None:
+    assert longest_first([None, forecast(1), None, forecast(2)]) == [3, 1, 0, 2]
+    assert longest_first([None, None]) == [0, 1]
+
+
+def test_ranks_count_where_all_are_of_one_version() -> None:
+    assert longest_first([forecast(5, rank=0.9), forecast(9, rank=0.1)]) == [0, 1]
+    assert longest_first([forecast(5, rank=0.9), forecast(9, rank=0.1, version=2)]) == [1, 0], "else means"
+    assert longest_first([forecast(5, rank=0.9), forecast(9)]) == [1, 0]
+
+
+async def test_each_window_is_put_in_order_by_itself() -> None:
+    asked: list[int] = []
+
+    async def forecast_lines(lines: Sequence[BatchLine]) -> list[Forecast | None]:
+        asked.append(len(lines))
+        return [forecast(line.number) for line in lines]
+
+    order = LongestFirst(numbered(WINDOW_LINES + 3), forecast_lines)
+    taken = []
+    while (each := await order.take()) is not None:
+        taken.append(each[0])
+    assert asked == [WINDOW_LINES, 3]
+    assert taken == [*reversed(range(WINDOW_LINES)), WINDOW_LINES + 2, WINDOW_LINES + 1, WINDOW_LINES]
+    assert await order.take() is None
+
+
+async def test_several_takers_get_each_line_once() -> None:
+    async def forecast_lines(lines: Sequence[BatchLine]) -> list[Forecast | None]:
+        await asyncio.sleep(0)
+        return [forecast(1)] * len(lines)
+
+    order = LongestFirst(numbered(2 * WINDOW_LINES), forecast_lines)
+    taken: list[int] = []
+
+    async def work() -> None:
+        while (each := await order.take()) is not None:
+            taken.append(each[0])
+            await asyncio.sleep(0)
+
+    await asyncio.gather(*(work() for _ in range(7)))
+    assert sorted(taken) == list(range(2 * WINDOW_LINES))
+
+
+async def test_without_forecasts_lines_keep_their_order() -> None:
+    order = LongestFirst(numbered(3), None)
+    assert [(await order.take() or (None,))[0] for _ in range(4)] == [0, 1, 2, None]

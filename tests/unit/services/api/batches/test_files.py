@@ -1,26 +1,43 @@
-"""Files of clients: what OpenAI's library does with them, other tenants, quotas, expiry, hostile uploads."""
+"""Files and responses of clients: OpenAI's library, other tenants, quotas, expiry, failures, hostile uploads."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from typing import Any
+
 import openai
 import pytest
+from openai.types.responses import Response
 
-from core.kept import DropExpired
+from core.errors import FarsightError
+from core.kept import DropExpired, KeptObject, ObjectName, PutObject, PutVerdict
 from services.api.batches.multipart import parse_form
 from services.api.batches.shelf import PART_BYTES
+from services.api.dialects.stored import RESPONSE
 from services.api.errors import ApiError
+from tests.unit.services.api.api_support import MODEL, ScriptedBackend, delta, ok
 from tests.unit.services.api.batches.conftest import BatchService, Serve
+from tests.unit.services.api.batches.kept_support import SqliteShelf
 
 LINE = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "hi"}}\n'
 
 
-def library(service: BatchService, key: str = "none") -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(
-        base_url="http://test/v1",
-        api_key=key,
-        http_client=service.client,  # type: ignore[arg-type]
-        max_retries=0,
-    )
+def library(service: BatchService, name: str = "") -> openai.AsyncOpenAI:
+    """The ``openai`` library with the key of a tenant."""
+    http: Any = service.client
+    key = service.keys[name] if name else "none"
+    return openai.AsyncOpenAI(base_url="http://test/v1", api_key=key, http_client=http, max_retries=0)
+
+
+async def assert_unknown(call: Any, name: str, code: str) -> None:
+    """A call about what another tenant has is answered like one about what nobody has."""
+    with pytest.raises(openai.NotFoundError) as mine:
+        await call(name)
+    with pytest.raises(openai.NotFoundError) as none:
+        await call("unknown")
+    assert mine.value.code == none.value.code == code
+    assert str(mine.value).replace(name, "unknown") == str(none.value)
 
 
 async def test_the_openai_library(serve: Serve) -> None:
@@ -44,15 +61,10 @@ async def test_the_openai_library(serve: Serve) -> None:
 
 async def test_another_tenants_file_is_not_there(serve: Serve) -> None:
     service = serve(("one", "two"))
-    one, two = library(service, service.keys["one"]), library(service, service.keys["two"])
+    one, two = library(service, "one"), library(service, "two")
     made = await one.files.create(file=("a", LINE), purpose="batch")
     for call in (two.files.retrieve, two.files.content, two.files.delete):
-        with pytest.raises(openai.NotFoundError) as mine:
-            await call(made.id)
-        with pytest.raises(openai.NotFoundError) as none:
-            await call("file-unknown")
-        assert mine.value.code == none.value.code == "file_not_found"
-        assert str(mine.value).replace(made.id, "file-unknown") == str(none.value)
+        await assert_unknown(call, made.id, "file_not_found")
     assert [each.id async for each in await two.files.list()] == []
     assert [each.id async for each in await two.files.list(after=made.id)] == []
     with pytest.raises(openai.NotFoundError):
@@ -63,17 +75,15 @@ async def test_another_tenants_file_is_not_there(serve: Serve) -> None:
 
 async def test_quota_and_size(serve: Serve) -> None:
     service = serve(("one", "two"), max_owner_bytes=2500, max_file_bytes=2000)
-    one, two = library(service, service.keys["one"]), library(service, service.keys["two"])
-    first = await one.files.create(file=("a", b"x" * 1500), purpose="batch")
-    with pytest.raises(openai.APIStatusError) as refused:
-        await one.files.create(file=("b", b"x" * 1001), purpose="batch")
-    assert (refused.value.status_code, refused.value.code) == (413, "quota_exceeded")
-    await two.files.create(file=("b", b"x" * 1001), purpose="batch")
-    await one.files.delete(first.id)
-    await one.files.create(file=("b", b"x" * 1001), purpose="batch")
-    with pytest.raises(openai.APIStatusError) as large:
-        await two.files.create(file=("c", b"x" * 40_000), purpose="batch")
-    assert (large.value.status_code, large.value.code) == (413, "request_too_large")
+    one, two = library(service, "one").files, library(service, "two").files
+    first = await one.create(file=("a", b"x" * 1500), purpose="batch")
+    for files, size, code in ((one, 1001, "quota_exceeded"), (two, 40_000, "request_too_large")):
+        with pytest.raises(openai.APIStatusError) as refused:
+            await files.create(file=("b", b"x" * size), purpose="batch")
+        assert (refused.value.status_code, refused.value.code) == (413, code)
+    await two.create(file=("b", b"x" * 1001), purpose="batch")
+    await one.delete(first.id)
+    await one.create(file=("b", b"x" * 1001), purpose="batch")
 
 
 async def test_what_has_expired_is_not_there(serve: Serve) -> None:
@@ -164,3 +174,110 @@ def test_a_body_that_looks_like_its_own_boundary_is_kept() -> None:
     assert form["file"].data == data.replace(b"\r\n--bb", b"\n--bb")
     with pytest.raises(ApiError, match="boundary"):
         parse_form('multipart/form-data; boundary="b\x00"', b"--b\x00--")
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+TOOL: Any = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}, "strict": False}
+PATH = "/v1/responses"
+
+
+def roomy(service: BatchService) -> BatchService:
+    """With room for conversations."""
+    service.backend.model = dataclasses.replace(service.backend.model, max_model_len=8192)
+    return service
+
+
+async def ask(service: BatchService, **fields: Any) -> Any:
+    return await ok(service.client, PATH, **{"input": "hi", **fields})
+
+
+async def test_the_openai_library_goes_on_with_a_stored_response(serve: Serve) -> None:
+    service = roomy(serve())
+    client = library(service)
+    first = await client.responses.create(model=MODEL, input="one", instructions="Be brief.", store=True)
+    second = await client.responses.create(model=MODEL, input="two", previous_response_id=first.id, store=True)
+    third = await client.responses.create(model=MODEL, input="three", previous_response_id=second.id)
+    assert (first.output_text, second.previous_response_id) == ("Hello!", first.id)
+    text = service.backend.texts[2]
+    assert text is not None and text.user_input == "three"
+    for said in ("one", "two"):
+        assert said in text.instruction
+    assert text.instruction.count("Hello!") == 2 and "Be brief." not in text.instruction, "instructions hold once"
+    assert await client.responses.retrieve(second.id) == second
+    Response.model_validate_json((await service.client.get(f"{PATH}/{second.id}")).content, strict=True)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(third.id)  # store is false where a client does not say so
+    await client.responses.delete(first.id)
+    again = await client.responses.create(model=MODEL, input="four", previous_response_id=second.id)
+    assert again.status == "completed", "a stored response holds the whole conversation"
+    for name in (first.id, "resp_unknown"):
+        with pytest.raises(openai.NotFoundError) as refused:
+            await client.responses.create(model=MODEL, input="x", previous_response_id=name)
+        assert refused.value.param == "previous_response_id"
+
+
+async def test_calls_and_their_results_go_on(serve: Serve) -> None:
+    service = roomy(serve(backend=ScriptedBackend([delta(CALL, "stop")])))
+    made = await ask(service, tools=[TOOL], store=True)
+    call = made["output"][-1]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "sun"}
+    await ask(service, tools=[TOOL], previous_response_id=made["id"], input=[result])
+    text = service.backend.texts[1]
+    assert text is not None and "sun" in text.user_input + text.instruction + str(text.source)
+
+
+async def test_a_stream_is_stored(serve: Serve) -> None:
+    service = serve()
+    client = library(service)
+    stream = await client.responses.create(model=MODEL, input="hi", store=True, stream=True)
+    async for event in stream:
+        if event.type == "response.completed":
+            assert (await client.responses.retrieve(event.response.id)) == event.response
+
+
+async def test_another_tenants_response_is_not_there(serve: Serve) -> None:
+    service = serve(("one", "two"))
+    one, two = library(service, "one"), library(service, "two")
+    made = await one.responses.create(model=MODEL, input="hi", store=True)
+
+    async def go_on(name: str) -> Any:
+        return await two.responses.create(model=MODEL, input="hi", previous_response_id=name)
+
+    for call in (two.responses.retrieve, two.responses.delete, go_on):
+        await assert_unknown(call, made.id, "response_not_found")
+    assert (await one.responses.retrieve(made.id)) == made
+
+
+async def test_what_is_stored_counts_for_the_quota_and_expires(serve: Serve) -> None:
+    service = roomy(serve(max_owner_bytes=3000))
+    made = await ask(service, store=True)
+    num_runs = len(service.backend.calls)
+    refused = await service.client.post(PATH, json={"input": "x" * 3000, "store": True})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (413, "store")
+    assert len(service.backend.calls) == num_runs, "nothing is computed for what could not be stored"
+    service.clock.now += service.batches.files.settings.max_age_s + 1
+    assert (await service.client.get(f"{PATH}/{made['id']}")).status_code == 404
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_log_that_fails_is_an_error(serve: Serve, shelf: SqliteShelf, stream: bool) -> None:
+    service = serve()
+    put, kept = shelf.put_object, []
+
+    async def fails(order: PutObject) -> PutVerdict:
+        if order.kept.revision == 2:
+            raise FarsightError("the log store cannot be reached")
+        kept.append(order.kept)
+        return await put(order)
+
+    shelf.put_object = fails  # type: ignore[method-assign]
+    answer = await service.client.post(PATH, json={"input": "hi", "store": True, "stream": stream})
+    if stream:
+        last = json.loads(answer.text.strip().split("\n\n")[-1].split("data: ")[1])
+        assert last["type"] == "response.failed"
+        assert "response.completed" not in answer.text
+    else:
+        assert answer.status_code >= 500
+    begun: KeptObject = kept[0]
+    assert (await shelf.find_object(ObjectName(RESPONSE, begun.object_id))).kept == begun
+    assert (await service.client.get(f"{PATH}/{begun.object_id}")).status_code == 404

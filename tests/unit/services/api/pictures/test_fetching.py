@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import gzip
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ import pytest
 from core.config.image_hosts import parse_image_hosts
 from core.errors import CapacityError, InvalidValueError
 from services.api.pictures.fetching import MAX_FETCHES, MAX_REDIRECTS, FetchLimits, Lookup, PictureFetcher, Wanted
+from tests.unit.services.api.api_support import LONG_S, until
 from tests.unit.services.api.pictures.picture_host import (
     Answer,
     PictureHost,
@@ -27,7 +28,6 @@ from tests.unit.services.api.pictures.picture_host import (
 )
 from tests.unit.services.certificates import make_certificate
 
-LONG_S = 120.0
 SHORT = FetchLimits(max_bytes=100_000, max_waiting_bytes=250_000, timeout_s=0.5)
 PATIENT = FetchLimits(max_bytes=100_000, max_waiting_bytes=250_000, timeout_s=LONG_S)
 
@@ -36,6 +36,11 @@ PATIENT = FetchLimits(max_bytes=100_000, max_waiting_bytes=250_000, timeout_s=LO
 async def host() -> AsyncIterator[PictureHost]:
     async with PictureHost().serving() as host:
         yield host
+
+
+def at(host: PictureHost, limits: FetchLimits = PATIENT) -> tuple[PictureFetcher, str]:
+    """A fetcher that the host is named to, and the address of its picture."""
+    return fetcher_of(f"127.0.0.1:{host.port}", limits), f"http://127.0.0.1:{host.port}/a"
 
 
 class Names:
@@ -87,56 +92,32 @@ async def test_nothing_is_fetched_unless_hosts_are_named(host: PictureHost) -> N
     assert host.heads == []
 
 
-URLS = {
-    "another host": "http://elsewhere.example/a",
-    "a host below": "http://below.pictures.example/a",
-    "a host with more behind": "http://pictures.example.evil.example/a",
-    "another port": "http://pictures.example:8080/a",
-    "the port of the other scheme": "https://pictures.example:80/a",
-    "port 0": "http://pictures.example:0/a",
-    "a port that is none": "http://pictures.example:99999/a",
-    "a port of letters": "http://pictures.example:http/a",
-    "an address": "http://127.0.0.1/a",
-    "a number": "http://2130706433/a",
-    "a hexadecimal number": "http://0x7f000001/a",
-    "a short address": "http://127.1/a",
-    "an octal address": "http://0177.0.0.1/a",
-    "IPv6": "http://[::1]/a",
-    "IPv4 in IPv6": "http://[::ffff:127.0.0.1]/a",
-    "a zone": "http://[fe80::1%25eth0]/a",
-    "an open bracket": "http://[::1/a",
-    "metadata of a cloud": "http://169.254.169.254/latest/meta-data/",
-    "a user": "http://user@pictures.example/a",
-    "a user and a password": "http://user:secret@pictures.example/a",
-    "an empty user": "http://@pictures.example/a",
-    "a name in place of a user": "http://pictures.example@127.0.0.1/a",
-    "a backslash": "http://pictures.example\\@127.0.0.1/a",
-    "a percent-encoded @": "http://pictures.example%40127.0.0.1/a",
-    "a percent-encoded slash": "http://127.0.0.1%2fpictures.example/a",
-    "a line break": "http://pictures.example/a\r\nX-Evil: 1",
-    "a tab in the host": "http://pictures.exa\tmple/a",
-    "a space": "http://pictures.example/a b",
-    "a NUL": "http://pictures.example/\0",
-    "letters that look alike": "http://p\u0456ctures.example/a",
-    "full-width dots": "http://pictures\uff0eexample/a",
-    "file": "file:///etc/passwd",
-    "ftp": "ftp://pictures.example/a",
-    "gopher": "gopher://pictures.example/a",
-    "javascript": "javascript:alert(1)",
-    "no scheme": "//pictures.example/a",
-    "a path": "/etc/passwd",
-    "no host": "http:///a",
-    "one slash": "http:/pictures.example/a",
-    "nothing": "",
-    "a long URL": "http://pictures.example/" + "a" * 5000,
-    "a long name": "http://" + "a" * 300 + ".pictures.example/a",
-}
+NAMED = "http://pictures.example"
+URLS = [
+    *("http://elsewhere.example/a", "http://below.pictures.example/a", "http://pictures.example.evil.example/a"),
+    *(f"{NAMED}:8080/a", "https://pictures.example:80/a", f"{NAMED}:0/a", f"{NAMED}:99999/a", f"{NAMED}:http/a"),
+    *("http://127.0.0.1/a", "http://2130706433/a", "http://0x7f000001/a", "http://127.1/a", "http://0177.0.0.1/a"),
+    *("http://[::1]/a", "http://[::ffff:127.0.0.1]/a", "http://[fe80::1%25eth0]/a", "http://[::1/a"),
+    "http://169.254.169.254/latest/meta-data/",
+    *("http://user@pictures.example/a", "http://user:secret@pictures.example/a", "http://@pictures.example/a"),
+    *(
+        f"{NAMED}@127.0.0.1/a",
+        f"{NAMED}\\@127.0.0.1/a",
+        f"{NAMED}%40127.0.0.1/a",
+        "http://127.0.0.1%2fpictures.example/a",
+    ),
+    *(f"{NAMED}/a\r\nX-Evil: 1", "http://pictures.exa\tmple/a", f"{NAMED}/a b", f"{NAMED}/\0"),
+    *("http://p\u0456ctures.example/a", "http://pictures\uff0eexample/a"),  # letters and dots that look alike
+    *("file:///etc/passwd", "ftp://pictures.example/a", "gopher://pictures.example/a", "javascript:alert(1)"),
+    *("//pictures.example/a", "/etc/passwd", "http:///a", "http:/pictures.example/a", ""),
+    *(f"{NAMED}/{'a' * 5000}", f"http://{'a' * 300}.pictures.example/a"),
+]
 
 
-@pytest.mark.parametrize("name", URLS)
-async def test_hostile_urls_are_refused_before_anything_is_looked_up(name: str) -> None:
+@pytest.mark.parametrize("url", URLS, ids=lambda url: ascii(url)[:60])
+async def test_hostile_urls_are_refused_before_anything_is_looked_up(url: str) -> None:
     lookup = Names(**{"pictures.example": ["93.184.215.14"]})
-    said = await refused(fetcher_of("pictures.example", lookup=lookup), URLS[name], "expected")
+    said = await refused(fetcher_of("pictures.example", lookup=lookup), url, "expected")
     assert lookup.asked == []
     assert "secret" not in said
 
@@ -190,25 +171,20 @@ async def test_redirects_within_named_hosts_are_followed(host: PictureHost) -> N
         "/c": moved("d?x=1#y", 308),
         "/d?x=1": http(b"file"),
     }
-    assert await fetch(fetcher_of(f"127.0.0.1:{host.port}"), f"http://127.0.0.1:{host.port}/a") == [b"file"]
+    assert await fetch(*at(host)) == [b"file"]
 
 
 @pytest.mark.parametrize(
     "to",
     [
-        "http://169.254.169.254/latest/meta-data/",
-        "http://127.0.0.1:1/",
-        "http://[::1]/",
-        "http://elsewhere.example/",
-        "//elsewhere.example/",
-        "http://private.example/",
-        "file:///etc/passwd",
-        "ftp://127.0.0.1/",
-        "http://user:secret@127.0.0.1/",
-        "http://\\elsewhere.example/",
-        "http://[",
-        "",
-        "http://" + "a" * 5000,
+        *("http://169.254.169.254/latest/meta-data/", "http://127.0.0.1:1/", "http://[::1]/", "http://[", ""),
+        *(
+            "http://elsewhere.example/",
+            "//elsewhere.example/",
+            "http://\\elsewhere.example/",
+            "http://private.example/",
+        ),
+        *("file:///etc/passwd", "ftp://127.0.0.1/", "http://user:secret@127.0.0.1/", "http://" + "a" * 5000),
     ],
 )
 async def test_redirects_are_checked_like_the_first_url(host: PictureHost, to: str) -> None:
@@ -222,7 +198,7 @@ async def test_redirects_are_checked_like_the_first_url(host: PictureHost, to: s
 
 async def test_endless_redirects_end(host: PictureHost) -> None:
     host.answers = {"/a": moved("/a")}
-    await refused(fetcher_of(f"127.0.0.1:{host.port}"), f"http://127.0.0.1:{host.port}/a", "at most 3 redirects")
+    await refused(*at(host), "at most 3 redirects")
     assert len(host.heads) == MAX_REDIRECTS + 1
 
 
@@ -251,17 +227,16 @@ async def test_endless_redirects_end(host: PictureHost) -> None:
 )
 async def test_hostile_answers_are_refused(host: PictureHost, answer: bytes | Answer, reason: str) -> None:
     host.answers = {"/a": answer}
-    await refused(fetcher_of(f"127.0.0.1:{host.port}"), f"http://127.0.0.1:{host.port}/a", reason)
-    await _until(lambda: host.num_open == 0)
+    await refused(*at(host), reason)
+    await until(lambda: host.num_open == 0)
 
 
 @pytest.mark.parametrize("answer", [dripping, silent])
 async def test_slow_hosts_are_left_in_time(host: PictureHost, answer: Answer) -> None:
     host.answers = {"/a": answer}
-    fetcher = fetcher_of(f"127.0.0.1:{host.port}", SHORT)
-    await refused(fetcher, f"http://127.0.0.1:{host.port}/a", r"within 0\.5 s")
+    await refused(*at(host, SHORT), r"within 0\.5 s")
     if answer is dripping:
-        await _until(lambda: host.num_open == 0)
+        await until(lambda: host.num_open == 0)
 
 
 async def test_a_slow_name_server_is_left_in_time() -> None:
@@ -282,7 +257,7 @@ async def test_a_closed_port_is_an_error_without_its_address(host: PictureHost) 
 
 async def test_pictures_of_one_request_have_a_bound_together(host: PictureHost) -> None:
     host.answers = {"/a": http(bytes(90_000))}
-    fetcher, url = fetcher_of(f"127.0.0.1:{host.port}"), f"http://127.0.0.1:{host.port}/a"
+    fetcher, url = at(host)
     assert len(await fetch(fetcher, url, url)) == 2
     with pytest.raises(InvalidValueError, match="at most 250000 bytes together"):
         await fetch(fetcher, url, url, url)
@@ -291,7 +266,7 @@ async def test_pictures_of_one_request_have_a_bound_together(host: PictureHost) 
 
 async def test_files_that_wait_have_a_bound_over_all_requests(host: PictureHost) -> None:
     host.answers = {"/a": http(bytes(90_000))}
-    fetcher, url = fetcher_of(f"127.0.0.1:{host.port}"), f"http://127.0.0.1:{host.port}/a"
+    fetcher, url = at(host)
     async with fetcher.fetched([Wanted("a", url), Wanted("b", url)]) as files:
         assert fetcher.num_bytes == sum(map(len, files)) == 180_000
         with pytest.raises(CapacityError, match="limit 250000"):
@@ -314,14 +289,14 @@ async def test_one_request_does_not_take_all_turns_for_ever(host: PictureHost) -
 
 async def test_a_client_that_leaves_ends_its_fetches(host: PictureHost) -> None:
     host.answers = {"/a": endless_chunks}
-    fetcher = fetcher_of(f"127.0.0.1:{host.port}", FetchLimits(1 << 40, 1 << 40, LONG_S))
-    task = asyncio.create_task(fetch(fetcher, f"http://127.0.0.1:{host.port}/a"))
-    await _until(lambda: fetcher.num_bytes > 1 << 20)
+    fetcher, url = at(host, FetchLimits(1 << 40, 1 << 40, LONG_S))
+    task = asyncio.create_task(fetch(fetcher, url))
+    await until(lambda: fetcher.num_bytes > 1 << 20)
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
     assert fetcher.num_bytes == 0
-    await _until(lambda: host.num_open == 0)
+    await until(lambda: host.num_open == 0)
 
 
 async def test_tls_names_the_host_and_checks_its_certificate(tmp_path: Path) -> None:
@@ -341,11 +316,3 @@ async def test_tls_names_the_host_and_checks_its_certificate(tmp_path: Path) -> 
         await refused(fetcher, f"https://pictures.example:{host.port}/plain", "do not leave https")
         stranger = PictureFetcher(hosts, PATIENT, lookup=lookup)
         await refused(stranger, f"https://pictures.example:{host.port}/a", "certificate")
-
-
-async def _until(holds: Callable[[], bool]) -> None:
-    for _ in range(round(LONG_S / 0.01)):
-        if holds():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it did not come about")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,17 +18,10 @@ from services.api.schemas import ChatCompletionRequest, CompletionRequest
 from services.api.streams.keeper import StreamKeeper
 from services.api.streams.live import EventWriter, LiveStream
 from services.api.text.prompts import PromptEncoder, PromptText
-from tests.unit.services.api.api_support import MODEL, ScriptedBackend
+from tests.unit.services.api.api_support import LONG_S, MODEL, ScriptedBackend
 
-LONG_S = 120.0
 KEY = "the key"
 MANY_BYTES = 10**7
-
-
-async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(LONG_S):
-        while not holds():  # noqa: ASYNC110, the condition has no event of its own
-            await asyncio.sleep(0.001)
 
 
 class PacedBackend(ScriptedBackend):

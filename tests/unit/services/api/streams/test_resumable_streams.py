@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -15,15 +15,16 @@ from core.messages.tokens import TokenDelta
 from core.request import Request
 from services.api.errors import ApiError
 from services.api.streams import keeper
-from services.api.streams.live import EventWriter, events_seen
+from services.api.streams.live import EventWriter, LiveStream
 from services.api.text.prompts import PromptEncoder, PromptText
+from tests.unit.services.api.api_support import until
 from tests.unit.services.api.streams.stream_support import (
     HttpSide,
     PacedBackend,
     Reader,
+    Replica,
     events_of,
     http_side,
-    until,
 )
 
 
@@ -31,6 +32,29 @@ from tests.unit.services.api.streams.stream_support import (
 async def side(encoder: PromptEncoder) -> AsyncIterator[HttpSide]:
     async with http_side(encoder) as found:
         yield found
+
+
+async def begun(side: HttpSide, replica: Replica, num_events: int, **fields: Any) -> tuple[LiveStream, Reader]:
+    """A stream whose reader has so many events, one of each token."""
+    live = await replica.start(**fields)
+    reader = replica.read(live)
+    side.backend.allow(num_events)
+    await until(lambda: len(reader.events) == num_events)
+    return live, reader
+
+
+async def lost(side: HttpSide, num_events: int, **fields: Any) -> tuple[str, Reader]:
+    """The id of such a stream, whose replica has died with its connections, and what its reader has."""
+    replica = side.replica()
+    live, reader = await begun(side, replica, num_events, **fields)
+    await until(live.show)
+    await replica.die()
+    await reader.leave()
+    return live.state.stream_id, reader
+
+
+async def resumed(replica: Replica, stream_id: str, after: int = 0) -> Reader:
+    return await replica.read(await replica.resume(stream_id), after).finish()
 
 
 def texts(reader: Reader) -> str:
@@ -47,81 +71,30 @@ def assert_whole(*readers: Reader, num_tokens: int = 8) -> None:
     assert "".join(map(texts, readers)) == "".join(f"{number} " for number in range(num_tokens))
 
 
-async def test_every_event_has_an_id_with_128_random_bits(side: HttpSide) -> None:
-    replica = side.replica()
-    side.backend.allow(16)
-    lives = [await replica.start() for _ in range(2)]
-    for live in lives:
-        reader = await replica.read(live).finish()
-        assert_whole(reader)
-        ids = [event_id for event_id, _ in reader.events]
-        assert ids == [f"{live.state.stream_id}-{number + 1}" for number in range(len(ids))]
-        assert re.fullmatch("[0-9a-f]{32}", live.state.stream_id)
-    assert lives[0].state.stream_id != lives[1].state.stream_id
-
-
 async def test_a_client_that_comes_back_to_the_same_replica_costs_no_second_run(side: HttpSide) -> None:
     replica = side.replica()
-    live = await replica.start()
-    side.backend.allow(3)
-    first = replica.read(live)
-    await until(lambda: first.last_number == 3)
+    live, first = await begun(side, replica, 3)
     await first.leave()
     side.backend.allow(5)
-    again = await replica.resume(live.state.stream_id)
-    second = await replica.read(again, first.last_number).finish()
-    assert_whole(first, second)
+    assert_whole(first, await resumed(replica, live.state.stream_id, 3))
     assert side.backend.num_opened == 1
 
 
 async def test_another_replica_goes_on_where_a_dead_one_ended(side: HttpSide) -> None:
-    one = side.replica()
-    live = await one.start()
-    side.backend.allow(3)
-    first = one.read(live)
-    await until(lambda: first.last_number == 3)
-    await one.die()
-    await first.leave()
+    stream_id, first = await lost(side, 3)
     other = side.replica()
     side.backend.allow(5)
-    taken = await other.resume(live.state.stream_id)
-    second = await other.read(taken, first.last_number).finish()
+    second = await resumed(other, stream_id, 3)
     assert_whole(first, second)
     assert side.backend.continued == [(), (0, 1, 2)]
-    third = await other.read(await other.resume(live.state.stream_id), 1).finish()
+    third = await resumed(other, stream_id, 1)
     assert [*first.events[:1], *third.events] == [*first.events, *second.events]
 
 
-async def test_events_that_a_client_has_not_seen_come_again_with_the_same_ids(side: HttpSide) -> None:
-    """Chats too, whose first and last deltas are several events, with usage."""
-    one = side.replica()
-    side.backend.allow(8)
-    live = await one.start(chat=True, max_tokens=8, stream_options={"include_usage": True})
-    whole = await one.read(live).finish()
-    await one.die()
-    other = side.replica()
-    taken = await other.resume(live.state.stream_id)
-    for after in range(len(whole.events)):
-        again = await other.read(taken, after).finish()
-        assert again.events == whole.events[after:]
-    nothing = await other.read(taken, len(whole.events)).finish()
-    assert (nothing.events, nothing.error) == ([], None)
-    usage = json.loads(whole.data[-2])["usage"]
-    assert usage["completion_tokens"] == 8
-    assert side.backend.num_opened == 1
-
-
 async def test_all_choices_go_on(side: HttpSide) -> None:
-    one = side.replica()
-    live = await one.start(n=3, max_tokens=4, prompt=["a", "b"])
-    side.backend.allow(10)
-    first = one.read(live)
-    await until(lambda: len(first.events) == 10)
-    await one.die()
-    await first.leave()
-    other = side.replica()
+    stream_id, first = await lost(side, 10, n=3, max_tokens=4, prompt=["a", "b"])
     side.backend.allow(100)
-    second = await other.read(await other.resume(live.state.stream_id), first.last_number).finish()
+    second = await resumed(side.replica(), stream_id, first.last_number)
     choices: dict[int, str] = {}
     for data in [*first.data, *second.data][:-1]:
         for choice in json.loads(data)["choices"]:
@@ -130,11 +103,7 @@ async def test_all_choices_go_on(side: HttpSide) -> None:
 
 
 async def test_clients_see_nothing_that_the_store_does_not_have(side: HttpSide) -> None:
-    replica = side.replica()
-    live = await replica.start()
-    side.backend.allow(2)
-    reader = replica.read(live)
-    await until(lambda: reader.last_number == 2)
+    live, reader = await begun(side, side.replica(), 2)
     side.store.away = True
     side.backend.allow(6)
     await until(lambda: live.ended)
@@ -145,13 +114,9 @@ async def test_clients_see_nothing_that_the_store_does_not_have(side: HttpSide) 
 
 
 async def test_a_new_store_learns_of_every_stream_that_is_run(side: HttpSide) -> None:
-    one = side.replica()
-    live = await one.start()
-    side.backend.allow(3)
-    first = one.read(live)
-    await until(lambda: first.last_number == 3)
+    one, other = side.replica(), side.replica()
+    live, first = await begun(side, one, 3)
     side.store.die()
-    other = side.replica()
     with pytest.raises(ApiError, match="cannot be looked up now") as caught:
         await other.resume("0" * 32)
     assert (caught.value.status, caught.value.headers) == (503, {"Retry-After": "1"})
@@ -160,16 +125,12 @@ async def test_a_new_store_learns_of_every_stream_that_is_run(side: HttpSide) ->
     await one.die()
     await first.leave()
     side.backend.allow(4)
-    second = await other.read(await other.resume(live.state.stream_id), 4).finish()
-    assert_whole(first, second)
+    assert_whole(first, await resumed(other, live.state.stream_id, 4))
 
 
 async def test_a_replica_whose_stream_was_taken_ends_its_run(side: HttpSide) -> None:
     one, other = side.replica(), side.replica()
-    live = await one.start()
-    side.backend.allow(2)
-    first = one.read(live)
-    await until(lambda: first.last_number == 2)
+    live, first = await begun(side, one, 2)
     second = other.read(await other.resume(live.state.stream_id), 2)
     side.backend.allow(2)
     await first.finish()
@@ -210,10 +171,7 @@ async def test_a_verdict_about_a_stream_that_was_taken_back_meanwhile_ends_nothi
 
 async def test_the_last_of_two_readers_gets_the_stream(side: HttpSide) -> None:
     replica = side.replica()
-    live = await replica.start()
-    side.backend.allow(2)
-    first = replica.read(live)
-    await until(lambda: first.last_number == 2)
+    live, first = await begun(side, replica, 2)
     second = replica.read(await replica.resume(live.state.stream_id))
     await first.finish()
     assert json.loads(first.data[-1])["error"]["code"] == "stream_superseded"
@@ -224,10 +182,7 @@ async def test_the_last_of_two_readers_gets_the_stream(side: HttpSide) -> None:
 
 async def test_a_wrong_last_event_id_is_refused_and_disturbs_no_reader(side: HttpSide) -> None:
     replica = side.replica()
-    live = await replica.start()
-    side.backend.allow(2)
-    first = replica.read(live)
-    await until(lambda: first.last_number == 2)
+    live, first = await begun(side, replica, 2)
     wrong = await replica.read(live, 3).finish()
     assert isinstance(wrong.error, ApiError)
     assert (wrong.error.status, wrong.error.param) == (400, "Last-Event-ID")
@@ -235,37 +190,9 @@ async def test_a_wrong_last_event_id_is_refused_and_disturbs_no_reader(side: Htt
     assert_whole(await first.finish())
 
 
-@pytest.mark.parametrize(
-    "value", ["7", "x", "f" * 32, f"{'f' * 32}-1", f"{'0' * 32}-0", f"{'0' * 32}--1", f"{'0' * 32}-1 ", "-1", "é"]
-)
-def test_a_last_event_id_names_an_event_of_the_stream(value: str) -> None:
-    assert events_seen("0" * 32, "") == 0
-    assert events_seen("0" * 32, f"{'0' * 32}-12") == 12
-    with pytest.raises(ApiError, match="Last-Event-ID: got"):
-        events_seen("0" * 32, value)
-
-
-async def test_another_key_finds_nothing(side: HttpSide) -> None:
-    one, other = side.replica(), side.replica()
-    live = await one.start()
-    reader = one.read(live)
-    side.backend.allow(1)
-    await until(lambda: reader.last_number == 1)
-    for replica in (one, other):
-        for key, stream_id in (("another", live.state.stream_id), ("", live.state.stream_id), ("the key", "0" * 32)):
-            with pytest.raises(ApiError, match="There is no stream") as caught:
-                await replica.resume(stream_id, key)
-            assert caught.value.status == 404
-    side.backend.allow(7)
-    assert_whole(await reader.finish())
-
-
 async def test_a_stream_ends_when_no_client_comes_back(side: HttpSide) -> None:
     replica = side.replica(resume_s=0.05)
-    live = await replica.start()
-    reader = replica.read(live)
-    side.backend.allow(1)
-    await until(lambda: reader.last_number == 1)
+    live, reader = await begun(side, replica, 1)
     await asyncio.sleep(0.1)
     assert len(replica.keeper) == 1
     await reader.leave()
@@ -284,45 +211,6 @@ async def test_a_client_that_leaves_before_the_first_event_ends_the_run(side: Ht
     await until(lambda: side.backend.num_opened == 1 and live.num_readers)
     await reader.leave()
     await until(lambda: side.backend.num_closed == 1 and len(side.store.shelf) == 0)
-
-
-async def test_a_stream_that_is_refused_when_it_is_taken_without_an_event_waits_for_another_try(side: HttpSide) -> None:
-    one, other = side.replica(), side.replica()
-    live = await one.start()
-    await until(live.show)
-    await one.die()
-    side.backend.failure = CapacityError("full", 2.0)
-    for _ in range(2):
-        refused = await other.read(await other.resume(live.state.stream_id)).finish()
-        assert isinstance(refused.error, CapacityError)
-        await until(lambda: len(other.keeper) == 0)
-    side.backend.failure = None
-    side.backend.allow(8)
-    assert_whole(await other.read(await other.resume(live.state.stream_id)).finish())
-
-
-async def test_a_failure_after_the_headers_can_be_read_again(side: HttpSide) -> None:
-    replica = side.replica()
-    began = asyncio.Event()
-
-    class Failing(PacedBackend):
-        async def stream(
-            self, request: Request, text: PromptText | None = None, key: str = ""
-        ) -> AsyncGenerator[TokenDelta, None]:
-            await began.wait()
-            raise ApiError("The generation failed: a reason.", status=503, code="generation_failed")
-            yield
-
-    replica.backend = Failing()
-    live = await replica.start()
-    reader = replica.read(live)
-    await until(live.show)
-    began.set()
-    await reader.finish()
-    assert json.loads(reader.data[0])["error"]["code"] == "generation_failed"
-    again = await replica.read(await replica.resume(live.state.stream_id)).finish()
-    assert again.events == reader.events
-    assert all(event_id for event_id, _ in again.events)
 
 
 async def test_a_stream_whose_headers_went_out_goes_on_without_a_log_where_there_is_no_room(
@@ -347,43 +235,46 @@ async def test_a_refused_request_leaves_nothing(side: HttpSide) -> None:
     await until(lambda: len(side.store.shelf) == 0 and len(replica.keeper) == 0)
 
 
-async def test_a_stream_that_was_refused_when_it_was_taken_waits_for_another_try(side: HttpSide) -> None:
-    one = side.replica()
-    live = await one.start()
-    side.backend.allow(3)
-    first = one.read(live)
-    await until(lambda: first.last_number == 3)
-    await one.die()
-    await first.leave()
-    side.backend.failure = CapacityError("full", 2.0)
+@pytest.mark.parametrize("num_events", [0, 3])
+async def test_a_stream_that_was_refused_when_it_was_taken_waits_for_another_try(
+    side: HttpSide, num_events: int
+) -> None:
+    stream_id, first = await lost(side, num_events)
     other = side.replica()
-    refused = await other.read(await other.resume(live.state.stream_id), 3).finish()
-    assert isinstance(refused.error, CapacityError)
+    side.backend.failure = CapacityError("full", 2.0)
+    for _ in range(2):
+        assert isinstance((await resumed(other, stream_id, num_events)).error, CapacityError)
+        await until(lambda: len(other.keeper) == 0)
     side.backend.failure = None
-    side.backend.allow(5)
-    second = await other.read(await other.resume(live.state.stream_id), 3).finish()
-    assert_whole(first, second)
+    side.backend.allow(8)
+    assert_whole(first, await resumed(other, stream_id, num_events))
 
 
-async def test_a_failure_is_the_last_event_and_can_be_read_again(side: HttpSide) -> None:
-    replica = side.replica()
+@pytest.mark.parametrize("num_tokens", [0, 1])
+async def test_a_failure_is_the_last_event_and_can_be_read_again(side: HttpSide, num_tokens: int) -> None:
+    """Also one before the first token, but after the headers."""
+    replica, shown = side.replica(), asyncio.Event()
 
     class Failing(PacedBackend):
         async def stream(
             self, request: Request, text: PromptText | None = None, key: str = ""
         ) -> AsyncGenerator[TokenDelta, None]:
-            async for delta in super().stream(request, text, key):
-                yield delta
-                raise ApiError("The generation failed: a reason.", status=503, code="generation_failed")
+            await shown.wait()
+            for number in range(num_tokens):
+                yield TokenDelta("r", 0, number, (number,), f"{number} ", None)
+            raise ApiError("The generation failed: a reason.", status=503, code="generation_failed")
 
-    replica.backend = Failing(8)
-    failed = await replica.start()
-    first = await replica.read(failed).finish()
-    assert json.loads(first.data[-2])["error"]["code"] == "generation_failed"
-    assert first.data[-1] == "[DONE]"
-    assert all(event_id for event_id, _ in first.events)
-    again = await replica.read(await replica.resume(failed.state.stream_id), 1).finish()
-    assert again.events == first.events[1:]
+    replica.backend = Failing()
+    live = await replica.start()
+    reader = replica.read(live)
+    await until(live.show)
+    shown.set()
+    await reader.finish()
+    assert json.loads(reader.data[-2])["error"]["code"] == "generation_failed"
+    assert (len(reader.data), reader.data[-1]) == (num_tokens + 2, "[DONE]")
+    assert all(event_id for event_id, _ in reader.events)
+    for after in range(num_tokens + 1):
+        assert (await resumed(replica, live.state.stream_id, after)).events == reader.events[after:]
 
 
 async def test_a_tenants_bytes_are_bounded(encoder: PromptEncoder) -> None:
@@ -436,4 +327,4 @@ async def test_a_new_store_is_told_of_many_streams_in_several_messages(
     await replica.die()
     other = side.replica()
     for live in lives:
-        assert_whole(await other.read(await other.resume(live.state.stream_id)).finish())
+        assert_whole(await resumed(other, live.state.stream_id))

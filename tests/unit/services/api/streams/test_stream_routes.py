@@ -1,12 +1,15 @@
-"""The header that asks for a resumable stream, and ``GET /v1/streams/{id}``, with keys and without."""
+"""The header that asks for a resumable stream, ``GET /v1/streams/{id}``, and the example that resumes."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import httpx
@@ -19,7 +22,7 @@ from services.api.answers import sse
 from services.api.streams.keeper import StreamKeeper
 from services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.access.access_support import add_key
-from tests.unit.services.api.api_support import MODEL, whole_app
+from tests.unit.services.api.api_support import MODEL, client_on, until, whole_app
 from tests.unit.services.api.streams.stream_support import PacedBackend, ShelfStore, events_of
 
 RESUMABLE = {"X-Farsight-Resumable": "true"}
@@ -40,9 +43,10 @@ class Service:
     def bearer(self, name: str) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.keys[name]}"} if name else {}
 
-    async def begin(self, name: str = "", **fields: Any) -> httpx.Response:
+    async def begin(self, name: str = "", path: str = "completions", **fields: Any) -> httpx.Response:
         headers = {**RESUMABLE, **self.bearer(name)}
-        return await self.clients[0].post("/v1/completions", json={**BODY, **fields}, headers=headers)
+        said = {} if path == "completions" else {"prompt": None, "messages": [{"role": "user", "content": "hi"}]}
+        return await self.clients[0].post(f"/v1/{path}", json={**BODY, **said, **fields}, headers=headers)
 
     async def resume(self, stream_id: str, name: str = "", last: str = "", replica: int = 1) -> httpx.Response:
         headers = self.bearer(name) | ({"Last-Event-ID": last} if last else {})
@@ -68,18 +72,9 @@ async def cut_off(service: Service, method: str, path: str, replica: int, body: 
             begun.set_result({name.decode(): value.decode() for name, value in message["headers"]})
 
     headers = {"Host": "test", "Content-Type": "application/json", **RESUMABLE, **service.bearer("a")}
-    scope = {
-        "type": "http",
-        "http_version": "1.1",
-        "method": method,
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "scheme": "http",
-        "server": ("test", 80),
-        "client": ("127.0.0.1", 1),
-        "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
-    }
+    scope = {"type": "http", "http_version": "1.1", "method": method, "path": path, "raw_path": path.encode()}
+    scope |= {"query_string": b"", "scheme": "http", "server": ("test", 80), "client": ("127.0.0.1", 1)}
+    scope["headers"] = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     async with asyncio.timeout(60):
         await transport.app(scope, receive, send)
     return await begun
@@ -99,27 +94,30 @@ async def service(request: pytest.FixtureRequest, encoder: PromptEncoder, tmp_pa
     backend, store = PacedBackend(), ShelfStore()
     doors, keepers = [Door(settings) for _ in range(2)], [StreamKeeper(store) for _ in range(2)]
     apps = [whole_app(backend, encoder, door=doors[i], keeper=keepers[i]) for i in range(2)]
-    clients = [httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") for app in apps]
+    clients = [client_on(app) for app in apps]
     running = [asyncio.create_task(keeper.run()) for keeper in keepers]
     yield Service(clients, backend, keys, doors, keepers, store)
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
-    for client in clients:
-        await client.aclose()
 
 
 def error_of(reply: httpx.Response) -> tuple[int, str]:
     return reply.status_code, reply.json()["error"]["code"]
 
 
-async def test_a_stream_is_read_again_from_any_event_at_any_replica(service: Service) -> None:
+@pytest.mark.parametrize(("path", "num_events"), [("completions", 6), ("chat/completions", 8)])
+async def test_a_stream_is_read_again_from_any_event_at_any_replica(
+    service: Service, path: str, num_events: int
+) -> None:
+    """The first and last deltas of a chat are several events."""
     service.backend.allow(4)
-    reply = await service.begin("a", stream_options={"include_usage": True})
+    reply = await service.begin("a", path, stream_options={"include_usage": True})
     assert reply.status_code == 200
     stream_id = reply.headers["X-Farsight-Stream"]
+    assert re.fullmatch("[0-9a-f]{32}", stream_id), "128 random bits"
     events = events_of(reply.content)
-    assert [event_id for event_id, _ in events] == [f"{stream_id}-{number + 1}" for number in range(6)]
+    assert [event_id for event_id, _ in events] == [f"{stream_id}-{number + 1}" for number in range(num_events)]
     for replica in (0, 1, 0):
         for number, (event_id, _) in enumerate(events[:-1]):
             again = await service.resume(stream_id, "a", event_id, replica)
@@ -150,9 +148,7 @@ async def test_the_headers_wait_until_another_replica_could_take_the_stream(
     monkeypatch.setattr(sse, "EARLY_S", 0.0)
     service.store.away = True
     asked = asyncio.create_task(cut_off(service, "POST", "/v1/completions", 0, json.dumps(BODY).encode()))
-    async with asyncio.timeout(60):
-        while not service.backend.num_opened:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+    await until(lambda: service.backend.num_opened)
     await asyncio.sleep(0.01)
     assert not asked.done()
     service.store.away = False
@@ -200,7 +196,9 @@ async def test_only_the_tenant_that_began_a_stream_finds_it(service: Service) ->
     assert (await service.resume(stream_id, "a")).status_code == 200
 
 
-@pytest.mark.parametrize("last", ["1", "f" * 32 + "-1", "{id}-0", "{id}-99", "{id}-1x", "{id}", "{id}-" + "9" * 40])
+@pytest.mark.parametrize(
+    "last", ["1", "x", "-1", "f" * 32 + "-1", "{id}-0", "{id}-99", "{id}-1x", "{id}", "{id}-" + "9" * 40]
+)
 async def test_a_wrong_last_event_id_is_400(service: Service, last: str) -> None:
     service.backend.allow(4)
     stream_id = (await service.begin("a")).headers["X-Farsight-Stream"]
@@ -217,18 +215,14 @@ async def test_a_request_without_a_client_counts_as_in_flight(service: Service) 
         pytest.skip("nothing is counted without keys")
     service.backend.allow(1)
     began = asyncio.create_task(service.begin("a"))
-    async with asyncio.timeout(60):
-        while not any(live.is_shown for live in service.keepers[0]._streams.values()):  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+    await until(lambda: any(live.is_shown for live in service.keepers[0]._streams.values()))
     (stream_id,) = service.keepers[0]._streams
     began.cancel()
     await asyncio.gather(began, return_exceptions=True)
     refused = await service.clients[0].post("/v1/completions", json=BODY, headers=service.bearer("a2"))
     assert error_of(refused) == (429, "rate_limit_exceeded")
     service.backend.allow(3)
-    async with asyncio.timeout(60):
-        while not service.keepers[0]._streams[stream_id].ended:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+    await until(lambda: service.keepers[0]._streams[stream_id].ended)
     service.backend.allow(4)
     admitted = await service.clients[0].post("/v1/completions", json=BODY, headers=service.bearer("a2"))
     assert admitted.status_code == 200
@@ -241,9 +235,7 @@ async def test_a_continued_stream_counts_each_token_once(service: Service) -> No
         pytest.skip("nothing is counted without keys")
     service.backend.allow(2)
     began = asyncio.create_task(service.begin("b"))
-    async with asyncio.timeout(60):
-        while not any(live.num_stored == 2 for live in service.keepers[0]._streams.values()):  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+    await until(lambda: any(live.num_stored == 2 for live in service.keepers[0]._streams.values()))
     (stream_id,) = service.keepers[0]._streams
     service.backend.allow(100)  # the first replica may take some before it hears that the stream was taken
     reply = await service.resume(stream_id, "b", f"{stream_id}-2")
@@ -253,3 +245,93 @@ async def test_a_continued_stream_counts_each_token_once(service: Service) -> No
     prompts = [counts.prompt_tokens for counts in used]
     assert prompts[0] > 0
     assert prompts[1] == 0
+
+
+def example() -> ModuleType:
+    """The example by its path: another package may be called ``examples`` as well."""
+    path = Path(__file__).parents[5] / "examples" / "resuming.py"
+    spec = importlib.util.spec_from_file_location("resuming_example", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+resuming = example()
+STREAM_ID = "a" * 32
+EVENTS = [f'id: {STREAM_ID}-{number}\ndata: {{"choices": [{{"text": "{number} "}}]}}\n\n' for number in (1, 2, 3)]
+EVENTS.append(f"id: {STREAM_ID}-4\ndata: [DONE]\n\n")
+ASKED = {"model": "m", "prompt": "hello", "stream": True}
+
+
+class Broken(httpx.SyncByteStream):
+    """Sends some bytes, then breaks."""
+
+    def __init__(self, data: str) -> None:
+        self._data = data
+
+    def __iter__(self) -> Iterator[bytes]:
+        if self._data:
+            yield self._data.encode()
+        raise httpx.ReadError("connection reset")
+
+
+class Server(httpx.BaseTransport):
+    """Answers with what it is given, one after the other, and notes what was asked."""
+
+    def __init__(self, *answers: int | httpx.SyncByteStream | Exception) -> None:
+        self._answers = list(answers)
+        self.asked: list[tuple[str, str]] = []
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        self.asked.append((request.method, request.headers.get("Last-Event-ID", "")))
+        answer = self._answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        if isinstance(answer, int):
+            return httpx.Response(answer, json={"error": {"message": "no"}})
+        return httpx.Response(200, headers={"X-Farsight-Stream": STREAM_ID}, stream=answer)
+
+
+def all_events(after: int = 0) -> httpx.ByteStream:
+    return httpx.ByteStream("".join(EVENTS[after:]).encode())
+
+
+def read_from(server: Server) -> str:
+    client = httpx.Client(transport=resuming.ResumingTransport(server))
+    with client.stream("POST", "http://test/v1/completions", json=ASKED) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: {")]
+    return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+
+
+@pytest.fixture(autouse=True)
+def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resuming, "RETRY_S", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("answers", "asked"),
+    [
+        ([Broken(EVENTS[0] + EVENTS[1][:20]), all_events(1)], [("POST", ""), ("GET", f"{STREAM_ID}-1")]),
+        ([Broken(""), all_events()], [("POST", ""), ("GET", "")]),
+        ([Broken(""), 503, Broken(""), all_events()], [("POST", ""), ("GET", ""), ("GET", ""), ("GET", "")]),
+        ([httpx.ReadError("reset"), all_events()], [("POST", ""), ("POST", "")]),
+        ([Broken(""), 404, all_events()], [("POST", ""), ("GET", ""), ("POST", "")]),
+        (
+            [Broken(""), 404, Broken(""), 404, all_events()],
+            [("POST", ""), ("GET", ""), ("POST", ""), ("GET", ""), ("POST", "")],
+        ),
+    ],
+    ids=["an event", "headers", "headers, twice", "before the headers", "unknown", "unknown, twice"],
+)
+def test_nothing_is_missing_wherever_a_connection_breaks(
+    answers: list[int | httpx.SyncByteStream | Exception], asked: list[tuple[str, str]]
+) -> None:
+    server = Server(*answers)
+    assert read_from(server) == "1 2 3 "
+    assert server.asked == asked
+
+
+def test_a_stream_that_is_lost_after_an_event_is_an_error() -> None:
+    with pytest.raises(httpx.ReadError, match="cannot be resumed"):
+        read_from(Server(Broken(EVENTS[0]), 404))

@@ -1,9 +1,11 @@
-"""Spans as a collector gets them: an own receiver of OTLP over HTTP decodes what an application sends."""
+"""Spans as a collector of OTLP gets them, and the access log: what of a request leaves, and none of its words."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
+import logging
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
@@ -15,6 +17,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from prometheus_client import CollectorRegistry
 
 from actors.external.openai_wire import by_tokens
+from actors.runtime.log_lines import log_fields
 from core.codec import decode, encode
 from core.config.traces import TracesConfig
 from core.decisions import Decision
@@ -27,7 +30,7 @@ from services.api.tracing import exporter as exporting
 from services.api.tracing.exporter import SpanExporter
 from services.api.tracing.spans import EndedAnswer
 from tests.free_ports import free_port
-from tests.unit.services.api.api_support import MODEL, ScriptedBackend, whole_app
+from tests.unit.services.api.api_support import HELLO, MODEL, ScriptedBackend, client_on, delta, whole_app
 from tests.unit.services.api.test_api_explain import trace_of
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -95,8 +98,7 @@ async def traced(
     backend, config = Explaining(), TracesConfig(collector[1], service_name="here")
     spans = SpanExporter(config, backend, CollectorRegistry())
     sending = asyncio.create_task(spans.run())
-    transport = httpx.ASGITransport(whole_app(backend, encoder, spans=spans))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+    async with client_on(whole_app(backend, encoder, spans=spans)) as http:
         yield Traced(http, backend, spans)
     sending.cancel()
     with suppress(asyncio.CancelledError):
@@ -124,6 +126,7 @@ async def test_a_span_has_the_request_and_every_decision(
     reply = await traced.http.post("/v1/chat/completions", json=chat(stream=stream), headers=headers)
     assert reply.status_code == 200
     span = await collector[0].spans.get()
+    assert all(text.encode() not in body for text in (SECRET, "Hello!") for body in collector[0].bodies)
     assert (span.trace_id.hex(), span.parent_span_id.hex(), span.name) == (TRACE, PARENT, f"chat {MODEL}")
     assert span.start_time_unix_nano < span.end_time_unix_nano and collector[0].services == ["here"]
     known = attributes(span)
@@ -138,13 +141,6 @@ async def test_a_span_has_the_request_and_every_decision(
     assert attributes(admitted)["farsight.decision.waited_s"] == 0.5
     [origin] = traced.backend.origins
     assert origin is not None and origin.traceparent == f"00-{TRACE}-{span.span_id.hex()}-01"
-
-
-async def test_no_text_of_prompt_or_answer_leaves(traced: Traced, collector: tuple[Collector, str]) -> None:
-    reply = await traced.http.post("/v1/chat/completions", json=chat())
-    answer = reply.json()["choices"][0]["message"]["content"]
-    await collector[0].spans.get()
-    assert answer and all(text.encode() not in body for text in (SECRET, answer) for body in collector[0].bodies)
 
 
 async def test_a_refused_request_has_a_span_too(traced: Traced, collector: tuple[Collector, str]) -> None:
@@ -184,26 +180,23 @@ def test_a_full_queue_drops(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "header",
     [
-        "",
-        "hello",
-        f"00-{'0' * 32}-{PARENT}-01",
-        f"00-{TRACE}-{'0' * 16}-01",
-        f"ff-{TRACE}-{PARENT}-01",
-        f"00-{TRACE}-{PARENT}-01-more",
-        f"00-{TRACE.upper()}-{PARENT}-01",
-        f"00-{TRACE}-{PARENT}",
-        "\u0661" * 55,
+        *(
+            "",
+            "hello",
+            "\u0661" * 55,
+            f"00-{TRACE}-{PARENT}",
+            f"00-{TRACE}-{PARENT}-01-more",
+            f"ff-{TRACE}-{PARENT}-01",
+        ),
+        *(f"00-{'0' * 32}-{PARENT}-01", f"00-{TRACE}-{'0' * 16}-01", f"00-{TRACE.upper()}-{PARENT}-01"),
     ],
 )
 def test_a_header_that_breaks_the_rules_counts_as_none(header: str) -> None:
     context = new_context(header, 1.0)
     assert context is not None and context.parent_id == b"" and context.trace_id.hex() != TRACE
     assert new_context(header, 0.0) is None
-
-
-def test_a_later_version_may_have_more_fields() -> None:
-    context = new_context(f"01-{TRACE}-{PARENT}-01-more", 0.0)
-    assert context is not None and context.trace_id.hex() == TRACE
+    later = new_context(f"01-{TRACE}-{PARENT}-01-more", 0.0)
+    assert later is not None and later.trace_id.hex() == TRACE, "a later version may have more fields"
 
 
 def test_the_share_of_spans_is_as_set() -> None:
@@ -222,3 +215,51 @@ def test_the_trace_crosses_the_wire_and_reaches_the_server_behind() -> None:
 def test_wrong_settings_are_named(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"traces.{field}"):
         TracesConfig(**{field: value})
+
+
+PROMPT = "a prompt that no log may hold"
+ANSWER = "an answer that no log may hold"
+
+
+def lines_of(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    """Access lines as the log has them."""
+    found = [log_fields(record, "ingress-1") for record in caplog.records]
+    return [each for each in found if each["logger"].endswith("access_log")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_line_has_the_id_of_the_answer(
+    encoder: PromptEncoder, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    client = client_on(whole_app(ScriptedBackend(HELLO), encoder, access_log=True))
+    reply = await client.post("/v1/completions", json={"prompt": "One", "max_tokens": 4, "stream": stream})
+    answer = reply.text.removeprefix("data: ").splitlines()[0] if stream else reply.text
+    [line] = lines_of(caplog)
+    assert line["request_id"] == json.loads(answer)["id"]
+    assert (line["method"], line["path"], line["status"]) == ("POST", "/v1/completions", 200)
+    assert line["took_s"] >= 0
+
+
+async def test_neither_prompts_nor_answers_nor_keys_get_into_any_log(
+    encoder: PromptEncoder, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    steps = (delta(ANSWER), RuntimeError(ANSWER))
+    transport = httpx.ASGITransport(
+        whole_app(ScriptedBackend(steps), encoder, access_log=True), raise_app_exceptions=False
+    )
+    messages = [{"role": "user", "content": PROMPT}]
+    bodies = (
+        {"model": MODEL, "messages": messages, "stream": True},
+        {"model": MODEL, "messages": messages},
+        {"model": MODEL, "messages": messages, "max_tokens": PROMPT},
+        {"model": PROMPT, "messages": messages},
+    )
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        for body in bodies:
+            await http.post(f"/v1/chat/completions?key={PROMPT}", json=body, headers={"Authorization": "Bearer sk-1"})
+        await http.post("/v1/chat/completions", content=f'{{"messages": "{PROMPT}'.encode())
+    assert len(lines_of(caplog)) == 5
+    logged = "".join(json.dumps(log_fields(each, "ingress-1")) for each in caplog.records if each.name != "httpx")
+    for words in (PROMPT, ANSWER, "sk-1"):
+        assert words not in logged

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AsyncExitStack
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import openai
 import pytest
@@ -19,76 +17,54 @@ from engine.checkpoint.encoder_config import abilities_of
 from services.api.backend import ModelInfo
 from services.api.text.prompts import PromptEncoder
 from tests.unit.engine.encoders.test_encoders import make_encoder
-from tests.unit.services.api.api_support import ScriptedBackend, application
-from tests.unit.services.api.engine_backend import EngineBackend, write_checkpoint
+from tests.unit.services.api.api_support import Client, ScriptedBackend, application, client_on, ok, refusal
+from tests.unit.services.api.engine_backend import EngineBackend
 
 pytestmark = pytest.mark.torch
 
-Open = Callable[[str], httpx.AsyncClient]
+Open = Callable[[str], Client]
 
 
 @pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {name: tmp_path_factory.mktemp(name) for name in ("encoder", "scorer", "decoder")}
+def folders(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {name: tmp_path_factory.mktemp(name) for name in ("encoder", "scorer")}
     make_encoder("BertModel", found["encoder"])
     make_encoder("BertForSequenceClassification", found["scorer"], num_labels=1)
-    write_checkpoint(found["decoder"])
-    return found
+    return found | {"decoder": checkpoint}
 
 
 @pytest.fixture
-async def open_model(folders: dict[str, Path]) -> AsyncGenerator[Open, None]:
+def open_model(folders: dict[str, Path]) -> Open:
     """Opens a client on an application that serves one of the models."""
-    async with AsyncExitStack() as stack:
 
-        def open_client(name: str) -> httpx.AsyncClient:
-            backend = EngineBackend(folders[name])
-            ready = backend.engine.worker.ready
-            abilities = abilities_of(folders[name])
-            backend.model = ModelInfo(name, 0, ready.max_model_len, False, ready.vocab_size, abilities=abilities)
-            transport = httpx.ASGITransport(application(backend, PromptEncoder(folders[name])))
-            client = httpx.AsyncClient(transport=transport, base_url="http://test")
-            stack.push_async_callback(client.aclose)
-            return client
+    def open_client(name: str) -> Client:
+        backend = EngineBackend(folders[name])
+        ready = backend.engine.worker.ready
+        abilities = abilities_of(folders[name])
+        backend.model = ModelInfo(name, 0, ready.max_model_len, False, ready.vocab_size, abilities=abilities)
+        return client_on(application(backend, PromptEncoder(folders[name])))
 
-        yield open_client
-
-
-async def _ok(client: httpx.AsyncClient, path: str, **body: Any) -> dict[str, Any]:
-    reply = await client.post(path, json=body)
-    assert reply.status_code == 200, reply.text
-    return dict(reply.json())
-
-
-async def _error(client: httpx.AsyncClient, path: str, status: int = 400, **body: Any) -> dict[str, Any]:
-    reply = await client.post(path, json=body)
-    assert reply.status_code == status, reply.text
-    return dict(reply.json()["error"])
+    return open_client
 
 
 @pytest.mark.parametrize("name", ["encoder", "decoder"])
 async def test_every_kind_of_input(open_model: Open, name: str) -> None:
     client = open_model(name)
     text = "w5 w6" if name == "encoder" else "hello"
-    one = await _ok(client, "/v1/embeddings", model=name, input=text, add_special_tokens=False)
-    ids = (await _ok(client, "/tokenize", prompt=text, add_special_tokens=False))["tokens"]
-    same = (
-        {"input": [text, text]},
-        {"input": ids},
-        {"input": [ids, ids]},
-    )
+    one = await ok(client, "/v1/embeddings", model=name, input=text, add_special_tokens=False)
+    ids = (await ok(client, "/tokenize", prompt=text, add_special_tokens=False))["tokens"]
     expected = one["data"][0]["embedding"]
     assert math.isclose(sum(each * each for each in expected), 1, rel_tol=1e-5)
     assert one["usage"]["prompt_tokens"] == one["usage"]["total_tokens"] == len(ids)
-    for fields in same:
-        reply = await _ok(client, "/v1/embeddings", add_special_tokens=False, **fields)
+    for same in ([text, text], ids, [ids, ids]):
+        reply = await ok(client, "/v1/embeddings", add_special_tokens=False, input=same)
         for index, row in enumerate(reply["data"]):
             assert row["index"] == index
             np.testing.assert_allclose(row["embedding"], expected, rtol=1e-5, atol=1e-6)
-    packed = await _ok(client, "/v1/embeddings", input=text, encoding_format="base64", add_special_tokens=False)
+    packed = await ok(client, "/v1/embeddings", input=text, encoding_format="base64", add_special_tokens=False)
     unpacked = np.frombuffer(base64.b64decode(packed["data"][0]["embedding"]), "<f4")
     np.testing.assert_allclose(unpacked, expected, rtol=1e-5, atol=1e-6)
-    short = await _ok(client, "/v1/embeddings", input=text, dimensions=8, add_special_tokens=False)
+    short = await ok(client, "/v1/embeddings", input=text, dimensions=8, add_special_tokens=False)
     np.testing.assert_allclose(
         short["data"][0]["embedding"], np.array(expected[:8]) / np.linalg.norm(expected[:8]), rtol=1e-4, atol=1e-6
     )
@@ -99,7 +75,7 @@ async def test_the_openai_library(open_model: Open) -> None:
     library = openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=client, max_retries=0)  # type: ignore[arg-type]
     texts = ["w5 w6", "w7", "w8 w9 w10"]
     reply = await library.embeddings.create(model="encoder", input=texts)
-    direct = await _ok(client, "/v1/embeddings", input=texts)
+    direct = await ok(client, "/v1/embeddings", input=texts)
     assert [row.index for row in reply.data] == [0, 1, 2]
     for ours, theirs in zip(direct["data"], reply.data, strict=True):
         np.testing.assert_allclose(theirs.embedding, ours["embedding"], rtol=1e-6)
@@ -119,25 +95,27 @@ async def test_a_pair_is_scored_by_a_model_that_reads_both(open_model: Open, fol
             logits = reference(torch.tensor([ids]), token_type_ids=torch.tensor([types])).logits
         return float(torch.sigmoid(logits[0, 0]))
 
-    reply = await _ok(client, "/v1/score", text_1="w5", text_2=["w6", "w7"])
+    reply = await ok(client, "/v1/score", text_1="w5", text_2=["w6", "w7"])
+    paired = await ok(client, "/v1/score", text_1=["w5", "w5"], text_2=["w6", "w7"])
+    assert [row["score"] for row in paired["data"]] == [row["score"] for row in reply["data"]]
     assert [row["score"] for row in reply["data"]] == pytest.approx([expected(5, 6), expected(5, 7)], rel=1e-5)
     documents = ["w9", {"text": "w20"}, "w31"]
-    ranked = await _ok(client, "/v1/rerank", query="w5", documents=documents, top_n=2)
+    ranked = await ok(client, "/v1/rerank", query="w5", documents=documents, top_n=2)
     scores = [expected(5, 9), expected(5, 20), expected(5, 31)]
     best = sorted(range(3), key=lambda index: -scores[index])[:2]
     assert [row["index"] for row in ranked["results"]] == best
     assert ranked["results"][0]["document"] == {"text": ["w9", "w20", "w31"][best[0]]}
     assert ranked["results"][0]["relevance_score"] == pytest.approx(scores[best[0]], rel=1e-5)
-    error = await _error(client, "/v1/embeddings", input="w5")
+    error = await refusal(client, "/v1/embeddings", input="w5")
     assert error["code"] == "model_cannot_embed"
     assert "/v1/rerank" in error["message"]
 
 
 async def test_without_a_classifier_cosines_rank(open_model: Open) -> None:
     client = open_model("encoder")
-    rows = (await _ok(client, "/v1/embeddings", input=["w5", "w6 w7", "w5"]))["data"]
+    rows = (await ok(client, "/v1/embeddings", input=["w5", "w6 w7", "w5"]))["data"]
     vectors = np.array([row["embedding"] for row in rows])
-    ranked = await _ok(client, "/v2/rerank", query="w5", documents=["w6 w7", "w5"], return_documents=False)
+    ranked = await ok(client, "/v2/rerank", query="w5", documents=["w6 w7", "w5"], return_documents=False)
     assert [row["index"] for row in ranked["results"]] == [1, 0]
     assert ranked["results"][1]["relevance_score"] == pytest.approx(float(vectors[0] @ vectors[1]), rel=1e-5)
     assert ranked["results"][0]["relevance_score"] == pytest.approx(1, rel=1e-5)
@@ -162,24 +140,24 @@ async def test_bad_input_names_the_field(open_model: Open) -> None:
         ("/v1/rerank", {"query": "w5", "documents": []}, "documents"),
     ]
     for path, body, field in cases:
-        error = await _error(client, path, **body)
+        error = await refusal(client, path, **body)
         assert error["param"] == field, (body, error)
-    assert (await _error(client, "/v1/embeddings", 404, input="w5", model="other"))["code"] == "model_not_found"
-    kept = await _ok(client, "/v1/embeddings", input="w5 " * 60, truncate_prompt_tokens=-1)
+    assert (await refusal(client, "/v1/embeddings", 404, input="w5", model="other"))["code"] == "model_not_found"
+    kept = await ok(client, "/v1/embeddings", input="w5 " * 60, truncate_prompt_tokens=-1)
     assert kept["usage"]["prompt_tokens"] == 40
 
 
 async def test_a_larger_body_is_read_and_a_huge_one_refused(open_model: Open) -> None:
     client = open_model("encoder")
-    many = await _ok(client, "/v1/embeddings", input=["w5 " * 30] * 900)
+    many = await ok(client, "/v1/embeddings", input=["w5 " * 30] * 900)
     assert len(many["data"]) == 900
-    assert (await _error(client, "/v1/embeddings", input=["w5"] * 12_000 + [7]))["param"] == "input[12000]"
-    assert (await _error(client, "/v1/embeddings", 413, input="w5 " * 400_000))["code"] == "request_too_large"
+    assert (await refusal(client, "/v1/embeddings", input=["w5"] * 12_000 + [7]))["param"] == "input[12000]"
+    assert (await refusal(client, "/v1/embeddings", 413, input="w5 " * 400_000))["code"] == "request_too_large"
 
 
 async def test_what_generates_only_says_so() -> None:
     backend = ScriptedBackend()
-    client = httpx.AsyncClient(transport=httpx.ASGITransport(application(backend, None)), base_url="http://test")  # type: ignore[arg-type]
-    error = await _error(client, "/v1/embeddings", input="hello")
+    client = client_on(application(backend, None))  # type: ignore[arg-type]
+    error = await refusal(client, "/v1/embeddings", input="hello")
     assert error["code"] == "model_cannot_embed"
     assert not backend.calls
