@@ -11,8 +11,6 @@ import pytest
 
 from actors.runtime.names import ROUTER
 from core.config.model import ModelConfig
-from core.errors import InvalidValueError
-from core.messages.status import Scale
 from services.ingress.engine_client import EngineClient
 from tests.actors.conftest import CONTINUOUS, open_system
 from tests.actors.local_system import ENGINE, NUM_PROMPTS, System, calm_client, eventually, read, rows
@@ -60,17 +58,3 @@ async def test_replicas_come_and_go_with_the_predicted_delay_and_every_stream_en
             return await elastic.metric(ROUTER, "farsight:predicted_queue_delay_seconds") == 0.0
 
         await eventually(shown, "nobody would wait")
-
-
-async def test_a_number_outside_of_the_bounds_is_refused_and_one_within_is_where_it_goes_on_from(
-    elastic: System,
-) -> None:
-    async with calm_client(elastic) as client:
-        with pytest.raises(InvalidValueError, match="from 1 to 3, between which their number follows the load"):
-            await client.overview.supervisor.scale(Scale("replica", 4))
-        assert (await client.overview.supervisor.scale(Scale("replica", 2))).replicas == 2
-
-        async def fewer() -> bool:
-            return await num_workers(client) == 1
-
-        await eventually(fewer, "one replica again")

@@ -6,14 +6,9 @@ import asyncio
 import time
 from contextlib import aclosing
 
-import pytest
-
 from actors.runtime.names import kv_offload_manager_name, length_predictor_name, serving_time_estimator_name
-from core.errors import InvalidValueError
 from core.forecast import Forecast
 from core.messages.kv import KVUsage
-from core.messages.log import LogPage, LogQuery
-from core.messages.status import Scale
 from core.messages.step_times import StepProfileReply
 from core.request import SamplingParams
 from services.api.requests import unnamed_request
@@ -41,21 +36,6 @@ async def test_every_request_leaves_one_record(system: System, client: EngineCli
         assert began - 1 <= record.received_at <= time.time()
         assert record.ttft_s is not None
         assert 0 < record.ttft_s <= record.jct_s
-
-
-async def test_the_forecast_is_the_mean_of_what_was_finished(system: System, client: EngineClient) -> None:
-    reading = Reading(client, PROMPTS[0], sampling(0, 30))
-    await reading.finish()
-    await system.log(reading.request_id)
-
-    async def learned() -> bool:
-        page = await system.ask("log-store", "read", LogQuery(0, 10_000), LogPage)
-        lengths = [record.output_len for record in page.records if record.finish_reason in ("stop", "length")]
-        forecast = await system.ask(length_predictor_name(0), "forecast", None, Forecast)
-        recent = lengths[-1000:]
-        return forecast.num_samples == len(recent) and abs(forecast.mean - sum(recent) / len(recent)) < 1e-6
-
-    await eventually(learned, "the forecast says what the log says")
 
 
 async def test_the_router_prices_requests_by_the_forecast(system: System, client: EngineClient) -> None:
@@ -119,9 +99,3 @@ async def test_the_kv_offload_manager_knows_what_is_used(system: System, client:
         return status.kv.num_blocks == sum(usage.num_blocks for usage in await usages()) > 0
 
     await eventually(adds_up, "the status has the blocks of both")
-
-
-@pytest.mark.parametrize(("kind", "count"), [("replica", 0), ("replica", 1001), ("nonsense", 1)])
-async def test_a_scale_that_cannot_be_is_refused(client: EngineClient, kind: str, count: int) -> None:
-    with pytest.raises(InvalidValueError):
-        await client.overview.supervisor.scale(Scale(kind, count))

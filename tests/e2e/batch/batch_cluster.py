@@ -1,7 +1,6 @@
 """A private Ray cluster with its Jobs API, in a process of its own.
 
-With COMMAND: runs that shell command as a job, prints the log of the job and then ``status N``. Without: prints the
-address of the dashboard and the file with the token in one line, and lives until INT or TERM.
+Prints the address of the dashboard and the file with the token in one line, and lives until INT or TERM.
 """
 
 from __future__ import annotations
@@ -15,13 +14,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from services.batch.submit import connect, submit_entrypoint
 from services.launch.cluster import few_daemons
 from services.launch.signals import StopSignal
 from services.proxy.ports import reserved_ports
 
 
-def main(command: str | None) -> None:
+def main() -> None:
     stop = StopSignal()
     directory = Path(tempfile.mkdtemp(prefix="farsight-test-"))
     stop.starting(lambda: shutil.rmtree(directory, ignore_errors=True))
@@ -44,35 +42,15 @@ def main(command: str | None) -> None:
                     logging_level=logging.ERROR,
                 )
             stop.install()
-            address = f"http://{context.dashboard_url}"
-            if command is not None:
-                _run(command, address, stop)
-            else:
-                _wait(address, token, stop)
+            stop.running()
+            sys.stdout.write(f"http://{context.dashboard_url} {token}\n")
+            sys.stdout.flush()
+            while not stop.received:
+                time.sleep(0.1)
     finally:
         ray.shutdown()
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _run(command: str, address: str, stop: StopSignal) -> None:
-    os.environ["RAY_ADDRESS"] = "http://127.0.0.1:1"  # another cluster's, which must not be asked
-    client = connect(address)
-    stop.running()
-    status = submit_entrypoint(client, command, {"GREETING": "good day"}, stop, _say)
-    _say(f"status {status}\n")
-
-
-def _wait(address: str, token: Path, stop: StopSignal) -> None:
-    stop.running()
-    _say(f"{address} {token}\n")
-    while not stop.received:
-        time.sleep(0.1)
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else None)
+    main()
