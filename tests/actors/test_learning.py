@@ -6,10 +6,8 @@ import asyncio
 import time
 from contextlib import aclosing
 
-from actors.runtime.names import kv_offload_manager_name, length_predictor_name, serving_time_estimator_name
+from actors.runtime.names import length_predictor_name
 from core.forecast import Forecast
-from core.messages.kv import KVUsage
-from core.messages.step_times import StepProfileReply
 from core.request import SamplingParams
 from services.api.requests import unnamed_request
 from services.ingress.engine_client import EngineClient
@@ -63,39 +61,3 @@ async def test_the_router_prices_requests_by_the_forecast(system: System, client
         return first.replica == last.replica
 
     await eventually(follows, "the third request joins the first")
-
-
-async def test_the_step_profile_is_learned_for_every_replica(system: System, client: EngineClient) -> None:
-    async def learned() -> bool:
-        await asyncio.gather(*(read(client, index, 60) for index in range(len(PROMPTS))))
-        reply = await system.ask(serving_time_estimator_name(0), "profile", None, StepProfileReply)
-        return {profile.replica for profile in reply.profiles if profile.num_samples >= 32} >= {"0", "1"}
-
-    await eventually(learned, "a profile of both replicas")
-    reply = await system.ask(serving_time_estimator_name(0), "profile", None, StepProfileReply)
-    for profile in reply.profiles:
-        terms = (profile.base_s, profile.prefill_token_s, profile.decode_seq_s, profile.context_token_s)
-        assert all(term >= 0 for term in terms)
-        assert 0 < sum(terms) < 10
-
-
-async def test_the_kv_offload_manager_knows_what_is_used(system: System, client: EngineClient) -> None:
-    managers = [kv_offload_manager_name(replica) for replica in ("0", "1")]
-
-    async def usages() -> list[KVUsage]:
-        return [await system.ask(name, "usage", None, KVUsage) for name in managers]
-
-    async def one_resident() -> bool:
-        found = await usages()
-        held = sum(usage.num_blocks - usage.free_blocks for usage in found)
-        return sum(usage.num_resident for usage in found) == 1 and held >= len(PROMPTS[15]) // 4
-
-    async with aclosing(client.stream(unnamed_request(PROMPTS[15], sampling(15, 900)))) as deltas:
-        await anext(deltas)
-        await eventually(one_resident, "the one sequence is seen")
-
-    async def adds_up() -> bool:
-        status = await client.overview.status()  # without the one who is too busy to answer in a second
-        return status.kv.num_blocks == sum(usage.num_blocks for usage in await usages()) > 0
-
-    await eventually(adds_up, "the status has the blocks of both")

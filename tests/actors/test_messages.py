@@ -17,7 +17,7 @@ from core.errors import MessageError
 from core.messages import SCHEMA_VERSION
 from services.ingress.engine_client import EngineClient
 from tests.actors.local_system import System, Truth, read, rows
-from tests.unit.actors.calls.test_handlers import COMPONENTS
+from tests.unit.actors.calls.test_calls import COMPONENTS
 
 
 def takes(component: str) -> dict[str, Any]:

@@ -114,18 +114,6 @@ def test_choices_seeds_stops_and_limits_are_passed_on(front: Server, server: Ser
     assert completion(front, **fields)["choices"] == completion(server, **fields)["choices"]
 
 
-def test_a_stream_counts_as_the_server_does(front: Server) -> None:
-    fields = {"prompt": "Repeat the text:\nabc", "max_tokens": 40, "ignore_eos": True, "temperature": 0}
-    with post(front, "/v1/completions", stream=True, stream_options={"include_usage": True}, **fields) as reply:
-        events = [line[6:] for line in reply.read().decode().splitlines() if line.startswith("data: ")]
-    assert events[-1] == "[DONE]"
-    chunks = [json.loads(event) for event in events[:-1]]
-    assert chunks[-1]["usage"]["completion_tokens"] == 40
-    whole = completion(front, **fields)
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == whole["choices"][0]["text"]
-    assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] >= 0
-
-
 def test_what_other_servers_are_not_asked_for_is_refused_by_name(front: Server) -> None:
     with pytest.raises(HTTPError) as caught:
         completion(front, prompt="x", logprobs=1)

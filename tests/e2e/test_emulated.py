@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import resource
-import signal
 import subprocess
-import time
 from collections.abc import Iterator
-from typing import Any
 
 import httpx
 import pytest
 
 from benchmarks.burst import load
-from services.launch.launch import EMBEDDED_NAME
 from tests.e2e.server import LONG_S, Server, farsight, holds_torch, start_server, wait_until
 
 BASE_S = 0.004
-NUM_TOKENS = 400
 PROFILE = {
     "base_s": BASE_S,
     "prefill_token_s": 0.0,
@@ -44,26 +38,6 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server.stop()
 
 
-def body(prompt: str, **fields: Any) -> dict[str, Any]:
-    return {"model": EMBEDDED_NAME, "prompt": prompt, "max_tokens": 2500, "temperature": 0, **fields}
-
-
-async def stream(client: httpx.AsyncClient, prompt: str, begun: asyncio.Queue[None], **fields: Any) -> str:
-    """The text of one answer; says when it has begun."""
-    text, reasons = "", []
-    async with client.stream("POST", "/v1/completions", json=body(prompt, stream=True, **fields)) as response:
-        assert response.status_code == 200, await response.aread()
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                [choice] = json.loads(line.removeprefix("data: "))["choices"]
-                if not text:
-                    begun.put_nowait(None)
-                text += choice["text"]
-                reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
-    assert reasons == ["stop"]
-    return text
-
-
 def test_every_page_says_that_answers_are_made_up(emulated: Server) -> None:
     [card] = emulated.get("/v1/models")["data"]
     assert (card["emulated"], card["max_model_len"]) == ("slow.json", 3000)
@@ -77,31 +51,6 @@ def test_every_page_says_that_answers_are_made_up(emulated: Server) -> None:
     wait_until(told, "the command does not say it")
     wait_until(lambda: "The device is emulated (slow.json)" in emulated.log.read_text(), "the log does not say it")
     assert not [process for process in emulated.children() if holds_torch(process)]
-
-
-def test_an_answer_takes_its_steps_and_ends_where_told(emulated: Server) -> None:
-    began = time.monotonic()
-    request = body("How long?", benchmark_len=100)
-    answer = httpx.post(f"{emulated.base_url}/v1/completions", json=request, timeout=LONG_S).json()
-    assert answer["usage"]["completion_tokens"] == 100
-    assert answer["choices"][0]["finish_reason"] == "stop"
-    assert time.monotonic() - began >= 99 * BASE_S
-    emulated.wait_idle()
-
-
-async def test_replicas_make_up_the_same_answers_and_go_on_with_each_others(emulated: Server) -> None:
-    pid = emulated.pid_of("ModelWorker")
-    begun: asyncio.Queue[None] = asyncio.Queue()
-    limit = {"benchmark_len": NUM_TOKENS}
-    async with httpx.AsyncClient(base_url=emulated.base_url, timeout=LONG_S) as client:
-        streams = [asyncio.create_task(stream(client, f"Prompt {n // 2}", begun, **limit)) for n in range(4)]
-        for _ in streams:
-            await asyncio.wait_for(begun.get(), LONG_S)
-        os.kill(pid, signal.SIGKILL)
-        texts = await asyncio.gather(*streams)
-        again = await stream(client, "Prompt 0", begun, **limit)
-    assert texts[0] == texts[1] == again and texts[2] == texts[3] != again
-    await asyncio.to_thread(emulated.wait_idle)
 
 
 async def test_a_burst_is_answered_whole_and_the_server_can_be_asked_how_it_is_meanwhile(emulated: Server) -> None:

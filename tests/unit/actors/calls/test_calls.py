@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -15,7 +16,7 @@ from actors.calls.message import declared, message, message_of, stub
 from actors.calls.scheduling import RouterCalls, SchedulerCalls
 from actors.calls.supervisor import SupervisorCalls
 from actors.calls.worker import WorkerCalls
-from actors.runtime.component import Component, ComponentContext
+from actors.runtime.component import Component, ComponentContext, component_class
 from actors.runtime.peer import LocalPeer, Site
 from core.codec import PackedInts, encode
 from core.config.load import FarsightConfig
@@ -138,6 +139,28 @@ def test_a_declaration_says_what_crosses() -> None:
 
     with pytest.raises(TypeError, match="takes 2 arguments"):
         declared(TwoCalls)
+
+
+COMPONENTS = (
+    "router",
+    "scheduler-0",
+    "kv-offload-manager-0",
+    "worker-0",
+    "length-predictor-0",
+    "serving-time-estimator-0",
+    "log-store",
+    "supervisor",
+)
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_every_handler_is_declared(component: str) -> None:
+    """A public coroutine that no contract declares would never be called; a declared one needs a handler."""
+    kind: Any = component_class(component, FarsightConfig())
+    public = [name for name in dir(kind) if not name.startswith("_") and not hasattr(Component, name)]
+    assert {name for name in public if asyncio.iscoroutinefunction(getattr(kind, name))} == declared(kind).keys()
+    contracts = [base for base in kind.__mro__ if getattr(base, "_is_protocol", False)]
+    assert all(getattr(kind, name) is not vars(base).get(name) for base in contracts for name in declared(kind))
 
 
 ROOT = Path(actors.__file__).parent.parent
