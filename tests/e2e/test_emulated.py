@@ -1,4 +1,4 @@
-"""A server on emulated devices: it keeps their time, says that its answers are made up, and makes up the same ones."""
+"""A server on emulated devices: it says that its answers are made up, logs them by their ids, and takes a burst."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import httpx
 import pytest
 
 from benchmarks.burst import load
+from services.launch.launch import EMBEDDED_NAME
 from tests.e2e.server import LONG_S, Server, farsight, holds_torch, start_server, wait_until
 
-BASE_S = 0.004
 PROFILE = {
-    "base_s": BASE_S,
+    "base_s": 0.004,
     "prefill_token_s": 0.0,
     "decode_seq_s": 0.0,
     "context_token_s": 0.0,
@@ -32,7 +32,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     settings = '[engine]\nhost_kv_memory = "4MiB"\n[scheduler]\nplacement = "round-robin"\n'
     (folder / "farsight.toml").write_text(settings)
     flags = ["--device", f"emulated:{folder / 'slow.json'}", "--replicas", "2", "--preset", "fastserve"]
-    flags += ["--kv-memory", "4MiB", "--max-model-len", "3000", "--benchmark-mode", "--config"]
+    flags += ["--kv-memory", "4MiB", "--max-model-len", "3000", "--log-format", "json", "--access-log", "--config"]
     server = start_server(folder / "log", *flags, str(folder / "farsight.toml"))
     yield server
     server.stop()
@@ -51,6 +51,20 @@ def test_every_page_says_that_answers_are_made_up(emulated: Server) -> None:
     wait_until(told, "the command does not say it")
     wait_until(lambda: "The device is emulated (slow.json)" in emulated.log.read_text(), "the log does not say it")
     assert not [process for process in emulated.children() if holds_torch(process)]
+
+
+def test_the_log_names_the_answer_and_holds_no_prompt(emulated: Server) -> None:
+    prompt = "no log may hold this"
+    body = {"model": EMBEDDED_NAME, "prompt": prompt, "max_tokens": 2}
+    response_id = httpx.post(f"{emulated.base_url}/v1/completions", json=body, timeout=LONG_S).json()["id"]
+
+    def lines() -> list[dict[str, object]]:
+        return [json.loads(each) for each in emulated.log.read_text().splitlines() if response_id in each]
+
+    wait_until(lines, "no line has the id of the answer")
+    [found] = lines()
+    assert (found["path"], found["status"], str(found["process"])[:8]) == ("/v1/completions", 200, "ingress-")
+    assert prompt not in emulated.log.read_text()
 
 
 async def test_a_burst_is_answered_whole_and_the_server_can_be_asked_how_it_is_meanwhile(emulated: Server) -> None:
