@@ -29,6 +29,7 @@ import pytest
 from benchmarks.common.resumable import Client, clients
 from benchmarks.common.streams import open_streams, stream_body
 from services.launch.launch import EMBEDDED_NAME
+from tests.e2e.batch.batch_runs import command_of
 from tests.e2e.second_node import SecondNode
 from tests.e2e.server import LONG_S, Server, farsight, start_server, wait_until
 
@@ -81,14 +82,7 @@ def undisturbed(server: Server) -> list[object]:
 def pids_of(server: Server, kind: str) -> set[int]:
     """The processes of that kind: components by their rows, others by their command lines."""
     if kind in PROGRAMS:
-        found = set()
-        for process in server.children():
-            try:
-                if any(PROGRAMS[kind] in word for word in process.cmdline()[:1]):
-                    found.add(process.pid)
-            except psutil.Error:
-                continue
-        return found
+        return {each.pid for each in server.children() if any(PROGRAMS[kind] in word for word in command_of(each)[:1])}
     rows = server.get("/status")["actors"]
     wanted = [row for row in rows if (row["kind"] if kind == "ingress" else row["name"]).lower() == kind]
     return {row["pid"] for row in wanted if row["state"] == "ready" and psutil.pid_exists(row["pid"])}
