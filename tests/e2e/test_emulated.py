@@ -1,4 +1,4 @@
-"""A server on emulated devices: it says that its answers are made up, logs them by their ids, and takes a burst."""
+"""A server on emulated devices: it says that its answers are made up, logs them, simulates them, and takes a burst."""
 
 from __future__ import annotations
 
@@ -53,10 +53,31 @@ def test_every_page_says_that_answers_are_made_up(emulated: Server) -> None:
     assert not [process for process in emulated.children() if holds_torch(process)]
 
 
+def complete(server: Server, prompt: str) -> str:
+    """The id of the answer."""
+    body = {"model": EMBEDDED_NAME, "prompt": prompt, "max_tokens": 16}
+    return str(httpx.post(f"{server.base_url}/v1/completions", json=body, timeout=LONG_S).json()["id"])
+
+
+def test_what_if_is_answered_by_a_simulation_of_what_is_in_the_log(emulated: Server) -> None:
+    texts: list[str] = []
+
+    def is_simulated() -> bool:
+        response_id = [complete(emulated, f"Words {n}") for n in range(12)][-1]  # they tell the cost of steps
+        address = f"{emulated.base_url}/v1/requests/{response_id}/what-if"
+        reply = httpx.get(address, params={"preset": "farsight", "replicas": 2, "priority": -1}, timeout=LONG_S)
+        assert reply.status_code in (200, 404, 409, 429, 503), reply.text  # not in the log, or not measured, yet
+        texts.extend([reply.json()["text"]] if reply.is_success else [])
+        return bool(texts)
+
+    wait_until(is_simulated, "no simulation answers")
+    assert texts[0].startswith("With preset=farsight,replicas=2,priority=-1 it would have taken ")
+    assert " instead of " in texts[0]
+
+
 def test_the_log_names_the_answer_and_holds_no_prompt(emulated: Server) -> None:
     prompt = "no log may hold this"
-    body = {"model": EMBEDDED_NAME, "prompt": prompt, "max_tokens": 2}
-    response_id = httpx.post(f"{emulated.base_url}/v1/completions", json=body, timeout=LONG_S).json()["id"]
+    response_id = complete(emulated, prompt)
 
     def lines() -> list[dict[str, object]]:
         return [json.loads(each) for each in emulated.log.read_text().splitlines() if response_id in each]

@@ -46,6 +46,7 @@ def test_a_busy_port_is_named() -> None:
     [
         (["--preset", "fcsf"], ["did you mean 'fcfs'"]),
         (["--max-model-len", "100000"], ["--max-model-len: got 100000, expected at most"]),
+        (["--predictor", "{strange}"], ["--predictor", "farsight train"]),
         (["--config", "/nonexistent.toml"], ["a readable TOML file"]),
         (["--model", "{strange}"], ["MambaForCausalLM", "LlamaForCausalLM"]),
     ],

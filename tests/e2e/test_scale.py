@@ -189,3 +189,16 @@ async def test_scaling_under_load_is_not_seen_by_clients(scaled: Server) -> None
             await scale(scaled, load, kind, 1)
     assert not load.wrong
     await asyncio.to_thread(scaled.wait_idle, ingress_too=False)
+
+
+def test_the_command_says_what_is_wrong_in_one_line(scaled: Server) -> None:
+    for words, message in [
+        (["wizard", "2"], "one of replica, length-predictor, serving-time-estimator, image-encoder, ingress"),
+        (["replica", "0"], "an integer from 1 to 1000"),
+        (["replica", "1", "--token", "guess"], "the admin token is wrong"),
+    ]:
+        command = farsight("scale", *words, "--port", str(scaled.port))
+        result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        assert result.returncode == 1
+        assert message in result.stderr.lower()
+        assert len(result.stderr.splitlines()) == 1, result.stderr
