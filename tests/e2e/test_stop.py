@@ -23,7 +23,7 @@ def body(num_tokens: int) -> dict[str, object]:
 
 
 def haproxy_words(server: Server) -> list[str]:
-    """Of the command lines of the server's proxies."""
+    """Words in the command lines of its proxies."""
     return [word for child in server.children() if name_of(child) == "haproxy" for word in command_of(child)]
 
 
