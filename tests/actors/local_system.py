@@ -114,16 +114,6 @@ class System:
         """The actor that hosts it."""
         return ray.get_actor(actor_name(host_of(component, self.site.placement)), namespace=self.site.namespace)
 
-    async def refused(self, component: str) -> dict[tuple[str, str], float]:
-        """Messages that this component has refused, by method and field."""
-        page = await self.host(component).metrics.remote()
-        return {
-            (sample.labels["method"], sample.labels["field"]): sample.value
-            for family in text_string_to_metric_families(page)
-            for sample in family.samples
-            if sample.name == "farsight:refused_messages_total" and sample.labels["piece"] == component
-        }
-
     async def metric(self, component: str, name: str, **labels: str) -> float:
         """The sum of a metric over its series with these labels, as the component's process shows it."""
         families = text_string_to_metric_families(await self.host(component).metrics.remote())

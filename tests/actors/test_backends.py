@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
@@ -153,20 +151,6 @@ async def a_dead_router_costs_no_stream(client: EngineClient, first: Server, sec
     await all_are_answered(client)
 
 
-async def a_stopped_process_is_replaced(client: EngineClient) -> None:
-    """That of what stands for the other servers; what had been sent to them there would be lost as by a death."""
-    stopped = (await patient_rows(client))["backend-0"].pid
-    kill({stopped}, signal.SIGSTOP)
-
-    async def replaced() -> bool:
-        found = (await rows(client))["backend-0"]
-        return found.pid != stopped and "stopped or blocked" in found.last_end
-
-    await eventually(replaced, "another process")
-    await closed(client)
-    await all_are_answered(client)
-
-
 @pytest.mark.usefixtures("ray_cluster")
 async def test_requests_go_where_they_are_answered(actor_model_dir: Path, tmp_path: Path) -> None:
     async with two_servers(actor_model_dir, tmp_path) as (system, first, second):
@@ -175,9 +159,6 @@ async def test_requests_go_where_they_are_answered(actor_model_dir: Path, tmp_pa
             await both_take_part(client, first, second)
             wrong: list[tuple[dict[str, Any], str]] = [
                 ({"status": 500}, "HTTP 500: as told"),
-                ({"first_s": math.inf}, "no first token within 0.5 s"),
-                ({"break_after": 0}, "the connection broke during the answer"),
-                ({"answers_as": "other"}, "the server answers as model 'other'"),
                 ({"models": [{"id": "other"}]}, "the server serves 'other', expected 'm'"),
             ]
             for change, reason in wrong:
@@ -188,7 +169,6 @@ async def test_requests_go_where_they_are_answered(actor_model_dir: Path, tmp_pa
                 await closed(client)
             assert await system.metric("backend-0", "farsight:backend_failures_total") >= len(wrong)
             await a_dead_router_costs_no_stream(client, first, second)
-            await a_stopped_process_is_replaced(client)
         async with system.client(first_token_deadline_s=DEADLINE_S) as hasty:
             await why_none_answers(hasty, first, second)
         async with system.client(first_token_deadline_s=LONG_S) as client:

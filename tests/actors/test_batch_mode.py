@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from actors.runtime.names import LOG_STORE, ROUTER, serving_time_estimator_name
+from actors.runtime.names import LOG_STORE, ROUTER
 from core.config.model import ModelConfig
 from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.messages.log import BatchPage, LogQuery
@@ -38,7 +37,6 @@ from tests.actors.local_system import (
     sampling,
     under_load,
 )
-from tests.actors.test_deaths import kill_components, wait_successors
 from tests.stage import on_stage
 
 NUM_TOKENS = 250
@@ -52,14 +50,6 @@ RELOAD_S = 1.0
 def magnus(ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     scheduler = SchedulerConfig(preset="magnus")
     with open_system("fused", actor_model_dir, tmp_path_factory.mktemp("log"), scheduler) as system:
-        yield system
-
-
-@on_stage(level=1)
-def estimated(ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    """The ServingTimeEstimator, which tells batches' times to the order HRRN, is a process of its own."""
-    scheduler = SchedulerConfig(preset="magnus")
-    with open_system("split", actor_model_dir, tmp_path_factory.mktemp("log"), scheduler) as system:
         yield system
 
 
@@ -117,37 +107,6 @@ async def test_no_stream_notices_a_death(magnus: System, truth: Truth, names: tu
             before = await ready_rows(client)
             kill({before[name].pid for name in names})
         truth.check(3, await read(client, 3, 20), 20)
-
-
-async def test_no_stream_notices_that_the_batcher_was_stopped(magnus: System, truth: Truth) -> None:
-    async with calm_client(magnus) as client:
-        async with under_load(client, truth):
-            stopped = (await ready_rows(client))[ROUTER].pid
-            kill({stopped}, signal.SIGSTOP)
-        router = (await ready_rows(client))[ROUTER]
-        assert router.pid != stopped and "stopped or blocked" in router.last_end
-
-
-@pytest.mark.parametrize("num_estimators", [pytest.param(1, marks=pytest.mark.nightly), 2])
-async def test_no_stream_notices_that_an_estimator_dies_or_another_answers_in_its_place(
-    estimated: System, truth: Truth, num_estimators: int
-) -> None:
-    name = serving_time_estimator_name(0)
-    async with calm_client(estimated) as client:
-        await client.overview.supervisor.scale(Scale("serving-time-estimator", num_estimators))
-        async with under_load(client, truth) as load:
-            died = await kill_components(client, (name,))
-            assert died.keys() == {name}
-            load.release()
-            await wait_successors(client, died)
-        before = await num_batches(estimated)
-        await read_all(client, truth)
-        await client.overview.supervisor.scale(Scale("serving-time-estimator", 1))
-
-    async def logged() -> bool:
-        return await num_batches(estimated) > before
-
-    await eventually(logged, "batches in the log")
 
 
 async def test_a_batch_that_runs_out_of_memory_is_split_its_worker_reloads_and_nobody_notices(

@@ -28,14 +28,11 @@ from tests.actors.conftest import NUM_REPLICAS, open_system
 from tests.actors.local_system import (
     BLOCK_SIZE,
     ENGINE,
-    PROMPTS,
     System,
-    Truth,
     calm_client,
     eventually,
     kill,
     patient_rows,
-    read,
     sampling,
 )
 from tests.stage import on_stage
@@ -157,20 +154,3 @@ async def test_a_new_router_asks_what_is_cached(preble: System) -> None:
         assert after.expected_len == after.cached_len >= PREFIX_LEN
         assert (after.replica, after.reason) == (before.replica, "exploit")
         assert sum([await num_cached(preble, str(index)) for index in range(NUM_REPLICAS)]) > 0
-
-
-async def test_salts_divide_what_is_shared(preble: System) -> None:
-    async with calm_client(preble) as client:
-        tokens = prompt(random.Random(3))
-        first = [await serve(client, tokens, 1, salt) for salt in ("", "a", "b")]
-        await router_hears(preble)
-        again = [await serve(client, tokens, 1, salt) for salt in ("", "a", "b")]
-    assert [each.cached_len for each in first[1:]] == [0, 0] == [each.expected_len for each in first[1:]]
-    assert all(each.cached_len == each.expected_len >= PREFIX_LEN for each in again)
-
-
-async def test_outputs_are_what_they_are_without_sharing(preble: System, truth: Truth) -> None:
-    async with calm_client(preble) as client:
-        for index in (1, 2, 1, 2):
-            truth.check(index, await read(client, index, 40), 40)
-    assert len(PROMPTS[1]) > BLOCK_SIZE

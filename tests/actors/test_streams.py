@@ -1,20 +1,17 @@
-"""What a client of the running components gets: real actors, real messages, without HTTP."""
+"""Clients of the running components, without HTTP: what they get, what is written down, and who learns from it."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
 
-import pytest
-
-from actors.runtime.names import ROUTER, kv_offload_manager_name, worker_name
-from core.errors import CapacityError, InvalidValueError
+from actors.runtime.names import kv_offload_manager_name, length_predictor_name, worker_name
+from core.forecast import Forecast
 from core.messages.kv import KVUsage
-from core.messages.requests import Submit, SubmitReply
-from core.messages.tokens import TokenBatches, TokenDelta, TokenPoll
-from core.request import Request, SamplingParams
+from core.request import SamplingParams
 from services.api.requests import unnamed_request
 from services.ingress.engine_client import SLOW_DELTAS, EngineClient
 from tests.actors.local_system import (
@@ -22,6 +19,7 @@ from tests.actors.local_system import (
     MAX_LEN,
     NUM_TOKENS,
     PROMPTS,
+    Reading,
     System,
     Truth,
     eventually,
@@ -29,7 +27,6 @@ from tests.actors.local_system import (
     read,
     rows,
     sampling,
-    wait_whole,
 )
 
 SPLIT_KINDS = {
@@ -44,88 +41,6 @@ SPLIT_KINDS = {
     "ModelWorker": 2,
     "Ingress": 1,
 }
-
-
-async def poll(system: System, replica: str, ingress_id: str, ack_seq: int) -> TokenBatches:
-    return await system.ask(worker_name(replica), "poll_tokens", TokenPoll(ingress_id, ack_seq, ()), TokenBatches)
-
-
-def deltas_of(reply: TokenBatches) -> list[TokenDelta]:
-    return [delta for batch in reply.batches for delta in batch.deltas]
-
-
-async def test_streams_are_those_of_the_engine(client: EngineClient, truth: Truth) -> None:
-    lengths = [10 + 3 * index for index in range(len(PROMPTS))]
-    outputs = await asyncio.gather(*(read(client, index, length) for index, length in enumerate(lengths)))
-    for index, (tokens, length) in enumerate(zip(outputs, lengths, strict=True)):
-        truth.check(index, tokens, length)
-
-
-async def test_a_closed_stream_frees_its_kv(client: EngineClient) -> None:
-    async with aclosing(client.stream(unnamed_request(PROMPTS[0], sampling(0)))) as deltas:
-        await anext(deltas)
-    await wait_whole(client)
-
-
-async def test_what_is_too_much_is_refused_at_the_first_check(system: System) -> None:
-    async with system.client(max_queued_requests=20, max_queued_tokens=400) as client:
-
-        async def alone() -> bool:
-            has_heard = client.first_check.snapshot is not None  # before that it knows of no other client
-            return has_heard and client.first_check.in_flight == (0, 0)
-
-        await eventually(alone, "clients of other tests are forgotten")
-        open_streams = [
-            client.stream(unnamed_request((5,) * 20, SamplingParams(200, ignore_eos=True))) for _ in range(20)
-        ]
-        for stream in open_streams:
-            await anext(stream)
-        with pytest.raises(CapacityError, match="too many requests in flight: 20, limit 20"):
-            await anext(client.stream(unnamed_request((5,), SamplingParams(1))))
-        await open_streams.pop().aclose()
-        with pytest.raises(CapacityError, match="too many prompt tokens in flight: 380, limit 400"):
-            await anext(client.stream(unnamed_request((5,) * 21, SamplingParams(1))))
-        for stream in open_streams:
-            await stream.aclose()
-        await wait_whole(client)
-        assert len(await read(client, 8, 3)) == 3
-
-
-async def test_what_no_worker_can_hold_is_refused_by_name(client: EngineClient) -> None:
-    with pytest.raises(InvalidValueError, match="max_tokens") as caught:
-        await anext(client.stream(unnamed_request((5,), SamplingParams(MAX_LEN))))
-    assert f"a worker holds at most {MAX_LEN}" in str(caught.value)
-
-
-async def test_a_lost_reply_loses_no_token(system: System, client: EngineClient) -> None:
-    request = Request("me-0", 0, "me", (5, 6), SamplingParams(3, ignore_eos=True))
-    reply = await system.ask(ROUTER, "submit", Submit((request,)), SubmitReply)
-    (placed,) = reply.placed
-    ack_seq = 0
-    tokens: list[int] = []
-    while len(tokens) < 3:
-        lost = await poll(system, placed.replica, "me", ack_seq)
-        again = await poll(system, placed.replica, "me", ack_seq)
-        assert again.batches[: len(lost.batches)] == lost.batches
-        for batch in again.batches:
-            tokens += [token for delta in batch.deltas for token in delta.token_ids]
-            ack_seq = batch.seq
-    assert len(tokens) == 3
-    assert (await poll(system, placed.replica, "me", ack_seq)).batches == ()
-
-
-async def test_an_ingress_that_falls_silent_leaves_nothing_running(system: System, client: EngineClient) -> None:
-    params = SamplingParams(1000, ignore_eos=True)
-    requests = tuple(Request(f"ghost-{index}", 0, "ghost", (5, 6), params) for index in range(12))
-    reply = await system.ask(ROUTER, "submit", Submit(requests), SubmitReply)
-    replicas = {placed.replica for placed in reply.placed}
-    for replica in replicas:
-        await poll(system, replica, "ghost", 0)
-    await wait_whole(client)
-    ends = [delta for replica in replicas for delta in deltas_of(await poll(system, replica, "ghost", 0))]
-    reasons = [delta.finish_reason for delta in ends if delta.finish_reason]
-    assert set(reasons) <= {"abort", "length"}
-    assert len(reasons) == 12, "each request still gets its one end"
 
 
 async def test_a_slow_client_rests_its_own_sequence_only(system: System, client: EngineClient, truth: Truth) -> None:
@@ -193,13 +108,50 @@ async def _introduced(client: EngineClient) -> bool:
     return f"ingress-{client.ingress_id}" in await rows(client)
 
 
-async def test_replicas_share_the_requests(client: EngineClient) -> None:
-    streams = [client.stream(unnamed_request((5, 6), SamplingParams(1000, ignore_eos=True))) for _ in range(6)]
-    try:
-        for stream in streams:
-            await anext(stream)
-        status = await patient_rows(client)
-        assert {name: status[name].queue for name in ("worker-0", "worker-1")} == {"worker-0": 3, "worker-1": 3}
-    finally:
-        for stream in streams:
+async def test_every_request_leaves_one_record(system: System, client: EngineClient, truth: Truth) -> None:
+    began = time.time()
+    whole = Reading(client, PROMPTS[1], sampling(1, 20))
+    stopped = Reading(client, PROMPTS[2], sampling(2, 50, stop_token_ids=(truth.tokens[2][9],)))
+    output_len = truth.tokens[2].index(truth.tokens[2][9]) + 1
+    await asyncio.gather(whole.finish(), stopped.finish())
+    async with aclosing(client.stream(unnamed_request(PROMPTS[3], sampling(3)))) as deltas:
+        left = (await anext(deltas)).request_id
+    records = await system.log(whole.request_id, stopped.request_id, left)
+    assert [record.finish_reason for record in records] == ["length", "stop", "abort"]
+    assert [record.prompt_len for record in records] == [len(prompt) for prompt in PROMPTS[1:4]]
+    assert [record.max_new_tokens for record in records] == [20, 50, sampling(3).max_new_tokens]
+    assert [record.output_len for record in records[:2]] == [20, output_len]
+    assert 1 <= records[2].output_len <= sampling(3).max_new_tokens
+    for record in records:
+        assert record.attempts == 1
+        assert record.replica in ("0", "1")
+        assert began - 1 <= record.received_at <= time.time()
+        assert record.ttft_s is not None
+        assert 0 < record.ttft_s <= record.jct_s
+
+
+async def test_the_router_prices_requests_by_the_forecast(system: System, client: EngineClient) -> None:
+    """By ``max_tokens`` the first request would be the larger one, by what is expected it is the smaller one."""
+    await asyncio.gather(*(read(client, index, 8) for index in range(len(PROMPTS))))
+
+    async def known() -> bool:
+        forecast = await system.ask(length_predictor_name(0), "forecast", None, Forecast)
+        return forecast.num_samples > 0 and forecast.mean < 700
+
+    await eventually(known, "a forecast")
+
+    async def follows() -> bool:
+        large = client.stream(unnamed_request((5,) * 3, SamplingParams(MAX_LEN - 3, ignore_eos=True)))
+        await anext(large)
+        small = client.stream(unnamed_request((5,) * 700, SamplingParams(300, ignore_eos=True)))
+        await anext(small)
+        third = client.stream(unnamed_request((5,) * 3, SamplingParams(4, ignore_eos=True)))
+        ids = [(await anext(third)).request_id]
+        for stream in (third, small, large):
             await stream.aclose()
+        number = int(ids[0].rpartition("-")[2])
+        stem = ids[0].rpartition("-")[0]
+        first, _, last = await system.log(*(f"{stem}-{number - back}" for back in (2, 1, 0)))
+        return first.replica == last.replica
+
+    await eventually(follows, "the third request joins the first")

@@ -21,7 +21,7 @@ DAILY = {
     "test_openai_models.py": "",
     "test_bad_input.py": "",
     "test_tools.py": "",
-    "test_embedded_model.py": "",
+    "test_embedded_model.py": "test_held_out_inputs_are_answered_right",
     "test_hygiene.py": "",
     "test_chaos.py": "test_every_stream_survives_the_death_of_what_none_can_do_without",
     "test_stop.py": "test_term_refuses_new_requests_lets_open_ones_end_and_tells_the_rest",

@@ -114,18 +114,6 @@ def test_choices_seeds_stops_and_limits_are_passed_on(front: Server, server: Ser
     assert completion(front, **fields)["choices"] == completion(server, **fields)["choices"]
 
 
-def test_a_stream_counts_as_the_server_does(front: Server) -> None:
-    fields = {"prompt": "Repeat the text:\nabc", "max_tokens": 40, "ignore_eos": True, "temperature": 0}
-    with post(front, "/v1/completions", stream=True, stream_options={"include_usage": True}, **fields) as reply:
-        events = [line[6:] for line in reply.read().decode().splitlines() if line.startswith("data: ")]
-    assert events[-1] == "[DONE]"
-    chunks = [json.loads(event) for event in events[:-1]]
-    assert chunks[-1]["usage"]["completion_tokens"] == 40
-    whole = completion(front, **fields)
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == whole["choices"][0]["text"]
-    assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] >= 0
-
-
 def test_what_other_servers_are_not_asked_for_is_refused_by_name(front: Server) -> None:
     with pytest.raises(HTTPError) as caught:
         completion(front, prompt="x", logprobs=1)
@@ -161,22 +149,6 @@ def test_what_is_there_and_what_is_not_is_shown(front: Server, server: Server) -
     wait_until(counted, "the metrics do not have it")
 
 
-def test_an_answer_is_explained(front: Server) -> None:
-    answer_id = completion(front, prompt="Count:\nabc", max_tokens=3)["id"]
-    kinds: list[str] = []
-
-    def whole() -> bool:
-        try:
-            told = front.get(f"/v1/requests/{answer_id}")
-        except HTTPError:  # a component could not be asked in time
-            return False
-        kinds[:] = [each["kind"] for choice in told["choices"] for each in choice["decisions"]]
-        return {"placed", "sent", "server_ended", "answered"} <= {*kinds}  # each told by another process, or later
-
-    wait_until(whole, "not all is told")
-    assert kinds[:4] == ["received", "placed", "arrived", "sent"]
-
-
 def test_the_death_of_our_own_side_ends_a_stream_with_an_error_and_nothing_else(front: Server) -> None:
     """Where the machine is too busy for the kill to come before the end of the stream, it is tried again."""
     for _ in range(MAX_TRIES):
@@ -203,22 +175,6 @@ def is_another(server: Server, name: str, pid: int) -> bool:
     """Whether the component lives in another process, and sends requests to its server."""
     found = row(server, name)
     return bool(found["pid"] != pid and found["breaker"] == "closed")
-
-
-def test_while_no_server_is_there_requests_fail_inside_their_deadline(front: Server, server: Server) -> None:
-    """The last one: it leaves ``server`` as it found it, but for an ingress replica that began again."""
-    pid = server.pid_of("Ingress")
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        with pytest.raises(HTTPError) as caught:
-            completion(front, prompt="Count:\nabc", max_tokens=3)
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    assert caught.value.code == 503
-    message = json.load(caught.value)["error"]["message"]
-    assert f"no token within {DEADLINE_S:g} s" in message
-    wait_until(lambda: row(front, "backend-0")["breaker"] == "closed", "the server is not found again")
-    assert answered(front)["usage"]["completion_tokens"] > 0
 
 
 def test_one_command_stands_before_a_server(server: Server, tmp_path: Path) -> None:

@@ -47,26 +47,12 @@ def _check(response: httpx.Response, status: int, param: str | None) -> None:
     ("path", "change", "status", "param"),
     [
         (COMPLETIONS, {"prompt": "hello " * 5000}, 400, "prompt"),
-        (COMPLETIONS, {"prompt": [5] * 1024}, 400, "prompt"),
         (COMPLETIONS, {"prompt": [5] * 1000, "max_tokens": 25}, 400, "max_tokens"),
-        (COMPLETIONS, {"prompt": []}, 400, "prompt"),
-        (COMPLETIONS, {"prompt": [[]]}, 400, "prompt[0]"),
-        (COMPLETIONS, {"prompt": [5, -1]}, 400, "prompt[1]"),
         (COMPLETIONS, {"prompt": [10**9]}, 400, "prompt[0]"),
-        (COMPLETIONS, {"prompt": 5}, 400, "prompt"),
         (COMPLETIONS, {"model": "no-such-model"}, 404, "model"),
         (COMPLETIONS, {"max_tokens": "5"}, 400, "max_tokens"),
-        (COMPLETIONS, {"max_tokens": -1}, 400, "max_tokens"),
-        (COMPLETIONS, {"max_tokens": 10**30}, 400, "max_tokens"),
         (COMPLETIONS, {"temperature": float("nan")}, 400, "temperature"),
-        (COMPLETIONS, {"temperature": -1}, 400, "temperature"),
-        (COMPLETIONS, {"top_p": -0.5}, 400, "top_p"),
-        (COMPLETIONS, {"top_k": -5}, 400, "top_k"),
-        (COMPLETIONS, {"seed": -5}, 400, "seed"),
-        (COMPLETIONS, {"n": 300}, 400, "n"),
         (COMPLETIONS, {"max_tokenz": 3}, 400, "max_tokenz"),
-        (CHAT, {"messages": []}, 400, "messages"),
-        (CHAT, {"messages": [{**USER, "role": "wizard"}]}, 400, "messages[0].role"),
         (CHAT, {"messages": [IMAGE]}, 400, "messages[0].content[0].type"),
         (CHAT, {"tools": [TOOL_WITHOUT_NAME]}, 400, "tools[0].function.name"),
         (CHAT, {"response_format": {"type": "xml"}}, 400, "response_format.type"),
@@ -76,6 +62,7 @@ def _check(response: httpx.Response, status: int, param: str | None) -> None:
 def test_refused_field(
     http: httpx.Client, model_name: str, path: str, change: dict[str, Any], status: int, param: str, stream: bool
 ) -> None:
+    """``tests/unit/services/api/test_api_bad_input.py`` has every field; these are under HTTP."""
     base = {"prompt": "hello"} if path == COMPLETIONS else {"messages": [USER]}
     body = json.dumps({"model": model_name, "stream": stream, **base, **change})
     _check(http.post(path, content=body, headers={"content-type": "application/json"}), status, param)

@@ -143,9 +143,3 @@ def test_another_predictor_comes_when_questions_queue(tmp_path: Path) -> None:
     finally:
         client.close()
         server.stop()
-
-
-def test_what_is_no_artefact_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    done = subprocess.run(farsight("serve", "--predictor", str(tmp_path)), capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "--predictor" in done.stderr and "farsight train" in done.stderr

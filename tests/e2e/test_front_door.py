@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import ssl
 import subprocess
@@ -13,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from services.api.access.keys import Role, Tenant
 from services.launch.launch import EMBEDDED_NAME
 from services.run_file import run_directory
 from tests.e2e.server import LONG_S, Server, farsight, spawn_server, wait_until
+from tests.e2e.test_hygiene import listeners
 from tests.unit.services.api.access.access_support import add_key
 from tests.unit.services.certificates import make_certificate
 
@@ -87,23 +86,13 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         server.stop()
 
 
-def listening(server: Server) -> set[tuple[str, int]]:
-    """Addresses that the server's processes listen on; a process that is just ending tells none."""
-    found = set()
-    for process in server.children():
-        with contextlib.suppress(psutil.Error):
-            connections = process.net_connections("tcp")
-            found |= {(each.laddr.ip, each.laddr.port) for each in connections if each.status == psutil.CONN_LISTEN}
-    return found
-
-
 def test_only_the_frontend_listens_on_the_address_of_the_service(guarded: Guarded) -> None:
     """Each time that one looks; HAProxy replaces its process whenever an ingress replica has come."""
     seen: set[tuple[str, int]] = set()
     frontend = (HOST, guarded.server.port)
 
     def is_complete() -> bool:
-        seen.update(listening(guarded.server))
+        seen.update((ip, port) for _, ip, port in listeners(guarded.server))
         http_ports = {(ip, port) for ip, port in seen if 30_000 <= port <= 32_700}
         assert {ip.removeprefix("::ffff:") for ip, _ in http_ports} <= {"127.0.0.1"}
         assert {(ip, port) for ip, port in seen if ip == HOST or port == frontend[1]} <= {frontend}

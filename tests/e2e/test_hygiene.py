@@ -20,8 +20,8 @@ def listeners(server: Server) -> list[tuple[psutil.Process, str, int]]:
     for process in [psutil.Process(server.process.pid), *server.children()]:
         try:
             sockets = process.net_connections(kind="inet")
-        except psutil.NoSuchProcess:
-            continue  # an idle worker of Ray has ended
+        except psutil.Error:
+            continue  # an idle worker of Ray has ended, or is just ending
         found += [(process, each.laddr.ip, each.laddr.port) for each in sockets if each.status == psutil.CONN_LISTEN]
     return found
 

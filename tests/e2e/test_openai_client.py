@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
-from openai.types.chat import ChatCompletionMessageParam
 
 from tests.e2e.server import LONG_S
 
@@ -19,25 +19,12 @@ def client(base_url: str) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_models(client: openai.OpenAI, model_name: str) -> None:
-    assert [model.id for model in client.models.list()] == [model_name]
-    assert client.models.retrieve(model_name).id == model_name
-
-
-def test_completion_of_text(client: openai.OpenAI, model_name: str) -> None:
-    answer = client.completions.create(model=model_name, prompt="The cat", max_tokens=8, temperature=0)
-    assert answer.choices[0].finish_reason in ("length", "stop")
-    assert answer.usage is not None
-    assert 1 <= answer.usage.completion_tokens <= 8
-    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
-
-
-def test_completion_of_token_ids(client: openai.OpenAI, model_name: str) -> None:
+def test_a_completion_counts_its_tokens(client: openai.OpenAI, model_name: str) -> None:
     answer = client.completions.create(
         model=model_name, prompt=[5, 6, 7], max_tokens=4, extra_body={"ignore_eos": True}
     )
     assert answer.usage is not None
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 4)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (3, 4, 7)
     assert answer.choices[0].finish_reason == "length"
 
 
@@ -50,17 +37,7 @@ def test_completion_of_several_prompts(client: openai.OpenAI, model_name: str) -
         assert alone.choices[0].text == choice.text
 
 
-def test_chat(client: openai.OpenAI, model_name: str) -> None:
-    answer = client.chat.completions.create(
-        model=model_name,
-        messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say hello."}],
-        max_completion_tokens=8,
-        temperature=0,
-    )
-    assert answer.choices[0].message.role == "assistant"
-    assert answer.choices[0].message.content is not None
-    assert answer.usage is not None
-    assert 1 <= answer.usage.completion_tokens <= 8
+SAY_HELLO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say hello."}]
 
 
 def counted(usage: openai.types.CompletionUsage | None) -> dict[str, object]:
@@ -70,17 +47,9 @@ def counted(usage: openai.types.CompletionUsage | None) -> dict[str, object]:
 
 
 def test_streamed_completion_is_the_whole_one(client: openai.OpenAI, model_name: str) -> None:
-    whole = client.completions.create(model=model_name, prompt="The cat", max_tokens=12, temperature=0)
-    chunks = list(
-        client.completions.create(
-            model=model_name,
-            prompt="The cat",
-            max_tokens=12,
-            temperature=0,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-    )
+    body: dict[str, Any] = {"model": model_name, "prompt": "The cat", "max_tokens": 12, "temperature": 0}
+    whole = client.completions.create(**body)
+    chunks = list(client.completions.create(**body, stream=True, stream_options={"include_usage": True}))
     assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == whole.choices[0].text
     assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
     assert chunks[-1].choices == []
@@ -88,45 +57,38 @@ def test_streamed_completion_is_the_whole_one(client: openai.OpenAI, model_name:
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-def test_streamed_chat_is_the_whole_one(client: openai.OpenAI, model_name: str) -> None:
-    messages: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "Say hello."}]
-    whole = client.chat.completions.create(model=model_name, messages=messages, max_tokens=12, temperature=0)
-    chunks = list(
-        client.chat.completions.create(model=model_name, messages=messages, max_tokens=12, temperature=0, stream=True)
-    )
-    assert chunks[0].choices[0].delta.role == "assistant"
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-    assert text == whole.choices[0].message.content
-    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+@pytest.mark.parametrize("fields", [{"temperature": 0}, {"n": 2, "seed": 3, "logprobs": True, "top_logprobs": 2}])
+def test_streamed_chat_is_the_whole_one(client: openai.OpenAI, model_name: str, fields: dict[str, Any]) -> None:
+    body: dict[str, Any] = {"model": model_name, "messages": SAY_HELLO, "max_completion_tokens": 12, **fields}
+    whole = client.chat.completions.create(**body)
+    chunks = list(client.chat.completions.create(**body, stream=True))
+    for choice in whole.choices:
+        own = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == choice.index]
+        assert own[0].delta.role == choice.message.role == "assistant"
+        assert "".join(each.delta.content or "" for each in own) == choice.message.content
+        assert own[-1].finish_reason == choice.finish_reason
+        assert (choice.logprobs is not None) == ("logprobs" in fields)
+        if choice.logprobs is not None:
+            tokens = [token.token for each in own if each.logprobs for token in each.logprobs.content or ()]
+            assert tokens == [token.token for token in choice.logprobs.content or ()] != []
 
 
 def test_stop_string_ends_the_output_before_it(client: openai.OpenAI, model_name: str) -> None:
-    sampling = {"ignore_eos": True}
-    full = client.completions.create(
-        model=model_name, prompt="The cat", max_tokens=24, temperature=0, extra_body=sampling
-    )
-    text = full.choices[0].text
+    body: dict[str, Any] = {"model": model_name, "prompt": "The cat", "max_tokens": 24, "temperature": 0}
+    body["extra_body"] = {"ignore_eos": True}
+    text = client.completions.create(**body).choices[0].text
     middle = len(text) // 2
     stop = text[middle : middle + 2]
     assert len(stop) == 2
-    cut = client.completions.create(
-        model=model_name, prompt="The cat", max_tokens=24, temperature=0, stop=stop, extra_body=sampling
-    )
-    assert cut.choices[0].text == text[: text.index(stop)]
-    assert cut.choices[0].finish_reason == "stop"
+    cut = client.completions.create(**body, stop=stop).choices[0]
+    assert (cut.text, cut.finish_reason) == (text[: text.index(stop)], "stop")
 
 
 def test_seed_makes_sampling_repeatable(client: openai.OpenAI, model_name: str) -> None:
+    body: dict[str, Any] = {"model": model_name, "prompt": "The", "max_tokens": 24, "temperature": 1.5}
+
     def sample(seed: int) -> str:
-        answer = client.completions.create(
-            model=model_name,
-            prompt="The",
-            max_tokens=24,
-            temperature=1.5,
-            seed=seed,
-            extra_body={"ignore_eos": True},
-        )
-        return answer.choices[0].text
+        return client.completions.create(**body, seed=seed, extra_body={"ignore_eos": True}).choices[0].text
 
     assert sample(7) == sample(7)
     assert len({sample(seed) for seed in range(6)}) > 1
@@ -160,31 +122,6 @@ def test_choices_with_logprobs_and_echo(client: openai.OpenAI, model_name: str) 
         assert len(found.tokens) == len(found.token_logprobs)
         assert found.token_logprobs[0] is None and all(each <= 0 for each in found.token_logprobs[1:])
     assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
-
-
-def test_streamed_chat_choices_with_logprobs(client: openai.OpenAI, model_name: str) -> None:
-    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Say hello."}]
-    whole = client.chat.completions.create(
-        model=model_name, messages=messages, max_completion_tokens=4, n=2, seed=3, logprobs=True, top_logprobs=2
-    )
-    chunks = list(
-        client.chat.completions.create(
-            model=model_name,
-            messages=messages,
-            max_completion_tokens=4,
-            n=2,
-            seed=3,
-            logprobs=True,
-            top_logprobs=2,
-            stream=True,
-        )
-    )
-    for choice in whole.choices:
-        own = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == choice.index]
-        assert "".join(each.delta.content or "" for each in own) == choice.message.content
-        assert choice.logprobs is not None and choice.logprobs.content is not None
-        tokens = [token.token for each in own if each.logprobs for token in each.logprobs.content or ()]
-        assert tokens == [token.token for token in choice.logprobs.content]
 
 
 def test_embeddings(client: openai.OpenAI, model_name: str) -> None:

@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import httpx
 import pytest
 
 from services.commands.scaling import ROW_KINDS
 from services.launch.launch import EMBEDDED_NAME
-from services.run_file import find_admin_token
 from tests.e2e.server import Server, farsight, one_ingress, start_server
 
 NUM_CLIENTS = 32
@@ -193,36 +191,13 @@ async def test_scaling_under_load_is_not_seen_by_clients(scaled: Server) -> None
     await asyncio.to_thread(scaled.wait_idle, ingress_too=False)
 
 
-@pytest.mark.parametrize(
-    ("token", "change", "status", "words"),
-    [
-        (None, {}, 401, "missing"),
-        ("guess", {}, 401, "wrong"),
-        ("", {"kind": "wizard"}, 400, "kind: got 'wizard', expected one of replica, length-predictor"),
-        ("", {"count": 0}, 400, "count: got 0, expected an integer from 1 to 1000"),
-        ("", {"count": "2"}, 400, "count: got '2', expected an integer"),
-        ("", {"cuont": 2}, 400, "cuont: unknown field"),
-    ],
-    ids=["no token", "wrong token", "kind", "count", "type", "field"],
-)
-def test_who_may_not_or_asks_wrongly_is_refused(
-    server: Server, token: str | None, change: dict[str, Any], status: int, words: str
-) -> None:
-    given = find_admin_token(server.port) if token == "" else token
-    headers = {} if given is None else {"Authorization": f"Bearer {given}"}
-    asked = {"kind": "replica", "count": 1} | change
-    reply = httpx.post(f"{server.base_url}/admin/scale", json=asked, headers=headers, timeout=TIMEOUT_S)
-    assert reply.status_code == status, reply.text
-    assert words in reply.json()["error"]["message"]
-
-
-def test_the_command_says_what_is_wrong_in_one_line(server: Server) -> None:
+def test_the_command_says_what_is_wrong_in_one_line(scaled: Server) -> None:
     for words, message in [
         (["wizard", "2"], "one of replica, length-predictor, serving-time-estimator, image-encoder, ingress"),
         (["replica", "0"], "an integer from 1 to 1000"),
         (["replica", "1", "--token", "guess"], "the admin token is wrong"),
     ]:
-        command = farsight("scale", *words, "--port", str(server.port))
+        command = farsight("scale", *words, "--port", str(scaled.port))
         result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
         assert result.returncode == 1
         assert message in result.stderr.lower()

@@ -5,13 +5,8 @@ A Ray cluster with its dashboard, and Ray Serve within it.
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,75 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 import yaml
 
 from services.launch.launch import EMBEDDED_NAME
 from tests.e2e.batch.batch_runs import wait_no_hosts
+from tests.e2e.ray_head import ROOT, TIMEOUT_S, Head, running_head
 from tests.e2e.server import farsight, wait_until
 from tests.free_ports import free_port
 
-ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "deploy" / "serve.yaml"
-TIMEOUT_S = 240.0
-
-
-@dataclass
-class Head:
-    """A running cluster, and how to reach it."""
-
-    process: subprocess.Popen[str]
-    gcs: str
-    dashboard: str
-    environment: dict[str, str]
-
-    def run(self, *words: str, ok: bool = True) -> str:
-        """All that a command with the cluster's token prints."""
-        result = subprocess.run(
-            words, env=self.environment, cwd="/", capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
-        assert (result.returncode == 0) == ok, result.stdout + result.stderr
-        return result.stdout + result.stderr
-
-    def deploy(self, file: str) -> None:
-        self.run(str(Path(sys.executable).with_name("serve")), "deploy", file, "--address", self.dashboard)
 
 
 @pytest.fixture
 def head() -> Iterator[Head]:
-    directory = Path(tempfile.mkdtemp(prefix="fs-"))  # short: Ray puts sockets there
-    token = directory / "auth_token"
-    token.write_text(secrets.token_hex(32))
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(token),
-        "RAY_TMPDIR": str(directory),
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        "FARSIGHT_ADMIN_TOKEN": "of the cluster",
-    }
-    environment.pop("RAY_ADDRESS", None)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.e2e.ray_head"],
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        yield Head(process, **json.loads(process.stdout.readline()), environment=environment)
-    finally:
-        children = psutil.Process(process.pid).children(recursive=True)
-        process.stdin.close()
-        process.wait(TIMEOUT_S)
-        process.stdout.close()
-        _, alive = psutil.wait_procs(children, timeout=TIMEOUT_S)
-        shutil.rmtree(directory, ignore_errors=True)
-    assert not alive
+    with running_head() as running:
+        yield running
 
 
 def file_with(path: Path, port: int, **model: object) -> str:
@@ -150,7 +92,8 @@ class Deployed:
     port: int
 
     def deploy(self, path: Path, **model: object) -> None:
-        self.head.deploy(file_with(path, self.port, **model))
+        serve = str(Path(sys.executable).with_name("serve"))
+        self.head.run(serve, "deploy", file_with(path, self.port, **model), "--address", self.head.dashboard)
 
 
 @pytest.fixture
@@ -175,7 +118,7 @@ def test_deploy_and_down(head: Head, deployed: Deployed) -> None:
     assert "ended application farsight" in said
     assert "ended actor worker-0" in said
     assert head.run(*farsight("down", "--address", head.gcs)).strip() == "No actor of Farsight was running."
-    wait_no_hosts(lambda: psutil.Process(head.process.pid).children(recursive=True))
+    wait_no_hosts(head.children)
 
 
 @pytest.mark.timeout(6 * TIMEOUT_S)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
 import time
@@ -10,17 +9,22 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
 from services.launch.launch import EMBEDDED_NAME
 from services.run_file import run_directory
+from tests.e2e.batch.batch_runs import command_of, hosts_among
 from tests.e2e.server import LONG_S, Server, name_of, spawn_server, start_server, wait_until
 from tests.e2e.test_hygiene import check_listeners, environment
 
 
 def body(num_tokens: int) -> dict[str, object]:
     return {"model": EMBEDDED_NAME, "prompt": "x", "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+
+
+def haproxy_words(server: Server) -> list[str]:
+    """Words in the command lines of its proxies."""
+    return [word for child in server.children() if name_of(child) == "haproxy" for word in command_of(child)]
 
 
 @pytest.mark.parametrize(("placement", "proxy"), [("fused", "haproxy"), ("split", "serve")])
@@ -31,7 +35,7 @@ def test_ctrl_c_under_load_stops_everything_in_time(tmp_path: Path, placement: s
     if proxy == "haproxy":
         check_listeners(server)
         ours = f"no haproxy of {directory}"  # Ray may just be replacing it by one that knows more
-        wait_until(lambda: any(str(directory) in command for command in commands(server, "haproxy")), ours)
+        wait_until(lambda: any(str(directory) in word for word in haproxy_words(server)), ours)
     with httpx.Client(base_url=server.base_url, timeout=LONG_S) as client:
         with client.stream("POST", "/v1/completions", json=body(8)) as reply:
             assert [line for line in reply.iter_lines() if line][-1] == "data: [DONE]"
@@ -110,30 +114,10 @@ def test_the_death_of_a_daemon_of_ray_ends_everything_with_a_message(tmp_path: P
     assert todo.startswith("farsight: What to do: ")
 
 
-def commands(server: Server, name: str) -> list[str]:
-    """The command lines of the server's processes of that name."""
-    found = []
-    for child in server.children():
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-            if child.name() == name:
-                found.append(" ".join(child.cmdline()))
-    return found
-
-
-def component_hosts(server: Server) -> list[psutil.Process]:
-    """The processes that host components, as far as they have begun."""
-    found = []
-    for child in server.children():
-        with contextlib.suppress(psutil.Error):  # it has just ended
-            if " ".join(child.cmdline()).startswith("ray::ComponentHost"):
-                found.append(child)
-    return found
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "term"])
 def test_an_interrupted_start_leaves_nothing(tmp_path: Path, number: int) -> None:
     server = spawn_server(tmp_path / "log")
-    while len(hosts := component_hosts(server)) < 3:  # the worker is among them
+    while len(hosts := hosts_among(server.children())) < 3:  # the worker is among them
         assert server.process.poll() is None, server.log.read_text()
         time.sleep(0.1)
     for host in hosts:

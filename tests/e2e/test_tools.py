@@ -113,29 +113,6 @@ def test_json_of_a_schema_holds_the_right_text(client: openai.OpenAI, model_name
     assert answer.choices[0].message.content == '{"city": "oslo"}'
 
 
-def test_a_stored_response_goes_on(client: openai.OpenAI, model_name: str) -> None:
-    first = client.responses.create(model=model_name, instructions=UPPER, input="one", temperature=0, store=True)
-    second = client.responses.create(
-        model=model_name, instructions=UPPER, input="two", temperature=0, previous_response_id=first.id
-    )
-    assert (first.output_text, second.output_text) == ("ONE", "TWO")
-    assert client.responses.retrieve(first.id).output_text == "ONE"
-    client.responses.delete(first.id)
-    with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve(first.id)
-
-
-def test_beam_search_of_a_sure_model_finds_its_answer(client: openai.OpenAI, model_name: str) -> None:
-    answer = client.completions.create(
-        model=model_name,
-        prompt=f"{UPPER}\nabc<sep>",
-        n=2,
-        max_tokens=8,
-        extra_body={"use_beam_search": True, "parse_special": True},
-    )
-    assert answer.choices[0].text == "ABC" and answer.choices[0].finish_reason == "stop"
-
-
 def test_a_response_and_its_stream(client: openai.OpenAI, model_name: str) -> None:
     response = client.responses.create(model=model_name, instructions=UPPER, input="hello world", temperature=0)
     assert response.output_text == "HELLO WORLD"

@@ -136,7 +136,7 @@ def start_batch(source: Path, target: Path, *flags: str, env: Mapping[str, str] 
 
 def driver_among(processes: list[psutil.Process]) -> psutil.Process:
     """The process of a batch job: the oldest, since whatever it forks is called like it for a moment."""
-    drivers = [each for each in processes if "services.batch.job" in _command(each)[:4]]
+    drivers = [each for each in processes if "services.batch.job" in command_of(each)[:4]]
     return min(drivers, key=lambda each: each.create_time())
 
 
@@ -161,10 +161,11 @@ def wait_no_hosts(processes: Callable[[], list[psutil.Process]]) -> None:
 
 
 def _is_called(process: psutil.Process, *names: str) -> bool:
-    return any(word.startswith(names) for word in _command(process)[:1])
+    return any(word.startswith(names) for word in command_of(process)[:1])
 
 
-def _command(process: psutil.Process) -> list[str]:
+def command_of(process: psutil.Process) -> list[str]:
+    """Its words; none if it has just ended."""
     try:
         return process.cmdline()
     except psutil.Error:

@@ -44,8 +44,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(source: Path) -> Iterator[tuple[BatchRun, list[Any]]]:
-    """A run to its end, and what the model wrote in it."""
-    run = start_batch(source, source.with_name("undisturbed.jsonl"), *FAST)
+    """A run to its end, and what the model wrote in it; a cluster that the user has named elsewhere is not asked."""
+    elsewhere = {"RAY_ADDRESS": "http://127.0.0.1:1"}
+    run = start_batch(source, source.with_name("undisturbed.jsonl"), *FAST, env=elsewhere)
     try:
         assert run.wait() == 0, run.said()
         yield run, check_output(run.target, NUM_LINES)

@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -115,22 +116,35 @@ def open_page(browser: Browser) -> Page:
     return opened
 
 
+@contextmanager
+def watched(
+    browser: Browser, live: LiveServer, width: int = 1280, height: int = 800
+) -> Iterator[tuple[Page, list[str]]]:
+    """A tab and what goes wrong in it, which fails the test: what it asks of another address, or fails at."""
+    opened = browser.new_page(viewport={"width": width, "height": height})
+    opened.set_default_timeout(1000 * LONG_S)
+    opened.add_init_script(NO_TIME_LIMIT)
+    wrong: list[str] = []
+    base = f"http://127.0.0.1:{live.port}/"
+    opened.on("request", lambda sent: None if sent.url.startswith((base, "data:")) else wrong.append(sent.url))
+    opened.on("pageerror", lambda error: wrong.append(str(error)))
+    yield opened, wrong
+    assert opened.evaluate("window.hacked") is None
+    opened.close()
+    assert not wrong
+
+
+def visit(page: Page, server: LiveServer, address: str) -> None:
+    page.goto(f"http://127.0.0.1:{server.port}{address}")
+
+
 @pytest.fixture
 def page(browser: Browser, live: LiveServer) -> Iterator[Page]:
-    """The dashboard with its first answer; whatever it asks of another address, or fails at, fails the test."""
-    opened = open_page(browser)
-    opened.add_init_script(NO_TIME_LIMIT)
-    foreign: list[str] = []
-    errors: list[str] = []
-    base = f"http://127.0.0.1:{live.port}/"
-    opened.on("request", lambda sent: None if sent.url.startswith((base, "data:")) else foreign.append(sent.url))
-    opened.on("pageerror", lambda error: errors.append(str(error)))
-    opened.goto(base + "dashboard")
-    expect(opened.get_by_test_id("overall")).to_contain_text("components ready")
-    yield opened
-    opened.close()
-    assert not foreign
-    assert not errors
+    """The dashboard with its first answer."""
+    with watched(browser, live) as (opened, _):
+        visit(opened, live, "/dashboard")
+        expect(opened.get_by_test_id("overall")).to_contain_text("components ready")
+        yield opened
 
 
 def stop_clock(page: Page) -> int:
@@ -308,27 +322,6 @@ def test_names_are_shown_and_not_run(page: Page, live: LiveServer) -> None:
     expect(card).to_contain_text(name)
     expect(card).to_have_attribute("data-level", "warn")
     expect(page.locator("main img, main b")).to_have_count(0)
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_screenshots(page: Page, live: LiveServer, tmp_path: Path, scheme: Any) -> None:
-    """For the eye, under pytest's temporary folder; here only that both schemes differ in what they should."""
-    page.emulate_media(color_scheme=scheme)
-    page.screenshot(path=tmp_path / "ready.png")
-    mixed = with_state("worker-1", "dead", queue=0, last_step_age_s=3.4)
-    live.backend.components = tuple(
-        dataclasses.replace(row, state="starting", restarts=2) if row.name == "scheduler-1" else row
-        for row in mixed
-        if row.name != "batcher"
-    )
-    expect(page.get_by_test_id("card-batcher")).to_have_attribute("data-state", "gone")
-    page.screenshot(path=tmp_path / "mixed.png")
-    live.stop()
-    expect(page.get_by_test_id("banner")).to_be_visible()
-    page.screenshot(path=tmp_path / "unreachable.png")
-    live.start()
-    dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 28)"
-    assert dark == (scheme == "dark")
 
 
 def test_a_request_is_explained_and_an_unknown_one_is_said_to_be(page: Page, live: LiveServer) -> None:

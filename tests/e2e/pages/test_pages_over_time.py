@@ -21,12 +21,13 @@ from core.series.service import COLUMNS
 from services.api.pages.dashboard import PAGES
 from tests.e2e.pages.test_dashboard_page import (
     LONG_S,
-    NO_TIME_LIMIT,
     PIECES,
     LiveServer,
     chromium_path,
     expect_width,
     stop_clock,
+    visit,
+    watched,
     with_state,
 )
 
@@ -73,28 +74,15 @@ def trace() -> RequestTrace:
 
 @pytest.fixture
 def page(browser: Browser, filled: LiveServer) -> Iterator[Page]:
-    """A tab; anything that it asks of another address, fails at or writes to the console as an error fails the test."""
-    opened = browser.new_page(viewport={"width": 1400, "height": 900})
-    opened.set_default_timeout(1000 * LONG_S)
-    opened.add_init_script(NO_TIME_LIMIT)
-    wrong: list[str] = []
-    base = f"http://127.0.0.1:{filled.port}/"
-    opened.on("request", lambda sent: None if sent.url.startswith((base, "data:")) else wrong.append(sent.url))
-    opened.on("pageerror", lambda error: wrong.append(str(error)))
-    opened.on("console", lambda said: wrong.append(said.text) if _is_error(said) else None)
-    yield opened
-    assert opened.evaluate("window.hacked") is None
-    opened.close()
-    assert not wrong
+    """A tab that may write no errors to the console either."""
+    with watched(browser, filled, 1400, 900) as (opened, wrong):
+        opened.on("console", lambda said: wrong.append(said.text) if _is_error(said) else None)
+        yield opened
 
 
 def _is_error(said: ConsoleMessage) -> bool:
     """Chromium itself notes answers 503 and 404: the history is made to fail, and nothing is explained here."""
     return said.type == "error" and not re.search("status of (404|503)", said.text)
-
-
-def visit(page: Page, server: LiveServer, address: str) -> None:
-    page.goto(f"http://127.0.0.1:{server.port}{address}")
 
 
 def test_charts_of_the_overview(page: Page, filled: LiveServer) -> None:
@@ -245,6 +233,8 @@ def test_no_page_is_wider_than_its_window(browser: Browser, filled: LiveServer, 
         for width in WIDTHS:
             tab.set_viewport_size({"width": width, "height": 900})
             expect_width(tab, width)
+        dark = tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 28)"
+        assert dark == (scheme == "dark")
         tab.screenshot(path=tmp_path / f"{name}-{scheme}.png")
     tab.close()
     assert not errors

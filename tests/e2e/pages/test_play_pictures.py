@@ -12,11 +12,11 @@ from PIL import Image
 from playwright.sync_api import Browser, FilePayload, Page, Route, TimeoutError, expect
 
 from tests.e2e.pages.test_dashboard_page import (
-    LONG_S,
-    NO_TIME_LIMIT,
     LiveServer,
     chromium_path,
     expect_width,
+    visit,
+    watched,
 )
 
 pytestmark = pytest.mark.skipif(chromium_path() is None, reason="neither chromium nor google-chrome is installed")
@@ -42,20 +42,11 @@ def png(colour: str = "red") -> bytes:
 
 @pytest.fixture
 def page(browser: Browser, live: LiveServer) -> Iterator[Page]:
-    """The playground; whatever it asks of another address, or fails at, fails the test."""
-    opened = browser.new_page(viewport={"width": 1000, "height": 900})
-    opened.set_default_timeout(1000 * LONG_S)
-    opened.add_init_script(NO_TIME_LIMIT)
-    wrong: list[str] = []
-    base = f"http://127.0.0.1:{live.port}/"
-    opened.on("request", lambda sent: None if sent.url.startswith((base, "data:")) else wrong.append(sent.url))
-    opened.on("pageerror", lambda error: wrong.append(str(error)))
-    opened.goto(base + "play")
-    expect(opened.get_by_test_id("model")).to_contain_text("tiny")
-    yield opened
-    assert opened.evaluate("window.hacked") is None
-    opened.close()
-    assert not wrong
+    """The playground."""
+    with watched(browser, live, 1000, 900) as (opened, _):
+        visit(opened, live, "/play")
+        expect(opened.get_by_test_id("model")).to_contain_text("tiny")
+        yield opened
 
 
 @pytest.fixture

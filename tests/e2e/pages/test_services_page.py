@@ -17,9 +17,10 @@ from tests.e2e.pages.test_dashboard_page import (
     LiveServer,
     chromium_path,
     component,
+    visit,
     with_state,
 )
-from tests.e2e.pages.test_pages_over_time import HOSTILE, page, pytestmark, visit
+from tests.e2e.pages.test_pages_over_time import HOSTILE, page, pytestmark
 
 __all__ = ["chromium_path", "page", "pytestmark"]  # a fixture and a mark
 

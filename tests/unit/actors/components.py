@@ -20,8 +20,10 @@ from core.messages.log import (
     Artefact,
     ArtefactInfo,
     ArtefactName,
+    BatchPage,
     ExamplePage,
     FinishedBatch,
+    FinishedBatches,
     FinishedRequest,
     FinishedRequests,
     ForecastRecord,
@@ -109,6 +111,18 @@ async def read_examples(store: LogStoreCalls, after_row: int = 0, limit: int = 1
 
 async def example_ids(store: LogStoreCalls, after_row: int = 0, limit: int = 1000) -> list[str]:
     return [each.finished.request_id for each in (await read_examples(store, after_row, limit)).examples]
+
+
+async def append_batches(store: LogStoreCalls, *records: FinishedBatch) -> None:
+    await store.append_batches(FinishedBatches(records))
+
+
+async def read_batches(store: LogStoreCalls, after_row: int = 0, limit: int = 1000) -> BatchPage:
+    return await store.read_batches(LogQuery(after_row, limit))
+
+
+def num_counted(store: LogStore, kind: str = "requests") -> float | None:
+    return store.context.registry.get_sample_value("farsight:log_records_total", {"kind": kind})
 
 
 async def put(store: LogStoreCalls, *artefacts: Artefact) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import re
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgpack
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -15,13 +19,15 @@ from actors.calls.message import declared, message, message_of, stub
 from actors.calls.scheduling import RouterCalls, SchedulerCalls
 from actors.calls.supervisor import SupervisorCalls
 from actors.calls.worker import WorkerCalls
-from actors.runtime.component import Component, ComponentContext
+from actors.runtime.component import Component, ComponentContext, component_class
 from actors.runtime.peer import LocalPeer, Site
 from core.codec import PackedInts, encode
 from core.config.load import FarsightConfig
 from core.errors import MessageError
+from core.messages import SCHEMA_VERSION
 from core.messages.requests import Keys, Refusals, Submit
 from core.request import Request, SamplingParams
+from tests.unit.actors.components import component_context
 
 
 class EchoCalls(Protocol):
@@ -138,6 +144,60 @@ def test_a_declaration_says_what_crosses() -> None:
 
     with pytest.raises(TypeError, match="takes 2 arguments"):
         declared(TwoCalls)
+
+
+COMPONENTS = (
+    "router",
+    "scheduler-0",
+    "kv-offload-manager-0",
+    "worker-0",
+    "length-predictor-0",
+    "serving-time-estimator-0",
+    "log-store",
+    "supervisor",
+)
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_every_handler_is_declared(component: str) -> None:
+    """A public coroutine that no contract declares would never be called; a declared one needs a handler."""
+    kind: Any = component_class(component, FarsightConfig())
+    public = [name for name in dir(kind) if not name.startswith("_") and not hasattr(Component, name)]
+    assert {name for name in public if asyncio.iscoroutinefunction(getattr(kind, name))} == declared(kind).keys()
+    contracts = [base for base in kind.__mro__ if getattr(base, "_is_protocol", False)]
+    assert all(getattr(kind, name) is not vars(base).get(name) for base in contracts for name in declared(kind))
+
+
+def malformed(kind: Any) -> Iterator[tuple[bytes, str]]:
+    """Messages that are no ``kind``, and the field that is to be named."""
+    name = kind.__name__
+    fields = [field.name for field in dataclasses.fields(kind)]
+    wrong: list[Any] = [{} for _ in fields]  # no field of any message is a map
+    yield b"", name
+    yield b"\xc1", name
+    yield msgpack.packb([SCHEMA_VERSION, name, *wrong])[:-1], name
+    yield msgpack.packb(7), name
+    yield msgpack.packb([SCHEMA_VERSION, "Nonsense", *wrong]), f"{name}.type"
+    yield msgpack.packb([SCHEMA_VERSION + 1, name, *wrong]), f"{name}.version"
+    yield msgpack.packb([SCHEMA_VERSION - 1, name, *wrong]), f"{name}.version"
+    yield msgpack.packb([SCHEMA_VERSION, name, *wrong]), f"{name}.{fields[0]}"
+    yield msgpack.packb([SCHEMA_VERSION, name, *wrong, 0]), name
+
+
+@pytest.mark.parametrize("name", COMPONENTS)
+async def test_malformed_messages_are_refused_and_counted_by_field(name: str) -> None:
+    refused: list[tuple[str, str, str]] = []
+    kind: Any = component_class(name, FarsightConfig())
+    context = dataclasses.replace(component_context(name), count_refused=lambda *what: refused.append(what))
+    component = kind(context)
+    expected: list[tuple[str, str, str]] = []
+    for method, message_kind in ((each.name, each.request) for each in declared(kind).values() if each.request):
+        for data, field in malformed(message_kind):
+            with pytest.raises(MessageError) as caught:
+                await Component.answer(component, method, data)  # a Supervisor's own waits till it has taken over
+            assert f"{field}: got " in str(caught.value), f"{method} names another field: {caught.value}"
+            expected.append((name, method, field))
+    assert [(*who, re.sub(r"\[\d*\]", "[]", field)) for *who, field in refused] == expected
 
 
 ROOT = Path(actors.__file__).parent.parent

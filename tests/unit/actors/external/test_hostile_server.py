@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
@@ -33,6 +35,23 @@ def test_addresses_of_other_kinds_are_refused(url: str) -> None:
         ReplicaConfig(backend="openai", url=url)
 
 
+@asynccontextmanager
+async def served(app: web.Application) -> AsyncIterator[OpenAIServer]:
+    """What asks a server of these answers."""
+    runner = web.AppRunner(app, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    address = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    server = OpenAIServer(ReplicaConfig(backend="openai", url=address), "m", lambda *ids: "", "")
+    await server.open()
+    try:
+        yield server
+    finally:
+        await server.close()
+        await runner.cleanup()
+        await asyncio.sleep(0)
+
+
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 async def test_a_server_sends_nobody_elsewhere(status: int) -> None:
     """Not the probe and not the request, with which its key would go along."""
@@ -43,28 +62,19 @@ async def test_a_server_sends_nobody_elsewhere(status: int) -> None:
         return web.json_response({"data": [{"id": "m", "max_model_len": 100}]})
 
     async def move(request: web.Request) -> web.Response:
-        return web.Response(status=status, headers={"Location": f"{address}/inside"})
+        return web.Response(status=status, headers={"Location": f"http://{request.host}/inside"})
 
     app = web.Application()
     app.router.add_get("/inside", inside)
     app.router.add_post("/inside", inside)
     app.router.add_route("*", "/{tail:v1/.*|health}", move)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    address = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    server = OpenAIServer(ReplicaConfig(backend="openai", url=address), "m", lambda *ids: "", "")
-    await server.open()
-    try:
+    async with served(app) as server:
         for generates in (False, True):
             with pytest.raises(BackendFailed):
                 await server.probe(generates=generates)
         with pytest.raises(BackendFailed):
             await server._generate()
         assert not reached
-    finally:
-        await server.close()
-        await runner.cleanup()
 
 
 async def test_a_page_without_end_is_given_up() -> None:
@@ -80,20 +90,10 @@ async def test_a_page_without_end_is_given_up() -> None:
 
     app = web.Application()
     app.router.add_get("/{tail:.*}", endless)
-    runner = web.AppRunner(app, handler_cancellation=True)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    config = ReplicaConfig(backend="openai", url=f"http://127.0.0.1:{runner.addresses[0][1]}")
-    server = OpenAIServer(config, "m", lambda *ids: "", "")
-    await server.open()
-    try:
+    async with served(app) as server:
         with pytest.raises(BackendFailed, match="more than"):
             await server.probe(generates=False)
         assert sent < 64 * MAX_PAGE_BYTES, "what fits the buffers of sockets"
-    finally:
-        await server.close()
-        await runner.cleanup()
-        await asyncio.sleep(0)
 
 
 def test_an_event_without_end_is_given_up() -> None:

@@ -94,6 +94,24 @@ def test_what_has_been_put_out_goes_with_the_prompt_and_off_the_limits() -> None
     assert "min_tokens" not in body(SamplingParams(9, min_tokens=3), (7, 8, 9))
 
 
+SGLANG_FIELDS = {
+    *("model", "prompt", "max_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty"),
+    *("frequency_penalty", "repetition_penalty", "seed", "stop", "logit_bias", "stream", "stream_options"),
+    *("stop_token_ids", "ignore_eos", "skip_special_tokens", "min_tokens", "cache_salt"),
+}
+"""Fields of SGLang's ``CompletionRequest`` (0.5.23) that we may send; it drops others without a word.
+
+The package index has no build of it for CPUs, so no test runs it. What it is taken to say below, its
+``CompletionStreamResponse`` and ``ErrorResponse`` write, field by field.
+"""
+
+
+def test_every_sampling_parameter_has_a_field_at_sglang() -> None:
+    sampling = SamplingParams(9, 0.7, seed=1, stop=("x",), stop_token_ids=(3,), ignore_eos=True, min_tokens=2)
+    call = by_tokens(Request("r", 0, "i", (5,), sampling, cache_salt="s"), "m")
+    assert call.body.keys() <= SGLANG_FIELDS
+
+
 CHAT = PromptSource(messages=(("system", "Be short."), ("user", "Hi")))
 
 
@@ -148,6 +166,24 @@ def chunk(**fields: Any) -> bytes:
     return json.dumps({"model": "m", **fields}).encode()
 
 
+def sglang_chunk(text: str, reason: str = "null", matched: str = "null") -> bytes:
+    head = '{"id":"8d1f","object":"text_completion","created":1764000000,"model":"m"'
+    said = f'"text":{text},"logprobs":null,"finish_reason":{reason},"matched_stop":{matched}'
+    return f'{head},"choices":[{{"index":0,{said}}}],"usage":null}}'.encode()
+
+
+def sglang_error(message: str, code: int) -> bytes:
+    error = {"object": "error", "message": message, "type": "E", "param": None, "code": code}
+    return json.dumps({"error": error}).encode()
+
+
+def test_chunks_of_sglang_are_read() -> None:
+    assert parse_chunk(sglang_chunk('"one"'), "m") == Chunk("one")
+    assert parse_chunk(sglang_chunk('" two"', '"stop"', "2"), "m") == Chunk(" two", "stop")
+    told = {"prompt_tokens": 3, "total_tokens": 6, "completion_tokens": 3, "reasoning_tokens": 0}
+    assert parse_chunk(chunk(choices=[], usage=told), "m") == Chunk("", None, TokenUsage(3))
+
+
 def test_chunks_are_read() -> None:
     text = chunk(choices=[{"index": 0, "text": "hi", "finish_reason": None, "logprobs": None}], usage=None)
     assert parse_chunk(text, "m") == Chunk("hi")
@@ -175,6 +211,9 @@ def test_chunks_are_read() -> None:
         (chunk(choices=[{}, {}]), "protocol", "exactly one choice"),
         (b'{"error": {"message": "out of luck"}}', "broken", "the server reports: out of luck"),
         (b'{"error": {"message": "what a prompt", "code": 400}}', "request", "the server reports: what a prompt"),
+        (sglang_error("Generation aborted.", 500), "broken", "the server reports: Generation aborted."),
+        (sglang_error("too long", 400), "request", "the server reports: too long"),
+        (sglang_chunk('""', '"abort"'), "broken", "the server has aborted the request"),
         (b'{"model": "other", "choices": []}', "model", "the server answers as model 'other', expected 'm'"),
     ],
 )
@@ -201,6 +240,14 @@ def test_models_are_found_with_their_lengths() -> None:
     ("status", "data", "kind", "message", "trips", "of_request"),
     [
         (400, b'{"error": {"message": "too long"}}', "request", "HTTP 400: too long", False, True),
+        (
+            400,
+            b'{"object": "error", "message": "too large", "code": 400}',
+            "request",
+            "HTTP 400: too large",
+            False,
+            True,
+        ),
         (422, b'{"detail": "what?"}', "request", "HTTP 422: what?", False, True),
         (401, b'{"error": "no key"}', "auth", "HTTP 401: no key", True, False),
         (404, b'{"object": "error", "message": "no model"}', "model", "HTTP 404: no model", True, False),

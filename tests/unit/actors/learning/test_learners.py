@@ -17,7 +17,7 @@ from actors.runtime.names import LOG_STORE
 from actors.runtime.peer import PeerLost
 from core.codec import decode, encode
 from core.config.engine import EngineConfig
-from core.errors import FarsightError, MessageError
+from core.errors import FarsightError
 from core.forecast import Forecast
 from core.messages.log import LogPage, LogQuery
 from core.messages.step_times import BatchShape, BatchShapes, StepSample, StepSamples
@@ -214,11 +214,6 @@ async def test_two_estimators_may_share_a_process() -> None:
         await ServingTimeEstimator(context).observe(samples(replica, 1.0))
         labels = {"replica": replica, "term": "step"}
         assert context.registry.get_sample_value("farsight:step_profile_seconds", labels) == pytest.approx(0.01, 0.01)
-
-
-async def test_a_message_of_another_kind_is_refused() -> None:
-    with pytest.raises(MessageError, match="StepSamples"):
-        await ServingTimeEstimator(component_context("serving-time-estimator-0")).answer("observe", b"")
 
 
 async def test_every_replica_of_an_estimator_is_useful_from_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:

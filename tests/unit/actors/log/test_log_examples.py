@@ -13,17 +13,19 @@ from core.messages.log import (
 )
 from tests.unit.actors.components import (
     append,
+    append_batches,
     append_forecasts,
     example_ids,
     finished,
     finished_batch,
     forecast_record,
+    num_counted,
     opened,
     read,
+    read_batches,
     read_examples,
     read_ids,
 )
-from tests.unit.actors.log.log_calls import append_batches, num_counted, read_batches
 
 
 async def test_examples_are_requests_with_an_end_and_a_forecast_in_order_of_finishing(path: str) -> None:
@@ -53,18 +55,6 @@ async def test_what_was_forecast_comes_back_bit_by_bit(path: str) -> None:
         assert [each.forecast for each in (await read_examples(store)).examples] == [odd, large]
 
 
-async def test_a_forecast_that_comes_late_is_found_by_who_has_read_on(path: str) -> None:
-    async with opened(path=path) as store:
-        await append_forecasts(store, forecast_record("b"))
-        await append(store, finished("a"), finished("b"))
-        page = await read_examples(store)
-        assert [each.finished.request_id for each in page.examples] == ["b"]
-        await append_forecasts(store, forecast_record("a"))
-        assert await example_ids(store, page.last_row) == ["a"]
-    async with opened(path=path) as store:
-        assert await example_ids(store) == ["b", "a"]
-
-
 async def test_what_comes_together_is_one_commit_with_forecasts_first(path: str) -> None:
     async with opened(path=path) as store:
         tasks = [
@@ -89,23 +79,6 @@ async def test_the_first_forecast_of_a_request_is_kept(path: str) -> None:
         await append_forecasts(store, forecast_record("a", 4.0))
         assert [each.forecast.mean for each in (await read_examples(store)).examples] == [1.0]
         assert num_counted(store, "forecasts") == 1
-
-
-async def test_an_example_goes_with_its_forecast_or_its_request_and_pages_stay_full(path: str) -> None:
-    async with opened(path=path, max_rows=4) as store:
-        await append_forecasts(store, *(forecast_record(each) for each in "abcd"))
-        await append(store, *(finished(each) for each in "abcd"))
-        await append(store, finished("without"))
-        assert await example_ids(store) == ["b", "c", "d"]
-        await append_forecasts(store, forecast_record("never-1"), forecast_record("never-2"))
-        assert await example_ids(store, limit=1) == ["c"]
-        assert await example_ids(store) == ["c", "d"]
-        last_row = (await read_examples(store)).last_row
-        await append_forecasts(store, *(forecast_record(f"never-{i}") for i in range(3, 9)))
-        assert await read_examples(store, 0) == await read_examples(store, 0, 0)
-        assert (await read_examples(store, last_row)).last_row == last_row, "row numbers are not given again"
-        await append_forecasts(store, forecast_record("without"))
-        assert await example_ids(store, last_row) == ["without"]
 
 
 async def test_a_limit_that_was_lowered_holds_for_all_kinds(path: str) -> None:
@@ -146,6 +119,7 @@ async def test_examples_are_what_a_plain_list_says(path: str) -> None:
             examples = [each for each in examples if each not in gone]
             made += [each for each in new if each not in gone]
             assert await example_ids(store) == examples
+            assert await example_ids(store, limit=1) == examples[:1], "pages stay full"
             assert await read_ids(store) == kept["requests"]
             page = await read_examples(store, last_row)
             seen += [each.finished.request_id for each in page.examples]

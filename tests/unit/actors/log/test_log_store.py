@@ -8,14 +8,13 @@ import dataclasses
 import pytest
 
 from actors.log.log_store import MAX_PAGE, LogStore
-from core.codec import encode
 from core.errors import FarsightError, MessageError
 from core.messages.log import (
     FinishedRequest,
-    FinishedRequests,
 )
 from tests.unit.actors.components import (
     append,
+    append_batches,
     append_forecasts,
     append_traces,
     artefact,
@@ -24,17 +23,18 @@ from tests.unit.actors.components import (
     finished_batch,
     forecast_record,
     list_artefacts,
+    num_counted,
     opened,
     put,
     read,
     read_artefact,
+    read_batches,
     read_examples,
     read_ids,
     read_traces,
     set_current,
     trace,
 )
-from tests.unit.actors.log.log_calls import append_batches, num_counted, read_batches
 
 
 async def test_what_goes_in_comes_out_in_order(path: str) -> None:
@@ -135,7 +135,18 @@ async def test_closing_writes_what_was_given_and_then_refuses(path: str) -> None
         assert store.queue == 10
         await store.stop()
         await asyncio.gather(*tasks)
-        for late in (append(store, finished("late")), read(store)):
+        for late in (
+            append(store, finished("late")),
+            append_forecasts(store, forecast_record("a")),
+            append_batches(store, finished_batch("a")),
+            put(store, artefact(1)),
+            set_current(store, 1),
+            read(store),
+            read_artefact(store),
+            list_artefacts(store),
+            read_examples(store),
+            read_batches(store),
+        ):
             with pytest.raises(FarsightError, match="log-store is closed"):
                 await late
     async with opened(path=path) as store:
@@ -151,31 +162,6 @@ async def test_another_store_may_follow_in_the_same_process(path: str) -> None:
         await store.stop()
         assert not store.failed.done()
     assert num_counted(store) == 2
-
-
-async def test_a_message_of_another_kind_is_refused(path: str) -> None:
-    async with opened(path=path) as store:
-        with pytest.raises(MessageError, match="FinishedRequests"):
-            await store.answer("append", b"\xc1")
-        with pytest.raises(MessageError, match="LogQuery"):
-            await store.answer("read", encode(FinishedRequests(())))
-
-
-async def test_after_closing_everything_is_refused(path: str) -> None:
-    async with opened(path=path) as store:
-        await store.stop()
-        for late in (
-            append_forecasts(store, forecast_record("a")),
-            append_batches(store, finished_batch("a")),
-            put(store, artefact(1)),
-            set_current(store, 1),
-            read_artefact(store),
-            list_artefacts(store),
-            read_examples(store),
-            read_batches(store),
-        ):
-            with pytest.raises(FarsightError, match="log-store is closed"):
-                await late
 
 
 async def test_traces_are_found_by_the_answer_that_they_belong_to_also_after_a_restart(path: str) -> None:

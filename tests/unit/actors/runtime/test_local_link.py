@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -42,21 +43,27 @@ class Receiver:
         return data
 
 
+@asynccontextmanager
+async def linked(receiver: Receiver) -> AsyncIterator[tuple[LocalLink, str]]:
+    """A connection to who is listened to, and the address."""
+    address, server = await listen(receiver.answer)
+    link = await connect(address)
+    assert link is not None and server is not None
+    yield link, address
+    link.close()
+    server.close()
+
+
 def test_answers_and_refusals(runner: asyncio.Runner) -> None:
     async def check() -> None:
-        address, server = await listen(Receiver().answer)
-        link = await connect(address)
-        assert link is not None
-        big = os.urandom(3_000_000)
-        assert await link.call("p", "echo", big) == big
-        assert await link.call("p", "echo", b"") == b""
-        with pytest.raises(MessageError, match=r"p\.field: got 3, expected something else"):
-            await link.call("p", "refuse", b"")
-        with pytest.raises(RemoteError, match="Local: mine"):
-            await link.call("p", "break", b"")
-        link.close()
-        assert server is not None
-        server.close()
+        async with linked(Receiver()) as (link, _):
+            big = os.urandom(3_000_000)
+            assert await link.call("p", "echo", big) == big
+            assert await link.call("p", "echo", b"") == b""
+            with pytest.raises(MessageError, match=r"p\.field: got 3, expected something else"):
+                await link.call("p", "refuse", b"")
+            with pytest.raises(RemoteError, match="Local: mine"):
+                await link.call("p", "break", b"")
 
     runner.run(check())
 
@@ -64,40 +71,31 @@ def test_answers_and_refusals(runner: asyncio.Runner) -> None:
 def test_calls_overtake_each_other_but_messages_do_not(runner: asyncio.Runner) -> None:
     async def check() -> None:
         receiver = Receiver()
-        address, server = await listen(receiver.answer)
-        link = await connect(address)
-        assert link is not None
-        waiting = asyncio.create_task(link.call("p", "wait", b"first"))
-        cancelled = asyncio.create_task(link.call("p", "wait", b"second"))
-        await asyncio.sleep(0)
-        cancelled.cancel()
-        sent = [b"%d" % i for i in range(100)]
-        assert await asyncio.gather(*(link.call("p", "echo", data) for data in sent)) == sent
-        assert receiver.seen == [b"first", b"second", *sent]
-        receiver.gate.set()
-        assert await waiting == b"first"
-        link.close()
-        assert server is not None
-        server.close()
+        async with linked(receiver) as (link, _):
+            waiting = asyncio.create_task(link.call("p", "wait", b"first"))
+            cancelled = asyncio.create_task(link.call("p", "wait", b"second"))
+            await asyncio.sleep(0)
+            cancelled.cancel()
+            sent = [b"%d" % i for i in range(100)]
+            assert await asyncio.gather(*(link.call("p", "echo", data) for data in sent)) == sent
+            assert receiver.seen == [b"first", b"second", *sent]
+            receiver.gate.set()
+            assert await waiting == b"first"
 
     runner.run(check())
 
 
 def test_calls_under_way_end_with_the_connection(runner: asyncio.Runner) -> None:
     async def check() -> None:
-        address, server = await listen(Receiver().answer)
-        link = await connect(address)
-        assert link is not None
-        waiting = asyncio.create_task(link.call("p", "wait", b""))
-        await asyncio.sleep(0.01)
-        link.close()
-        with pytest.raises(LinkLost):
-            await waiting
-        assert not link.open
-        with pytest.raises(LinkLost):
-            await link.call("p", "echo", b"")
-        assert server is not None
-        server.close()
+        async with linked(Receiver()) as (link, _):
+            waiting = asyncio.create_task(link.call("p", "wait", b""))
+            await asyncio.sleep(0.01)
+            link.close()
+            with pytest.raises(LinkLost):
+                await waiting
+            assert not link.open
+            with pytest.raises(LinkLost):
+                await link.call("p", "echo", b"")
 
     runner.run(check())
 

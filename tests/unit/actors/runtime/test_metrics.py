@@ -180,9 +180,9 @@ def test_each_series_has_one_owner(engine: EngineMetrics) -> None:
 
 
 def test_farsights_own(registry: CollectorRegistry) -> None:
-    RefusedMessages(registry).count("router", "submit", "requests")
-    RefusedMessages(registry).count("router", "submit", "requests")
-    labels = {"piece": "router", "method": "submit", "field": "requests"}
+    RefusedMessages(registry).count("router", "submit", "Submit.requests[3].prompt_ids")
+    RefusedMessages(registry).count("router", "submit", "Submit.requests[17].prompt_ids")
+    labels = {"piece": "router", "method": "submit", "field": "Submit.requests[].prompt_ids"}
     assert registry.get_sample_value("farsight:refused_messages_total", labels) == 2
     restarts = ComponentRestarts(registry)
     restarts.set("worker-0", 2)

@@ -27,7 +27,17 @@ async def test_a_cancellation_that_comes_with_the_event_is_not_lost() -> None:
         await task
 
 
-async def test_a_component_that_is_away_costs_one_line_without_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("failure", "told"),
+    [
+        (PeerLost("supervisor"), [("WARNING", "work waits: supervisor is away", False)]),
+        (ValueError("a defect"), [("ERROR", "work", True)] * 19),
+    ],
+    ids=["away: one line without a traceback", "broken: each time with one"],
+)
+async def test_what_broke_begins_anew_until_it_is_cancelled(
+    failure: Exception, told: list[tuple[str, str, bool]], caplog: pytest.LogCaptureFixture
+) -> None:
     lives = 0
     lasting = asyncio.Event()
 
@@ -35,27 +45,7 @@ async def test_a_component_that_is_away_costs_one_line_without_a_traceback(caplo
         nonlocal lives
         lives += 1
         if lives < 20:
-            raise PeerLost("supervisor")
-        lasting.set()
-        await asyncio.Event().wait()
-
-    task = asyncio.create_task(again_and_again(work, 0.0))
-    await lasting.wait()
-    task.cancel()
-    (line,) = caplog.records
-    assert line.levelname == "WARNING" and line.exc_info is None
-    assert line.getMessage().endswith("work waits: supervisor is away")
-
-
-async def test_what_broke_begins_anew_until_it_is_cancelled(caplog: pytest.LogCaptureFixture) -> None:
-    lives = 0
-    lasting = asyncio.Event()
-
-    async def work() -> None:
-        nonlocal lives
-        lives += 1
-        if lives < 3:
-            raise ValueError(f"life {lives}")
+            raise failure
         lasting.set()
         await asyncio.Event().wait()
 
@@ -64,4 +54,7 @@ async def test_what_broke_begins_anew_until_it_is_cancelled(caplog: pytest.LogCa
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert [record.exc_info[1].args for record in caplog.records if record.exc_info] == [("life 1",), ("life 2",)]  # type: ignore[union-attr]
+    assert len(caplog.records) == len(told)
+    for record, (level, words, has_traceback) in zip(caplog.records, told, strict=True):
+        assert (record.levelname, record.exc_info is not None) == (level, has_traceback)
+        assert words in record.getMessage()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -34,7 +34,7 @@ from core.request import Request, SamplingParams, SequenceStatus
 from estimator.knn import MIN_BATCHES, BatchTimes, ServedBatch
 from policies.presets import PRESETS
 from policies.settings import PRIOR_COST
-from tests.unit.actors.components import LONG_S, opened
+from tests.unit.actors.components import LONG_S, opened, until
 
 READY = WorkerReady("w1", 1000, 16, 4000, False, 100)
 
@@ -123,13 +123,6 @@ def waiting_s(shop: Shop) -> list[float]:
     return [times(len(batch), batch.prompt_len, batch.predicted_len) for batch in batches]
 
 
-async def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LONG_S
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
-
-
 async def first_batch(log_store: LogStore) -> FinishedBatch:
     """Once it is in the log."""
     async with asyncio.timeout(LONG_S):
@@ -155,7 +148,7 @@ async def test_an_idle_worker_pulls_the_next_batch_and_every_batch_is_logged() -
         record = await first_batch(log_store)
         assert (record.worker, record.num_requests, record.batch_len, record.generation_len) == ("0", 2, 8, 9)
         assert record.estimated_time_s > 0 and record.serving_time_s > 0
-        await eventually(lambda: found.metric("farsight:batch_queue_requests") == 0)
+        await until(lambda: found.metric("farsight:batch_queue_requests") == 0)
         assert found.metric("farsight:batch_size_count") == 2
         assert found.metric("farsight:batch_size_sum") == 3
         assert b"farsight:batch_splits_total" in generate_latest(found.registry)
@@ -166,7 +159,7 @@ async def test_every_preset_of_batch_mode_starts_serves_and_stops(preset: str) -
     async with opened() as log_store, shop(preset, log_store, max_wait_s=0.01) as found:
         await found.up()
         await found.submit("a", "b")
-        await eventually(lambda: found.placed() != [])
+        await until(lambda: found.placed() != [])
         while found.batcher.queue:
             await found.end(*found.placed()[-1])
             await asyncio.sleep(0)  # a bin that waits for its time is woken by the loop
@@ -177,7 +170,7 @@ async def test_a_bin_that_is_not_full_goes_when_its_time_has_come() -> None:
         await found.up()
         began = time.monotonic()
         await found.submit("a")
-        await eventually(lambda: found.placed() == [["a"]])
+        await until(lambda: found.placed() == [["a"]])
         assert time.monotonic() - began > 0.099, "not before"
 
 
@@ -189,7 +182,7 @@ async def test_what_was_learned_outlives_the_estimator_and_estimates_come_from_i
         await log_store.set_current(ArtefactName(KIND, 3))
         async with shop("magnus", log_store) as found:
             await found.submit("a")
-            await eventually(lambda: waiting_s(found) == [pytest.approx(77.0)])
+            await until(lambda: waiting_s(found) == [pytest.approx(77.0)])
             await found.up()
             await found.end("a")
             assert (await first_batch(log_store)).estimated_time_s == pytest.approx(77.0)
@@ -207,7 +200,7 @@ async def test_an_estimator_that_is_away_delays_no_batch_and_its_successor_is_as
         samples = tuple(StepSample(0, seqs, 100 * seqs, 0.5) for seqs in (1, 2, 4, 8) for _ in range(50))
         await estimator.observe(StepSamples("0", samples))
         peers["serving-time-estimator-0"] = estimator
-        await eventually(lambda: waiting_s(found)[0] > 10 * before_s)
+        await until(lambda: waiting_s(found)[0] > 10 * before_s)
         await found.end("a")
         assert found.placed() == [["a"], ["b"]]
 
@@ -217,7 +210,7 @@ async def test_estimates_follow_the_measured_steps_until_batches_are_known() -> 
         before_s = found.batcher._times(4, 100, 50)
         samples = tuple(StepSample(0, seqs, 100 * seqs, 0.5) for seqs in (1, 2, 4, 8) for _ in range(50))
         await found.estimator.observe(StepSamples("0", samples))
-        await eventually(lambda: found.batcher._times(4, 100, 50) > 10 * before_s)
+        await until(lambda: found.batcher._times(4, 100, 50) > 10 * before_s)
 
 
 async def test_every_so_often_a_version_is_stored_with_the_error_of_the_one_before(

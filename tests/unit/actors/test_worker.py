@@ -1,9 +1,12 @@
-"""When tokens leave the worker; on an event loop, without Ray."""
+"""When tokens leave the worker, and in which thread it steps; on an event loop, without Ray."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,20 +14,12 @@ import pytest
 from actors.worker import token_channels
 from actors.worker.token_channels import TokenChannel
 from core.messages.tokens import TokenDelta
-
-LONG_S = 120.0
+from tests.unit.actors.components import LONG_S, until
+from tests.unit.services.commands.test_conformance import read, system
 
 
 def delta(start: int) -> TokenDelta:
     return TokenDelta("a", 0, start, (1,), "x", None, None)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LONG_S):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0.01)
 
 
 class Clock:
@@ -131,3 +126,18 @@ async def test_silence_is_counted_while_nobody_polls_and_forgotten_when_somebody
     channel.put([delta(0)], num_rows=1)
     await polling
     channel.close()
+
+
+async def test_a_worker_steps_while_all_threads_of_asyncio_are_taken(tmp_path: Path) -> None:
+    """It has a thread of its own, however many others there are in its process."""
+    async with asyncio.timeout(LONG_S), system("fcfs", tmp_path) as found, found.ingress() as client:
+        release = threading.Event()
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        taken = loop.run_in_executor(None, release.wait)
+        try:
+            await read(client, 0)
+            assert not taken.done()
+        finally:
+            release.set()
+            await taken
