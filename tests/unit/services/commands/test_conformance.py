@@ -136,41 +136,41 @@ def the_log(directory: Path, machine: str) -> bytes:
     return path.read_bytes()
 
 
-def config() -> MachineConfig:
-    return MachineConfig(SchedulerConfig(), 8)
+CONFIG = pack_config(MachineConfig(SchedulerConfig(), 8))
+LOST, UP = WorkerLost(), ReplicaUp("0", WorkerReady("w1", 1000, 16, 4000, False, 100))
+ONE = CONFIG + pack_handled(LOST, 1.0, [])
 
 
 def test_a_serving_time_that_the_log_lacks_is_a_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     batches = BatchMachineConfig(SchedulerConfig(preset="magnus"), BatchConfig(), 8, 0.0)
     request = Request("a", 0, "i", (1,) * 8, SamplingParams(64))
-    log = pack_config(batches) + pack_handled(ReplicaUp("0", WorkerReady("w1", 1000, 16, 4000, False, 100)), 1.0, [])
-    path = tmp_path / "router.events"
-    path.write_bytes(log + pack_handled(RequestsArrived((request,)), 2.0, [PlaceRequests("0", (request,))]))
+    log, path = pack_config(batches) + pack_handled(UP, 1.0, []), tmp_path / "router.events"
+    arrived, placed = RequestsArrived((request,)), PlaceRequests("0", (request,))
+    path.write_bytes(log + pack_handled(arrived, 2.0, [placed]))
     assert main([str(path)]) == 1
     batch = "1 requests, 8 prompt tokens and 64 output tokens"
     assert f"and now asks for the serving time of a batch of {batch}, which" in capsys.readouterr().out
-    estimates = {(1, 8, 64): 0.5}
-    path.write_bytes(log + pack_handled(RequestsArrived((request,)), 2.0, [PlaceRequests("0", (request,))], estimates))
+    path.write_bytes(log + pack_handled(arrived, 2.0, [placed], {(1, 8, 64): 0.5}))
     assert main([str(path)]) == 0
 
 
 @pytest.mark.parametrize("version", [1, SCHEMA_VERSION + 1])
 def test_a_log_of_another_version_is_refused(version: int) -> None:
     """Version 1 had a head of the configuration alone."""
-    _, message = msgpack.unpackb(pack_config(config()))
+    _, message = msgpack.unpackb(CONFIG)
     head = msgpack.packb([message] if version == 1 else [version, message])
     with pytest.raises(MessageError, match=f"schema version.*{version}.*{SCHEMA_VERSION}; replay this log with the"):
-        replay(head + pack_handled(WorkerLost(), 1.0, []))
+        replay(head + pack_handled(LOST, 1.0, []))
 
 
 def test_another_answer_is_found_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made_up = RequestEnded(FinishedSequence("a", 0, SequenceStatus.FINISHED_STOPPED, 3), 0.0, 1.0)
-    log = pack_config(config()) + pack_handled(WorkerLost(), 1.0, []) + pack_handled(WorkerLost(), 2.0, [made_up])
+    log = ONE + pack_handled(LOST, 2.0, [made_up])
     count, difference = replay(log)
     assert count == 2 and difference is not None
     assert (difference.index, difference.logged, difference.replayed) == (1, (made_up,), ())
     good, bad = tmp_path / "good.events", tmp_path / "bad.events"
-    good.write_bytes(pack_config(config()) + pack_handled(WorkerLost(), 1.0, []))
+    good.write_bytes(ONE)
     bad.write_bytes(log)
     assert main([str(good)]) == 0
     assert capsys.readouterr().out == f"{good}: 1 events, identical\n"
@@ -181,10 +181,9 @@ def test_another_answer_is_found_and_told(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_record_that_is_cut_off_is_left_out() -> None:
-    whole = pack_config(config()) + pack_handled(WorkerLost(), 1.0, [])
     second = pack_handled(WorkerLost(), 2.0, [])
     for cut in range(1, len(second)):
-        assert replay(whole + second[:cut]) == (1, None)
+        assert replay(ONE + second[:cut]) == (1, None)
 
 
 @pytest.mark.parametrize(
@@ -193,10 +192,10 @@ def test_a_record_that_is_cut_off_is_left_out() -> None:
         b"",
         b"\xc1",
         b"\x01",
-        pack_handled(WorkerLost(), 1.0, []),
-        pack_config(config()) + b"\x93\x01\x02\x03",
-        pack_config(config()) + msgpack.packb([1.0, [["a", "list"], b""], [], []]),
-        pack_config(config()) + pack_handled(ReplicaUp("0", WorkerReady("w1", 1000, 16, 4000, False, 100)), 1.0, []),
+        pack_handled(LOST, 1.0, []),
+        CONFIG + b"\x93\x01\x02\x03",
+        CONFIG + msgpack.packb([1.0, [["a", "list"], b""], [], []]),
+        CONFIG + pack_handled(UP, 1.0, []),
         msgpack.packb([SCHEMA_VERSION, ["MachineConfig", "text"]]),
     ],
 )

