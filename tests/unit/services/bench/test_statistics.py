@@ -60,7 +60,13 @@ def test_metrics_of_a_run() -> None:
         TIMED_OUT,
         usage=CpuUsage(0.1, 0.5, 0.4),
     )
-    expected = {"requests": 3, "errors": 1, "output_tokens": 14, "requests_per_s": 1, "output_tokens_per_s": 7}
+    expected = {
+        "requests": 3.0,
+        "errors": 1.0,
+        "output_tokens": 14.0,
+        "requests_per_s": 1.0,
+        "output_tokens_per_s": 7.0,
+    }
     expected |= {"tokens_per_chunk": 14 / 5, "output_tokens_per_server_cpu_s": 28, "other_cores": 0.2}
     expected |= {"ttft_ms_mean": 300, "tpot_ms_p99": 150, "mtpot_ms_p50": 200, "jct_ms_p99": 1000}
     expected |= {"itl_ms_mean": 800 / 12, "itl_ms_p50": 50, "itl_ms_p99": 200}

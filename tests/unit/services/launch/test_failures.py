@@ -160,7 +160,7 @@ def test_an_exception_is_told_by_type_and_place_and_not_by_its_words(lines: Line
         logger.exception("a request failed")
     assert "my prompt" not in lines.last()
     found = json.loads(lines[-1])
-    assert (found["exception"], found["raised_at"].split(":")[0]) == ("ValueError", "test_log_lines.py")
+    assert (found["exception"], found["raised_at"].split(":")[0]) == ("ValueError", "test_failures.py")
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])

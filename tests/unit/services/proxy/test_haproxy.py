@@ -1,4 +1,4 @@
-"""The settings of HAProxy and of Ray behind it, ports that a service has for itself, and a HAProxy that stands still."""
+"""The settings of HAProxy and of Ray behind it, ports that a service has for itself, and one that stands still."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ from tests.free_ports import free_port
 
 LONG_S = 120.0
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Ray brings HAProxy for Linux only")
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="Ray brings HAProxy for Linux only")
 
 
+@on_linux
 def test_ray_serves_behind_it_on_ports_of_the_service_alone(tmp_path: Path) -> None:
     with reserved_ports() as ports:
         environment = haproxy_environment(tmp_path, ports)
@@ -47,6 +48,7 @@ def test_ray_serves_behind_it_on_ports_of_the_service_alone(tmp_path: Path) -> N
     assert (environment["RAY_SERVE_ENABLE_HA_PROXY"], environment["RAY_SERVE_ENABLE_DIRECT_INGRESS"]) == ("0", "1")
 
 
+@on_linux
 @pytest.mark.parametrize(
     ("files", "connections"), [(20_000, 7800), (1_000_000, 30_000), (resource.RLIM_INFINITY, 30_000), (600, 100)]
 )
@@ -57,6 +59,7 @@ def test_connections_are_bounded_by_the_files_that_may_be_open(
     assert max_connections() == connections
 
 
+@on_linux
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="util-linux's setpriv is not installed")
 def test_it_ends_with_the_process_that_keeps_it(tmp_path: Path) -> None:
     code = (
@@ -95,6 +98,7 @@ def _has_ended(process: psutil.Process) -> bool:
         return True
 
 
+@on_linux
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "192.0.2.1"])
 def test_it_is_taken_on_every_address(host: str) -> None:
     assert choose_proxy(ServerConfig(host=host)) == "haproxy"
