@@ -46,7 +46,7 @@ def test_the_file_of_a_killed_server_is_replaced(runtime: Path) -> None:
         assert (find_admin_token(8000), mode(path)) == ("secret", 0o600)
 
 
-@pytest.mark.parametrize("kind", ["open", "link", "of somebody else"])
+@pytest.mark.parametrize("kind", ["open", "link", "of another user"])
 def test_a_directory_that_others_can_change_is_refused(
     runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -56,7 +56,7 @@ def test_a_directory_that_others_can_change_is_refused(
     else:
         runtime.mkdir()
         runtime.chmod(0o777 if kind == "open" else 0o700)
-    if kind == "of somebody else":
+    if kind == "of another user":
         monkeypatch.setattr(os, "getuid", lambda: runtime.stat().st_uid + 1)
     with pytest.raises(FarsightError, match="not a directory of this user alone"), published(8000, "secret"):
         pass

@@ -275,7 +275,7 @@ def test_progress_is_said_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Process:
-    """What ``psutil`` says of one: no words, and its command line is not for everybody."""
+    """What ``psutil`` says of one: without words, its command line is hidden."""
 
     def __init__(self, *words: str) -> None:
         self._words = words

@@ -89,7 +89,7 @@ class Network:
         assert had_any == bool(requests or aborts) and not self.ledger.has_outgoing
         for key in aborts:
             assert key not in {(each.request_id, each.attempt) for each in self.refusals}, (
-                "nobody runs what was refused"
+                "no worker runs what was refused"
             )
             client = self.clients[key[0]]
             newest = max((each.attempt for each in requests if each.request_id == key[0]), default=-1)
