@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import subprocess
+import sys
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 import typer
+from rich.text import Text
 
 from services.cli import app
 from services.server_address import HostOption, PortOption, UrlOption
@@ -34,6 +37,9 @@ def walk(group: typer.Typer, path: Command = ()) -> Iterator[tuple[Command, Call
 
 
 COMMANDS = dict(walk(app))
+
+
+HELP = typer.main.get_group(app).commands
 
 
 @functools.cache
@@ -180,3 +186,25 @@ def test_keys_as_json(tmp_path: Path) -> None:
     [listed] = json.loads(CliRunner().invoke(app, ["keys", "list", *file, "--json"]).stdout)
     assert listed["id"] == made["id"] and "key" not in listed
     assert json.loads(CliRunner().invoke(app, ["keys", "revoke", "one", *file, "--json"]).stdout) == {"revoked": "one"}
+
+
+@pytest.mark.parametrize("name", HELP)
+def test_nothing_of_the_help_is_taken_for_markup(name: str) -> None:
+    """``[auto]`` would be a style, and not be shown."""
+    command = HELP[name]
+    texts = [command.help, *(getattr(param, "help", None) for param in command.params)]
+    assert len([text for text in texts if text]) >= len(command.params)
+    for text in filter(None, texts):
+        assert Text.from_markup(text).plain == text
+
+
+HEAVY = ["ray", "torch", "matplotlib"]
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [("services.cli", [*HEAVY, "simulator", "numpy"]), ("services.bench.compare", HEAVY)],
+)
+def test_the_command_line_stays_light(module: str, absent: list[str]) -> None:
+    code = f"import sys, {module}; print(set({absent}) & sys.modules.keys())"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

@@ -26,20 +26,16 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_the_token_is_found_while_the_server_runs(runtime: Path) -> None:
+def test_the_token_is_found_while_the_server_runs(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with published(8000, "secret") as path:
         assert path == runtime / "8000.json"
         assert (mode(path), mode(runtime)) == (0o600, 0o700)
-        assert find_admin_token(8000) == "secret"
-        assert find_admin_token(8001) == ""
+        assert (find_admin_token(8000), find_admin_token(8001)) == ("secret", "")
+        with monkeypatch.context() as patch:
+            patch.setenv(ADMIN_TOKEN_VARIABLE, "other")
+            assert find_admin_token(8000) == "other", "the environment comes first"
     assert find_admin_token(8000) == ""
     assert not path.exists()
-
-
-def test_the_environment_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ADMIN_TOKEN_VARIABLE, "other")
-    with published(8000, "secret"):
-        assert find_admin_token(8000) == "other"
 
 
 def test_the_file_of_a_killed_server_is_replaced(runtime: Path) -> None:
@@ -50,25 +46,22 @@ def test_the_file_of_a_killed_server_is_replaced(runtime: Path) -> None:
         assert (find_admin_token(8000), mode(path)) == ("secret", 0o600)
 
 
-@pytest.mark.parametrize("kind", ["open", "link"])
-def test_a_directory_that_others_can_change_is_refused(runtime: Path, tmp_path: Path, kind: str) -> None:
-    if kind == "open":
-        runtime.mkdir()
-        runtime.chmod(0o777)
-    else:
+@pytest.mark.parametrize("kind", ["open", "link", "of another user"])
+def test_a_directory_that_others_can_change_is_refused(
+    runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    if kind == "link":
         (tmp_path / "elsewhere").mkdir(mode=0o700)
         runtime.symlink_to(tmp_path / "elsewhere")
+    else:
+        runtime.mkdir()
+        runtime.chmod(0o777 if kind == "open" else 0o700)
+    if kind == "of another user":
+        monkeypatch.setattr(os, "getuid", lambda: runtime.stat().st_uid + 1)
     with pytest.raises(FarsightError, match="not a directory of this user alone"), published(8000, "secret"):
         pass
     with pytest.raises(FarsightError, match="not a directory of this user alone"):
         find_admin_token(8000)
-
-
-def test_a_directory_of_somebody_else_is_refused(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime.mkdir(mode=0o700)
-    monkeypatch.setattr(os, "getuid", lambda: runtime.stat().st_uid + 1)
-    with pytest.raises(FarsightError, match="not a directory of this user alone"), published(8000, "secret"):
-        pass
 
 
 @pytest.mark.parametrize("value", ["", "/nonexistent"])

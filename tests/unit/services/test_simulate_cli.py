@@ -1,9 +1,10 @@
-"""``farsight simulate`` and ``farsight compare`` as a user at a terminal meets them."""
+"""``farsight simulate``, ``compare`` and ``advise`` as a user at a terminal meets them."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 import subprocess
 import sys
@@ -15,30 +16,10 @@ import pytest
 from services.cli import app
 from tests.command_line import CliRunner, Result
 
-CONFIG_KEYS = [
-    "batch",
-    "block_size",
-    "clients",
-    "farsight_version",
-    "host_kv_tokens",
-    "kv_tokens",
-    "latency",
-    "max_batch_tokens",
-]
-CONFIG_KEYS += [
-    "max_num_seqs",
-    "num_replicas",
-    "num_requests",
-    "offload_hop_s",
-    "placement",
-    "predictor",
-    "preset",
-    "rate",
-    "scheduler",
-    "seed",
-    "sla",
-]
-CONFIG_KEYS += ["watermark", "workload"]
+CONFIG_KEYS = """
+batch block_size clients farsight_version host_kv_tokens kv_tokens latency max_batch_tokens max_num_seqs num_replicas
+num_requests offload_hop_s placement predictor preset rate scheduler seed sla watermark workload
+"""
 
 
 def invoke(command: str, *words: str) -> Result:
@@ -65,7 +46,7 @@ def test_a_first_run_needs_no_options() -> None:
 def test_json_keys_are_a_contract() -> None:
     record = invoke_json()
     assert sorted(record) == ["config", "summary"]
-    assert sorted(record["config"]) == CONFIG_KEYS
+    assert sorted(record["config"]) == CONFIG_KEYS.split()
     assert {"jct_s_p99", "ttft_s_mean", "goodput_share", "num_steps", "output_tokens_per_s"} <= record["summary"].keys()
     assert record["summary"]["num_requests"] == 40
 
@@ -98,16 +79,20 @@ def test_a_gpu_brings_its_pool_and_the_model_defaults() -> None:
     assert invoke_json("--model", "opt-13b")["config"]["latency"]["gpu"]["name"] == "a100-80g"
 
 
+FREE = {"base_s": 0.5} | dict.fromkeys(("prefill_token_s", "decode_seq_s", "context_token_s", "prefill_pair_s"), 0.0)
+
+
 def test_a_profile_is_read(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    names = ("prefill_token_s", "decode_seq_s", "context_token_s", "prefill_pair_s")
-    cost = {"base_s": 0.5, **dict.fromkeys(names, 0.0)}
-    path.write_text(json.dumps({**cost, "kv_bytes": 1024}))
+    path.write_text(json.dumps({**FREE, "kv_bytes": 1024}))
     record = invoke_json("--profile", str(path))
     no_pictures = dict.fromkeys(("batch_s", "token_s", "pair_s"), 0.0)
-    expected = {"cost": cost, "kv_bytes": 1024, "copy_bandwidth": 25e9, "image_cost": no_pictures}
+    expected = {"cost": FREE, "kv_bytes": 1024, "copy_bandwidth": 25e9, "image_cost": no_pictures}
     assert record["config"]["latency"] == expected
     assert record["summary"]["itl_s_mean"] == pytest.approx(0.5)
+
+
+PICTURES = ["jct.png", "load.png", "memory.png", "queues.png"]
 
 
 def test_files_and_pictures(tmp_path: Path) -> None:
@@ -115,7 +100,7 @@ def test_files_and_pictures(tmp_path: Path) -> None:
     result = invoke("simulate", "--out", str(out), "--plot", str(plot), "--replicas", "2")
     assert result.exit_code == 0, result.output
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "requests.jsonl", "summary.json"]
-    assert sorted(path.name for path in plot.iterdir()) == ["jct.png", "load.png", "memory.png", "queues.png"]
+    assert sorted(path.name for path in plot.iterdir()) == PICTURES
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in plot.iterdir())
     assert len((out / "requests.jsonl").read_text().splitlines()) == 40
     assert result.stderr.count("written: ") == 7
@@ -126,7 +111,7 @@ def test_batches_in_lockstep_have_all_pictures_and_nothing_between_tokens(tmp_pa
     config.write_text('[scheduler]\npreset = "multi-bin"\nexecution = "static"\n')
     plots = tmp_path / "plots"
     record = invoke_json("--config", str(config), "--predictor", "oracle", "--plot", str(plots))
-    assert sorted(path.name for path in plots.iterdir()) == ["jct.png", "load.png", "memory.png", "queues.png"]
+    assert sorted(path.name for path in plots.iterdir()) == PICTURES
     assert 0 < record["summary"]["memory_peak_share"] <= 1 and record["summary"]["itl_s_mean"] is None
     assert record["summary"]["total_tokens_per_s"] > record["summary"]["output_tokens_per_s"]
 
@@ -141,10 +126,7 @@ def test_pictures_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
     result = invoke("simulate", "--plot", str(tmp_path / "plots"))
     assert result.exit_code == 1 and result.stdout == "" and not (tmp_path / "plots").exists()
-    assert (
-        result.stderr.strip()
-        == "farsight: --plot needs matplotlib, which is not installed: pip install 'farsight[bench]'"
-    )
+    assert result.stderr.startswith("farsight: --plot needs matplotlib, which is not installed: pip install")
 
 
 @pytest.mark.parametrize(
@@ -154,10 +136,7 @@ def test_pictures_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (["--replicas", "0"], "--replicas: got 0, expected an integer >= 1"),
         (["--rate", "-1"], "--rate: got -1.0, expected requests per second above 0"),
         (["--rate", "2", "--clients", "3"], "--rate: got 2.0, expected none beside clients"),
-        (
-            ["--predictor", "orcale"],
-            "--predictor: got 'orcale', expected one of none, history, shuffled",
-        ),
+        (["--predictor", "orcale"], "--predictor: got 'orcale', expected one of none, history, shuffled"),
         (["--trace", "unifrom"], "--trace: got 'unifrom', expected "),
         (["--requests", "0"], "--requests: got 0, expected an integer >= 1"),
         (["--kv-tokens", "3"], "--kv-tokens: got 3, expected an integer >= 16"),
@@ -182,40 +161,18 @@ def test_errors_are_one_line(words: list[str], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("flag", "text", "message"),
     [
-        ("{", "profile.json: got '{', expected a JSON object ("),
-        ("[1]", "profile.json: got [1], expected a JSON object with base_s, "),
-        ('{"base_s": 1}', "prefill_token_s: got None, expected a number >= 0; it is missing"),
-        ('{"base_s": 0, %s}', "base_s: got 0, expected a number above 0"),
-        ('{"base_s": 1, "copy_bandwidth": 0, %s}', "copy_bandwidth: got 0, expected a number above 0"),
-        ('{"base_s": true, %s}', "base_s: got True, expected a number >= 0"),
-        ('{"base_s": NaN, %s}', "base_s: got nan, expected a number >= 0"),
-        ('{"base_s": 1, "kv_bytes": "x", %s}', "kv_bytes: got 'x', expected an integer >= 0"),
-        ('{"base_s": 1, "speed": 1, %s}', "speed: got 1, expected only base_s, "),
-        ('{"base_s": 1, "schema": 2, %s}', "schema: got 2, expected 1, the only one that this version reads"),
+        ("--profile", "{", "bad.csv: got '{', expected a JSON object ("),
+        ("--profile", json.dumps(FREE | {"copy_bandwidth": 0}), "copy_bandwidth: got 0, expected a number above 0"),
+        ("--trace", "", "bad.csv:0: the file is empty"),
+        ("--trace", "arrival_s,input_tokens,output_tokens\n0,5,-3\n", "bad.csv:2: output_tokens is negative: -3"),
     ],
 )
-def test_bad_profiles(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "profile.json"
-    path.write_text(text.replace("%s", '"prefill_token_s": 0, "decode_seq_s": 0, "context_token_s": 0'))
-    result = invoke("simulate", "--profile", str(path))
-    assert result.exit_code == 1 and message in result.stderr and result.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("arrival_s,input_tokens\n0,5\n", "trace.csv:2: missing column output_tokens"),
-        ("arrival_s,input_tokens,output_tokens\n0,5,-3\n", "trace.csv:2: output_tokens is negative: -3"),
-        ("arrival_s,input_tokens,output_tokens\n2,5,3\n1,5,3\n", "trace.csv:3: arrives at 1 s, before"),
-        ("", "trace.csv:0: the file is empty"),
-    ],
-)
-def test_bad_traces_end_with_file_line_and_reason(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "trace.csv"
+def test_a_bad_file_ends_with_file_and_reason(tmp_path: Path, flag: str, text: str, message: str) -> None:
+    path = tmp_path / "bad.csv"
     path.write_text(text)
-    result = CliRunner().invoke(app, ["simulate", "--trace", str(path)])
+    result = CliRunner().invoke(app, ["simulate", flag, str(path)])
     assert result.exit_code == 1 and result.stdout == ""
     assert message in result.stderr and result.stderr.count("\n") == 1
 
@@ -276,21 +233,6 @@ def test_compare_errors(words: list[str], message: str) -> None:
     assert result.exit_code == 1 and result.stderr.startswith(f"farsight: {message}")
 
 
-@pytest.mark.parametrize("command", ["simulate", "compare"])
-def test_help_says_every_default(command: str) -> None:
-    """Text in brackets would be taken for markup and vanish."""
-    result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "160", "TERM": "dumb"})
-    assert result.exit_code == 0
-    for text in ("NAME|FILE", "a100-80g", "llama-2-7b", "120000", "Closed loop", "seconds to the first token"):
-        assert text in result.stdout, text
-
-
-def test_the_command_line_stays_light() -> None:
-    """Nothing of the simulator is imported before it is used."""
-    code = "import sys, services.cli; print({'simulator', 'numpy', 'matplotlib'} & sys.modules.keys())"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
-
-
 def test_a_saved_run_again(tmp_path: Path) -> None:
     first = invoke("simulate", "--preset", "past-future", "--rate", "inf", "--out", str(tmp_path / "a"))
     assert first.exit_code == 0, first.output
@@ -303,3 +245,57 @@ def test_a_saved_run_again(tmp_path: Path) -> None:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     other = CliRunner().invoke(app, [*words, "--rate", "3"])
     assert other.exit_code == 1 and "--rate: got 3.0, expected nothing beside --config" in other.stderr
+
+
+def advise(*words: str) -> Result:
+    return CliRunner().invoke(app, ["advise", *words], env={"COLUMNS": "200", "TERM": "dumb"})
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Sixty requests, two a second."""
+    path = tmp_path / "trace.jsonl"
+    lines = [{"arrived_at": index / 2, "prompt_len": 50, "output_len": 20 + index % 7} for index in range(60)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def test_table_advice_and_picture(trace: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "new" / "advice.png"
+    result = advise(
+        str(trace), "--presets", "fcfs,farsight", "--max-replicas", "2", "--requests", "20", "--plot", str(picture)
+    )
+    assert result.exit_code == 0, result.output
+    assert "2 replicas: good %" in result.stdout
+    assert "Advised: farsight serve --preset fcfs --replicas 1" in result.stdout
+    assert "Uncertain: 3 windows of 20 requests" in result.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_advice_as_json_is_a_contract(trace: Path) -> None:
+    result = advise(str(trace), "--presets", "fcfs", "--max-replicas", "1", "--requests", "30", "--json")
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert sorted(record) == sorted(
+        ["good", "holds", "not_told_apart", "options", "reason", "recommended", "source", "uncertain", "windows"]
+    )
+    assert record["recommended"] == {"preset": "fcfs", "replicas": 1}
+    assert record["windows"] == 2
+    (option,) = record["options"]
+    assert math.isclose(option["goodput_share"]["mean"], 1.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("no-such-trace",), "--trace"),
+        (("zipf", "--presets", "fcfs,fcfs"), "--presets: got 'fcfs,fcfs', expected names as fcfs,fastserve, each once"),
+        (("zipf", "--presets", "nothing"), "--presets: got 'nothing'"),
+        (("zipf", "--good", "0"), "--good: got 0.0, expected a share above 0, at most 1"),
+        (("zipf", "--plot", "advice.pdf"), "--plot: got 'advice.pdf', expected a file that ends in .png or .svg"),
+    ],
+)
+def test_wrong_arguments_are_named(words: tuple[str, ...], error: str) -> None:
+    result = advise(*words)
+    assert result.exit_code == 1
+    assert error in result.output

@@ -1,4 +1,5 @@
-"""Submission against a scripted Jobs API, the entry point of the job, and the command; Ray itself is not started."""
+"""Submission against a scripted Jobs API, the entry point of the job, how it finds its cluster, and the command; Ray
+itself is not started."""
 
 from __future__ import annotations
 
@@ -11,12 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from core.config.load import FarsightConfig
 from core.errors import FarsightError
 from services.api.backend import Generator
 from services.api.text.prompts import PromptEncoder
+from services.batch import backend as clusters
 from services.batch import job, submit
 from services.batch.progress import ProgressStore, partial_path
 from services.batch.submit import BatchOptions, entrypoint, submit_entrypoint
@@ -102,14 +105,6 @@ def _submit(client: FakeClient) -> tuple[int, str]:
     return status, "".join(rest)
 
 
-def test_log_is_passed_on_and_success_is_zero() -> None:
-    client = FakeClient([["one\n", "two\n"]], Info("SUCCEEDED", driver_exit_code=0))
-    assert _submit(client) == (0, "one\ntwo\n")
-    (submitted,) = client.submitted
-    assert submitted.pop("submission_id").startswith("farsight-batch-")
-    assert submitted == {"entrypoint": "echo hi", "runtime_env": {"env_vars": {"A": "1"}}}
-
-
 def test_what_ray_writes_into_every_log_is_left_out() -> None:
     news = "2026-11-21 03:37:51,282\tINFO job_manager.py:581 -- Runtime env is setting up.\n"
     entry = "Running entrypoint for job job-1: exec python -m services.batch.job a b\n"
@@ -119,15 +114,11 @@ def test_what_ray_writes_into_every_log_is_left_out() -> None:
     assert _submit(FakeClient([["no env\n", entry]], Info("SUCCEEDED"))) == (0, f"no env\n{entry}")
 
 
-def test_cluster_that_takes_no_job_yet_is_asked_again() -> None:
-    client = FakeClient([["one\n"]], Info("SUCCEEDED"), refusals=[RuntimeError("no agent"), OSError("refused")])
-    assert _submit(client) == (0, "one\n")
-    assert len(client.submitted) == 1
-
-
-def test_job_that_was_taken_is_not_submitted_again() -> None:
-    refusals: list[Exception] = [OSError("the answer was lost")]
-    client = FakeClient([["one\n"]], Info("SUCCEEDED"), refusals=refusals, takes_refused=True)
+@pytest.mark.parametrize("taken", [False, True])
+def test_cluster_that_does_not_take_the_job_is_asked_again_but_never_given_it_twice(taken: bool) -> None:
+    lost, no_agent = OSError("the answer was lost"), RuntimeError("no agent")
+    client = FakeClient([["one\n"]], Info("SUCCEEDED"), refusals=[lost] if taken else [no_agent, lost])
+    client.takes_refused = taken
     assert _submit(client) == (0, "one\n")
     assert len(client.submitted) == 1
 
@@ -147,7 +138,10 @@ def test_failure_has_the_status_of_the_job() -> None:
 def test_job_that_did_not_end_by_itself_is_explained(code: int | None, reason: str) -> None:
     client = FakeClient([[]], Info("FAILED", "it died", code))
     status, said = _submit(client)
-    job_id = client.submitted[0]["submission_id"]
+    (submitted,) = client.submitted
+    job_id = submitted.pop("submission_id")
+    assert job_id.startswith("farsight-batch-")
+    assert submitted == {"entrypoint": "echo hi", "runtime_env": {"env_vars": {"A": "1"}}}
     assert status == 1
     assert said == f"The job {job_id} {reason}\nRun the same command again to resume.\n"
 
@@ -166,12 +160,6 @@ def test_cluster_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     client = FakeClient([[OSError("refused")] for _ in range(100)], Info())
     with pytest.raises(FarsightError, match=r"no answer from the cluster for 0\.05 s \(refused\)"):
         _submit(client)
-
-
-def test_interrupt_stops_the_job() -> None:
-    client = FakeClient([["one\n"]], Info("STOPPED"), stop=Stop())
-    assert _submit(client) == (130, "one\n")
-    assert client.stopped == [client.submitted[0]["submission_id"]]
 
 
 def test_job_that_will_not_stop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,16 +181,16 @@ def test_entrypoint_has_absolute_paths(tmp_path: Path, monkeypatch: pytest.Monke
     assert words[6:] == ["--concurrency", "5", *more]
 
 
-def test_interrupt_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_stops_the_job_and_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, target, stop = numbered(tmp_path / "in.jsonl", 3).path, tmp_path / "out.jsonl", Stop()
     client = FakeClient([["one\n"]], Info("STOPPED"), stop=stop)
     monkeypatch.setattr(submit, "connect", lambda address: client)
     monkeypatch.setattr(submit, "StopSignal", lambda: stop)
     result = CliRunner().invoke(cli, ["batch", str(source), str(target), "--address", "http://there:8265"])
     assert result.exit_code == 130
-    assert (
-        f"Finished results are kept in {partial_path(target)}; run the same command again to resume." in result.stdout
-    )
+    assert client.stopped == [client.submitted[0]["submission_id"]]
+    kept = f"Finished results are kept in {partial_path(target)}; run the same command again to resume."
+    assert "one\n" in result.stdout and kept in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -211,21 +199,15 @@ def test_interrupt_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (["--address", "there:8265"], "--address: got 'there:8265', expected the address of a cluster's dashboard"),
         (["--config", "none.toml"], "--config: got 'none.toml', expected a readable TOML file"),
         (["--address", "http://127.0.0.1:1"], "no Ray cluster with the Jobs API answers at http://127.0.0.1:1"),
+        ([], "{source} line 2, custom_id: got 'a'"),
     ],
 )
 def test_errors_of_the_command(tmp_path: Path, words: list[str], message: str) -> None:
-    source = numbered(tmp_path / "in.jsonl", 3).path
+    source = write_batch(tmp_path / "in.jsonl", [request("a"), request("b" if words else "a")])
     result = CliRunner().invoke(cli, ["batch", str(source), str(tmp_path / "out.jsonl"), *words])
     assert result.exit_code == 1
-    assert result.stderr.startswith(f"farsight: {message}")
+    assert result.stderr.startswith(f"farsight: {message.format(source=source)}")
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
-
-
-def test_wrong_input_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    source = write_batch(tmp_path / "in.jsonl", [request("a"), request("a")])
-    result = CliRunner().invoke(cli, ["batch", str(source), str(tmp_path / "out.jsonl")])
-    assert result.exit_code == 1
-    assert result.stderr.startswith(f"farsight: {source} line 2, custom_id: got 'a'")
 
 
 @pytest.fixture
@@ -265,17 +247,13 @@ def test_job_goes_on_and_needs_no_backend_when_all_is_done(
     tmp_path: Path, backend: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "out.jsonl"
-    source = numbered(tmp_path / "in.jsonl", 3).path
+    run = (numbered(tmp_path / "in.jsonl", 3).path, target, FarsightConfig(), 2, False)
     said: list[str] = []
-
-    def run() -> None:
-        job.run_job(source, target, FarsightConfig(), 2, False, said.append)
-
     with monkeypatch.context() as patch:
         patch.setattr(ProgressStore, "finish", lambda store: (_ for _ in ()).throw(FarsightError("ended")))
         with pytest.raises(FarsightError, match="ended"):
-            run()
-    run()
+            job.run_job(*run, said.append)
+    job.run_job(*run, said.append)
     assert len(backend.calls) == 3
     assert said == [
         "farsight batch: 3 requests to run, 2 at once; the model is starting",
@@ -294,3 +272,39 @@ def test_progress_is_said_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
         progress(num_done, num_done // 100)
     assert said[:2] == ["farsight batch: 40/500 done, 0 failed", "farsight batch: 90/500 done, 0 failed"]
     assert len(said) == 10
+
+
+class Process:
+    """What ``psutil`` says of one: without words, its command line is hidden."""
+
+    def __init__(self, *words: str) -> None:
+        self._words = words
+
+    def cmdline(self) -> list[str]:
+        if not self._words:
+            raise psutil.AccessDenied
+        return list(self._words)
+
+    def parents(self) -> list[Process]:
+        return [Process("ray::JobSupervisor"), self, Process("/sbin/init")]
+
+
+@pytest.mark.parametrize(
+    ("raylet", "address"),
+    [
+        (Process("/x/raylet", "--worker=python --gcs-address=no", "--gcs-address=127.0.0.1:7"), "127.0.0.1:7"),
+        (Process("bash"), None),
+        (Process(), None),
+    ],
+)
+def test_the_raylet_above_the_job_knows_its_cluster(
+    monkeypatch: pytest.MonkeyPatch, raylet: Process, address: str | None
+) -> None:
+    monkeypatch.setattr(psutil, "Process", lambda: raylet)
+    assert clusters._cluster_address() == address
+
+
+def test_each_job_has_names_of_its_own_that_end_with_it() -> None:
+    one, other = clusters._own_site(FarsightConfig()), clusters._own_site(FarsightConfig())
+    assert one.namespace != other.namespace
+    assert not one.detached

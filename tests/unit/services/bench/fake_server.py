@@ -17,6 +17,12 @@ LONG_S = 240.0
 """For what a busy machine may delay."""
 
 
+BROKEN = {
+    "error": b'data: {"error": {"message": "out of memory"}}\n\n',
+    "garbage": b'data: {"choices": [{"finish_reason": "length"\n\n',
+}
+
+
 class FakeServer:
     """Keeps the bodies that it was sent.
 
@@ -95,11 +101,8 @@ class FakeServer:
                 return response
             if fault == "stall" and start:
                 await asyncio.sleep(10 * LONG_S)
-            if fault == "error" and start:
-                await response.write(_event({"error": {"message": "out of memory"}}))
-                return response
-            if fault == "garbage" and start:
-                await response.write(b'data: {"choices": [{"finish_reason": "length"\n\n')
+            if fault in BROKEN and start:
+                await response.write(BROKEN[fault])
                 return response
         if "stream_options" in body:
             usage = {"prompt_tokens": 3, "completion_tokens": num_tokens}

@@ -1,17 +1,20 @@
-"""``farsight bench`` from its options to its table and files."""
+"""``farsight bench`` from its options to its table and files; those that make no sense together are refused by name."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from core.errors import FarsightError
+from services.bench.cases import make_cases
+from services.bench.options import BenchOptions, check_options
+from services.bench.targets import BodyForm, make_call
 from services.cli import app
 from tests.command_line import CliRunner, Result
 from tests.unit.services.bench.fake_server import FakeServer, fake_server
@@ -23,6 +26,12 @@ def servers() -> Iterator[tuple[FakeServer, FakeServer]]:
         yield first, second
 
 
+@pytest.fixture
+def server(servers: tuple[FakeServer, FakeServer]) -> FakeServer:
+    servers[0].begin()
+    return servers[0]
+
+
 def invoke(*words: str) -> Result:
     return CliRunner().invoke(
         app, ["bench", "--num-requests", "6", "--warm-up", "2", "--max-output-tokens", "8", *words]
@@ -30,11 +39,17 @@ def invoke(*words: str) -> Result:
 
 
 def test_side_by_side(servers: tuple[FakeServer, FakeServer], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for server in servers:
+        server.begin()
     path, pid = tmp_path / "out.json", str(os.getpid())
     words = [word for server in servers for word in ("--url", server.base_url, "--server-pid", pid)]
     words += ["--label", "old", "--label", "new", "--repeats", "3", "--concurrency", "1,4", "--sla", "ttft=240s"]
+    words += ["--plots", str(tmp_path / "plots")]
     result = invoke(*words, "--json", str(path), "--api-key", "secret")
     assert result.exit_code == 0, result.output
+    pictures = list((tmp_path / "plots").iterdir())
+    assert len(pictures) == 2 and all(each.read_bytes().startswith(b"\x89PNG") for each in pictures)
     assert "new / old" in result.stdout and "skewed, 4 in flight" in result.stdout
     text = path.read_text()
     assert "secret" not in text
@@ -49,12 +64,12 @@ def test_side_by_side(servers: tuple[FakeServer, FakeServer], tmp_path: Path) ->
         assert run["tokens_counted_by"] == {"usage": 6}
 
 
-def test_prompts_differ_between_runs_unless_they_shall_not(servers: tuple[FakeServer, FakeServer]) -> None:
-    server = servers[0]
-    for flags, num_prompts in ([], 6 + 6 + 2), (["--same-prompts"], 6):
-        server.begin()
-        assert invoke("--url", server.base_url, "--repeats", "2", *flags).exit_code == 0
-        assert len({body["prompt"] for body in server.bodies}) == num_prompts
+@pytest.mark.parametrize(("flags", "num_prompts"), [([], 6 + 6 + 2), (["--same-prompts"], 6)])
+def test_prompts_differ_between_runs_unless_they_shall_not(
+    server: FakeServer, flags: list[str], num_prompts: int
+) -> None:
+    assert invoke("--url", server.base_url, "--repeats", "2", *flags).exit_code == 0
+    assert len({body["prompt"] for body in server.bodies}) == num_prompts
 
 
 def test_servers_side_by_side_answer_the_same_prompts_and_none_twice(servers: tuple[FakeServer, FakeServer]) -> None:
@@ -71,37 +86,27 @@ def test_servers_side_by_side_answer_the_same_prompts_and_none_twice(servers: tu
     assert set(others) < set(prompts)
 
 
-def test_errors_are_told_and_end_with_one(servers: tuple[FakeServer, FakeServer]) -> None:
-    result = invoke("--url", servers[0].base_url, "--extra-body", '{"user": "full"}')
+def test_errors_are_told_and_end_with_one(server: FakeServer) -> None:
+    result = invoke("--url", server.base_url, "--extra-body", '{"user": "full"}')
     assert result.exit_code == 1
     assert "6 times: HTTP 503" in result.stdout
 
 
 @pytest.mark.parametrize(("flags", "least_words"), [([], 20), (["--hide-lengths"], 8)])
 def test_without_limits_requests_are_cut_to_the_served_context(
-    servers: tuple[FakeServer, FakeServer], flags: list[str], least_words: int
+    server: FakeServer, flags: list[str], least_words: int
 ) -> None:
-    server = servers[0]
-    server.begin()
     server.max_model_len = 160
     words = ["bench", "--url", server.base_url, "--num-requests", "12", "--warm-up", "0", *flags]
-    try:
-        result = CliRunner().invoke(app, words)
-    finally:
-        server.max_model_len = 0
+    result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     assert "skewed, 32 in flight: 12 of 12 requests are cut to fit the served context of 160 tokens" in result.stdout
     assert max(len(body["prompt"].split()) for body in server.bodies[1:]) >= least_words  # not cut more than need be
 
 
-def test_limits_that_are_given_are_taken_as_they_are(servers: tuple[FakeServer, FakeServer]) -> None:
-    server = servers[0]
-    server.begin()
+def test_limits_that_are_given_are_taken_as_they_are(server: FakeServer) -> None:
     server.max_model_len = 160
-    try:
-        result = invoke("--url", server.base_url)
-    finally:
-        server.max_model_len = 0
+    result = invoke("--url", server.base_url)
     assert result.exit_code == 1
     assert "requests that do not fit the context" in result.stdout and "are cut" not in result.stdout
 
@@ -112,19 +117,90 @@ def test_a_wrong_option_is_refused() -> None:
     assert "--concurrency: got '4;8', expected numbers as 32 or 1,32,128" in result.stderr
 
 
-def test_plots(servers: tuple[FakeServer, FakeServer], tmp_path: Path) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        pytest.skip("matplotlib is not installed")
-    words = ["--url", servers[0].base_url, "--url", servers[1].base_url, "--plots", str(tmp_path / "plots")]
-    result = invoke(*words)
-    assert result.exit_code == 0, result.output
-    (picture,) = (tmp_path / "plots").iterdir()
-    assert picture.read_bytes().startswith(b"\x89PNG")
+URL = "http://127.0.0.1:1"
 
 
-def test_the_command_line_stays_light() -> None:
-    script = (
-        "import sys, services.cli, services.bench.compare; print({'ray', 'torch', 'matplotlib'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
+def options(**fields: Any) -> BenchOptions:
+    return BenchOptions(**{"url": (URL,), **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "flag"),
+    [
+        ({"url": ()}, "--url"),
+        ({"url": ("localhost:8000",)}, "--url"),
+        ({"label": ("a", "b")}, "--label"),
+        ({"url": (URL, URL), "label": ("a", "a")}, "--label"),
+        ({"url": (URL, URL), "server_pid": (1,)}, "--server-pid"),
+        ({"model": ("a", "b", "c")}, "--model"),
+        ({"workload": ("skwed",)}, "--workload"),
+        ({"workload": ("gamma",)}, "--workload"),
+        ({"workload": ("hol",), "trace": Path("t")}, "--trace --workload"),
+        ({"texts": Path("a"), "trace": Path("t")}, "--trace --texts"),
+        ({"concurrency": (0,)}, "--concurrency"),
+        ({"concurrency": (4,), "rate": 2.0}, "--rate"),
+        ({"rate": 0.0}, "--rate"),
+        ({"rate": float("nan")}, "--rate"),
+        ({"cv": 2.0}, "--cv"),
+        ({"rate": 1.0, "cv": -1.0}, "--cv"),
+        ({"time_scale": 2.0}, "--time-scale"),
+        ({"num_requests": 0}, "--num-requests"),
+        ({"repeats": 0}, "--repeats"),
+        ({"timeout": 0.0}, "--timeout"),
+        ({"endpoint": "embeddings"}, "--endpoint"),
+        ({"prompt_form": "ids"}, "--vocab-size"),
+        ({"prompt_form": "ids", "vocab_size": 99, "endpoint": "chat"}, "--prompt-form"),
+        ({"hide_lengths": True, "ignore_eos": False}, "--hide-lengths"),
+        ({"sla": "e2e=3"}, "--sla"),
+        ({"extra_body": "[1]"}, "--extra-body"),
+        ({"extra_body": "{"}, "--extra-body"),
+        ({"json": Path("/nowhere/at/all.json")}, "--json"),
+        ({"json": Path("/")}, "--json"),
+    ],
+)
+def test_wrong_options_are_named(fields: dict[str, Any], flag: str) -> None:
+    with pytest.raises(FarsightError, match=f"^{flag}: got"):
+        check_options(options(**fields))
+
+
+def test_plots_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(FarsightError, match=r"pip install 'farsight\[bench\]'"):
+        check_options(options(plots=tmp_path / "plots"))
+
+
+def test_cases_of_closed_and_open_loops(tmp_path: Path) -> None:
+    assert [case.name for case in make_cases(options())] == ["skewed, 32 in flight"]
+    cases = make_cases(options(workload=("hol", "zipf"), concurrency=(1, 8), num_requests=5))
+    assert [(case.load, len(case.requests)) for case in cases] == [(1, 5), (8, 5), (1, 5), (8, 5)]
+    (gamma,) = make_cases(options(workload=("gamma",), rate=10.0))
+    assert gamma.name == "gamma, 10 req/s, CV 4"
+    assert gamma.file_name == "gamma__10_req_s__CV_4"
+
+
+def test_cases_of_traces(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("timestamp,input_length,output_length\n5,300,40\n7,10,600\n")
+    (case,) = make_cases(options(trace=path, time_scale=0.5, max_prompt_tokens=100, max_output_tokens=50))
+    assert case.load == [0.0, 1.0]
+    assert [(each.prompt_tokens, each.output_tokens) for each in case.requests] == [(100, 40), (10, 50)]
+    assert make_cases(options(trace=path, rate=4.0))[0].load == [0.0, 0.5]
+    assert make_cases(options(trace=path, concurrency=(3,)))[0].load == 3
+
+
+def test_lengths_are_hidden_in_a_field_of_their_own() -> None:
+    (case,) = make_cases(options(num_requests=4))
+    form = BodyForm(vocab_size=100, hidden_max_tokens=case.longest_output, extra={"top_k": 3})
+    for request in case.requests:
+        body = json.loads(make_call(request, "m", form, salt=1).body)
+        assert body["max_tokens"] == case.longest_output
+        assert body["benchmark_len"] == request.output_tokens
+        assert (body["ignore_eos"], body["top_k"], len(body["prompt"])) == (True, 3, request.prompt_tokens)
+
+
+def test_a_plain_body_has_no_extensions() -> None:
+    (case,) = make_cases(options(num_requests=1))
+    form = BodyForm(endpoint="chat", ignore_eos=False, usage=False)
+    body = json.loads(make_call(case.requests[0], "m", form, salt=1, most_tokens=2).body)
+    assert body.keys() == {"model", "messages", "max_tokens", "temperature", "stream"}
+    assert body["max_tokens"] == 2

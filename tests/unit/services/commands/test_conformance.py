@@ -1,10 +1,13 @@
-"""A live machine's decisions follow from what it was told: told again, a fresh machine answers the same."""
+"""A live machine's decisions follow from what it was told: told again, a fresh machine answers the same; and where
+requests come, and batches end, as they did live, the simulator forms the same batches."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgpack
@@ -12,25 +15,28 @@ import pytest
 
 from actors.scheduling.event_recorder import EventRecorder
 from core.config.engine import EngineConfig
+from core.config.learning import PredictorConfig
 from core.config.load import FarsightConfig
 from core.config.log import LogConfig
 from core.config.model import ModelConfig
 from core.config.scheduling import BatchConfig, SchedulerConfig
-from core.costs import StepCost
+from core.costs import FREE_IMAGES, StepCost
 from core.errors import ConfigError, MessageError
 from core.forecast import QUANTILES, Forecast
 from core.messages.plans import FinishedSequence, WorkerReady
 from core.request import Origin, Request, SamplingParams, SequenceStatus
+from policies.compose import build_batch_runner, configured_batch_scheduler
 from policies.event_log import (
     SCHEMA_VERSION,
     BatchMachineConfig,
+    BatchShape,
     MachineConfig,
     pack_config,
     pack_handled,
     read_log,
     replay,
 )
-from policies.fleet.events import PlaceRequests, ReplicaUp
+from policies.fleet.events import GlobalEvent, GlobalInstruction, HistoryLearned, PlaceRequests, ReplicaUp
 from policies.presets import PRESETS
 from policies.replica.events import (
     CostLearned,
@@ -44,6 +50,9 @@ from policies.replica.events import (
 from services.api.requests import unnamed_request
 from services.commands.conformance import main
 from services.ingress.engine_client import EngineClient
+from simulator.cluster.fleet import Fleet, FleetShape
+from simulator.cluster.replica import ReplicaShape
+from simulator.traffic.workload import SimRequest
 from tests.unit.actors.components import LONG_S, until
 from tests.unit.services.local_system import LocalSystem, local_system
 
@@ -136,41 +145,41 @@ def the_log(directory: Path, machine: str) -> bytes:
     return path.read_bytes()
 
 
-def config() -> MachineConfig:
-    return MachineConfig(SchedulerConfig(), 8)
+CONFIG = pack_config(MachineConfig(SchedulerConfig(), 8))
+LOST, UP = WorkerLost(), ReplicaUp("0", WorkerReady("w1", 1000, 16, 4000, False, 100))
+ONE = CONFIG + pack_handled(LOST, 1.0, [])
 
 
 def test_a_serving_time_that_the_log_lacks_is_a_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     batches = BatchMachineConfig(SchedulerConfig(preset="magnus"), BatchConfig(), 8, 0.0)
     request = Request("a", 0, "i", (1,) * 8, SamplingParams(64))
-    log = pack_config(batches) + pack_handled(ReplicaUp("0", WorkerReady("w1", 1000, 16, 4000, False, 100)), 1.0, [])
-    path = tmp_path / "router.events"
-    path.write_bytes(log + pack_handled(RequestsArrived((request,)), 2.0, [PlaceRequests("0", (request,))]))
+    log, path = pack_config(batches) + pack_handled(UP, 1.0, []), tmp_path / "router.events"
+    arrived, placed = RequestsArrived((request,)), PlaceRequests("0", (request,))
+    path.write_bytes(log + pack_handled(arrived, 2.0, [placed]))
     assert main([str(path)]) == 1
     batch = "1 requests, 8 prompt tokens and 64 output tokens"
     assert f"and now asks for the serving time of a batch of {batch}, which" in capsys.readouterr().out
-    estimates = {(1, 8, 64): 0.5}
-    path.write_bytes(log + pack_handled(RequestsArrived((request,)), 2.0, [PlaceRequests("0", (request,))], estimates))
+    path.write_bytes(log + pack_handled(arrived, 2.0, [placed], {(1, 8, 64): 0.5}))
     assert main([str(path)]) == 0
 
 
 @pytest.mark.parametrize("version", [1, SCHEMA_VERSION + 1])
 def test_a_log_of_another_version_is_refused(version: int) -> None:
     """Version 1 had a head of the configuration alone."""
-    _, message = msgpack.unpackb(pack_config(config()))
+    _, message = msgpack.unpackb(CONFIG)
     head = msgpack.packb([message] if version == 1 else [version, message])
     with pytest.raises(MessageError, match=f"schema version.*{version}.*{SCHEMA_VERSION}; replay this log with the"):
-        replay(head + pack_handled(WorkerLost(), 1.0, []))
+        replay(head + pack_handled(LOST, 1.0, []))
 
 
 def test_another_answer_is_found_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made_up = RequestEnded(FinishedSequence("a", 0, SequenceStatus.FINISHED_STOPPED, 3), 0.0, 1.0)
-    log = pack_config(config()) + pack_handled(WorkerLost(), 1.0, []) + pack_handled(WorkerLost(), 2.0, [made_up])
+    log = ONE + pack_handled(LOST, 2.0, [made_up])
     count, difference = replay(log)
     assert count == 2 and difference is not None
     assert (difference.index, difference.logged, difference.replayed) == (1, (made_up,), ())
     good, bad = tmp_path / "good.events", tmp_path / "bad.events"
-    good.write_bytes(pack_config(config()) + pack_handled(WorkerLost(), 1.0, []))
+    good.write_bytes(ONE)
     bad.write_bytes(log)
     assert main([str(good)]) == 0
     assert capsys.readouterr().out == f"{good}: 1 events, identical\n"
@@ -181,10 +190,9 @@ def test_another_answer_is_found_and_told(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_record_that_is_cut_off_is_left_out() -> None:
-    whole = pack_config(config()) + pack_handled(WorkerLost(), 1.0, [])
     second = pack_handled(WorkerLost(), 2.0, [])
     for cut in range(1, len(second)):
-        assert replay(whole + second[:cut]) == (1, None)
+        assert replay(ONE + second[:cut]) == (1, None)
 
 
 @pytest.mark.parametrize(
@@ -193,10 +201,10 @@ def test_a_record_that_is_cut_off_is_left_out() -> None:
         b"",
         b"\xc1",
         b"\x01",
-        pack_handled(WorkerLost(), 1.0, []),
-        pack_config(config()) + b"\x93\x01\x02\x03",
-        pack_config(config()) + msgpack.packb([1.0, [["a", "list"], b""], [], []]),
-        pack_config(config()) + pack_handled(ReplicaUp("0", WorkerReady("w1", 1000, 16, 4000, False, 100)), 1.0, []),
+        pack_handled(LOST, 1.0, []),
+        CONFIG + b"\x93\x01\x02\x03",
+        CONFIG + msgpack.packb([1.0, [["a", "list"], b""], [], []]),
+        CONFIG + pack_handled(UP, 1.0, []),
         msgpack.packb([SCHEMA_VERSION, ["MachineConfig", "text"]]),
     ],
 )
@@ -209,3 +217,157 @@ def test_a_directory_that_cannot_be_had_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"scheduler\.event_log"):
         EventRecorder("scheduler-0", MachineConfig(SchedulerConfig(event_log=str(tmp_path / "file")), 8))
+
+
+NUM_CLIENTS = 24
+
+
+async def serve_batches(preset: str, directory: Path) -> None:
+    """Leaves the event log of a Batcher whose clients all read to the end, over a pool that holds every batch."""
+    config = FarsightConfig(
+        model=ModelConfig(name="m", dtype="float32"),
+        engine=EngineConfig(kv_memory="16MiB", max_num_seqs=6, num_threads=1, backend="torch"),
+        scheduler=SchedulerConfig(preset=preset, execution="static", event_log=str(directory)),
+        log=LogConfig(path=str(directory / "log.sqlite")),
+        predictor=PredictorConfig(from_traffic=False),  # the log does not say what was forecast for whom
+    )
+    async with asyncio.timeout(LONG_S), local_system(config) as found:
+        async with found.ingress() as client:
+            streams = []
+            for index in range(NUM_CLIENTS):
+                streams.append(asyncio.create_task(read_whole(client, index)))
+                await asyncio.sleep(0.01)
+            await asyncio.gather(*streams)
+        await until(lambda: found.router.queue == 0)
+
+
+async def read_whole(client: EngineClient, index: int) -> None:
+    params = SamplingParams(4 + 7 * index % 40, ignore_eos=True)
+    request = unnamed_request(tuple(range(5, 15 + 3 * index)), params)
+    async with aclosing(client.stream(request)) as deltas:
+        async for _ in deltas:
+            pass
+
+
+@dataclass
+class Life:
+    """What a log says of one worker.
+
+    Attributes:
+        arrivals: With the forecast that each request had when it was put into a batch; outputs count as one token.
+        batches: Ids of the requests of each batch, in the order in which they were pulled.
+        durations_s: How long each batch ran.
+        answers: Serving times that the machine was told, and when, by the batch that it asked about.
+    """
+
+    config: BatchMachineConfig
+    ready: WorkerReady
+    arrivals: list[SimRequest] = field(default_factory=list)
+    batches: list[list[str]] = field(default_factory=list)
+    durations_s: list[float] = field(default_factory=list)
+    answers: defaultdict[BatchShape, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
+
+
+def logged_life(directory: Path) -> Life:
+    (path,) = directory.glob("router-*.events")
+    config, events = read_log(path.read_bytes())
+    assert isinstance(config, BatchMachineConfig)
+    handled = list(events)
+    ready = next(each.event.ready for each in handled if isinstance(each.event, ReplicaUp))
+    life, usual, began_at = Life(config, ready), None, None
+    current: dict[BatchShape, float] = {}
+    machine = configured_batch_scheduler(
+        config.scheduler, config.batch, config.max_num_seqs, lambda *shape: current[shape], config.forecast_wait_s
+    )
+    for each in handled:
+        match each.event:
+            case HistoryLearned(forecast):
+                usual = forecast
+            case RequestsArrived(requests):
+                life.arrivals += [_arrival(request, each.now, usual) for request in requests]
+        for shape, estimate_s in each.estimates_s.items():
+            life.answers[shape].append((each.now, estimate_s))
+        current = each.estimates_s
+        machine.handle(each.event, each.now)
+        placed = [one for one in each.instructions if isinstance(one, PlaceRequests)]
+        if began_at is not None and (placed or not machine.num_on("0")):
+            life.durations_s.append(each.now - began_at)
+            began_at = None
+        for one in placed:
+            life.batches.append([request.request_id for request in one.requests])
+            began_at = each.now
+    return life
+
+
+def _arrival(request: Request, now: float, usual: Forecast | None) -> SimRequest:
+    assert request.attempt == 0, "nothing was lost"
+    limit = request.sampling.max_new_tokens
+    forecast = usual if request.forecast is None else request.forecast
+    return SimRequest(request.request_id, now, request.prompt_len, 1, limit, forecast=forecast)
+
+
+class RecordedTimes:
+    """Steps that last as long as the batches of a life: each batch of one-token outputs is one step.
+
+    Attributes:
+        batches: Batches that the simulated worker has pulled; the last one runs.
+    """
+
+    cost = StepCost(1.0, 0.0, 0.0, 0.0)
+
+    def __init__(self, life: Life) -> None:
+        self._life = life
+        self.fleet: Fleet | None = None
+        self.batches: list[list[str]] = []
+
+    def step_s(self, prefill_tokens: int, decode_seqs: int, context_tokens: int, prefill_pairs: int = 0) -> float:
+        assert not decode_seqs
+        return self._life.durations_s[len(self.batches) - 1]
+
+    def decode_run_s(self, decode_seqs: int, context_tokens: int, num_steps: int) -> float:
+        raise AssertionError("a batch is one step")
+
+    def copy_s(self, num_tokens: int) -> float:
+        raise AssertionError("nothing is copied")
+
+    image_cost = FREE_IMAGES
+
+    def serving_time_s(self, *shape: int) -> float:
+        """What the live machine was told at this instant."""
+        assert self.fleet is not None
+        now = self.fleet.now
+        return min(self._life.answers[shape], key=lambda each: abs(each[0] - now))[1]  # type: ignore[index]
+
+
+def simulated_batches(life: Life) -> list[list[str]]:
+    """The batches that a simulated worker pulls where requests come, and batches end, as they did live."""
+    config, times = life.config, RecordedTimes(life)
+    machine = configured_batch_scheduler(config.scheduler, config.batch, config.max_num_seqs, times.serving_time_s)
+    handle = machine.handle
+
+    def noted(event: GlobalEvent, now: float) -> list[GlobalInstruction]:
+        out = handle(event, now)
+        placed = [one.requests for one in out if isinstance(one, PlaceRequests)]
+        times.batches += [[request.request_id for request in requests] for requests in placed]
+        return out
+
+    machine.handle = noted  # type: ignore[method-assign]
+    shape = ReplicaShape(
+        life.ready.num_blocks,
+        life.ready.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_batch_tokens=1 << 30,
+        execution="static",
+    )
+    times.fleet = Fleet(FleetShape(shape, times), machine, lambda _: build_batch_runner(config.max_num_seqs))
+    assert len(times.fleet.run(life.arrivals).done) == NUM_CLIENTS
+    return times.batches
+
+
+@pytest.mark.parametrize("preset", ["magnus-vs", "magnus"])
+async def test_the_simulator_forms_the_batches_that_a_server_formed(preset: str, tmp_path: Path) -> None:
+    await serve_batches(preset, tmp_path)
+    life = logged_life(tmp_path)
+    assert len(life.batches) == len(life.durations_s) > 2
+    assert max(map(len, life.batches)) > 1, "requests have waited"
+    assert simulated_batches(life) == life.batches

@@ -9,11 +9,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry
 
+from actors.learning.batch_time_learner import BatchTimeLearner
+from actors.runtime.component import ComponentContext
+from actors.runtime.peer import Site
+from core.config.load import FarsightConfig
+from core.config.scheduling import BatchConfig, SchedulerConfig
+from core.errors import ConfigError
+from core.messages.log import FinishedBatch, FinishedBatches
+from core.messages.step_times import BatchShape
+from estimator.knn import MIN_BATCHES
 from predictor.artefact import FILE_NAME
 from services.cli import app
 from services.commands.forecast_data import EMBEDDED_TOKENIZER, TokenCounter, read_examples
 from tests.command_line import CliRunner, Result
+from tests.unit.actors.components import opened
 
 
 def rows(num: int = 80, seed: int = 0) -> list[dict[str, Any]]:
@@ -21,16 +32,10 @@ def rows(num: int = 80, seed: int = 0) -> list[dict[str, Any]]:
     found = []
     for number in range(num):
         text = " ".join(rng.choice(["rain", "sun", "wind", "snow"], rng.integers(2, 30)))
-        double = number % 2
-        instruction = "Say it twice." if double else "Say it."
-        found.append(
-            {
-                "task": "twice" if double else "once",
-                "instruction": instruction,
-                "user_input": text,
-                "output": " ".join([text] * (1 + double)),
-            }
+        task, instruction, output = (
+            ("twice", "Say it twice.", f"{text} {text}") if number % 2 else ("once", "Say it.", text)
         )
+        found.append({"task": task, "instruction": instruction, "user_input": text, "output": output})
     return found
 
 
@@ -68,18 +73,12 @@ def test_evaluate_prints_json(trained: Path, tmp_path: Path) -> None:
     assert set(found["tasks"]["once"]) == set(found) - {"tasks"}
 
 
-def test_evaluate_prints_a_table(trained: Path, tmp_path: Path) -> None:
-    result = invoke("evaluate", trained, write(tmp_path / "new.jsonl", [*rows(40, seed=1)]))
-    assert result.exit_code == 0, result.output
-    for word in ("RMSE", "pinball", "0.9 covers", "once", "twice", "all"):
-        assert word in result.stdout
-
-
-def test_evaluate_draws(trained: Path, tmp_path: Path) -> None:
+def test_evaluate_prints_a_table_and_draws(trained: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     data = write(tmp_path / "new.jsonl", [*rows(40, seed=1)])
     result = invoke("evaluate", trained, data, "--plot", tmp_path / "f.png")
     assert result.exit_code == 0, result.output
+    assert all(word in result.stdout for word in ("RMSE", "pinball", "0.9 covers", "once", "twice", "all"))
     assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
     for path in (tmp_path / "f.svg", tmp_path / "nowhere" / "f.png"):
         result = invoke("evaluate", trained, data, "--plot", path)
@@ -114,21 +113,24 @@ def test_training_again_counts_on(tmp_path: Path) -> None:
 BAD_ROWS: list[tuple[dict[str, Any] | str, str]] = [
     ("{not json", "not JSON"),
     ("[1]", "not a JSON object"),
-    ({"user_input": "x", "output": "y"}, "instruction: missing"),
-    ({"instruction": "x", "user_input": 3, "output": "y"}, "user_input: not a string"),
-    ({"instruction": "x", "user_input": "x"}, "output and output_len: both missing"),
-    ({"instruction": "x", "user_input": "x", "output_len": -1}, "output_len: not a number of tokens"),
-    ({"instruction": "x", "user_input": "x", "output_len": True}, "output_len: not a number of tokens"),
-    ({"instruction": "x", "user_input": "x", "output_len": 1, "task": 3}, "task: not a string"),
-    ({"instruction": "x", "user_input": "x", "output_len": 1, "censored": "no"}, "censored: neither true nor false"),
-    ({"instruction": "x", "user_input": "\ud800", "output_len": 1}, "user_input: half a surrogate pair"),
-    ({"instruction": "x", "user_input": "x", "output_len": 1, "image_tokens": 0}, "image_tokens: not a number"),
-    ({"instruction": "x", "user_input": "x", "output_len": 1, "image_tokens": [1, "2"]}, "image_tokens: not a number"),
+    ({"instruction": None}, "instruction: missing"),
+    ({"user_input": 3}, "user_input: not a string"),
+    ({"output_len": None}, "output and output_len: both missing"),
+    ({"output_len": -1}, "output_len: not a number of tokens"),
+    ({"output_len": True}, "output_len: not a number of tokens"),
+    ({"task": 3}, "task: not a string"),
+    ({"censored": "no"}, "censored: neither true nor false"),
+    ({"user_input": "\ud800"}, "user_input: half a surrogate pair"),
+    ({"image_tokens": 0}, "image_tokens: not a number"),
+    ({"image_tokens": [1, "2"]}, "image_tokens: not a number"),
 ]
 
 
 @pytest.mark.parametrize(("bad", "reason"), BAD_ROWS)
 def test_a_bad_row_is_named_and_skipped(tmp_path: Path, bad: dict[str, Any] | str, reason: str) -> None:
+    if isinstance(bad, dict):  # None: it lacks the field
+        fields = {"instruction": "x", "user_input": "x", "output_len": 1, **bad}
+        bad = {name: value for name, value in fields.items() if value is not None}
     data = write(tmp_path / "d.jsonl", [*rows(2), bad, "", *rows(2, seed=1)])
     found = read_examples(data, TokenCounter(EMBEDDED_TOKENIZER))
     assert [each.question.request_id for each in found.examples] == ["1", "2", "5", "6"]
@@ -209,12 +211,46 @@ def test_files_that_are_not_there_or_not_it(trained: Path, tmp_path: Path) -> No
 
 def test_lengths_are_counted_whole(tmp_path: Path) -> None:
     """A truncation in the tokenizer's file does not shorten what it counts."""
-    settings = json.loads(
-        (EMBEDDED_TOKENIZER / "tokenizer.json" if EMBEDDED_TOKENIZER.is_dir() else EMBEDDED_TOKENIZER).read_text(
-            "utf-8"
-        )
-    )
+    own = EMBEDDED_TOKENIZER / "tokenizer.json" if EMBEDDED_TOKENIZER.is_dir() else EMBEDDED_TOKENIZER
+    settings = json.loads(own.read_text("utf-8"))
     settings["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
     (tmp_path / "tokenizer.json").write_text(json.dumps(settings), "utf-8")
     text = "say it twice"
     assert TokenCounter(tmp_path).count([text]) == TokenCounter(EMBEDDED_TOKENIZER).count([text]) != [2]
+
+
+def learner(directory: Path) -> BatchTimeLearner:
+    config = FarsightConfig(scheduler=SchedulerConfig(preset="magnus"), batch=BatchConfig(artefact=str(directory)))
+    site = Site(config, "", "fused")
+    return BatchTimeLearner(ComponentContext("serving-time-estimator-0", site, 0, site.peers(), CollectorRegistry()))
+
+
+async def a_log(path: Path, num: int) -> None:
+    async with opened(path=str(path)) as log:
+        batches = [FinishedBatch(f"b{i}", "0", 4, 100, 10 + i, 10, 1.0, 10.0 + i, float(i)) for i in range(num)]
+        await log.append_batches(FinishedBatches(tuple(batches)))
+
+
+async def test_the_batches_of_a_log_are_known_from_the_start(tmp_path: Path) -> None:
+    await a_log(tmp_path / "log.db", MIN_BATCHES)
+    out = tmp_path / "times"
+    result = CliRunner().invoke(app, ["train", str(tmp_path / "log.db"), "--estimator", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert f"learned from {MIN_BATCHES} batches" in result.output
+    assert learner(out).estimates_s([BatchShape(4, 100, 60)]) == [pytest.approx(60.0)]
+
+
+async def test_what_is_no_log_with_batches_is_named(tmp_path: Path) -> None:
+    await a_log(tmp_path / "log.db", 0)
+    (tmp_path / "text").write_text("no log")
+    for name, part in (("log.db", "has no batches"), ("text", "a log of Farsight"), ("none", "no such file")):
+        result = CliRunner().invoke(app, ["train", str(tmp_path / name), "--estimator", "--out", str(tmp_path)])
+        assert result.exit_code == 1 and "DATA" in result.output and part in result.output, result.output
+
+
+def test_a_directory_without_the_file_or_with_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"batch\.artefact.*train --estimator"):
+        learner(tmp_path)
+    (tmp_path / "batch-times.npz").write_bytes(b"damaged")
+    with pytest.raises(ConfigError, match=r"batch\.artefact.*an artefact of batch times"):
+        learner(tmp_path)

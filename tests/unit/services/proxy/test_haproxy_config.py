@@ -22,23 +22,9 @@ import psutil
 import pytest
 
 from core.config.server import ServerConfig
-from services.ingress.liveness import publish
 from services.proxy import haproxy
-from services.proxy.haproxy import (
-    FIND_S,
-    PROXY_DIRECTORY_VARIABLE,
-    HAProxyKeeper,
-    frontend_limits,
-    listening_socket,
-)
-from services.proxy.haproxy_config import (
-    CLIENT_HEADER,
-    TLS_FILE,
-    FrontendSettings,
-    IngressServer,
-    config_text,
-    read_liveness,
-)
+from services.proxy.haproxy import FIND_S, PROXY_DIRECTORY_VARIABLE, HAProxyKeeper, frontend_limits, listening_socket
+from services.proxy.haproxy_config import CLIENT_HEADER, TLS_FILE, FrontendSettings, IngressServer, config_text
 from tests.free_ports import free_port
 from tests.unit.services.certificates import make_certificate
 
@@ -51,9 +37,7 @@ SILENCE_S = 4.0
 
 PER_ADDRESS = 20
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="Ray brings HAProxy for Linux only"),
-]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Ray brings HAProxy for Linux only")
 
 
 class Upstream(BaseHTTPRequestHandler):
@@ -83,6 +67,7 @@ class Upstream(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def upstream() -> Iterator[list[int]]:
+    """The ports of an ingress replica and of what tells of its life."""
     servers = [ThreadingHTTPServer(("127.0.0.1", 0), Upstream) for _ in range(2)]
     for server in servers:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -97,14 +82,11 @@ def upstream() -> Iterator[list[int]]:
 class Kept:
     """A running keeper; ``servers`` are the ingress replicas that it is told."""
 
-    def __init__(
-        self, folder: Path, servers: list[IngressServer], host: str = "127.0.0.1", head_timeout_s: float = LIMIT_S
-    ) -> None:
+    def __init__(self, folder: Path, servers: list[IngressServer], head_timeout_s: float = LIMIT_S) -> None:
         self.servers = servers
         self.folder = folder
         self.port = free_port()
         server = ServerConfig(
-            host=host,
             port=self.port,
             max_connections_per_address=PER_ADDRESS,
             head_timeout_s=head_timeout_s,
@@ -117,7 +99,7 @@ class Kept:
     def __enter__(self) -> Kept:
         self.keeper.start()
         self.keeper.follow()
-        self.until(self.keeper.routes)
+        self.until(self.keeper.routes if self.servers else lambda: self.keeper.pid)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -133,6 +115,22 @@ class Kept:
     def config(self) -> str:
         return (self.folder / "haproxy.cfg").read_text()
 
+    def connect(self, timeout_s: float = LONG_S) -> closing[socket.socket]:
+        return closing(socket.create_connection(("127.0.0.1", self.port), timeout=timeout_s))
+
+    def ask(self, path: str = "/any") -> tuple[int, str, str]:
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=LONG_S)) as connection:
+            connection.request("GET", path)
+            reply = connection.getresponse()
+            return reply.status, reply.headers["Content-Type"], reply.read().decode()
+
+    def outcome(self) -> int:
+        """The status of a request; 0 where its connection is turned away."""
+        try:
+            return self.ask()[0]
+        except (OSError, http.client.HTTPException):
+            return 0
+
 
 @pytest.fixture
 def kept(tmp_path: Path, upstream: list[int]) -> Iterator[Kept]:
@@ -141,95 +139,60 @@ def kept(tmp_path: Path, upstream: list[int]) -> Iterator[Kept]:
         yield running
 
 
-@pytest.fixture
-def proxied(kept: Kept, upstream: list[int]) -> tuple[int, int, int]:
-    """The ports of HAProxy, of the replica and of what tells of its life."""
-    return kept.port, upstream[0], upstream[1]
-
-
-def ask(port: int, path: str) -> tuple[int, str, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LONG_S)
-    with closing(connection):
-        connection.request("GET", path)
-        reply = connection.getresponse()
-        return reply.status, reply.headers["Content-Type"], reply.read().decode()
-
-
-def _until_status(port: int, path: str, status: int) -> str:
-    deadline = time.monotonic() + LONG_S
-    while (found := ask(port, path))[0] != status:
-        assert time.monotonic() < deadline, found
-        time.sleep(0.02)
-    return found[2]
-
-
 def is_openai_error(body: str) -> bool:
     return set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
 
 
-def test_what_is_no_error_of_the_api_becomes_one_with_an_honest_status(proxied: tuple[int, int, int]) -> None:
-    port, replica, _ = proxied
+def test_what_is_no_error_of_the_api_becomes_one_with_an_honest_status(kept: Kept, upstream: list[int]) -> None:
+    replica = upstream[0]
     for status, told in ((400, 400), (404, 503), (500, 503), (503, 503)):
         Upstream.replies[f"{replica} /plain"] = status, "text/plain; charset=utf-8", "Internal Server Error"
-        found, kind, body = ask(port, "/plain")
+        found, kind, body = kept.ask("/plain")
         assert (found, kind, is_openai_error(body)) == (told, "application/json", True)
-    ours = json.dumps({"error": {"message": "ours"}})
-    Upstream.replies[f"{replica} /ours"] = 503, "application/json", ours
-    assert ask(port, "/ours") == (503, "application/json", ours)
-    Upstream.replies[f"{replica} /metrics"] = 200, "text/plain", "metrics"
-    assert ask(port, "/metrics") == (200, "text/plain", "metrics")
+    passing = (503, "application/json", json.dumps({"error": {"message": "ours"}})), (200, "text/plain", "metrics")
+    for reply in passing:
+        Upstream.replies[f"{replica} /ours"] = reply
+        assert kept.ask("/ours") == reply
 
 
-def test_a_client_that_sends_no_head_is_given_up_and_an_answer_may_take_long(proxied: tuple[int, int, int]) -> None:
-    port, replica, _ = proxied
-    with closing(socket.create_connection(("127.0.0.1", port), timeout=LONG_S)) as half_open:
+def test_a_client_that_sends_no_head_is_given_up_and_an_answer_may_take_long(kept: Kept, upstream: list[int]) -> None:
+    with kept.connect() as half_open:
         half_open.sendall(b"GET / HT")
         reply = b"".join(iter(lambda: half_open.recv(4096), b""))
     assert reply.startswith(b"HTTP/1.1 408 ")  # HAProxy's parser has this page built in
-    Upstream.delays[f"{replica} /slow"] = 3 * LIMIT_S
-    assert ask(port, "/slow")[0] == 200
+    Upstream.delays[f"{upstream[0]} /slow"] = 3 * LIMIT_S
+    assert kept.ask("/slow")[0] == 200
 
 
 def test_one_address_takes_only_its_share_of_the_connections(tmp_path: Path, upstream: list[int]) -> None:
-    replica, life = upstream
     # HAProxy ends no half-open connection before the test does, however slow the machine is.
     with (
-        Kept(tmp_path, [IngressServer("abc123", "127.0.0.1", replica, life)], head_timeout_s=LONG_S) as kept,
+        Kept(tmp_path, [IngressServer("abc123", "127.0.0.1", *upstream)], head_timeout_s=LONG_S) as kept,
         ExitStack() as stack,
     ):
         for _ in range(2 * PER_ADDRESS):
-            stack.enter_context(closing(socket.create_connection(("127.0.0.1", kept.port), timeout=LONG_S)))
-        kept.until(lambda: _outcome(kept.port) in (429, 0))  # its threads count connections in any order
-        assert _outcome(kept.port) in (429, 0)
+            stack.enter_context(kept.connect())
+        kept.until(lambda: kept.outcome() in (429, 0))  # its threads count connections in any order
+        assert kept.outcome() in (429, 0)
         stack.close()
-        _until_status(kept.port, "/any", 200)
+        kept.until(lambda: kept.outcome() == 200)
 
 
-def _outcome(port: int) -> int:
-    """The status of a request; 0 where its connection is turned away."""
-    try:
-        return ask(port, "/any")[0]
-    except (OSError, http.client.HTTPException):
-        return 0
-
-
-def test_a_replica_is_judged_where_its_life_is_told(proxied: tuple[int, int, int]) -> None:
-    port, replica, life = proxied
+def test_a_replica_is_judged_where_its_life_is_told(kept: Kept, upstream: list[int]) -> None:
+    replica, life = upstream
     Upstream.replies[f"{replica} /-/healthz"] = 503, "text/plain", "busy"
     Upstream.replies[f"{replica} /health"] = 200, "text/plain", "asked where the work is"
-    Upstream.replies[f"{life} /health"] = 200, "application/json", '{"status": "ok"}'
-    assert ask(port, "/health") == (200, "application/json", '{"status": "ok"}')
+    Upstream.replies[f"{life} /health"] = well = 200, "application/json", '{"status": "ok"}'
+    assert kept.ask("/health") == well
     Upstream.replies[f"{life} /-/healthz"] = 503, "application/json", "{}"
-    body = _until_status(port, "/any", 503)  # no server listens where the fallback should be
-    assert is_openai_error(body)
-    assert json.loads(body)["error"]["code"] == "unavailable"
+    kept.until(lambda: kept.outcome() == 503)  # no server listens where the fallback should be
+    assert json.loads(kept.ask()[2])["error"]["code"] == "unavailable"
     del Upstream.replies[f"{life} /-/healthz"]
-    _until_status(port, "/any", 200)
+    kept.until(lambda: kept.outcome() == 200)
 
 
-def test_a_client_cannot_say_another_address(proxied: tuple[int, int, int]) -> None:
-    port, _, _ = proxied
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=LONG_S)) as connection:
+def test_a_client_cannot_say_another_address(kept: Kept) -> None:
+    with closing(http.client.HTTPConnection("127.0.0.1", kept.port, timeout=LONG_S)) as connection:
         connection.putrequest("GET", "/client")
         connection.putheader(CLIENT_HEADER, "10.9.8.7")
         connection.putheader(CLIENT_HEADER.lower(), "10.9.8.6")
@@ -261,30 +224,23 @@ def test_the_frontend_speaks_tls(tmp_path: Path, upstream: list[int]) -> None:
     (tmp_path / TLS_FILE).write_text(certificate.read_text() + (tmp_path / "key.pem").read_text())
     context = ssl.create_default_context(cafile=str(certificate))
     with Kept(tmp_path, [IngressServer("abc123", "127.0.0.1", upstream[0])]) as running:
-        port = running.port
-        with closing(http.client.HTTPSConnection("127.0.0.1", port, timeout=LONG_S, context=context)) as connection:
+        secured = http.client.HTTPSConnection("127.0.0.1", running.port, timeout=LONG_S, context=context)
+        with closing(secured) as connection:
             connection.request("GET", "/any")
             assert connection.getresponse().status == 200
-        with suppress(OSError, http.client.HTTPException):  # plain HTTP gets no answer, or an error
-            assert ask(port, "/any")[0] >= 400
+        assert running.outcome() == 0 or running.outcome() >= 400, "plain HTTP gets no answer, or an error"
 
 
 def test_without_replicas_it_answers_503(tmp_path: Path, upstream: list[int]) -> None:
-    running = Kept(tmp_path, [])
-    running.keeper.start()
-    running.keeper.follow()
-    try:
-        running.until(lambda: running.keeper.pid)
-        status, kind, body = ask(running.port, "/health")
+    with Kept(tmp_path, []) as running:
+        status, kind, body = running.ask("/health")
         assert (status, kind, is_openai_error(body)) == (503, "application/json", True)
         running.servers = [IngressServer("abc123", "127.0.0.1", *upstream)]
         running.until(running.keeper.routes)
-        assert ask(running.port, "/any")[0] == 200
+        assert running.ask()[0] == 200
         running.servers = []  # a controller that has just started knows none
         time.sleep(3 * FIND_S)
-        assert ask(running.port, "/any")[0] == 200
-    finally:
-        running.keeper.stop()
+        assert running.ask()[0] == 200
 
 
 def test_its_death_costs_no_request(kept: Kept) -> None:
@@ -293,7 +249,7 @@ def test_its_death_costs_no_request(kept: Kept) -> None:
     for _ in range(5):
         pids.add(pid := kept.keeper.pid)
         os.kill(pid, signal.SIGKILL)
-        assert ask(kept.port, "/any")[0] == 200
+        assert kept.ask()[0] == 200
         kept.until(lambda pid=pid: kept.keeper.pid not in (0, pid))  # type: ignore[misc]
     assert len(pids) == 5
     assert kept.keeper.num_starts >= 6
@@ -303,7 +259,7 @@ def test_one_that_stands_still_is_replaced(kept: Kept) -> None:
     pid = kept.keeper.pid
     os.kill(pid, signal.SIGSTOP)
     kept.until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
-    assert ask(kept.port, "/any")[0] == 200  # the request waits in the listening socket
+    assert kept.ask()[0] == 200  # the request waits in the listening socket
     kept.until(lambda: kept.keeper.pid not in (0, pid))
     assert not psutil.pid_exists(pid)
 
@@ -381,7 +337,7 @@ def test_a_body_that_is_sent_on_after_the_answer_leaves_no_connection(tmp_path: 
 
         held_most = 0
         for _ in range(4):
-            client = clients.enter_context(closing(socket.create_connection(("127.0.0.1", kept.port), timeout=0.5)))
+            client = clients.enter_context(kept.connect(0.5))
             client.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
             with suppress(OSError):  # its own buffers are full as well
                 client.sendall((b"10000\r\n" + b"[" * 65536 + b"\r\n") * 200)
@@ -414,7 +370,7 @@ def test_no_request_meets_a_connection_that_the_replica_closes(tmp_path: Path, u
 def test_a_change_of_replicas_ends_no_answer(kept: Kept, upstream: list[int]) -> None:
     Upstream.delays[f"{upstream[0]} /slow"] = 1.0
     found: list[int] = []
-    asking = threading.Thread(target=lambda: found.append(ask(kept.port, "/slow")[0]))
+    asking = threading.Thread(target=lambda: found.append(kept.ask("/slow")[0]))
     before = kept.keeper.pid
     asking.start()
     time.sleep(0.2)
@@ -426,19 +382,12 @@ def test_a_change_of_replicas_ends_no_answer(kept: Kept, upstream: list[int]) ->
     kept.until(lambda: not psutil.pid_exists(before))  # it ends with its last connection
 
 
-def test_nothing_of_it_is_left_when_it_stops(tmp_path: Path, upstream: list[int]) -> None:
-    with Kept(tmp_path, [IngressServer("abc123", "127.0.0.1", *upstream)]) as running:
-        pid = running.keeper.pid
+def test_nothing_of_it_is_left_when_it_stops(kept: Kept) -> None:
+    pid = kept.keeper.pid
+    kept.keeper.stop()
     assert not psutil.pid_exists(pid)
     with pytest.raises(OSError):
-        ask(running.port, "/any")
-
-
-def test_what_the_replicas_have_published_is_read(tmp_path: Path) -> None:
-    assert read_liveness(tmp_path) == {}
-    publish(4321, "abc123", tmp_path)
-    (tmp_path / "liveness" / ".half").write_text("")
-    assert read_liveness(tmp_path) == {"abc123": 4321}
+        kept.ask()
 
 
 def test_the_settings_become_limits(tmp_path: Path) -> None:
@@ -468,4 +417,4 @@ def test_a_process_that_is_abandoned_leaves_no_haproxy_and_starts_none(tmp_path:
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=LONG_S)
     assert (done.returncode, done.stderr) == (3, b"")
     with pytest.raises(OSError):
-        ask(port, "/any")
+        socket.create_connection(("127.0.0.1", port), timeout=LONG_S)

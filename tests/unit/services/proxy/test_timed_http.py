@@ -1,4 +1,5 @@
-"""Hostile clients of one HTTP server: half-open, slow, deaf, and many from one address.
+"""Servers of HTTP without HAProxy: hostile clients that are half-open, slow, deaf, and many from one address; errors of
+Ray Serve's own proxy, and the address of its server for calls between deployments.
 
 Limits are so short that the end of a client's time comes at once; nothing is checked to come in time.
 """
@@ -7,23 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
+import httpx
 import pytest
-import uvicorn
 import uvloop
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.config import HTTP_PROTOCOLS
 
 from core.config.server import ServerConfig
 from core.errors import ConfigError
+from services.proxy.loopback import keep_on_loopback
+from services.proxy.proxy_errors import OpenAIErrors, middlewares
 from services.proxy.timed_http import LIMITS_VARIABLE, ConnectionLimits, TimedHttp, time_proxy
+from tests.unit.services.uvicorn_server import LONG_S, send_whole, until, uvicorn_server
 
-LONG_S = 120.0
 PATIENT = ConnectionLimits(LONG_S, LONG_S, LONG_S, LONG_S, 0)
 SOON_S = 0.02
 NUM_BYTES = 64 * 1024 * 1024
@@ -40,9 +47,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
         if not message.get("more_body"):
             break
     body = bytes(NUM_BYTES) if scope["path"] == "/much" else str(length).encode()
-    headers = [(b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    await send_whole(send, body)
 
 
 @contextlib.asynccontextmanager
@@ -55,22 +60,8 @@ async def serving(limits: ConnectionLimits) -> AsyncIterator[tuple[int, list[Tim
         connections.append(TimedHttp(limits, counts, **arguments))
         return connections[-1]
 
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(app, http=connect, lifespan="off", log_level="critical")  # type: ignore[arg-type]
-        server = uvicorn.Server(config)
-        running = asyncio.create_task(server._serve([bound]))
-        while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
-            await asyncio.sleep(0)
-        yield bound.getsockname()[1], connections, counts
-        server.should_exit = True
-        await running
-
-
-async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(LONG_S):
-        while not holds():  # noqa: ASYNC110 - the thing waited for has no event
-            await asyncio.sleep(0)
+    async with uvicorn_server(app, connect) as (_, port):
+        yield port, connections, counts
 
 
 async def all_of(reader: asyncio.StreamReader) -> tuple[int, dict[str, Any]]:
@@ -191,3 +182,83 @@ def test_rays_proxy_gets_them_by_its_environment(monkeypatch: pytest.MonkeyPatch
 def test_a_limit_is_a_positive_number(name: str) -> None:
     with pytest.raises(ConfigError, match=f"server.{name}: got 0, expected a number > 0"):
         ServerConfig(**{name: 0})  # type: ignore[arg-type]
+
+
+def answering(response: Response) -> ASGIApp:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await response(scope, receive, send)
+
+    return OpenAIErrors(app)
+
+
+async def get(app: ASGIApp, path: str = "/v1/models") -> httpx.Response:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
+        return await client.get(path)
+
+
+@pytest.mark.parametrize(
+    ("status", "told", "code"),
+    [(500, 503, "unavailable"), (503, 503, "unavailable"), (404, 503, "unavailable"), (408, 408, "request_timeout")],
+)
+async def test_plain_text_becomes_an_error_of_the_api_with_an_honest_status(status: int, told: int, code: str) -> None:
+    """Ray's proxy says 500 where a replica died, and 404 where none has started."""
+    reply = await get(answering(PlainTextResponse("Internal Server Error", status)))
+    assert (reply.status_code, reply.headers.get("retry-after")) == (told, "1" if told == 503 else None)
+    assert reply.headers["content-type"] == "application/json"
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == code
+
+
+async def broken(scope: Scope, receive: Receive, send: Send) -> None:
+    raise RuntimeError("the replica died")
+
+
+async def silent(scope: Scope, receive: Receive, send: Send) -> None:
+    pass
+
+
+@pytest.mark.parametrize("app", [broken, silent])
+async def test_what_the_proxy_raises_or_does_not_answer_becomes_one_as_well(app: ASGIApp) -> None:
+    reply = await get(OpenAIErrors(app))
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "unavailable")
+
+
+async def test_a_failure_in_the_middle_of_an_answer_ends_the_connection() -> None:
+    async def ends_early(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await broken(scope, receive, send)
+
+    with pytest.raises(RuntimeError, match="the replica died"):
+        await get(OpenAIErrors(ends_early))
+
+
+async def test_all_else_passes_as_it_is() -> None:
+    ours = {"error": {"message": "ours"}}
+    assert (await get(answering(JSONResponse(ours, 503)))).json() == ours
+    assert (await get(answering(PlainTextResponse("metrics")))).text == "metrics"
+    assert (await get(answering(PlainTextResponse("draining", 503)), "/-/healthz")).text == "draining"
+
+
+def test_ray_finds_it_where_its_environment_says() -> None:
+    module, _, name = "services.proxy.proxy_errors.middlewares".rpartition(".")
+    assert [each.cls for each in getattr(importlib.import_module(module), name)()] == [OpenAIErrors]
+    assert len(middlewares()) == 1
+
+
+def test_the_server_is_bound_to_the_loopback_interface_whatever_ray_asks_for() -> None:
+    module, bound = ModuleType("replica"), []
+
+    def bind(server: object, address: str) -> int:
+        bound.append((server, address))
+        return 4321
+
+    module.add_port_to_grpc_server = bind  # type: ignore[attr-defined]
+    keep_on_loopback(module)
+    assert module.add_port_to_grpc_server("a server", "[::]:0") == 4321
+    assert bound == [("a server", "127.0.0.1:0")]
+
+
+def test_a_ray_that_binds_it_otherwise_is_noticed() -> None:
+    with pytest.raises(AttributeError, match="add_port_to_grpc_server"):
+        keep_on_loopback(ModuleType("replica"))

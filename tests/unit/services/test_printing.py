@@ -1,4 +1,4 @@
-"""How far a command has come: on a terminal it is shown and goes away, in a pipe there is nothing."""
+"""What a command prints: how far it has come, on a terminal alone; what a server says of its processes; numbers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import pty
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
+from services.cli import _print_status
 from services.progress import StatusLine, progress_bar, status_line
+from services.words import counted
 
 SCRIPT = """
 from services.progress import progress_bar
@@ -88,3 +91,37 @@ def test_a_pipe_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with progress_bar("rows", 3) as tell:
         assert tell is None
     assert capsys.readouterr() == ("", "")
+
+
+def status_row(name: str, **fields: str) -> dict[str, Any]:
+    who = {"name": name, "kind": "ModelWorker", "pid": 7, "node": "here", "state": "ready", "queue": 0}
+    rest = {"last_step_age_s": None, "restarts": 2, "url": "", "breaker": "", "degraded": "", "last_end": ""}
+    return {**who, **rest, **fields}
+
+
+def test_why_a_process_was_replaced_or_is_degraded_is_told_where_one_is(capsys: pytest.CaptureFixture[str]) -> None:
+    why = "no answer for 10.0 s, stopped or blocked"
+    _print_status([status_row("worker-0", last_end=why), status_row("worker-1", degraded="cannot write the log")], [])
+    lines = capsys.readouterr().out.splitlines()
+    (replaced,) = (line for line in lines if why in line)
+    assert "worker-0" in replaced and " 2 " in replaced
+    assert [line for line in lines if "cannot write the log" in line and "worker-1" in line]
+    assert sum("degraded" in line for line in lines) == 2
+    _print_status([status_row("worker-0")], [])
+    assert "replaced" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "text"),
+    [
+        (1, "request", "1 request"),
+        (0, "request", "0 requests"),
+        (1.0, "token", "1 token"),
+        (1024, "token", "1,024 tokens"),
+        (-1e-13, "token", "0 tokens"),
+        (2, "process", "2 processes"),
+        (1, "process", "1 process"),
+    ],
+)
+def test_a_number_has_its_noun(number: float, noun: str, text: str) -> None:
+    assert counted(number, noun) == text

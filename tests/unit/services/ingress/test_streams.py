@@ -1,14 +1,16 @@
-"""Both ends of the token path between a worker and an ingress replica: each delta once and in order."""
+"""Tokens on their way from a worker to a client: each delta once and in order, and what waits together as one."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
 
 from actors.worker.token_channels import TokenOutbox
-from core.messages.tokens import TokenBatches, TokenDelta
-from services.ingress.streams import TokenInbox
+from core.messages.tokens import DeltaLogprobs, TokenBatches, TokenDelta
+from core.request import Origin, Request, SamplingParams
+from services.ingress.streams import Mailbox, StreamTrace, TokenInbox
 
 
 def delta(start: int) -> TokenDelta:
@@ -28,30 +30,6 @@ def starts(deltas: list[TokenDelta]) -> list[int]:
     return [each.start for each in deltas]
 
 
-def test_a_repeated_reply_gives_nothing_new() -> None:
-    inbox = TokenInbox()
-    reply = outbox(num_batches=2).take()
-    assert starts(inbox.receive(reply)) == [0, 1]
-    assert inbox.receive(reply) == []
-    assert inbox.ack_seq == 2
-
-
-def test_a_reply_gives_what_is_new_in_it() -> None:
-    box, inbox = outbox(num_batches=2), TokenInbox()
-    inbox.receive(box.take())
-    box.put(delta(2))
-    assert starts(inbox.receive(box.take())) == [2]
-
-
-def test_a_reply_that_comes_late_changes_nothing() -> None:
-    box, inbox = outbox(num_batches=1), TokenInbox()
-    early = box.take()
-    box.put(delta(1))
-    inbox.receive(box.take())
-    assert inbox.receive(early) == []
-    assert inbox.ack_seq == 2
-
-
 def test_numbers_go_on_after_the_worker_has_dropped_what_nobody_asked_for() -> None:
     box, inbox = outbox(num_batches=2), TokenInbox()
     assert starts(inbox.receive(box.take())) == [0, 1]
@@ -64,23 +42,19 @@ def test_numbers_go_on_after_the_worker_has_dropped_what_nobody_asked_for() -> N
     assert inbox.ack_seq == 4
 
 
-def test_a_new_connection_starts_at_what_is_there() -> None:
-    box, old = outbox(num_batches=3), TokenInbox()
+def test_a_new_connection_starts_at_what_is_there_even_if_that_is_nothing() -> None:
+    box, old, inbox = outbox(num_batches=3), TokenInbox(), TokenInbox()
     box.acknowledge(2)
-    inbox = TokenInbox()
     assert inbox.ack_seq == 0
     assert starts(inbox.receive(box.take())) == [2]
     assert inbox.ack_seq == 3
     assert starts(old.receive(box.take())) == [2]
-
-
-def test_a_new_connection_may_hear_that_nothing_is_there() -> None:
-    box, inbox = outbox(num_batches=2), TokenInbox()
-    box.acknowledge(2)
+    box.acknowledge(3)
+    inbox = TokenInbox()
     assert inbox.receive(box.take()) == []
     assert (inbox.incarnation, inbox.ack_seq) == ("w", 0)
-    box.put(delta(2))
-    assert starts(inbox.receive(box.take())) == [2]
+    box.put(delta(3))
+    assert starts(inbox.receive(box.take())) == [3]
 
 
 def test_a_connection_belongs_to_the_worker_life_that_answers_first() -> None:
@@ -94,20 +68,16 @@ def test_a_connection_belongs_to_the_worker_life_that_answers_first() -> None:
 
 def test_an_outbox_counts_what_is_not_acknowledged() -> None:
     box = TokenOutbox("w")
-    assert box.num_deltas == 0
     box.put(delta(0))
     box.put(delta(1))
     assert box.num_deltas == 2, "not taken yet"
     box.take()
     box.put(delta(2))
-    assert box.num_deltas == 3
     box.take()
-    box.acknowledge(1)
-    assert box.num_deltas == 1, "the first batch held two"
-    box.acknowledge(1)
-    assert box.num_deltas == 1
-    box.acknowledge(2)
-    assert box.num_deltas == 0
+    assert box.num_deltas == 3
+    for _ in range(2):
+        box.acknowledge(1)
+        assert box.num_deltas == 1, "the first batch held two"
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -134,3 +104,60 @@ def test_over_a_bad_connection_each_delta_comes_once_and_in_order(seed: int) -> 
     assert received == list(range(num_put))
     box.acknowledge(inbox.ack_seq)
     assert box.num_deltas == 0
+
+
+def part(start: int, text: str, **fields: object) -> TokenDelta:
+    return TokenDelta("r", 0, start, (100 + start,), text, **fields)  # type: ignore[arg-type]
+
+
+async def test_what_waits_together_is_one_delta() -> None:
+    box = Mailbox()
+    box.put(part(0, "a", cached_len=7, logprobs=DeltaLogprobs((((100,), (-1.0,)),), (((5,), (-2.0,)),))))
+    box.put(part(1, "b", logprobs=DeltaLogprobs((((101,), (-3.0,)),))))
+    box.put(part(2, "c", finish_reason="stop"))
+    found = await box.take()
+    assert (found.start, found.token_ids, found.text) == (0, (100, 101, 102), "abc")
+    assert (found.finish_reason, found.cached_len) == ("stop", 7)
+    assert found.logprobs == DeltaLogprobs((((100,), (-1.0,)), ((101,), (-3.0,))), (((5,), (-2.0,)),))
+
+
+async def test_a_reader_waits_and_a_single_delta_passes_as_it_is() -> None:
+    box = Mailbox()
+    reader = asyncio.create_task(box.take())
+    await asyncio.sleep(0)
+    assert not reader.done()
+    only = part(0, "a")
+    box.put(only)
+    assert await reader is only
+    assert len(box) == 0
+
+
+async def test_a_failure_comes_by_itself_and_last() -> None:
+    box = Mailbox()
+    box.put(part(0, "a"))
+    box.put(TokenDelta("r", 0, 1, (), "", "error", "broken"))
+    assert (await box.take()).text == "a"
+    assert (await box.take()).error == "broken"
+
+    box.put(part(1, "b"))
+    box.fail(ValueError("refused"))
+    assert (await box.take()).text == "b"
+    for _ in range(2):
+        with pytest.raises(ValueError, match="refused"):
+            await box.take()
+
+
+TRACED = Origin("cmpl-1f", traceparent="00-" + "ab" * 16 + "-" + "cd" * 8 + "-01")
+
+
+@pytest.mark.parametrize(
+    ("origin", "named"),
+    [
+        (None, {}),
+        (Origin("cmpl-1f"), {"response_id": "cmpl-1f"}),
+        (TRACED, {"response_id": "cmpl-1f", "trace_id": "ab" * 16}),
+    ],
+)
+def test_a_latency_is_found_by_its_answer_and_its_trace(origin: Origin | None, named: dict[str, str]) -> None:
+    request = Request("r", 0, "", (5,), SamplingParams(1), origin=origin)
+    assert StreamTrace(request, 0.0).exemplar == named

@@ -1,16 +1,18 @@
-"""The store: what survives, what is refused, what comes out."""
+"""The files of a batch: what is read and written, what survives, what is refused and how that is said."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from core.errors import FarsightError, IntegrityError, InvalidValueError
-from services.api.batches.lines import Batch
+from services.api.batches.lines import Batch, LineResult, answered, read_batch, read_result, unsent
 from services.batch.progress import ProgressStore, partial_path
-from tests.unit.services.batch.batch_support import numbered, read_output, result
+from tests.unit.services.batch.batch_support import CHAT, numbered, read_output, request, result, write_batch
 
 pytestmark = pytest.mark.timeout(600)  # hundreds of writes wait for the disk, which others may keep busy
 
@@ -25,43 +27,25 @@ def target(tmp_path: Path) -> Path:
     return tmp_path / "out.jsonl"
 
 
-def _finish(target: Path, batch: Batch, *, overwrite: bool = False) -> None:
-    with ProgressStore.open(target, batch, overwrite=overwrite) as store:
+def _finish(target: Path, batch: Batch) -> None:
+    with ProgressStore.open(target, batch) as store:
         store.append([result(line.custom_id) for line in batch.lines if line.custom_id not in store])
         store.finish()
 
 
-def test_output_is_in_the_order_of_the_input(target: Path, batch: Batch) -> None:
-    with ProgressStore.open(target, batch) as store:
-        store.append([result("id-2"), result("id-0", status=400)])
-        store.append([result("id-3"), result("id-1", text="é" * 1000)])
-        assert (store.num_done, store.num_failed) == (4, 1)
-        assert not target.exists()
-        store.finish()
-    assert [line["custom_id"] for line in read_output(target)] == ["id-0", "id-1", "id-2", "id-3"]
-    assert sorted(path.name for path in target.parent.iterdir()) == ["in.jsonl", "out.jsonl"]
-
-
-def test_reopened_store_knows_what_is_done(target: Path, batch: Batch) -> None:
-    with ProgressStore.open(target, batch) as store:
-        store.append([result("id-2"), result("id-0", status=500)])
-    with ProgressStore.open(target, batch) as store:
-        assert [line.custom_id in store for line in batch.lines] == [True, False, True, False]
-        assert (store.num_done, store.num_failed) == (2, 1)
-
-
 def test_torn_tail_is_dropped_wherever_it_ends(target: Path, batch: Batch) -> None:
     with ProgressStore.open(target, batch) as store:
-        store.append([result("id-2"), result("id-0", status=404)])
+        store.append([result("id-2", status=404), result("id-0")])
+        assert (store.num_done, store.num_failed) == (2, 1)
     whole = partial_path(target).read_bytes()
     last = whole.rindex(b"\n", 0, -1) + 1
     for end in range(last, len(whole)):
         partial_path(target).write_bytes(whole[:end])
         with ProgressStore.open(target, batch) as store:
-            assert (store.num_done, store.num_failed, "id-0" in store) == (1, 0, False), end
-            store.append([result("id-0")])
+            assert (store.num_done, store.num_failed, "id-0" in store) == (1, 1, False), end
+            store.append([result("id-0", status=500)])
         with ProgressStore.open(target, batch) as store:
-            assert (store.num_done, "id-0" in store, "id-2" in store) == (2, True, True), end
+            assert (store.num_done, store.num_failed, "id-0" in store, "id-2" in store) == (2, 2, True, True), end
 
 
 def test_torn_header_is_written_anew(target: Path, batch: Batch) -> None:
@@ -152,16 +136,12 @@ def test_finished_output_is_not_replaced_unless_told(target: Path, batch: Batch)
     assert str(target) in str(refused.value)
     assert target.read_bytes() == before
     assert not partial_path(target).exists()
-    _finish(target, batch, overwrite=True)
-    assert target.read_bytes() != before  # each result has an id of its own
-
-
-def test_overwriting_that_was_ended_goes_on_without_being_told_again(target: Path, batch: Batch) -> None:
-    _finish(target, batch)
     with ProgressStore.open(target, batch, overwrite=True) as store:
         store.append([result("id-0")])
-    with ProgressStore.open(target, batch) as store:
+    with ProgressStore.open(target, batch) as store:  # it goes on without being told again
         assert store.num_done == 1
+    _finish(target, batch)
+    assert target.read_bytes() != before  # each result has an id of its own
 
 
 @pytest.mark.parametrize("step", ["replace", "fsync", "unlink"])
@@ -175,7 +155,7 @@ def test_finishing_that_is_ended_is_done_again(
         raise Killed
 
     with ProgressStore.open(target, batch) as store:
-        store.append([result(line.custom_id) for line in batch.lines])
+        store.append([result(line.custom_id, "é" * 1000) for line in reversed(batch.lines)])
         with monkeypatch.context() as patch:
             patch.setattr(Path if step == "unlink" else os, step, die)
             with pytest.raises(Killed):
@@ -240,3 +220,117 @@ def test_wrong_targets(batch: Batch, tmp_path: Path) -> None:
         ProgressStore.open(tmp_path, batch)
     with pytest.raises(InvalidValueError, match="in a directory that exists"):
         ProgressStore.open(tmp_path / "none" / "out.jsonl", batch)
+
+
+def test_lines_are_read_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    first = json.dumps(request("a"))
+    second = json.dumps(request("b", CHAT, stream=False, user="x\u2028y\x85z"), ensure_ascii=False)
+    path.write_text(f"\n{first}\r\n  \n{second}", encoding="utf-8")
+    batch = read_batch(path)
+    assert [(line.number, line.custom_id, line.url) for line in batch.lines] == [
+        (2, "a", "/v1/completions"),
+        (4, "b", "/v1/chat/completions"),
+    ]
+    body = request("b", CHAT, stream=False, user="x\u2028y\x85z")["body"]
+    assert json.loads(batch.lines[1].body) == body, "a line separator inside a string ends no line"
+
+
+def test_sha256_is_of_the_bytes(tmp_path: Path) -> None:
+    one = read_batch(write_batch(tmp_path / "a", [request("a")]))
+    same = read_batch(write_batch(tmp_path / "b", [request("a")]))
+    other = read_batch(write_batch(tmp_path / "c", [request("b")]))
+    assert one.sha256 == same.sha256 != other.sha256
+
+
+SERVED = "'/v1/chat/completions' or '/v1/completions' or '/v1/embeddings'"
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "found", "expected"),
+    [
+        ({"custom_id": None}, "custom_id", "None", "a non-empty string"),
+        ({"custom_id": 7}, "custom_id", "7", "a non-empty string"),
+        ({"custom_id": ""}, "custom_id", "''", "a non-empty string"),
+        ({"custom_id": "first"}, "custom_id", "'first'", "one that no other line has; line 1 has it"),
+        ({"method": "GET"}, "method", "'GET'", "'POST'"),
+        ({"url": "/v1/models"}, "url", "'/v1/models'", SERVED),
+        ({"url": ["x"]}, "url", "['x']", SERVED),
+        ({"body": None}, "body", "None", "an object, the request as it would be sent to url"),
+        ({"body": {"stream": True}}, "body.stream", "True", "false or no such field; a batch keeps whole answers"),
+    ],
+)
+def test_wrong_field_is_named(tmp_path: Path, change: dict[str, Any], field: str, found: str, expected: str) -> None:
+    path = write_batch(tmp_path / "in.jsonl", [request("first"), {**request("second"), **change}])
+    with pytest.raises(InvalidValueError) as refused:
+        read_batch(path)
+    assert str(refused.value) == f"{path} line 2, {field}: got {found}, expected {expected}"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (b'{"custom_id": ', "a JSON object (Expecting value at column 15)"),
+        (b"[1]", "a JSON object"),
+        (b"null", "a JSON object"),
+        (b'{"a": NaN}', "a JSON object (NaN is not JSON)"),
+        (b'{"a": "\xff"}', "UTF-8; byte 7 is not"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "a JSON object (Exceeds the limit"),
+        (b'{"a": ' + b"[" * 200_000, "a JSON object nested less deeply"),
+    ],
+)
+def test_line_that_is_no_json_object(tmp_path: Path, line: bytes, expected: str) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"\n\n" + line + b"\n")
+    with pytest.raises(InvalidValueError) as refused:
+        read_batch(path)
+    assert str(refused.value).startswith(f"{path} line 3: got ")
+    assert f"expected {expected}" in str(refused.value)
+
+
+@pytest.mark.parametrize("data", [b"", b"\n \n"])
+def test_empty_file_or_none(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "in.jsonl"
+    with pytest.raises(InvalidValueError, match="expected a readable file \\(No such file or directory\\)"):
+        read_batch(path)
+    path.write_bytes(data)
+    with pytest.raises(InvalidValueError, match="expected a file with at least one request"):
+        read_batch(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "failed", "response", "error"),
+    [
+        (
+            answered("a\ud800", 200, "req_9", b'{"text": "\xc3\xa9"}'),
+            False,
+            {"status_code": 200, "request_id": "req_9", "body": {"text": "é"}},
+            None,
+        ),
+        (
+            answered("a\ud800", 400, "req_9", b'{"error": {"code": "invalid_value"}}'),
+            True,
+            {"status_code": 400, "request_id": "req_9", "body": {"error": {"code": "invalid_value"}}},
+            None,
+        ),
+        (unsent("a\ud800", "some_code", "Why."), True, None, {"code": "some_code", "message": "Why."}),
+    ],
+    ids=["answer", "refusal", "no answer"],
+)
+def test_an_output_line(line: LineResult, failed: bool, response: object, error: object) -> None:
+    fields = json.loads(line.data)
+    assert fields.pop("id").startswith("batch_req_")
+    assert fields == {"custom_id": "a\ud800", "response": response, "error": error}
+    assert line.failed == failed
+    assert line.data.count(b"\n") == 1
+    assert read_result(line.data) == line
+
+
+def test_answer_without_an_id_gets_one_and_one_that_is_no_json_becomes_an_error() -> None:
+    assert json.loads(answered("a", 200, None, b"{}").data)["response"]["request_id"].startswith("req_")
+    assert json.loads(answered("a", 200, None, b"<html>").data)["error"]["code"] == "invalid_response"
+
+
+@pytest.mark.parametrize("data", [b"", b"\n", b"[]\n", b"{}\n", b'{"custom_id":"a","response":null}', b"\x00\x00\n"])
+def test_what_is_no_result(data: bytes) -> None:
+    assert read_result(data) is None
