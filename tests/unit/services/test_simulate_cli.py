@@ -263,7 +263,17 @@ def trace(tmp_path: Path) -> Path:
 def test_table_advice_and_picture(trace: Path, tmp_path: Path) -> None:
     picture = tmp_path / "new" / "advice.png"
     result = advise(
-        str(trace), "--presets", "fcfs,farsight", "--max-replicas", "2", "--requests", "20", "--plot", str(picture)
+        str(trace),
+        "--presets",
+        "fcfs,farsight",
+        "--max-replicas",
+        "2",
+        "--requests",
+        "20",
+        "--seconds",
+        "600",
+        "--plot",
+        str(picture),
     )
     assert result.exit_code == 0, result.output
     assert "2 replicas: good %" in result.stdout
