@@ -22,8 +22,7 @@ from engine.build import build_worker
 from engine.checkpoint.model_config import load_model_config
 from engine.engine import Engine
 from engine.worker import Worker
-from tests.unit.engine.conftest import POISON
-from tests.unit.engine.sampling.test_hostile_rows import BLOCK_SIZES
+from tests.unit.engine.conftest import BLOCK_SIZES, POISON
 
 Asked = tuple[list[int], SamplingParams]
 """A prompt and how to go on."""

@@ -17,9 +17,8 @@ from core.request import Request, SamplingParams
 from engine.build import build_worker
 from engine.emission import Output
 from engine.worker import Worker
+from tests.unit.engine.conftest import BLOCK_SIZES
 from tests.unit.engine.small_models import SHAPES
-
-BLOCK_SIZES = {"torch": 4, "native": 16}
 
 
 @pytest.fixture(params=BLOCK_SIZES)

@@ -19,7 +19,7 @@ from core.request import Fault, ReasoningBudget, Request, SamplingParams
 from engine.engine import Engine
 from engine.sampling.token_masks import caps_on
 from policies.replica.events import RequestsArrived
-from tests.unit.engine.sampling.test_hostile_rows import BLOCK_SIZES
+from tests.unit.engine.conftest import BLOCK_SIZES
 from tokenization.grammars import sources
 
 MAX_TOKENS = 60

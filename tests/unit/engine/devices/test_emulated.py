@@ -18,7 +18,7 @@ from core.config.scheduling import SchedulerConfig
 from core.costs import StepCost
 from core.errors import ConfigError, InvalidValueError
 from core.request import Request, Residency, SamplingParams
-from engine import Engine
+from engine import Completion, Engine
 from engine.build import build_worker, check_worker
 from engine.devices.emulated import LEAST_SHARE, MAX_LATE_S, EmulatedCopier, EmulatedRunner, Pace
 from engine.sampling.logged_tokens import LoggedTokens
@@ -185,41 +185,35 @@ def test_what_is_asked_about_tokens_is_that_they_were_certain() -> None:
 PROMPTS = [[5 + number % 90] * (20 + 7 * number) for number in range(16)]
 
 
-def answers(device: str, preset: str, kv_memory: str) -> tuple[list[tuple[int, ...]], list[str], int]:
-    """Answers to prompts that share prefixes, some drawn: tokens, texts, and the number of preemptions."""
+def answers(device: str, preset: str, kv_memory: str) -> tuple[list[Completion], int]:
+    """Answers to prompts that share prefixes, some drawn, and the number of preemptions."""
     config = EngineConfig(
         device=device, kv_memory=kv_memory, host_kv_memory="100KiB", block_size=8, max_num_seqs=6, max_batch_tokens=64
     )
     engine = Engine(MODEL, engine=config, scheduler=SchedulerConfig(preset=preset))
-    sampling = [
-        SamplingParams(80, temperature=number % 2, seed=number, benchmark_len=40 + number) for number in range(16)
-    ]
+    sampling = [SamplingParams(80, temperature=n % 2, seed=n, benchmark_len=40 + n) for n in range(16)]
     completions = engine.generate(PROMPTS, sampling)
     engine.check_integrity()
     blocks = engine.worker.executor.blocks
     assert blocks.num_free == blocks.num_blocks
     assert [len(each.token_ids) for each in completions] == [40 + number for number in range(16)]
     assert {each.finish_reason for each in completions} == {"stop"}
-    return (
-        [each.token_ids for each in completions],
-        [each.text for each in completions],
-        engine.scheduler.num_preemptions,
-    )
+    return completions, engine.scheduler.num_preemptions
 
 
 @pytest.fixture(scope="module")
-def undisturbed(device: str) -> tuple[list[tuple[int, ...]], list[str], int]:
-    found = answers(device, "fcfs", "auto")
-    assert found[2] == 0
+def undisturbed(device: str) -> list[Completion]:
+    found, num_preemptions = answers(device, "fcfs", "auto")
+    assert num_preemptions == 0
     return found
 
 
 @pytest.mark.parametrize("preset", CONTINUOUS)
-def test_every_preset_gives_the_same_tokens_though_memory_is_short(
-    device: str, preset: str, undisturbed: tuple[list[tuple[int, ...]], list[str], int]
+def test_every_preset_gives_the_same_answers_though_memory_is_short(
+    device: str, preset: str, undisturbed: list[Completion]
 ) -> None:
-    tokens, texts, num_preemptions = answers(device, preset, "400KiB")
-    assert (tokens, texts) == undisturbed[:2]
+    found, num_preemptions = answers(device, preset, "400KiB")
+    assert found == undisturbed
     if preset not in ("past-future", "conservative"):  # those wait until there is room
         assert num_preemptions > 0
 
@@ -286,7 +280,7 @@ from dataclasses import replace
 from pathlib import Path
 from core.config.engine import EngineConfig
 from core.request import SamplingParams
-from engine import Engine
+from engine import Completion, Engine
 engine = Engine({str(MODEL)!r}, engine=EngineConfig(device={device!r}, host_kv_memory="1MiB"))
 assert len(engine.generate(["Hello"], SamplingParams(5))[0].token_ids) == 5
 assert not [name for name in sys.modules if name.startswith(("torch", "transformers"))]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -30,6 +29,7 @@ from engine.steps.largest_step import largest_step
 from engine.steps.model_runner import ModelRunner
 from kvcache import KVCopy
 from tests.unit.engine.driver import Driver
+from tests.unit.engine.kv.test_stream_copier import Stream
 
 SIZES = StepSizes(4, 4)
 
@@ -101,16 +101,6 @@ def test_the_largest_step(max_num_seqs: int, max_batch_tokens: int, tiny_model_d
     assert [sequence.sampling.greedy for sequence in sequences.values()] == [False] * len(sequences)
 
 
-class Immediate:
-    """Stands for a side stream."""
-
-    def after_steps(self) -> nullcontext[None]:
-        return nullcontext()
-
-    def mark(self) -> Callable[[], None]:
-        return lambda: None
-
-
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """In the place of the calls to CUDA; keeps what they were asked."""
@@ -124,7 +114,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(cuda, "device_problem", lambda: None)
     monkeypatch.setattr(cuda, "free_bytes", free_bytes)
     monkeypatch.setattr(cuda, "Graphs", lambda: lambda run: run)
-    monkeypatch.setattr(cuda, "SideStream", Immediate)
+    monkeypatch.setattr(cuda, "SideStream", Stream)
     monkeypatch.setattr(cuda, "pin", asked.pinned.append)
     monkeypatch.setattr(cuda, "synchronize", lambda: None)
     return asked

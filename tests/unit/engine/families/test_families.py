@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from engine.checkpoint.model_config import load_model_config
 from engine.engine import Engine
 from tests.unit.engine.families.shapes import FAMILIES
 from tests.unit.engine.families.written import WRITTEN, save_written, written_logits
-from tests.unit.engine.small_models import NEAR_TIE, load_reference, save_model
+from tests.unit.engine.small_models import assert_best, load_reference, save_model
 
 Reference = Callable[[list[int]], Tensor]
 """Logits of every position of a sequence."""
@@ -63,15 +63,6 @@ def compiled(name: str) -> list[str]:
     return ["native"] if ARCHITECTURES[architecture].compiled else []
 
 
-@torch.no_grad()
-def assert_likeliest(reference: Reference, prompt: Sequence[int], output: Sequence[int]) -> None:
-    """Each token is the reference's likeliest one behind what comes before it, or as likely but for rounding."""
-    logits = reference([*prompt, *output])[len(prompt) - 1 : -1].float()
-    best = logits.max(-1).values
-    ours = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
-    assert bool((best - ours < NEAR_TIE).all()), f"{(best - ours).tolist()} behind the likeliest token"
-
-
 BY_DAY_ON_TORCH = ("qwen3", "gpt2", "bloom", "gemma2", "qwen3 moe", "deepseek v3")
 """Every kind of block: grouped queries with norms of heads, learned positions, ALiBi, capped and sliding attention,
 experts and latent attention. The compiled step runs all families by day, torch the other ones by night."""
@@ -109,7 +100,9 @@ def test_tokens_are_those_of_the_reference(
     assert engine.worker.executor.prefix_hits > 0
     for prompt, output in zip(given, outputs, strict=True):
         assert len(output.token_ids) == NUM_TOKENS
-        assert_likeliest(reference, prompt, output.token_ids)
+        with torch.no_grad():
+            logits = reference([*prompt, *output.token_ids])[len(prompt) - 1 : -1]
+        assert_best(logits.float(), output.token_ids)
 
 
 def test_every_family_is_compared() -> None:

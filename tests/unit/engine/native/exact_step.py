@@ -6,6 +6,8 @@ bfloat16 values are float32 values that bfloat16 can hold.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -160,58 +162,30 @@ class ExactStep:
     def _mix(self, query: np.ndarray, key: np.ndarray, value: np.ndarray, window: int | None) -> np.ndarray:
         """Causal attention; all ``[tokens, heads, head_dim]``."""
         query, key, value = self._narrow(query), self._narrow(key), self._narrow(value)
-        num_tokens, heads, head_dim = query.shape
-        end = np.arange(1, num_tokens + 1)[:, None, None]
-        begin = np.maximum(0, end - (window or num_tokens))
-        highest, total = np.full((num_tokens, heads), -1e30, F32), np.zeros((num_tokens, heads), F32)
-        result = np.zeros_like(query)
-        for first in range(0, num_tokens, CHUNK):
-            keys, values = key[first : first + CHUNK], value[first : first + CHUNK]
-            token = first + np.arange(len(keys))
-            seen = (token >= begin) & (token < end)
-            scores = self._chain(query[:, :, None], keys.transpose(1, 0, 2)[None]) * (F32(1) / np.sqrt(F32(head_dim)))
-            scores = np.where(seen, scores, F32(-1e30))
-            top = np.maximum(highest, scores.max(-1))
-            correction = exp(highest - top)
-            weights = np.where(seen, exp(scores - top[..., None]), F32(0))
-            lanes = np.zeros((num_tokens, heads, WIDTH), F32)
-            for vector in by_vector(weights):
-                lanes = lanes + vector
-            highest, total = top, total * correction + sum_lanes(lanes)
-            weights = self._narrow(weights)[:, :, None]
-            result = self._chain(weights, values.transpose(1, 2, 0)[None], result * correction[..., None])
-        return result * (F32(1) / total)[..., None]
+
+        def products(chunk: slice) -> np.ndarray:
+            return self._chain(query[:, :, None], key[chunk].transpose(1, 0, 2)[None])
+
+        def add(weights: np.ndarray, chunk: slice, result: np.ndarray) -> np.ndarray:
+            return self._chain(self._narrow(weights)[:, :, None], value[chunk].transpose(1, 2, 0)[None], result)
+
+        return mix_in_chunks(query.shape, window, products, add)
 
     def _mix_integers(self, query: np.ndarray, key: np.ndarray, value: np.ndarray, window: int | None) -> np.ndarray:
         """The same with keys and values in 8 bits."""
-        num_tokens, heads, head_dim = query.shape
-        end = np.arange(1, num_tokens + 1)[:, None, None]
-        begin = np.maximum(0, end - (window or num_tokens))
-        (query, of_query), (key, of_key), (value, of_value) = (
-            round_heads(query, 32767),
-            round_heads(key, 127),
-            round_heads(value, 127),
-        )
-        highest, total = np.full((num_tokens, heads), -1e30, F32), np.zeros((num_tokens, heads), F32)
-        result = np.zeros((num_tokens, heads, head_dim), F32)
-        for first in range(0, num_tokens, CHUNK):
-            chunk = slice(first, first + CHUNK)
-            token = first + np.arange(len(key[chunk]))
-            seen = (token >= begin) & (token < end)
-            products = np.einsum("qhd,khd->qhk", query, key[chunk]).astype(F32)
-            scores = products * of_query[..., None] * of_key[chunk].T[None] * (F32(1) / np.sqrt(F32(head_dim)))
-            scores = np.where(seen, scores, F32(-1e30))
-            top = np.maximum(highest, scores.max(-1))
-            correction = exp(highest - top)
-            weights = np.where(seen, exp(scores - top[..., None]), F32(0))
-            lanes = np.zeros((num_tokens, heads, WIDTH), F32)
-            for vector in by_vector(weights):
-                lanes = lanes + vector
-            highest, total = top, total * correction + sum_lanes(lanes)
+        roundings = ((query, 32767), (key, 127), (value, 127))
+        (query, of_query), (key, of_key), (value, of_value) = (round_heads(x, most) for x, most in roundings)
+
+        def products(chunk: slice) -> np.ndarray:
+            integers = np.einsum("qhd,khd->qhk", query, key[chunk]).astype(F32)
+            return integers * of_query[..., None] * of_key[chunk].T[None]
+
+        def add(weights: np.ndarray, chunk: slice, result: np.ndarray) -> np.ndarray:
             rounded, of_weights = round_heads(weights * of_value[chunk].T[None], 32767)
             sums = np.einsum("qhk,khd->qhd", rounded, value[chunk])
-            result = fma(sums.astype(F32), of_weights[..., None], result * correction[..., None])
-        return result * (F32(1) / total)[..., None]
+            return fma(sums.astype(F32), of_weights[..., None], result)
+
+        return mix_in_chunks(query.shape, window, products, add)
 
     def _chain(self, a: np.ndarray, b: np.ndarray, start: np.ndarray | None = None) -> np.ndarray:
         """``start`` + the sum of ``a * b`` over the last dimension, one ``fma`` after the other.
@@ -229,6 +203,34 @@ class ExactStep:
 
     def _narrow(self, x: np.ndarray) -> np.ndarray:
         return torch.from_numpy(x).to(self._dtype).float().numpy()
+
+
+def mix_in_chunks(
+    shape: tuple[int, ...],
+    window: int | None,
+    products: Callable[[slice], np.ndarray],
+    add: Callable[[np.ndarray, slice, np.ndarray], np.ndarray],
+) -> np.ndarray:
+    """The softmax over ``[tokens, heads, head_dim]``, corrected after each chunk of tokens."""
+    num_tokens, heads, head_dim = shape
+    end = np.arange(1, num_tokens + 1)[:, None, None]
+    begin = np.maximum(0, end - (window or num_tokens))
+    highest, total = np.full((num_tokens, heads), -1e30, F32), np.zeros((num_tokens, heads), F32)
+    result = np.zeros(shape, F32)
+    for first in range(0, num_tokens, CHUNK):
+        chunk = slice(first, first + CHUNK)
+        token = np.arange(first, min(first + CHUNK, num_tokens))
+        seen = (token >= begin) & (token < end)
+        scores = np.where(seen, products(chunk) * (F32(1) / np.sqrt(F32(head_dim))), F32(-1e30))
+        top = np.maximum(highest, scores.max(-1))
+        correction = exp(highest - top)
+        weights = np.where(seen, exp(scores - top[..., None]), F32(0))
+        lanes = np.zeros((num_tokens, heads, WIDTH), F32)
+        for vector in by_vector(weights):
+            lanes = lanes + vector
+        highest, total = top, total * correction + sum_lanes(lanes)
+        result = add(weights, chunk, result * correction[..., None])
+    return result * (F32(1) / total)[..., None]
 
 
 def round_heads(x: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:

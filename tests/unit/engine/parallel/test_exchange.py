@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
 from core.config.engine import EngineConfig
-from core.errors import RankLost
+from core.errors import RankLost, WorkerBroken
 from engine.checkpoint.model_config import load_model_config
 from engine.parallel.driver import StepReports
 from engine.parallel.exchange import Exchange
+from engine.parallel.follower import _Orders
 from engine.parallel.group import Arrival
+from engine.parallel.links import Link
 from engine.parallel.mesh import Mesh, Part
+from engine.parallel.stage import Stage, StepOutcome
 from engine.parallel.wire import Copied, Finished, pack_report, unpack_report
 
 MAX_ROWS, MAX_SEQS = 8, 2
@@ -106,3 +110,32 @@ def test_a_step_is_over_when_all_have_reported() -> None:
     with pytest.raises(RankLost):
         reports.take()
     assert unpack_report(pack_report(Copied(7, failed=True))) == Copied(7, failed=True)
+
+
+class Unable:
+    """A stage whose every step comes to nothing, in step with the other ranks."""
+
+    def finish(self) -> StepOutcome:
+        return StepOutcome(None, Finished("RuntimeError: CUDA error: unspecified launch failure"))
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_it_tells_rank_0_unless_its_device_is_lost(lost: bool) -> None:
+    ours, theirs = _tcp_pair()
+    orders = _Orders(Link(ours), cast(Stage, Unable()), None, lambda: None, lambda: lost, lambda: None)
+    if lost:
+        with pytest.raises(WorkerBroken, match="device of this rank is lost"):
+            orders._finish_step()
+    else:
+        orders._finish_step()
+        report = unpack_report(Link(theirs).receive())
+        assert isinstance(report, Finished) and "unspecified launch failure" in report.failure
+    ours.close()
+    theirs.close()
+
+
+def _tcp_pair() -> tuple[socket.socket, socket.socket]:
+    """A link is a TCP connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        return ours, listener.accept()[0]

@@ -68,6 +68,20 @@ def test_a_compiler_that_fails(fresh_library: Path, monkeypatch: pytest.MonkeyPa
     assert list(fresh_library.iterdir()) == []
 
 
+def test_a_process_that_builds_the_step_says_so(fresh_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+
+    def build(compiler: str, path: Path) -> None:
+        told.append(library.is_compiling())
+        raise NativeUnavailable("no room")
+
+    monkeypatch.setattr(library, "_build", build)
+    monkeypatch.setattr("shutil.which", lambda name: "/bin/true")
+    with pytest.raises(NativeUnavailable, match="no room"):
+        library.load_library()
+    assert told == [True] and not library.is_compiling()
+
+
 def test_it_is_built_once(fresh_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quickly = ["-O0" if flag == "-O3" else flag for flag in library.COMPILE_FLAGS]
     monkeypatch.setattr(library, "COMPILE_FLAGS", quickly)

@@ -88,7 +88,9 @@ def test_a_broken_step_fails_its_requests_and_the_loop_goes_on(worker: Worker, m
     run = Run(worker, monkeypatch, during=burn)
     offer(worker, a="x")
     run.loop.run()
-    assert [output.delta.finish_reason for output in run.steps[0].failures] == ["error"]
+    (failure,) = run.steps[0].failures
+    assert failure.delta.finish_reason == "error" and "device on fire" in (failure.delta.error or "")
+    assert worker.executor.blocks.num_free == worker.executor.blocks.num_blocks
     offer_again = Request("b", 0, "x", (5, 6), SamplingParams(2, ignore_eos=True))
     worker.offer_plan(Plan("w", 0, 2, 0, 0, (Slot("b", 0, 99, 99, False, 0, offer_again),)))
     run.loop.run()
