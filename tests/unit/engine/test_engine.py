@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import random
@@ -13,18 +14,22 @@ from pathlib import Path
 import pytest
 import torch
 
+import services
 from core.config.engine import EngineConfig
 from core.config.load import make_config
 from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError, InvalidValueError
+from core.messages.kv import KVTraffic
 from core.request import SamplingParams, SequenceStatus
 from engine import Completion, Engine
 from engine.checkpoint.model_config import load_model_config
 from engine.parallel.links import Ranks
 from engine.sequence import Sequence
 from kvcache import StepBatch
+from policies.compose import swaps_kv
 from policies.interfaces import KvMoves, KvPolicy, KvView
 from policies.kv.newest_first import NewestGiveWay
+from policies.presets import PRESETS
 from tests.published import smollm2
 from tests.unit.engine.driver import outputs_of
 
@@ -301,3 +306,56 @@ def test_smollm2_answers_as_recorded() -> None:
     (completion,) = engine.generate([chat], [SamplingParams(7)])
     assert completion.token_ids == (504, 3575, 282, 4649, 314, 7042, 30)
     assert completion.text == "The capital of France is Paris."
+
+
+MODEL = Path(services.__file__).parent / "embedded_model"
+COUNTING = [f"Count to {number}: " * (1 + number * 7 % 5 + 30 * (number % 5 == 0)) for number in range(20)]
+"""25 to 400 tokens."""
+
+MUCH, LITTLE = "64MiB", "1500KiB"
+"""The latter holds 23 blocks of 32 tokens: the long prompts one at a time."""
+
+RECOMPUTING = {"fcfs", "aggressive", "fastserve-recompute", "farsight"}
+"""`farsight` stops streams only where memory runs out, and its victim here holds too few tokens to be worth a copy."""
+
+CONTINUOUS = [name for name, preset in PRESETS.items() if preset.mode == "continuous"]
+
+
+def served_by(preset: str, kv_memory: str) -> tuple[list[tuple[int, ...]], KVTraffic]:
+    """Greedy, in fp32, one request every six steps; a clock that no machine's speed moves."""
+    config = EngineConfig(kv_memory=kv_memory, max_num_seqs=8)
+    # Without ageing, so that under `farsight-mean` long prompts lose their places to short ones and KV moves.
+    scheduler = SchedulerConfig(preset=preset, watermark=1.0, gamma=0.0)
+    ticks = itertools.count()
+    engine = Engine(MODEL, dtype="float32", engine=config, scheduler=scheduler, clock=lambda: 0.005 * next(ticks))
+    outputs: dict[str, list[int]] = {}
+    prompts = iter(COUNTING)
+    for step in itertools.count():
+        if step % 6 == 0 and (prompt := next(prompts, None)) is not None:
+            outputs[engine.submit(prompt, SamplingParams(48, ignore_eos=True))] = []
+        for delta in engine.step():
+            assert delta.start == len(outputs[delta.request_id])
+            outputs[delta.request_id] += delta.token_ids
+        engine.check_integrity()
+        if engine.idle and len(outputs) == len(COUNTING):
+            break
+    executor = engine.worker.executor
+    assert executor.blocks.num_free == executor.blocks.num_blocks
+    assert (executor.host is not None) == swaps_kv(scheduler), "by default there is a host pool where one is needed"
+    return [tuple(tokens) for tokens in outputs.values()], executor.report().traffic
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[tuple[int, ...]]:
+    tokens, traffic = served_by("fcfs", MUCH)
+    assert traffic == KVTraffic()
+    return tokens
+
+
+@pytest.mark.parametrize("preset", CONTINUOUS)
+def test_every_preset_gives_the_same_tokens(preset: str, expected: list[tuple[int, ...]]) -> None:
+    tokens, traffic = served_by(preset, LITTLE)
+    assert tokens == expected
+    swaps = swaps_kv(SchedulerConfig(preset=preset)) and preset not in RECOMPUTING
+    assert (traffic.offloads > 0) == (traffic.uploads > 0) == swaps
+    assert traffic.recomputed_tokens > 0 or preset not in RECOMPUTING

@@ -72,23 +72,6 @@ def test_outputs_are_valid_or_cut(engine: Engine) -> None:
     assert len({answer.text for answer in complete}) > 1
 
 
-@pytest.mark.parametrize(
-    ("grammar", "pattern"),
-    [
-        (sources.of_choices(["yes", "no", "may be"]), "yes|no|may be"),
-        (sources.of_regex("[a-c]{3}-[0-9]+;"), "[a-c]{3}-[0-9]+;"),
-        (sources.of_grammar('root ::= "x" ("y" | "z")* "."'), r"x[yz]*\."),
-    ],
-)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_other_grammars(engine: Engine, grammar: str, pattern: str, temperature: float) -> None:
-    [answer] = engine.generate(["hello"], sampled(5, grammar, temperature))
-    if answer.finish_reason == "stop":
-        assert re.fullmatch(pattern, answer.text)
-    else:
-        assert answer.finish_reason == "length"
-
-
 def test_a_resumed_output_goes_on_as_it_would_have(engine: Engine) -> None:
     prompt = (5, 9, 20)
     whole = run(engine, Request("whole", 0, "", prompt, sampled(3)))

@@ -80,7 +80,8 @@ def test_a_file_is_the_model_of_its_directory(shape, model_dir: Callable[[str], 
     directory = save_model(tmp_path / "directory", **own[shape]) if shape in own else model_dir(shape)
     path = write_gguf(tmp_path / "model.gguf", directory)
     theirs, ours = load_model_config(directory), load_model_config(path)
-    assert dataclasses.replace(ours, norm_eps=theirs.norm_eps, rotary=theirs.rotary) == theirs
+    names = ours.names if theirs.experts is None else theirs.names  # all experts of a layer are one tensor in a file
+    assert dataclasses.replace(ours, norm_eps=theirs.norm_eps, rotary=theirs.rotary, names=names) == theirs
     assert ours.norm_eps == pytest.approx(theirs.norm_eps)
     assert ours.rotary is not None and theirs.rotary is not None
     assert torch.allclose(frequencies(ours.rotary, 64), frequencies(theirs.rotary, 64))
@@ -151,7 +152,7 @@ def test_longrope_of_phi_3(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16"])
-def test_exact_types_give_the_same_greedy_answers(kind, tmp_path):
+def test_exact_types_give_the_same_tokens(kind, tmp_path):
     dtype = {"F16": torch.float16, "BF16": torch.bfloat16}[kind]
     directory = save_model(tmp_path / "directory", dtype=dtype, **SHAPES["gqa"])
     path = write_gguf(tmp_path / "model.gguf", directory, kind)
