@@ -11,7 +11,13 @@ LLAMA3 = {
 }
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0 + i / 3 for i in range(8)]}
 SLIDING, FULL = "sliding_attention", "full_attention"
-SCALED = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.17, "logits_scaling": 2.5}
+SLIDING_TWICE: dict[str, Any] = {"num_hidden_layers": 3, "layer_types": [SLIDING, FULL, SLIDING]}
+SCALED = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.17,
+    "logits_scaling": 2.5,
+}
 """Multipliers of Granite."""
 
 
@@ -39,7 +45,7 @@ def _routed(count: int, active: int, shared: int, size: int, **fields: Any) -> d
     return routed | {"moe_intermediate_size": size, **fields}
 
 
-IN_GROUPS = {"n_group": 4, "topk_group": 2, "num_hidden_layers": 3, "first_k_dense_replace": 1}
+IN_GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 2, "num_hidden_layers": 3, "first_k_dense_replace": 1}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _grouped("Llama"),
@@ -77,34 +83,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
     ),
     "phi": _of("Phi"),
     "gemma": _of("Gemma", num_key_value_heads=1, head_dim=32),
-    "gemma2": _grouped(
-        **{"name": "Gemma2", "head_dim": 32, "query_pre_attn_scalar": 20, "sliding_window": 17},
-        **{"attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0},
-    ),
-    "gemma3": _grouped(
-        **{"name": "Gemma3", "head_dim": 32, "num_hidden_layers": 3, "query_pre_attn_scalar": 40, "sliding_window": 17},
-        layer_types=[SLIDING, FULL, SLIDING],
-        rope_parameters={
+    "gemma2": _grouped("Gemma2", head_dim=32, query_pre_attn_scalar=20, sliding_window=17)
+    | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0},
+    "gemma3": _grouped("Gemma3", head_dim=32, query_pre_attn_scalar=40, sliding_window=17, **SLIDING_TWICE)
+    | {
+        "rope_parameters": {
             FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},
             SLIDING: {"rope_type": "default", "rope_theta": 100.0},
-        },
-    ),
+        }
+    },
     "cohere": _grouped("Cohere", logit_scale=0.5),
     "cohere2": _grouped("Cohere2", sliding_window=18, layer_types=[SLIDING, FULL]),
     "mixtral": _grouped("Mixtral", num_local_experts=5, sliding_window=21),
     "qwen2 moe": _grouped("Qwen2Moe", **_experts(6, 3, 24, shared_expert_intermediate_size=40)),
-    "qwen2 moe, some layers": _grouped(
-        **{"name": "Qwen2Moe", "num_hidden_layers": 4, "decoder_sparse_step": 2, "norm_topk_prob": True},
-        **_experts(4, 2, 48, shared_expert_intermediate_size=16),
-        **{"use_sliding_window": True, "sliding_window": 19, "max_window_layers": 2},
-    ),
+    "qwen2 moe, some layers": _grouped("Qwen2Moe", **_experts(4, 2, 48, shared_expert_intermediate_size=16))
+    | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "norm_topk_prob": True}
+    | {"use_sliding_window": True, "sliding_window": 19, "max_window_layers": 2},
     "qwen3 moe": _grouped("Qwen3Moe", head_dim=32, **_experts(9, 4, 40), norm_topk_prob=True, mlp_only_layers=[0]),
     "olmoe": _grouped("Olmoe", num_experts=7, num_experts_per_tok=3),
-    "gpt-oss": _grouped(
-        **{"name": "GptOss", "head_dim": 32, "num_hidden_layers": 3, "num_local_experts": 6, "num_experts_per_tok": 3},
-        **{"sliding_window": 19, "layer_types": [SLIDING, FULL, SLIDING], "swiglu_limit": 0.6},
-        rope_parameters={**YARN, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
-    ),
+    "gpt-oss": _grouped("GptOss", head_dim=32, sliding_window=19, swiglu_limit=0.6, **SLIDING_TWICE)
+    | {"num_local_experts": 6, "num_experts_per_tok": 3}
+    | {"rope_parameters": {**YARN, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0}},
     "deepseek v2": _latent(
         *("DeepseekV2", 20, 12, 8, 10),
         **_routed(8, 3, 2, 24, routed_scaling_factor=1.7, topk_method="group_limited_greedy", **IN_GROUPS),
