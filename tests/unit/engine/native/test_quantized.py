@@ -14,8 +14,7 @@ from torch import Tensor
 from engine.checkpoint.quantized import JoinedLinear, QuantizedLinear, pack_nibbles
 from engine.native.model import quantized_arguments
 from tests.unit.engine.native.components import BUILDS, compiled_probe
-from tests.unit.engine.native.exact_fma import FUSED
-from tests.unit.engine.native.exact_quantized import exact_product, round_rows
+from tests.unit.engine.native.exact_step import FUSED, exact_product, round_rows
 
 
 class Probe:
