@@ -65,7 +65,7 @@ class Components:
         self._rng = random.Random(seed)
         self._sequences = {str(i): _sequence(str(i), ids) for i, ids in enumerate(tokens)}
         num_blocks = sum(-(-len(ids) // BLOCK_SIZE) for ids in tokens) + spare
-        where = {"num_blocks": num_blocks, "block_size": BLOCK_SIZE, "backend": "native"}
+        where: dict[str, Any] = {"num_blocks": num_blocks, "block_size": BLOCK_SIZE, "backend": "native"}
         self.runner = ModelRunner.from_dir(model, dtype=getattr(torch, dtype), **where, **how)
         for cache in (*self.runner.pool.keys, *self.runner.pool.values):
             cache.view(torch.uint8).fill_(255)  # NaN, also as scales of integers

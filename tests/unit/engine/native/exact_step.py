@@ -333,7 +333,7 @@ def _route(experts: Experts, scores: np.ndarray) -> tuple[list[int], list[F32]]:
     order = sorted(range(experts.count), key=lambda i: (-scores[i], i))[: experts.active]
     each = exp(scores - scores.max())
     if experts.normalized:
-        total = F32(0)
+        total = np.zeros((), F32)
         for i in order:
             total = total + each[i]
     else:

@@ -117,7 +117,7 @@ def test_every_number_of_decode_rows(saved: Saved, num_rows: int, dtype: str) ->
 
 
 @pytest.mark.parametrize(("dtype", "how"), [("float32", {}), ("bfloat16", {}), ("bfloat16", INT8_KV)])
-def test_a_prefix_that_another_request_has_computed(saved: Saved, dtype: str, how: dict[str, str]) -> None:
+def test_a_prefix_that_another_request_has_computed(saved: Saved, dtype: str, how: dict[str, Any]) -> None:
     """Its blocks are taken over; what follows is as if the sequence had computed them by itself."""
     first, second = random_tokens((150, 170))
     second[:144] = first[:144]
