@@ -1,4 +1,5 @@
-"""The whole engine without Ray: scheduler, executor, worker and model against transformers."""
+"""The whole engine without Ray: scheduler, executor, worker and model; what decides who runs decides nothing about
+what comes out."""
 
 from __future__ import annotations
 

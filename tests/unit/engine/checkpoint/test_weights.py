@@ -1,4 +1,4 @@
-"""Checkpoints: whole, in shards, and broken in ways that must be named."""
+"""Checkpoints: whole, in shards, and broken in ways that must be named; small tensors are read by one thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a GPU would be given, and what is said where there is none."""
+"""What a GPU would be given, and what is said where there is none; the memory that pools are sized by."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoders against transformers' models of the same class, and MiniLM against sentence-transformers."""
+"""Encoders and embeddings of decoders against transformers, and MiniLM against sentence-transformers."""
 
 from __future__ import annotations
 

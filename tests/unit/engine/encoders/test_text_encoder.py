@@ -1,4 +1,7 @@
-"""The length predictor's encoder: those that are there and those that are not, and artefacts that know theirs again."""
+"""The length predictor's encoder: those that are there and those that are not, and artefacts that know theirs again.
+
+Multi-Bin's regressor: what it learns, what its artefact serves, and hostile artefacts.
+"""
 
 from __future__ import annotations
 

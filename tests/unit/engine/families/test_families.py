@@ -1,7 +1,7 @@
 """Every family computes the tokens of its reference, by torch operations and by the compiled step.
 
 One scenario a family: prompts that share a prefix, prefills in chunks beside decodes, in a pool so small that sequences
-are preempted and computed again.
+are preempted and computed again. Then what moves about, other types of numbers, and factors that a request chooses.
 """
 
 from __future__ import annotations

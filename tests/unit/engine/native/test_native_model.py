@@ -1,4 +1,7 @@
-"""The compiled step behind its C interface: failures that Python is told of, and threads that end."""
+"""The compiled step behind its C interface: failures that Python is told of, and threads that end.
+
+What torch is given to compile instead is compiled once; the compiler behind, which takes a minute, is left out.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank exchanges in a step, and that it does so whether it can compute or not."""
+"""What a rank reads of a checkpoint, what it exchanges in a step, and that it does so whether it can compute or not."""
 
 from __future__ import annotations
 

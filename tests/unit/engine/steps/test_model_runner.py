@@ -1,4 +1,7 @@
-"""The forward pass against transformers: any shape of model, any cut of the work into steps."""
+"""The forward pass against transformers: any shape of model, any cut of the work into steps, on any backend.
+
+Where the device has no memory for a step, it is computed in parts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What images put into steps, and what is refused of them."""
+"""How many tokens a picture has and what becomes of its pixels, as transformers' processors say; what images put into
+steps, and what is refused of them."""
 
 from __future__ import annotations
 
