@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.steps.model_runner import ModelRunner
+from tests.unit.engine.native.components import MODELS
 from tests.unit.engine.small_models import SHAPES, save_model
 
 POISON = 300
@@ -31,6 +32,17 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     @functools.cache
     def make(shape: str) -> Path:
         return save_model(tmp_path_factory.mktemp(f"model-{shape}"), **SHAPES[shape])
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The directory of a model named in ``MODELS`` of the compiled step's tests."""
+
+    @functools.cache
+    def make(shape: str) -> Path:
+        return save_model(tmp_path_factory.mktemp("model"), **({"num_hidden_layers": 2} | MODELS[shape]))
 
     return make
 

@@ -1,15 +1,23 @@
-"""Hand-made steps: what an engine does with a runner, with nothing clever in between."""
+"""Hand-made steps, what an engine does with a runner, with nothing clever in between; and an engine run to its end."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from core.request import Request, SamplingParams
+from core.config.engine import EngineConfig
+from core.messages.plans import Plan, Slot
+from core.request import Request, SamplingParams, SequenceStatus
+from engine.emission import Output
+from engine.engine import Engine
 from engine.sequence import Sequence
 from engine.steps.model_runner import ModelRunner
+from engine.worker import Worker
 from kvcache import StepBatch, StepItem
 
 
@@ -69,3 +77,44 @@ class Driver:
 
     def remaining(self, name: str) -> int:
         return len(self.sequences[name].token_ids) - self.computed[name]
+
+
+def outputs_of(engine: Engine, request_ids: list[str]) -> tuple[list[tuple[int, ...]], set[SequenceStatus]]:
+    """Steps until nothing is left to do: the tokens of each request, and what any sequence was between two steps."""
+    tokens: dict[str, list[int]] = {request_id: [] for request_id in request_ids}
+    seen: set[SequenceStatus] = set()
+    while not engine.idle:
+        for delta in engine.step():
+            assert delta.start == len(tokens[delta.request_id]), "a token is missing or repeated"
+            assert delta.error is None
+            tokens[delta.request_id] += delta.token_ids
+        engine.check_integrity()
+        seen.update(each.status for each in engine.worker.executor.report().progress)
+    return [tuple(tokens[request_id]) for request_id in request_ids], seen
+
+
+def offer(worker: Worker, requests: Iterable[Request]) -> None:
+    """A plan of these and no others."""
+    executor = worker.executor
+    slots = [Slot(each.request_id, each.attempt, 999, 999, False, 0, each) for each in requests]
+    report_seq = executor.report().report_seq
+    worker.offer_plan(Plan("w", executor.lease, executor.plan_seq + 1, report_seq, 0, tuple(slots)))
+
+
+def steps(worker: Worker) -> list[list[Output]]:
+    """The outputs of each step until nothing runs."""
+    outputs = []
+    while (batch := worker.begin_step()) is not None:
+        outputs.append(worker.finish_step(batch, worker.execute(batch)))
+        worker.check_integrity()
+    return outputs
+
+
+SMALL = EngineConfig(kv_memory="4MiB", block_size=16, max_num_seqs=8, max_batch_tokens=32, num_threads=1)
+PROMPTS = [[3, 7, 11, 200, 41], [150, 4], list(range(20, 60))]
+
+
+def greedy_answers(path: Path, backend: str = "auto") -> list[tuple[int, ...]]:
+    """Twelve tokens behind each of ``PROMPTS``."""
+    engine = Engine(path, dtype="float32", engine=dataclasses.replace(SMALL, backend=backend))
+    return [each.token_ids for each in engine.generate(PROMPTS, SamplingParams(12, ignore_eos=True))]

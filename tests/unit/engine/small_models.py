@@ -11,68 +11,47 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>"]
 EOS_ID = 2
 CORPUS = ["the quick brown fox jumps over the lazy dog", "naïve café €5 日本語 🙂", "stop and go, hello world"] * 4
 
+GROUPED = {"num_key_value_heads": 2}
+LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 32,
+}
+
 SHAPES: dict[str, dict[str, Any]] = {
     "mha": {"num_key_value_heads": 4},
-    "gqa": {"num_key_value_heads": 2},
+    "gqa": GROUPED,
     "mqa": {"num_key_value_heads": 1},
-    "tied": {"num_key_value_heads": 2, "tie_word_embeddings": True},
-    "wide_heads": {
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
-    },
-    "biases": {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
-    "llama3": {
-        "num_key_value_heads": 2,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 500.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 32,
-        },
-    },
-    "linear": {"num_key_value_heads": 2, "rope_parameters": {"rope_type": "linear", "factor": 2.5}},
-    "mistral": {"architecture": "MistralForCausalLM", "num_key_value_heads": 2, "sliding_window": 7},
-    "qwen2": {"architecture": "Qwen2ForCausalLM", "num_key_value_heads": 2},
+    "tied": GROUPED | {"tie_word_embeddings": True},
+    "wide_heads": GROUPED | {"head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    "biases": GROUPED | {"attention_bias": True, "mlp_bias": True},
+    "llama3": GROUPED | {"rope_parameters": LLAMA3},
+    "linear": GROUPED | {"rope_parameters": {"rope_type": "linear", "factor": 2.5}},
+    "mistral": {"architecture": "MistralForCausalLM", **GROUPED, "sliding_window": 7},
+    "qwen2": {"architecture": "Qwen2ForCausalLM", **GROUPED},
     "qwen2_window": {
-        "architecture": "Qwen2ForCausalLM",
-        "num_key_value_heads": 2,
-        "use_sliding_window": True,
-        "sliding_window": 5,
-        "max_window_layers": 1,
+        **{"architecture": "Qwen2ForCausalLM", **GROUPED},
+        **{"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     },
     "qwen3": {
-        "architecture": "Qwen3ForCausalLM",
-        "num_key_value_heads": 2,
-        "head_dim": 48,
-        "attention_bias": True,
-        "tie_word_embeddings": True,
-        "num_hidden_layers": 3,
-        "use_sliding_window": True,
-        "sliding_window": 9,
+        **{"architecture": "Qwen3ForCausalLM", **GROUPED, "head_dim": 48, "num_hidden_layers": 3},
+        **{"attention_bias": True, "tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 9},
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
     "phi3": {
-        "architecture": "Phi3ForCausalLM",
-        "num_key_value_heads": 2,
-        "sliding_window": 11,
+        **{"architecture": "Phi3ForCausalLM", **GROUPED, "sliding_window": 11},
         "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75},
     },
     "opt": {"architecture": "OPTForCausalLM"},
     "opt_gelu": {
-        "architecture": "OPTForCausalLM",
-        "activation_function": "gelu",
-        "enable_bias": False,
-        "tie_word_embeddings": False,
-        "_remove_final_layer_norm": True,
+        **{"architecture": "OPTForCausalLM", "activation_function": "gelu", "enable_bias": False},
+        **{"tie_word_embeddings": False, "_remove_final_layer_norm": True},
     },
 }
 
@@ -145,23 +124,18 @@ NEAR_TIE = 1e-4
 """Where the reference's two best logits are closer than this, either token is right."""
 
 
-def assert_greedy(reference: PreTrainedModel, prompt: Sequence[int], output: Sequence[int]) -> None:
-    """The output is what ``generate`` of the reference gives, token by token (EOS does not end it)."""
-    generate: Any = reference.generate  # transformers has no types for what a model mixes in
-    generated = generate(
-        torch.tensor([list(prompt)]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        do_sample=False,
-        min_new_tokens=len(output),
-        max_new_tokens=len(output),
-        eos_token_id=None,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    expected = generated.sequences[0, len(prompt) :].tolist()
-    assert len(expected) == len(output)
-    for ours, theirs, logits in zip(output, expected, generated.logits, strict=True):
-        if ours != theirs:
-            best = logits[0].topk(2).values
-            assert best[0] - best[1] < NEAR_TIE, f"{ours} instead of {theirs}"
-            return
+def assert_best(logits: Tensor, output: Sequence[int], margin: float = NEAR_TIE) -> None:
+    """Each token is the likeliest one by the reference's logits behind what comes before it, or as likely but for
+    rounding; ``[tokens, vocab]``."""
+    ours = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
+    behind = logits.max(-1).values - ours
+    assert bool((behind < margin).all()), f"{behind.tolist()} behind the likeliest token"
+
+
+@torch.no_grad()
+def assert_greedy(
+    reference: PreTrainedModel, prompt: Sequence[int], output: Sequence[int], margin: float = NEAR_TIE
+) -> None:
+    """The output is what a model of transformers says greedily (EOS does not end it)."""
+    model: Any = reference  # transformers has no types for what a model mixes in
+    assert_best(model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1].float(), output, margin)

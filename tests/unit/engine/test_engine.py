@@ -1,8 +1,10 @@
-"""The whole engine without Ray: scheduler, executor, worker and model against transformers."""
+"""The whole engine without Ray: scheduler, executor, worker and model; what decides who runs decides nothing about
+what comes out."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import random
@@ -11,30 +13,33 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+import services
 from core.config.engine import EngineConfig
+from core.config.load import make_config
 from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError, InvalidValueError
+from core.messages.kv import KVTraffic
 from core.request import SamplingParams, SequenceStatus
 from engine import Completion, Engine
+from engine.checkpoint.model_config import load_model_config
 from engine.parallel.links import Ranks
 from engine.sequence import Sequence
 from kvcache import StepBatch
+from policies.compose import swaps_kv
 from policies.interfaces import KvMoves, KvPolicy, KvView
 from policies.kv.newest_first import NewestGiveWay
-from tests.unit.engine.small_models import SHAPES, assert_greedy, load_reference
+from policies.presets import PRESETS
+from tests.published import smollm2
+from tests.unit.engine.driver import outputs_of
 
 ROOMY = EngineConfig(kv_memory="4MiB", block_size=4, max_num_seqs=8, max_batch_tokens=32, num_threads=1)
 TIGHT_BLOCKS = 26  # of 4 tokens: about two and a half of the sequences below
 
 
 def tight(model_dir: Path, num_blocks: int = TIGHT_BLOCKS) -> EngineConfig:
-    from engine.checkpoint.model_config import load_model_config
-
-    config = load_model_config(model_dir)
-    import torch
-
-    num_bytes = config.kv_bytes_per_token(torch.float32) * 4 * num_blocks
+    num_bytes = load_model_config(model_dir).kv_bytes_per_token(torch.float32) * 4 * num_blocks
     return EngineConfig(kv_memory=str(num_bytes), block_size=4, max_num_seqs=8, max_batch_tokens=32, num_threads=1)
 
 
@@ -45,75 +50,6 @@ def greedy(num_tokens: int, **options: object) -> SamplingParams:
 def random_prompts(count: int, seed: int = 1) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(3, 300) for _ in range(rng.randint(1, 24))] for _ in range(count)]
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_mixed_batch_gives_the_tokens_of_transformers(shape: str, model_dir: Callable[[str], Path]) -> None:
-    directory = model_dir(shape)
-    reference = load_reference(directory)
-    rng = random.Random(2)
-    prompts = random_prompts(10)
-    sampling = [greedy(rng.randint(1, 24)) for _ in prompts]
-    for prompt, completion in zip(prompts, Engine(directory, engine=ROOMY).generate(prompts, sampling), strict=True):
-        assert_greedy(reference, prompt, completion.token_ids)
-        assert completion.finish_reason == "length"
-
-
-def test_preempted_sequences_give_the_tokens_of_transformers(tiny_model_dir: Path) -> None:
-    reference = load_reference(tiny_model_dir)
-    engine = Engine(tiny_model_dir, engine=tight(tiny_model_dir), scheduler=SchedulerConfig(watermark=1.0))
-    prompts = random_prompts(8)
-    ids = [engine.submit(prompt, greedy(30)) for prompt in prompts]
-    outputs: dict[str, list[int]] = {request_id: [] for request_id in ids}
-    num_preemptions = 0
-    while not engine.idle:
-        for delta in engine.step():
-            assert delta.start == len(outputs[delta.request_id]), "a token is missing or repeated"
-            outputs[delta.request_id] += delta.token_ids
-        engine.check_integrity()
-        progress = engine.worker.executor.report().progress
-        num_preemptions = max(num_preemptions, sum(held.num_preemptions for held in progress))
-    assert num_preemptions > 0, "the pool was not tight enough to test anything"
-    for prompt, request_id in zip(prompts, ids, strict=True):
-        assert_greedy(reference, prompt, outputs[request_id])
-
-
-def test_sampling_does_not_depend_on_the_company_or_on_preemption(tiny_model_dir: Path) -> None:
-    prompts = random_prompts(8)
-    sampling = [greedy(30, temperature=0.9, top_p=0.9, top_k=40, seed=seed) for seed in range(8)]
-    alone = Engine(tiny_model_dir, engine=ROOMY)
-    expected = [alone.generate([prompt], params)[0] for prompt, params in zip(prompts, sampling, strict=True)]
-    crowded = Engine(tiny_model_dir, engine=tight(tiny_model_dir), scheduler=SchedulerConfig(watermark=1.0))
-    assert crowded.generate(prompts, sampling) == expected
-    assert len({completion.token_ids for completion in expected}) == 8
-
-
-def test_random_lives_leave_the_pool_whole(tiny_model_dir: Path) -> None:
-    """300 requests of which half are aborted at random moments, some before they ever ran."""
-    engine = Engine(tiny_model_dir, engine=tight(tiny_model_dir))
-    rng = random.Random(5)
-    waiting = random_prompts(300, seed=6)
-    alive: set[str] = set()
-    ended: set[str] = set()
-    while waiting or not engine.idle:
-        for _ in range(rng.randint(0, 4)):
-            if waiting:
-                alive.add(engine.submit(waiting.pop(), greedy(rng.randint(1, 20))))
-        if alive and rng.random() < 0.45:
-            victim = rng.choice(sorted(alive))
-            alive.discard(victim)
-            engine.abort(victim)
-        for delta in engine.step():
-            assert delta.request_id in alive, "a token of an aborted or ended request"
-            if delta.finish_reason:
-                alive.discard(delta.request_id)
-                ended.add(delta.request_id)
-        engine.check_integrity()
-    assert not alive
-    assert 100 < len(ended) < 200
-    blocks = engine.worker.executor.blocks
-    engine.step()  # the last abort reaches the worker at a step boundary
-    assert blocks.num_free == blocks.num_blocks
 
 
 def first_completion(engine: Engine, prompt: list[int], **options: object) -> Completion:
@@ -136,9 +72,6 @@ def test_stop_conditions(tiny_model_dir: Path) -> None:
 
 def test_eos_ends_a_sequence_and_is_no_text(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
     """The model's own EOS is made to be a token that it is known to say."""
-    import json
-    import shutil
-
     prompt = random_prompts(1)[0]
     whole = first_completion(Engine(model_dir("gqa"), engine=ROOMY), prompt, ignore_eos=True)
     directory = tmp_path / "model"
@@ -276,18 +209,9 @@ def test_offloaded_sequences_give_the_same_tokens(tiny_model_dir: Path, host_blo
     sampling = [greedy(30, temperature=0.8, seed=i) for i in range(30)]
     expected = Engine(tiny_model_dir, engine=ROOMY).generate(prompts, sampling)
     engine, _ = with_random_moves(tiny_model_dir, with_host(config, host_blocks), random.Random(11))
-    was_offloaded = False
-    ids = [engine.submit(prompt, params) for prompt, params in zip(prompts, sampling, strict=True)]
-    tokens: dict[str, list[int]] = {request_id: [] for request_id in ids}
-    while not engine.idle:
-        for delta in engine.step():
-            assert delta.start == len(tokens[delta.request_id])
-            tokens[delta.request_id] += delta.token_ids
-        engine.check_integrity()
-        progress = engine.worker.executor.report().progress
-        was_offloaded |= any(each.status is SequenceStatus.OFFLOADED for each in progress)
-    assert [tuple(tokens[rid]) for rid in ids] == [completion.token_ids for completion in expected]
-    assert was_offloaded
+    found, seen = outputs_of(engine, [engine.submit(*each) for each in zip(prompts, sampling, strict=True)])
+    assert found == [completion.token_ids for completion in expected]
+    assert SequenceStatus.OFFLOADED in seen
     executor = engine.worker.executor
     assert executor.host is not None
     assert (executor.blocks.num_free, executor.host.num_free) == (TIGHT_BLOCKS, host_blocks)
@@ -311,7 +235,9 @@ def test_random_events_never_exceed_the_pools(tiny_model_dir: Path, num_events: 
         if rng.random() < 0.2:
             num_aborts += 1
             engine.abort(alive.pop(rng.randrange(len(alive))))
-        ended = {delta.request_id for delta in engine.step() if delta.finish_reason}
+        deltas = engine.step()
+        assert {delta.request_id for delta in deltas} <= set(alive), "a token of an aborted or ended request"
+        ended = {delta.request_id for delta in deltas if delta.finish_reason}
         alive = [request_id for request_id in alive if request_id not in ended]
         engine.check_integrity()
     for request_id in alive:
@@ -342,3 +268,95 @@ def test_text_prompts_are_whole_and_plain(tiny_model_dir: Path, tmp_path: Path) 
     assert len(completion.prompt_ids) > 8
     assert engine.tokenizer.token_to_id(special) not in completion.prompt_ids
     assert engine.tokenizer.decode(list(completion.prompt_ids), skip_special_tokens=False) == text
+
+
+LONG_PROMPTS = [[5 + (i * 7 + j) % 50 for j in range(40 + 20 * i)] for i in range(4)]
+
+
+def served_in_turn(folder: Path, backend: str, mlfq: str) -> tuple[list[tuple[int, ...]], int]:
+    """Outputs of four requests that share one place, and how many of their steps were cut off."""
+    quanta = {"quantum_s": 1e-6, "quantum_ratio": 16.0, "starve_limit_s": 1e6}
+    scheduler = SchedulerConfig(preset="fastserve", mlfq=mlfq, **quanta)  # type: ignore[arg-type]
+    engine = Engine(folder, engine=EngineConfig(backend=backend, max_num_seqs=1), scheduler=scheduler)
+    order = [engine.submit(prompt, SamplingParams(6, ignore_eos=True)) for prompt in LONG_PROMPTS]
+    return outputs_of(engine, order)[0], engine.worker.executor.num_cut_off
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_streams_are_the_same_with_and_without_iterations_that_are_cut_off(backend: str, tiny_model_dir: Path) -> None:
+    """The first quantum is a microsecond, so every first iteration is cut off on any machine."""
+    whole, none = served_in_turn(tiny_model_dir, backend, "no-preemption")
+    cut, num = served_in_turn(tiny_model_dir, backend, "preemption")
+    assert cut == whole and all(len(each) == 6 for each in whole)
+    assert none == 0 and num >= len(LONG_PROMPTS)
+
+
+@pytest.mark.parametrize("tables", [{"engine": {"device": "cuda"}}, {"model": {"tensor_parallel": 2}}])
+def test_where_no_iteration_can_be_cut_off_it_is_refused(tables: dict[str, dict[str, object]]) -> None:
+    make_config({**tables, "scheduler": {"preset": "fastserve", "mlfq": "no-preemption"}})
+    with pytest.raises(ConfigError, match=r"scheduler\.mlfq: got 'preemption'.*cpu and emulated"):
+        make_config({**tables, "scheduler": {"preset": "fastserve", "mlfq": "preemption"}})
+    with pytest.raises(ConfigError, match=r"scheduler\.mlfq.*skip-join, no-preemption, preemption"):
+        make_config({"scheduler": {"mlfq": "naive"}})
+
+
+def test_smollm2_answers_as_recorded() -> None:
+    """The answer is that of transformers on the same weights; after it the model goes on about the answer itself."""
+    engine = Engine(smollm2(), engine=EngineConfig(kv_memory="64MiB", num_threads=1))
+    chat = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    (completion,) = engine.generate([chat], [SamplingParams(7)])
+    assert completion.token_ids == (504, 3575, 282, 4649, 314, 7042, 30)
+    assert completion.text == "The capital of France is Paris."
+
+
+MODEL = Path(services.__file__).parent / "embedded_model"
+COUNTING = [f"Count to {number}: " * (1 + number * 7 % 5 + 30 * (number % 5 == 0)) for number in range(20)]
+"""25 to 400 tokens."""
+
+MUCH, LITTLE = "64MiB", "1500KiB"
+"""The latter holds 23 blocks of 32 tokens: the long prompts one at a time."""
+
+RECOMPUTING = {"fcfs", "aggressive", "fastserve-recompute", "farsight"}
+"""`farsight` stops streams only where memory runs out, and its victim here holds too few tokens to be worth a copy."""
+
+CONTINUOUS = [name for name, preset in PRESETS.items() if preset.mode == "continuous"]
+
+
+def served_by(preset: str, kv_memory: str) -> tuple[list[tuple[int, ...]], KVTraffic]:
+    """Greedy, in fp32, one request every six steps; a clock that no machine's speed moves."""
+    config = EngineConfig(kv_memory=kv_memory, max_num_seqs=8)
+    # Without ageing, so that under `farsight-mean` long prompts lose their places to short ones and KV moves.
+    scheduler = SchedulerConfig(preset=preset, watermark=1.0, gamma=0.0)
+    ticks = itertools.count()
+    engine = Engine(MODEL, dtype="float32", engine=config, scheduler=scheduler, clock=lambda: 0.005 * next(ticks))
+    outputs: dict[str, list[int]] = {}
+    prompts = iter(COUNTING)
+    for step in itertools.count():
+        if step % 6 == 0 and (prompt := next(prompts, None)) is not None:
+            outputs[engine.submit(prompt, SamplingParams(48, ignore_eos=True))] = []
+        for delta in engine.step():
+            assert delta.start == len(outputs[delta.request_id])
+            outputs[delta.request_id] += delta.token_ids
+        engine.check_integrity()
+        if engine.idle and len(outputs) == len(COUNTING):
+            break
+    executor = engine.worker.executor
+    assert executor.blocks.num_free == executor.blocks.num_blocks
+    assert (executor.host is not None) == swaps_kv(scheduler), "by default there is a host pool where one is needed"
+    return [tuple(tokens) for tokens in outputs.values()], executor.report().traffic
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[tuple[int, ...]]:
+    tokens, traffic = served_by("fcfs", MUCH)
+    assert traffic == KVTraffic()
+    return tokens
+
+
+@pytest.mark.parametrize("preset", CONTINUOUS)
+def test_every_preset_gives_the_same_tokens(preset: str, expected: list[tuple[int, ...]]) -> None:
+    tokens, traffic = served_by(preset, LITTLE)
+    assert tokens == expected
+    swaps = swaps_kv(SchedulerConfig(preset=preset)) and preset not in RECOMPUTING
+    assert (traffic.offloads > 0) == (traffic.uploads > 0) == swaps
+    assert traffic.recomputed_tokens > 0 or preset not in RECOMPUTING

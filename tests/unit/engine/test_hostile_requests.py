@@ -22,8 +22,8 @@ from engine.build import build_worker
 from engine.checkpoint.model_config import load_model_config
 from engine.engine import Engine
 from engine.worker import Worker
-from tests.unit.engine.conftest import POISON
-from tests.unit.engine.sampling.test_hostile_rows import BLOCK_SIZES
+from tests.unit.engine.conftest import BLOCK_SIZES, POISON
+from tests.unit.engine.driver import offer, steps
 
 Asked = tuple[list[int], SamplingParams]
 """A prompt and how to go on."""
@@ -58,20 +58,11 @@ def run(engine: Engine, asked: list[Asked]) -> list[list[TokenDelta]]:
 
 def run_batch(worker: Worker, asked: list[Asked]) -> list[list[TokenDelta]]:
     """The same of one static batch."""
-    executor = worker.executor
     requests = [Request(f"r{i}", 0, "x", tuple(prompt), sampling) for i, (prompt, sampling) in enumerate(asked)]
-    slots = tuple(Slot(each.request_id, 0, 99, 99, False, 0, each) for each in requests)
-    seq = executor.plan_seq
-    report_seq = executor.report().report_seq
-    worker.offer_plan(
-        Plan("w", executor.lease, seq + 1, report_seq, 0, ())
-    )  # the ends before are known: names are free
-    assert worker.begin_step() is None
-    worker.offer_plan(Plan("w", executor.lease, seq + 2, report_seq, 0, slots))
-    deltas = []
-    while (batch := worker.begin_step()) is not None:
-        deltas += [output.delta for output in worker.finish_step(batch, worker.execute(batch))]
-        worker.check_integrity()
+    offer(worker, ())  # the ends before are known: names are free
+    assert steps(worker) == []
+    offer(worker, requests)
+    deltas = [output.delta for outputs in steps(worker) for output in outputs]
     return by_request(worker, [each.request_id for each in requests], deltas)
 
 
@@ -113,13 +104,12 @@ def test_hostile_requests_end_alone(broken_dir: Path, mode: str, data: st.DataOb
     vocabulary = tuple(range(load_model_config(broken_dir).vocab_size))
     prompts = st.lists(st.integers(3, 299), min_size=1, max_size=9)
     sampling = st.builds(
-        lambda num, temperature, seed, logprobs: SamplingParams(
-            num, temperature=temperature, seed=seed, logprobs=logprobs, ignore_eos=True
-        ),
+        SamplingParams,
         st.integers(1, 12),
-        st.sampled_from([0.0, 1.0]),
-        st.integers(0, 9),
-        st.sampled_from([None, 2]),
+        temperature=st.sampled_from([0.0, 1.0]),
+        seed=st.integers(0, 9),
+        logprobs=st.sampled_from([None, 2]),
+        ignore_eos=st.just(True),
     )
     innocent = data.draw(st.lists(st.tuples(prompts, sampling), min_size=1, max_size=4))
     ways: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
@@ -173,8 +163,7 @@ def test_what_came_before_the_failure_is_shown_before_it(broken_dir: Path, execu
         Request("ok", 0, "x", (7, 8, 9), SamplingParams(6, ignore_eos=True)),
         Request("resumed", 3, "x", (7, 8), SamplingParams(6, ignore_eos=True), (9, POISON)),
     ]
-    slots = tuple(Slot(r.request_id, r.attempt, 99, 99, False, 0, r) for r in requests)
-    worker.offer_plan(Plan("w", 0, 1, 0, 0, slots))
+    offer(worker, requests)
     poison = poison_after(worker, "bad", 3)
     told: dict[str, list[TokenDelta]] = {"bad": [], "ok": [], "resumed": []}
     while (batch := worker.begin_step()) is not None:
@@ -190,6 +179,7 @@ def test_what_came_before_the_failure_is_shown_before_it(broken_dir: Path, execu
     assert (resumed.attempt, resumed.start, resumed.finish_reason) == (3, 2, "error"), "it ends, wherever it is resumed"
     assert len(tokens_of(told["ok"])) == 6 and told["ok"][-1].finish_reason == "length"
     assert {end.request_id for end in worker.executor.report().finished} == set(told)
+    slots = tuple(Slot(r.request_id, r.attempt, 99, 99, False, 0, r) for r in requests)
     worker.offer_plan(Plan("w", 0, 2, 0, 0, slots))
     assert worker.begin_step() is None, "a plan that has not heard of the ends starts nothing again"
 

@@ -18,6 +18,7 @@ from core.request import SamplingParams
 from engine.drafted_steps import DraftedSteps
 from engine.engine import Completion, Engine
 from policies.speculation.base import Drafter, Speculation
+from tests.unit.engine.driver import outputs_of
 from tokenization.grammars.sources import of_schema
 
 MAX_TOKENS = 24
@@ -167,14 +168,7 @@ def test_preempted_and_offloaded_requests_get_the_same_answers(
     engine.worker.speculation = DraftedSteps(Oracle(list(known_answers(plain)), 0.2))
     together = [(prompt, params) for prompt in prompts() for params in SAMPLINGS.values()]
     order = [engine.submit(prompt, params) for prompt, params in together]
-    got: dict[str, list[int]] = {request_id: [] for request_id in order}
-    while not engine.idle:
-        for delta in engine.step():
-            assert delta.start == len(got[delta.request_id])
-            assert delta.error is None
-            got[delta.request_id] += delta.token_ids
-        engine.check_integrity()
-    assert [tuple(got[request_id]) for request_id in order] == [each.token_ids for each in plain["all"]]
+    assert outputs_of(engine, order)[0] == [each.token_ids for each in plain["all"]]
     assert engine.worker.speculation.counts.accepted > 50
     assert engine.worker.executor.report().traffic.recomputed_tokens or preset != "fcfs"
 

@@ -11,15 +11,14 @@ import pytest
 
 from core.config.engine import EngineConfig
 from core.config.scheduling import SchedulerConfig
-from core.messages.plans import Plan, Slot
 from core.messages.tokens import DeltaLogprobs, TokenDelta, joined
 from core.request import Request, SamplingParams
 from engine.build import build_worker
 from engine.emission import Output
 from engine.worker import Worker
+from tests.unit.engine.conftest import BLOCK_SIZES
+from tests.unit.engine.driver import offer, steps
 from tests.unit.engine.small_models import SHAPES
-
-BLOCK_SIZES = {"torch": 4, "native": 16}
 
 
 @pytest.fixture(params=BLOCK_SIZES)
@@ -28,17 +27,9 @@ def backend(request: pytest.FixtureRequest) -> str:
     return name
 
 
-def make_worker(
-    model_dir: Path, execution: str, backend: str = "torch", kv_memory: str = "4MiB", max_batch_tokens: int = 48
-) -> Worker:
-    config = EngineConfig(
-        kv_memory=kv_memory,
-        block_size=BLOCK_SIZES[backend],
-        max_batch_tokens=max_batch_tokens,
-        max_num_seqs=16,
-        num_threads=1,
-        backend=backend,
-    )
+def make_worker(model_dir: Path, execution: str, backend: str = "torch", max_batch_tokens: int = 48) -> Worker:
+    sizes = {"kv_memory": "4MiB", "block_size": BLOCK_SIZES[backend], "max_num_seqs": 16, "num_threads": 1}
+    config = EngineConfig(**sizes, max_batch_tokens=max_batch_tokens, backend=backend)  # type: ignore[arg-type]
     preset = "magnus" if execution == "static" else "fcfs"
     scheduler = SchedulerConfig(preset=preset, execution=execution)
     return build_worker(model_dir, "float32", config, "w", scheduler=scheduler)
@@ -65,22 +56,6 @@ def random_requests(seed: int = 0) -> list[Request]:
         requests.append(Request(f"r{i}", 0, f"ingress-{i % 2}", prompt, sampling))
     requests.append(Request("resumed", 2, "ingress-0", (5, 6, 7), SamplingParams(9, ignore_eos=True), (8, 9)))
     return requests
-
-
-def offer(worker: Worker, requests: Sequence[Request]) -> None:
-    executor = worker.executor
-    slots = [Slot(each.request_id, each.attempt, 999, 999, False, 0, each) for each in requests]
-    report_seq = executor.report().report_seq
-    worker.offer_plan(Plan("w", executor.lease, executor.plan_seq + 1, report_seq, 0, tuple(slots)))
-
-
-def steps(worker: Worker) -> list[list[Output]]:
-    """The outputs of each step until nothing runs."""
-    outputs = []
-    while (batch := worker.begin_step()) is not None:
-        outputs.append(worker.finish_step(batch, worker.execute(batch)))
-        worker.check_integrity()
-    return outputs
 
 
 def told(outputs: Sequence[Output]) -> dict[str, TokenDelta]:
@@ -140,28 +115,6 @@ def test_it_says_what_continuous_execution_says(shape: str, model_dir: Callable[
     assert addresses == {request.request_id: request.ingress_id for request in requests}
     blocks = worker.executor.blocks
     assert blocks.num_free == blocks.num_blocks
-
-
-def test_a_batch_that_does_not_fit_says_the_same_in_halves(tiny_model_dir: Path) -> None:
-    requests = random_requests()
-    expected = continuous(tiny_model_dir, requests)
-    worker = make_worker(tiny_model_dir, "static", kv_memory="32KiB")
-    queue = [requests]
-    outputs: list[Output] = []
-    num_splits = 0
-    while queue:
-        batch = queue.pop(0)
-        offer(worker, batch)
-        outputs += [output for each in steps(worker) for output in each]
-        if worker.executor.short_blocks:
-            num_splits += 1
-            half = -(-len(batch) // 2)
-            queue[:0] = [batch[:half], batch[half:]]
-            offer(worker, ())
-            assert steps(worker) == []
-    assert num_splits > 1, "the pool was not tight enough to test anything"
-    assert len(outputs) == len(requests)
-    assert told(outputs) == expected
 
 
 def test_an_abort_changes_nothing_for_the_others(tiny_model_dir: Path) -> None:

@@ -19,7 +19,7 @@ from core.request import Fault, ReasoningBudget, Request, SamplingParams
 from engine.engine import Engine
 from engine.sampling.token_masks import caps_on
 from policies.replica.events import RequestsArrived
-from tests.unit.engine.sampling.test_hostile_rows import BLOCK_SIZES
+from tests.unit.engine.conftest import BLOCK_SIZES
 from tokenization.grammars import sources
 
 MAX_TOKENS = 60
@@ -70,23 +70,6 @@ def test_outputs_are_valid_or_cut(engine: Engine) -> None:
     for answer in complete:
         jsonschema.validate(json.loads(answer.text), PERSON)
     assert len({answer.text for answer in complete}) > 1
-
-
-@pytest.mark.parametrize(
-    ("grammar", "pattern"),
-    [
-        (sources.of_choices(["yes", "no", "may be"]), "yes|no|may be"),
-        (sources.of_regex("[a-c]{3}-[0-9]+;"), "[a-c]{3}-[0-9]+;"),
-        (sources.of_grammar('root ::= "x" ("y" | "z")* "."'), r"x[yz]*\."),
-    ],
-)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_other_grammars(engine: Engine, grammar: str, pattern: str, temperature: float) -> None:
-    [answer] = engine.generate(["hello"], sampled(5, grammar, temperature))
-    if answer.finish_reason == "stop":
-        assert re.fullmatch(pattern, answer.text)
-    else:
-        assert answer.finish_reason == "length"
 
 
 def test_a_resumed_output_goes_on_as_it_would_have(engine: Engine) -> None:

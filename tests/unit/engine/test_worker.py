@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from actors.worker.token_channels import TokenOutbox
 from core.config.engine import EngineConfig
 from core.errors import IntegrityError
 from core.messages.plans import Plan, Slot
@@ -89,46 +88,6 @@ def test_one_record_has_lengths_tokens_and_text_and_a_check_holds_them_together(
         worker.check_integrity()
 
 
-def test_a_step_that_raises_ends_its_requests_with_an_error_and_frees_them(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker.offer_plan(plan(1, "a", "b"))
-    batch = worker.begin_step()
-    assert batch is not None
-    outputs = worker.fail_step(batch, RuntimeError("device on fire"))
-    assert [output.delta.finish_reason for output in outputs] == ["error", "error"]
-    assert "device on fire" in (outputs[0].delta.error or "")
-    worker.check_integrity()
-    assert worker.executor.blocks.num_free == worker.executor.blocks.num_blocks
-    worker.offer_plan(plan(2, "c"))
-    again = worker.begin_step()
-    assert again is not None
-    assert len(worker.finish_step(again, worker.execute(again))) == 1
-
-
-def delta(start: int) -> TokenDelta:
-    return TokenDelta("a", 0, start, (1,), "x", None, None)
-
-
-def test_the_outbox_repeats_until_acknowledged_and_never_renumbers() -> None:
-    box = TokenOutbox("w")
-    assert box.take().batches == ()
-    box.put(delta(0))
-    box.put(delta(1))
-    first = box.take().batches
-    assert [(batch.seq, len(batch.deltas)) for batch in first] == [(1, 2)]
-    box.put(delta(2))
-    second = box.take().batches
-    assert second[0] == first[0], "not acknowledged: it comes again, the same"
-    assert [batch.seq for batch in second] == [1, 2]
-    box.acknowledge(1)
-    assert [batch.seq for batch in box.take().batches] == [2]
-    assert box.has_sent
-    box.acknowledge(2)
-    assert not box.has_sent
-    assert box.take().batches == ()
-
-
 def test_a_take_over_returns_the_requests_in_the_order_of_their_progress(worker: Worker) -> None:
     requests = [request(name) for name in "cab"]
     worker.offer_plan(plan(1, *requests))
@@ -143,33 +102,6 @@ def test_a_take_over_returns_the_requests_in_the_order_of_their_progress(worker:
     assert (state.ready, state.lease, state.report.lease) == (worker.ready, 1, 1)
 
 
-def test_a_take_over_returns_the_current_attempt(worker: Worker) -> None:
-    worker.offer_plan(plan(1, request("a", attempt=0)))
-    step(worker)
-    worker.offer_plan(plan(2, request("a", attempt=1)))
-    step(worker)
-    assert [held.attempt for held in worker.take_over().held] == [1]
-
-
-def test_the_first_take_over_returns_a_worker_that_holds_nothing(worker: Worker) -> None:
-    state = worker.take_over()
-    assert (state.held, state.report.progress, state.report.finished) == ((), (), ())
-
-
-def test_an_end_not_acknowledged_is_told_to_who_takes_over(worker: Worker) -> None:
-    worker.offer_plan(plan(1, request("a", out=1)))
-    step(worker)
-    state = worker.take_over()
-    assert (state.held, [end.request_id for end in state.report.finished]) == ((), ["a"])
-
-
-def test_a_pending_plan_of_the_lease_before_is_dropped(worker: Worker) -> None:
-    worker.offer_plan(plan(1, "a"))
-    worker.take_over()
-    assert worker.begin_step() is None
-    assert worker.executor.num_held == 0
-
-
 def test_a_pending_plan_of_the_lease_before_does_not_stand_in_the_way_of_the_first_new_one(worker: Worker) -> None:
     worker.offer_plan(plan(9, "a"))
     lease = worker.take_over().lease
@@ -182,13 +114,6 @@ def test_a_plan_of_the_lease_before_does_not_push_out_one_of_the_lease_in_force(
     worker.offer_plan(plan(1, "a", lease=lease))
     worker.offer_plan(plan(99, "b", lease=lease - 1))
     assert names(step(worker)) == ["a"]
-
-
-def test_a_worker_goes_on_while_nobody_has_a_plan_for_it(worker: Worker) -> None:
-    worker.offer_plan(plan(1, "a"))
-    first = step(worker)
-    worker.take_over()
-    assert [delta.start for delta in first + step(worker) + step(worker)] == [0, 1, 2]
 
 
 def test_the_ingress_replicas_of_what_is_held_are_known(worker: Worker) -> None:
@@ -209,17 +134,6 @@ def test_who_does_not_take_tokens_rests_by_request_or_by_ingress(worker: Worker)
     assert [each.request_id for each in progress if each.stalled] == ["i1", "i2", "j2"]
     worker.stall({"i": [], "k": ["k1"]})
     assert names(step(worker)) == ["i1", "i2", "j1", "j2"]
-
-
-def test_a_rested_sequence_goes_on_without_a_gap(worker: Worker) -> None:
-    worker.offer_plan(plan(1, "a"))
-    deltas = step(worker)
-    worker.stall({"for-a": None})
-    assert step(worker) == []
-    worker.stall({})
-    while more := step(worker):
-        deltas += more
-    assert [delta.start for delta in deltas] == [0, 1, 2, 3, 4]
 
 
 def run(worker: Worker, lease: int, *requests: Request) -> dict[str, list[TokenDelta]]:

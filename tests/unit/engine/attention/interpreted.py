@@ -1,4 +1,4 @@
-"""xformers' kernels on CPU tensors, in Triton's interpreter, against the torch backend. Run by ``test_xformers.py``.
+"""xformers' kernels on CPU tensors, in Triton's interpreter, against the torch backend. ``test_fused.py`` runs them.
 
 The interpreter must be asked for before Triton is imported, and then serves the whole process, so these tests have a
 process of their own. What runs here is the real split-K kernel for decode and for pages. Causal attention of a prompt
@@ -207,46 +207,33 @@ def _table(tables: list[list[int]]) -> Tensor:
     return torch.tensor([table + table[:1] * (width - len(table)) for table in tables])
 
 
-HEADS = pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (3, 1)], ids=["mha", "gqa", "mqa"])
-
-
-@HEADS
-def test_decode_of_ragged_lengths(heads: int, kv_heads: int) -> None:
-    Step([200, 130, 65, 64, 1], [], heads, kv_heads).check()
-
-
-@pytest.mark.parametrize("dim", [16, 64])
-def test_head_dims(dim: int) -> None:
-    Step([70, 3], [(5, 69)], 4, 2, dim).check()
-
-
-def test_a_page_of_several_kernel_blocks() -> None:
-    Step([200, 130, 1], [(9, 140)], 4, 2, page=128).check()
-
-
-@HEADS
-def test_whole_prompts(heads: int, kv_heads: int) -> None:
-    Step([], [(1, 1), (70, 70), (13, 13)], heads, kv_heads).check()
-
-
+HEADS = {"mha": (2, 2), "gqa": (4, 2), "mqa": (3, 1)}
 CHUNKS = [(20, 148), (7, 72), (33, 33), (40, 41)]
 """Behind full pages, as after a prefix hit, behind parts of pages, and one that begins its sequence."""
 
+STEPS: dict[str, tuple[list[int], list[tuple[int, int]]]] = {
+    "decode of ragged lengths": ([200, 130, 65, 64, 1], []),
+    "whole prompts": ([], [(1, 1), (70, 70), (13, 13)]),
+    "chunks": ([], CHUNKS),
+}
 
-@HEADS
-def test_chunks_in_two_parts(heads: int, kv_heads: int) -> None:
-    Step([], CHUNKS, heads, kv_heads).check()
 
-
-@HEADS
-def test_chunks_in_one_call(heads: int, kv_heads: int) -> None:
-    """Where there is a kernel for it."""
-    Step([], CHUNKS, heads, kv_heads).check(WITH_CHUNKS)
+@pytest.mark.parametrize("operators", [OPERATORS, WITH_CHUNKS], ids=["chunks in two parts", "in one call"])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("step", STEPS)
+def test_kernels_attend_as_torch_does(step: str, heads: str, operators: Operators) -> None:
+    Step(*STEPS[step], *HEADS[heads]).check(operators)
 
 
 @pytest.mark.parametrize("operators", [OPERATORS, WITH_CHUNKS], ids=["two parts", "one call"])
 def test_everything_in_one_step(operators: Operators) -> None:
     Step([150, 66, 2], [(19, 90), (5, 5)], 8, 4).check(operators)
+
+
+def test_other_sizes_of_heads_and_a_page_of_several_kernel_blocks() -> None:
+    for dim in (16, 64):
+        Step([70, 3], [(5, 69)], 4, 2, dim).check()
+    Step([200, 130, 1], [(9, 140)], 4, 2, page=128).check()
 
 
 def test_the_same_memory_with_other_values() -> None:

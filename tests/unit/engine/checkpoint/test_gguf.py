@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from core.config.engine import EngineConfig
 from core.errors import InvalidValueError
 from core.request import SamplingParams
 from engine import Engine
@@ -31,16 +30,15 @@ from engine.checkpoint.weights import Linear, load_weights
 from engine.models.rotary import frequencies, rotary_tables
 from engine.native.model import NativeBackend
 from engine.steps.model_runner import ModelRunner
+from tests.unit.engine.checkpoint.test_weights import flat
+from tests.unit.engine.driver import PROMPTS, SMALL, greedy_answers
 from tests.unit.engine.families.shapes import FAMILIES
 from tests.unit.engine.gguf_files import SCALES_AT, dequantized, random_rows, write_gguf
-from tests.unit.engine.small_models import SHAPES, load_reference, save_model
+from tests.unit.engine.small_models import SHAPES, assert_greedy, load_reference, save_model
 from tokenization.gguf.file import read_gguf
 
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 2}
 """Rows that hold whole blocks of every type."""
-
-SMALL = EngineConfig(kv_memory="4MiB", block_size=16, max_num_seqs=8, max_batch_tokens=32, num_threads=1)
-PROMPTS = [[3, 7, 11, 200, 41], [150, 4], list(range(20, 60))]
 
 
 @pytest.fixture(scope="module")
@@ -48,23 +46,8 @@ def wide_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("wide"), **WIDE)
 
 
-def flat(value) -> list[torch.Tensor]:
-    """Every tensor of a dataclass of weights."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if not dataclasses.is_dataclass(value) and not isinstance(value, tuple):
-        return []
-    parts = value if isinstance(value, tuple) else [getattr(value, f.name) for f in dataclasses.fields(value)]
-    return [tensor for part in parts for tensor in flat(part)]
-
-
 def loaded(path: Path) -> list[torch.Tensor]:
     return flat(load_weights(path, load_model_config(path), torch.float32, keep_quantized=False))
-
-
-def tokens(path: Path, backend: str = "auto") -> list[tuple[int, ...]]:
-    engine = Engine(path, dtype="float32", engine=dataclasses.replace(SMALL, backend=backend))
-    return [each.token_ids for each in engine.generate(PROMPTS, SamplingParams(12, ignore_eos=True))]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in SCALES_AT if has_record(kind)])
@@ -86,35 +69,24 @@ def test_weights_are_what_the_package_dequantizes(kind, wide_dir, tmp_path):
     assert kind != "F32" or all(torch.equal(a, b) for a, b in zip(found, loaded(wide_dir), strict=True))
 
 
+MIXTURE = FAMILIES["qwen3 moe"] | {"hidden_size": 64, "moe_intermediate_size": 64, "mlp_only_layers": []}
+
+
 @pytest.mark.parametrize(
-    "shape", ["mha", "gqa", "mqa", "tied", "wide_heads", "linear", "mistral", "qwen2", "phi3", "qwen3_plain"]
+    "shape", ["mha", "gqa", "mqa", "tied", "wide_heads", "linear", "mistral", "qwen2", "phi3", "qwen3", "mixture"]
 )
 def test_a_file_is_the_model_of_its_directory(shape, model_dir: Callable[[str], Path], tmp_path):
-    if shape == "qwen3_plain":
-        options: dict[str, Any] = {"architecture": "Qwen3ForCausalLM", "num_key_value_heads": 2, "head_dim": 48}
-        directory = save_model(tmp_path / "directory", **options)
-    else:
-        directory = model_dir(shape)
+    own = {"qwen3": FAMILIES["qwen3"], "mixture": MIXTURE}
+    directory = save_model(tmp_path / "directory", **own[shape]) if shape in own else model_dir(shape)
     path = write_gguf(tmp_path / "model.gguf", directory)
     theirs, ours = load_model_config(directory), load_model_config(path)
-    assert dataclasses.replace(ours, norm_eps=theirs.norm_eps, rotary=theirs.rotary) == theirs
+    names = ours.names if theirs.experts is None else theirs.names  # all experts of a layer are one tensor in a file
+    assert dataclasses.replace(ours, norm_eps=theirs.norm_eps, rotary=theirs.rotary, names=names) == theirs
     assert ours.norm_eps == pytest.approx(theirs.norm_eps)
     assert ours.rotary is not None and theirs.rotary is not None
     assert torch.allclose(frequencies(ours.rotary, 64), frequencies(theirs.rotary, 64))
     assert all(torch.equal(a, b) for a, b in zip(loaded(path), loaded(directory), strict=True))
-    assert tokens(path) == tokens(directory)
-
-
-MIXTURE = FAMILIES["qwen3 moe"] | {"hidden_size": 64, "moe_intermediate_size": 64, "mlp_only_layers": []}
-
-
-def test_a_file_with_experts_is_the_model_of_its_directory(tmp_path):
-    model_dir = save_model(tmp_path / "model", **MIXTURE)
-    path = write_gguf(tmp_path / "model.gguf", model_dir)
-    ours, theirs = loaded(path), loaded(model_dir)
-    assert len(ours) == len(theirs)
-    assert all(torch.equal(own, other) for own, other in zip(ours, theirs, strict=True))
-    assert tokens(path) == tokens(model_dir)
+    assert greedy_answers(path) == greedy_answers(directory)
 
 
 def test_experts_stay_quantized(tmp_path, monkeypatch: pytest.MonkeyPatch):
@@ -135,7 +107,7 @@ def test_experts_stay_quantized(tmp_path, monkeypatch: pytest.MonkeyPatch):
     assert plain.layers[1].experts is not None and floats.layers[1].experts is not None
     for matrix, exact in zip(floats.layers[1].experts.up, plain.layers[1].experts.up, strict=True):
         assert (matrix.dense(torch.float32) - exact.dense(torch.float32)).abs().max() < 0.01
-    assert [len(each) for each in tokens(path)] == [12] * len(PROMPTS)
+    assert [len(each) for each in greedy_answers(path)] == [12] * len(PROMPTS)
 
 
 def test_factors_of_frequencies_stand_for_llama_3(model_dir, tmp_path):
@@ -149,7 +121,7 @@ def test_factors_of_frequencies_stand_for_llama_3(model_dir, tmp_path):
     ours = load_model_config(path).rotary
     assert ours is not None and isinstance(ours.scaling, FactorScaling)
     assert torch.allclose(frequencies(ours, 64), frequencies(rotary, 64), rtol=1e-6)
-    assert tokens(path) == tokens(directory)
+    assert greedy_answers(path) == greedy_answers(directory)
 
 
 def test_longrope_of_phi_3(tmp_path):
@@ -185,7 +157,7 @@ def test_exact_types_give_the_same_tokens(kind, tmp_path):
     directory = save_model(tmp_path / "directory", dtype=dtype, **SHAPES["gqa"])
     path = write_gguf(tmp_path / "model.gguf", directory, kind)
     assert load_model_config(path).checkpoint_dtype == str(dtype).removeprefix("torch.")
-    assert tokens(path) == tokens(directory)
+    assert greedy_answers(path) == greedy_answers(directory)
 
 
 def test_a_mixture_of_types_is_kept_as_it_is(wide_dir, tmp_path):
@@ -219,19 +191,11 @@ def test_quantized_models_run_compiled(kind, wide_dir, tmp_path):
     engine = Engine(path, dtype="float32", engine=SMALL)
     runner = engine.worker.runner
     assert isinstance(runner, ModelRunner) and isinstance(runner.backend, NativeBackend)
-    ours, theirs = tokens(path, "torch"), tokens(directory, "torch")
+    ours, theirs = greedy_answers(path, "torch"), greedy_answers(directory, "torch")
     assert ours == theirs
     reference = load_reference(directory)
-    for prompt, output in zip(PROMPTS, tokens(path, "native"), strict=True):
-        chosen = greedy_margin(reference, prompt, output)
-        assert max(chosen) < 1.5, f"{chosen}: each token is one of the best"
-
-
-def greedy_margin(reference, prompt, output) -> list[float]:
-    """By how much each token's logit is below the best, where the tokens before it are those of the output."""
-    with torch.no_grad():
-        logits = reference(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
-    return (logits.max(-1).values - logits[range(len(output)), list(output)]).tolist()
+    for prompt, output in zip(PROMPTS, greedy_answers(path, "native"), strict=True):
+        assert_greedy(reference, prompt, output, margin=1.5)  # one of the best
 
 
 def test_matrices_are_read_in_parts(wide_dir, tmp_path, monkeypatch: pytest.MonkeyPatch):
@@ -330,12 +294,6 @@ def test_a_load_takes_little_more_memory_than_the_weights(tmp_path):
         growth, weights = int(done.stdout) << 10, 2 * num_parameters(load_model_config(path))
         assert weights > 100 << 20
         assert weights < growth < 1.3 * weights + (48 << 20), (path, growth >> 20, weights >> 20)
-
-
-def test_good_checkpoints_pass_the_check(tiny_model_dir, tmp_path):
-    path = write_gguf(tmp_path / "model.gguf", tiny_model_dir)
-    check_checkpoint(path, load_model_config(path))
-    check_checkpoint(tiny_model_dir, load_model_config(tiny_model_dir))
 
 
 def test_a_quantised_file_computes_in_floats_where_asked(wide_dir, tmp_path, caplog):

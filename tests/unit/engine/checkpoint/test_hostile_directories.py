@@ -13,13 +13,10 @@ from typing import Any
 import pytest
 
 from core.errors import InvalidValueError
-from engine.checkpoint.architectures import ARCHITECTURES
 from engine.checkpoint.check import check_checkpoint
 from engine.checkpoint.config_fields import CheckpointError
 from engine.checkpoint.model_config import load_model_config
-from engine.checkpoint.names import tensor_shapes
 from engine.checkpoint.stored import MAX_HEADER, read_header
-from engine.checkpoint.weights import allocate_weights
 from tests.unit.engine.small_models import SHAPES, save_model
 from tokenization.model_dir import MAX_TEXT, read_json_file
 from tokenization.model_files import load_model_texts
@@ -105,17 +102,6 @@ def test_every_truncation_is_refused(directory):
             check_checkpoint(directory, config)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_shapes_checked_are_those_that_are_filled(shape, model_dir: Callable[[str], Path]):
-    config = load_model_config(model_dir(shape))
-    import torch
-
-    targets = allocate_weights(config, torch.float32)[1]
-    assert tensor_shapes(config) == {name: tuple(tensor.shape) for name, tensor in targets.items()}
-    assert config.architecture in ARCHITECTURES
-    check_checkpoint(model_dir(shape), config)
-
-
 TEXTS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 FILES = (FILE, *TEXTS)
 
@@ -126,36 +112,30 @@ def use(directory: Path) -> None:
     check_checkpoint(directory, load_model_config(directory))
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_links_out_of_the_directory_are_refused(name, directory, tmp_path):
-    outside = tmp_path / "outside"
+def link_out(path: Path) -> None:
+    outside = path.parents[1] / "outside"
     outside.write_text("{}")
+    path.symlink_to(outside)
+
+
+ODD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a link out of the directory": (link_out, "in the model directory"),
+    "a link to itself": (lambda path: path.symlink_to(path), r"circle|symbolic links"),
+    "a link to nothing": (lambda path: path.symlink_to(path.parent / "nothing"), "a link to a file that exists"),
+    "a pipe": (os.mkfifo, "a regular file"),
+    "a folder": (Path.mkdir, "a regular file"),
+}
+
+
+@pytest.mark.parametrize("kind", ODD_FILES)
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_no_file_of_the_directory_is_refused(name, kind, directory):
+    make, message = ODD_FILES[kind]
     (directory / name).unlink(missing_ok=True)
-    (directory / name).symlink_to(outside)
-    with pytest.raises(InvalidValueError, match="in the model directory") as caught:
+    make(directory / name)
+    with pytest.raises(InvalidValueError, match=message) as caught:
         use(directory)
     assert caught.value.field == f"model: {name}"
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_links_in_a_circle_pipes_and_folders_are_refused(name, directory):
-    path = directory / name
-    path.unlink(missing_ok=True)
-    path.symlink_to(path)
-    with pytest.raises(InvalidValueError, match=r"circle|symbolic links"):
-        use(directory)
-    path.unlink()
-    path.symlink_to(directory / "nothing")
-    with pytest.raises(InvalidValueError, match="a link to a file that exists"):
-        use(directory)
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(InvalidValueError, match="a regular file"):
-        use(directory)
-    path.unlink()
-    path.mkdir()
-    with pytest.raises(InvalidValueError, match="a regular file"):
-        use(directory)
 
 
 def test_links_inside_and_in_the_cache_of_the_hub_are_followed(directory, tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,13 @@ import transformers
 
 from core.errors import ConfigError, InvalidValueError
 from engine.checkpoint.architectures import ARCHITECTURES
+from engine.checkpoint.check import check_checkpoint
 from engine.checkpoint.config_fields import UnsupportedModelError
 from engine.checkpoint.model_config import DecoderConfig, load_model_config, resolve_max_model_len, resolve_model_dir
-from engine.checkpoint.names import num_parameters
+from engine.checkpoint.names import active_parameters, num_parameters, tensor_shapes
 from engine.checkpoint.rotary_config import LinearScaling, Llama3Scaling, LongScaling, RotaryConfig
+from engine.checkpoint.weights import allocate_weights
+from engine.kv.kv_pool import KVPool
 from tests.unit.engine.small_models import SHAPES, load_reference
 
 LLAMA = {"architectures": ["LlamaForCausalLM"]}
@@ -83,52 +88,61 @@ def test_defaults_are_those_of_transformers(architecture, tmp_path):
         assert config.rotary == RotaryConfig(rotary_dim, rope["rope_theta"], scaling)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"rope_theta": 5e5, "rope_scaling": None, "torch_dtype": "bfloat16"},
-        {"rope_parameters": {"rope_theta": 500000, "rope_type": "default"}, "dtype": "bfloat16"},
-        {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default"}, "dtype": "torch.bfloat16"},
-    ],
-)
-def test_both_spellings(fields, tmp_path):
-    config = load(tmp_path, "LlamaForCausalLM", **fields)
-    assert (config.rotary, config.checkpoint_dtype) == (RotaryConfig(128, 5e5), "bfloat16")
-
-
-@pytest.mark.parametrize(
-    ("architecture", "old", "new", "expected"),
-    [
-        (
-            "LlamaForCausalLM",
+SPELLINGS: dict[str, tuple[str, list[dict[str, Any]], RotaryConfig]] = {
+    "plain": (
+        "LlamaForCausalLM",
+        [
+            {"rope_theta": 5e5, "rope_scaling": None},
+            {"rope_parameters": {"rope_theta": 500000, "rope_type": "default"}},
+            {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default"}},
+        ],
+        RotaryConfig(128, 5e5),
+    ),
+    "llama3": (
+        "LlamaForCausalLM",
+        [
             {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
             {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **LLAMA3}},
-            RotaryConfig(128, 5e5, Llama3Scaling(8.0, 1.0, 4.0, 8192)),
-        ),
-        (
-            "LlamaForCausalLM",
+        ],
+        RotaryConfig(128, 5e5, Llama3Scaling(8.0, 1.0, 4.0, 8192)),
+    ),
+    "linear": (
+        "LlamaForCausalLM",
+        [
             {"rope_scaling": {"type": "linear", "factor": 4}},
             {"rope_parameters": {"rope_type": "linear", "factor": 4.0}},
-            RotaryConfig(128, 1e4, LinearScaling(4.0)),
-        ),
-        (
-            "Phi3ForCausalLM",
+        ],
+        RotaryConfig(128, 1e4, LinearScaling(4.0)),
+    ),
+    "partial": (
+        "Phi3ForCausalLM",
+        [
             {"partial_rotary_factor": 0.75},
             {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}},
-            RotaryConfig(72, 1e4),
-        ),
-        (
-            "Phi3ForCausalLM",
+        ],
+        RotaryConfig(72, 1e4),
+    ),
+    "longrope": (
+        "Phi3ForCausalLM",
+        [
             {"rope_scaling": {"type": "su", **LONG}, "max_position_embeddings": 4096 * 4096},
             {"rope_parameters": {"rope_type": "longrope", **LONG, "attention_factor": 2**0.5}},
-            RotaryConfig(96, 1e4, LongScaling((1.0,) * 48, 2**0.5, 4096, (2.0,) * 48)),
-        ),
-    ],
-    ids=["llama3", "linear", "partial", "longrope"],
-)
-def test_both_spellings_of_a_rotary_embedding(architecture, old, new, expected, tmp_path):
-    assert load(tmp_path, architecture, **old).rotary == expected
-    assert load(tmp_path, architecture, **new).rotary == expected
+        ],
+        RotaryConfig(96, 1e4, LongScaling((1.0,) * 48, 2**0.5, 4096, (2.0,) * 48)),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SPELLINGS)
+def test_a_rotary_embedding_is_read_in_every_spelling(kind, tmp_path):
+    architecture, spellings, expected = SPELLINGS[kind]
+    for fields in spellings:
+        assert load(tmp_path, architecture, **fields).rotary == expected
+
+
+@pytest.mark.parametrize("fields", [{"torch_dtype": "bfloat16"}, {"dtype": "bfloat16"}, {"dtype": "torch.bfloat16"}])
+def test_a_type_is_read_in_every_spelling(fields, tmp_path):
+    assert load(tmp_path, "LlamaForCausalLM", **fields).checkpoint_dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -211,6 +225,19 @@ REFUSED: dict[str, list[tuple[str, Any]]] = {
     ],
     "ChatGLMModel": [("add_bias_linear", True), ("multi_query_group_num", 3)],
     "QWenLMHeadModel": [("no_bias", False)],
+    "DeepseekV3ForCausalLM": [
+        ("n_group", 7),
+        ("topk_group", 9),
+        ("qk_rope_head_dim", 63),
+        ("scoring_func", "softmax"),
+        ("first_k_dense_replace", -1),
+    ],
+    "DeepseekV2ForCausalLM": [("topk_method", "noaux_tc"), ("num_experts_per_tok", None)],
+    "GptOssForCausalLM": [("swiglu_limit", -7.0), ("sliding_window", 0)],
+    "MixtralForCausalLM": [("num_experts_per_tok", 9), ("num_local_experts", 0)],
+    "Qwen3MoeForCausalLM": [("mlp_only_layers", [24]), ("decoder_sparse_step", 0)],
+    "Qwen2MoeForCausalLM": [("norm_topk_prob", "yes")],
+    "OlmoeForCausalLM": [("clip_qkv", 8.0)],
     "OPTForCausalLM": [
         ("do_layer_norm_before", False),
         ("layer_norm_elementwise_affine", False),
@@ -234,41 +261,30 @@ def test_refusals_name_the_field(architecture, field, value, tmp_path):
     assert (caught.value.field, caught.value.value) == (field, value)
 
 
-@pytest.mark.parametrize(
-    ("rope", "field"),
-    [
-        ({"type": "linear"}, "factor"),
-        ({"type": "linear", "factor": "2"}, "factor"),
-        ({"type": "linear", "factor": 2, "attention_factor": 1.0}, "attention_factor"),
-        ({"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4.0}, "low_freq_factor"),
-        ({"rope_type": "llama3", **LLAMA3, "high_freq_factor": None}, "high_freq_factor"),
-        ({"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 0}, "original_max_position_embeddings"),
-        ({"rope_type": "default", "factor": 2.0}, "factor"),
-        ({"rope_type": "dynamic"}, "factor"),
-        ({"rope_type": "dynamic", "factor": float("inf")}, "factor"),
-        ({"rope_type": "yarn", "factor": 4.0, "beta_fast": 1, "beta_slow": 2}, "beta_fast"),
-        ({"rope_type": "yarn", "factor": 4.0, "truncate": 1}, "truncate"),
-        ({"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0}, "rope_theta"),
-    ],
-)
-def test_refusals_within_a_rotary_embedding(rope, field, tmp_path):
-    with pytest.raises(UnsupportedModelError) as caught:
-        load(tmp_path, "LlamaForCausalLM", rope_scaling=rope)
-    assert caught.value.field == f"rope_scaling.{field}"
+ROTARY: list[tuple[dict[str, Any], str]] = [
+    ({"type": "linear"}, "factor"),
+    ({"type": "linear", "factor": "2"}, "factor"),
+    ({"type": "linear", "factor": 2, "attention_factor": 1.0}, "attention_factor"),
+    ({"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4.0}, "low_freq_factor"),
+    ({"rope_type": "llama3", **LLAMA3, "high_freq_factor": None}, "high_freq_factor"),
+    ({"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 0}, "original_max_position_embeddings"),
+    ({"rope_type": "default", "factor": 2.0}, "factor"),
+    ({"rope_type": "dynamic"}, "factor"),
+    ({"rope_type": "dynamic", "factor": float("inf")}, "factor"),
+    ({"rope_type": "yarn", "factor": 4.0, "beta_fast": 1, "beta_slow": 2}, "beta_fast"),
+    ({"rope_type": "yarn", "factor": 4.0, "truncate": 1}, "truncate"),
+    ({"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0}, "rope_theta"),
+    ({"type": "longrope", **LONG, "short_factor": [1.0] * 47}, "short_factor"),
+    ({"type": "longrope", **LONG, "long_factor": None}, "long_factor"),
+    ({"type": "longrope", **LONG, "short_factor": ["1"] * 48}, "short_factor"),
+    ({"type": "longrope", **LONG, "short_mscale": 1.2}, "short_mscale"),
+]
 
 
-@pytest.mark.parametrize(
-    ("rope", "field"),
-    [
-        ({**LONG, "short_factor": [1.0] * 47}, "short_factor"),
-        ({**LONG, "long_factor": None}, "long_factor"),
-        ({**LONG, "short_factor": ["1"] * 48}, "short_factor"),
-        ({**LONG, "short_mscale": 1.2}, "short_mscale"),
-    ],
-)
-def test_refusals_within_longrope(rope, field, tmp_path):
+@pytest.mark.parametrize(("rope", "field"), ROTARY)
+def test_refusals_within_a_rotary_embedding_name_its_field(rope, field, tmp_path):
     with pytest.raises(UnsupportedModelError) as caught:
-        load(tmp_path, "Phi3ForCausalLM", rope_scaling={"type": "longrope", **rope})
+        load(tmp_path, "Phi3ForCausalLM" if "long_factor" in rope else "LlamaForCausalLM", rope_scaling=rope)
     assert caught.value.field == f"rope_scaling.{field}"
 
 
@@ -300,33 +316,69 @@ def test_eos_token_ids(config, generation, expected, tmp_path):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_sizes(shape, model_dir):
-    assert num_parameters(load_model_config(model_dir(shape))) == load_reference(model_dir(shape)).num_parameters()
+def test_parameters_are_counted_and_named_as_they_are_filled(shape, model_dir):
+    directory = model_dir(shape)
+    config = load_model_config(directory)
+    assert num_parameters(config) == load_reference(directory).num_parameters()
+    targets = allocate_weights(config, torch.float32)[1]
+    assert tensor_shapes(config) == {name: tuple(tensor.shape) for name, tensor in targets.items()}
+    check_checkpoint(directory, config)
 
 
-def test_kv_bytes(tiny_model_dir):
-    config = load_model_config(tiny_model_dir)
-    assert config.kv_bytes_per_token(torch.bfloat16) == 2 * 2 * 2 * 16 * 2  # K and V, layers, heads, head_dim, bytes
+PUBLISHED: list[tuple[str, dict[str, int], float, float]] = [
+    ("MixtralForCausalLM", {}, 46.7, 12.9),
+    ("GptOssForCausalLM", {"num_hidden_layers": 24, "num_local_experts": 32}, 20.9, 4.2),
+    ("GptOssForCausalLM", {}, 116.8, 5.7),
+    ("DeepseekV3ForCausalLM", {}, 671.0, 37.6),
+]
+"""Billions of parameters, and of those that a token takes, the embedding among them: for gpt-oss, 0.6 more than
+published."""
 
 
-def test_max_model_len(tmp_path):
+@pytest.mark.parametrize(("architecture", "fields", "total", "active"), PUBLISHED)
+def test_parameters_of_mixtures_are_those_that_are_published(architecture, fields, total, active, tmp_path):
+    config = load(tmp_path, architecture, **fields)
+    assert (round(num_parameters(config) / 1e9, 1), round(active_parameters(config) / 1e9, 1)) == (total, active)
+
+
+def test_a_dense_model_is_active_as_a_whole_and_a_mixture_is_counted_to_the_last_number(tmp_path):
     config = load(tmp_path, "LlamaForCausalLM")
-    assert [resolve_max_model_len(config, asked) for asked in (0, 100, 2048)] == [2048, 100, 2048]
-    with pytest.raises(ConfigError, match=r"engine\.max_model_len.*2049.*2048"):
-        resolve_max_model_len(config, 2049)
+    assert active_parameters(config) == num_parameters(config)
+    assert num_parameters(load(tmp_path, "MixtralForCausalLM")) == 46_702_792_704
 
 
-def test_longrope_is_served_beyond_its_original_context(tmp_path):
-    config = load(tmp_path, "Phi3ForCausalLM", max_position_embeddings=131072, rope_scaling={"type": "su", **LONG})
-    assert [resolve_max_model_len(config, asked) for asked in (0, 4096, 131072)] == [131072, 4096, 131072]
+def test_layers_without_experts(tmp_path):
+    config = load(tmp_path, "Qwen2MoeForCausalLM", num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])
+    assert config.experts is not None
+    assert config.experts.layers == (False, True, False, False, False, True)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "yarn"])
-def test_a_stretched_context_is_served_where_it_is_asked_for(kind, tmp_path):
-    config = load(tmp_path, "LlamaForCausalLM", rope_scaling={"rope_type": kind, "factor": 4.0})
-    assert [resolve_max_model_len(config, asked) for asked in (0, 8192)] == [2048, 8192]
-    with pytest.raises(ConfigError, match=r"engine\.max_model_len.*8193.*8192"):
-        resolve_max_model_len(config, 8193)
+def test_the_pool_holds_one_latent_of_a_token(tmp_path):
+    """DeepSeek-V3: 61 layers of 512 values and 64 turned ones; keys and values of all heads would be 71 times that."""
+    config = load(tmp_path, "DeepseekV3ForCausalLM")
+    assert config.kv_bytes_per_token(torch.bfloat16) == 61 * (512 + 64) * 2
+    pool = KVPool(dataclasses.replace(config, num_hidden_layers=2), num_blocks=3, block_size=16, dtype=torch.bfloat16)
+    assert math.prod(pool.block_shape) * pool.num_blocks * 2 == 2 * (512 + 64) * 2 * pool.num_slots
+    assert pool.values[1].data_ptr() == pool.keys[1].data_ptr()
+
+
+STRETCHED: dict[str, dict[str, Any]] = {
+    "not at all": {},
+    "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+    "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    "longrope": {"max_position_embeddings": 131072, "rope_scaling": {"type": "su", **LONG}},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "default", "most"),
+    [("not at all", 2048, 2048), ("dynamic", 2048, 8192), ("yarn", 2048, 8192), ("longrope", 131072, 131072)],
+)
+def test_a_context_is_served_as_far_as_the_model_can_be_stretched(kind, default, most, tmp_path):
+    config = load(tmp_path, "Phi3ForCausalLM" if kind == "longrope" else "LlamaForCausalLM", **STRETCHED[kind])
+    assert [resolve_max_model_len(config, asked) for asked in (0, 100, most)] == [default, 100, most]
+    with pytest.raises(ConfigError, match=rf"engine\.max_model_len.*{most + 1}.*{most}"):
+        resolve_max_model_len(config, most + 1)
 
 
 def test_resolve_model_dir(tmp_path, monkeypatch):

@@ -1,20 +1,20 @@
-"""Checkpoints of GPTQ, AWQ, compressed-tensors and FP8: kept as they are quantised, or as the floats that they mean."""
+"""Checkpoints of GPTQ, AWQ, compressed-tensors, FP8 and gpt-oss's MXFP4 (blocks of 32 values of four bits with one
+exponent): kept as they are quantised, or as the floats that they mean."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from core.config.engine import EngineConfig
 from core.errors import InvalidValueError
-from core.request import SamplingParams
-from engine import Engine
 from engine.checkpoint.check import check_checkpoint
 from engine.checkpoint.config_fields import CheckpointError, UnsupportedModelError
 from engine.checkpoint.model_config import load_model_config
@@ -22,11 +22,12 @@ from engine.checkpoint.quantized import QuantizedLinear
 from engine.checkpoint.weights import Linear, ModelWeights, load_weights
 from engine.parallel.mesh import Mesh, Part
 from engine.parallel.shards import load_shard
+from tests.unit.engine.driver import PROMPTS, greedy_answers
+from tests.unit.engine.families.shapes import FAMILIES
 from tests.unit.engine.quantized_files import FORMATS, GROUP, quantize_directory
 from tests.unit.engine.small_models import save_model
 
-SMALL = EngineConfig(kv_memory="4MiB", block_size=16, max_num_seqs=8, max_batch_tokens=32, num_threads=1)
-PROMPTS = [[3, 7, 11, 200, 41], [150, 4], list(range(20, 60))]
+QUERIES = "model.layers.0.self_attn.q_proj."
 MATRICES = ("qkv", "out", "up", "down")
 
 
@@ -42,11 +43,6 @@ def made(wide_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 def load(path: Path, *, keep: bool) -> ModelWeights:
     return load_weights(path, load_model_config(path), torch.float32, keep_quantized=keep)
-
-
-def tokens(path: Path, backend: str) -> list[tuple[int, ...]]:
-    engine = Engine(path, dtype="float32", engine=dataclasses.replace(SMALL, backend=backend))
-    return [each.token_ids for each in engine.generate(PROMPTS, SamplingParams(8, ignore_eos=True))]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -67,11 +63,11 @@ def test_matrices_are_what_the_format_means(name, made):
     assert torch.equal(expected.embedding, load(stored, keep=True).embedding)
 
 
-@pytest.mark.parametrize("name", ["gptq", "gptq desc_act", "awq", "w4a16", "w8a8", "fp8 blocks"])
-def test_the_engine_runs_them(name, made):
-    stored, plain = made[name]
-    assert tokens(stored, "torch") == tokens(plain, "torch")
-    assert [len(each) for each in tokens(stored, "auto")] == [8] * len(PROMPTS)
+@pytest.mark.parametrize("name", ["gptq", "gptq desc_act", "awq", "w4a16", "w8a8", "fp8 blocks", "mxfp4"])
+def test_the_engine_runs_them(name, made, request):
+    stored, plain = request.getfixturevalue("gpt_oss") if name == "mxfp4" else made[name]
+    assert greedy_answers(stored, "torch") == greedy_answers(plain, "torch")
+    assert [len(each) for each in greedy_answers(stored, "native")] == [12] * len(PROMPTS)
 
 
 def test_symmetric_zero_points_need_no_minima(made):
@@ -91,13 +87,11 @@ def test_ranks_read_their_parts(made):
             assert torch.allclose(found, wanted, rtol=1e-6, atol=1e-7)
 
 
-def change(stored: Path, out: Path, **tensors: torch.Tensor | None) -> Path:
+def change(stored: Path, out: Path, matrix: str = QUERIES, **tensors: Tensor | None) -> Path:
     """A copy with other members of one matrix; None takes one away."""
-    out.mkdir()
-    for file in stored.iterdir():
-        (out / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(stored, out)
     held: dict[str, Any] = dict(load_file(stored / "model.safetensors"))
-    held |= {f"model.layers.0.self_attn.q_proj.{end}": tensor for end, tensor in tensors.items()}
+    held |= {matrix + end: tensor for end, tensor in tensors.items()}
     save_file({name: tensor for name, tensor in held.items() if tensor is not None}, out / "model.safetensors")
     return out
 
@@ -124,7 +118,7 @@ def test_members_that_do_not_fit_are_named_before_any_is_read(name, tensors, mad
     broken = change(made[name][0], tmp_path / "broken", **tensors)
     with pytest.raises(CheckpointError) as caught:
         check_checkpoint(broken, load_model_config(broken))
-    assert caught.value.field.startswith("model.layers.0.self_attn.q_proj.")
+    assert caught.value.field.startswith(QUERIES)
 
 
 def test_empty_biases_of_old_files_are_nothing(made, tmp_path):
@@ -169,3 +163,67 @@ def test_what_is_not_read_says_what_to_do(settings, named, wide_dir, tmp_path):
         load_model_config(tmp_path)
     assert caught.value.field.startswith("quantization_config") and named in caught.value.field
     assert isinstance(caught.value, InvalidValueError)
+
+
+EXPERTS = "model.layers.1.mlp.experts.gate_up_proj"
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model with random blocks, and the same in float32; transformers says what the blocks mean."""
+    out = tmp_path_factory.mktemp("gpt-oss")
+    plain = save_model(out / "plain", **FAMILIES["gpt-oss"] | {"hidden_size": 64, "intermediate_size": 96})
+    stored = shutil.copytree(plain, out / "stored")
+    tensors = load_file(plain / "model.safetensors")
+    packed: dict[str, Tensor] = {}
+    generator = torch.Generator().manual_seed(3)
+    for name, tensor in tensors.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            packed[name] = tensor
+            continue
+        experts, inputs, outputs = tensor.shape
+        shape = (experts, outputs, inputs // 32, 16)
+        blocks = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        scales = torch.randint(121, 125, shape[:3], dtype=torch.uint8, generator=generator)
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        tensors[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+        assert tensors[name].shape == tensor.shape
+    save_file(packed, stored / "model.safetensors")
+    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    (stored / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    return stored, plain
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_experts_are_what_the_format_means(keep: bool, gpt_oss: tuple[Path, Path]) -> None:
+    """Not one bit is lost: eight bits hold twice each value of four bits."""
+    stored, plain = gpt_oss
+    for ours, theirs in zip(load(stored, keep=keep).layers, load(plain, keep=False).layers, strict=True):
+        assert ours.experts is not None and theirs.experts is not None
+        found, wanted = ((*each.experts.up, *each.experts.down) for each in (ours, theirs) if each.experts)
+        for matrix, other in zip(found, wanted, strict=True):
+            assert isinstance(matrix, QuantizedLinear) == keep
+            assert torch.equal(matrix.dense(torch.float32), other.dense(torch.float32))
+            assert matrix.bias is not None and other.bias is not None and torch.equal(matrix.bias, other.bias)
+
+
+@pytest.mark.parametrize(
+    ("end", "tensor"),
+    [
+        ("blocks", None),
+        ("scales", None),
+        ("scales", torch.zeros(6, 192, 3, dtype=torch.uint8)),
+        ("scales", torch.zeros(6, 192, 2, dtype=torch.int8)),
+        ("blocks", torch.zeros(6, 192, 2, 8, dtype=torch.uint8)),
+        ("blocks", torch.zeros(6, 192, 32, dtype=torch.uint8)),
+    ],
+)
+def test_experts_that_do_not_fit_are_named(
+    end: str, tensor: Tensor | None, gpt_oss: tuple[Path, Path], tmp_path: Path
+) -> None:
+    broken = change(gpt_oss[0], tmp_path / "broken", f"{EXPERTS}_", **{end: tensor})
+    with pytest.raises(CheckpointError) as caught:
+        check_checkpoint(broken, load_model_config(broken))
+    assert caught.value.field.startswith(EXPERTS)

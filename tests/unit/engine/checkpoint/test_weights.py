@@ -1,22 +1,29 @@
-"""Checkpoints: whole, in shards, and broken in ways that must be named."""
+"""Checkpoints: whole, in shards, and broken in ways that must be named; small tensors are read by one thread."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from core.errors import InvalidValueError
+from engine.checkpoint import sources
 from engine.checkpoint.model_config import load_model_config
 from engine.checkpoint.names import num_parameters
-from engine.checkpoint.weights import CheckpointError, Linear, Matrix, ModelWeights, load_weights, parse_dtype
+from engine.checkpoint.threads import SMALL, threads_for
+from engine.checkpoint.weights import CheckpointError, Linear, ModelWeights, load_weights, parse_dtype
 from engine.kv.kv_pool import KVPool
-from tests.unit.engine.small_models import SHAPES, load_reference, save_model
+from engine.models import quantize
+from tests.unit.engine.families.shapes import FAMILIES
+from tests.unit.engine.small_models import SHAPES, save_model
 
 FILE = "model.safetensors"
 
@@ -26,67 +33,15 @@ def checkpoint(tiny_model_dir, tmp_path):
     """A copy of the tiny checkpoint and a function that rewrites its tensors."""
     out = shutil.copytree(tiny_model_dir, tmp_path / "copy")
 
-    def change(**tensors: torch.Tensor | None) -> None:
+    def change(**tensors: Tensor | None) -> None:
         held = load_file(out / FILE) | {name.replace("__", "."): t for name, t in tensors.items()}
         save_file({name: tensor for name, tensor in held.items() if tensor is not None}, out / FILE)
 
     return out, change
 
 
-def plain(linear: Matrix | None) -> Linear:
-    assert isinstance(linear, Linear), "the checkpoint is not quantised"
-    return linear
-
-
-def tensor_of(tensor: torch.Tensor | None) -> torch.Tensor:
-    assert tensor is not None
-    return tensor
-
-
 def load(path: Path, dtype: torch.dtype = torch.float32) -> ModelWeights:
     return load_weights(path, load_model_config(path), dtype)
-
-
-def test_fused_tensors(tiny_model_dir):
-    reference = load_reference(tiny_model_dir).model.layers[1]
-    layer = load(tiny_model_dir).layers[1]
-    attention, mlp = reference.self_attn, reference.mlp
-    parts = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
-    assert torch.equal(plain(layer.qkv).weight, torch.cat(parts))
-    assert torch.equal(plain(layer.up).weight, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
-
-
-def test_tensors_that_are_fused_in_the_checkpoint(model_dir):
-    reference = load_reference(model_dir("phi3")).model.layers[1]
-    layer = load(model_dir("phi3")).layers[1]
-    assert torch.equal(plain(layer.qkv).weight, reference.self_attn.qkv_proj.weight)
-    assert torch.equal(plain(layer.up).weight, reference.mlp.gate_up_proj.weight)
-
-
-def test_biases_are_fused_like_their_weights(model_dir):
-    reference = load_reference(model_dir("biases")).model.layers[0]
-    layer = load(model_dir("biases")).layers[0]
-    attention, mlp = reference.self_attn, reference.mlp
-    assert torch.equal(
-        tensor_of(layer.qkv.bias), torch.cat([attention.q_proj.bias, attention.k_proj.bias, attention.v_proj.bias])
-    )
-    assert torch.equal(tensor_of(plain(layer.up).bias), torch.cat([mlp.gate_proj.bias, mlp.up_proj.bias]))
-    assert torch.equal(tensor_of(layer.out.bias), attention.o_proj.bias)
-
-
-def test_learned_positions_begin_at_position_0(model_dir):
-    reference = load_reference(model_dir("opt")).model.decoder
-    weights = load(model_dir("opt"))
-    assert torch.equal(tensor_of(weights.positions), reference.embed_positions.weight[2:])
-    assert weights.norm is not None
-    assert torch.equal(tensor_of(weights.norm.bias), reference.final_layer_norm.bias)
-
-
-def test_what_a_model_lacks_is_none(model_dir):
-    llama, opt = load(model_dir("gqa")), load(model_dir("opt_gelu"))
-    assert llama.norm is not None
-    assert (llama.positions, llama.norm.bias, llama.layers[0].q_norm, llama.layers[0].qkv.bias) == (None,) * 4
-    assert (opt.norm, opt.layers[0].k_norm, plain(opt.layers[0].down).bias) == (None,) * 3
 
 
 def test_names_without_the_head(model_dir, tmp_path):
@@ -94,14 +49,16 @@ def test_names_without_the_head(model_dir, tmp_path):
     shutil.copytree(model_dir("opt"), tmp_path, dirs_exist_ok=True)
     tensors = {name.removeprefix("model."): tensor for name, tensor in load_file(tmp_path / FILE).items()}
     save_file(tensors, tmp_path / FILE)
-    assert torch.equal(tensor_of(load(tmp_path).positions), tensor_of(load(model_dir("opt")).positions))
+    assert all(torch.equal(*each) for each in zip(flat(load(tmp_path)), flat(load(model_dir("opt"))), strict=True))
 
 
-def flat(value) -> list[torch.Tensor]:
+def flat(value: object) -> list[Tensor]:
     """Every tensor of a dataclass of weights."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return [value]
-    parts = value if isinstance(value, tuple) else () if value is None else [getattr(value, f) for f in value.__slots__]
+    if not dataclasses.is_dataclass(value) and not isinstance(value, tuple):
+        return []
+    parts = value if isinstance(value, tuple) else [getattr(value, f.name) for f in dataclasses.fields(value)]
     return [tensor for part in parts for tensor in flat(part)]
 
 
@@ -137,9 +94,7 @@ def test_progress_is_the_share_of_the_parameters(tiny_model_dir):
 
 def test_dtype_is_converted(tiny_model_dir):
     weights = load(tiny_model_dir, torch.bfloat16)
-    assert plain(weights.layers[0].down).weight.dtype == weights.embedding.dtype == torch.bfloat16
-    assert isinstance(weights.lm_head, torch.Tensor)
-    assert weights.lm_head.dtype == torch.bfloat16
+    assert {tensor.dtype for tensor in flat(weights)} == {torch.bfloat16}
 
 
 def test_tied_embeddings_share_memory(model_dir):
@@ -203,3 +158,45 @@ def test_pool(tiny_model_dir):
     pool.clear_blocks(torch.tensor([0, 5]))
     for cache in (*pool.keys, *pool.values):
         assert cache.flatten(1).sum(1).tolist() == [0.0] * 4 + [32.0] * 16 + [0.0] * 4
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_a_large_tensor_has_all_threads_and_a_small_one_a_single_one() -> None:
+    for num_values, expected in ((SMALL, 1), (SMALL + 1, 3)):
+        with threads_for(num_values):
+            assert torch.get_num_threads() == expected
+        assert torch.get_num_threads() == 3
+    with pytest.raises(RuntimeError), threads_for(1):
+        raise RuntimeError
+    assert torch.get_num_threads() == 3
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_experts_are_read_and_rounded_by_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_dir = save_model(tmp_path, **FAMILIES["qwen3 moe"])
+    seen: list[int] = []
+    fill, nibbles = sources._SafetensorsSource.fill, quantize._nibbles
+
+    def watched_fill(self: sources._SafetensorsSource, name: str, target: Tensor) -> None:
+        seen.append(torch.get_num_threads())
+        fill(self, name, target)
+
+    def watched_nibbles(groups: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append(torch.get_num_threads())
+        return nibbles(groups)
+
+    monkeypatch.setattr(sources._SafetensorsSource, "fill", watched_fill)
+    monkeypatch.setattr(quantize, "_nibbles", watched_nibbles)
+    load_weights(model_dir, load_model_config(model_dir), torch.float32)
+    assert len(seen) > 30
+    quantize.quantize_linear(Linear(torch.randn(64, 32), None), 4)
+    assert set(seen) == {1}
+    assert torch.get_num_threads() == 3

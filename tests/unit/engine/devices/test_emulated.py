@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import services
@@ -17,19 +18,21 @@ from core.config.engine import EngineConfig
 from core.config.scheduling import SchedulerConfig
 from core.costs import StepCost
 from core.errors import ConfigError, InvalidValueError
+from core.images import ImageSpan
 from core.request import Request, Residency, SamplingParams
 from engine import Engine
 from engine.build import build_worker, check_worker
-from engine.devices.emulated import LEAST_SHARE, MAX_LATE_S, EmulatedCopier, EmulatedRunner, Pace
+from engine.devices.emulated import LEAST_SHARE, MAX_LATE_S, EmulatedCopier, EmulatedRunner, Pace, token_hash
+from engine.devices.emulated_vision import EmulatedVision, emulate_vision
 from engine.sampling.logged_tokens import LoggedTokens
 from engine.sequence import Sequence
 from engine.step_fault import IterationCutOff
+from engine.vision.geometry import load_geometry
 from estimator.device_profile import A100_7B, find_device_profile, resolve_device
 from kvcache import KVCopy, StepBatch, StepItem
-from policies.presets import PRESETS
+from tests.unit.engine.vision.models import SHAPES
 
 MODEL = Path(services.__file__).parent / "embedded_model"
-CONTINUOUS = [name for name, preset in PRESETS.items() if preset.mode == "continuous"]
 KV_BYTES = 1024
 COST = StepCost(base_s=1.0, prefill_token_s=0.1, decode_seq_s=0.02, context_token_s=0.001, prefill_pair_s=0.0001)
 PROFILE = {
@@ -182,46 +185,23 @@ def test_what_is_asked_about_tokens_is_that_they_were_certain() -> None:
     assert tokens.logprobs[0].prompt == [] and tokens.logprobs[0].output == ((50,), (0.0,))
 
 
-PROMPTS = [[5 + number % 90] * (20 + 7 * number) for number in range(16)]
-
-
-def answers(device: str, preset: str, kv_memory: str) -> tuple[list[tuple[int, ...]], list[str], int]:
-    """Answers to prompts that share prefixes, some drawn: tokens, texts, and the number of preemptions."""
-    config = EngineConfig(
-        device=device, kv_memory=kv_memory, host_kv_memory="100KiB", block_size=8, max_num_seqs=6, max_batch_tokens=64
-    )
-    engine = Engine(MODEL, engine=config, scheduler=SchedulerConfig(preset=preset))
-    sampling = [
-        SamplingParams(80, temperature=number % 2, seed=number, benchmark_len=40 + number) for number in range(16)
-    ]
-    completions = engine.generate(PROMPTS, sampling)
-    engine.check_integrity()
-    blocks = engine.worker.executor.blocks
-    assert blocks.num_free == blocks.num_blocks
-    assert [len(each.token_ids) for each in completions] == [40 + number for number in range(16)]
-    assert {each.finish_reason for each in completions} == {"stop"}
-    return (
-        [each.token_ids for each in completions],
-        [each.text for each in completions],
-        engine.scheduler.num_preemptions,
-    )
-
-
-@pytest.fixture(scope="module")
-def undisturbed(device: str) -> tuple[list[tuple[int, ...]], list[str], int]:
-    found = answers(device, "fcfs", "auto")
-    assert found[2] == 0
-    return found
-
-
-@pytest.mark.parametrize("preset", CONTINUOUS)
-def test_every_preset_gives_the_same_tokens_though_memory_is_short(
-    device: str, preset: str, undisturbed: tuple[list[tuple[int, ...]], list[str], int]
-) -> None:
-    tokens, texts, num_preemptions = answers(device, preset, "400KiB")
-    assert (tokens, texts) == undisturbed[:2]
-    if preset not in ("past-future", "conservative"):  # those wait until there is room
-        assert num_preemptions > 0
+def test_answers_are_the_same_though_memory_is_short_and_kv_moves(device: str) -> None:
+    """Prompts that share prefixes, some answers drawn."""
+    prompts = [[5 + number % 90] * (20 + 7 * number) for number in range(16)]
+    sampling = [SamplingParams(80, temperature=n % 2, seed=n, benchmark_len=40 + n) for n in range(16)]
+    found = []
+    for preset, kv_memory in (("fcfs", "auto"), ("fastserve", "400KiB")):
+        sizes = {"block_size": 8, "max_num_seqs": 6, "max_batch_tokens": 64, "host_kv_memory": "100KiB"}
+        config = EngineConfig(device=device, kv_memory=kv_memory, **sizes)  # type: ignore[arg-type]
+        engine = Engine(MODEL, engine=config, scheduler=SchedulerConfig(preset=preset))
+        found.append(engine.generate(prompts, sampling))
+        engine.check_integrity()
+        blocks = engine.worker.executor.blocks
+        assert blocks.num_free == blocks.num_blocks
+        assert (engine.scheduler.num_preemptions > 0) == (preset == "fastserve")
+    assert found[0] == found[1]
+    assert [len(each.token_ids) for each in found[0]] == [40 + number for number in range(16)]
+    assert {each.finish_reason for each in found[0]} == {"stop"}
 
 
 def test_nothing_ends_an_output_but_what_was_asked_for(device: str) -> None:
@@ -303,3 +283,58 @@ def test_a_step_that_is_cut_off_takes_its_time_and_brings_nothing() -> None:
     assert time.now - 100 == pytest.approx(0.25)
     assert runner.execute(replace(decode(one), cut_off_s=1.0), {"a": one}) == [5]  # it just fits
     assert time.now - 100 == pytest.approx(1.25)
+
+
+WITH_EYES = {"base_s": 1.0, "prefill_token_s": 0.1, "decode_seq_s": 0.0, "context_token_s": 0.0, "kv_bytes": 8}
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    """The configuration of a model that sees; an emulated encoder reads no weights."""
+    given = SHAPES["llava"]
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [given["architecture"]], **given["config"]}))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(given["processor"]))
+    return tmp_path
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_pictures_take_their_tokens_time(model_dir: Path) -> None:
+    (model_dir / "profile.json").write_text(json.dumps({**WITH_EYES, "image_token_s": 0.5, "image_batch_s": 3.0}))
+    clock = Clock()
+    vision = emulate_vision(model_dir, str(model_dir / "profile.json"), Pace(lambda: clock.now, clock.sleep))
+    assert isinstance(vision, EmulatedVision)
+    image = vision.prepare(np.zeros((20, 30, 3), np.uint8))
+    assert image.num_tokens == 16 == load_geometry(model_dir).tokens_of(30, 20)  # type: ignore[union-attr]
+    rows = vision.encode([image, image])
+    assert clock.now == pytest.approx(103.0 + 2 * 16 * 0.5)
+    assert [each.shape for each in rows] == [(16, 64)] * 2 and vision.hidden_size == 64
+    assert vision.packed(rows[0]) == bytes(2 * 16 * 64)
+    assert vision.encode([]) == [] and clock.now == pytest.approx(119.0)
+
+
+def test_profiles_say_what_a_picture_takes(model_dir: Path) -> None:
+    path = model_dir / "profile.json"
+    path.write_text(json.dumps(WITH_EYES))
+    assert find_device_profile(str(path)).image_cost.is_free
+    assert find_device_profile("a100-7b").image_cost == A100_7B.image_cost and not A100_7B.image_cost.is_free
+    (model_dir / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    assert emulate_vision(model_dir, "a100-7b") is None
+
+
+def test_answers_follow_from_the_picture() -> None:
+    def answer(digest: bytes) -> list[int]:
+        request = Request("r", 0, "i", (7,) * 6, SamplingParams(9), images=(ImageSpan(1, 4, digest),))
+        named = Sequence.of(request).named_ids
+        return [token_hash(named, request, index) for index in range(6)]
+
+    cat, other = answer(b"a cat's digest"), answer(b"a dog's digest")
+    assert cat == answer(b"a cat's digest")
+    assert (cat[0], cat[5]) == (other[0], other[5])
+    assert not set(cat[1:5]) & set(other[1:5])

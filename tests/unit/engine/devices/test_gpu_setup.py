@@ -1,13 +1,14 @@
-"""What a GPU would be given, and what is said where there is none."""
+"""What a GPU would be given, and what is said where there is none; the memory that pools are sized by."""
 
 from __future__ import annotations
 
 import logging
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -24,12 +25,14 @@ from engine.checkpoint.model_config import load_model_config
 from engine.checkpoint.weights import parse_dtype
 from engine.devices import model_device
 from engine.devices.cuda_device import load_device
+from engine.devices.host_memory import available_bytes
 from engine.kv.kv_pool import KVPool
 from engine.steps.backends import gpu_attention
 from engine.steps.largest_step import largest_step
 from engine.steps.model_runner import ModelRunner
 from kvcache import KVCopy
 from tests.unit.engine.driver import Driver
+from tests.unit.engine.kv.test_stream_copier import Stream
 
 SIZES = StepSizes(4, 4)
 
@@ -101,16 +104,6 @@ def test_the_largest_step(max_num_seqs: int, max_batch_tokens: int, tiny_model_d
     assert [sequence.sampling.greedy for sequence in sequences.values()] == [False] * len(sequences)
 
 
-class Immediate:
-    """Stands for a side stream."""
-
-    def after_steps(self) -> nullcontext[None]:
-        return nullcontext()
-
-    def mark(self) -> Callable[[], None]:
-        return lambda: None
-
-
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """In the place of the calls to CUDA; keeps what they were asked."""
@@ -124,7 +117,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(cuda, "device_problem", lambda: None)
     monkeypatch.setattr(cuda, "free_bytes", free_bytes)
     monkeypatch.setattr(cuda, "Graphs", lambda: lambda run: run)
-    monkeypatch.setattr(cuda, "SideStream", Immediate)
+    monkeypatch.setattr(cuda, "SideStream", Stream)
     monkeypatch.setattr(cuda, "pin", asked.pinned.append)
     monkeypatch.setattr(cuda, "synchronize", lambda: None)
     return asked
@@ -179,3 +172,29 @@ def test_an_engine_over_it(tiny_model_dir, stand_ins: SimpleNamespace, monkeypat
     assert [answer.token_ids for answer in moving.generate(prompts, params)] == expected
     traffic = moving.worker.executor.report().traffic
     assert traffic.offloads > 0 and traffic.uploads > 0 and stand_ins.pinned
+
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine of 64 GiB after a large file was read: 1 GiB is free and 50 GiB are available."""
+    names = ("MemTotal", "MemFree", "MemAvailable", "Buffers", "Cached", "Shmem", "Active", "Inactive")
+    kib = dict(zip(names, (64, 1, 50, 0, 55, 0, 5, 50), strict=True))
+    (tmp_path / "meminfo").write_text("".join(f"{name}: {size * GIB // 1024} kB\n" for name, size in kib.items()))
+    (tmp_path / "zoneinfo").write_text("")
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    return tmp_path
+
+
+def test_files_that_can_be_dropped_take_nothing(machine: Path) -> None:
+    assert available_bytes(machine / "none") == 50 * GIB
+
+
+@pytest.mark.parametrize(("limit", "expected"), [("max", 50 * GIB), (str(8 * GIB), 7 * GIB), (str(GIB), 0)])
+def test_a_container_takes_what_its_limit_leaves(machine: Path, limit: str, expected: int) -> None:
+    (machine / "memory.max").write_text(f"{limit}\n")
+    (machine / "memory.current").write_text(f"{3 * GIB}\n")
+    (machine / "memory.stat").write_text(f"anon {GIB}\nfile {2 * GIB}\ninactive_file {2 * GIB}\n")
+    assert available_bytes(machine) == expected

@@ -6,224 +6,117 @@ from typing import Any
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 500.0}
 LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "original_max_position_embeddings": 32,
 }
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0 + i / 3 for i in range(8)]}
+SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING_TWICE: dict[str, Any] = {"num_hidden_layers": 3, "layer_types": [SLIDING, FULL, SLIDING]}
+SCALED = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.17,
+    "logits_scaling": 2.5,
+}
+"""Multipliers of Granite."""
+
+
+def _of(name: str, **fields: Any) -> dict[str, Any]:
+    return {"architecture": name if name.endswith("Model") else f"{name}ForCausalLM", **fields}
+
+
+def _grouped(name: str, **fields: Any) -> dict[str, Any]:
+    """Two heads share each key and value."""
+    return _of(name, **({"num_key_value_heads": 2} | fields))
+
+
+def _experts(count: int, active: int, size: int, **fields: Any) -> dict[str, Any]:
+    return {"num_experts": count, "num_experts_per_tok": active, "moe_intermediate_size": size, **fields}
+
+
+def _latent(name: str, row: int, content: int, turned: int, value: int, **fields: Any) -> dict[str, Any]:
+    """A model that keeps one row for all heads: its size, and those of the parts of a head."""
+    sizes = {"kv_lora_rank": row, "qk_nope_head_dim": content, "qk_rope_head_dim": turned, "v_head_dim": value}
+    return _of(name, num_key_value_heads=4, **sizes, **fields)
+
+
+def _routed(count: int, active: int, shared: int, size: int, **fields: Any) -> dict[str, Any]:
+    routed = {"n_routed_experts": count, "num_experts_per_tok": active, "n_shared_experts": shared}
+    return routed | {"moe_intermediate_size": size, **fields}
+
+
+IN_GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 2, "num_hidden_layers": 3, "first_k_dense_replace": 1}
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"architecture": "LlamaForCausalLM", "num_key_value_heads": 2},
-    "llama yarn": {"architecture": "LlamaForCausalLM", "num_key_value_heads": 2, "rope_parameters": YARN},
-    "llama llama3": {"architecture": "LlamaForCausalLM", "num_key_value_heads": 1, "rope_parameters": LLAMA3},
-    "mistral": {"architecture": "MistralForCausalLM", "num_key_value_heads": 2, "sliding_window": 21},
-    "mistral without windows": {"architecture": "MistralForCausalLM", "num_key_value_heads": 2, "sliding_window": None},
-    "qwen2": {"architecture": "Qwen2ForCausalLM", "num_key_value_heads": 2},
-    "qwen3": {"architecture": "Qwen3ForCausalLM", "num_key_value_heads": 2, "head_dim": 48},
-    "phi3": {"architecture": "Phi3ForCausalLM", "num_key_value_heads": 2},
-    "phi3 longrope": {
-        "architecture": "Phi3ForCausalLM",
-        "num_key_value_heads": 2,
-        "original_max_position_embeddings": 8,
-        "rope_parameters": {**LONG, "rope_theta": 500.0},
-    },
-    "smollm3": {
-        "architecture": "SmolLM3ForCausalLM",
-        "num_key_value_heads": 2,
-        "no_rope_layer_interval": 2,
-        "use_sliding_window": True,
-        "sliding_window": 19,
-    },
-    "granite": {
-        "architecture": "GraniteForCausalLM",
-        "num_key_value_heads": 2,
-        "embedding_multiplier": 3.0,
-        "residual_multiplier": 0.4,
-        "attention_multiplier": 0.17,
-        "logits_scaling": 2.5,
-    },
-    "olmo2": {"architecture": "Olmo2ForCausalLM", "num_key_value_heads": 2},
-    "glm": {"architecture": "GlmForCausalLM", "num_key_value_heads": 2, "head_dim": 32},
-    "glm4": {"architecture": "Glm4ForCausalLM", "num_key_value_heads": 2, "head_dim": 32},
-    "opt": {"architecture": "OPTForCausalLM"},
-    "gpt2": {"architecture": "GPT2LMHeadModel"},
-    "gptj": {"architecture": "GPTJForCausalLM", "rotary_dim": 6, "num_attention_heads": 2},
-    "gptj whole heads": {"architecture": "GPTJForCausalLM", "rotary_dim": 16, "n_inner": 80},
-    "gpt_neox": {"architecture": "GPTNeoXForCausalLM"},
-    "gpt_neox in sequence": {"architecture": "GPTNeoXForCausalLM", "use_parallel_residual": False},
-    "bloom": {"architecture": "BloomForCausalLM"},
-    "bloom of 6 heads": {"architecture": "BloomForCausalLM", "num_attention_heads": 6, "hidden_size": 96},
-    "falcon 7b": {"architecture": "FalconForCausalLM"},
-    "falcon 40b": {
-        "architecture": "FalconForCausalLM",
-        "new_decoder_architecture": True,
-        "num_kv_heads": 2,
-        "bias": True,
-    },
-    "falcon of 11b": {
-        "architecture": "FalconForCausalLM",
-        "new_decoder_architecture": True,
-        "num_kv_heads": 2,
-        "num_ln_in_parallel_attn": 1,
-    },
-    "falcon in sequence": {"architecture": "FalconForCausalLM", "multi_query": False, "parallel_attn": False},
-    "starcoder2": {"architecture": "Starcoder2ForCausalLM", "num_key_value_heads": 2, "sliding_window": 23},
-    "stablelm": {"architecture": "StableLmForCausalLM", "num_key_value_heads": 2, "use_qkv_bias": True},
-    "stablelm in parallel": {
-        "architecture": "StableLmForCausalLM",
-        "num_key_value_heads": 4,
-        "use_parallel_residual": True,
-        "partial_rotary_factor": 0.5,
-    },
-    "phi": {"architecture": "PhiForCausalLM"},
-    "gemma": {"architecture": "GemmaForCausalLM", "num_key_value_heads": 1, "head_dim": 32},
-    "gemma2": {
-        "architecture": "Gemma2ForCausalLM",
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "query_pre_attn_scalar": 20,
-        "sliding_window": 17,
-        "attn_logit_softcapping": 5.0,
-        "final_logit_softcapping": 7.0,
-    },
-    "gemma3": {
-        "architecture": "Gemma3ForCausalLM",
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "num_hidden_layers": 3,
-        "query_pre_attn_scalar": 40,
-        "sliding_window": 17,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "llama": _grouped("Llama"),
+    "llama yarn": _grouped("Llama", rope_parameters=YARN),
+    "llama llama3": _of("Llama", num_key_value_heads=1, rope_parameters=LLAMA3),
+    "mistral": _grouped("Mistral", sliding_window=21),
+    "mistral without windows": _grouped("Mistral", sliding_window=None),
+    "qwen2": _grouped("Qwen2"),
+    "qwen3": _grouped("Qwen3", head_dim=48),
+    "phi3": _grouped("Phi3"),
+    "phi3 longrope": _grouped(
+        "Phi3", original_max_position_embeddings=8, rope_parameters={**LONG, "rope_theta": 500.0}
+    ),
+    "smollm3": _grouped("SmolLM3", no_rope_layer_interval=2, use_sliding_window=True, sliding_window=19),
+    "granite": _grouped("Granite", **SCALED),
+    "olmo2": _grouped("Olmo2"),
+    "glm": _grouped("Glm", head_dim=32),
+    "glm4": _grouped("Glm4", head_dim=32),
+    "opt": _of("OPT"),
+    "gpt2": _of("GPT2LMHeadModel"),
+    "gptj": _of("GPTJ", rotary_dim=6, num_attention_heads=2),
+    "gptj whole heads": _of("GPTJ", rotary_dim=16, n_inner=80),
+    "gpt_neox": _of("GPTNeoX"),
+    "gpt_neox in sequence": _of("GPTNeoX", use_parallel_residual=False),
+    "bloom": _of("Bloom"),
+    "bloom of 6 heads": _of("Bloom", num_attention_heads=6, hidden_size=96),
+    "falcon 7b": _of("Falcon"),
+    "falcon 40b": _of("Falcon", new_decoder_architecture=True, num_kv_heads=2, bias=True),
+    "falcon of 11b": _of("Falcon", new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1),
+    "falcon in sequence": _of("Falcon", multi_query=False, parallel_attn=False),
+    "starcoder2": _grouped("Starcoder2", sliding_window=23),
+    "stablelm": _grouped("StableLm", use_qkv_bias=True),
+    "stablelm in parallel": _of(
+        "StableLm", num_key_value_heads=4, use_parallel_residual=True, partial_rotary_factor=0.5
+    ),
+    "phi": _of("Phi"),
+    "gemma": _of("Gemma", num_key_value_heads=1, head_dim=32),
+    "gemma2": _grouped("Gemma2", head_dim=32, query_pre_attn_scalar=20, sliding_window=17)
+    | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0},
+    "gemma3": _grouped("Gemma3", head_dim=32, query_pre_attn_scalar=40, sliding_window=17, **SLIDING_TWICE)
+    | {
         "rope_parameters": {
-            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-        },
+            FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},
+            SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+        }
     },
-    "cohere": {"architecture": "CohereForCausalLM", "num_key_value_heads": 2, "logit_scale": 0.5},
-    "cohere2": {
-        "architecture": "Cohere2ForCausalLM",
-        "num_key_value_heads": 2,
-        "sliding_window": 18,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
-    "mixtral": {
-        "architecture": "MixtralForCausalLM",
-        "num_key_value_heads": 2,
-        "num_local_experts": 5,
-        "sliding_window": 21,
-    },
-    "qwen2 moe": {
-        "architecture": "Qwen2MoeForCausalLM",
-        "num_key_value_heads": 2,
-        "num_experts": 6,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 40,
-    },
-    "qwen2 moe, some layers": {
-        "architecture": "Qwen2MoeForCausalLM",
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 4,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48,
-        "shared_expert_intermediate_size": 16,
-        "decoder_sparse_step": 2,
-        "use_sliding_window": True,
-        "sliding_window": 19,
-        "max_window_layers": 2,
-        "norm_topk_prob": True,
-    },
-    "qwen3 moe": {
-        "architecture": "Qwen3MoeForCausalLM",
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "num_experts": 9,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 40,
-        "norm_topk_prob": True,
-        "mlp_only_layers": [0],
-    },
-    "olmoe": {
-        "architecture": "OlmoeForCausalLM",
-        "num_key_value_heads": 2,
-        "num_experts": 7,
-        "num_experts_per_tok": 3,
-    },
-    "gpt-oss": {
-        "architecture": "GptOssForCausalLM",
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "num_hidden_layers": 3,
-        "num_local_experts": 6,
-        "num_experts_per_tok": 3,
-        "sliding_window": 19,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        "swiglu_limit": 0.6,
-        "rope_parameters": {**YARN, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
-    },
-    "deepseek v2": {
-        "architecture": "DeepseekV2ForCausalLM",
-        "num_key_value_heads": 4,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 20,
-        "qk_nope_head_dim": 12,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 10,
-        "n_routed_experts": 8,
-        "n_group": 4,
-        "topk_group": 2,
-        "topk_method": "group_limited_greedy",
-        "num_experts_per_tok": 3,
-        "n_shared_experts": 2,
-        "moe_intermediate_size": 24,
-        "routed_scaling_factor": 1.7,
-        "num_hidden_layers": 3,
-        "first_k_dense_replace": 1,
-        "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9},
-    },
-    "deepseek v2 lite": {
-        "architecture": "DeepseekV2ForCausalLM",
-        "num_key_value_heads": 4,
-        "q_lora_rank": None,
-        "kv_lora_rank": 24,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 24,
-        "n_routed_experts": 6,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 40,
-    },
-    "deepseek v3": {
-        "architecture": "DeepseekV3ForCausalLM",
-        "num_key_value_heads": 4,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 20,
-        "qk_nope_head_dim": 12,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 16,
-        "n_routed_experts": 12,
-        "n_group": 4,
-        "topk_group": 2,
-        "num_experts_per_tok": 3,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 24,
-        "num_hidden_layers": 3,
-        "first_k_dense_replace": 1,
-        "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
-    },
-    "granite moe": {
-        "architecture": "GraniteMoeForCausalLM",
-        "num_key_value_heads": 2,
-        "num_local_experts": 6,
-        "num_experts_per_tok": 3,
-        "embedding_multiplier": 3.0,
-        "residual_multiplier": 0.4,
-        "attention_multiplier": 0.17,
-        "logits_scaling": 2.5,
-    },
+    "cohere": _grouped("Cohere", logit_scale=0.5),
+    "cohere2": _grouped("Cohere2", sliding_window=18, layer_types=[SLIDING, FULL]),
+    "mixtral": _grouped("Mixtral", num_local_experts=5, sliding_window=21),
+    "qwen2 moe": _grouped("Qwen2Moe", **_experts(6, 3, 24, shared_expert_intermediate_size=40)),
+    "qwen2 moe, some layers": _grouped("Qwen2Moe", **_experts(4, 2, 48, shared_expert_intermediate_size=16))
+    | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "norm_topk_prob": True}
+    | {"use_sliding_window": True, "sliding_window": 19, "max_window_layers": 2},
+    "qwen3 moe": _grouped("Qwen3Moe", head_dim=32, **_experts(9, 4, 40), norm_topk_prob=True, mlp_only_layers=[0]),
+    "olmoe": _grouped("Olmoe", num_experts=7, num_experts_per_tok=3),
+    "gpt-oss": _grouped("GptOss", head_dim=32, sliding_window=19, swiglu_limit=0.6, **SLIDING_TWICE)
+    | {"num_local_experts": 6, "num_experts_per_tok": 3}
+    | {"rope_parameters": {**YARN, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0}},
+    "deepseek v2": _latent(
+        *("DeepseekV2", 20, 12, 8, 10),
+        **_routed(8, 3, 2, 24, routed_scaling_factor=1.7, topk_method="group_limited_greedy", **IN_GROUPS),
+        q_lora_rank=24,
+        rope_parameters={**YARN, "mscale": 0.7, "mscale_all_dim": 0.9},
+    ),
+    "deepseek v2 lite": _latent("DeepseekV2", 24, 8, 16, 24, q_lora_rank=None, **_routed(6, 2, 1, 40)),
+    "deepseek v3": _latent(
+        *("DeepseekV3", 20, 12, 8, 16),
+        **_routed(12, 3, 1, 24, **IN_GROUPS),
+        q_lora_rank=24,
+        rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    "granite moe": _grouped("GraniteMoe", num_local_experts=6, num_experts_per_tok=3, **SCALED),
 }
 """Arguments of ``save_model`` by name; the reference is the class of that name in transformers."""

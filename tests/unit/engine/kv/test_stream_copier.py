@@ -5,20 +5,29 @@ Without a GPU the stream is one that runs what it is given when a caller waits f
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
+from benchmarks.common.gpu_models import model_config, random_weights
 from core.request import Residency
+from engine.attention.step_sizes import StepSizes
+from engine.attention.torch_attention import TorchAttention
 from engine.kv import copiers
 from engine.kv.copiers import HostBlocks, StreamCopier
 from engine.kv.kv_pool import KVPool
+from engine.steps.backends import GraphBackend
+from engine.steps.decode_graphs import Capture
+from engine.steps.model_runner import ModelRunner
 from kvcache import KVCopy
+from tests.gpu.moving import MovingDriver, wander
+from tests.unit.engine.driver import Driver
 
 CONFIG = SimpleNamespace(kv_rows=2, num_hidden_layers=3, num_key_value_heads=2, head_dim=4)
 BLOCK_BYTES = 2 * 3 * 8 * 2 * 4 * 4
@@ -103,30 +112,17 @@ def test_a_copy_that_cannot_be_launched_has_failed(caplog: pytest.LogCaptureFixt
     assert "copy 1 failed" in caplog.text
 
 
-def test_a_thousand_moves_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks wander between both pools; each holds what it held at the beginning, wherever it is."""
-    monkeypatch.setattr(copiers, "STAGING_BYTES", 3 * BLOCK_BYTES)
-    rng = random.Random(2)
-    device = pool(12, 0.0)
-    copier = StreamCopier(device, HostBlocks(device, 12), Stream())
-    held, free = {}, {Residency.DEVICE: list(range(12)), Residency.HOST: list(range(12))}
-    for name in range(9):
-        block = free[Residency.DEVICE].pop()
-        for cache in (*device.keys, *device.values):
-            cache[block * 8 : block * 8 + 8] = name + 1
-        held[name] = (Residency.DEVICE, block)
-    for number in range(1000):
-        names = rng.sample(sorted(held), rng.randint(1, 5))
-        here = held[names[0]][0]
-        there = Residency.HOST if here is Residency.DEVICE else Residency.DEVICE
-        names = [name for name in names if held[name][0] is here]
-        source = [held[name][1] for name in names]
-        target = [free[there].pop(rng.randrange(len(free[there]))) for _ in names]
-        copier.begin(KVCopy(number, there, tuple(source), tuple(target)))
-        copier.wait()
-        assert copier.take_done() == [(number, False)]
-        free[here] += source
-        held |= {name: (there, block) for name, block in zip(names, target, strict=True)}
-        for name, (where, block) in held.items():
-            if where is Residency.DEVICE:
-                assert (contents(device, block) == name + 1).all()
+def test_sequences_that_are_moved_about_answer_as_if_they_were_not(tmp_path: Path) -> None:
+    """What the tests on a GPU do a thousand times, a few times without one."""
+    config = model_config("tiny", tmp_path, num_hidden_layers=2, hidden_size=64, intermediate_size=96, head_dim=8)
+    weights = random_weights(config, torch.float32, "cpu")
+    runners, sizes = [], StepSizes(8, 16)
+    for _ in range(2):
+        pool = KVPool(config, num_blocks=80, block_size=32, dtype=torch.float32)
+        backend = GraphBackend(
+            config, weights, pool, 512, TorchAttention([None] * 2), sizes, cast(Capture, lambda run: run), lambda: None
+        )
+        runners.append(ModelRunner(config, pool, backend, 512))
+    copier = StreamCopier(runners[0].pool, HostBlocks(runners[0].pool, 80), Stream())
+    events = wander(MovingDriver(runners[0], copier, 80), Driver(runners[1]), 60)
+    assert min(events.values()) > 5

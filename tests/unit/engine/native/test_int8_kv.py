@@ -1,9 +1,9 @@
-"""Keys and values in 8 bits: the roundings of ADR 46, whatever a row is computed with and on every instruction set."""
+"""Keys and values in 8 bits: what they cost, where they go, and their integers on every instruction set (ADR 46)."""
 
 from __future__ import annotations
 
 import ctypes
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,49 +15,16 @@ from core.errors import ConfigError
 from engine.checkpoint.model_config import load_model_config
 from engine.checkpoint.weights import load_weights
 from engine.kv.kv_pool import KVPool
-from engine.native import library
-from engine.parallel.mesh import Mesh, check_parallel
 from engine.steps.model_runner import ModelRunner
+from tests.unit.engine.native.components import BUILDS, Components, assert_same, compiled_probe, random_tokens
 from tests.unit.engine.native.exact_step import ExactStep, round_heads
-from tests.unit.engine.native.test_native_exactness import LENGTHS, MODELS, Components, _random_tokens, assert_same
-from tests.unit.engine.native.test_quantized import BUILDS
-from tests.unit.engine.small_models import save_model
-
-SHAPES = ("gqa", "mha", "mqa", "odd", "qwen3", "opt", "long_window")
-CUTS = [(2, 3), (5, 2), (33, 7), (33, 200)]
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {
-        name: save_model(tmp_path_factory.mktemp(name), **({"num_hidden_layers": 2} | MODELS[name])) for name in SHAPES
-    }
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_roundings_are_those_of_the_contract(saved: dict[str, Path], shape: str, dtype: str) -> None:
-    (tokens,) = _random_tokens((150,))
-    config = load_model_config(saved[shape])
-    exact = ExactStep(config, load_weights(saved[shape], config, getattr(torch, dtype)), len(tokens), int8_kv=True)
-    ours = Components(saved[shape], dtype, [tokens], seed=0, kv_dtype="int8").run(1, 41)
-    assert np.array_equal(torch.stack(ours.logits["0"]).numpy(), exact.logits(tokens))
-
-
-@pytest.mark.parametrize("shape", ["mha", "odd", "long_window"])
-def test_a_row_does_not_depend_on_batch_chunks_or_threads(saved: dict[str, Path], shape: str) -> None:
-    tokens = _random_tokens(LENGTHS)
-    alone = Components(saved[shape], "bfloat16", tokens, seed=0, kv_dtype="int8").run_alone()
-    for seed, (cut, threads) in enumerate(zip(CUTS, (1, 1, 1, 3), strict=True), start=1):
-        ours = Components(saved[shape], "bfloat16", tokens, seed, spare=seed, num_threads=threads, kv_dtype="int8")
-        assert_same(ours.run(*cut), alone)
-
-
-def test_what_is_stored_and_what_it_costs(saved: dict[str, Path]) -> None:
+def test_what_is_stored_and_what_it_costs(saved: Callable[[str], Path]) -> None:
     """The first layer's keys and values are those of a pool of floats, rounded; its logits stay near."""
-    (tokens,) = _random_tokens((150,))
-    full = Components(saved["gqa"], "float32", [tokens], seed=0).run_alone()
-    ours = Components(saved["gqa"], "float32", [tokens], seed=0, kv_dtype="int8").run_alone()
+    (tokens,) = random_tokens((150,))
+    full = Components(saved("gqa"), "float32", [tokens], seed=0).run_alone()
+    ours = Components(saved("gqa"), "float32", [tokens], seed=0, kv_dtype="int8").run_alone()
     layers = full.runner.config.num_hidden_layers
     floats, stored = full.kv("0"), ours.kv("0")
     for index in (0, layers):  # keys, values
@@ -77,21 +44,21 @@ class RoundedKeysAndValues(ExactStep):
         return super()._mix(query, key, value, window)
 
 
-def test_queries_and_weights_of_16_bits_lose_nothing_that_matters(saved: dict[str, Path]) -> None:
+def test_queries_and_weights_of_16_bits_lose_nothing_that_matters(saved: Callable[[str], Path]) -> None:
     """Beside float32 over the same integers the logits differ by less than a thousandth of their spread."""
-    (tokens,) = _random_tokens((150,))
-    config = load_model_config(saved["gqa"])
-    floats = RoundedKeysAndValues(config, load_weights(saved["gqa"], config, torch.float32), len(tokens))
+    (tokens,) = random_tokens((150,))
+    config = load_model_config(saved("gqa"))
+    floats = RoundedKeysAndValues(config, load_weights(saved("gqa"), config, torch.float32), len(tokens))
     expected = floats.logits(tokens)
-    found = torch.stack(Components(saved["gqa"], "float32", [tokens], seed=0, kv_dtype="int8").run(1, 41).logits["0"])
+    found = torch.stack(Components(saved("gqa"), "float32", [tokens], seed=0, kv_dtype="int8").run(1, 41).logits["0"])
     assert np.sqrt(np.square(found.numpy() - expected).mean()) < 1e-3 * expected.std()
 
 
-def test_blocks_move_with_their_scales(saved: dict[str, Path]) -> None:
+def test_blocks_move_with_their_scales(saved: Callable[[str], Path]) -> None:
     """A copy to a host pool and back, to other blocks, as offloading makes it."""
-    (tokens,) = _random_tokens((40,))
-    alone = Components(saved["gqa"], "float32", [tokens], seed=0, kv_dtype="int8").run_alone()
-    moved = Components(saved["gqa"], "float32", [tokens], seed=0, spare=3, kv_dtype="int8")
+    (tokens,) = random_tokens((40,))
+    alone = Components(saved("gqa"), "float32", [tokens], seed=0, kv_dtype="int8").run_alone()
+    moved = Components(saved("gqa"), "float32", [tokens], seed=0, spare=3, kv_dtype="int8")
     for _ in range(33):
         moved.step({"0": 1})
     pool, old = moved.runner.pool, moved.tables["0"]
@@ -106,21 +73,8 @@ def test_blocks_move_with_their_scales(saved: dict[str, Path]) -> None:
     assert_same(moved, alone)
 
 
-def test_a_prefix_that_another_request_has_computed(saved: dict[str, Path]) -> None:
-    first, second = _random_tokens((150, 170))
-    second[:144] = first[:144]
-    alone = Components(saved["gqa"], "bfloat16", [second], seed=0, kv_dtype="int8").run_alone()
-    shared = Components(saved["gqa"], "bfloat16", [first, second], seed=1, kv_dtype="int8")
-    shared.step({"0": 150})
-    shared.tables["1"][:9] = shared.tables["0"][:9]
-    shared.done["1"] = 144
-    while shared.left("1"):
-        shared.step({"1": min(5, shared.left("1"))})
-    assert torch.equal(torch.stack(shared.logits["1"]), torch.stack(alone.logits["0"][144:]))
-
-
-def test_the_memory_of_a_token(saved: dict[str, Path]) -> None:
-    config = load_model_config(saved["gqa"])
+def test_the_memory_of_a_token(saved: Callable[[str], Path]) -> None:
+    config = load_model_config(saved("gqa"))
     pool = KVPool(config, num_blocks=3, block_size=16, dtype=torch.int8)
     per_layer = config.num_key_value_heads * (config.head_dim + 4)
     assert config.kv_bytes_per_token(torch.int8) == 2 * config.num_hidden_layers * per_layer
@@ -142,24 +96,15 @@ def test_where_it_is_refused(settings: dict[str, str], says: str) -> None:
     assert says in str(refusal.value)
 
 
-def test_what_cannot_be_compiled_refuses_it(saved: dict[str, Path]) -> None:
-    """Torch operations would be the fallback; ranks have no other."""
+def test_what_cannot_be_compiled_refuses_it(saved: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigError, match=r"engine\.kv_dtype: .*block_size 4"):
-        ModelRunner.from_dir(saved["gqa"], dtype=torch.float32, num_blocks=4, block_size=4, kv_dtype="int8")
-    config = load_model_config(saved["gqa"])
-    with pytest.raises(ConfigError, match=r"engine\.kv_dtype: .*several ranks"):
-        check_parallel(Mesh(2, 1), config, EngineConfig(kv_dtype="int8"))
+        ModelRunner.from_dir(saved("gqa"), dtype=torch.float32, num_blocks=4, block_size=4, kv_dtype="int8")
 
 
 @pytest.mark.parametrize("build", BUILDS)
 def test_every_instruction_set_computes_the_same_integers(build: str, tmp_path: Path) -> None:
     """Scores and sums, extremes included; numbers of tokens and dimensions that fill no pair of vectors."""
-    path = tmp_path / "probe.so"
-    flags = [flag for flag in library.COMPILE_FLAGS if not flag.startswith("-march")] + BUILDS[build]
-    source = Path(__file__).with_name("kv_probe.cpp")
-    headers = Path(library.__file__).parent
-    subprocess.run(["c++", *flags, "-I", headers, "-shared", "-fPIC", source, "-o", path], check=True)
-    compiled = ctypes.CDLL(str(path))
+    compiled = compiled_probe("kv_probe.cpp", build, tmp_path)
     rng = np.random.default_rng(0)
     for tokens, d in ((1, 16), (37, 48), (128, 64), (127, 256)):
         keys, values = rng.normal(size=(2, tokens, d)).astype(np.float32)

@@ -1,48 +1,42 @@
-"""The compiled step gives a token the same logits, keys and values to the bit, in any company (ADR 27)."""
+"""The compiled step gives a token the same logits, keys and values to the bit, in any company (ADR 27).
+
+Also with weights in 8 and 4 bits (ADR 42), and with keys and values in 8 bits (ADR 46).
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from _pytest.mark import ParameterSet
-from torch import Tensor
 
-from core.request import Request, SamplingParams
-from engine.attention.layout import order_items
+from core.config.engine import EngineConfig
+from core.request import SamplingParams
 from engine.checkpoint.model_config import load_model_config
-from engine.checkpoint.weights import load_weights
-from engine.sequence import Sequence
-from engine.steps.model_runner import ModelRunner
-from kvcache import StepBatch, StepItem
-from tests.unit.engine.families.shapes import FAMILIES
+from engine.checkpoint.quantized import QuantizedLinear
+from engine.checkpoint.weights import Linear, load_weights
+from engine.engine import Engine
+from engine.models.quantize import quantize_weights
+from tests.unit.engine.native.components import MODELS, Components, assert_same, random_tokens
 from tests.unit.engine.native.exact_step import ExactStep
-from tests.unit.engine.small_models import SHAPES, save_model
 
-BLOCK_SIZE = 16
+Saved = Callable[[str], Path]
+
 DTYPES = ["float32", "bfloat16"]
-ODD = {"hidden_size": 66, "intermediate_size": 90, "num_attention_heads": 3, "head_dim": 16}
-MODELS = {
-    **{name: SHAPES[name] for name in ("mha", "gqa", "mqa", "biases", "mistral", "qwen3", "phi3", "opt", "opt_gelu")},
-    "odd": {**ODD, "num_key_value_heads": 1},
-    "odd_mha": {**ODD, "num_key_value_heads": 3},
-    "experts": FAMILIES["qwen3 moe"],
-    "shared_experts": FAMILIES["qwen2 moe"],
-    "long_window": {"architecture": "MistralForCausalLM", "num_key_value_heads": 2, "sliding_window": 140},
-}
 BY_DAY_IN_BFLOAT16 = ("gqa", "odd", "experts")
 
 
-def each_in(shapes: Iterable[str]) -> list[ParameterSet]:
+def each_in(shapes: Iterable[str], *more: Any) -> list[ParameterSet]:
     """Each shape in float32, and in bfloat16 by night but for three that reach every branch of the conversions."""
     found = []
     for shape in shapes:
         marks = [] if shape in BY_DAY_IN_BFLOAT16 else [pytest.mark.nightly]
-        found += [pytest.param(shape, "float32"), pytest.param(shape, "bfloat16", marks=marks)]
+        found += [pytest.param(shape, "float32", *more), pytest.param(shape, "bfloat16", *more, marks=marks)]
     return found
 
 
@@ -50,163 +44,39 @@ LENGTHS = (161, 130, 65, 37, 33, 16, *range(1, 13), *range(1, 16))
 """33 sequences; the softmax is corrected once in the first two."""
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {
-        name: save_model(tmp_path_factory.mktemp(name), **({"num_hidden_layers": 2} | shape))
-        for name, shape in MODELS.items()
-    }
-
-
-class Components:
-    """Sequences of known tokens, computed in whatever portions; every row's logits are kept.
-
-    Args:
-        seed: Decides the places of the blocks and the cuts.
-        spare: Blocks beyond those that are needed: the context's length, so the table of angles, is another too.
-        num_threads: Threads that compute the step.
-        bits: What the weights are rounded to; 0 leaves them.
-        kv_dtype: As ``engine.kv_dtype``.
-    """
-
-    def __init__(
-        self,
-        model: Path,
-        dtype: str,
-        tokens: list[list[int]],
-        seed: int,
-        spare: int = 0,
-        num_threads: int = 1,
-        bits: int = 0,
-        kv_dtype: str = "auto",
-    ) -> None:
-        self._rng = random.Random(seed)
-        self._sequences = {str(i): _sequence(str(i), ids) for i, ids in enumerate(tokens)}
-        num_blocks = sum(-(-len(ids) // BLOCK_SIZE) for ids in tokens) + spare
-        kind = getattr(torch, dtype)
-        self.runner = ModelRunner.from_dir(
-            model,
-            dtype=kind,
-            num_blocks=num_blocks,
-            block_size=BLOCK_SIZE,
-            backend="native",
-            num_threads=num_threads,
-            bits=bits,
-            kv_dtype=kv_dtype,
-        )
-        for cache in (*self.runner.pool.keys, *self.runner.pool.values):
-            cache.view(torch.uint8).fill_(255)  # NaN, also as scales of integers
-        free = list(range(num_blocks))
-        self._rng.shuffle(free)
-        self.tables = {
-            name: [free.pop() for _ in range(-(-len(sequence.token_ids) // BLOCK_SIZE))]
-            for name, sequence in self._sequences.items()
-        }
-        self.done = dict.fromkeys(self._sequences, 0)
-        self.logits: dict[str, list[Tensor]] = {name: [] for name in self._sequences}
-
-    def left(self, name: str) -> int:
-        return len(self._sequences[name].token_ids) - self.done[name]
-
-    def step(self, work: dict[str, int], *, every_row: bool = True) -> None:
-        """The next so many tokens of each.
-
-        Args:
-            every_row: Whether the logits of all rows are wanted, or only those of each sequence's last token.
-        """
-        items = tuple(
-            StepItem(name, self.done[name], count, self.left(name) == count, self.tables[name])
-            for name, count in work.items()
-        )
-        batch = StepBatch(items)
-        order = order_items(batch)
-        owners = [items[i].request_id for i in order for _ in range(items[i].num_tokens)]
-        sampling = {sum(items[j].num_tokens for j in order[: place + 1]) - 1: i for place, i in enumerate(order)}
-        more = [row for row in range(len(owners)) if row not in sampling or not items[sampling[row]].samples]
-        if not every_row:
-            owners = [items[i].request_id for i in order if items[i].samples]
-        logits = self.runner.backend.run(batch, order, self._sequences, more if every_row else None).logits
-        for name, row in zip(owners, logits.clone(), strict=True):
-            self.logits[name].append(row)
-        for name, count in work.items():
-            self.done[name] += count
-
-    def run_alone(self) -> Components:
-        """One token at a time, one sequence after the other."""
-        for name in self._sequences:
-            while self.left(name):
-                self.step({name: 1})
-        return self
-
-    def run(self, most_at_once: int, chunk: int) -> Components:
-        """Steps of so many sequences at most, each with one token or a chunk of the size given."""
-        while names := [name for name in self._sequences if self.left(name)]:
-            chosen = self._rng.sample(names, min(self._rng.randint(1, most_at_once), len(names)))
-            self.step({name: min(self._rng.choice((1, chunk, chunk)), self.left(name)) for name in chosen})
-        return self
-
-    def kv(self, name: str) -> list[Tensor]:
-        """Keys and values of all layers by position, ``[tokens, kv_heads, head_dim]``; in 8 bits the integers, then the
-        scales ``[tokens, kv_heads]``. The layouts are in kv_plain.h and kv_int8.h.
-        """
-        pool, num_tokens = self.runner.pool, len(self._sequences[name].token_ids)
-        head_dim = self.runner.config.head_dim
-        per_lane = 1 if pool.dtype == torch.float32 else 2
-        found, scales = [], []
-        for is_key, cache in [(True, each) for each in pool.keys] + [(False, each) for each in pool.values]:
-            kv_heads = cache.shape[1]
-            blocks = cache.reshape(pool.num_blocks, kv_heads, -1)[self.tables[name]]
-            if pool.dtype == torch.int8:
-                of_blocks = blocks[..., BLOCK_SIZE * head_dim :].contiguous().view(torch.float32)
-                scales.append(of_blocks.transpose(1, 2).reshape(-1, kv_heads)[:num_tokens])
-                blocks = blocks[..., : BLOCK_SIZE * head_dim]
-            if is_key:
-                parts = blocks.reshape(len(blocks), kv_heads, head_dim // per_lane, BLOCK_SIZE, per_lane)
-                parts = parts.permute(0, 3, 1, 2, 4)
-            else:
-                parts = blocks.reshape(len(blocks), kv_heads, BLOCK_SIZE // per_lane, head_dim, per_lane)
-                parts = parts.permute(0, 2, 4, 1, 3)
-            found.append(parts.reshape(-1, kv_heads, head_dim)[:num_tokens])
-        return [*found, *scales]
-
-
-def _sequence(name: str, token_ids: list[int]) -> Sequence:
-    return Sequence.of(Request(name, 1, "ingress", tuple(token_ids), SamplingParams(1)))
-
-
-def _random_tokens(lengths: tuple[int, ...]) -> list[list[int]]:
-    rng = random.Random(7)
-    return [[rng.randrange(3, 300) for _ in range(length)] for length in lengths]
-
-
-def assert_same(ours: Components, alone: Components) -> None:
-    for name, expected in alone.logits.items():
-        assert torch.equal(torch.stack(ours.logits[name]), torch.stack(expected)), f"logits of sequence {name}"
-        for mine, theirs in zip(ours.kv(name), alone.kv(name), strict=True):
-            assert torch.equal(mine, theirs), f"keys or values of sequence {name}"
-
-
+INT8_KV, INT8, INT4 = {"kv_dtype": "int8"}, {"bits": 8}, {"bits": 4}
 CUTS = [(2, 3), (3, 1), (5, 2), (33, 7), (33, 200)]
 """Sequences of a step at most, tokens of a chunk."""
 
 
-@pytest.mark.parametrize(("shape", "dtype"), each_in(MODELS))
-def test_a_row_does_not_depend_on_what_it_is_computed_with(saved: dict[str, Path], shape: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "dtype", "how"),
+    [
+        *each_in((name for name in MODELS if name != "tied"), {}),
+        *[(shape, "bfloat16", INT8_KV) for shape in ("mha", "odd", "long_window")],
+        *[("gqa", "bfloat16", how) for how in (INT8, INT4)],
+    ],
+)
+def test_a_row_does_not_depend_on_what_it_is_computed_with(
+    saved: Saved, shape: str, dtype: str, how: dict[str, Any]
+) -> None:
     """Batches of 1 to 33 sequences, decode rows and chunks, places of blocks: the bits are those of one row."""
-    tokens = _random_tokens(LENGTHS)
-    alone = Components(saved[shape], dtype, tokens, seed=0).run_alone()
+    tokens = random_tokens(LENGTHS)
+    alone = Components(saved(shape), dtype, tokens, seed=0, **how).run_alone()
     for seed, cut in enumerate(CUTS, start=1):
-        assert_same(Components(saved[shape], dtype, tokens, seed, spare=seed).run(*cut), alone)
+        threads = 3 if how and seed == len(CUTS) else 1
+        ours = Components(saved(shape), dtype, tokens, seed, spare=seed, num_threads=threads, **how)
+        assert_same(ours.run(*cut), alone)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_threads", [2, 3, 4, 7])
 @pytest.mark.parametrize("shape", ["mha", "odd", "experts"])
-def test_a_row_does_not_depend_on_the_threads(saved: dict[str, Path], shape: str, num_threads: int, dtype: str) -> None:
+def test_a_row_does_not_depend_on_the_threads(saved: Saved, shape: str, num_threads: int, dtype: str) -> None:
     """In few steps: threads of a step wait for each other, which takes long where others use the cores."""
-    tokens = _random_tokens(LENGTHS[:12])
-    alone = Components(saved[shape], dtype, tokens, seed=0).run_alone()
-    threaded = Components(saved[shape], dtype, tokens, seed=1, num_threads=num_threads)
+    tokens = random_tokens(LENGTHS[:12])
+    alone = Components(saved(shape), dtype, tokens, seed=0).run_alone()
+    threaded = Components(saved(shape), dtype, tokens, seed=1, num_threads=num_threads)
     threaded.step({name: max(1, threaded.left(name) - 1) for name in threaded.done})
     threaded.step({name: 1 for name in threaded.done if threaded.left(name)})
     assert_same(threaded, alone)
@@ -217,13 +87,13 @@ def test_a_row_does_not_depend_on_the_threads(saved: dict[str, Path], shape: str
     ("shape", "dtype"), each_in(("gqa", "odd", "biases", "qwen3", "opt", "long_window", "experts"))
 )
 def test_the_last_layer_computes_queries_of_sampled_rows_alone(
-    saved: dict[str, Path], shape: str, num_threads: int, dtype: str
+    saved: Saved, shape: str, num_threads: int, dtype: str
 ) -> None:
     """The bits of their logits, and of all keys and values, are those of a step that computes all rows."""
-    tokens = _random_tokens(LENGTHS[:12])
-    every = Components(saved[shape], dtype, tokens, seed=0)
+    tokens = random_tokens(LENGTHS[:12])
+    every = Components(saved(shape), dtype, tokens, seed=0)
     every.step({name: every.left(name) for name in every.done})
-    few = Components(saved[shape], dtype, tokens, seed=1, num_threads=num_threads)
+    few = Components(saved(shape), dtype, tokens, seed=1, num_threads=num_threads)
     few.step({name: few.left(name) // 2 for name in few.done if few.left(name) > 1}, every_row=False)
     assert not any(few.logits.values())
     first = dict.fromkeys(["0", "3", "5"], 1) | {name: few.left(name) for name in ("1", "2", "4")}
@@ -238,21 +108,21 @@ def test_the_last_layer_computes_queries_of_sampled_rows_alone(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_rows", range(1, 34))
-def test_every_number_of_decode_rows(saved: dict[str, Path], num_rows: int, dtype: str) -> None:
-    tokens = _random_tokens((3,) * num_rows)
-    together = Components(saved["gqa"], dtype, tokens, seed=1)
+def test_every_number_of_decode_rows(saved: Saved, num_rows: int, dtype: str) -> None:
+    tokens = random_tokens((3,) * num_rows)
+    together = Components(saved("gqa"), dtype, tokens, seed=1)
     for _ in range(3):
         together.step(dict.fromkeys(together.done, 1))
-    assert_same(together, Components(saved["gqa"], dtype, tokens, seed=2).run_alone())
+    assert_same(together, Components(saved("gqa"), dtype, tokens, seed=2).run_alone())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_prefix_that_another_request_has_computed(saved: dict[str, Path], dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "how"), [("float32", {}), ("bfloat16", {}), ("bfloat16", INT8_KV)])
+def test_a_prefix_that_another_request_has_computed(saved: Saved, dtype: str, how: dict[str, Any]) -> None:
     """Its blocks are taken over; what follows is as if the sequence had computed them by itself."""
-    first, second = _random_tokens((150, 170))
+    first, second = random_tokens((150, 170))
     second[:144] = first[:144]
-    alone = Components(saved["gqa"], dtype, [second], seed=0).run_alone()
-    shared = Components(saved["gqa"], dtype, [first, second], seed=1)
+    alone = Components(saved("gqa"), dtype, [second], seed=0, **how).run_alone()
+    shared = Components(saved("gqa"), dtype, [first, second], seed=1, **how)
     while shared.left("0"):
         shared.step({"0": min(11, shared.left("0"))})
     shared.tables["1"][:9] = shared.tables["0"][:9]
@@ -264,15 +134,98 @@ def test_a_prefix_that_another_request_has_computed(saved: dict[str, Path], dtyp
         assert torch.equal(mine, theirs)
 
 
+ROUNDED = ("gqa", "tied", "odd", "biases", "qwen3", "phi3", "opt")
+"""Rows of 64, 112 and 48 inputs; those of ``odd`` (66 and 90) stay as they are, but for the 48 of its ``out``."""
+
+
 @pytest.mark.parametrize(
-    ("shape", "dtype"),
-    each_in(("gqa", "odd", "biases", "qwen3", "phi3", "opt", "long_window", "experts", "shared_experts")),
+    ("shape", "dtype", "how"),
+    [
+        *each_in(("gqa", "odd", "biases", "qwen3", "phi3", "opt", "long_window", "experts", "shared_experts"), {}),
+        *[(shape, dtype, how) for shape in ROUNDED for dtype in DTYPES for how in (INT8, INT4)],
+        *[
+            (shape, dtype, INT8_KV)
+            for shape in ("gqa", "mha", "mqa", "odd", "qwen3", "opt", "long_window")
+            for dtype in DTYPES
+        ],
+    ],
 )
-def test_the_roundings_are_those_of_the_contract(saved: dict[str, Path], shape: str, dtype: str) -> None:
-    """Not only always the same: the bits are those that the ADR promises."""
-    (tokens,) = _random_tokens((150,))
-    model = saved[shape]
-    config = load_model_config(model)
-    exact = ExactStep(config, load_weights(model, config, getattr(torch, dtype)), len(tokens))
-    ours = Components(model, dtype, [tokens], seed=0).run(1, 41)
+def test_the_roundings_are_those_of_the_contract(saved: Saved, shape: str, dtype: str, how: dict[str, Any]) -> None:
+    """Not only always the same: the bits are those that the ADRs promise."""
+    (tokens,) = random_tokens((70 if "bits" in how else 150,))
+    config = load_model_config(saved(shape))
+    weights = load_weights(saved(shape), config, getattr(torch, dtype))
+    if "bits" in how:
+        weights = quantize_weights(weights, how["bits"])
+    exact = ExactStep(config, weights, len(tokens), int8_kv=how == INT8_KV)
+    ours = Components(saved(shape), dtype, [tokens], seed=0, **how).run(1, 41)
     assert np.array_equal(torch.stack(ours.logits["0"]).numpy(), exact.logits(tokens))
+
+
+@pytest.mark.parametrize("shape", ROUNDED)
+def test_which_matrices_are_rounded(saved: Saved, shape: str) -> None:
+    weights = quantize_weights(load_weights(saved(shape), load_model_config(saved(shape)), torch.float32), 4)
+    layer = weights.layers[0]
+    kept = [type(each) for each in (layer.qkv, layer.out, layer.up, layer.down)]
+    assert kept == ([Linear, QuantizedLinear, Linear, Linear] if shape == "odd" else [QuantizedLinear] * 4)
+    assert isinstance(weights.lm_head, torch.Tensor) == (shape == "odd")
+    if isinstance(weights.lm_head, QuantizedLinear):
+        assert weights.lm_head.bits == 8
+
+
+NUM_PROMPTS = 1000
+NUM_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(3, 300) for _ in range(rng.randint(1, 40))] for _ in range(NUM_PROMPTS)]
+
+
+def sampling(index: int, num_tokens: int = NUM_TOKENS) -> SamplingParams:
+    return SamplingParams(num_tokens, temperature=1.0, seed=index, ignore_eos=True)
+
+
+def make_engine(model_dir: Path, dtype: str, **options) -> Engine:
+    options = {"kv_memory": "1MiB", "max_batch_tokens": 256, **options}
+    config = EngineConfig(block_size=16, num_threads=1, backend="native", **options)
+    return Engine(model_dir, dtype=dtype, engine=config)
+
+
+@pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_model_dir: Path, dtype: str, prompts: list[list[int]]) -> list[tuple[int, ...]]:
+    """The outputs of requests that came one after the other."""
+    engine = make_engine(tiny_model_dir, dtype)
+    return [engine.generate([prompt], sampling(index))[0].token_ids for index, prompt in enumerate(prompts)]
+
+
+def test_batches_draw_what_a_request_draws_alone(
+    tiny_model_dir: Path, dtype: str, prompts: list[list[int]], alone: list[tuple[int, ...]]
+) -> None:
+    """In a pool so small that requests are preempted and computed again, prompts in chunks of any size."""
+    small = "96KiB" if dtype == "float32" else "48KiB"
+    engine = make_engine(tiny_model_dir, dtype, max_batch_tokens=48, max_num_seqs=40, kv_memory=small)
+    together = engine.generate(prompts, [sampling(index) for index in range(NUM_PROMPTS)])
+    assert engine.scheduler.num_preemptions > 0
+    assert [completion.token_ids for completion in together] == alone
+
+
+def test_a_resumed_request_goes_on_with_what_it_would_have_drawn(
+    tiny_model_dir: Path, dtype: str, prompts: list[list[int]], alone: list[tuple[int, ...]]
+) -> None:
+    """As after the death of a worker: prompt and known output are computed as one prompt elsewhere, then it goes on."""
+    known = [1 + index % (NUM_TOKENS - 1) for index in range(NUM_PROMPTS)]
+    engine = make_engine(tiny_model_dir, dtype)
+    resumed = engine.generate(
+        [[*prompt, *output[:count]] for prompt, output, count in zip(prompts, alone, known, strict=True)],
+        [sampling(index, NUM_TOKENS - count) for index, count in enumerate(known)],
+    )
+    assert [
+        (*output[:count], *rest.token_ids) for output, count, rest in zip(alone, known, resumed, strict=True)
+    ] == alone

@@ -1,17 +1,31 @@
-"""The compiled step behind its C interface: failures that Python is told of, and threads that end."""
+"""The compiled step behind its C interface: failures that Python is told of, and threads that end.
+
+What torch is given to compile instead is compiled once; the compiler behind, which takes a minute, is left out.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import random
+import shutil
+import signal
+import subprocess
 import time
 from ctypes import byref
 from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
+from engine.checkpoint.model_config import load_model_config
+from engine.checkpoint.weights import load_weights
+from engine.kv.kv_pool import KVPool
+from engine.native.library import COMPILE_FLAGS
 from engine.native.model import NativeBackend, _Layer
+from engine.steps.backends import TorchBackend
 from engine.steps.model_runner import ModelRunner
 from tests.unit.engine.driver import Driver
 
@@ -73,3 +87,58 @@ def test_a_matrix_that_fits_nowhere(tiny_model_dir: Path, columns: int, error: t
     driver = Driver(made)
     driver.add("a", [5, 6, 7])
     assert len(driver.step(a=3)) == 1
+
+
+HERE = Path(__file__).parent
+CASES = ("once", "crowded", "sleeps", "throws", "leaves_no_thread", "forks", "signals", "refused")
+GUARD_S = 300
+
+pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    built = tmp_path_factory.mktemp("team") / "team_check"
+    flags = [flag for flag in COMPILE_FLAGS if flag != "-O3"]
+    subprocess.run(["c++", *flags, "-O1", str(HERE / "team_check.cpp"), "-o", str(built)], check=True)
+    return built
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_team(program: Path, case: str) -> None:
+    done = subprocess.run([program, case], capture_output=True, text=True, timeout=GUARD_S, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_stopped_process_goes_on(program: Path) -> None:
+    """SIGSTOP in the middle of jobs, several times."""
+    with subprocess.Popen([program, "once"], stderr=subprocess.PIPE, text=True) as process:
+        for _ in range(5):
+            if process.poll() is None:
+                process.send_signal(signal.SIGSTOP)
+                time.sleep(0.01)
+                process.send_signal(signal.SIGCONT)
+                time.sleep(0.01)
+        _, problem = process.communicate(timeout=GUARD_S)
+    assert process.returncode == 0, problem
+
+
+def test_once_for_all_layers_and_batches(model_dir, monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+    config = load_model_config(model_dir("qwen3"))
+    weights = load_weights(model_dir("qwen3"), config, torch.float32)
+    drivers = []
+    for compiled in (True, False):
+        pool = KVPool(config, num_blocks=64, block_size=4, dtype=torch.float32)
+        backend = TorchBackend(config, weights, pool, 256, compiled=compiled)
+        drivers.append(Driver(ModelRunner(config, pool, backend, 256)))
+    rng = random.Random(0)
+    for name, length in (("a", 30), ("b", 7), ("c", 50)):
+        prompt = [rng.randrange(3, 300) for _ in range(length)]
+        for driver in drivers:
+            driver.add(name, prompt)
+    for work in ({"a": 20}, {"b": 7, "a": 10}, {"c": 50, "a": 1}, {"a": 1, "b": 1, "c": 1}, {"a": 1}, {"b": 1}):
+        found, expected = (driver.step(**work) for driver in drivers)
+        assert found == expected
+    assert counter.frame_count == 4  # before and after attention; many rows, and one

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import platform
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +12,20 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.quantized import JoinedLinear, QuantizedLinear, pack_nibbles
-from engine.native import library
 from engine.native.model import quantized_arguments
-from tests.unit.engine.native.exact_fma import FUSED
-from tests.unit.engine.native.exact_quantized import exact_product, round_rows
-
-X86 = platform.machine() == "x86_64"
-BUILDS = {
-    "this processor": ["-march=native"],
-    **({"AVX2": ["-march=x86-64-v3", "-O1"], "no vectors": ["-march=x86-64", "-O1"]} if X86 else {}),
-}
-"""VPDPBUSD where there is VNNI, VPMADDWD, plain C++."""
-
-Probe = Callable[..., np.ndarray]
+from tests.unit.engine.native.components import BUILDS, compiled_probe
+from tests.unit.engine.native.exact_step import FUSED, exact_product, round_rows
 
 
-@pytest.fixture(scope="module", params=BUILDS)
-def probe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Probe:
+class Probe:
     """Multiplies in the compiled code of one instruction set."""
-    path = tmp_path_factory.mktemp("probe") / "probe.so"
-    headers = Path(library.__file__).parent
-    flags = [flag for flag in library.COMPILE_FLAGS if not flag.startswith("-march")] + BUILDS[request.param]
-    source = Path(__file__).with_name("quantized_probe.cpp")
-    subprocess.run(["c++", *flags, "-I", headers, "-shared", "-fPIC", source, "-o", path], check=True)
-    compiled = ctypes.CDLL(str(path))
 
-    def multiply(
+    def __init__(self, build: str, folder: Path) -> None:
+        self.fused = {"this processor": FUSED, "AVX2": True, "no vectors": False}[build]
+        self._compiled = compiled_probe("quantized_probe.cpp", build, folder)
+
+    def __call__(
+        self,
         x: np.ndarray,
         weights: QuantizedLinear | JoinedLinear,
         *,
@@ -51,14 +36,22 @@ def probe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         parts = quantized_arguments(weights)
         bias = None if weights.bias is None else weights.bias.float().numpy()
         out = np.full((len(x), weights.outputs), np.nan, np.float32) if start is None else start.copy()
-        address = None if bias is None else bias.ctypes.data_as(ctypes.c_void_p)
-        pointers = [each.ctypes.data_as(ctypes.c_void_p) for each in (x, out)]
-        compiled.probe(parts, len(parts), address, pointers[0], len(x), rows, threads, start is not None, pointers[1])
+        of_bias, of_x, of_out = (None if a is None else a.ctypes.data_as(ctypes.c_void_p) for a in (bias, x, out))
+        self._compiled.probe(parts, len(parts), of_bias, of_x, len(x), rows, threads, start is not None, of_out)
         return out
 
-    multiply.fused = {"this processor": FUSED, "AVX2": True, "no vectors": False}[request.param]  # type: ignore[attr-defined]
-    multiply.scale_type = lambda w: compiled.probe_scales(quantized_arguments(w))  # type: ignore[attr-defined]
-    return multiply
+    def exact(self, x: np.ndarray, weights: QuantizedLinear | JoinedLinear) -> np.ndarray:
+        """What the contract says of this processor."""
+        return exact_product(x, weights, fused=self.fused)
+
+    def scale_type(self, weights: QuantizedLinear) -> int:
+        kind: int = self._compiled.probe_scales(quantized_arguments(weights))
+        return kind
+
+
+@pytest.fixture(scope="module", params=BUILDS)
+def probe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Probe:
+    return Probe(request.param, tmp_path_factory.mktemp("probe"))
 
 
 def random_weights(
@@ -110,9 +103,8 @@ FORMATS: dict[str, dict[str, Any]] = {
 def test_every_bit_is_that_of_the_contract(probe: Probe, name: str) -> None:
     """Outputs that fill no panel, rows that fill no tile."""
     for n, m in ((1, 1), (67, 7), (128, 13)):
-        weights = random_weights(n, 384, **FORMATS[name])
-        x = random_rows(m, 384)
-        exact = exact_product(x, weights, fused=probe.fused)  # type: ignore[attr-defined]
+        weights, x = random_weights(n, 384, **FORMATS[name]), random_rows(m, 384)
+        exact = probe.exact(x, weights)
         assert np.array_equal(probe(x, weights), exact)
         start = random_rows(m, n)
         assert np.array_equal(probe(x, weights, start=start), start + exact)
@@ -130,12 +122,12 @@ def test_scales_that_are_codes_times_a_factor_stay_codes(probe: Probe, name: str
     """As in GGUF files: the outputs are those of the same scales in float32, in less memory."""
     for n, m in ((1, 1), (67, 7), (128, 13)):
         weights = random_weights(n, 512, **CODED[name])
-        assert probe.scale_type(weights) == 3  # type: ignore[attr-defined]
+        assert probe.scale_type(weights) == 3
         x = random_rows(m, 512)
-        exact = exact_product(x, weights, fused=probe.fused)  # type: ignore[attr-defined]
+        exact = probe.exact(x, weights)
         assert np.array_equal(probe(x, weights), exact)
     weights.scales[0, 0] *= 1.001
-    assert probe.scale_type(weights) == 0  # type: ignore[attr-defined]
+    assert probe.scale_type(weights) == 0
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -169,16 +161,16 @@ def test_parts_of_several_formats(probe: Probe) -> None:
     )
     weights = JoinedLinear(parts)
     x = random_rows(9, 256)
-    exact = exact_product(x, weights, fused=probe.fused)  # type: ignore[attr-defined]
+    exact = probe.exact(x, weights)
     assert np.array_equal(probe(x, weights), exact)
-    assert np.array_equal(exact[:, :128], exact_product(x, parts[0], fused=probe.fused))  # type: ignore[attr-defined]
+    assert np.array_equal(exact[:, :128], probe.exact(x, parts[0]))
 
 
 def test_scales_take_as_little_memory_as_keeps_them_exact(probe: Probe) -> None:
     kinds = {"float32": 0, "bfloat16": 1, "float16": 2}
     for scales, expected in kinds.items():
         weights = random_weights(64, 64, 8, 32, scales=scales)
-        assert probe.scale_type(weights) == expected  # type: ignore[attr-defined]
+        assert probe.scale_type(weights) == expected
 
 
 @pytest.mark.parametrize("value", [2.0**-24, 2.0**-14, 65504.0, 1 + 2.0**-10, -3 * 2.0**-24])
@@ -197,4 +189,4 @@ def test_rows_that_are_nothing_or_lost(probe: Probe) -> None:
     out = probe(x, weights)
     assert np.array_equal(out[:2], np.zeros((2, 70)))
     assert np.isnan(out[2:5]).all()
-    assert np.array_equal(out[5:], exact_product(x[5:], weights, fused=probe.fused))  # type: ignore[attr-defined]
+    assert np.array_equal(out[5:], probe.exact(x[5:], weights))

@@ -17,7 +17,6 @@ import torch
 from core.config.engine import EngineConfig
 from core.config.scheduling import SchedulerConfig
 from core.errors import FarsightError, RankLost
-from core.messages.plans import Plan, Slot
 from core.messages.tokens import TokenLogprobs
 from core.request import Fault, Request, SamplingParams, SequenceStatus
 from engine import Engine
@@ -29,6 +28,7 @@ from engine.parallel.local import RANK_MODULE, LocalRanks
 from engine.parallel.mesh import Mesh, Part
 from engine.sequence import Sequence
 from kvcache import StepBatch
+from tests.unit.engine.driver import offer, steps
 from tests.unit.engine.families.shapes import FAMILIES
 from tests.unit.engine.parallel import short_of_memory
 from tests.unit.engine.parallel.short_of_memory import Shortage
@@ -248,15 +248,12 @@ def test_a_batch_in_lockstep_runs_over_ranks(model_dir: Callable[[str], Path]) -
     prompts = random_prompts(6)
     expected = Engine(directory, engine=TORCH).generate(prompts, greedy(6))
     requests = [Request(f"r{i}", 0, "", tuple(prompt), greedy(6)) for i, prompt in enumerate(prompts)]
-    slots = tuple(Slot(each.request_id, 0, 99, 99, False, 0, each) for each in requests)
     static = SchedulerConfig(preset="magnus", execution="static")
     with local_ranks(Mesh(1, 2)) as ranks:
         worker = build_worker(directory, "float32", TORCH, "w", scheduler=static, ranks=ranks.ranks)
-        worker.offer_plan(Plan("w", 0, 1, 0, 0, slots))
-        found: dict[str, tuple[int, ...]] = {}
-        while (batch := worker.begin_step()) is not None:
-            for output in worker.finish_step(batch, worker.execute(batch)):
-                found[output.delta.request_id] = output.delta.token_ids
+        offer(worker, requests)
+        outputs = [output for each in steps(worker) for output in each]
+    found = {output.delta.request_id: output.delta.token_ids for output in outputs}
     assert [found[each.request_id] for each in requests] == [each.token_ids for each in expected]
 
 

@@ -168,21 +168,6 @@ def test_steps_that_were_got_ready_are_replayed_alike(runners: MakeRunners, monk
     assert recorder.num_replayed > 10
 
 
-def test_log_probabilities_come_with_replayed_steps(runners: MakeRunners) -> None:
-    recorder = Recorder()
-    drivers = [Driver(runner) for runner in runners("gqa", recorder)]
-    found = []
-    for driver in drivers:
-        driver.add("a", [5, 6, 7], logprobs=3)
-        driver.step(a=3)
-        tokens = driver.runner.execute(driver.batch(a=1), driver.sequences)
-        found.append(tokens.logprobs[0].output)  # type: ignore[attr-defined]
-    (ours, ours_p), (theirs, theirs_p) = found
-    assert ours == theirs
-    assert ours_p == pytest.approx(theirs_p, abs=1e-5)
-    assert recorder.num_replayed == 1
-
-
 def test_what_was_recorded_is_kept(runners: MakeRunners) -> None:
     """A recording of kernels keeps no memory alive; the work, which holds what they read, must not go."""
     recorded: list[weakref.ref[Callable[[], object]]] = []

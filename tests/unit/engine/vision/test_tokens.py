@@ -25,7 +25,7 @@ from engine.checkpoint.families.vision import QWEN_VL, VISION
 from engine.checkpoint.model_config import load_model_config
 from engine.engine import Engine
 from engine.vision.model import VisionModel, load_vision
-from tests.unit.engine.small_models import NEAR_TIE
+from tests.unit.engine.small_models import assert_best
 from tests.unit.engine.vision.models import IMAGE_ID, SHAPES, SeeingReference, save_seeing_model
 from tests.unit.engine.vision.written import WrittenReference, save_written_seeing
 
@@ -94,10 +94,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
 
 def assert_likeliest(reference: Reference, ids: list[int], images: list[np.ndarray], output: list[int]) -> None:
     """Each token is the reference's likeliest one behind what comes before it, or as likely but for rounding."""
-    logits = reference.logits([*ids, *output], images)[len(ids) - 1 : -1]
-    best = logits.max(-1).values
-    ours = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
-    assert bool((best - ours < NEAR_TIE).all()), f"{(best - ours).tolist()} behind the likeliest token"
+    assert_best(reference.logits([*ids, *output], images)[len(ids) - 1 : -1], output)
 
 
 def test_every_family_is_compared() -> None:
