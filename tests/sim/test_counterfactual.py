@@ -45,14 +45,9 @@ def test_more_replicas_and_a_higher_priority_end_a_request_sooner() -> None:
     arrivals = make_arrivals(EXPERIMENT)
     as_served = lives(EXPERIMENT, arrivals)
     slowest = int(np.argmax([life.jct_s / each.output_len for life, each in zip(as_served, arrivals, strict=True)]))
+    assert what_if(EXPERIMENT, arrivals, as_served, 60, Change()).jct_s == pytest.approx(as_served[60].jct_s)
     for change in (Change(replicas=3), Change(priority=-1)):
         assert what_if(EXPERIMENT, arrivals, as_served, slowest, change).jct_s < 0.9 * as_served[slowest].jct_s
-
-
-def test_without_a_change_it_is_what_was() -> None:
-    arrivals = make_arrivals(EXPERIMENT)
-    as_served = lives(EXPERIMENT, arrivals)
-    assert what_if(EXPERIMENT, arrivals, as_served, 60, Change()).jct_s == pytest.approx(as_served[60].jct_s)
 
 
 def test_a_window_begins_at_the_last_idle_instant() -> None:
@@ -76,6 +71,8 @@ def test_a_window_is_bounded_and_says_what_it_leaves_out() -> None:
     assert alone.requests[0] is arrivals[60] and alone.is_whole
     assert alone.next_at == arrivals[80].arrived_at
     assert alone.holds_until(arrivals[80].arrived_at) and not alone.holds_until(arrivals[81].arrived_at)
+    fcfs, farsight = SchedulerConfig(), SchedulerConfig(preset="farsight")  # which looks often: smaller windows
+    assert most_requests(fcfs, fcfs) > most_requests(fcfs, farsight) > most_requests(farsight, farsight) > 0
 
 
 def test_a_window_in_the_midst_begins_with_what_was_under_way() -> None:
@@ -96,7 +93,7 @@ def test_runs_from_the_midst_go_as_the_whole_one() -> None:
     arrivals = make_arrivals(EXPERIMENT)
     as_served = lives(EXPERIMENT, arrivals)
     found = what_if(EXPERIMENT, arrivals, as_served, 115, Change(), most=100)
-    assert found.num_requests <= 100 and not found.is_whole
+    assert found.num_requests == 100 and not found.is_whole
     assert found.as_simulated.jct_s == pytest.approx(as_served[115].jct_s, rel=0.1)
 
 
@@ -114,19 +111,6 @@ def test_a_whole_window_gives_the_answer_of_the_whole_run() -> None:
         assert found.changed.jct_s == pytest.approx(whole.jct_s, rel=1e-9)
         sizes.append(found.num_requests)
     assert max(sizes) > 1
-
-
-def test_an_answer_says_that_requests_were_left_out() -> None:
-    crowded = dataclasses.replace(EXPERIMENT, rate=100.0)
-    arrivals = make_arrivals(crowded)
-    as_served = lives(crowded, arrivals)
-    found = what_if(crowded, arrivals, as_served, 100, Change(priority=-1), most=30)
-    assert (found.num_requests, found.is_whole) == (30, False)
-
-
-def test_presets_that_look_often_get_smaller_windows() -> None:
-    fcfs, farsight = SchedulerConfig(), SchedulerConfig(preset="farsight")
-    assert most_requests(fcfs, fcfs) > most_requests(fcfs, farsight) > most_requests(farsight, farsight) > 0
 
 
 def test_a_run_ends_with_the_request_that_is_asked_for() -> None:
@@ -148,12 +132,6 @@ def test_a_run_ends_with_the_request_that_is_asked_for() -> None:
 )
 def test_changes_are_read(text: str, change: Change) -> None:
     assert parse_change(text) == change
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "preset=", "preset=x", "replicas=0", "replicas=65", "replicas=1e3", "replicas=²", "priority=", "speed=2"],
-)
-def test_other_changes_are_refused_with_what_would_be_right(text: str) -> None:
-    with pytest.raises(InvalidValueError, match=r"--if: got .*expected preset=NAME \("):
-        parse_change(text)
+    for wrong in ("", "preset=", "preset=x", "replicas=0", "replicas=65", "replicas=1e3", "replicas=²", "speed=2"):
+        with pytest.raises(InvalidValueError, match=r"--if: got .*expected preset=NAME \("):
+            parse_change(wrong)

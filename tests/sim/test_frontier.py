@@ -85,9 +85,6 @@ def test_a_shorter_tail_costs_mean() -> None:
     short_s = 1.05 * tail_bound(load, 0.99)
     free, held = (MeanBound(load, 60.0, 200, within, 0.99).solve(3.0, 60) for within in (math.inf, short_s))
     assert held >= free * 0.999
-
-
-def test_weights_must_add_up_to_one() -> None:
     assert all(sum(each) == pytest.approx(1.0) for each in shares())
     with pytest.raises(InvalidValueError, match="shares"):
-        workload(crowd(0), BOUNDS, (0.5, 0.6, 0.0))
+        workload(requests, BOUNDS, (0.5, 0.6, 0.0))

@@ -20,19 +20,19 @@ SIZE = 4
 Tokens = tuple[int, ...]
 
 
-def test_hashes_cover_everything_before_them() -> None:
+def test_hashes_cover_everything_before_them_and_the_salt() -> None:
     first, second = hash_blocks([1, 2, 3, 4, 5, 6, 7, 8, 9], SIZE)
     assert hash_blocks([1, 2, 3, 4, 9, 9, 9, 9], SIZE)[0] == first
     assert hash_blocks([9, 2, 3, 4, 5, 6, 7, 8], SIZE)[1] != second
     grown = [first]
     extend_hashes(grown, [1, 2, 3, 4, 5, 6, 7, 8, 9], SIZE, 2)
     assert grown == [first, second]
-
-
-def test_hashes_are_the_same_in_another_process() -> None:
     code = "from kvcache.block_manager import hash_blocks; print(hash_blocks(list(range(64)), 32))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert other.stdout.strip() == str(hash_blocks(list(range(64)), 32))
+    assert other.stdout.strip() == str(hash_blocks(list(range(64)), 32)), "also in another process"
+    roots = [NO_PARENT, salted_root("a"), salted_root("b"), root_of("a", b"request"), root_of("a")]
+    assert len(set(roots)) == 5 and salted_root("") == NO_PARENT
+    assert not set(hash_blocks(range(8), SIZE, salted_root("a"))) & set(hash_blocks(range(8), SIZE))
 
 
 def fill(blocks: BlockManager, name: str, tokens: Tokens) -> int:
@@ -208,13 +208,6 @@ def test_a_preempted_sequence_finds_its_own_blocks_and_its_outputs() -> None:
     assert loop.executor.report().progress[0].cached_len == 0, "it is the first start that counts"
 
 
-def test_salts_have_roots_of_their_own() -> None:
-    roots = [NO_PARENT, salted_root("a"), salted_root("b"), root_of("a", b"request"), root_of("a")]
-    assert len(set(roots)) == 5
-    assert salted_root("") == NO_PARENT
-    assert not set(hash_blocks(range(8), SIZE, salted_root("a"))) & set(hash_blocks(range(8), SIZE))
-
-
 def test_hashes_are_known_by_their_number_and_their_ends() -> None:
     tokens, root = tuple(range(11)), salted_root("a")
     hashes = hash_blocks(tokens, SIZE, root)
@@ -224,3 +217,27 @@ def test_hashes_are_known_by_their_number_and_their_ends() -> None:
     assert not are_hashes_of(hashes[:1], tokens, SIZE, root)
     assert not are_hashes_of((hashes[0], 5), tokens, SIZE, root)
     assert not are_hashes_of(hash_blocks(tokens, 2, root)[:2], tokens, SIZE, root), "another block size"
+
+
+def test_a_sequence_has_whole_blocks_until_all_are_released() -> None:
+    blocks = BlockManager(num_blocks=4, block_size=8)
+    assert blocks.grow("a", 8) == [0]
+    blocks.grow("a", 9)
+    assert (len(blocks.table("a")), blocks.num_free) == (2, 2)
+    blocks.grow("a", 3)
+    assert len(blocks.table("a")) == 2, "growing never shrinks"
+    assert blocks.grow("a", 33) is None, "what cannot grow keeps what it has"
+    assert (len(blocks.table("a")), blocks.num_free) == (2, 2)
+    blocks.check_integrity()
+    assert (blocks.release("a"), blocks.release("a"), blocks.num_free) == (2, 0, 4)
+    blocks.check_integrity()
+
+
+def test_integrity_sees_a_block_lost_or_in_two_hands() -> None:
+    for wrong in ([], [1]):
+        blocks = BlockManager(num_blocks=3, block_size=8)
+        blocks.grow("a", 8)
+        blocks.grow("b", 8)
+        blocks.table("a")[:] = wrong
+        with pytest.raises(IntegrityError):
+            blocks.check_integrity()

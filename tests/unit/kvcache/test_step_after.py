@@ -135,16 +135,13 @@ def test_what_happens_meanwhile_makes_the_step_invalid() -> None:
         change()
         assert worker.begin_after(batch) is None
         worker.commit(batch)
-
-
-def test_a_step_with_a_prompt_or_a_last_token_has_no_known_successor() -> None:
     worker = make(20)
     worker.apply_plan(plan(1, slot("0", out=3)))
     known = []
     while (batch := worker.next_batch()) is not None:
         known.append(worker.step_after(batch) is not None)
         worker.commit(batch)
-    assert known == [False, True, False]
+    assert known == [False, True, False], "a prompt and a last token have no known successor"
 
 
 def test_there_may_be_no_block_for_the_step_ahead() -> None:
