@@ -7,14 +7,13 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from core.errors import IntegrityError
 from core.messages.plans import Plan, Slot
 from core.request import Request, SamplingParams
 from kvcache import BatchLimits, BlockManager, LeaseExecutor
 from kvcache.block_manager import NO_PARENT, are_hashes_of, extend_hashes, hash_blocks, root_of, salted_root
+from tests.volumes import at_volume
 
 SIZE = 4
 Tokens = tuple[int, ...]
@@ -86,11 +85,14 @@ def test_integrity_sees_a_wrong_reference_count() -> None:
         blocks.check_integrity()
 
 
-@settings(max_examples=200)
-@given(seed=st.integers(0, 2**32), num_blocks=st.integers(3, 20))
-def test_it_finds_what_a_naive_model_says(seed: int, num_blocks: int) -> None:
+@at_volume(60, 1000)
+def test_it_finds_what_a_naive_model_says(volume: int) -> None:
+    for seed in range(volume):
+        compare_with_naive_model(random.Random(seed), 3 + seed % 18)
+
+
+def compare_with_naive_model(rng: random.Random, num_blocks: int) -> None:
     """The model knows prefixes by their tokens, who holds them and when they were last let go."""
-    rng = random.Random(seed)
     blocks = BlockManager(num_blocks, SIZE)
     held: dict[str, Tokens] = {}
     cached: dict[Tokens, None] = {}  # prefixes of full blocks in order of eviction where no sequence holds them

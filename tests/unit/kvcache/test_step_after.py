@@ -10,6 +10,7 @@ from core.request import Residency
 from kvcache import BatchLimits, BlockManager, LeaseExecutor, StepBatch
 from kvcache.block_manager import hash_blocks
 from tests.unit.kvcache.plans import plan, slot
+from tests.volumes import at_volume
 
 BLOCK = 4
 
@@ -113,13 +114,14 @@ class Life:
                 worker.complete_copy(copy.copy_id)
 
 
-def test_looking_ahead_changes_no_step() -> None:
+@at_volume(50, 500)
+def test_looking_ahead_changes_no_step(volume: int) -> None:
     ahead = early = 0
-    for seed in range(150):
+    for seed in range(volume):
         life = Life(seed)
         life.run(60)
         ahead, early = ahead + life.num_ahead, early + life.num_early
-    assert ahead > 2000 and early > 500
+    assert ahead > 13 * volume and early > 3 * volume
 
 
 def test_what_happens_meanwhile_makes_the_step_invalid() -> None:

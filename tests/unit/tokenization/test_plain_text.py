@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Encoding, Tokenizer, models, normalizers, pre_tokenizers
 
 from tests.unit.tokenization.kinds import CORPUS, KINDS, MARKERS, SPECIAL
+from tests.volumes import at_volume
 from tokenization.capacity import text_capacity
 from tokenization.control_tokens import control_ids
 from tokenization.plain_text import PlainTextEncoder, Span
@@ -64,18 +65,22 @@ contents_of = st.lists(st.lists(st.sampled_from(FRAGMENTS), max_size=6).map("".j
 ordinary = st.lists(st.lists(st.sampled_from(ORDINARY), max_size=8).map("".join), min_size=1, max_size=3)
 
 
+@at_volume(40, 500)
 @pytest.mark.parametrize("kind", KINDS)
-@given(contents=contents_of)
-@settings(max_examples=150, deadline=None)
-def test_only_the_template_writes_control_tokens(kind: str, contents: list[str]) -> None:
-    text, spans, control = chat(contents)
-    ids = encoder_of(kind).encode(text, spans).ids
-    assert control_of(tokenizer_of(kind), ids) == control
+def test_only_the_template_writes_control_tokens(kind: str, volume: int) -> None:
+    @settings(max_examples=volume)
+    @given(contents_of)
+    def check(contents: list[str]) -> None:
+        text, spans, control = chat(contents)
+        ids = encoder_of(kind).encode(text, spans).ids
+        assert control_of(tokenizer_of(kind), ids) == control
+
+    check()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(contents=ordinary)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30)
 def test_ordinary_text_has_its_usual_ids(kind: str, contents: list[str]) -> None:
     """Also where it goes the way of texts that name control tokens."""
     text, spans, _ = chat(contents)
@@ -86,7 +91,7 @@ def test_ordinary_text_has_its_usual_ids(kind: str, contents: list[str]) -> None
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(contents=contents_of)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20)
 def test_a_prompt_of_plain_text(kind: str, contents: list[str]) -> None:
     """What the tokenizer puts around a text is there, and no other control token; offsets go up and have an end."""
     text = "".join(contents)

@@ -12,6 +12,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from services.launch.launch import EMBEDDED_MODEL
+from tests.volumes import at_volume
 from tokenization.grammars.compiler import GrammarCompiler, problem_of
 from tokenization.grammars.reasoning import Matcher
 from tokenization.grammars.sources import of_grammar
@@ -21,7 +22,6 @@ from tokenization.tool_formats.grammar import GrammarWriter, UnwritableTool, no_
 from tokenization.tool_formats.parser import parser_of
 from tokenization.tool_formats.parts import CallArguments, CallEnd, CallStart, OutputForm, Part, Tool
 
-NUM_CALLS = 2000
 SCHEMAS: dict[str, dict[str, Any]] = {
     "get_weather": {
         "type": "object",
@@ -131,12 +131,13 @@ def calls_in(parts: list[Part]) -> list[tuple[str, str]]:
     return list(zip(names, texts, strict=True))
 
 
+@at_volume(30, 200)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_forced_call_parses_and_is_valid(family: str) -> None:
+def test_every_forced_call_parses_and_is_valid(family: str, volume: int) -> None:
     rng = random.Random(family)
     form = OutputForm(family, tuple(SCHEMAS))
     grammar = writer(family).forced(parallel=False, reasons=False, in_reasoning=False)
-    for _ in range(NUM_CALLS // len(FAMILIES) + 1):
+    for _ in range(volume):
         text = sample(family, grammar, rng)
         parts = parse(form, text, rng)
         assert all(isinstance(part, CallStart | CallArguments | CallEnd) for part in parts), (text, parts)
