@@ -96,13 +96,6 @@ def test_a_closed_loop_keeps_so_many_under_way() -> None:
     assert [records[f"r{i}"].arrival.arrived_at for i in range(4)] == pytest.approx([0.0, 4.0, 8.0, 12.0])
 
 
-def test_a_request_that_never_fits_is_refused_and_the_rest_go_on() -> None:
-    small = fleet(ReplicaShape(10, block_size=1))
-    recorder = small.run([SimRequest("big", 0.0, 20, 5, 5), SimRequest("a", 0.0, 2, 2, 2)])
-    assert small.refused == ["big"]
-    assert [record.arrival.request_id for record in recorder.done] == ["a"]
-
-
 def lives(seed: int) -> list[tuple[str, str, float, float, float, int]]:
     """A crowded fleet of two replicas, prefixes shared."""
     rng = np.random.default_rng(seed)
@@ -122,7 +115,7 @@ def lives(seed: int) -> list[tuple[str, str, float, float, float, int]]:
     )
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(2, 20))])
 def test_steps_taken_at_once_change_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = lives(seed)
     monkeypatch.setattr(LeaseExecutor, "horizon", lambda self, batch, most: 1)
@@ -130,7 +123,3 @@ def test_steps_taken_at_once_change_nothing(seed: int, monkeypatch: pytest.Monke
     for fast, slow in zip(at_once, one_by_one, strict=True):
         assert fast[:2] == slow[:2]
         assert fast[2:] == pytest.approx(slow[2:])
-
-
-def test_two_runs_in_one_process_are_the_same_run() -> None:
-    assert lives(1) == lives(1)

@@ -77,7 +77,7 @@ def test_stages_take_batches_in_turn() -> None:
 
 def test_steps_whose_sequences_lose_their_memory_lose_only_those_tokens() -> None:
     """MLFQ in little memory: sequences are moved and dropped while they are in a step, and each still ends in full."""
-    arrivals = [SimRequest(f"r{i}", 0.2 * i, 30 + i % 7, 40 + 9 * (i % 11), 200) for i in range(60)]
+    arrivals = [SimRequest(f"r{i}", 0.2 * i, 30 + i % 7, 40 + 9 * (i % 11), 200) for i in range(24)]
     recorder = run(arrivals, 2, "fastserve", num_blocks=40)
     assert {record.arrival.request_id: record.num_tokens for record in recorder.done} == {
         each.request_id: each.output_len for each in arrivals
