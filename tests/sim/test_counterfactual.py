@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 
@@ -19,10 +20,13 @@ from simulator.traffic.workload import Workload
 EXPERIMENT = Experiment(num_requests=120, rate=12.0, kv_tokens=20_000, max_num_seqs=16, seed=4)
 
 
-def lives(experiment: Experiment, arrivals: Workload) -> list[Life]:
+@functools.cache
+def lived(experiment: Experiment = EXPERIMENT) -> tuple[Workload, list[Life]]:
+    """Arrivals, and how they were served; run once for all tests."""
+    arrivals = make_arrivals(experiment)
     done = run(experiment, arrivals).recorder.done
     found = {each.arrival.request_id: Life(each.ttft_s, each.jct_s) for each in done}
-    return [found[each.request_id] for each in arrivals]
+    return arrivals, [found[each.request_id] for each in arrivals]
 
 
 def took(times_s: list[float]) -> list[Life]:
@@ -31,9 +35,8 @@ def took(times_s: list[float]) -> list[Life]:
 
 
 def test_another_preset_is_answered_like_a_run_under_it() -> None:
-    arrivals = make_arrivals(EXPERIMENT)
-    as_served = lives(EXPERIMENT, arrivals)
-    truth = lives(EXPERIMENT.under("past-future"), arrivals)
+    arrivals, as_served = lived()
+    _, truth = lived(EXPERIMENT.under("past-future"))
     errors = []
     for index in range(20, 120, 20):
         found = what_if(EXPERIMENT, arrivals, as_served, index, Change(preset="past-future"))
@@ -42,8 +45,7 @@ def test_another_preset_is_answered_like_a_run_under_it() -> None:
 
 
 def test_more_replicas_and_a_higher_priority_end_a_request_sooner() -> None:
-    arrivals = make_arrivals(EXPERIMENT)
-    as_served = lives(EXPERIMENT, arrivals)
+    arrivals, as_served = lived()
     slowest = int(np.argmax([life.jct_s / each.output_len for life, each in zip(as_served, arrivals, strict=True)]))
     assert what_if(EXPERIMENT, arrivals, as_served, 60, Change()).jct_s == pytest.approx(as_served[60].jct_s)
     for change in (Change(replicas=3), Change(priority=-1)):
@@ -90,8 +92,7 @@ def test_a_window_in_the_midst_begins_with_what_was_under_way() -> None:
 
 
 def test_runs_from_the_midst_go_as_the_whole_one() -> None:
-    arrivals = make_arrivals(EXPERIMENT)
-    as_served = lives(EXPERIMENT, arrivals)
+    arrivals, as_served = lived()
     found = what_if(EXPERIMENT, arrivals, as_served, 115, Change(), most=100)
     assert found.num_requests == 100 and not found.is_whole
     assert found.as_simulated.jct_s == pytest.approx(as_served[115].jct_s, rel=0.1)
@@ -99,8 +100,7 @@ def test_runs_from_the_midst_go_as_the_whole_one() -> None:
 
 def test_a_whole_window_gives_the_answer_of_the_whole_run() -> None:
     calm = dataclasses.replace(EXPERIMENT, rate=0.5)
-    arrivals = make_arrivals(calm)
-    as_served = lives(calm, arrivals)
+    arrivals, as_served = lived(calm)
     sizes = []
     for index in range(10, 120, 10):
         found = what_if(calm, arrivals, as_served, index, Change(priority=-1))

@@ -34,19 +34,16 @@ def _own(**fields: object) -> str:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("content", [AZURE, PUBLISHED_AZURE])
-def test_azure(tmp_path: Path, content: str, packed: bool) -> None:
+def test_azure_and_mooncake_as_published_and_as_shared(tmp_path: Path, content: str, packed: bool) -> None:
     data = gzip.compress(content.encode()) if packed else content.encode()
     first, second = read_trace(_file(tmp_path, data))
     assert (first.prompt_len, first.output_len, first.max_new_tokens) == (374, 44, 109)
     assert (second.prompt_len, second.output_len) == (396, 109)
     assert second.arrived_at - first.arrived_at == pytest.approx(1.5)
     assert first.request_id != second.request_id
-
-
-@pytest.mark.parametrize("content", [MOONCAKE, PUBLISHED_MOONCAKE])
-def test_mooncake(tmp_path: Path, content: str) -> None:
-    (arrival,) = read_trace(_file(tmp_path, content))
-    assert (arrival.arrived_at, arrival.prompt_len, arrival.output_len, arrival.prefix) == (2.0, 600, 5, (0, 7))
+    for mooncake in (MOONCAKE, PUBLISHED_MOONCAKE):
+        (arrival,) = read_trace(_file(tmp_path, mooncake))
+        assert (arrival.arrived_at, arrival.prompt_len, arrival.output_len, arrival.prefix) == (2.0, 600, 5, (0, 7))
 
 
 def test_our_own_format_with_everything(tmp_path: Path) -> None:

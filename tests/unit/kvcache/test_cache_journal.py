@@ -51,21 +51,12 @@ def test_the_first_notice_is_whole_and_later_ones_tell_what_has_changed() -> Non
     pool.run("c", (7, 8, 9))
     (notice,) = pool.journal.notices(4)
     assert (notice.stored, notice.evicted) == ((CachedRun(0, (7, 8, 9)),), (3, 5)), "what was used longest ago"
-
-
-def test_notices_are_repeated_until_they_are_acknowledged() -> None:
-    pool = Pool()
-    first = pool.journal.notices(1)
-    pool.run("a", (1,))
-    both = pool.journal.notices(2)
-    assert both[:1] == first
-    pool.journal.acknowledge(1)
-    assert pool.journal.notices(3) == both[1:]
-    pool.journal.acknowledge(2)
-    assert pool.journal.notices(4) == ()
-
-
-def test_what_comes_and_goes_between_two_reports_is_told_as_it_is_now() -> None:
+    assert pool.journal.notices(5) == (notice,), "until it is acknowledged"
+    pool.run("d", (1,))
+    both = pool.journal.notices(6)
+    assert both[:1] == (notice,) and len(both) == 2
+    pool.journal.acknowledge(5)
+    assert pool.journal.notices(7) == both[1:]
     pool = Pool(2)
     pool.run("a", (1, 2))
     pool.journal.notices(1)
@@ -73,7 +64,7 @@ def test_what_comes_and_goes_between_two_reports_is_told_as_it_is_now() -> None:
     pool.run("b", (3,))
     pool.run("a", (1, 2))
     (notice,) = pool.journal.notices(2)
-    assert notice == KVCacheEvent(2, False, (CachedRun(1, (2,)),), (3,))
+    assert notice == KVCacheEvent(2, False, (CachedRun(1, (2,)),), (3,)), "as it is now, whatever came and went"
 
 
 def test_rather_than_more_than_the_pool_holds_everything_is_told_anew() -> None:

@@ -96,27 +96,19 @@ def test_a_stopped_or_failed_sequence_frees_its_blocks_at_once(make: MakeExecuto
     worker.check_integrity()
 
 
-def test_a_take_over_keeps_what_is_held_and_goes_on_with_it(make: MakeExecutor) -> None:
+def test_a_take_over_keeps_what_is_held_and_restarts_plan_numbering_under_a_higher_lease(make: MakeExecutor) -> None:
     worker = make()
-    worker.apply_plan(plan(1, slot("a", out=8), slot("b", out=8)))
+    worker.apply_plan(plan(7, slot("a", out=8), slot("b", out=8)))
     step(worker)
     before = worker.report()
-    assert worker.take_over() == 1
+    lease = worker.take_over()
     after = worker.report()
-    assert after.progress == before.progress
+    assert (after.lease, after.plan_seq, after.progress) == (lease, 0, before.progress)
     assert after.report_seq == before.report_seq + 1, "reports are numbered on"
     assert step(worker) == {"a": (4, 1, True), "b": (4, 1, True)}, "no step waits for a plan"
-
-
-def test_a_take_over_restarts_plan_numbering_under_a_higher_lease(make: MakeExecutor) -> None:
-    worker = make()
-    worker.apply_plan(plan(7, slot("a")))
-    lease = worker.take_over()
-    report = worker.report()
-    assert (report.lease, report.plan_seq) == (lease, 0)
-    worker.apply_plan(plan(1, slot("b"), lease=lease))
+    worker.apply_plan(plan(1, slot("b", payload=False), lease=lease))
     assert (worker.report().plan_seq, set(step(worker))) == (1, {"b"})
-    assert worker.take_over() == lease + 1
+    assert worker.take_over() == lease + 1 == 2
 
 
 @pytest.mark.parametrize("lease", [0, 1, 3], ids=["never taken over", "the one before", "not granted yet"])

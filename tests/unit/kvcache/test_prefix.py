@@ -53,6 +53,16 @@ def test_released_blocks_stay_cached_and_count_as_free() -> None:
     assert fill(blocks, "b", (1,) * 10) == 2
     assert fill(blocks, "c", (1,) * 8) == 2, "held blocks are shared"
     assert (blocks.num_free, blocks.num_shared) == (1, 2)
+    blocks._ref_counts[0] += 1
+    with pytest.raises(IntegrityError, match="reference counts"):
+        blocks.check_integrity()
+    blocks, hashes = BlockManager(4, SIZE), hash_blocks((1,) * 8, SIZE)
+    for name in "ab":
+        blocks.grow(name, 8)
+    for name in "ab":
+        blocks.register(name, 0, hashes, 2)
+        blocks.check_integrity()
+    assert (blocks.table("a"), blocks.num_free) == (blocks.table("b"), 2), "of two equal blocks one is kept"
 
 
 def test_the_least_recently_used_goes_first_and_of_a_chain_its_end() -> None:
@@ -63,26 +73,6 @@ def test_the_least_recently_used_goes_first_and_of_a_chain_its_end() -> None:
     blocks.release("a")
     blocks.grow("c", SIZE)
     assert [len(blocks.match(hash_blocks(tokens, SIZE), 2)) for tokens in [(1,) * 8, (2,) * 8]] == [2, 1]
-
-
-def test_of_two_equal_blocks_one_is_kept() -> None:
-    blocks = BlockManager(4, SIZE)
-    hashes = hash_blocks((1,) * 8, SIZE)
-    for name in "ab":
-        blocks.grow(name, 8)
-    for name in "ab":
-        blocks.register(name, 0, hashes, 2)
-        blocks.check_integrity()
-    assert blocks.table("a") == blocks.table("b")
-    assert blocks.num_free == 2
-
-
-def test_integrity_sees_a_wrong_reference_count() -> None:
-    blocks = BlockManager(4, SIZE)
-    fill(blocks, "a", (1,) * 8)
-    blocks._ref_counts[0] += 1
-    with pytest.raises(IntegrityError, match="reference counts"):
-        blocks.check_integrity()
 
 
 @at_volume(60, 1000)
@@ -176,14 +166,11 @@ def test_a_long_prefix_is_waited_for_chunk_by_chunk_and_nobody_else_waits() -> N
     assert loop.step() == {"a": (0, 6)}
     assert loop.step() == {"a": (6, 5), "z": (0, 1)}
     assert loop.step() == {"a": (11, 1), "b": (8, 3), "z": (1, 1)}
-
-
-def test_whoever_rests_is_not_waited_for() -> None:
     loop = Loop(max_batch_tokens=6)
     loop.plan({"a": PROMPT, "b": PROMPT})
     loop.step()
     loop.executor.stall(frozenset({"a"}))
-    assert loop.step() == {"b": (4, 6)}
+    assert loop.step() == {"b": (4, 6)}, "who rests is not waited for"
     loop.executor.stall(frozenset())
     while loop.computed.get("b", 0) < 10:
         loop.step()

@@ -91,11 +91,7 @@ def test_words_and_pairs_whatever_their_case() -> None:
     assert buckets("a b").tolist() != buckets("b a").tolist()
     assert len(buckets("no no no no")) == 2  # "no" and "no no"
     assert buckets("").tolist() == []
-
-
-def test_the_same_buckets_in_every_process() -> None:
-    """``hash`` of Python would differ between them."""
-    assert buckets("look ahead").tolist() == [96, 6846, 21506]
+    assert buckets("look ahead").tolist() == [96, 6846, 21506], "in every process, as ``hash`` of Python is not"
     assert buckets("x " * 10_000).tolist() == buckets("x x").tolist()
     assert buckets("y " + "x " * MAX_WORDS).tolist() == buckets("y " + "x " * 2 * MAX_WORDS).tolist()
 
@@ -113,6 +109,9 @@ def test_scores_put_requests_in_order() -> None:
     assert kendall_tau(own[:, 0], lens) > 0.8
     ratio = np.exp(features[:, 3]) * features[:, 0]
     assert np.abs(ratio / actual - 1).mean() < 0.25
+    assert scorer.weights.shape == (2 * NUM_BUCKETS + 4, 2)
+    assert np.isfinite(scorer.features([question("", "")])).all()
+    assert scorer.features([]).shape == (0, NUM_FEATURES)
 
 
 def test_scores_of_own_examples_do_not_know_them() -> None:
@@ -123,13 +122,6 @@ def test_scores_of_own_examples_do_not_know_them() -> None:
     scorer, own = fit_words(asked, lens)
     assert kendall_tau(scorer.features(asked)[:, 2], lens) > 0.9  # what it was fitted to, it knows
     assert abs(kendall_tau(own[:, 0], lens)) < 0.2
-
-
-def test_an_empty_request_and_none() -> None:
-    scorer, _ = fit_words([each.question for each in examples(50)], np.arange(50))
-    assert scorer.weights.shape == (2 * NUM_BUCKETS + 4, 2)
-    assert np.isfinite(scorer.features([question("", "")])).all()
-    assert scorer.features([]).shape == (0, NUM_FEATURES)
 
 
 def test_outliers_do_not_move_it() -> None:
@@ -151,19 +143,12 @@ def test_bins_hold_equal_shares_and_give_their_own_outputs() -> None:
     assert found.quantiles[1, QUANTILES.index(0.5)] == pytest.approx(374.5, abs=2)
     assert found.rank == pytest.approx([-50, 300, 1200], abs=2)
     assert (np.diff(found.quantiles, axis=1) >= 0).all()
-
-
-def test_features_that_never_change_leave_one_bin() -> None:
-    model = fit_linear(np.ones((50, 2), np.float32), np.arange(50))
-    found = model.distribution(np.ones((3, 2), np.float32), QUANTILES)
-    assert found.num_samples.tolist() == [50] * 3
-    assert found.mean.tolist() == [24.5] * 3
-
-
-def test_what_cannot_be_fitted() -> None:
+    same = np.ones((50, 2), np.float32)  # features that never change leave one bin
+    found = fit_linear(same, np.arange(50)).distribution(same[:3], QUANTILES)
+    assert (found.num_samples.tolist(), found.mean.tolist()) == ([50] * 3, [24.5] * 3)
     with pytest.raises(InvalidValueError, match="at least 2"):
-        fit_linear(np.ones((1, 2), np.float32), np.array([1]))
+        fit_linear(same[:1], np.array([1]))
     with pytest.raises(InvalidValueError, match="num_bins"):
-        fit_linear(np.ones((3, 2), np.float32), np.arange(3), 0)
+        fit_linear(same[:3], np.arange(3), 0)
     with pytest.raises(InvalidValueError, match=r"\(rows, 2\)"):
-        fit_linear(np.ones((3, 2), np.float32), np.arange(3)).distribution(np.ones((1, 3), np.float32), QUANTILES)
+        fit_linear(same[:3], np.arange(3)).distribution(np.ones((1, 3), np.float32), QUANTILES)

@@ -69,25 +69,14 @@ def test_every_forecast_is_in_order_and_within_what_was_seen() -> None:
     assert (found.rank > 0).all() and (found.rank < 1).all()
     assert np.corrcoef(found.rank, found.mean)[0, 1] > 0.8
     assert (found.num_samples >= 10 * 3).all()
-
-
-def test_rows_together_get_what_they_get_alone() -> None:
-    features, lens, asked = data()
-    forest = grow(features, lens, ForestOptions(10, 4))
-    together = forest.distribution(asked, QUANTILES)
+    assert (grow(features, np.full(ROWS, 7), ForestOptions(3)).distribution(asked, QUANTILES).quantiles == 7).all()
+    one, two, other = (grow(features, lens, ForestOptions(5, 30, samples_per_leaf=4, seed=seed)) for seed in (1, 1, 2))
+    together, again = (forest.distribution(asked, QUANTILES) for forest in (one, two))
+    assert together.mean.tolist() == again.mean.tolist() != other.distribution(asked, QUANTILES).mean.tolist()
     for number in range(len(asked)):
-        alone = forest.distribution(asked[number : number + 1], QUANTILES)
+        alone = one.distribution(asked[number : number + 1], QUANTILES)
         assert alone.quantiles.tolist() == together.quantiles[number : number + 1].tolist()
         assert (alone.mean[0], alone.rank[0]) == (together.mean[number], together.rank[number])
-
-
-def test_the_same_seed_grows_the_same_forest() -> None:
-    features, lens, asked = data()
-    one, two, other = (
-        grow(features, lens, ForestOptions(5, 30, samples_per_leaf=4, seed=seed)).distribution(asked, QUANTILES).mean
-        for seed in (1, 1, 2)
-    )
-    assert one.tolist() == two.tolist() != other.tolist()
 
 
 def test_leaves_keep_no_more_than_they_may() -> None:

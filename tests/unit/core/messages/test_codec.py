@@ -198,16 +198,6 @@ def test_random_bytes_never_raise_anything_else(data: bytes) -> None:
         decode(data, Slot)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [(), (7,) * 15, tuple(range(16)), (2**32 - 1,) * 40, (2**32, *range(30)), (2**64 - 1,) * 16, (-1, *range(20))],
-    ids=["none", "few", "many", "widest tokens", "wide", "hashes", "negative"],
-)
-def test_integers_come_as_they_went(values: tuple[int, ...]) -> None:
-    notice = KVCacheEvent(1, False, (), values)
-    assert decode(encode(notice), KVCacheEvent) == notice
-
-
 def test_many_tokens_are_one_string_and_may_be_passed_on_unread() -> None:
     message = Submit((Request("a", 0, "i", tuple(range(300)), SamplingParams(4), prefix_hashes=(2**63,) * 20),))
     data = encode(message)
@@ -219,11 +209,19 @@ def test_many_tokens_are_one_string_and_may_be_passed_on_unread() -> None:
     assert decode(data, Submit) == message
 
 
-@pytest.mark.parametrize("packed", [b"", b"I123", b"Q1234", b"z1234", b"\xff"])
-def test_a_malformed_string_of_integers_is_refused(packed: bytes) -> None:
-    with pytest.raises(MessageError, match="integers as a binary string") as caught:
-        decode(wire("KVCacheEvent", 1, False, [], packed), KVCacheEvent)
-    assert caught.value.field == "KVCacheEvent.evicted"
+WIDEST, HASHES = (2**32 - 1,) * 40, (2**64 - 1,) * 16
+
+
+@pytest.mark.parametrize(
+    "values", [(), (7,) * 15, tuple(range(16)), WIDEST, (2**32, *range(30)), HASHES, (-1, *range(20))], ids=len
+)
+def test_integers_come_as_they_went_and_a_malformed_string_of_them_is_refused(values: tuple[int, ...]) -> None:
+    notice = KVCacheEvent(1, False, (), values)
+    assert decode(encode(notice), KVCacheEvent) == notice
+    for packed in (b"", b"I123", b"Q1234", b"z1234", b"\xff"):
+        with pytest.raises(MessageError, match="integers as a binary string") as caught:
+            decode(wire("KVCacheEvent", 1, False, [], packed), KVCacheEvent)
+        assert caught.value.field == "KVCacheEvent.evicted"
 
 
 FACTS = st.dictionaries(
@@ -235,16 +233,9 @@ DECISIONS = st.lists(st.builds(Decision, st.text(max_size=9), st.floats(0, 1e6),
 @given(DECISIONS, DECISIONS)
 def test_what_is_joined_comes_out_in_order(first: list[Decision], second: list[Decision]) -> None:
     assert unpack_decisions(pack_decisions(first) + pack_decisions(second)) == (*first, *second)
-
-
-def test_each_part_is_on_its_own_clock() -> None:
-    decision = Decision("a", 2.0, {})
-    data = (
-        pack_decisions([decision])
-        + on_clock(100.0, pack_decisions([decision]))
-        + on_clock(7.0, pack_decisions([decision]))
-    )
-    assert [each.at for each in unpack_decisions(data)] == [2.0, 102.0, 9.0]
+    packed = pack_decisions([Decision("a", 2.0, {})])
+    data = packed + on_clock(100.0, packed) + on_clock(7.0, packed)
+    assert [each.at for each in unpack_decisions(data)] == [2.0, 102.0, 9.0], "each part on its own clock"
 
 
 @pytest.mark.parametrize(

@@ -52,9 +52,6 @@ def test_a_ring_keeps_the_newest_points() -> None:
     assert ring.after(0.0) == ([3.0, 4.0, 5.0], {"a": [30.0, 40.0, 50.0], "b": [None, None, None]})
     assert ring.after(4.0) == ([5.0], {"a": [50.0], "b": [None]})
     assert ring.after(5.0)[0] == []
-
-
-def test_a_ring_without_room_is_refused() -> None:
     with pytest.raises(InvalidValueError, match="capacity"):
         Ring(("a",), 0)
 
@@ -100,14 +97,16 @@ def test_counts_become_rates_and_percentiles() -> None:
     assert shown["queue_delay_s"] is None
 
 
-def test_the_first_report_of_a_replica_is_what_later_ones_are_compared_with() -> None:
-    """After the death of a Supervisor the ingress replicas' counts are large: they must be no spike."""
+def test_what_comes_after_a_death_is_no_spike_and_a_clock_that_stands_adds_nothing() -> None:
+    """After the death of a Supervisor the ingress replicas' counts are large; a restarted worker's are small."""
     series = ServiceSeries()
-    series.report(TrafficCounts("old", ended=1_000_000), NOW)
-    series.tick(Instant(), NOW)
-    series.report(TrafficCounts("old", ended=1_000_002), NOW + 1)
-    series.tick(Instant(), NOW + 1)
-    assert column(series.since(SECOND), "ended") == (0.0, 2.0)
+    for at, ended, moved in ((0, 1_000_000, 500), (1, 1_000_002, 800), (2, 1_000_002, 20), (2, 9, 9), (1, 9, 9)):
+        if ended > 9:
+            series.report(TrafficCounts("old", ended=ended), NOW + at)
+        series.tick(Instant(moved_bytes=moved), NOW + at)
+    assert series.since(SECOND).at == (NOW, NOW + 1, NOW + 2)
+    assert column(series.since(SECOND), "ended") == (0.0, 2.0, 0.0)
+    assert column(series.since(SECOND), "moved_bytes") == (0.0, 300.0, 0.0)
 
 
 def test_prompt_tokens_are_booked_while_they_are_computed_and_an_abort_books_none() -> None:
@@ -162,20 +161,6 @@ def test_cost_of_tenants_and_their_refusals() -> None:
     assert column(reply, "rejected") == (2.0,)
 
 
-def test_a_clock_that_stands_or_goes_back_adds_nothing() -> None:
-    series = ServiceSeries()
-    for at in (NOW, NOW, NOW - 5):
-        series.tick(Instant(), at)
-    assert series.since(SECOND).at == (NOW,)
-
-
-def test_a_restarted_worker_moves_no_negative_bytes() -> None:
-    series = ServiceSeries()
-    for at, moved in ((0, 500), (1, 800), (2, 20)):
-        series.tick(Instant(moved_bytes=moved), NOW + at)
-    assert column(series.since(SECOND), "moved_bytes") == (0.0, 300.0, 0.0)
-
-
 def lines(reply: TableReply) -> dict[tuple[str, str], tuple[float | None, ...]]:
     return {(row.name, column.name): column.values for row in reply.rows for column in row.columns}
 
@@ -196,16 +181,13 @@ def test_a_row_that_comes_later_has_no_values_before() -> None:
     assert decode(encode(reply), TableReply) == reply
 
 
-def test_a_minute_is_a_mean_or_the_peak() -> None:
+def test_both_tiers_keep_the_newest_points_and_a_minute_is_a_mean_or_the_peak() -> None:
     table = SeriesTable(1, 2, peaks=("restarts",))
     for second in range(61):
         table.tick({"a": {"load": float(second), "restarts": float(second > 30)}}, NOW + second)
     reply = table.since(MINUTE, ["a"], 9)
     assert reply.at == (NOW + 60,)
     assert lines(reply) == {("a", "load"): (30.0,), ("a", "restarts"): (1.0,)}
-
-
-def test_both_tiers_keep_the_newest_points() -> None:
     table = SeriesTable(1, 1)
     for number in range(MINUTES + 5):
         table.tick({"a": {"load": float(number)}}, NOW + 60 * number)
@@ -280,29 +262,28 @@ def test_a_death_is_seen_with_its_reason_and_counted_once() -> None:
     assert events == [(5, "ready", ""), (4, "starting", ""), (4, "restarted", "its process died"), (3, "dead", "")]
 
 
-def test_one_that_has_never_answered_is_starting() -> None:
+BACK = dataclasses.replace(ROW, pid=5, restarts=1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "health", "states"),
+    [
+        ((DEAD, DEAD, ROW), (1.0, 1.0, 0.0), ["ready"]),
+        ((BACK, DEAD, DEAD, BACK), (0.0, 1.0, 1.0, 0.0), []),
+        ((ROW, DEAD, BACK), (0.0, 1.0, 0.0), ["restarted"]),
+    ],
+    ids=["never answered: starting", "only late", "died and came back at once"],
+)
+def test_one_that_does_not_answer_is_not_dead_at_once(
+    rows: tuple[ComponentStatus, ...], health: tuple[float, ...], states: list[str]
+) -> None:
     history = ComponentHistory()
-    for second, row in enumerate((DEAD, DEAD, ROW)):
+    for second, row in enumerate(rows):
         history.tick([activity(row)], NOW + second)
-    assert lines_of(history)["health"] == (1.0, 1.0, 0.0)
-    assert [each.state for each in reply(history).events] == ["ready"]
-
-
-def test_one_that_was_only_late_has_neither_died_nor_restarted() -> None:
-    history = ComponentHistory()
-    again = dataclasses.replace(ROW, restarts=2)
-    for second, row in enumerate((again, DEAD, DEAD, again)):
-        history.tick([activity(row)], NOW + second)
-    assert reply(history).events == ()
-    assert lines_of(history)["restarts"] == (2.0,) * 4
-    assert lines_of(history)["health"] == (0.0, 1.0, 1.0, 0.0)
-
-
-def test_one_that_died_and_came_back_at_once_has_restarted() -> None:
-    history = ComponentHistory()
-    for second, row in enumerate((ROW, DEAD, dataclasses.replace(ROW, pid=5, restarts=1))):
-        history.tick([activity(row)], NOW + second)
-    assert [each.state for each in reply(history).events] == ["restarted"]
+    assert lines_of(history)["health"] == health
+    assert [each.state for each in reply(history).events] == states
+    history.tick([], NOW + 9)
+    assert reply(history).lines.rows == (), "one that is no longer wanted is forgotten"
 
 
 def test_a_kind_that_nobody_knows_is_kept_like_the_others() -> None:
@@ -325,10 +306,3 @@ def test_answers_and_events_are_bounded() -> None:
     found = reply(history)
     assert (len(found.lines.rows), found.lines.num_left_out) == (MAX_SHOWN, 3)
     assert len(found.events) == MAX_EVENTS
-
-
-def test_one_that_is_no_longer_wanted_is_forgotten() -> None:
-    history = ComponentHistory()
-    history.tick([activity(ROW)], NOW)
-    history.tick([], NOW + 1)
-    assert reply(history).lines.rows == ()
