@@ -76,25 +76,17 @@ def test_the_table_has_27_lines_of_4_numbers() -> None:
     assert {row.setting for row in rows} == {"D3, Conservative"}
     assert [row.reported and row.reported.value for row in rows] == [374250, 59.73, 61.59]
     assert json.loads(json.dumps(rows[0].as_dict()))["verdict"] == "off"
-
-
-@pytest.mark.parametrize(("distribution", "line"), [("D1", 8), ("D2", 4), ("D3", 1), ("D3", 2), ("D2", 7)])
-def test_no_figure_of_the_table_is_exempt(distribution: str, line: int) -> None:
-    rows = table_1_line(distribution, line, num_requests=12)
-    assert [row.check.basis for row in rows] == ["fitted", *["printed"] * (len(rows) - 1)]
-    assert len(rows) == (3 if (distribution, line) == ("D2", 7) else 4)
+    for distribution, line in (("D1", 8), ("D2", 4), ("D3", 1), ("D3", 2), ("D2", 7)):
+        rows = table_1_line(distribution, line, num_requests=12)
+        assert [row.check.basis for row in rows] == ["fitted", *["printed"] * (3 - (line == 7))], "no figure is exempt"
 
 
 def test_few_evictions_are_not_three_times_as_many() -> None:
     """The promised 3 points are more than most lines report."""
-    slack, decides = {}, {}
-    for line in (1, 2, 5):
-        figure = table_1_line("D3", line, num_requests=12)[3].reported
-        assert figure is not None
-        slack[figure.value] = figure.slack
-        decides[figure.value] = figure.decides
-    assert slack == pytest.approx({2.59: 2.0, 0.87: 2.0, 3.23: 2.0})
-    assert decides == {2.59: True, 0.87: False, 3.23: True}
+    figures = [table_1_line("D3", line, num_requests=12)[3].reported for line in (1, 2, 5)]
+    found = {figure.value: (figure.slack, figure.decides) for figure in figures if figure is not None}
+    two = pytest.approx(2.0)
+    assert found == {2.59: (two, True), 0.87: (two, False), 3.23: (two, True)}
 
 
 def test_the_methods_come_out_in_the_papers_order() -> None:

@@ -121,13 +121,9 @@ def test_what_comes_while_a_batch_runs_or_is_more_than_a_step_may_hold_waits_for
     worker.apply_plan(plan(2, slot("d", out=1), *(slot(name, payload=False) for name in "abc")))
     assert set(step(worker)) == {"a", "b"}
     assert set(step(worker)) == {"d", "c"}
-
-
-def test_a_batch_waits_for_all_the_slots_of_its_plan() -> None:
     worker = executor()
     worker.apply_plan(plan(1, slot("a"), slot("b", payload=False)))
-    assert worker.next_batch() is None
-    assert worker.short_blocks == 0
+    assert worker.next_batch() is None and worker.short_blocks == 0, "it waits for all the slots of its plan"
     worker.apply_plan(plan(2, slot("a", payload=False), slot("b")))
     assert set(step(worker)) == {"a", "b"}
 
@@ -185,16 +181,13 @@ def test_those_left_after_the_last_one_is_aborted_return_with_the_next_step() ->
     assert worker.next_batch() is None and worker.short_blocks == 2
     worker.apply_plan(plan(2, slot("a", prompt=7, payload=False)))
     assert [end.request_id for end in run(worker)[1]] == ["a"], "without any more blocks"
-
-
-def test_a_plan_without_any_of_them_ends_the_batch_and_frees_all() -> None:
     worker = executor()
-    worker.apply_plan(plan(1, slot("a"), slot("b", out=1)))
+    worker.apply_plan(plan(1, slot("a"), slot("b", out=1), slot("c", out=1)))
     step(worker)
-    assert worker.apply_plan(plan(2)) == ["a", "b"]
-    assert worker.next_batch() is None
-    assert worker.blocks.num_free == worker.blocks.num_blocks
-    assert worker.report().finished == ()
+    assert [end.request_id for end in worker.flush()] == ["b", "c"], "those that are complete and no others"
+    worker.check_integrity()
+    assert worker.apply_plan(plan(2)) == ["a"]
+    assert worker.next_batch() is None and worker.blocks.num_free == worker.blocks.num_blocks
 
 
 def test_where_blocks_are_short_nothing_runs_and_half_of_the_batch_does() -> None:
@@ -243,6 +236,14 @@ def test_a_preempted_one_computes_anew_after_the_batch() -> None:
     assert ends == [("a", 2), ("b", 1)], "whose output is complete has nothing to compute again"
 
 
+def test_nobody_computes_beyond_the_context() -> None:
+    worker = executor(max_model_len=12)
+    worker.apply_plan(plan(1, slot("long", prompt=11, out=1), slot("short", prompt=1, out=11)))
+    batches, finished = run(worker)
+    assert len(finished) == 2
+    assert [padding(batch)["long"][0] for batch in batches[1:]] == [11] * 10
+
+
 def test_a_new_attempt_leaves_the_batch_and_waits_for_the_next() -> None:
     worker = executor()
     worker.apply_plan(plan(1, slot("a", out=2), slot("b", out=2)))
@@ -250,24 +251,6 @@ def test_a_new_attempt_leaves_the_batch_and_waits_for_the_next() -> None:
     assert worker.apply_plan(plan(2, slot("a", attempt=1, resumed=1, out=2), slot("b", payload=False))) == ["a"]
     assert set(step(worker)) == {"b"}
     assert step(worker) == {"a": (0, 5, True)}
-
-
-def test_nobody_computes_beyond_the_context() -> None:
-    worker = executor(max_model_len=12)
-    worker.apply_plan(plan(1, slot("long", prompt=11, out=1), slot("short", prompt=1, out=11)))
-    batches, finished = run(worker)
-    assert len(finished) == 2
-    starts = [padding(batch)["long"][0] for batch in batches[1:]]
-    assert starts == [11] * 10
-
-
-def test_flush_returns_those_that_are_complete_and_no_others() -> None:
-    worker = executor()
-    worker.apply_plan(plan(1, slot("a", out=1), slot("b", out=2)))
-    step(worker)
-    assert [end.request_id for end in worker.flush()] == ["a"]
-    worker.check_integrity()
-    assert [end.request_id for end in run(worker)[1]] == ["b"]
 
 
 @dataclass
