@@ -41,7 +41,7 @@ def test_a_ratio_by_hand() -> None:
     assert ratio.mean == pytest.approx(4)
     assert (ratio.low, ratio.high) == pytest.approx((4 * math.exp(-margin), 4 * math.exp(margin)))
     alone = paired_ratio([(3.0, 2.0)])
-    assert alone is not None and (alone.mean, alone.low, alone.high) == (pytest.approx(1.5), None, None)
+    assert alone is not None and alone.mean == pytest.approx(1.5) and alone.low is alone.high is None
     for pair in ((1.0, 0.0), (0.0, 1.0), (None, 1.0), (1.0, None)):
         assert paired_ratio([pair]) is paired_ratio([(1.0, 1.0), pair]) is None
 

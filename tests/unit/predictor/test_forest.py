@@ -94,7 +94,7 @@ def test_what_makes_no_forest_or_is_not_its_features_is_refused() -> None:
     features, lens, _ = data()
     for options in ({"num_trees": 0}, {"min_samples_leaf": 0}, {"samples_per_leaf": 1}, {"max_features": 0.0}):
         with pytest.raises(InvalidValueError, match=next(iter(options))):
-            ForestOptions(**options)  # type: ignore[arg-type]
+            ForestOptions(**options)
     with pytest.raises(InvalidValueError, match="at least 2"):
         grow(features[:1], lens[:1], ForestOptions())
     forest: Forest = grow(features, lens, ForestOptions(2))

@@ -183,8 +183,8 @@ def test_a_row_that_comes_later_has_no_values_before() -> None:
 
 def test_both_tiers_keep_the_newest_points_and_a_minute_is_a_mean_or_the_peak() -> None:
     table = SeriesTable(1, 2, peaks=("restarts",))
-    for second in range(61):
-        table.tick({"a": {"load": float(second), "restarts": float(second > 30)}}, NOW + second)
+    for at in range(61):
+        table.tick({"a": {"load": float(at), "restarts": float(at > 30)}}, NOW + at)
     reply = table.since(MINUTE, ["a"], 9)
     assert reply.at == (NOW + 60,)
     assert lines(reply) == {("a", "load"): (30.0,), ("a", "restarts"): (1.0,)}
