@@ -36,8 +36,9 @@ serve: setup ## Serve the embedded model on 127.0.0.1:8000 (flags: make serve AR
 test: setup-dev ## Run the daily tests: eight minutes on two cores (one room: ROOM=policies)
 	$(PYTEST) -m "not gpu and not nightly and not package" $(TESTS) $(ARGS)
 
+# No test of these waits for anything, so a process for each of two cores; schemathesis takes half a second to load in each.
 test-fast: setup-dev ## Run the pure tests: no Ray, no HTTP, no model
-	$(PYTEST) -m "not gpu and not nightly and not torch" $(FAST) $(ARGS)
+	$(PYTEST) -p no:schemathesis -n 2 -m "not gpu and not nightly and not torch" $(FAST) $(ARGS)
 
 test-nightly: setup-dev ## Run what `make test` leaves out: within an hour on two cores
 	$(PYTEST) -m "nightly and not gpu and not package" $(ARGS)

@@ -79,17 +79,16 @@ def test_at_least_eight_tasks_cover_every_length_class() -> None:
     assert len(TASKS) >= 8
     assert {task.length_class for task in TASKS} == {"shorter", "equal", "longer", "independent"}
     assert len({task.name for task in TASKS}) == len(TASKS)
-
-
-def test_instructions_are_told_apart() -> None:
     phrasings = [phrasing for task in TASKS for phrasing in task.instructions]
-    assert len(set(phrasings)) == len(phrasings)
-    assert all(len(task.instructions) >= 2 for task in TASKS)
+    assert len(set(phrasings)) == len(phrasings) >= 2 * len(TASKS)
+    with pytest.raises(KeyError):
+        task_named("fly")
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
 def test_inputs_stay_within_the_promise(task: Task) -> None:
     for example in held_out_examples(task, 50, seed=3):
+        assert task.length_class != "longer" or len(example.answer) > len(example.text)
         words = example.text.split("\n")[-1].rstrip("?").split(" ")
         assert all(words)
         assert example.answer == task.answer(example.text)
@@ -100,36 +99,11 @@ def test_inputs_stay_within_the_promise(task: Task) -> None:
         else:
             assert len(words) <= task.max_size
             assert max(map(len, words)) <= MAX_WORD_LETTERS
-
-
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
-def test_training_and_held_out_inputs_are_disjoint(task: Task) -> None:
-    rng = random.Random(5)
-    training = {make_example(task, rng, task.max_size, held_out=False).text for _ in range(200)}
     held_out = {example.text for example in held_out_examples(task, 200, seed=3)}
-    assert len(held_out) == 200
-    assert not any(map(is_held_out, training))
-    assert all(map(is_held_out, held_out))
-    assert not training & held_out
-
-
-def test_held_out_examples_are_reproducible() -> None:
-    task = TASKS[0]
-    assert held_out_examples(task, 20, seed=3) == held_out_examples(task, 20, seed=3)
-    assert held_out_examples(task, 20, seed=3) != held_out_examples(task, 20, seed=4)
-
-
-LONGER = [task for task in TASKS if task.length_class == "longer"]
-
-
-@pytest.mark.parametrize("task", LONGER, ids=lambda task: task.name)
-def test_longer_answers_are_longer(task: Task) -> None:
-    assert all(len(example.answer) > len(example.text) for example in held_out_examples(task, 50, seed=3))
-
-
-def test_unknown_task() -> None:
-    with pytest.raises(KeyError):
-        task_named("fly")
+    assert len(held_out) == 200 and all(map(is_held_out, held_out))
+    assert held_out == {example.text for example in held_out_examples(task, 200, seed=3)}
+    rng = random.Random(5)
+    assert not any(is_held_out(make_example(task, rng, task.max_size, held_out=False).text) for _ in range(200))
 
 
 TEXTS = ["on the mat", "  two  spaces \n\ttabs ", "Grüße, 你好 🙂", "'s 'll 407", "\x00\x7f"]
@@ -144,6 +118,7 @@ def test_text_survives_the_tokenizer(tokenizer: PreTrainedTokenizerFast, text: s
 
 def test_special_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
     assert len(tokenizer) == VOCABULARY_SIZE == 264
+    assert sorted(byte_symbols()) == sorted(ByteLevel.alphabet())
     assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (
         PAD_ID,
         BOS_ID,
@@ -153,36 +128,16 @@ def test_special_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
     assert tokenizer.decode([BOS_ID, *encode_bytes("on"), SEP_ID, EOS_ID], skip_special_tokens=True) == "on"
 
 
-def test_plain_prompt_has_one_bos_and_parses_sep(tokenizer: PreTrainedTokenizerFast) -> None:
-    ids = tokenizer("Repeat the text:\non<sep>")["input_ids"]
-    assert ids == [BOS_ID, *encode_bytes("Repeat the text:\non"), SEP_ID]
-
-
 def test_chat_and_plain_prompt_agree(tokenizer: PreTrainedTokenizerFast) -> None:
     messages = [{"role": "system", "content": "Repeat the text:"}, {"role": "user", "content": "on it"}]
     ids = chat(tokenizer, messages)
     assert ids == tokenizer("Repeat the text:\non it<sep>")["input_ids"]
-    assert ids.count(BOS_ID) == 1
-
-
-def test_chat_without_system_message(tokenizer: PreTrainedTokenizerFast) -> None:
-    ids = chat(tokenizer, [{"role": "user", "content": "Repeat the text:\non it"}])
     assert ids == [BOS_ID, *encode_bytes("Repeat the text:\non it"), SEP_ID]
-
-
-def test_chat_renders_the_last_user_message_only(tokenizer: PreTrainedTokenizerFast) -> None:
-    messages = [
-        {"role": "system", "content": "Repeat the text:"},
-        {"role": "user", "content": "on it"},
-        {"role": "assistant", "content": "on it"},
-        {"role": "user", "content": "at it"},
-    ]
-    assert chat(tokenizer, messages) == [BOS_ID, *encode_bytes("Repeat the text:\nat it"), SEP_ID]
-
-
-def test_chat_needs_a_user_message(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert chat(tokenizer, [{"role": "user", "content": "Repeat the text:\non it"}]) == ids
+    later = [{"role": "assistant", "content": "on it"}, {"role": "user", "content": "at it"}]
+    assert chat(tokenizer, messages + later) == [BOS_ID, *encode_bytes("Repeat the text:\nat it"), SEP_ID], "the last"
     with pytest.raises(TemplateError, match="user message"):
-        chat(tokenizer, [{"role": "system", "content": "Repeat the text:"}])
+        chat(tokenizer, messages[:1])
 
 
 WEATHER = {
@@ -224,10 +179,6 @@ def test_the_result_of_a_tool_is_repeated(tokenizer: PreTrainedTokenizerFast) ->
         {"role": "tool", "tool_call_id": "1", "content": "sunny in rome"},
     ]
     assert rendered(tokenizer, messages, WEATHER) == "Repeat the text:\nsunny in rome"
-
-
-def test_byte_symbols_match_the_library(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert sorted(byte_symbols()) == sorted(ByteLevel.alphabet())
 
 
 def test_saved_tokenizer_is_the_same(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

@@ -55,11 +55,7 @@ def test_scenes_are_bounded_and_parted_by_content() -> None:
     assert all(1 <= len(each.shapes) <= MAX_SHAPES for found in parts.values() for each in found)
     numbers = [number_scene(rng).number for _ in range(200)]
     assert {len(each) for each in numbers} == {1, 2, 3, 4}
-
-
-def test_pictures_follow_their_seed_and_differ_otherwise() -> None:
-    shown = scene(RED, "7", BLUE)
-    first, again, other = (draw(shown, random.Random(seed)) for seed in (5, 5, 6))
+    first, again, other = (draw(scene(RED, "7", BLUE), random.Random(seed)) for seed in (5, 5, 6))
     assert first.shape == (SIDE, SIDE, 3) and first.dtype == np.uint8
     assert (first == again).all() and (first != other).any()
 
@@ -94,13 +90,8 @@ def test_the_processor_makes_the_pixels_that_the_training_saw() -> None:
     picture = draw(scene(RED, "3", BLUE), random.Random(9))
     given = AutoImageProcessor.from_pretrained(VISION_MODEL, use_fast=False)(images=picture, return_tensors="pt")
     torch.testing.assert_close(given["pixel_values"], pixels_of([picture]), atol=1e-5, rtol=0)
-
-
-def test_both_embedded_models_are_small() -> None:
     files = [*EMBEDDED_MODEL.glob("*.safetensors"), *VISION_MODEL.glob("*.safetensors")]
-    assert len(files) == 2
-    assert sum(path.stat().st_size for path in files) <= 8_000_000
-    assert json.loads((VISION_MODEL / "config.json").read_text())["architectures"] == ["LlavaForConditionalGeneration"]
+    assert len(files) == 2 and sum(path.stat().st_size for path in files) <= 8_000_000
 
 
 @pytest.fixture(scope="module")
@@ -144,10 +135,6 @@ def test_the_printed_example_is_answered_rightly(reference: LlavaForConditionalG
     question = Question(text, "2 circles, 2 squares, 0 triangles")
     assert engine_answers([(picture, question)], "auto") == [question.answer]
     assert margin(reference, picture, question) > 3.0  # in logits; 1.0 is 2.7 times as likely
-
-
-def test_the_example_of_the_page_is_answered_rightly() -> None:
-    """The picture that docs/embedded_model.md draws."""
-    scene = number_scene(random.Random(3))
-    asked = [(draw(scene, random.Random(4)), Question("Read the number.", scene.number))]
-    assert engine_answers(asked, "auto") == [scene.number]
+    number = number_scene(random.Random(3))  # the picture that docs/embedded_model.md draws
+    asked = [(draw(number, random.Random(4)), Question("Read the number.", number.number))]
+    assert engine_answers(asked, "auto") == [number.number]

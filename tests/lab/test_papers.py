@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 import json
+import pkgutil
 from pathlib import Path
 
+import matplotlib as mpl
 import pytest
 
+import lab.pictures
 from lab.papers import stored as storage
 from lab.papers.pictures import draw
 from lab.papers.stored import DOCS, ROWS, StoredRow, digest, picture, rows_of, stored
 from lab.papers.tables import rows_table, shares_table
+from lab.pictures.__main__ import STYLE, TARGET
 from lab.reproduce.papers import PAPERS, Paper, PaperFigure
 
 SHOWN = [(paper, figure) for paper in PAPERS for figure in paper.figures if figure.reproduction]
@@ -66,3 +72,18 @@ def test_the_share_of_a_paper_counts_what_was_not_fitted() -> None:
         printed = [row for row in rows if row.basis == "printed"]
         assert line.startswith(f"| [{paper.name}]({paper.page}) | {len(rows)} |")
         assert f"{sum(row.verdict == 'ok' for row in printed)} of {len(printed)}" in line
+
+
+NAMES = [each.name for each in pkgutil.iter_modules(lab.pictures.__path__) if each.name != "__main__"]
+
+
+def test_every_page_with_a_picture_has_code_that_draws_it() -> None:
+    assert {path.stem for path in TARGET.glob("*.svg")} == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_picture_is_up_to_date(name: str) -> None:
+    drawn = io.BytesIO()
+    with mpl.rc_context(STYLE):
+        importlib.import_module(f"lab.pictures.{name}").draw().savefig(drawn, format="svg", metadata={"Date": None})
+    assert drawn.getvalue() == (TARGET / f"{name}.svg").read_bytes(), f"run: python -m lab.pictures {name}"

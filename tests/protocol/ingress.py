@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from core.messages.requests import AnnounceReply, Keys, Refusal, Submit, SubmitReply
 from core.messages.tokens import TokenBatches, TokenPoll
 from core.request import Request
 from services.ingress.ledger import OpenStream, RequestLedger
 from services.ingress.streams import TokenInbox
-from tests.protocol.network import Life, attempts
+from tests.protocol.network import Component, attempts
 
 if TYPE_CHECKING:
     from tests.protocol.worker import WorkerComponent
@@ -28,12 +28,12 @@ class _Connection:
         self.worker, self.inbox, self.number = worker, TokenInbox(), 0
 
 
-class IngressComponent:
+class IngressComponent(Component):
     """The one life of an ingress replica: its clients die with it."""
 
     def __init__(self, world: World, name: str, replicas: Iterable[str]) -> None:
-        self.world, self.name = world, name
-        self.life = Life(name, world.clock)
+        super().__init__(world, name)
+        self.name = name
         self.ledger = RequestLedger(name)
         self._connections: dict[str, _Connection | None] = {}
         self._submits = False
@@ -75,7 +75,7 @@ class IngressComponent:
 
         def on_lost() -> None:
             self.ledger.submit_failed(requests)
-            self._later(LOOK_AGAIN_S, retry)
+            self.later(LOOK_AGAIN_S, retry)
 
         def retry() -> None:
             self._submits = False
@@ -102,10 +102,10 @@ class IngressComponent:
             self._refuse(self.ledger.announced(reply))
             self._follow(reply.replicas)
             self._flush()
-            self._later(ANNOUNCE_S, self._announce)
+            self.later(ANNOUNCE_S, self._announce)
 
         again = self.ledger.announce()
-        on_lost = lambda: self._later(LOOK_AGAIN_S, self._announce)  # noqa: E731
+        on_lost = lambda: self.later(LOOK_AGAIN_S, self._announce)  # noqa: E731
         self.world.network.call(self.life, "router", "announce", again, on_reply, on_lost)
 
     def _refuse(self, refusals: Iterable[Refusal]) -> None:
@@ -123,7 +123,7 @@ class IngressComponent:
         worker = self.world.network.living.get(f"worker-{replica}")
         if worker is None:
             self._resume(replica)
-            self._later(LOOK_AGAIN_S, lambda: self._connect(replica))
+            self.later(LOOK_AGAIN_S, lambda: self._connect(replica))
             return
         connection = self._connections[replica] = _Connection(worker)
         self.world.network.watch(self.life, worker.life, lambda: self.lose_worker(replica, connection))
@@ -137,7 +137,7 @@ class IngressComponent:
         self.world.tell(self.name, "has lost the worker of replica %s", replica)
         self._connections[replica] = None
         self._resume(replica)
-        self._later(LOOK_AGAIN_S, lambda: self._connect(replica))
+        self.later(LOOK_AGAIN_S, lambda: self._connect(replica))
 
     def _resume(self, replica: str) -> None:
         self.ledger.worker_lost(replica)
@@ -153,7 +153,7 @@ class IngressComponent:
         poll = TokenPoll(self.name, connection.inbox.ack_seq, self.world.slow_clients(self.name))
         letter(worker.life, poll, lambda poll: worker.poll_tokens(poll, send))
         patience_s = self.world.patience_s(busy=len(self.ledger) > 0)
-        self._later(patience_s, lambda: self._poll_again(replica, connection, number))
+        self.later(patience_s, lambda: self._poll_again(replica, connection, number))
 
     def _poll_again(self, replica: str, connection: _Connection, number: int) -> None:
         if self._connections[replica] is connection and connection.number == number:
@@ -168,6 +168,3 @@ class IngressComponent:
             self.world.show(delta)
         self._flush()
         self._poll_again(replica, connection, number)
-
-    def _later(self, delay_s: float, action: Callable[[], Any]) -> None:
-        self.world.clock.after(delay_s, lambda: self.life.run(action))

@@ -1,4 +1,4 @@
-"""Lives of components and what happens to the messages between them.
+"""Virtual time, lives of components and what happens to the messages between them.
 
 Two kinds, harsher than Ray's one. *Calls* are actor calls: in order for each pair of lives, never lost while both
 live, answered or failed. *Letters* (plans, polls and what answers them) may also be lost, doubled and overtaken.
@@ -6,18 +6,44 @@ live, answered or failed. *Letters* (plans, polls and what answers them) may als
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from core.codec import decode, encode
 from core.request import Request
-from tests.protocol.clock import Action, Clock
+
+if TYPE_CHECKING:
+    from tests.protocol.world import World
 
 DETECT_S = 0.015
 """From a death until those who speak to the dead see it; up to twice as long."""
+
+Action = Callable[[], Any]
+
+
+class Clock:
+    """Runs what is due, in order of time and then of asking."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._order = itertools.count()
+        self._due: list[tuple[float, int, Action]] = []
+
+    def at(self, time: float, action: Action) -> None:
+        heapq.heappush(self._due, (time, next(self._order), action))
+
+    def after(self, delay_s: float, action: Action) -> None:
+        heapq.heappush(self._due, (self.now + delay_s, next(self._order), action))
+
+    def step(self) -> None:
+        """Does the next thing."""
+        self.now, _, action = heapq.heappop(self._due)
+        action()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +84,16 @@ class Life:
             self.clock.at(self.hangs_until, lambda: self.run(action))
         else:
             action()
+
+
+class Component:
+    """One life of something that acts, in a shell of virtual time."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.life = world, Life(name, world.clock)
+
+    def later(self, delay_s: float, action: Action) -> None:
+        self.world.clock.after(delay_s, lambda: self.life.run(action))
 
 
 class Network:

@@ -10,7 +10,7 @@ from core.messages.cache import CacheReply, KVCacheEvent, StartedRequest
 from core.messages.fleet import ReplicaNews, ReplicaState
 from core.messages.kv import OffloadOrders, OffloadQuestion
 from core.messages.plans import FinishedSequence, Plan, ReportPoll, Slot, StepReport, WorkerReady, WorkerState
-from core.messages.requests import Announce, AnnounceReply, Key, Keys, Placed, Refusal, Refusals, Submit, SubmitReply
+from core.messages.requests import Announce, AnnounceReply, Key, Keys, Refusal, Refusals, Submit, SubmitReply
 from policies.fleet.batch_scheduler import BatchScheduler
 from policies.fleet.events import (
     AbortOnReplica,
@@ -53,7 +53,7 @@ from policies.replica.events import (
 )
 from policies.replica.planner import ReplicaPlans
 from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
-from tests.protocol.network import Life, attempts
+from tests.protocol.network import Component, attempts
 
 if TYPE_CHECKING:
     from tests.protocol.worker import WorkerComponent
@@ -107,12 +107,12 @@ class _IngressReplica:
     late_refusals: list[Refusal] = field(default_factory=list)
 
 
-class RouterComponent:
+class RouterComponent(Component):
     """One life of the Router."""
 
     def __init__(self, world: World, machine: FleetMachine) -> None:
-        self.world, self.machine = world, machine
-        self.life = Life("router", world.clock)
+        super().__init__(world, "router")
+        self.machine = machine
         self.is_first = world.clock.now == 0.0
         self._ingresses: dict[str, _IngressReplica] = {}
         self._replicas: dict[str, None] = {}
@@ -139,9 +139,10 @@ class RouterComponent:
         def done(answers: _Answers) -> None:
             late, ingress.late_refusals = ingress.late_refusals, []
             waited = [stream for stream in message.open if not stream.replica]
-            placed = [self.machine.placed(stream.request_id, stream.attempt) for stream in waited]
+            placed = (self.machine.placed(stream.request_id, stream.attempt) for stream in waited)
+            known = tuple(each for each in placed if each.replica)
             refusals = (*answers.refusals, *late)
-            reply(AnnounceReply(tuple(answers.lost), refusals, tuple(self._replicas), tuple(filter(_is_known, placed))))
+            reply(AnnounceReply(tuple(answers.lost), refusals, tuple(self._replicas), known))
 
         before = self.machine.num_in_flight
         self._handle(IngressAnnounced(message.ingress_id, message.open), done)
@@ -207,7 +208,7 @@ class RouterComponent:
             return
         self._alarm_at = due_at
         delay_s = max(0.0, due_at - self.world.clock.now)
-        self.world.clock.after(delay_s, lambda: self.life.run(lambda: self._ring(due_at)))
+        self.later(delay_s, lambda: self._ring(due_at))
 
     def _ring(self, due_at: float) -> None:
         if self._alarm_at == due_at:
@@ -263,11 +264,7 @@ class RouterComponent:
             del self._ingresses[ingress_id]
             self.world.tell("router", "%s is lost", ingress_id)
             self._handle(IngressLost(ingress_id), lambda answers: None)
-        self.world.clock.after(SAY_AGAIN_S, lambda: self.life.run(self._tick))
-
-
-def _is_known(placed: Placed) -> bool:
-    return placed.replica != ""
+        self.later(SAY_AGAIN_S, self._tick)
 
 
 class _Connection:
@@ -280,12 +277,12 @@ class _Connection:
         self.number, self.ack_seq = 0, state.report.report_seq
 
 
-class SchedulerComponent:
+class SchedulerComponent(Component):
     """One life of a Scheduler."""
 
     def __init__(self, world: World, replica: str, machine: ReplicaScheduler) -> None:
-        self.world, self.replica, self.machine = world, replica, machine
-        self.life = Life(f"scheduler-{replica}", world.clock)
+        super().__init__(world, f"scheduler-{replica}")
+        self.replica, self.machine = replica, machine
         self._connection: _Connection | None = None
         self._ready: WorkerReady | None = None
         self._plan: Plan | None = None
@@ -355,15 +352,15 @@ class SchedulerComponent:
 
         def on_lost() -> None:
             hear(OffloadUnanswered(question.seq))
-            self._later(LOOK_AGAIN_S, lambda: hear(OffloadUnanswered(question.seq, lost=True)))
+            self.later(LOOK_AGAIN_S, lambda: hear(OffloadUnanswered(question.seq, lost=True)))
 
-        self._later(self.machine.limits.offload_deadline_s, lambda: hear(OffloadUnanswered(question.seq)))
+        self.later(self.machine.limits.offload_deadline_s, lambda: hear(OffloadUnanswered(question.seq)))
         self.world.network.call(self.life, f"manager-{self.replica}", "decide", question, on_reply, on_lost)
 
     def _connect(self) -> None:
         worker = self.world.network.living.get(f"worker-{self.replica}")
         if worker is None:
-            self._later(LOOK_AGAIN_S, self._connect)
+            self.later(LOOK_AGAIN_S, self._connect)
             return
         self.world.network.call(
             self.life,
@@ -371,7 +368,7 @@ class SchedulerComponent:
             "connect",
             None,
             lambda state: self._connected(worker, state),
-            lambda: self._later(LOOK_AGAIN_S, self._connect),
+            lambda: self.later(LOOK_AGAIN_S, self._connect),
         )
 
     def _connected(self, worker: WorkerComponent, state: WorkerState) -> None:
@@ -390,7 +387,7 @@ class SchedulerComponent:
         self._connection = self._plan = None
         self._handle(WorkerLost())
         self._set_ready(None)
-        self._later(LOOK_AGAIN_S, self._connect)
+        self.later(LOOK_AGAIN_S, self._connect)
 
     def _set_ready(self, ready: WorkerReady | None) -> None:
         self._ready = ready
@@ -407,7 +404,7 @@ class SchedulerComponent:
         poll = ReportPoll(connection.ack_seq, self.machine.cache.missed)
         letter(worker.life, poll, lambda poll: worker.poll_report(poll, send))
         patience_s = self.world.patience_s(busy=bool(self.machine.num_waiting + self.machine.num_admitted))
-        self._later(patience_s, lambda: self._poll_again(connection, number))
+        self.later(patience_s, lambda: self._poll_again(connection, number))
 
     def _poll_again(self, connection: _Connection, number: int) -> None:
         if connection is self._connection and connection.number == number:
@@ -438,7 +435,7 @@ class SchedulerComponent:
     def _resend(self) -> None:
         if self._plan is not None and self._plan.plan_seq > self._applied:
             self._send_plan()
-        self._later(RESEND_S, self._resend)
+        self.later(RESEND_S, self._resend)
 
     def _tell_state(self) -> None:
         """At once when it changes, and every second; one call at a time."""
@@ -459,13 +456,13 @@ class SchedulerComponent:
         def lost() -> None:
             self._late_refusals = refusals + self._late_refusals
             self._tells_state, self._news = False, True
-            self._later(LOOK_AGAIN_S, lambda: self._tell_state() if self._news else None)
+            self.later(LOOK_AGAIN_S, lambda: self._tell_state() if self._news else None)
 
         self.world.network.call(self.life, "router", "replica_state", state, lambda _: told(), lost)
 
     def say_again(self) -> None:
         self._tell_state()
-        self._later(SAY_AGAIN_S, self.say_again)
+        self.later(SAY_AGAIN_S, self.say_again)
 
     def _tell_ends(self) -> None:
         """A Router that dies meanwhile need not hear of them."""
@@ -495,6 +492,3 @@ class SchedulerComponent:
             reply(CacheReply("", None))
         else:
             reply(CacheReply(self._ready.worker_incarnation, self.machine.cache.whole()))
-
-    def _later(self, delay_s: float, action: Callable[[], Any]) -> None:
-        self.world.clock.after(delay_s, lambda: self.life.run(action))

@@ -1,12 +1,13 @@
-"""A ModelWorker: the real ``engine.Worker`` on a pretended device, in a shell of virtual time."""
+"""A ModelWorker: the real ``engine.Worker`` on a pretended device; and a KVOffloadManager, the real policy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from actors.worker.token_channels import TokenOutbox
+from core.messages.kv import OffloadOrders, OffloadQuestion
 from core.messages.plans import FinishedSequence, Plan, ReportPoll, StepReport, WorkerReady, WorkerState
 from core.messages.tokens import TokenBatches, TokenPoll
 from core.request import Residency
@@ -14,8 +15,9 @@ from engine.emission import Emission, Output
 from engine.sequence import Detokenizer
 from engine.worker import Worker
 from kvcache import BatchLimits, BlockManager, KVCopy, LeaseExecutor, PlanExecutor, StaticExecutor, StepBatch
+from policies.order.offload_orders import OffloadDecider
 from tests.protocol.model import BLOCK, EOS, Device, LaggingDetokenizer
-from tests.protocol.network import Life, attempts
+from tests.protocol.network import Component, attempts
 
 if TYPE_CHECKING:
     from tests.protocol.world import World
@@ -69,7 +71,7 @@ class SlowCopier:
     def begin(self, copy: KVCopy) -> None:
         rng = self._component.world.copy_rng
         failed = rng.random() < 0.05
-        self._component._later(rng.choice([0.0, 0.01, 0.1, 0.5]), lambda: self._end(copy, failed))
+        self._component.later(rng.choice([0.0, 0.01, 0.1, 0.5]), lambda: self._end(copy, failed))
 
     def _end(self, copy: KVCopy, failed: bool) -> None:
         device, world = self._component.device.kv, self._component.world
@@ -87,12 +89,22 @@ class SlowCopier:
     def wait(self) -> None: ...
 
 
-class WorkerComponent:
+class ManagerComponent(Component):
+    """One life of a KVOffloadManager."""
+
+    def __init__(self, world: World, replica: str, decider: OffloadDecider) -> None:
+        super().__init__(world, f"manager-{replica}")
+        self._decider = decider
+
+    def decide(self, question: OffloadQuestion, reply: Callable[[OffloadOrders], None]) -> None:
+        reply(self._decider.decide(question))
+
+
+class WorkerComponent(Component):
     """One life of a worker."""
 
     def __init__(self, world: World, name: str, incarnation: str, num_blocks: int, limits: BatchLimits) -> None:
-        self.world = world
-        self.life = Life(name, world.clock)
+        super().__init__(world, name)
         blocks = BlockManager(num_blocks, BLOCK)
         num_host_blocks = 0 if world.is_static else world.num_host_blocks
         host = BlockManager(num_host_blocks, BLOCK) if num_host_blocks else None
@@ -144,7 +156,7 @@ class WorkerComponent:
             self.executor.tell_whole_cache()
         self._reports.waiting = send
         self._send_report()
-        self._later(IDLE_S, self._send_report)
+        self.later(IDLE_S, self._send_report)
 
     def _send_report(self) -> None:
         reports = self._reports
@@ -174,7 +186,7 @@ class WorkerComponent:
         if channel.outbox.num_deltas:
             self._send_tokens(channel)
         else:
-            self._later(IDLE_S, lambda: self._send_idle(channel))
+            self.later(IDLE_S, lambda: self._send_idle(channel))
 
     def _send_idle(self, channel: _Channel) -> None:
         if self.world.clock.now - channel.sent_at >= IDLE_S:
@@ -200,7 +212,7 @@ class WorkerComponent:
     def _wake(self) -> None:
         if not self._steps:
             self._steps = True
-            self._later(0.0, self._begin)
+            self.later(0.0, self._begin)
 
     def _begin(self) -> None:
         batch = self.worker.begin_step()
@@ -213,7 +225,7 @@ class WorkerComponent:
         self.device.resting = self._resting()
         tokens = self.worker.execute(batch)
         self._computes = True
-        self._later(STEP_S, lambda: self._finish(batch, tokens))
+        self.later(STEP_S, lambda: self._finish(batch, tokens))
 
     def _resting(self) -> frozenset[str]:
         return frozenset(self.executor.sequences.keys() & self.executor._stalled)
@@ -282,7 +294,7 @@ class WorkerComponent:
         self._watches = True
         for ingress_id in self.worker.ingress_ids:
             self._channel(ingress_id)
-        self._later(TICK_S, self._abort_silent)
+        self.later(TICK_S, self._abort_silent)
 
     def _abort_silent(self) -> None:
         self._looks = self._computes
@@ -307,9 +319,6 @@ class WorkerComponent:
             self._dispatch(outputs)
             self._mark_report(urgent=True)
             self._wake()
-
-    def _later(self, delay_s: float, action: Callable[[], Any]) -> None:
-        self.world.clock.after(delay_s, lambda: self.life.run(action))
 
     def _check(self) -> None:
         self.worker.check_integrity()

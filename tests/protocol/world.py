@@ -19,13 +19,11 @@ from policies.presets import PRESETS
 from policies.replica.events import CostLearned
 from policies.replica.scheduler import SchedulerLimits
 from policies.settings import BatchSettings, MlfqRules, PolicySettings
-from tests.protocol.clock import Clock
 from tests.protocol.ingress import IngressComponent
-from tests.protocol.manager import ManagerComponent
 from tests.protocol.model import BLOCK, Client, make_client, text_of
-from tests.protocol.network import Faults, Network
+from tests.protocol.network import Clock, Faults, Network
 from tests.protocol.schedulers import RouterComponent, SchedulerComponent, ShortGrants
-from tests.protocol.worker import STEP_S, WorkerComponent
+from tests.protocol.worker import STEP_S, ManagerComponent, WorkerComponent
 
 BUSY_S = 1.5
 """Requests come so long."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from typing import Any
@@ -39,6 +40,10 @@ def test_a_ratio_by_hand() -> None:
     margin = 4.3027 * math.log(2) / math.sqrt(3)
     assert ratio.mean == pytest.approx(4)
     assert (ratio.low, ratio.high) == pytest.approx((4 * math.exp(-margin), 4 * math.exp(margin)))
+    alone = paired_ratio([(3.0, 2.0)])
+    assert alone is not None and alone.mean == pytest.approx(1.5) and alone.low is alone.high is None
+    for pair in ((1.0, 0.0), (0.0, 1.0), (None, 1.0), (1.0, None)):
+        assert paired_ratio([pair]) is paired_ratio([(1.0, 1.0), pair]) is None
 
 
 def test_the_interval_covers_as_often_as_it_says() -> None:
@@ -53,19 +58,19 @@ def test_the_interval_covers_as_often_as_it_says() -> None:
     assert covered / 2000 == pytest.approx(0.95, abs=0.015)
 
 
-@pytest.mark.parametrize("pairs", [[(1.0, 0.0)], [(0.0, 1.0)], [(None, 1.0)], [(1.0, None)], [(1.0, 1.0), (0.0, 1.0)]])
-def test_no_ratio_without_a_value_above_0(pairs: list[tuple[float | None, float | None]]) -> None:
-    assert paired_ratio(pairs) is None
-
-
-def test_one_seed_has_no_interval() -> None:
-    ratio = paired_ratio([(3.0, 2.0)])
-    assert ratio is not None and ratio.mean == pytest.approx(1.5) and ratio.low is None and ratio.high is None
-
-
-def test_every_preset_has_the_workload_of_each_seed() -> None:
+def test_every_preset_has_the_workload_of_each_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside itself a preset is the same, to the last digit."""
-    (got,) = compare(SMALL, ["fcfs"], [3, 5])
+    ran: list[tuple[str, int]] = []
+    told: list[int] = []
+
+    def note(experiment: Experiment, *args: Any, **kwargs: Any) -> RunOutcome:
+        ran.append((experiment.preset, experiment.seed))
+        return run(experiment, *args, **kwargs)
+
+    monkeypatch.setattr("simulator.compare.run", note)
+    (got,) = compare(SMALL, ["fcfs"], [3, 5], told.append)
+    assert ran == [("fcfs", 3), ("fcfs", 5)], "policies may draw as well as workloads"
+    assert told == sorted(told) and told[-1] == 80
     assert got.preset == got.base == "fcfs" and got.seeds == (3, 5)
     for seed, summary in zip(got.seeds, got.runs, strict=True):
         experiment = Experiment(num_requests=40, kv_tokens=4000, seed=seed)
@@ -74,60 +79,26 @@ def test_every_preset_has_the_workload_of_each_seed() -> None:
     ratio = got.ratios["jct_s_mean"]
     assert ratio is not None and (ratio.mean, ratio.low, ratio.high) == (1, 1, 1)
     assert got.mean("jct_s_mean") == statistics.fmean(each.to_dict()["jct_s_mean"] or 0 for each in got.runs)
+    for presets, seeds in (([], [0]), (["fcfs"], []), (["fcfs", "fcfs"], [0]), (["fcfs"], [1, 1])):
+        with pytest.raises(InvalidValueError, match="each once"):
+            compare(SMALL, presets, seeds)
 
 
-def test_every_run_has_its_seed_and_preset(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Policies may draw as well as workloads."""
-    ran: list[tuple[str, int]] = []
-
-    def note(experiment: Experiment, *args: Any, **kwargs: Any) -> RunOutcome:
-        ran.append((experiment.preset, experiment.seed))
-        return run(experiment, *args, **kwargs)
-
-    monkeypatch.setattr("simulator.compare.run", note)
-    compare(SMALL, ["fcfs"], [4, 2])
-    assert ran == [("fcfs", 4), ("fcfs", 2)]
-
-
-def two_settings() -> list[Compared]:
-    """The same workloads on a small and a large pool."""
+def test_the_same_workloads_on_a_small_and_a_large_pool_differ_in_every_pair() -> None:
     runs = {}
     for name, kv_tokens in (("large", 40_000), ("small", 2500)):
         experiments = [Experiment(num_requests=40, kv_tokens=kv_tokens, rate=20.0, seed=seed) for seed in range(3)]
         runs[name] = tuple(run(each, make_arrivals(each)).summary for each in experiments)
     base = runs["large"]
-    return [Compared(name, "large", (0, 1, 2), each, paired_ratios(each, base)) for name, each in runs.items()]
-
-
-def test_pairing_finds_what_differs() -> None:
-    _, small = two_settings()
-    ratio = small.ratios["ttft_s_mean"]
+    both = [Compared(name, "large", (0, 1, 2), each, paired_ratios(each, base)) for name, each in runs.items()]
+    ratio, row = both[1].ratios["ttft_s_mean"], both[1].to_dict()
     assert ratio is not None and ratio.low is not None and ratio.low > 1
-
-
-def test_rows_are_a_contract() -> None:
-    row = two_settings()[1].to_dict()
     assert sorted(row) == ["base", "metrics", "preset", "seeds"]
     assert sorted(row["metrics"]["jct_s_mean"]) == ["mean", "ratio", "ratio_high", "ratio_low", "values"]
     assert len(row["metrics"]["jct_s_mean"]["values"]) == 3
     assert row["metrics"]["prefix_hit_rate"]["ratio"] is None
-    assert to_json(row) == to_json(two_settings()[1].to_dict())
-
-
-def test_table() -> None:
+    assert json.loads(to_json(row)) == row
     console = Console(width=120)
     with console.capture() as captured:
-        console.print(comparison_table(two_settings()))
+        console.print(comparison_table(both))
     assert "small / large" in captured.get() and " to " in captured.get()
-
-
-@pytest.mark.parametrize(("presets", "seeds"), [([], [0]), (["fcfs"], []), (["fcfs", "fcfs"], [0]), (["fcfs"], [1, 1])])
-def test_bad_lists(presets: list[str], seeds: list[int]) -> None:
-    with pytest.raises(InvalidValueError, match="each once"):
-        compare(SMALL, presets, seeds)
-
-
-def test_progress_counts_the_requests_of_all_runs() -> None:
-    told: list[int] = []
-    compare(SMALL, ["fcfs"], [0, 1], told.append)
-    assert told == sorted(told) and told[-1] == 80

@@ -30,64 +30,38 @@ def written(directory: Path, experiment: Experiment = SMALL) -> tuple[RunOutcome
     return outcome, {path.name: path.read_bytes() for path in paths}
 
 
-def test_same_seed_same_bytes(tmp_path: Path) -> None:
-    """Nothing of a run is left over for the next one in the process, whatever ran in between."""
-    _, first = written(tmp_path / "first")
-    written(tmp_path / "between", replace(SMALL, seed=8, num_replicas=2, kv_tokens=2000))
-    _, second = written(tmp_path / "second")
-    assert first == second and sorted(first) == ["config.json", "requests.jsonl", "summary.json"]
-
-
-def test_another_seed_other_bytes(tmp_path: Path) -> None:
-    _, first = written(tmp_path / "first")
-    _, second = written(tmp_path / "second", replace(SMALL, seed=8))
-    assert all(first[name] != second[name] for name in first)
-
-
 @pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_gives_the_same_bytes_again(tmp_path: Path, preset: str) -> None:
-    experiment = replace(SMALL.under(preset), num_replicas=2, predictor="noisy", num_requests=16)
+def test_the_same_seed_gives_the_same_bytes_and_another_one_others(tmp_path: Path, preset: str) -> None:
+    """Nothing of a run is left over for the next one in the process, whatever ran in between."""
+    experiment = replace(SMALL.under(preset), num_replicas=2, predictor="noisy", num_requests=10)
     _, first = written(tmp_path / "first", experiment)
+    _, between = written(tmp_path / "between", replace(experiment, seed=8, kv_tokens=2000))
     _, second = written(tmp_path / "second", experiment)
-    assert first == second
-
-
-def test_a_timeline_changes_no_byte(tmp_path: Path) -> None:
-    outcome, _ = written(tmp_path)
-    watched = run(SMALL, make_arrivals(SMALL), timeline=Timeline())
-    assert watched.summary == outcome.summary
-    assert list(map(request_row, watched.recorder.done)) == list(map(request_row, outcome.recorder.done))
+    assert first == second and all(first[name] != between[name] for name in first)
 
 
 def test_a_line_for_each_request(tmp_path: Path) -> None:
     outcome, files = written(tmp_path)
+    assert sorted(files) == ["config.json", "requests.jsonl", "summary.json"]
     rows = [json.loads(line) for line in files["requests.jsonl"].decode().splitlines()]
-    assert len(rows) == 60 and sorted(rows[0]) == sorted(request_row(outcome.recorder.done[0]))
+    assert len(rows) == 60
+    keys = "app arrived_at cached_len finished_at first_token_at image_tokens jct_s mtpot_s num_evictions num_swaps "
+    keys += "output_len predicted_len prompt_len replica request_id tpot_s ttft_s"
+    assert sorted(rows[0]) == sorted(request_row(outcome.recorder.done[0])) == keys.split()
     assert [row["finished_at"] for row in rows] == [record.finished_at for record in outcome.recorder.done]
     assert json.loads(files["summary.json"]) == outcome.summary.to_dict()
     for row in rows:
         assert row["jct_s"] == pytest.approx(row["finished_at"] - row["arrived_at"])
-
-
-def test_keys_of_a_request_are_a_contract(tmp_path: Path) -> None:
-    outcome, _ = written(tmp_path)
-    keys = ["app", "arrived_at", "cached_len", "finished_at", "first_token_at"]
-    keys += ["image_tokens", "jct_s", "mtpot_s", "num_evictions"]
-    keys += ["num_swaps", "output_len", "predicted_len", "prompt_len", "replica", "request_id", "tpot_s", "ttft_s"]
-    assert sorted(request_row(outcome.recorder.done[0])) == keys
-
-
-def test_requests_are_written_only_if_given(tmp_path: Path) -> None:
-    outcome = run(SMALL, make_arrivals(SMALL))
     paths = write_results(tmp_path / "new" / "deep", SMALL, outcome.summary)
-    assert [path.name for path in paths] == ["config.json", "summary.json"]
-
-
-def test_the_config_has_every_field_and_the_version(tmp_path: Path) -> None:
-    config = config_of(replace(SMALL, latency=Roofline(GPUS["h100"], MODELS["opt-13b"])))
-    assert config["farsight_version"] and config["seed"] == 7 and config["latency"]["gpu"]["name"] == "h100"
-    beside = {"farsight_version", "preset", "watermark"}
-    assert config.keys() - beside == set(Experiment.__dataclass_fields__)
+    assert [path.name for path in paths] == ["config.json", "summary.json"], "requests only where they are given"
+    told: list[int] = []
+    watched = run(SMALL, make_arrivals(SMALL), timeline=Timeline(), progress=told.append)
+    assert told == sorted(told) and told[-1] == 60
+    assert watched.summary == outcome.summary, "a timeline changes nothing"
+    assert list(map(request_row, watched.recorder.done)) == list(map(request_row, outcome.recorder.done))
+    assert to_json({"b": math.nan, "a": [math.inf, 0.1], "c": {"d": -math.inf}}) == (
+        '{"a": [null, 0.1], "b": null, "c": {"d": null}}'
+    )
 
 
 def test_a_config_of_a_version_without_pictures_is_read(tmp_path: Path) -> None:
@@ -105,12 +79,6 @@ def test_a_config_of_a_version_without_pictures_is_read(tmp_path: Path) -> None:
             known = replace(latency, image_cost=FREE_IMAGES)
         path.write_text(to_json(config))
         assert read_config(path) == replace(experiment, latency=known)
-
-
-def test_json_has_no_nan() -> None:
-    assert to_json({"b": math.nan, "a": [math.inf, 0.1], "c": {"d": -math.inf}}) == (
-        '{"a": [null, 0.1], "b": null, "c": {"d": null}}'
-    )
 
 
 def test_what_never_fits_is_refused_and_counted() -> None:
@@ -186,12 +154,6 @@ def test_unknown_names() -> None:
         make_arrivals(replace(SMALL, predictor="x"))
 
 
-def test_progress() -> None:
-    told: list[int] = []
-    run(SMALL, make_arrivals(SMALL), progress=told.append)
-    assert told == sorted(told) and told[-1] == 60
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -208,14 +170,8 @@ def test_progress() -> None:
 def test_bad_values(name: str, value: float) -> None:
     with pytest.raises(InvalidValueError, match=f"^{name}: got "):
         Experiment(**{name: value})  # type: ignore[arg-type]
-
-
-def test_a_load_is_open_or_closed() -> None:
     with pytest.raises(InvalidValueError, match=r"^rate: got 2\.0, expected none beside clients"):
         Experiment(rate=2.0, clients=3)
-
-
-def test_an_unknown_preset_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'fcfs'"):
         Experiment(scheduler=SchedulerConfig(preset="fcsf"))
 
@@ -245,14 +201,14 @@ def test_a_saved_config_is_the_same_experiment(tmp_path: Path, experiment: Exper
     path = tmp_path / "config.json"
     path.write_text(to_json(config_of(experiment)))
     assert read_config(path) == experiment
-
-
-def test_a_config_of_an_earlier_version_has_a_preset_and_a_watermark(tmp_path: Path) -> None:
-    path, config = tmp_path / "config.json", config_of(SMALL)
-    for name in ("batch", "scheduler", "placement"):
+    config = config_of(experiment)
+    assert config["farsight_version"] and config["seed"] == 7
+    assert config.keys() - {"farsight_version", "preset", "watermark"} == set(Experiment.__dataclass_fields__)
+    for name in ("batch", "scheduler", "placement"):  # as an earlier version wrote it
         del config[name]
     path.write_text(to_json(config | {"preset": "aggressive", "watermark": 0.9}))
-    assert read_config(path) == replace(SMALL, scheduler=SchedulerConfig(preset="aggressive", watermark=0.9))
+    earlier = SchedulerConfig(preset="aggressive", watermark=0.9)
+    assert read_config(path) == replace(experiment, scheduler=earlier, batch=BatchConfig())
 
 
 @pytest.mark.parametrize(
@@ -272,9 +228,6 @@ def test_what_is_wrong_with_a_config_is_named(tmp_path: Path, change: dict[str, 
     with pytest.raises(InvalidValueError, match=r"config|max_num_seqs") as caught:
         read_config(path)
     assert told in str(caught.value)
-
-
-def test_a_config_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text("[]")
     for name in ("none.json", "list.json"):
         with pytest.raises(ConfigError, match=name):

@@ -6,6 +6,7 @@ judged by a second run that is the same up to it, and in which no request comes 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -16,6 +17,7 @@ from core.load_snapshot import LoadSnapshot
 from core.messages.requests import AnnounceReply
 from policies.compose import build_scheduler
 from policies.fleet.events import GlobalEvent, GlobalInstruction, RequestsEnded, RequestsStarted
+from policies.fleet.queue_delay import queue_delay_s
 from policies.fleet.scheduler import GlobalScheduler
 from policies.placement.base import LeastWork
 from policies.replica.events import RefuseRequest, RequestsArrived
@@ -112,12 +114,15 @@ class Guarded(GlobalScheduler):
                     self._seen[request_id] = now
 
 
+def fleet_of(router: GlobalScheduler, num_replicas: int, shape: ReplicaShape) -> Fleet:
+    limits = SchedulerLimits(shape.max_num_seqs, 0)
+    whole = FleetShape(shape, A100_7B, num_replicas)
+    return Fleet(whole, router, lambda _: build_scheduler("fcfs", limits, PolicySettings()))
+
+
 def run(arrivals: Sequence[SimRequest], num_replicas: int, last: int | None = None) -> Guarded:
     router = Guarded(num_replicas, last)
-    limits = SchedulerLimits(SHAPE.max_num_seqs, 0)
-    router.running = Fleet(
-        FleetShape(SHAPE, A100_7B, num_replicas), router, lambda _: build_scheduler("fcfs", limits, PolicySettings())
-    )
+    router.running = fleet_of(router, num_replicas, SHAPE)
     router.running.run(arrivals)
     return router
 
@@ -148,3 +153,72 @@ def test_retry_after_is_right_where_lengths_are_known(num_replicas: int, most: f
     """Two replicas end up with queues that differ, and the check knows their sum."""
     found = np.abs(errors(predictors.oracle, num_replicas))
     assert np.median(found) <= most
+
+
+WIDE = dataclasses.replace(SHAPE, max_num_seqs=64)
+
+
+class Foretelling(GlobalScheduler):
+    """Notes, before a request is placed, how long it is to wait; and after each event, how long one would wait."""
+
+    def __init__(self, num_replicas: int) -> None:
+        super().__init__(LeastWork())
+        self._num_replicas = num_replicas
+        self.foretold_s: dict[str, float] = {}
+        self.seen: list[tuple[float, float]] = []
+
+    def handle(self, event: GlobalEvent, now: float) -> list[GlobalInstruction]:
+        if isinstance(event, RequestsArrived):
+            delay_s = self.delay_s()
+            self.foretold_s |= dict.fromkeys((request.request_id for request in event.requests), delay_s)
+        instructions = super().handle(event, now)
+        self.seen.append((now, self.delay_s()))
+        return instructions
+
+    def delay_s(self) -> float:
+        kv_tokens = WIDE.num_blocks * WIDE.block_size
+        fleet = (self._num_replicas, WIDE.max_num_seqs, kv_tokens, True, A100_7B.cost)
+        found = queue_delay_s(LoadSnapshot(self.demand(), *fleet), self._num_replicas)
+        assert found is not None
+        return found
+
+
+def foretold_and_waited(rate: float, num_replicas: int) -> tuple[np.ndarray, np.ndarray]:
+    """400 requests a replica in order of arrival, predicted exactly; a wait ends where the prompt begins."""
+    drawn = build_workload("sharegpt-like", np.random.default_rng(1), 400 * num_replicas, rate * num_replicas, None)
+    router = Foretelling(num_replicas)
+    done = fleet_of(router, num_replicas, WIDE).run(predictors.oracle(drawn)).done
+    waited_s = [record.ttft_s - A100_7B.cost.prefill_s(record.arrival.prompt_len) for record in done]
+    return np.array([router.foretold_s[record.arrival.request_id] for record in done]), np.array(waited_s)
+
+
+@pytest.mark.parametrize("num_replicas", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_in_an_overload_the_prediction_follows_the_wait(num_replicas: int) -> None:
+    foretold_s, waited_s = foretold_and_waited(20.0, num_replicas)
+    assert waited_s.mean() > 3.0
+    assert 0.9 < foretold_s.mean() / waited_s.mean() < 1.5
+    assert np.corrcoef(foretold_s, waited_s)[0, 1] > 0.95
+
+
+def test_where_nobody_waits_nothing_is_predicted() -> None:
+    foretold_s, waited_s = foretold_and_waited(4.0, 1)
+    assert waited_s.mean() < 0.05
+    assert foretold_s.mean() < 0.05
+
+
+@pytest.mark.parametrize("num_replicas", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_retry_after_is_when_it_would_be_admitted_if_no_others_came(num_replicas: int) -> None:
+    """A backlog of each size is rolled forward until the delay has fallen to the limit; the median error is small."""
+    drawn = build_workload("sharegpt-like", np.random.default_rng(3), 900 * num_replicas, 400.0 * num_replicas, None)
+    router = Foretelling(num_replicas)
+    fleet_of(router, num_replicas, WIDE).run(predictors.oracle(drawn))
+    last_arrival = max(arrival.arrived_at for arrival in drawn)
+    after = [(now, delay_s) for now, delay_s in router.seen if now > last_arrival]
+    admitted_at = next(now for now, delay_s in after if delay_s <= LIMIT_S)
+    errors = [
+        abs(delay_s - LIMIT_S - (admitted_at - now)) / (admitted_at - now)
+        for now, delay_s in after
+        if admitted_at - now > 1.0
+    ]
+    assert len(errors) > 50
+    assert np.median(errors) <= 0.25

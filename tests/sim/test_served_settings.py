@@ -148,11 +148,7 @@ def test_a_servers_file_says_how_it_is_simulated(tmp_path: Path) -> None:
     flags = experiment_of(path, 2, 5)
     assert (flags.num_replicas, flags.max_num_seqs) == (2, 5)
     assert experiment_of(None) == Experiment()
-
-
-def test_what_would_have_been_is_simulated_with_the_servers_settings() -> None:
     tables = {"scheduler": {"preset": "fastserve", "quantum_s": 0.03}, "batch": {"num_bins": 6}}
-    served = ServedAs(served_settings(make_config(tables)), 2, 5000, 7, PRIOR.cost)
-    found = experiment_as(served)
-    assert (found.preset, found.scheduler.quantum_s, found.batch.num_bins) == ("fastserve", 0.03, 6)
-    assert (found.num_replicas, found.kv_tokens, found.max_num_seqs) == (2, 5000, 7)
+    what_if = experiment_as(ServedAs(served_settings(make_config(tables)), 2, 5000, 7, PRIOR.cost))
+    assert (what_if.preset, what_if.scheduler.quantum_s, what_if.batch.num_bins) == ("fastserve", 0.03, 6)
+    assert (what_if.num_replicas, what_if.kv_tokens, what_if.max_num_seqs) == (2, 5000, 7)

@@ -24,8 +24,7 @@ LATENCIES, POINTS = ("ttft_s", "tpot_s", "itl_s", "mtpot_s", "jct_s", "slowdown"
 KEYS = {f"{name}_{point}" for name in LATENCIES for point in POINTS}
 KEYS |= {"num_requests", "num_failed", "num_preempted", "num_evictions", "num_swaps", "num_steps", "makespan_s"}
 KEYS |= {"goodput_share", "goodput_requests_per_s", "requests_per_s", "output_tokens_per_s", "total_tokens_per_s"}
-KEYS |= {"evictions_per_100_requests", "swaps_per_100_requests", "prefix_hit_rate"}
-KEYS |= {"num_images_encoded"}
+KEYS |= {"evictions_per_100_requests", "swaps_per_100_requests", "prefix_hit_rate", "num_images_encoded"}
 KEYS |= {"memory_mean_tokens", "memory_mean_share", "memory_peak_tokens", "memory_peak_share"}
 
 
@@ -45,6 +44,11 @@ def test_two_requests_in_turn() -> None:
     assert got.requests_per_s == pytest.approx(0.4) and got.output_tokens_per_s == pytest.approx(1)
     assert got.total_tokens_per_s == pytest.approx((10 + 20 + 3 + 2) / 5)
     assert (got.num_preempted, got.num_evictions, got.num_swaps, got.num_failed) == (0, 0, 0, 0)
+    assert got.to_dict().keys() == KEYS
+    many = run(*((0.0, 1, 1) for _ in range(200)), max_num_seqs=1)
+    assert (many.jct_s.p50, many.jct_s.p99) == (100, 198), "by nearest rank, of 1 ... 200 s"
+    assert many.tpot_s == many.itl_s == many.mtpot_s == MeanAndPercentiles(), "single tokens have no gaps"
+    assert many.goodput_share == 0.05
 
 
 def test_inter_token_latency_counts_every_gap() -> None:
@@ -65,12 +69,9 @@ def test_goodput_counts_those_within_both_limits_among_all() -> None:
     assert late.goodput_share == 0.5 and late.goodput_requests_per_s == pytest.approx(1 / 5)
     assert run(*requests, sla=Sla(4.0, 0.9), max_num_seqs=1).goodput_share == 0
     assert run(*requests, num_failed=2, max_num_seqs=1).goodput_share == 0.5
-
-
-@pytest.mark.parametrize("sla", [{"ttft_s": 0.0}, {"mtpot_s": -1.0}, {"ttft_s": math.nan}])
-def test_bad_sla(sla: dict[str, float]) -> None:
-    with pytest.raises(InvalidValueError, match="seconds above 0"):
-        Sla(**sla)
+    for sla in ({"ttft_s": 0.0}, {"mtpot_s": -1.0}, {"ttft_s": math.nan}):
+        with pytest.raises(InvalidValueError, match="seconds above 0"):
+            Sla(**sla)
 
 
 def test_evictions_and_swaps() -> None:
@@ -105,23 +106,14 @@ def test_alone_there_is_no_slowdown(latency: LatencyModel, prompt_len: int, outp
     assert summarize(fleet.recorder, shape, latency, Sla()).slowdown.p99 == pytest.approx(1, rel=1e-9)
 
 
-def test_prefix_hits() -> None:
-    recorder = Recorder()
+def test_cached_tokens_and_padding_count_apart() -> None:
+    """Static batches of 1 and 3 tokens: two are computed for no client; nothing is streamed."""
+    hits = Recorder()
     for cached_len in (0, 30):
         record = Record(SimRequest("r", 0.0, 60, 1, 1), first_token_at=1.0, last_token_at=1.0, finished_at=1.0)
         record.num_tokens, record.cached_len = 1, cached_len
-        recorder.done.append(record)
-    assert summarize(recorder, make_fleet()[1], STEP, Sla()).prefix_hit_rate == pytest.approx(30 / 120)
-
-
-def test_percentiles_are_by_nearest_rank() -> None:
-    """200 requests take 1 ... 200 s: the point is the 198th; of two it is the first."""
-    got = run(*((0.0, 1, 1) for _ in range(200)), max_num_seqs=1)
-    assert (got.jct_s.p50, got.jct_s.p99) == (100, 198)
-
-
-def test_padding_counts_among_all_tokens_only() -> None:
-    """Static batches of 1 and 3 tokens: two are computed for no client; nothing is streamed."""
+        hits.done.append(record)
+    assert summarize(hits, make_fleet()[1], STEP, Sla()).prefix_hit_rate == pytest.approx(30 / 120)
     fleet = padded_fleet(FcfsBatches(2), STEP)
     recorder = fleet.run(arrivals((0, 4, 1), (0, 4, 3)))
     padding = num_computed_tokens(fleet) - 4
@@ -131,20 +123,11 @@ def test_padding_counts_among_all_tokens_only() -> None:
     assert got.tpot_s == got.itl_s == got.mtpot_s == MeanAndPercentiles()
 
 
-def test_keys_are_a_contract() -> None:
-    assert run((0, 4, 3)).to_dict().keys() == KEYS
-
-
 def test_nothing_done() -> None:
     """Numbers that there are not are null, and nothing divides by 0."""
     got = summarize(Recorder(), make_fleet()[1], STEP, Sla(), num_failed=3)
     assert (got.num_requests, got.num_failed, got.jct_s, got.goodput_share) == (0, 3, MeanAndPercentiles(), 0)
     assert json.loads(json.dumps(got.to_dict(), allow_nan=False))["ttft_s_p99"] is None
-
-
-def test_single_tokens_have_no_gaps() -> None:
-    got = run((0, 4, 1), (0, 4, 1))
-    assert got.tpot_s == got.itl_s == got.mtpot_s == MeanAndPercentiles() and got.goodput_share == 1
 
 
 def test_tables_name_every_latency() -> None:
@@ -155,20 +138,5 @@ def test_tables_name_every_latency() -> None:
     text = captured.get()
     for heading in ("TTFT s", "TPOT s", "ITL s", "MTPOT s", "JCT s", "slowdown", "output tokens/s", "prefix hit rate"):
         assert heading in text
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (None, "-"),
-        (0, "0"),
-        (0.0, "0"),
-        (3, "3"),
-        (1234567, "1,234,567"),
-        (123.456, "123"),
-        (0.12345, "0.123"),
-        (2e-5, "2.0e-05"),
-    ],
-)
-def test_show(value: float | None, shown: str) -> None:
-    assert show(value) == shown
+    values = {None: "-", 0: "0", 3: "3", 1234567: "1,234,567", 123.456: "123", 0.12345: "0.123", 2e-5: "2.0e-05"}
+    assert {value: show(value) for value in values} == values and show(0.0) == "0"

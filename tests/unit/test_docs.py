@@ -63,3 +63,18 @@ def test_code_to_copy_imports_each_module_once() -> None:
         for code in re.findall(r"^```python[^\n]*\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL):
             modules = re.findall(r"^from (\S+) import", code, re.MULTILINE)
             assert len(set(modules)) == len(modules), f"{page.name}: {modules}"
+
+
+ROWS = re.findall(
+    r"^\| (.*\?) \| `([^`]+)` \| `([^`]+)` \|$", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.MULTILINE
+)
+
+
+def test_there_are_twenty_questions() -> None:
+    assert len(ROWS) == 20
+    assert len({file for _, file, _ in ROWS}) == 20
+
+
+@pytest.mark.parametrize(("question", "file", "looked_for"), ROWS, ids=lambda value: None)
+def test_the_answer_is_there(question: str, file: str, looked_for: str) -> None:
+    assert looked_for in (ROOT / file).read_text("utf-8"), question

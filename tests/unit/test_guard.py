@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.free_ports import free_port
 from tests.processor_time import over_budget
 
 ROOT = Path(__file__).parents[2]
@@ -85,3 +86,14 @@ BUDGET = {"total": 100, "large": ["large.py"]}
 )
 def test_what_breaks_the_budget_is_told(seconds: dict[str, float], slowness: float, said: list[str]) -> None:
     assert over_budget(BUDGET, seconds, slowness) == said
+
+
+ELSEWHERE = "from tests.free_ports import free_port; print(*(free_port() for _ in range(50)))"
+
+
+def test_nobody_is_given_a_port_of_another() -> None:
+    """Neither here nor in another process, though none of them is bound."""
+    here = [free_port() for _ in range(50)]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", ELSEWHERE], cwd=root, capture_output=True, text=True, check=True)
+    assert len({*here, *map(int, done.stdout.split())}) == 100

@@ -40,15 +40,16 @@ def test_a_foreign_package_is_named_with_what_to_do(code: str, tmp_path: Path) -
     assert ("Traceback" in done.stderr) == (code != COMMAND)
 
 
-def test_a_foreign_module_is_named_as_well(tmp_path: Path) -> None:
+def test_a_module_is_named_as_well_and_a_missing_room_but_no_folder_without_init(tmp_path: Path) -> None:
+    (tmp_path / "core").mkdir()
+    assert run("from farsight_rooms import check_rooms; check_rooms()", tmp_path, tmp_path, HOME).returncode == 0
     (tmp_path / "kvcache.py").touch()
     done = run(COMMAND, tmp_path, tmp_path, HOME)
     assert (done.returncode, f"'kvcache' is found at {tmp_path / 'kvcache.py'}" in done.stderr) == (1, True)
-
-
-def test_a_folder_without_init_shadows_nothing(tmp_path: Path) -> None:
-    (tmp_path / "core").mkdir()
-    assert run("from farsight_rooms import check_rooms; check_rooms()", tmp_path, tmp_path, HOME).returncode == 0
+    (tmp_path / "alone").mkdir()
+    shutil.copy(farsight_rooms.__file__, tmp_path / "alone")
+    done = run(COMMAND, tmp_path / "alone", tmp_path / "alone", installed=False)
+    assert "the package 'core' is missing" in done.stderr
 
 
 @pytest.mark.parametrize("first", ["theirs", "ours"])
@@ -66,12 +67,6 @@ def test_half_of_another_checkout_is_called_so(first: str, tmp_path: Path) -> No
     room = "tokenization" if first == "theirs" else "core"
     assert f"the package {room!r} is found at" in done.stderr
     assert "another checkout of Farsight" in done.stderr
-
-
-def test_a_missing_room_is_named(tmp_path: Path) -> None:
-    shutil.copy(farsight_rooms.__file__, tmp_path)
-    done = run(COMMAND, tmp_path, tmp_path, installed=False)
-    assert "the package 'core' is missing" in done.stderr
 
 
 def test_the_rooms_are_those_that_are_installed_and_all_are_typed() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
+from core.errors import InvalidValueError
 from lab.reproduce.multi_bin import MULTI_BIN
 from lab.reproduce.multi_bin_runs import (
     ACCURACY,
@@ -18,8 +21,13 @@ from lab.reproduce.multi_bin_runs import (
     serve,
     uniform_run,
 )
-from lab.reproduce.multi_bin_theory import UniformService
+from lab.reproduce.multi_bin_theory import (
+    UniformService,
+    exponential_service_bound_s,
+    exponential_throughput_bound,
+)
 from lab.reproduce.rows import Row
+from policies.batching.multi_bin import uniform_edges
 from simulator.cluster.latency import A100_7B
 from simulator.traffic.arrivals import AllAtOnce
 
@@ -47,10 +55,7 @@ def test_of_the_theory_only_what_the_paper_prints_is_reported() -> None:
         "section 4, B=128, U(1, 20)": "12.3",
     }
     assert printed["section 4, B=128, U(1, 20)"].verdict == "off", "128 / 10.5 is 12.19"
-
-
-def test_figure_1_by_hand() -> None:
-    totals = {row.setting: row.ours for row in rows_of("multibin_theory", 0) if row.metric == "total s"}
+    totals = {row.setting: row.ours for row in printed.values() if row.metric == "total s"}
     assert totals == pytest.approx({"Fig 1b, first come": 11.0, "Fig 1b, bins [1, 3], [4, 6]": 8.0})
 
 
@@ -122,3 +127,69 @@ def test_the_same_seed_gives_the_same_numbers() -> None:
     assert serve(*args) == serve(*args)
     assert uniform_run(2, 8.0, 1_280) == uniform_run(2, 8.0, 1_280)
     assert uniform_run(2, 8.0, 1_280) != uniform_run(2, 8.0, 1_280, seed=4)
+
+
+SMALL = UniformService(0, 6, 2)
+PAPER = UniformService(1, 20, 128)
+
+
+@pytest.mark.parametrize("num_bins", [1, 2, 5, 16])
+def test_without_errors_the_error_model_is_theorem_4_2(num_bins: int) -> None:
+    for system in (SMALL, PAPER, UniformService(3, 3, 4), UniformService(1, 9, 1)):
+        assert system.service_with_errors_s(num_bins, 0) == pytest.approx(system.service_s(num_bins))
+    assert PAPER.service_with_errors_s(1, 0.5) == pytest.approx(PAPER.service_s(1)), "one bin knows no errors"
+
+
+@pytest.mark.parametrize("short_by", [0.05, 0.3, 1.0, 5.0, 12.0, 100.0])
+def test_bins_needed_is_enough_and_one_less_is_not(short_by: float) -> None:
+    num_bins = PAPER.bins_needed(short_by)
+    wanted = PAPER.max_throughput - short_by
+    assert PAPER.throughput(num_bins) >= wanted
+    assert num_bins == 1 or PAPER.throughput(num_bins - 1) < wanted
+
+
+@pytest.mark.parametrize("error_rate", [0.0, 0.2])
+def test_service_times_against_simulation(error_rate: float) -> None:
+    """Batches drawn from bins whose labels err as the model says."""
+    system, num_bins, rng = UniformService(1, 20, 8), 4, np.random.default_rng(7)
+    times = rng.uniform(1, 20, 400_000)
+    labels = np.searchsorted(uniform_edges(1, 20, num_bins)[1:-1], times, side="right")
+    draws = rng.uniform(size=times.size)
+    labels = labels + np.where(draws < error_rate, -1, np.where(draws > 1 - error_rate, 1, 0))
+    # At an end there is one neighbour: what would leave the range stays where it was.
+    labels = np.clip(labels, 0, num_bins - 1)
+    longest = []
+    for index in range(num_bins):
+        of_bin = times[labels == index]
+        longest.append(of_bin[: of_bin.size // 8 * 8].reshape(-1, 8).max(axis=1))
+    simulated = float(np.concatenate(longest).mean())
+    assert system.service_with_errors_s(num_bins, error_rate) == pytest.approx(simulated, rel=0.005)
+
+
+def test_bounds_of_exponential_times() -> None:
+    """Section 2 examples 4 and 5."""
+    assert [exponential_service_bound_s(1, 2, k) for k in (2, 3)] == pytest.approx([1.4055, 1.3404], abs=5e-5)
+    bounds = [exponential_throughput_bound(0.1, 200, k) for k in (1, 2, 3, 4, 5)]
+    assert bounds == pytest.approx([3.40, 7.22, 9.90, 11.75, 13.05], abs=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("field", "call"),
+    [
+        ("low_s", lambda: UniformService(-1, 2, 2)),
+        ("high_s", lambda: UniformService(3, 2, 2)),
+        ("high_s", lambda: UniformService(0, 0, 2)),
+        ("batch_size", lambda: UniformService(1, 2, 0)),
+        (None, lambda: SMALL.service_s(0)),
+        (None, lambda: SMALL.throughput(0)),
+        (None, lambda: SMALL.bins_needed(0)),
+        (None, lambda: SMALL.latency_s(1, 0)),
+        (None, lambda: SMALL.service_with_errors_s(0, 0.1)),
+        (None, lambda: SMALL.service_with_errors_s(2, 0.6)),
+        (None, lambda: exponential_service_bound_s(0, 2, 2)),
+    ],
+)
+def test_what_means_nothing_is_refused(field: str | None, call: Callable[[], object]) -> None:
+    with pytest.raises(InvalidValueError) as raised:
+        call()
+    assert field in (None, raised.value.field)

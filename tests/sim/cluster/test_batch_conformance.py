@@ -34,7 +34,7 @@ from simulator.traffic.workload import SimRequest
 COST = StepCost(0.01, 1e-3, 2e-3, 3e-5, 4e-7)
 """Every kind of work has a price of its own."""
 
-NUM_REQUESTS = 120
+NUM_REQUESTS = 80
 
 LENS = ((9, 4), (30, 17), (1, 1), (16, 40), (23, 2))
 """Prompt and output tokens; what stops, stops before its limit of 64 tokens."""

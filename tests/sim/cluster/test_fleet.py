@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from core.costs import StepCost
 from kvcache import LeaseExecutor
 from policies.compose import build_router, build_scheduler
-from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
+from policies.replica.scheduler import SchedulerLimits
 from policies.settings import PolicySettings
 from simulator.cluster.fleet import Fleet, FleetShape
 from simulator.cluster.latency import LinearLatency
@@ -22,16 +21,19 @@ from simulator.traffic.workload import SimRequest
 PLAIN = LinearLatency(StepCost(base_s=1.0, prefill_token_s=0.1, decode_seq_s=0.0, context_token_s=0.0))
 
 
-def fcfs(max_num_seqs: int, watermark: float = 1.0) -> Callable[[int], ReplicaScheduler]:
-    limits = SchedulerLimits(max_num_seqs, standby_slots=0)
-    return lambda index: build_scheduler("fcfs", limits, PolicySettings(watermark=watermark))
-
-
 def fleet(
-    shape: ReplicaShape, latency: LinearLatency = PLAIN, *, num_replicas: int = 1, clients: int | None = None
+    shape: ReplicaShape,
+    latency: LinearLatency = PLAIN,
+    *,
+    num_replicas: int = 1,
+    clients: int | None = None,
+    kv: str = "recompute-newest",
 ) -> Fleet:
-    whole = FleetShape(shape, latency, num_replicas)
-    return Fleet(whole, build_router("fcfs"), fcfs(shape.max_num_seqs), clients=clients)
+    whole, limits = FleetShape(shape, latency, num_replicas), SchedulerLimits(shape.max_num_seqs, standby_slots=0)
+    settings = PolicySettings(watermark=1.0)
+    return Fleet(
+        whole, build_router("fcfs"), lambda _: build_scheduler("fcfs", limits, settings, kv=kv), clients=clients
+    )
 
 
 def by_id(records: list[Record]) -> dict[str, Record]:
@@ -56,12 +58,6 @@ def test_who_arrives_in_a_step_begins_with_the_next_one() -> None:
     assert records["b"].finished_at == pytest.approx(6.2)
 
 
-def test_with_one_place_requests_follow_each_other() -> None:
-    arrivals = [SimRequest(name, 0.0, 10, 3, 10) for name in "abc"]
-    records = by_id(fleet(ReplicaShape(100, max_num_seqs=1)).run(arrivals).done)
-    assert [records[name].finished_at for name in "abc"] == pytest.approx([4.0, 8.0, 12.0])
-
-
 def test_the_newest_is_evicted_when_memory_runs_out_and_computed_again() -> None:
     """12 tokens: a (4+6) and b (4+6) fit until each has 2 of its 6 tokens."""
     arrivals = [SimRequest("a", 0.0, 4, 6, 6), SimRequest("b", 0.0, 4, 6, 6)]
@@ -78,29 +74,19 @@ def test_a_swapped_request_waits_for_its_copies_and_computes_nothing_twice() -> 
     """As before, but b moves: 6 tokens at 10 a second each way, and a needs the room that the copy frees."""
     latency = LinearLatency(PLAIN.cost, kv_bytes=1, copy_bandwidth=10)
     shape = ReplicaShape(12, block_size=1, num_host_blocks=20)
-    limits = SchedulerLimits(shape.max_num_seqs, standby_slots=0)
-
-    def swapping(index: int) -> ReplicaScheduler:
-        return build_scheduler("fcfs", limits, PolicySettings(watermark=1.0), kv="swap-newest")
-
-    swaps = Fleet(FleetShape(shape, latency), build_router("fcfs"), swapping)
+    swaps = fleet(shape, latency, kv="swap-newest")
     records = by_id(swaps.run([SimRequest("a", 0.0, 4, 6, 6), SimRequest("b", 0.0, 4, 6, 6)]).done)
     assert (records["b"].num_evictions, records["b"].num_swaps) == (0, 1)
     assert records["a"].finished_at == pytest.approx(3.8 + 0.6 + 3)
     assert records["b"].finished_at == pytest.approx(3.8 + 0.6 + 3 + 0.6 + 3)
 
 
-def test_a_closed_loop_keeps_so_many_under_way() -> None:
+def test_with_one_place_or_client_requests_follow_each_other() -> None:
+    one_place = fleet(ReplicaShape(100, max_num_seqs=1)).run([SimRequest(name, 0.0, 10, 3, 10) for name in "abc"])
+    assert [record.finished_at for record in one_place.done] == pytest.approx([4.0, 8.0, 12.0])
     arrivals = [SimRequest(f"r{i}", 0.0, 10, 3, 10) for i in range(4)]
     records = by_id(fleet(ReplicaShape(100), clients=1).run(arrivals).done)
     assert [records[f"r{i}"].arrival.arrived_at for i in range(4)] == pytest.approx([0.0, 4.0, 8.0, 12.0])
-
-
-def test_a_request_that_never_fits_is_refused_and_the_rest_go_on() -> None:
-    small = fleet(ReplicaShape(10, block_size=1))
-    recorder = small.run([SimRequest("big", 0.0, 20, 5, 5), SimRequest("a", 0.0, 2, 2, 2)])
-    assert small.refused == ["big"]
-    assert [record.arrival.request_id for record in recorder.done] == ["a"]
 
 
 def lives(seed: int) -> list[tuple[str, str, float, float, float, int]]:
@@ -122,7 +108,7 @@ def lives(seed: int) -> list[tuple[str, str, float, float, float, int]]:
     )
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(2, 20))])
 def test_steps_taken_at_once_change_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = lives(seed)
     monkeypatch.setattr(LeaseExecutor, "horizon", lambda self, batch, most: 1)
@@ -130,7 +116,3 @@ def test_steps_taken_at_once_change_nothing(seed: int, monkeypatch: pytest.Monke
     for fast, slow in zip(at_once, one_by_one, strict=True):
         assert fast[:2] == slow[:2]
         assert fast[2:] == pytest.approx(slow[2:])
-
-
-def test_two_runs_in_one_process_are_the_same_run() -> None:
-    assert lives(1) == lives(1)

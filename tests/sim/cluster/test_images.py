@@ -59,6 +59,8 @@ def test_a_request_begins_when_its_picture_is_encoded() -> None:
     assert record.first_token_at == pytest.approx(7.0 + 2.4)
     assert record.finished_at == pytest.approx(7.0 + 2.4 + 1.0)
     assert record.ttft_s == pytest.approx(5.0 + 2.4)  # the client waits for the encoder too
+    records = by_id(fleet(clients=1).run([seen("a", 0.0), seen("b", 0.0)]).done)
+    assert records["b"].arrival.arrived_at == records["a"].finished_at == pytest.approx(8.4), "so does a closed loop"
 
 
 def test_pictures_are_encoded_while_text_goes_on() -> None:
@@ -79,12 +81,9 @@ def test_an_equal_picture_is_neither_encoded_nor_computed_again() -> None:
     assert records["b"].first_token_at == pytest.approx(20.0 + 1.0 + 0.1 * 6)
     assert (system.encoder.num_encoded, system.encoder.num_found) == (3, 1)
     assert system.encoder.busy_s == pytest.approx(15.0)
-
-
-def test_who_asks_for_a_picture_that_is_being_encoded_waits_for_it() -> None:
     system = fleet()
     records = by_id(system.run([seen("a", 0.0, "cat"), seen("b", 3.0, "cat")]).done)
-    assert system.encoder.num_encoded == 1
+    assert system.encoder.num_encoded == 1, "who asks while it is being encoded waits for it"
     assert records["a"].first_token_at == records["b"].first_token_at == pytest.approx(5.0 + 1.0 + 2.8)
 
 
@@ -127,12 +126,6 @@ def test_a_batch_takes_what_waits_up_to_its_bound() -> None:
     assert encoder.finish(encoder.ends_at) == ["c"]
     assert encoder.finish(encoder.ends_at) == ["b"]
     assert encoder.busy_s == pytest.approx(2.0 + 17.0 + 3.0) and encoder.ends_at == math.inf
-
-
-def test_a_closed_loop_counts_requests_that_are_being_encoded() -> None:
-    system = fleet(clients=1)
-    records = by_id(system.run([seen("a", 0.0), seen("b", 0.0)]).done)
-    assert records["b"].arrival.arrived_at == records["a"].finished_at == pytest.approx(8.4)
 
 
 def test_image_tokens_take_memory_of_admission() -> None:
@@ -188,9 +181,6 @@ def test_blocks_are_named_by_all_that_is_before_them() -> None:
     assert names((), SimImage(10), cat) == ()
     assert names((1,) * 10, cat) == (1,) * 10  # the picture lies within the shared beginning
     assert names((), replace(cat, tokens=9)) != names((), cat)
-
-
-def test_a_picture_without_tokens_and_pictures_beyond_the_prompt() -> None:
     with pytest.raises(InvalidValueError, match="image_tokens"):
         SimImage(0)
     with pytest.raises(InvalidValueError, match="at most the 9 tokens of the prompt"):

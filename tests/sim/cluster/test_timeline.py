@@ -23,6 +23,12 @@ def test_states_by_hand() -> None:
     assert waiting.tolist() == [0] * 3 + [1] * 6 + [0] * 4
     assert timeline.series("used_tokens")[:, 0].tolist() == [0, 4, 4, 5, 5, 6, 6, 7, 7, 10, 10, 11, 11]
     assert np.isnan(timeline.series("predicted_tokens")).all()
+    timeline = Timeline(interval_s=0.5)
+    fleet, _ = make_fleet(timeline=timeline, clients=2)
+    fleet.replicas[0].scheduler.admission.predicted_peak = 77  # type: ignore[attr-defined]
+    fleet.run(arrivals(*[(0.0, 4, 3)] * 6))
+    assert timeline.series("running")[1:, 0].tolist() == [2.0] * (len(timeline.times_s()) - 1), "a closed loop"
+    assert set(timeline.series("predicted_tokens").flatten()) == {77}
 
 
 def test_steps_that_are_taken_at_once_are_seen_one_by_one() -> None:
@@ -52,56 +58,26 @@ def test_offloaded() -> None:
     assert timeline.series("offloaded").max() == 1 and np.max(total) == 2
 
 
-def test_a_predicted_peak_is_sampled() -> None:
-    timeline = Timeline(interval_s=1.0)
-    fleet, _ = make_fleet(timeline=timeline)
-    fleet.replicas[0].scheduler.admission.predicted_peak = 77  # type: ignore[attr-defined]
-    fleet.run(arrivals((0, 4, 3)))
-    assert set(timeline.series("predicted_tokens").flatten()) == {77}
-
-
-def test_looking_changes_nothing() -> None:
-    requests = [(i * 0.7, 5 + i % 7, 1 + i * 13 % 29) for i in range(60)]
-    results = []
-    for timeline in (None, Timeline(interval_s=0.13, max_samples=16)):
-        fleet, _ = make_fleet(120, num_replicas=2, timeline=timeline, kv="swap-newest")
-        results.append(
-            [(r.arrival.request_id, r.finished_at, r.max_gap_s) for r in fleet.run(arrivals(*requests)).done]
-        )
-    assert results[0] == results[1]
-
-
-def test_the_interval_doubles_when_it_is_full() -> None:
+def test_looking_changes_nothing_and_the_interval_doubles_when_it_is_full() -> None:
     """The thinned out samples are those that a wider interval would have taken."""
     requests = [(i * 0.7, 5 + i % 7, 1 + i * 13 % 29) for i in range(60)]
-    taken = []
-    for timeline in (Timeline(0.25, 16), Timeline(8.0, 1000)):
-        make_fleet(120, num_replicas=2, timeline=timeline)[0].run(arrivals(*requests))
-        taken.append(timeline)
-    narrow, wide = taken
+    narrow, wide = Timeline(0.25, 16), Timeline(8.0, 1000)
+    lives = []
+    for timeline in (None, narrow, wide):
+        fleet, _ = make_fleet(120, num_replicas=2, timeline=timeline, kv="swap-newest")
+        done = fleet.run(arrivals(*requests)).done
+        lives.append([(record.arrival.request_id, record.finished_at, record.max_gap_s) for record in done])
+    assert lives[0] == lives[1] == lives[2]
     assert narrow.interval_s == 8.0 and narrow.num_samples <= 16
     for name in SERIES:
         np.testing.assert_array_equal(narrow.series(name), wide.series(name))
-
-
-def test_closed_loop_is_sampled() -> None:
-    timeline = Timeline(interval_s=0.5)
-    fleet, _ = make_fleet(timeline=timeline, clients=2)
-    fleet.run(arrivals(*[(0.0, 4, 3)] * 6))
-    assert timeline.series("running")[1:, 0].tolist() == [2.0] * (len(timeline.times_s()) - 1)
 
 
 def test_a_long_silence_costs_few_samples() -> None:
     timeline = Timeline(interval_s=0.01, max_samples=8)
     make_fleet(timeline=timeline)[0].run(arrivals((0, 4, 1), (1e9, 4, 1)))
     assert timeline.num_samples <= 8 and timeline.times_s()[-1] > 4e8
-
-
-def test_nothing_sampled() -> None:
     assert Timeline().series("running").shape == (0, 0) and Timeline().times_s().size == 0
-
-
-@pytest.mark.parametrize(("interval_s", "max_samples"), [(0.0, 8), (math.inf, 8), (math.nan, 8), (1.0, 7), (1.0, 0)])
-def test_bad_parameters(interval_s: float, max_samples: int) -> None:
-    with pytest.raises(InvalidValueError):
-        Timeline(interval_s, max_samples)
+    for interval_s, max_samples in ((0.0, 8), (math.inf, 8), (math.nan, 8), (1.0, 7), (1.0, 0)):
+        with pytest.raises(InvalidValueError):
+            Timeline(interval_s, max_samples)

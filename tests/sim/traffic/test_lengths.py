@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from core.errors import InvalidValueError
+from simulator.traffic.arrivals import AllAtOnce, Gamma, Poisson, Replay, debatch, rescale
 from simulator.traffic.lengths import (
     D1,
     D2,
@@ -45,25 +46,15 @@ def test_samples_have_the_stated_mean_and_bounds(law: LengthLaw) -> None:
     assert abs(lengths.mean() - law.mean) < 4 * error
     assert lengths.min() >= 1
     assert lengths.max() <= law.longest
-
-
-@pytest.mark.parametrize("law", LAWS, ids=law_name)
-def test_the_same_seed_gives_the_same_lengths(law: LengthLaw) -> None:
     first, again = (law.sample(np.random.default_rng(5), 100) for _ in range(2))
     assert (first == again).all()
 
 
-@pytest.mark.parametrize(("theta", "mean"), [(0.4, 39.4), (0.9, 22.5), (1.1, 16.3), (1.3, 11.3)])
-def test_zipf_means_for_a_bound_of_100(theta: float, mean: float) -> None:
-    assert ZipfLengths(theta, 100).mean == pytest.approx(mean, abs=0.06)
-
-
-def test_uniform_reaches_both_ends() -> None:
+def test_means_and_ends_are_those_of_the_laws() -> None:
+    means = [ZipfLengths(theta, 100).mean for theta in (0.4, 0.9, 1.1, 1.3)]
+    assert means == pytest.approx([39.4, 22.5, 16.3, 11.3], abs=0.06)
+    assert Exponential(10.0, 10_000).mean == pytest.approx(1 / (1 - np.exp(-0.1))), "geometric, without a cap"
     assert set(Uniform(2, 4).sample(np.random.default_rng(0), 100).tolist()) == {2, 3, 4}
-
-
-def test_exponential_mean_without_a_cap_is_that_of_the_geometric_law() -> None:
-    assert Exponential(10.0, 10_000).mean == pytest.approx(1 / (1 - np.exp(-0.1)))
 
 
 def test_named_pairs_are_the_published_ones() -> None:
@@ -73,9 +64,6 @@ def test_named_pairs_are_the_published_ones() -> None:
         (Uniform(2048, 4096), Uniform(32, 4096), 4096),
     ]
     assert not any(p.fitted for p in (D1, D2, D3))
-
-
-def test_stand_ins_are_marked_as_fitted() -> None:
     assert GSM8K_LIKE.fitted and SHAREGPT_LIKE.fitted
     assert SHAREGPT_LIKE.output.mean == pytest.approx(338, rel=0.03)
 
@@ -114,3 +102,62 @@ def test_bad_parameters_name_the_field(build: Callable[[], LengthLaw], field: st
     with pytest.raises(InvalidValueError) as error:
         build()
     assert error.value.field == field
+
+
+def _gaps(process: Gamma | Poisson) -> np.ndarray:
+    return np.diff(process.sample(np.random.default_rng(1), 100_000), prepend=0.0)
+
+
+def test_poisson_gaps_have_the_mean_and_spread_of_an_exponential() -> None:
+    gaps = _gaps(Poisson(4.0))
+    assert gaps.mean() == pytest.approx(0.25, rel=0.02)
+    assert gaps.std() / gaps.mean() == pytest.approx(1.0, rel=0.02)
+
+
+@pytest.mark.parametrize("cv", [0.5, 1.0, 4.0])
+def test_gamma_gaps_have_the_asked_rate_and_cv(cv: float) -> None:
+    gaps = _gaps(Gamma(2.0, cv))
+    assert gaps.mean() == pytest.approx(0.5, rel=0.05)
+    assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.05)
+
+
+@pytest.mark.parametrize("process", [Poisson(3.0), Gamma(3.0, 4.0)])
+def test_the_same_seed_gives_the_same_instants(process: Gamma | Poisson) -> None:
+    first, again, other = (process.sample(np.random.default_rng(seed), 50) for seed in (7, 7, 8))
+    assert (first == again).all()
+    assert (first != other).any()
+
+
+def test_replay_starts_at_zero_and_keeps_the_pace_or_the_shape() -> None:
+    rng = np.random.default_rng(0)
+    replay = Replay([5.0, 6.0, 9.0])
+    replay.sample(rng, 2)[:] = 9
+    assert replay.sample(rng, 2).tolist() == [0, 1], "a sample is a copy"
+    assert Replay([5.0, 6.0, 9.0], rate=1.0).sample(rng, 3).tolist() == [0, 0.5, 2]
+    assert AllAtOnce().sample(rng, 3).tolist() == [0, 0, 0]
+    with pytest.raises(InvalidValueError, match="num_requests"):
+        replay.sample(rng, 4)
+
+
+def test_debatch_spreads_each_batch_over_the_gap_to_the_next() -> None:
+    assert debatch([0.0, 0.0, 0.0, 3.0, 9.0, 9.0]).tolist() == [0, 1, 2, 3, 9, 12]
+    assert debatch([2.0, 2.0]).tolist() == [2, 2]
+    for instants in ([1.0, 0.5], [0.0, float("nan")], [float("inf")]):
+        for use in (debatch, Replay):
+            with pytest.raises(InvalidValueError, match="instants"):
+                use(instants)
+    for instants in ([], [1.0], [2.0, 2.0]):
+        with pytest.raises(InvalidValueError, match="instants"):
+            rescale(instants, 1.0)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
+def test_bad_rates_and_cvs_are_refused(bad: float) -> None:
+    with pytest.raises(InvalidValueError, match="rate"):
+        Poisson(bad)
+    with pytest.raises(InvalidValueError, match="rate"):
+        Gamma(bad, 1.0)
+    with pytest.raises(InvalidValueError, match="cv"):
+        Gamma(1.0, bad)
+    with pytest.raises(InvalidValueError, match="rate"):
+        rescale([0.0, 1.0], bad)

@@ -101,25 +101,17 @@ def test_popularity_follows_the_zipf_law() -> None:
     arrivals = prefix_workload(rng, [0.0] * 20_000, VIDEO_QA, 10, 4096, popularity=1.1)
     counts = sorted(Counter(a.prefix[:1] for a in arrivals if a.prefix).values(), reverse=True)
     assert counts[0] / counts[1] == pytest.approx(2**1.1, rel=0.1)
-
-
-def test_the_same_seed_gives_the_same_workload() -> None:
-    assert _run(TOOL_USE, 100) == _run(TOOL_USE, 100)
-    assert _run(TOOL_USE, 100) != _run(TOOL_USE, 100, seed=2)
+    assert _run(TOOL_USE, 100) == _run(TOOL_USE, 100) != _run(TOOL_USE, 100, seed=2)
+    with pytest.raises(InvalidValueError, match="longest"):
+        _run(TOOL_USE, num_prefixes=0)
 
 
 def test_blocks_over_two_nodes_belong_to_the_deeper_one() -> None:
     names = BlockNames(4)
-    left, right = names.along([("root", 6), ("left", 6)]), names.along([("root", 6), ("right", 5)])
-    assert left == (0, 1, 2)
-    assert right == (0, 3)
-
-
-def test_bad_parameters_are_refused() -> None:
+    assert names.along([("root", 6), ("left", 6)]) == (0, 1, 2)
+    assert names.along([("root", 6), ("right", 5)]) == (0, 3)
     with pytest.raises(InvalidValueError, match="block_size"):
         BlockNames(0)
-    with pytest.raises(InvalidValueError, match="longest"):
-        _run(TOOL_USE, num_prefixes=0)
 
 
 def test_mooncake_names_are_split_and_partial_blocks_dropped() -> None:
@@ -161,6 +153,8 @@ def test_real_prefixes_are_shared_within_their_group(tmp_path: Path) -> None:
     assert all(by_length[a.prompt_len] == a.prefix for a in arrivals)
     assert all(len(p) == (length - own) // 8 for length, p in by_length.items())
     assert not set.intersection(*(set(p) for p in by_length.values()))
+    with pytest.raises(InvalidValueError, match="kind"):
+        real_prefixes(np.random.default_rng(0), [0.0], _groups(tmp_path), "tools", 8)
 
 
 def test_real_turns_share_their_whole_prompt(tmp_path: Path) -> None:
@@ -170,11 +164,6 @@ def test_real_turns_share_their_whole_prompt(tmp_path: Path) -> None:
     assert first[1] == count_tokens(" go to shelf")
     assert second[2][: len(first[2])] == first[2]
     assert len(second[2]) == second[0] // 4
-
-
-def test_an_unknown_kind_of_real_prefixes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidValueError, match="kind"):
-        real_prefixes(np.random.default_rng(0), [0.0], _groups(tmp_path), "tools", 8)
 
 
 @pytest.mark.parametrize(
@@ -216,13 +205,11 @@ def test_a_named_trace_is_debatched_rescaled_and_cut(tmp_path: Path) -> None:
     assert own[0].prefix == (160, 161)
     fast = build_workload("mooncake", np.random.default_rng(0), 4, 2.0, tmp_path)
     assert [a.arrived_at for a in fast] == [0, 0.5, 1, 1.5]
-    with pytest.raises(InvalidValueError, match="num_requests"):
-        build_workload("mooncake", np.random.default_rng(0), 6, None, tmp_path)
-
-
-def test_unknown_names_and_empty_workloads_are_refused() -> None:
-    with pytest.raises(InvalidValueError, match="workload"):
-        build_workload("d4", np.random.default_rng(0), 1)
-    with pytest.raises(InvalidValueError, match="num_requests"):
-        build_workload("d1", np.random.default_rng(0), 0)
+    for name, num_requests, wrong in (
+        ("mooncake", 6, "num_requests"),
+        ("d4", 1, "workload"),
+        ("d1", 0, "num_requests"),
+    ):
+        with pytest.raises(InvalidValueError, match=wrong):
+            build_workload(name, np.random.default_rng(0), num_requests, None, tmp_path)
     assert set(DRAWN) < set(WORKLOADS)

@@ -34,19 +34,16 @@ def _own(**fields: object) -> str:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("content", [AZURE, PUBLISHED_AZURE])
-def test_azure(tmp_path: Path, content: str, packed: bool) -> None:
+def test_azure_and_mooncake_as_published_and_as_shared(tmp_path: Path, content: str, packed: bool) -> None:
     data = gzip.compress(content.encode()) if packed else content.encode()
     first, second = read_trace(_file(tmp_path, data))
     assert (first.prompt_len, first.output_len, first.max_new_tokens) == (374, 44, 109)
     assert (second.prompt_len, second.output_len) == (396, 109)
     assert second.arrived_at - first.arrived_at == pytest.approx(1.5)
     assert first.request_id != second.request_id
-
-
-@pytest.mark.parametrize("content", [MOONCAKE, PUBLISHED_MOONCAKE])
-def test_mooncake(tmp_path: Path, content: str) -> None:
-    (arrival,) = read_trace(_file(tmp_path, content))
-    assert (arrival.arrived_at, arrival.prompt_len, arrival.output_len, arrival.prefix) == (2.0, 600, 5, (0, 7))
+    for mooncake in (MOONCAKE, PUBLISHED_MOONCAKE):
+        (arrival,) = read_trace(_file(tmp_path, mooncake))
+        assert (arrival.arrived_at, arrival.prompt_len, arrival.output_len, arrival.prefix) == (2.0, 600, 5, (0, 7))
 
 
 def test_our_own_format_with_everything(tmp_path: Path) -> None:
@@ -54,19 +51,10 @@ def test_our_own_format_with_everything(tmp_path: Path) -> None:
     assert read_trace(_file(tmp_path, line)) == [
         SimRequest("trace-1", 1.0, 4, 9, 20, prefix=(1, 2), app="chat", priority=-1, deadline_s=3.5)
     ]
-
-
-def test_our_own_format_with_no_more_than_it_must_have(tmp_path: Path) -> None:
-    assert read_trace(_file(tmp_path, _own()), "own") == [SimRequest("trace-1", 1.0, 4, 9, 9, app="trace")]
-
-
-def test_outputs_end_at_what_clients_asked_for(tmp_path: Path) -> None:
-    path = _file(tmp_path, _own() + _own(output_len=30, max_new_tokens=25))
-    assert [(a.output_len, a.max_new_tokens) for a in read_trace(path, max_new_tokens=5)] == [(5, 5), (25, 25)]
-
-
-def test_blank_lines_count_but_do_not_matter(tmp_path: Path) -> None:
-    assert [a.request_id for a in read_trace(_file(tmp_path, _own() + "\n" + _own()))] == ["trace-1", "trace-3"]
+    line = _own(tenant="acme", weight=2) + "\n" + _own(output_len=30, max_new_tokens=25)
+    tenants, later = read_trace(_file(tmp_path, line), "own", max_new_tokens=5)
+    assert tenants == SimRequest("trace-1", 1.0, 4, 5, 5, app="trace", tenant="acme", weight=2.0)
+    assert later == SimRequest("trace-3", 1.0, 4, 25, 25, app="trace"), "blank lines count but do not matter"
 
 
 def _bad_files() -> list[tuple[str, str | bytes, int, str]]:
@@ -95,6 +83,7 @@ def _bad_files() -> list[tuple[str, str | bytes, int, str]]:
         ("hash ids too few", MOONCAKE.replace("[0, 7]", "[0]"), 1, "1 hash_ids for 600 prompt tokens"),
         ("hash ids negative", MOONCAKE.replace("[0, 7]", "[0, -7]"), 1, "hash_ids is not a list of whole numbers"),
         ("a name not a text", _own(app=3), 1, "app is not a text: 3"),
+        ("a tenant of no weight", _own(tenant="acme", weight=0), 1, "weight is not above 0"),
         ("half a priority", _own(priority=0.5), 1, "priority is not a whole number: 0.5"),
         ("more image than prompt", _own(image_tokens=5), 1, "image_tokens are 5, more than the prompt's 4"),
         ("half an image token", _own(image_tokens=1.5), 1, "image_tokens is not a whole number of at least 0"),
@@ -117,42 +106,22 @@ def test_a_bad_file_is_told_its_line_and_reason(tmp_path: Path, content: str | b
     assert str(error.value).startswith(f"{path}:{line}: {reason}")
 
 
-def test_a_gzip_that_is_cut_off(tmp_path: Path) -> None:
+def test_a_file_that_is_cut_off_damaged_not_there_or_of_another_format(tmp_path: Path) -> None:
     packed = gzip.compress("".join(_own(arrived_at=i) for i in range(200)).encode())
     with pytest.raises(TraceError, match="the gzip file is cut off") as error:
         read_trace(_file(tmp_path, packed[: len(packed) // 2]))
     assert error.value.line >= 1
-
-
-def test_a_gzip_that_is_damaged(tmp_path: Path) -> None:
-    packed = bytearray(gzip.compress(AZURE.encode()))
-    packed[-5] ^= 0xFF  # its checksum and length stand at the end
+    damaged = bytearray(gzip.compress(AZURE.encode()))
+    damaged[-5] ^= 0xFF  # its checksum and length stand at the end
     with pytest.raises(TraceError, match="damaged gzip"):
-        read_trace(_file(tmp_path, bytes(packed)))
-
-
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+        read_trace(_file(tmp_path, bytes(damaged)))
     with pytest.raises(TraceError, match="none:0: No such file"):
         read_trace(tmp_path / "none")
-
-
-def test_a_format_that_is_not_known(tmp_path: Path) -> None:
+    path = _file(tmp_path, AZURE)
     with pytest.raises(TraceError, match="unknown format burst; known: azure, mooncake, own"):
-        read_trace(_file(tmp_path, AZURE), "burst")
-
-
-def test_a_format_that_is_not_the_files(tmp_path: Path) -> None:
+        read_trace(path, "burst")
     with pytest.raises(TraceError, match="trace:2: missing column arrived_at"):
-        read_trace(_file(tmp_path, AZURE), "own")
-
-
-def test_errors_cross_processes() -> None:
-    error = pickle.loads(pickle.dumps(TraceError("f", 3, "why")))
-    assert (error.file, error.line, error.reason, str(error)) == ("f", 3, "why", "f:3: why")
-
-
-def test_tokens_are_words_and_marks_times_one_point_three() -> None:
-    assert [count_tokens(t) for t in ("", "one", "Hello, big world!", "a b c d e f g h i j")] == [1, 2, 7, 13]
+        read_trace(path, "own")
 
 
 def test_texts_become_lengths(tmp_path: Path) -> None:
@@ -161,12 +130,12 @@ def test_texts_become_lengths(tmp_path: Path) -> None:
     plain, stretched = read_texts(_file(tmp_path, "".join(json.dumps(x) + "\n" for x in lines)))
     assert (plain.prompt_len, plain.output_len, plain.app, plain.max_new_tokens) == (13, 52, "mt", 52)
     assert (stretched.output_len, stretched.app) == (16, "alpaca")
-
-
-def test_a_text_without_an_output(tmp_path: Path) -> None:
     line = json.dumps({"id": "x", "task": "mt", "instruction": "", "user_input": ""})
-    with pytest.raises(TraceError, match="trace:1: missing column output"):
+    with pytest.raises(TraceError, match="trace:1: missing column output") as error:
         read_texts(_file(tmp_path, line))
+    again = pickle.loads(pickle.dumps(error.value))
+    assert (again.line, again.reason, str(again)) == (1, "missing column output", str(error.value))
+    assert [count_tokens(t) for t in ("", "one", "Hello, big world!", "a b c d e f g h i j")] == [1, 2, 7, 13]
 
 
 def test_data_is_found_in_the_folder_given_or_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,23 +149,9 @@ def test_data_is_found_in_the_folder_given_or_set(tmp_path: Path, monkeypatch: p
     monkeypatch.delenv("FARSIGHT_DATA")
     with pytest.raises(MissingTraceError, match="shared/data/no-such-file does not exist"):
         find_data("no-such-file")
-
-
-@pytest.mark.parametrize(("name", "where"), [("azure2023_conv.csv.gz", "Azure/Az"), ("mooncake_x", "kvcache-ai/Moo")])
-def test_a_missing_trace_says_where_to_get_it(tmp_path: Path, name: str, where: str) -> None:
-    with pytest.raises(MissingTraceError, match=f"get it from https://github.com/{where}"):
-        find_data(name, tmp_path)
-
-
-def test_an_own_trace_may_name_tenants(tmp_path: Path) -> None:
-    line = '{"arrived_at": 0, "prompt_len": 3, "output_len": 2, "tenant": "acme", "weight": 2}'
-    path = tmp_path / "own.jsonl"
-    path.write_text(line)
-    (arrival,) = read_trace(path)
-    assert (arrival.tenant, arrival.weight) == ("acme", 2.0)
-    path.write_text(line.replace('"weight": 2', '"weight": 0'))
-    with pytest.raises(TraceError, match="weight is not above 0"):
-        read_trace(path)
+    for name, where in (("azure2023_conv.csv.gz", "Azure/Az"), ("mooncake_x", "kvcache-ai/Moo")):
+        with pytest.raises(MissingTraceError, match=f"get it from https://github.com/{where}"):
+            find_data(name, tmp_path)
 
 
 def test_every_format_may_have_pictures(tmp_path: Path) -> None:

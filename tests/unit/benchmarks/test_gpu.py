@@ -52,27 +52,20 @@ def test_what_was_measured_before_a_failure_is_told(monkeypatch: pytest.MonkeyPa
     assert len(told) == 2 + 4
 
 
-@pytest.mark.parametrize(("status", "last"), [(0, []), (3, [("speeds", "failed", "exit status 3")])])
-def test_speeds_of_another_process(
-    status: int, last: list[tuple[str, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_another_process_has_written_down_counts_whatever_became_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it has written down counts, whatever became of it."""
-    decode = [{"sequences": 1, "tokens/s": 1.0, "share of limit %": 71.0}]
+    decode = [{"sequences": n, "tokens/s": 1.0, "share of limit %": 70.0} for n in (64, 256)]
+    prefill = [{"tokens": 5, "tokens/s": 1.0, "share of matmul %": share} for share in (50.0, 49.9)]
 
     def run(command: list[str]) -> SimpleNamespace:
-        Path(command[-1]).write_text(json.dumps({"decode": decode, "prefill": [], "swap": []}), "utf-8")
-        return SimpleNamespace(returncode=status)
+        Path(command[-1]).write_text(json.dumps({"decode": decode, "prefill": prefill, "swap": []}), "utf-8")
+        return SimpleNamespace(returncode=3)
 
     monkeypatch.setattr(gpu_check.subprocess, "run", run)
     rows = gpu_check.measure_speeds(compiled=False, path=tmp_path / "kept.json")
-    assert [row[:2] for row in rows[:1]] == [("decode, 1 sequences", "ok")] and rows[1:] == last
-
-
-def test_targets() -> None:
-    decode = [{"sequences": n, "tokens/s": 1.0, "share of limit %": 70.0} for n in (64, 256)]
-    prefill = [{"tokens": 5, "tokens/s": 1.0, "share of matmul %": share} for share in (50.0, 49.9)]
-    rows = speed_rows({"decode": decode, "prefill": prefill, "swap": []})
-    assert [row[1] for row in rows] == ["ok", "measured", "ok", "off"]
+    assert [row[1] for row in rows] == ["ok", "measured", "ok", "off", "failed"]
+    assert rows[-1] == ("speeds", "failed", "exit status 3")
 
 
 def run_here(module: Path, outcomes: Outcomes) -> None:
@@ -86,33 +79,21 @@ def test_a_lost_gpu_ends_the_tests(tmp_path, monkeypatch, capsys: pytest.Capture
     lost = iter([False, True])
     monkeypatch.setattr(gpu_check, "is_lost", lambda: next(lost))
     module = tmp_path / "test_three.py"
-    module.write_text("def test_one(): assert 'first' == 0\ndef test_two(): assert 0\ndef test_three(): pass\n")
-    outcomes = Outcomes()
-    run_here(module, outcomes)
-    assert [row[:2] for row in outcomes.rows] == [("one", "failed"), ("two", "failed")]
-    shown = capsys.readouterr().out
-    assert shown.index("one | failed") < shown.index("assert 'first' == 0") < shown.index("two | failed")
-
-
-def test_outcomes(tmp_path) -> None:
-    module = tmp_path / "test_some.py"
     module.write_text(
         "import pytest\n"
         "def test_good(): pass\n"
-        "def test_bad(): assert 0\n"
         "@pytest.mark.skip(reason='no time')\ndef test_left(): pass\n"
+        "def test_one(): assert 'first' == 0\n"
         "@pytest.fixture\ndef broken(): raise ValueError\n"
-        "def test_broken(broken): pass\n"
+        "def test_two(broken): pass\n"
+        "def test_three(): pass\n"
     )
     outcomes = Outcomes()
     run_here(module, outcomes)
-    assert [row[:2] for row in outcomes.rows] == [
-        ("good", "passed"),
-        ("bad", "failed"),
-        ("left", "skipped"),
-        ("broken", "failed"),
-    ]
-    assert outcomes.rows[2][2].endswith("no time")
+    ends = [("good", "passed"), ("left", "skipped"), ("one", "failed"), ("two", "failed")]
+    assert [row[:2] for row in outcomes.rows] == ends and outcomes.rows[1][2].endswith("no time")
+    shown = capsys.readouterr().out
+    assert shown.index("one | failed") < shown.index("assert 'first' == 0") < shown.index("two | failed")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

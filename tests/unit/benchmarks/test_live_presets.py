@@ -61,33 +61,26 @@ def test_beside_the_simulation_the_ratio_of_ratios_counts() -> None:
     found = row(claim, {"a": [6.0, 6.0], "b": [10.0, 10.0]}, {"a": [4.0, 4.0], "b": [8.0, 8.0]})
     assert (found["ratio"], found["live"], found["simulated"]) == pytest.approx((1.2, 0.6, 0.5))
     assert found["verdict"] == "off"
-
-
-def test_without_a_base_the_mean_counts() -> None:
-    claim = Claim("a", "zipf 1.1", "a", "", "jct_s", 0.05)
-    found = row(claim, {"a": [0.0, 0.02, 0.04]})
-    assert (found["ratio"], found["verdict"]) == (pytest.approx(0.02), "holds")
+    found = row(Claim("a", "zipf 1.1", "a", "", "jct_s", 0.05), {"a": [0.0, 0.02, 0.04]})
+    assert (found["ratio"], found["verdict"]) == (pytest.approx(0.02), "holds"), "without a base the mean counts"
     assert found["low"] == pytest.approx(0.02 - 4.3027 * 0.02 / math.sqrt(3), abs=1e-5)
 
 
-def test_a_system_that_the_service_does_not_know_is_said_to_be_so() -> None:
-    def figures(system: str, seed: int, live: bool) -> Figures:
+def test_a_run_that_was_refused_or_disturbed_by_other_work_decides_nothing() -> None:
+    def refused(system: str, seed: int, live: bool) -> Figures:
         return Figures(refused="no such setting") if system == "b" else Figures(1.0)
 
-    found = CLAIM.row(range(2), 30, figures)
-    assert found.keys() >= KEYS
-    assert (found["verdict"], found["ratio"], found["why"]) == ("not served", None, "no such setting")
-
-
-def test_a_run_that_other_work_has_disturbed_decides_nothing() -> None:
-    def figures(system: str, seed: int, live: bool) -> Figures:
+    def disturbed(system: str, seed: int, live: bool) -> Figures:
         return Figures(1.0, gap_s=0.001, lag_s=0.05 if (system, seed, live) == ("b", 1, True) else 0.001)
 
-    found = CLAIM.row(range(2), 30, figures)
+    found = CLAIM.row(range(2), 30, refused)
+    assert found.keys() >= KEYS
+    assert (found["verdict"], found["ratio"], found["why"]) == ("not served", None, "no such setting")
+    found = CLAIM.row(range(2), 30, disturbed)
     assert (found["verdict"], found["ratio"], found["lag_ms"]) == ("disturbed", 1.0, 50.0)
-
-
-def test_every_claim_names_what_there_is() -> None:
+    setup = SETUPS["zipf 1.1"].sized(3)
+    with pytest.raises(ConfigError, match=r"scheduler\.no_such"):
+        run_live(setup.arrivals(1), setup.hardware, {"scheduler": {"no_such": 1}})
     assert len({claim.name for claim in CLAIMS}) == len(CLAIMS)
     for claim in CLAIMS:
         assert claim.setup in SETUPS and set(claim.systems) <= SYSTEMS.keys() and hasattr(Figures(), claim.metric)
@@ -100,12 +93,6 @@ def test_results_are_kept_and_the_last_of_a_run_counts(tmp_path: Path) -> None:
     store.put(run, Figures(2.0, evictions=math.nan))
     again = Store(tmp_path / "runs.jsonl").get(run)
     assert again is not None and (again.jct_s, again.refused) == (2.0, "") and math.isnan(again.evictions)
-
-
-def test_a_setting_of_another_version_is_refused() -> None:
-    setup = SETUPS["zipf 1.1"].sized(3)
-    with pytest.raises(ConfigError, match=r"scheduler\.no_such"):
-        run_live(setup.arrivals(1), setup.hardware, {"scheduler": {"no_such": 1}})
 
 
 def test_a_claim_is_measured_on_live_components_and_goes_on_where_it_was(

@@ -29,9 +29,6 @@ from simulator.cluster.latency import A100_7B
 )
 def test_a_system_is_a_preset_with_settings(text: str, system: System) -> None:
     assert System.parse(text) == system
-
-
-def test_a_system_without_a_preset_is_refused() -> None:
     with pytest.raises(ConfigError, match="PRESET"):
         System.parse("a=:tail=1")
 
@@ -51,7 +48,9 @@ def measured(folder: Path, system: str, seed: int, mean_ms: float) -> None:
 
 
 def test_cells_of_several_parts_make_one_table_with_paired_ratios(tmp_path: Path) -> None:
-    (tmp_path / "capacity-hol.json").write_text('{"requests_per_s": 1.0}', "utf-8")
+    assert known_capacity("hol", tmp_path) is None
+    (tmp_path / "capacity-hol.json").write_text('{"requests_per_s": 1.0, "of": "fcfs"}', "utf-8")
+    assert known_capacity("hol", tmp_path) == 1.0
     for seed in (1, 2):
         measured(tmp_path, "fcfs", seed, 4000.0 * seed)
         measured(tmp_path, "farsight", seed, 2000.0 * seed)
@@ -61,11 +60,6 @@ def test_cells_of_several_parts_make_one_table_with_paired_ratios(tmp_path: Path
     assert found["fcfs"][2:] == ["2", "6.00", "6.00", "2.00", "0.10", "800", ""]
     assert found["farsight"][2:4] == ["3", "2.00"]
     assert found["farsight"][-1].startswith("0.50 (0.50 to 0.50), 1.00"), "seeds that both have"
-
-
-def test_the_picture_shows_all_cells(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    measured(tmp_path, "fcfs", 1, 4000.0)
     plot(tmp_path, tmp_path / "presets.svg")
     assert "<svg" in (tmp_path / "presets.svg").read_text("utf-8")
 
@@ -82,6 +76,7 @@ def test_what_has_figures_is_not_measured_again(tmp_path: Path) -> None:
         (2, 1.8, "fcfs"),
         (2, 1.8, "vllm"),
     ]
+    assert measure_part(Bench(tmp_path / "model"), [], [], tmp_path, 10.0) == 0, "nothing starts for nothing"
 
 
 def test_cells_are_simulated_into_the_same_table(tmp_path: Path) -> None:
@@ -98,21 +93,18 @@ def test_cells_are_simulated_into_the_same_table(tmp_path: Path) -> None:
     assert "short" in table(tmp_path, ["fcfs"])
 
 
-def test_who_is_no_preset_is_not_simulated(tmp_path: Path) -> None:
-    vllm, bench = System("vllm"), Bench(tmp_path / "model", num_requests=20)
-    with pytest.raises(ConfigError, match="preset"):
-        simulate(bench, Machine(A100_7B, 20_000), [vllm], missing(["vllm"], ["hol"], [1.8], [1], tmp_path), tmp_path)
-
-
 def test_requests_that_fit_no_replica_are_not_left_out_of_the_figures(tmp_path: Path) -> None:
     bench, runs = Bench(tmp_path / "model", num_requests=20), missing(["fcfs"], ["hol"], [1.8], [1], tmp_path)
+    with pytest.raises(ConfigError, match="preset"):
+        simulate(
+            bench,
+            Machine(A100_7B, 20_000),
+            [System("vllm")],
+            missing(["vllm"], ["hol"], [1.8], [1], tmp_path),
+            tmp_path,
+        )
     with pytest.raises(RuntimeError, match=r"fcfs: .* of 20 requests did not end"):
         simulate(bench, Machine(A100_7B, 160), [System("fcfs", "fcfs")], runs, tmp_path)
-
-
-def test_nothing_starts_where_nothing_is_missing(tmp_path: Path) -> None:
-    assert measure_part(Bench(tmp_path / "model"), [], [], tmp_path, 10.0) == 0
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_part_takes_the_runs_that_fit_and_at_least_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,16 +141,6 @@ def test_a_part_takes_the_runs_that_fit_and_at_least_one(tmp_path: Path, monkeyp
     assert measure_part(bench, systems, runs, tmp_path, math.inf) == 0
     assert served[1:6] == ["fcfs", "fcfs", "vllm", "fcfs", "vllm"]
     assert served[8:10] == ["fcfs", "fcfs"], "the capacity on texts, on the first system, when their turn comes"
-
-
-def test_the_capacity_is_measured_on_as_many_requests_as_there_is_time_for() -> None:
     assert requests_within(0.5, 90.0, 250) == 45
-    assert requests_within(8.0, 90.0, 250) == 250
-    assert requests_within(8.0, math.inf, 250) == 250, "all runs at once"
+    assert requests_within(8.0, 90.0, 250) == requests_within(8.0, math.inf, 250) == 250, "all runs at once"
     assert requests_within(0.5, -3.0, 250) == 0, "the first pass has used up the time"
-
-
-def test_the_capacity_is_that_of_the_first_part(tmp_path: Path) -> None:
-    assert known_capacity("hol", tmp_path) is None
-    (tmp_path / "capacity-hol.json").write_text('{"requests_per_s": 8.5, "of": "fcfs"}', "utf-8")
-    assert known_capacity("hol", tmp_path) == 8.5

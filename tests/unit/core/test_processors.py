@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from core.memory import MAPPED_BYTES
 from core.processors import bind_to_node, compute_threads, numa_nodes, quota_processors, usable_processors
 
 ROOT = Path(__file__).parents[3]
@@ -66,12 +67,14 @@ def test_the_least_quota_up_to_the_mount_counts(tmp_path: Path) -> None:
     }
     files = {f"sys/fs/cgroup{group}/cpu.max": text for group, text in quotas.items()}
     assert quota_processors(tree(tmp_path, V2.format(top="/"), "0::/slice/pod/box\n", files)) == 3
-
-
-def test_both_versions_at_once(tmp_path: Path) -> None:
+    assert quota_processors(tmp_path / "nothing") is None
+    assert quota_processors(tree(tmp_path / "no", "not a mount table\n\n - \n", "neither this\n", {})) is None
     files = {**v1("/job", 500_000), "sys/fs/cgroup/cpu.max": "250000 100000"}
-    memberships = "3:cpu,cpuacct:/job\n0::/\n"
-    assert quota_processors(tree(tmp_path, V1.format(top="/") + V2.format(top="/"), memberships, files)) == 2.5
+    mounts, memberships = V1.format(top="/") + V2.format(top="/"), "3:cpu,cpuacct:/job\n0::/\n"
+    assert quota_processors(tree(tmp_path / "both", mounts, memberships, files)) == 2.5, "both versions at once"
+    mount = V2.format(top="/").replace("/sys/fs/cgroup", "/my\\040groups")
+    spaced = tree(tmp_path / "spaced", mount, "0::/\n", {"my groups/cpu.max": "100000 100000"})
+    assert quota_processors(spaced) == 1, "a mount point with spaces"
 
 
 @pytest.mark.parametrize(
@@ -80,16 +83,6 @@ def test_both_versions_at_once(tmp_path: Path) -> None:
 def test_a_container_sees_its_own_group_at_the_mount(tmp_path: Path, top: str, path: str) -> None:
     found = tree(tmp_path, V2.format(top=top), f"0::{path}\n", {"sys/fs/cgroup/cpu.max": "100000 100000"})
     assert quota_processors(found) == 1
-
-
-def test_mount_points_with_spaces(tmp_path: Path) -> None:
-    mount = V2.format(top="/").replace("/sys/fs/cgroup", "/my\\040groups")
-    assert quota_processors(tree(tmp_path, mount, "0::/\n", {"my groups/cpu.max": "100000 100000"})) == 1
-
-
-def test_without_control_groups_nothing_limits(tmp_path: Path) -> None:
-    assert quota_processors(tmp_path) is None
-    assert quota_processors(tree(tmp_path, "not a mount table\n\n - \n", "neither this\n", {})) is None
 
 
 @pytest.mark.parametrize(("quota", "processors"), [("100 100000", 1), ("100000 100000", 1), ("9900000 1000", None)])
@@ -108,13 +101,10 @@ def processors(monkeypatch: pytest.MonkeyPatch, root: Path, *nodes: str) -> Path
     return root
 
 
-def test_threads_are_shared_among_the_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_threads_are_shared_among_workers_and_fit_a_numa_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     root = processors(monkeypatch, tmp_path)
     assert [compute_threads(0, sharers, root) for sharers in (1, 2, 7, 100)] == [7, 3, 1, 1]
     assert compute_threads(5, 100, root) == 5
-
-
-def test_threads_of_a_worker_fit_a_numa_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     root = processors(monkeypatch, tmp_path, "0-1,4", "2-3,5-7,9-12", "8", "")
     assert numa_nodes(root) == [{0, 1, 4}, {2, 3, 5, 6, 7}]
     assert [compute_threads(0, sharers, root) for sharers in (1, 2, 7)] == [5, 3, 1]
@@ -195,3 +185,32 @@ def test_a_bound_thread_does_not_change_what_the_process_may_use(tmp_path: Path)
         assert thread.submit(os.sched_getaffinity, 0).result() == set(halves[0])
         assert thread.submit(numa_nodes, root).result() == [frozenset(half) for half in halves]
     assert os.sched_getaffinity(0) == set(usable)
+
+
+NUM_BLOCKS = 8
+
+_PROGRAM = f"""
+import psutil
+from core.memory import return_large_blocks
+if {{}}:
+    assert return_large_blocks()
+bytearray(31 << 20)  # freed at once, and glibc's bound is there from now on
+blocks, small = [], []
+for _ in range({NUM_BLOCKS}):
+    blocks.append(bytearray(b"x" * {MAPPED_BYTES}))
+    small.append(bytes(5000))
+full = psutil.Process().memory_info().rss
+del blocks
+print(full - psutil.Process().memory_info().rss)
+"""
+
+
+def freed_bytes(returns: bool) -> int:
+    found = subprocess.run([sys.executable, "-c", _PROGRAM.format(returns)], capture_output=True, text=True, check=True)
+    return int(found.stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
+def test_large_blocks_are_returned() -> None:
+    assert freed_bytes(returns=True) > (NUM_BLOCKS - 1) * MAPPED_BYTES
+    assert freed_bytes(returns=False) < NUM_BLOCKS // 2 * MAPPED_BYTES, "the call makes no difference"

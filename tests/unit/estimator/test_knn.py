@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +14,6 @@ import pytest
 from core.costs import StepCost
 from core.errors import InvalidValueError
 from core.learning import ErrorRule
-from estimator import knn
 from estimator.knn import (
     MAX_BATCHES,
     MIN_BATCHES,
@@ -56,12 +53,6 @@ def by_hand(batches: list[ServedBatch], size: int, prompt: int, output: int) -> 
     return float(rows[np.argsort(distance)[:5], 3].mean())
 
 
-def test_the_paper_says_which_batches_are_learned_from() -> None:
-    """ex: (estimated, actual) seconds."""
-    cases = {(10, 13): True, (20, 22.5): False, (5, 7.5): True, (10, 8): False}
-    assert {case: RULE.is_wrong(*case) for case in cases} == cases
-
-
 def test_a_batch_by_its_steps() -> None:
     """ex: 2 prompts of 3 tokens and 4 outputs: a prefill of 6 tokens and 12 pairs, then contexts of 8, 10 and 12."""
     expected = COST.step_s(6, 0, 0, 12) + sum(COST.step_s(0, 2, context) for context in (8, 10, 12))
@@ -85,17 +76,9 @@ def test_then_it_is_the_mean_of_the_five_nearest() -> None:
     for _ in range(50):
         query = (int(rng.integers(1, 33)), int(rng.integers(10, 1025)), int(rng.integers(1, 1025)))
         assert times(*query) == pytest.approx(by_hand(batches, *query), rel=1e-9)
-
-
-def test_a_feature_that_never_varies_does_not_matter() -> None:
-    batches = [ServedBatch(8, 100, 1 + i, 1.0 + i) for i in range(MIN_BATCHES)]
-    assert BatchTimes(COST, batches)(8, 100, 101) == pytest.approx(101.0)
-
-
-def test_it_is_right_about_batches_like_those_it_knows() -> None:
-    times = BatchTimes(COST, served(1000))
-    errors = [abs(times(b.batch_size, b.prompt_len, b.output_len) / b.duration_s - 1) for b in served(200, seed=1)]
-    assert np.median(errors) < 0.15
+    alike = [ServedBatch(8, 100, 1 + i, 1.0 + i) for i in range(MIN_BATCHES)]
+    assert BatchTimes(COST, alike)(8, 100, 101) == pytest.approx(101.0), "what never varies does not matter"
+    assert BatchTimes(COST, [ServedBatch(1, 1, 1, 1.0)] * (MAX_BATCHES + 5)).num_batches == MAX_BATCHES
 
 
 def test_at_first_every_batch_is_learned_when_it_is_time() -> None:
@@ -113,6 +96,7 @@ def test_later_only_what_was_estimated_badly() -> None:
     times = observe(BatchTimes(COST, known), [ServedBatch(4, 50, 50, took_s) for took_s in (13.0, 12.0, 11.9, 7.9)])
     times.learn(0.0)
     assert times.learn(PERIOD_S) == 2
+    assert not RULE.is_wrong(20, 22.5), "less than a fifth of it"
     assert times.num_batches == MIN_BATCHES + 2
 
 
@@ -139,11 +123,6 @@ def test_learning_makes_a_slower_machine_known() -> None:
         times.learn((period + 1) * PERIOD_S)
     assert rmses[-1] < 0.6 * rmses[0]
     assert rmses == sorted(rmses, reverse=True)
-
-
-def test_the_oldest_batches_go() -> None:
-    times = BatchTimes(COST, [ServedBatch(1, 1, 1, 1.0)] * (MAX_BATCHES + 5))
-    assert times.num_batches == MAX_BATCHES
 
 
 @pytest.mark.parametrize("num", [0, 3, MIN_BATCHES, 1000])
@@ -201,11 +180,6 @@ def test_a_batch_that_cannot_be_is_refused(field: str, value: float) -> None:
     wrong: dict[str, Any] = {field: value}
     with pytest.raises(InvalidValueError, match=field):
         dataclasses.replace(ServedBatch(1, 1, 1, 1.0), **wrong)
-
-
-def test_sklearn_is_loaded_only_where_neighbours_are_asked() -> None:
-    code = f"import sys; import {knn.__name__}; sys.exit('sklearn' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_an_estimate_is_the_mean_of_as_many_neighbours_as_told() -> None:

@@ -42,13 +42,17 @@ def test_what_was_written_is_read() -> None:
     bare = replace(FULL, machine=None, kv_bytes=None)
     assert parse_profile(bare.to_json(), "x") == bare
     assert "machine" not in json.loads(bare.to_json())
-
-
-def test_four_prices_are_enough() -> None:
     profile = parse_profile(json.dumps(PRICES), "x")
     assert profile.cost == StepCost(1.0, 0.1, 0, 0.0, 0.0)
     assert profile.image_cost.is_free and FULL.image_cost == ImageCost(1e-3, 3e-6, 2e-9)
     assert profile.schema == SCHEMA and profile.kv_bytes is None and profile.machine is None
+
+
+@pytest.mark.parametrize("missing", PRICES)
+def test_each_of_four_prices_is_needed(missing: str) -> None:
+    values = {key: value for key, value in PRICES.items() if key != missing}
+    with pytest.raises(InvalidValueError, match=f"p: {missing}: got None, expected a number >= 0; it is missing"):
+        parse_profile(json.dumps(values), "p")
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -72,16 +76,6 @@ def test_what_is_wrong_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidValueError) as caught:
         parse_profile(json.dumps(PRICES | change), "--profile p.json")
     assert str(caught.value).startswith(f"--profile p.json: {message}")
-
-
-@pytest.mark.parametrize("name", PRICES)
-def test_each_of_the_four_is_missed(name: str) -> None:
-    values = {key: value for key, value in PRICES.items() if key != name}
-    with pytest.raises(InvalidValueError, match=f"p: {name}: got None, expected a number >= 0; it is missing"):
-        parse_profile(json.dumps(values), "p")
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null"])
-def test_what_is_no_object_is_refused(text: str) -> None:
-    with pytest.raises(InvalidValueError, match=r"p: got .*, expected a JSON object"):
-        parse_profile(text, "p")
+    for text in ("", "{", "[]", "3", "null"):
+        with pytest.raises(InvalidValueError, match=r"p: got .*, expected a JSON object"):
+            parse_profile(text, "p")

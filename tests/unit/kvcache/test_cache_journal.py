@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
 
 from core.errors import IntegrityError
 from core.messages.cache import CachedRun, KVCacheEvent
+from core.messages.kv import KVTraffic, KVUsage
+from core.messages.plans import SlotProgress, StepReport
+from core.request import SequenceStatus
 from kvcache.block_manager import BlockManager
 from kvcache.cache_journal import CacheJournal, CacheMirror, runs
+from kvcache.residency import ResidencyMirror, total_usage
 
 SIZE = 4
 
@@ -46,21 +51,15 @@ def test_the_first_notice_is_whole_and_later_ones_tell_what_has_changed() -> Non
     pool.run("c", (7, 8, 9))
     (notice,) = pool.journal.notices(4)
     assert (notice.stored, notice.evicted) == ((CachedRun(0, (7, 8, 9)),), (3, 5)), "what was used longest ago"
-
-
-def test_notices_are_repeated_until_they_are_acknowledged() -> None:
     pool = Pool()
     first = pool.journal.notices(1)
     pool.run("a", (1,))
     both = pool.journal.notices(2)
-    assert both[:1] == first
+    assert both[:1] == first, "until it is acknowledged"
     pool.journal.acknowledge(1)
     assert pool.journal.notices(3) == both[1:]
     pool.journal.acknowledge(2)
     assert pool.journal.notices(4) == ()
-
-
-def test_what_comes_and_goes_between_two_reports_is_told_as_it_is_now() -> None:
     pool = Pool(2)
     pool.run("a", (1, 2))
     pool.journal.notices(1)
@@ -68,7 +67,7 @@ def test_what_comes_and_goes_between_two_reports_is_told_as_it_is_now() -> None:
     pool.run("b", (3,))
     pool.run("a", (1, 2))
     (notice,) = pool.journal.notices(2)
-    assert notice == KVCacheEvent(2, False, (CachedRun(1, (2,)),), (3,))
+    assert notice == KVCacheEvent(2, False, (CachedRun(1, (2,)),), (3,)), "as it is now, whatever came and went"
 
 
 def test_rather_than_more_than_the_pool_holds_everything_is_told_anew() -> None:
@@ -96,21 +95,14 @@ def test_a_shadow_takes_each_notice_once_and_in_order() -> None:
     assert shadow.whole() == KVCacheEvent(6, True, (CachedRun(0, (1, 3, 4)),))
     assert not shadow.take(KVCacheEvent(8, False, (), (1,)))
     assert shadow.missed and shadow.num_cached((1, 3, 4)) == 3, "it keeps what it believes"
-
-
-def test_a_shadow_notices_that_a_predecessor_is_missing() -> None:
-    shadow = CacheMirror()
-    shadow.take(KVCacheEvent(1, True, (CachedRun(7, (8,)),)))
+    shadow.take(KVCacheEvent(9, True, (CachedRun(7, (8,)),)))
     with pytest.raises(IntegrityError, match="8 is cached, its predecessor 7 is not"):
         shadow.check_integrity()
 
 
 def test_pairs_are_joined_where_they_follow_each_other() -> None:
-    assert list(runs([(1, 0), (2, 1), (5, 1), (6, 5), (9, 0)])) == [
-        CachedRun(0, (1, 2)),
-        CachedRun(1, (5, 6)),
-        CachedRun(0, (9,)),
-    ]
+    joined = [CachedRun(0, (1, 2)), CachedRun(1, (5, 6)), CachedRun(0, (9,))]
+    assert list(runs([(1, 0), (2, 1), (5, 1), (6, 5), (9, 0)])) == joined
     assert list(runs([])) == []
 
 
@@ -136,3 +128,34 @@ def test_a_shadow_behind_lost_and_late_reports_has_the_cache_in_the_end(seed: in
     whole = shadow.whole()
     assert whole is not None
     assert {name for run in whole.stored for name in run.hashes} == pool.cached()
+
+
+def report(seq: int, traffic: KVTraffic, *, free: int = 6, incarnation: str = "w") -> StepReport:
+    progress = SlotProgress("a", 0, SequenceStatus.RUNNING, 0, 9, 1, num_blocks=5, stalled=False)
+    return StepReport(
+        *(incarnation, 1, seq, 1, free, 2, (progress,), (), ()),
+        shared_blocks=1,
+        num_host_blocks=7,
+        free_host_blocks=4,
+        flying_blocks=3,
+        traffic=traffic,
+    )
+
+
+def test_what_has_moved_is_told_once_and_from_the_start_of_each_life() -> None:
+    shadow = ResidencyMirror()
+    assert shadow.usage == KVUsage()
+    assert shadow.observe(report(2, KVTraffic(2, 1, 20, 10))) == KVTraffic(2, 1, 20, 10)
+    assert shadow.usage == KVUsage(10, 6, 1, 2, 7, 4, 3, KVTraffic(2, 1, 20, 10))
+    assert shadow.observe(report(1, KVTraffic(), free=0)) == KVTraffic()
+    assert shadow.usage.free_blocks == 6, "what the newest report says"
+    assert shadow.observe(report(3, KVTraffic(5, 1, 50, 10, 1, 9))) == KVTraffic(3, 0, 30, 0, 1, 9)
+    again = report(1, KVTraffic(1, 0, 10), incarnation="another")
+    assert shadow.observe(again) == KVTraffic(1, 0, 10)
+
+
+def test_replicas_add_up() -> None:
+    one = KVUsage(10, 6, 1, 2, 7, 4, 3, KVTraffic(1, 2, 3, 4, 5, 6))
+    two = dataclasses.replace(one, free_blocks=1)
+    assert total_usage([one, two]) == KVUsage(20, 7, 2, 4, 14, 8, 6, KVTraffic(2, 4, 6, 8, 10, 12))
+    assert total_usage([]) == KVUsage()

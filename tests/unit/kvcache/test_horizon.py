@@ -11,6 +11,7 @@ import pytest
 from core.messages.plans import Plan, Slot, StepReport
 from core.request import Request, SamplingParams
 from kvcache import BatchLimits, BlockManager, LeaseExecutor, StaticExecutor, StepBatch
+from tests.volumes import at_volume
 
 
 def executor(num_blocks: int, block_size: int, max_num_seqs: int) -> LeaseExecutor:
@@ -69,8 +70,9 @@ def live(seed: int) -> int:
     return jumps
 
 
-def test_a_jump_is_so_many_single_steps() -> None:
-    assert sum(live(seed) for seed in range(300)) > 3000
+@at_volume(100, 1000)
+def test_a_jump_is_so_many_single_steps(volume: int) -> None:
+    assert sum(live(seed) for seed in range(volume)) > 10 * volume
 
 
 def padded_life(seed: int) -> int:
@@ -114,5 +116,6 @@ def padded_life(seed: int) -> int:
     return jumps
 
 
-def test_a_jump_of_a_padded_batch_is_so_many_single_steps() -> None:
-    assert sum(padded_life(seed) for seed in range(300)) > 1000
+@at_volume(100, 1000)
+def test_a_jump_of_a_padded_batch_is_so_many_single_steps(volume: int) -> None:
+    assert sum(padded_life(seed) for seed in range(volume)) > 3 * volume

@@ -73,8 +73,10 @@ def test_there_and_back_without_computing_anything_twice() -> None:
     assert (out.to, len(out.source), len(out.target)) == (HOST, 2, 2)
     assert loop.step() == ({}, []), "it does not run while it is copied, and is copied once"
     assert loop.free == (6, 6), "the source is free only when the copy is done"
+    assert (loop.executor.report().flying_blocks, loop.executor.report().free_host_blocks) == (2, 6)
     loop.complete(out)
     assert loop.free == (8, 6)
+    assert loop.executor.report().traffic == KVTraffic(offloads=1, offloaded_bytes=200)
     assert (loop.progress.status, loop.progress.num_host_blocks) == (SequenceStatus.OFFLOADED, 2)
     assert loop.step() == ({}, [])
     loop.plan(("a", DEVICE, 2))
@@ -83,7 +85,15 @@ def test_there_and_back_without_computing_anything_twice() -> None:
     assert loop.step() == ({}, [])
     loop.complete(back)
     assert loop.free == (6, 8)
+    assert loop.executor.report().traffic == KVTraffic(1, 1, 200, 200)
+    assert loop.executor.report().flying_blocks == 0
     assert loop.step() == ({"a": (7, 1)}, [])
+    loop = Loop()
+    out = offloading(loop)
+    loop.plan(("a", DEVICE, 2))
+    assert loop.step() == ({}, []), "called back while it leaves"
+    loop.complete(out)
+    assert [copy.to for copy in loop.step()[1]] == [DEVICE]
 
 
 def test_late_and_repeated_orders_move_nothing() -> None:
@@ -105,6 +115,7 @@ def test_without_room_on_the_host_the_order_is_refused_and_it_runs_on(num_host_b
     loop.plan(("a", HOST, 1))
     assert loop.step() == ({"a": (6, 1)}, [])
     assert (loop.progress.num_moves, loop.progress.residency, loop.progress.num_host_blocks) == (1, DEVICE, 0)
+    assert loop.executor.report().traffic == KVTraffic(refused_offloads=num_host_blocks)
 
 
 @pytest.mark.parametrize("back", [False, True])
@@ -136,15 +147,6 @@ def test_a_preemption_drops_what_is_on_the_host_or_on_its_way(landed: bool) -> N
     assert loop.free == (6, 8)
 
 
-def test_an_order_back_while_it_leaves_is_carried_out_when_it_has_arrived() -> None:
-    loop = Loop()
-    out = offloading(loop)
-    loop.plan(("a", DEVICE, 2))
-    assert loop.step() == ({}, [])
-    loop.complete(out)
-    assert [copy.to for copy in loop.step()[1]] == [DEVICE]
-
-
 def test_an_upload_waits_for_room_and_keeps_its_rank() -> None:
     loop = Loop(num_blocks=3)
     loop.complete(offloading(loop))
@@ -155,13 +157,6 @@ def test_an_upload_waits_for_room_and_keeps_its_rank() -> None:
     assert (list(items), copies) == (["b"], []), "c would fit, but ranks below a"
     loop.plan(("a", DEVICE, 2))
     assert [copy.to for copy in loop.step()[1]] == [DEVICE]
-
-
-def test_what_a_failed_copy_did_not_bring_is_computed_again() -> None:
-    loop = Loop()
-    loop.complete(offloading(loop), failed=True)
-    assert loop.free == (8, 8)
-    assert loop.step()[0] == {"a": (0, 8)}
 
 
 def test_shared_blocks_are_copied_but_only_its_own_hold_on_them_is_given_up() -> None:
@@ -189,33 +184,6 @@ def test_integrity_sees_a_lost_host_block() -> None:
         loop.executor.check_integrity()
 
 
-def test_what_has_moved_is_counted_and_what_is_under_way_is_told() -> None:
-    loop = Loop()
-    copy = offloading(loop)
-    assert (loop.executor.report().flying_blocks, loop.executor.report().free_host_blocks) == (2, 6)
-    loop.complete(copy)
-    assert loop.executor.report().traffic == KVTraffic(offloads=1, offloaded_bytes=200)
-    loop.plan(("a", DEVICE, 2))
-    _, (copy,) = loop.step()
-    loop.complete(copy)
-    assert loop.executor.report().traffic == KVTraffic(1, 1, 200, 200)
-    assert loop.executor.report().flying_blocks == 0
-
-
-def test_a_refused_offload_and_a_failed_copy_are_told_apart() -> None:
-    loop = Loop(num_host_blocks=1)
-    loop.plan(("a", DEVICE, 0))
-    loop.step()
-    loop.plan(("a", HOST, 1))
-    loop.step()
-    assert loop.executor.report().traffic == KVTraffic(refused_offloads=1)
-    loop = Loop()
-    loop.complete(offloading(loop), failed=True)
-    assert loop.executor.report().traffic == KVTraffic()
-    loop.step()
-    assert loop.executor.report().traffic == KVTraffic(recomputed_tokens=7)
-
-
 def test_tokens_computed_again_are_counted_once_each_time() -> None:
     loop = Loop()
     loop.plan(("a", DEVICE, 0))
@@ -225,3 +193,8 @@ def test_tokens_computed_again_are_counted_once_each_time() -> None:
         loop.plan(("a", DEVICE, 0), preemptions=preemptions)
     loop.step()
     assert loop.executor.report().traffic == KVTraffic(recomputed_tokens=7 + 9)
+    loop = Loop()
+    loop.complete(offloading(loop), failed=True)
+    assert (loop.free, loop.executor.report().traffic) == ((8, 8), KVTraffic())
+    assert loop.step()[0] == {"a": (0, 8)}, "what a failed copy did not bring"
+    assert loop.executor.report().traffic == KVTraffic(recomputed_tokens=7)

@@ -45,24 +45,18 @@ def test_the_running_sequences_are_dealt_out_to_the_stages() -> None:
     assert worker.next_batch() is None, "everybody is in a step"
     worker.commit(first)
     assert names(begin(worker)) == ["a", "b", "c"]
-
-
-def test_a_sequence_that_ends_makes_the_batches_even_again() -> None:
     worker = make(2)
     prefilled(worker, *"abcd")
     first, second = begin(worker), begin(worker)
     worker.commit(first, stopped=["a"])
-    assert names(begin(worker)) == ["b"]
+    assert names(begin(worker)) == ["b"], "an end makes the batches even again"
     worker.commit(second, stopped=["c"])
     assert names(begin(worker)) == ["d"]
-
-
-def test_a_new_prompt_goes_into_the_next_step_whatever_is_under_way() -> None:
     worker = make(2)
     given = prefilled(worker, "a")
     begin(worker)
     worker.apply_plan(dataclasses.replace(given, plan_seq=2, slots=(*given.slots, slot("b"))))
-    assert names(begin(worker)) == ["b"]
+    assert names(begin(worker)) == ["b"], "a new prompt goes into the next step, whatever is under way"
 
 
 def test_statuses_show_who_is_in_a_step() -> None:

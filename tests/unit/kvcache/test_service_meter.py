@@ -23,12 +23,9 @@ def test_shares_are_those_of_the_price_that_the_order_ranks_by() -> None:
     prices = [price.seconds(np.array([float(context)]), np.array([1.0]))[0] for context in contexts]
     shares = row_shares(A100_7B, [(context - 1, 1) for context in contexts], NUM_SEQS, CAPACITY)
     assert shares == pytest.approx(np.array(prices) / sum(prices))
-
-
-def test_shares_add_up_and_long_prompts_pay() -> None:
     shares = row_shares(A100_7B, [(0, 512), (300, 1), (3000, 1)], NUM_SEQS, CAPACITY)
     assert sum(shares) == pytest.approx(1.0)
-    assert shares[0] > shares[2] > shares[1]
+    assert shares[0] > shares[2] > shares[1], "long prompts pay"
     assert row_shares(StepCost(0.0, 0.0, 0.0, 0.0), [(0, 1), (0, 1)], 8, 100) == [0.5, 0.5]
     assert row_shares(A100_7B, [], 8, 100) == []
 

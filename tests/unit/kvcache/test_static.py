@@ -57,12 +57,14 @@ def test_prompts_are_padded_decoded_in_lockstep_and_returned_together() -> None:
         ("b", 0, 5, True),
     ]
     assert padding(first) == {"a": (3, 2)}
-    assert worker.commit(first) == [], "a has its whole output and waits for b"
+    assert step_sample(first, 0.5) == StepSample(10, 0, 0, 0.5, 2 * attention_pairs(5, 0)), "priced as the longest"
+    assert worker.commit(first, duration_s=0.5) == [], "a has its whole output and waits for b"
     second = worker.next_batch()
     assert second is not None
     assert [item.request_id for item in second.items] == ["b"]
     assert padding(second) == {"a": (3, 1)}, "an invalid token, over its own last one"
-    assert worker.commit(second) == []
+    assert worker.commit(second, duration_s=0.5) == []
+    assert [progress.ran_s for progress in worker.report().progress] == [1.0, 1.0], "all take part in every step"
     third = worker.next_batch()
     assert third is not None and padding(third) == {"a": (4, 1)}
     assert [(end.request_id, end.output_len) for end in worker.commit(third)] == [("a", 1), ("b", 3)]
@@ -102,14 +104,6 @@ def test_work_and_memory_are_those_of_the_formulas(seed: int, max_batch_tokens: 
     assert used[-1] == size * -(-(longest + num_output) // BLOCK), "eq. (5), in blocks"
 
 
-def test_a_padded_prompt_is_priced_as_one_of_the_longest() -> None:
-    worker = executor()
-    worker.apply_plan(plan(1, slot("a", prompt=1), slot("b", prompt=9)))
-    batch = worker.next_batch()
-    assert batch is not None
-    assert step_sample(batch, 0.5) == StepSample(18, 0, 0, 0.5, 2 * attention_pairs(9, 0))
-
-
 def test_nobody_decodes_before_all_prompts_are_computed() -> None:
     worker = executor(max_batch_tokens=6)
     worker.apply_plan(plan(1, slot("a", prompt=4, out=3), slot("b", prompt=8, out=2)))
@@ -120,44 +114,27 @@ def test_nobody_decodes_before_all_prompts_are_computed() -> None:
     assert [end.output_len for end in finished] == [3, 2]
 
 
-def test_a_batch_holds_no_more_than_a_step_may() -> None:
+def test_what_comes_while_a_batch_runs_or_is_more_than_a_step_may_hold_waits_for_its_end() -> None:
     worker = executor(max_num_seqs=2)
-    worker.apply_plan(plan(1, slot("a", out=1), slot("b", out=1), slot("c", out=1)))
-    assert [end.request_id for end in run(worker)[1]] == ["a", "b"]
-    assert [end.request_id for end in run(worker)[1]] == ["c"]
-
-
-def test_what_comes_while_a_batch_runs_waits_for_its_end() -> None:
-    worker = executor()
-    worker.apply_plan(plan(1, slot("a", out=2)))
-    step(worker)
-    worker.apply_plan(plan(2, slot("b", out=1), slot("a", payload=False)))
-    assert set(step(worker)) == {"a"}
-    assert set(step(worker)) == {"b"}
-
-
-def test_a_batch_waits_for_all_the_slots_of_its_plan() -> None:
+    worker.apply_plan(plan(1, slot("a", out=2), slot("b", out=2), slot("c", out=1)))
+    assert set(step(worker)) == {"a", "b"}
+    worker.apply_plan(plan(2, slot("d", out=1), *(slot(name, payload=False) for name in "abc")))
+    assert set(step(worker)) == {"a", "b"}
+    assert set(step(worker)) == {"d", "c"}
     worker = executor()
     worker.apply_plan(plan(1, slot("a"), slot("b", payload=False)))
-    assert worker.next_batch() is None
-    assert worker.short_blocks == 0
+    assert worker.next_batch() is None and worker.short_blocks == 0, "it waits for all the slots of its plan"
     worker.apply_plan(plan(2, slot("a", payload=False), slot("b")))
     assert set(step(worker)) == {"a", "b"}
 
 
-def test_standbys_and_grants_mean_nothing_to_a_batch() -> None:
+def test_neither_grants_nor_standbys_nor_clients_that_do_not_read_count_for_a_batch() -> None:
     worker = executor()
     worker.apply_plan(plan(1, slot("a", out=3, prefill_to=2, length_to=4), slot("s", standby=True)))
+    worker.stall(frozenset({"a"}))
+    assert not any(progress.stalled for progress in worker.report().progress), "or the scheduler would leave it out"
     assert [len(batch.items) for batch in run(worker)[0]] == [1, 1, 1]
     assert worker.next_batch() is None
-
-
-def test_a_client_that_does_not_read_stops_nobody() -> None:
-    worker = executor()
-    worker.apply_plan(plan(1, slot("a"), slot("b")))
-    worker.stall(frozenset({"a"}))
-    assert set(step(worker)) == {"a", "b"}
-    assert not any(progress.stalled for progress in worker.report().progress), "or the scheduler would leave it out"
 
 
 def test_an_abort_takes_one_out_and_the_others_run_on_padded_as_before() -> None:
@@ -198,25 +175,19 @@ def test_those_left_after_the_last_one_is_aborted_return_with_the_next_step() ->
     assert (batch.items, len(batch.padding.items)) == ((), 2)
     assert [end.request_id for end in worker.commit(batch)] == ["a", "b"]
     worker.check_integrity()
-
-
-def test_they_return_without_any_more_blocks() -> None:
     worker = executor(num_blocks=4)
     worker.apply_plan(plan(1, slot("a", prompt=7, out=1), slot("b", prompt=7, out=9)))
     step(worker)
     assert worker.next_batch() is None and worker.short_blocks == 2
     worker.apply_plan(plan(2, slot("a", prompt=7, payload=False)))
-    assert [end.request_id for end in run(worker)[1]] == ["a"]
-
-
-def test_a_plan_without_any_of_them_ends_the_batch_and_frees_all() -> None:
+    assert [end.request_id for end in run(worker)[1]] == ["a"], "without any more blocks"
     worker = executor()
-    worker.apply_plan(plan(1, slot("a"), slot("b", out=1)))
+    worker.apply_plan(plan(1, slot("a"), slot("b", out=1), slot("c", out=1)))
     step(worker)
-    assert worker.apply_plan(plan(2)) == ["a", "b"]
-    assert worker.next_batch() is None
-    assert worker.blocks.num_free == worker.blocks.num_blocks
-    assert worker.report().finished == ()
+    assert [end.request_id for end in worker.flush()] == ["b", "c"], "those that are complete and no others"
+    worker.check_integrity()
+    assert worker.apply_plan(plan(2)) == ["a"]
+    assert worker.next_batch() is None and worker.blocks.num_free == worker.blocks.num_blocks
 
 
 def test_where_blocks_are_short_nothing_runs_and_half_of_the_batch_does() -> None:
@@ -234,31 +205,20 @@ def test_where_blocks_are_short_nothing_runs_and_half_of_the_batch_does() -> Non
     worker.apply_plan(plan(4, *slots[2:]))
     assert [end.request_id for end in run(worker)[1]] == ["c", "d"]
     assert worker.report().short_blocks == 0
-
-
-def test_if_the_plan_that_took_all_back_was_lost_the_half_that_stays_goes_on() -> None:
     worker = executor(num_blocks=7)
-    slots = [slot(name, prompt=3, out=9) for name in "abcd"]
     worker.apply_plan(plan(1, *slots))
     run(worker)
-    assert worker.apply_plan(plan(3, *slots[:2])) == ["c", "d"]
+    assert worker.apply_plan(plan(3, *slots[:2])) == ["c", "d"], "the plan that took all back was lost"
     assert [(end.request_id, end.output_len) for end in run(worker)[1]] == [("a", 9), ("b", 9)]
 
 
-def test_when_the_longest_has_left_nobody_lacks_blocks_for_its_padding() -> None:
-    worker = executor(num_blocks=6)
-    worker.apply_plan(plan(1, slot("long", prompt=10, out=9), slot("b", prompt=2, out=20)))
-    step(worker)
-    assert worker.apply_plan(plan(2, slot("b", payload=False))) == ["long"]
-    assert [(end.request_id, end.output_len) for end in run(worker)[1]] == [("b", 20)], "2 + 20 tokens fit, 10 + 20 not"
-
-
-def test_the_longest_leaves_while_prompts_are_computed() -> None:
-    worker = executor(num_blocks=6, max_batch_tokens=6)
+@pytest.mark.parametrize("max_batch_tokens", [64, 6], ids=["computed", "while prompts are computed"])
+def test_when_the_longest_has_left_nobody_lacks_blocks_for_its_padding(max_batch_tokens: int) -> None:
+    worker = executor(num_blocks=6, max_batch_tokens=max_batch_tokens)
     worker.apply_plan(plan(1, slot("b", prompt=2, out=20), slot("long", prompt=10, out=9)))
     step(worker)
     assert worker.apply_plan(plan(2, slot("b", payload=False))) == ["long"]
-    assert [(end.request_id, end.output_len) for end in run(worker)[1]] == [("b", 20)]
+    assert [(end.request_id, end.output_len) for end in run(worker)[1]] == [("b", 20)], "2 + 20 tokens fit, 10 + 20 not"
 
 
 def test_a_preempted_one_computes_anew_after_the_batch() -> None:
@@ -268,14 +228,20 @@ def test_a_preempted_one_computes_anew_after_the_batch() -> None:
     worker.apply_plan(plan(2, slot("a", payload=False), slot("b", preemptions=1, payload=False)))
     assert set(step(worker)) == set(step(worker)) == {"a"}
     assert step(worker) == {"b": (0, 5, True)}
-
-
-def test_one_whose_output_is_complete_has_nothing_to_compute_anew() -> None:
     worker = executor()
     worker.apply_plan(plan(1, slot("a", out=2), slot("b", out=1)))
     step(worker)
     worker.apply_plan(plan(2, slot("a", payload=False), slot("b", preemptions=1, payload=False)))
-    assert [(end.request_id, end.output_len) for end in run(worker)[1]] == [("a", 2), ("b", 1)]
+    ends = [(end.request_id, end.output_len) for end in run(worker)[1]]
+    assert ends == [("a", 2), ("b", 1)], "whose output is complete has nothing to compute again"
+
+
+def test_nobody_computes_beyond_the_context() -> None:
+    worker = executor(max_model_len=12)
+    worker.apply_plan(plan(1, slot("long", prompt=11, out=1), slot("short", prompt=1, out=11)))
+    batches, finished = run(worker)
+    assert len(finished) == 2
+    assert [padding(batch)["long"][0] for batch in batches[1:]] == [11] * 10
 
 
 def test_a_new_attempt_leaves_the_batch_and_waits_for_the_next() -> None:
@@ -285,34 +251,6 @@ def test_a_new_attempt_leaves_the_batch_and_waits_for_the_next() -> None:
     assert worker.apply_plan(plan(2, slot("a", attempt=1, resumed=1, out=2), slot("b", payload=False))) == ["a"]
     assert set(step(worker)) == {"b"}
     assert step(worker) == {"a": (0, 5, True)}
-
-
-def test_nobody_computes_beyond_the_context() -> None:
-    worker = executor(max_model_len=12)
-    worker.apply_plan(plan(1, slot("long", prompt=11, out=1), slot("short", prompt=1, out=11)))
-    batches, finished = run(worker)
-    assert len(finished) == 2
-    starts = [padding(batch)["long"][0] for batch in batches[1:]]
-    assert starts == [11] * 10
-
-
-def test_flush_returns_those_that_are_complete_and_no_others() -> None:
-    worker = executor()
-    worker.apply_plan(plan(1, slot("a", out=1), slot("b", out=2)))
-    step(worker)
-    assert [end.request_id for end in worker.flush()] == ["a"]
-    worker.check_integrity()
-    assert [end.request_id for end in run(worker)[1]] == ["b"]
-
-
-def test_all_take_part_in_every_step() -> None:
-    worker = executor()
-    worker.apply_plan(plan(1, slot("a", prompt=2, out=1), slot("b", prompt=4, out=4)))
-    for _ in range(3):
-        batch = worker.next_batch()
-        assert batch is not None
-        worker.commit(batch, duration_s=0.5)
-    assert [progress.ran_s for progress in worker.report().progress] == [1.5, 1.5]
 
 
 @dataclass

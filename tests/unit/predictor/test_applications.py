@@ -58,10 +58,16 @@ def test_untrained_it_answers_like_the_history_and_notes_what_to_learn_from() ->
     assert row is not None and row.shape == (NUM_FEATURES,)
     assert can_be_retrained(untrained("w", SECRET)) and samples_of(untrained("w", SECRET)) == []
     assert feature_set(untrained("w", SECRET)) != feature_set(untrained("other weights", SECRET))
+    assert feature_set(untrained("w", SECRET)) != feature_set(untrained("w", bytes(SECRET_BYTES)))
+    assert SECRET.hex() not in feature_set(untrained("w", SECRET))
+    with pytest.raises(ArtefactError, match="a secret of 32 bytes"):
+        TextPredictor(untrained("w", b"short"), None, HistoryPredictor())
 
 
 def test_a_hundred_requests_tell_the_applications_apart() -> None:
-    artefact = trained(asked(100))
+    artefact, again = trained(asked(100)), trained(asked(100))
+    assert artefact.metadata == again.metadata
+    assert all(np.array_equal(artefact.arrays[name], again.arrays[name]) for name in artefact.arrays)
     check_artefact(artefact)
     for effort in (Effort.FULL, Effort.LENGTH):
         short, long = forecasts(artefact, question(5, "Translate:"), question(5, "Explain in detail:"), effort=effort)
@@ -78,17 +84,6 @@ def test_an_application_is_known_by_the_opening_of_its_prompts_too() -> None:
     rows = [(question(i, f"{opening}\nturn {i}"), 5) for i in range(50)] + asked(100)
     (known,) = forecasts(trained(rows), question(1, f"{opening}\nother turn"))
     assert known.quantiles[-2] < 15
-
-
-def test_an_unknown_application_has_the_law_of_all() -> None:
-    (unknown,) = forecasts(trained(asked(200)), question(1, "Sing!"))
-    assert unknown.quantiles[0] < 30 and unknown.quantiles[-2] > 200
-
-
-def test_the_same_seed_and_examples_give_the_same_bytes() -> None:
-    first, second = trained(asked(120)), trained(asked(120))
-    assert first.metadata == second.metadata
-    assert all(np.array_equal(first.arrays[name], second.arrays[name]) for name in first.arrays)
 
 
 def test_inputs_of_one_application_and_length_are_told_apart_by_their_form() -> None:
@@ -124,6 +119,7 @@ def test_a_tenants_lengths_by_application_stay_its_own() -> None:
         question(5, "never seen", "two"),
     )
     assert foreign[0] == foreign[1] == foreign[2]
+    assert foreign[2].quantiles[0] < 30 and foreign[2].quantiles[-2] > 200, "which is the law of all"
 
 
 def test_a_text_with_the_key_of_another_tenants_cannot_be_searched_for() -> None:
@@ -140,13 +136,6 @@ def test_a_text_with_the_key_of_another_tenants_cannot_be_searched_for() -> None
     many = keys_of(raw_features([question(0, str(i)) for i in range(4000)], SECRET), KEYS[0])
     assert len(set(many.tolist())) == 4000, "24 bits would have collided"
     assert 1 << 61 < int(many.max()) < 1 << 63 and int(many.min()) >= 0
-
-
-def test_a_secret_of_another_length_is_refused() -> None:
-    with pytest.raises(ArtefactError, match="a secret of 32 bytes"):
-        TextPredictor(untrained("w", b"short"), None, HistoryPredictor())
-    assert feature_set(untrained("w", SECRET)) != feature_set(untrained("w", bytes(SECRET_BYTES)))
-    assert SECRET.hex() not in feature_set(untrained("w", SECRET))
 
 
 def test_it_serves_only_if_it_beats_the_best_history() -> None:

@@ -94,11 +94,28 @@ def test_pictures_are_counted_apart_from_text() -> None:
     assert image_features([]).shape == (0, NUM_IMAGE_FEATURES)
     words = WordScorer(np.zeros((2 * 2**15 + 4, 2), np.float32))
     assert words.features([question(3, 100, 1000)])[0].tolist() == [4, 3, 0, 0, 2, 1100]
-
-
-def test_questions_carry_pictures_over_the_wire() -> None:
     sent = ForecastQuestions((question(1, 576), question(2)))
     assert decode(encode(sent), ForecastQuestions) == sent
+
+
+class SixteenLetters(CountingEncoder):
+    """Has as many dimensions as are kept."""
+
+    dim = 16
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        rows = [[text.count(letter) for letter in "abcdefghilmnorst"] for text in texts]
+        return np.array(rows, np.float32).reshape(-1, self.dim)
+
+
+def test_what_is_learned_with_and_without_pictures_does_not_mix() -> None:
+    assert "applications-4" in feature_set(untrained("w", SECRET))
+    begun = untrained_with_encoder(SixteenLetters(), "w")
+    assert feature_set(begun).startswith("usin-2")
+    predictor = TextPredictor(begun, SixteenLetters(), HistoryPredictor())
+    row = predictor.forecast_with_features([question(3, 100, 1000)])[1][0]
+    assert row is not None and len(row) == begun.arrays[TRAIN_FEATURES].shape[1]
+    assert row[-NUM_IMAGE_FEATURES:].tolist() == [2, 1100]
 
 
 def of_before(artefact: TrainedModel, num_features: int, *unknown: str) -> TrainedModel:
@@ -141,23 +158,3 @@ def test_trained_artefacts_from_before_read_as_they_did(kind: str, monkeypatch: 
         plain, pictured = forecasts(before, question(3), question(3, 1000), effort=effort)
         assert plain == pictured
     assert kind == "words" or feature_set(before) != feature_set(by_kind(kind, seen()))
-
-
-class SixteenLetters(CountingEncoder):
-    """Has as many dimensions as are kept."""
-
-    dim = 16
-
-    def encode(self, texts: Sequence[str]) -> np.ndarray:
-        rows = [[text.count(letter) for letter in "abcdefghilmnorst"] for text in texts]
-        return np.array(rows, np.float32).reshape(-1, self.dim)
-
-
-def test_what_is_learned_with_and_without_pictures_does_not_mix() -> None:
-    assert "applications-4" in feature_set(untrained("w", SECRET))
-    begun = untrained_with_encoder(SixteenLetters(), "w")
-    assert feature_set(begun).startswith("usin-2")
-    predictor = TextPredictor(begun, SixteenLetters(), HistoryPredictor())
-    row = predictor.forecast_with_features([question(3, 100, 1000)])[1][0]
-    assert row is not None and len(row) == begun.arrays[TRAIN_FEATURES].shape[1]
-    assert row[-NUM_IMAGE_FEATURES:].tolist() == [2, 1100]

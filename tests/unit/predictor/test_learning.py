@@ -27,12 +27,6 @@ Row = tuple[float, float, float]
 """Task, input length, output length."""
 
 
-def test_the_paper_says_which_outputs_are_learned_from() -> None:
-    """ex2: (predicted, actual) tokens."""
-    cases = {(100, 112): True, (50, 58): False, (200, 215): False, (100, 111): False, (100, 130): True}
-    assert {case: RULE.is_wrong(*case) for case in cases} == cases
-
-
 def wrong(num: int, first: int = 0) -> list[PredictionOutcome[int]]:
     return [PredictionOutcome(first + i, 1.0, 100.0) for i in range(num)]
 
@@ -61,12 +55,13 @@ def test_one_in_five_is_held_back_and_the_rest_trained_on_if_it_was_wrong() -> N
     assert verdict.score == distance(0.0, held_back), "all that was held back, whether it was wrong or not"
 
 
-def test_from_what_it_learns_is_told() -> None:
-    """Predictions that are off by 6 tokens are learned from where 5 count, and not where 10 do."""
-    off_by_six = [PredictionOutcome(i, 26.0, 20.0) for i in range(100)]
+def test_which_errors_count_is_told_and_by_default_what_the_paper_says() -> None:
+    """ex2: (predicted, actual) tokens; predictions that are off by 6 count where 5 do, and not where 10 do."""
+    cases = {(100, 112): True, (50, 58): False, (200, 215): False, (100, 111): False, (100, 130): True}
+    assert {case: RULE.is_wrong(*case) for case in cases} == cases
     usual, keen = numbers(), numbers(rule=ErrorRule(5.0, 0.1))
     for learning in (usual, keen):
-        learning.observe(off_by_six)
+        learning.observe([PredictionOutcome(i, 26.0, 20.0) for i in range(100)])
     assert (usual.num_examples, keen.num_examples) == (0, 80)
 
 
@@ -95,14 +90,17 @@ def test_a_fit_begins_every_three_minutes_if_there_is_something_new() -> None:
     assert learning.begin(720.0) is None, "the fit before has not ended"
     learning.judge(100.0)
     assert learning.begin(900.0) is not None
-
-
-def test_no_fit_before_there_is_enough_to_judge_it_by() -> None:
-    learning = numbers()
-    learning.observe(wrong(MIN_HELD_BACK * HELD_BACK_EVERY - 1))
-    assert learning.begin(PERIOD_S) is None
-    learning.observe(wrong(1))
-    assert learning.begin(2 * PERIOD_S) is not None
+    few = numbers()
+    few.observe(wrong(MIN_HELD_BACK * HELD_BACK_EVERY - 1))
+    assert few.begin(PERIOD_S) is None, "too few to judge it by"
+    few.observe(wrong(1))
+    assert few.begin(2 * PERIOD_S) is not None
+    bounded = ContinuousLearning(distance, 0.0, range(MAX_EXAMPLES + 10))
+    assert bounded.num_examples == MAX_EXAMPLES
+    bounded.begin(0.0)
+    bounded.observe(wrong(100, first=10**6))
+    examples = bounded.begin(PERIOD_S)
+    assert examples is not None and examples[0] == 90 and examples[-1] == 10**6 + 98
 
 
 def test_a_version_replaces_one_that_is_no_better_on_what_came_last() -> None:
@@ -117,19 +115,12 @@ def test_a_version_replaces_one_that_is_no_better_on_what_came_last() -> None:
         accepted.append(verdict.accepted)
     assert accepted == [False, True, True, True, False, False, True]
     assert learning.current == 52.0 and learning.version == 5
-
-
-def test_the_first_version_needs_no_other_to_beat() -> None:
-    learning = numbers()
-    learning.observe(wrong(100))
-    learning.begin(PERIOD_S)
-    assert not learning.judge(math.nan).accepted
-    assert learning.version == 0
-    learning.observe(wrong(100))
-    learning.begin(2 * PERIOD_S)
-    verdict = learning.judge(1e9)
-    assert verdict.accepted and verdict.current_score is None
-    assert learning.version == 1
+    learning = numbers()  # the first version needs no other to beat
+    for period, model in enumerate((math.nan, 1e9)):
+        learning.observe(wrong(100))
+        learning.begin((period + 1) * PERIOD_S)
+        verdict = learning.judge(model)
+        assert (verdict.accepted, verdict.current_score, learning.version) == (period == 1, None, period)
 
 
 def test_both_are_judged_by_the_window_of_the_moment() -> None:
@@ -154,18 +145,6 @@ def test_a_lost_fit_leaves_the_version_and_is_tried_again() -> None:
         learning.give_up()
         learning.learn(3 * PERIOD_S, lambda examples: 1 / 0)
     assert not learning.is_fitting and learning.begin(4 * PERIOD_S) == first
-
-
-def test_the_train_set_is_bounded() -> None:
-    learning = ContinuousLearning(distance, 0.0, range(MAX_EXAMPLES + 10))
-    assert learning.num_examples == MAX_EXAMPLES
-    learning.begin(0.0)
-    learning.observe(wrong(100, first=10**6))
-    examples = learning.begin(PERIOD_S)
-    assert examples is not None and examples[0] == 90 and examples[-1] == 10**6 + 98
-
-
-def test_a_fit_that_never_began_cannot_end() -> None:
     for end in (lambda: numbers().judge(1.0), lambda: numbers().give_up()):
         with pytest.raises(IntegrityError, match="not begun"):
             end()
@@ -239,23 +218,15 @@ def test_after_the_mix_of_tasks_has_changed_the_error_falls_again() -> None:
     assert changed > 5 * settled, "the change hurts"
     assert relearned < 0.2 * changed and never > 5 * relearned, "learning, not the requests, made it good"
     assert learning.version > 1
-
-
-def test_a_forest_that_learned_nonsense_is_refused() -> None:
-    before = requests(400, (0, 1, 2), seed=0)
-    learning = ContinuousLearning(rmse, fit(before), before)
-    learning.begin(0.0)
-    assert learning.current is not None
-    learning.observe(outcomes(learning.current, requests(500, (0, 1, 2), seed=1)))
-    serving = learning.current
-    rng = np.random.default_rng(0)
+    serving, version, rng = learning.current, learning.version, np.random.default_rng(0)
 
     def fit_shuffled(rows: Sequence[Row]) -> Any:
         data = np.array(rows)
         data[:, 2] = rng.permutation(data[:, 2])
         return fit([tuple(row) for row in data.tolist()])
 
-    verdict = learning.learn(PERIOD_S, fit_shuffled)
-    assert verdict is not None and not verdict.accepted
+    learning.observe(outcomes(serving, requests(500, (2, 3), seed=9)))
+    verdict = learning.learn(9 * PERIOD_S, fit_shuffled)
+    assert verdict is not None and not verdict.accepted, "it learned nonsense"
     assert verdict.current_score is not None and verdict.score > 2 * verdict.current_score
-    assert learning.current is serving and learning.version == 1
+    assert learning.current is serving and learning.version == version

@@ -73,18 +73,13 @@ def test_the_next_version_says_what_the_new_samples_say(recipe: Recipe) -> None:
     assert score(first, old) < score(second, old)
 
 
-def test_other_features_are_refused() -> None:
+def test_other_features_and_what_is_wide_or_no_forest_cannot_be_trained_on() -> None:
     first = trained_on_words()
     task = retraining(first, samples_of(first))
     with pytest.raises(InvalidValueError, match="features"):
         retrain(replace(task, features=task.features[:, :2]))
+    assert feature_set(first) != feature_set(train(examples(2), None, WORDS)), "other words"
 
-
-def test_other_words_are_another_feature_set() -> None:
-    assert feature_set(trained_on_words()) != feature_set(train(examples(2), None, WORDS))
-
-
-def test_what_is_wide_or_no_forest_cannot_be_trained_on() -> None:
     class Wide(CountingEncoder):
         dim = 8 * MAX_FEATURES
 

@@ -70,26 +70,20 @@ def test_length_reads_nothing_and_knows_instructions_it_has_met() -> None:
     assert encoder.asked == []
 
 
-def test_words_need_no_encoder_and_no_shedding() -> None:
+def test_words_need_no_encoder_and_forecast_within_the_limit() -> None:
     artefact = trained(RECIPES["words"])
+    again = trained.__wrapped__(RECIPES["words"])
+    assert all(np.array_equal(artefact.arrays[name], again.arrays[name]) for name in artefact.arrays)
     assert encoder_of(artefact) is None
     predictor = predictor_of(artefact)
     asked = [each.question for each in UNSEEN[:5]]
     assert predictor.forecast(asked, Effort.LENGTH) == predictor.forecast(asked)
-
-
-def test_a_forecast_keeps_within_the_limit() -> None:
-    predictor = predictor_of(trained(RECIPES["words"]))
+    assert all(predictor.forecast([], effort) == [] for effort in Effort)
     (free,) = predictor.forecast([question("tell all of", "word " * 40)])
     (limited,) = predictor.forecast([question("tell all of", "word " * 40, limit=50)])
     assert free.mean > 100
     assert limited.mean == 50 and set(limited.quantiles) == {50.0}
     assert limited.rank == free.rank
-
-
-def test_none_asked() -> None:
-    predictor = predictor_of(trained(SMALL))
-    assert all(predictor.forecast([], effort) == [] for effort in Effort)
 
 
 def test_outputs_that_were_cut_off_are_no_targets() -> None:
@@ -110,8 +104,12 @@ def test_each_text_is_encoded_once() -> None:
     assert list(map(len, texts)) == sorted(map(len, texts))
 
 
-def test_the_encoder_must_be_the_one_of_training() -> None:
+def test_an_artefact_lacks_nothing_and_its_encoder_is_the_one_of_training() -> None:
     artefact = trained(SMALL)
+    for missing in ("full.roots", "length.samples"):
+        arrays = {name: array for name, array in artefact.arrays.items() if name != missing}
+        with pytest.raises(ArtefactError, match=f"lacks '{missing}'"):
+            predictor_of(TrainedModel(artefact.metadata, arrays))
     other = CountingEncoder()
     other.name = "other"
     for encoder in (other, None):
@@ -119,16 +117,3 @@ def test_the_encoder_must_be_the_one_of_training() -> None:
             TextPredictor(artefact, encoder, HistoryPredictor())
     with pytest.raises(InvalidValueError, match="encoder"):
         train(SEEN, None, SMALL)
-
-
-@pytest.mark.parametrize("missing", ["full.roots", "length.samples"])
-def test_an_artefact_that_lacks_something(missing: str) -> None:
-    artefact = trained(SMALL)
-    arrays = {name: array for name, array in artefact.arrays.items() if name != missing}
-    with pytest.raises(ArtefactError, match=f"lacks '{missing}'"):
-        predictor_of(TrainedModel(artefact.metadata, arrays))
-
-
-def test_the_same_examples_train_the_same_artefact() -> None:
-    one, two = trained(RECIPES["words"]), trained.__wrapped__(RECIPES["words"])
-    assert all(np.array_equal(one.arrays[name], two.arrays[name]) for name in one.arrays)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from core.errors import InvalidValueError
+from core.request import ReasoningBudget
 from tokenization.grammars import sources
 from tokenization.grammars.compiler import GrammarCompiler, problem_of
 from tokenization.grammars.places import find_place
+from tokenization.grammars.reasoning import AnyText, BudgetMatcher
 from tokenization.grammars.refused import GrammarRefused
 from tokenization.loading import load_tokenizer
 
@@ -43,10 +47,6 @@ def problem_with(schema: Any) -> str:
         return refused.reason
 
 
-def nested(depth: int) -> str:
-    return '{"type":"array","items":' * depth + '{"type":"integer"}' + "}" * depth
-
-
 @pytest.mark.parametrize(
     ("schema", "place", "words"),
     [
@@ -74,7 +74,7 @@ def test_a_schema_is_refused_with_its_place(schema: Any, place: str | None, word
 @pytest.mark.parametrize(
     "source",
     [
-        lambda: sources.of_schema(nested(5000)),
+        lambda: sources.of_schema('{"items":' * 5000 + "{}" + "}" * 5000),
         lambda: sources.of_schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}),
         lambda: sources.of_schema({"description": "x" * sources.MAX_SOURCE_CHARS}),
         lambda: sources.of_schema("{"),
@@ -133,6 +133,19 @@ def test_the_output_so_far_decides() -> None:
     assert EOS in allowed(resumed.allowed())
 
 
+def test_gbnf_lark_and_compact_json_are_read_by_a_model_that_has_an_end() -> None:
+    for grammar in ('root ::= "a" | "b"', 'start: "a" | "b"'):
+        mask = allowed(compiler().follow(sources.of_grammar(grammar)).allowed())
+        assert mask == {*ids_of("a"), *ids_of("b")}
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+    matcher = compiler().follow(sources.of_schema(json.dumps(schema), None))
+    matcher.advance(ids_of('{"a":'))
+    assert allowed(matcher.allowed()) == set(ids_of("1")), "no space"
+    tokenizer = load_tokenizer(EMBEDDED_MODEL)
+    with pytest.raises(GrammarRefused, match="ends an output"):
+        GrammarCompiler(tokenizer, tokenizer.get_vocab_size(), ()).follow(sources.of_choices(["a"]))
+
+
 def test_looking_ahead_changes_nothing() -> None:
     matcher = compiler().follow(sources.of_choices(["yes", "no"]))
     before = matcher.allowed()
@@ -145,20 +158,64 @@ def test_looking_ahead_changes_nothing() -> None:
     assert matcher.allowed() == before == masks[0]
 
 
-def test_a_model_without_an_end_follows_nothing() -> None:
-    tokenizer = load_tokenizer(EMBEDDED_MODEL)
-    with pytest.raises(GrammarRefused, match="ends an output"):
-        GrammarCompiler(tokenizer, tokenizer.get_vocab_size(), ()).follow(sources.of_choices(["a"]))
+VOCAB = 40
+END = (3, 4, 3, 5)
 
 
-def test_gbnf_and_lark_are_both_read() -> None:
-    for grammar in ('root ::= "a" | "b"', 'start: "a" | "b"'):
-        mask = allowed(compiler().follow(sources.of_grammar(grammar)).allowed())
-        assert mask == {*ids_of("a"), *ids_of("b")}
+def allowed_ids(mask: bytes) -> list[int]:
+    return [token for token in range(VOCAB) if mask[token // 8] >> token % 8 & 1]
 
 
-def test_compact_json_has_no_space() -> None:
-    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
-    matcher = compiler().follow(sources.of_schema(json.dumps(schema), None))
-    matcher.advance(ids_of('{"a":'))
-    assert allowed(matcher.allowed()) == set(ids_of("1"))
+def follow(budget: ReasoningBudget, seed: int) -> tuple[list[int], int]:
+    """An output of random tokens, of those that are allowed, and in how many steps only one was."""
+    rng, matcher = random.Random(seed), BudgetMatcher(AnyText(VOCAB), budget)
+    output: list[int] = []
+    num_forced = 0
+    for _ in range(30):
+        options = allowed_ids(matcher.allowed())
+        num_forced += len(options) == 1
+        guess = [rng.choice([3, 4, 5, 9]) for _ in range(4)]
+        masks = matcher.allowed_after(guess)
+        kept = matcher.num_allowed(guess)
+        assert len(masks) == kept + 1, "a mask for each token that may come, and for what follows it"
+        assert [allowed_ids(mask).count(token) for mask, token in zip(masks, guess, strict=False)][:kept] == [1] * kept
+        token = rng.choice(options) if rng.random() < 0.5 or not kept else guess[0]
+        matcher.advance([token])
+        output.append(token)
+        again = BudgetMatcher(AnyText(VOCAB), budget)
+        again.advance(output)
+        assert again.allowed() == matcher.allowed(), "it depends on the output alone"
+    assert matcher.num_tokens == len(output)
+    return output, num_forced
+
+
+def ends_at(output: list[int], first: int) -> int:
+    """Where ``END`` begins for the first time, from a place on."""
+    return next(i for i in range(first, len(output)) if tuple(output[i : i + len(END)]) == END)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 7])
+def test_reasoning_has_at_most_so_many_tokens(num_tokens: int) -> None:
+    lengths = set()
+    for seed in range(200):
+        output, num_forced = follow(ReasoningBudget(num_tokens, (), END), seed)
+        length = ends_at(output, 0)
+        assert length <= num_tokens
+        # What was said of the end already is not said twice.
+        assert num_forced <= len(END)
+        lengths.add(length)
+    assert num_tokens in lengths or num_tokens == 7
+
+
+def test_an_output_that_begins_otherwise_has_no_reasoning() -> None:
+    matcher = BudgetMatcher(AnyText(VOCAB), ReasoningBudget(0, (7, 8), END))
+    matcher.advance([7, 9])
+    assert len(allowed_ids(matcher.allowed())) == VOCAB
+    matcher = BudgetMatcher(AnyText(VOCAB), ReasoningBudget(0, (7, 8), END))
+    matcher.advance([7])
+    assert len(allowed_ids(matcher.allowed())) == VOCAB
+    matcher.advance([8])
+    assert allowed_ids(matcher.allowed()) == [END[0]]
+    for num_tokens, end in ((-1, END), (3, ())):
+        with pytest.raises(InvalidValueError, match="thinking_token_budget"):
+            ReasoningBudget(num_tokens, (), end)

@@ -7,9 +7,11 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Encoding, Tokenizer
+from tokenizers import AddedToken, Encoding, Tokenizer, models, normalizers, pre_tokenizers
 
-from tests.unit.tokenization.kinds import KINDS, MARKERS, SPECIAL
+from tests.unit.tokenization.kinds import CORPUS, KINDS, MARKERS, SPECIAL
+from tests.volumes import at_volume
+from tokenization.capacity import text_capacity
 from tokenization.control_tokens import control_ids
 from tokenization.plain_text import PlainTextEncoder, Span
 
@@ -17,20 +19,8 @@ START, END = "<|im_start|>", "<|im_end|>"
 FRAGMENTS = (
     *SPECIAL,
     *MARKERS,
-    *(
-        "<|im_",
-        "start|>",
-        "end|>",
-        "<|",
-        "|>",
-        "<",
-        ">",
-        "s>",
-        "<s",
-        "<|IM_END|>",
-        "\uff1c|im_end|\uff1e",
-        "\uff1cs\uff1e",
-    ),
+    *("<|im_", "start|>", "end|>", "<|", "|>", "<", ">", "s>", "<s", "<|IM_END|>"),
+    *("\uff1c|im_end|\uff1e", "\uff1cs\uff1e"),
     *(" ", "\n", "    ", "user", "assistant", "hello", "the dog", "日", "\u0338", "\u0301", "0", "▁"),
 )
 ORDINARY = ("hello", "the dog", "say", "user", " ", "  ", "    ", "\n", "日本", "ß", "ä", "<b>", "x|y", "[x]", ".", "0")
@@ -75,18 +65,22 @@ contents_of = st.lists(st.lists(st.sampled_from(FRAGMENTS), max_size=6).map("".j
 ordinary = st.lists(st.lists(st.sampled_from(ORDINARY), max_size=8).map("".join), min_size=1, max_size=3)
 
 
+@at_volume(40, 500)
 @pytest.mark.parametrize("kind", KINDS)
-@given(contents=contents_of)
-@settings(max_examples=150, deadline=None)
-def test_only_the_template_writes_control_tokens(kind: str, contents: list[str]) -> None:
-    text, spans, control = chat(contents)
-    ids = encoder_of(kind).encode(text, spans).ids
-    assert control_of(tokenizer_of(kind), ids) == control
+def test_only_the_template_writes_control_tokens(kind: str, volume: int) -> None:
+    @settings(max_examples=volume)
+    @given(contents_of)
+    def check(contents: list[str]) -> None:
+        text, spans, control = chat(contents)
+        ids = encoder_of(kind).encode(text, spans).ids
+        assert control_of(tokenizer_of(kind), ids) == control
+
+    check()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(contents=ordinary)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30)
 def test_ordinary_text_has_its_usual_ids(kind: str, contents: list[str]) -> None:
     """Also where it goes the way of texts that name control tokens."""
     text, spans, _ = chat(contents)
@@ -97,7 +91,7 @@ def test_ordinary_text_has_its_usual_ids(kind: str, contents: list[str]) -> None
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(contents=contents_of)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20)
 def test_a_prompt_of_plain_text(kind: str, contents: list[str]) -> None:
     """What the tokenizer puts around a text is there, and no other control token; offsets go up and have an end."""
     text = "".join(contents)
@@ -117,36 +111,23 @@ def test_plain_control_tokens_keep_their_characters(kind: str) -> None:
     assert tokenizer_of(kind).decode(list(ids), skip_special_tokens=False) == text
 
 
-def test_the_tokens_before_and_after_do_not_depend_on_the_way() -> None:
-    tokenizer = tokenizer_of("byte_level")
+def test_beside_control_tokens_text_is_as_it_always_was() -> None:
+    tokenizer, encoder = tokenizer_of("byte_level"), encoder_of("byte_level")
     for text in ("hello", "", " the dog"):
-        expected = tuple(tokenizer.encode(text).ids)
-        assert (
-            encoder_of("byte_level", guarded=True).encode(text, [(0, len(text))], add_special_tokens=True).ids
-            == expected
-        )
-
-
-def test_offsets_begin_where_the_text_of_a_token_does() -> None:
-    encoded = encoder_of("byte_level").encode("the dog é", [(0, 9)], add_special_tokens=True)
+        guarded = encoder_of("byte_level", guarded=True).encode(text, [(0, len(text))], add_special_tokens=True)
+        assert guarded.ids == tuple(tokenizer.encode(text).ids)
+    encoded = encoder.encode("the dog é", [(0, 9)], add_special_tokens=True)
     assert encoded.offsets()[0] == 0
     components = dict(zip(encoded.offsets(), encoded.ids, strict=True))
-    assert tokenizer_of("byte_level").decode([components[3]]).startswith(" ")
-
-
-def test_added_tokens_that_are_text_stay_one_token() -> None:
-    tokenizer = tokenizer_of("byte_level")
-    run = tokenizer.token_to_id("    ")
+    assert tokenizer.decode([components[3]]).startswith(" "), "an offset is where the text of a token begins"
     text = f"x    y{END}"
-    assert run in encoder_of("byte_level").encode(text, [(0, len(text))]).ids
+    assert tokenizer.token_to_id("    ") in encoder.encode(text, [(0, len(text))]).ids, "an added token that is text"
 
 
 def test_ids_after_holes_in_the_vocabulary() -> None:
     """New ids of the library begin at the number of entries, which a vocabulary with holes has given away."""
-    from tokenizers.models import BPE
-
     vocab = {char: 300 + index for index, char in enumerate("<>/sx")}
-    tokenizer = Tokenizer(BPE(vocab, []))
+    tokenizer = Tokenizer(models.BPE(vocab, []))
     tokenizer.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
     encoder = PlainTextEncoder(tokenizer, control_ids(tokenizer))
     eos = tokenizer.token_to_id("</s>")
@@ -160,3 +141,45 @@ def test_which_added_tokens_are_control_tokens() -> None:
     found = control_ids(tokenizer, {"END:"}, ["{{ 'ROLE:' }}hello    "])
     names = {tokenizer.id_to_token(each) for each in found}
     assert names == {*SPECIAL, *MARKERS, "<fim>", "END:", "ROLE:"}
+
+
+BOUNDED = {"byte_level", "byte_level_rstrip", "llama_2", "metaspace_first"}
+TEXTS = st.text() | st.lists(st.sampled_from(["    ", "the ", "hello", " \n", "é", "日", *CORPUS])).map("".join)
+
+
+@pytest.mark.parametrize("kind", sorted(BOUNDED))
+@given(text=TEXTS)
+def test_no_text_has_fewer_tokens(kind: str, text: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    capacity = text_capacity(tokenizer)
+    assert capacity is not None
+    assert capacity.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - BOUNDED))
+def test_where_characters_may_vanish_or_join_there_is_no_bound(kind: str) -> None:
+    assert text_capacity(tokenizer_of(kind)) is None
+
+
+def test_where_a_marker_takes_in_spaces_they_count_for_nothing() -> None:
+    capacity = text_capacity(tokenizer_of("byte_level_rstrip"))
+    assert capacity is not None
+    assert capacity.least_tokens(" \n" * 10_000) == 0
+    assert capacity.least_tokens("a" * 10_000) >= 10_000 / capacity.chars_per_token > 1
+
+
+def test_composed_characters_count_as_the_many_that_they_are_made_of() -> None:
+    """Four characters become one before the model sees them."""
+    tokenizer = tokenizer_of("byte_level")
+    composing = Tokenizer.from_str(tokenizer.to_str())
+    composing.normalizer = normalizers.NFC()
+    plain, found = text_capacity(tokenizer), text_capacity(composing)
+    assert plain is not None and found is not None
+    assert found.chars_per_token == 4 * plain.chars_per_token
+
+
+def test_a_byte_level_vocabulary_without_all_bytes_drops_text() -> None:
+    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    assert tokenizer.encode("c" * 100).ids == []
+    assert text_capacity(tokenizer) is None

@@ -38,19 +38,6 @@ def test_words(word: str, name: str, text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        f'x = "{BANNED[3]}"\n',
-        f"def {BANNED[3]}(): ...\n",
-        '"""Renewed, as ``Cell.foreseen`` and `foresee`."""\n',
-        '"""Two of a kind. Often."""\n',
-    ],
-)
-def test_what_breaks_no_rule(text: str, tmp_path: Path) -> None:
-    assert findings(tree(tmp_path, {"core/a.py": text})) == []
-
-
-@pytest.mark.parametrize(
     ("text", "line"),
     [
         ('"""{} a thing."""\n', 1),
@@ -68,12 +55,15 @@ def test_sizes(tmp_path: Path) -> None:
     files = {f"core/m{i}.py": "" for i in range(21)} | {"tests/long.py": "\n" * 501, "core/full.py": "\n" * 500}
     found = findings(tree(tmp_path, files | {"README.md": "a" * 121 + "\n" + "a" * 120}))
     assert totals(found) == {"columns/README.md": 1, "files/core": 22, "lines/tests/long.py": 501}
-
-
-def test_classes_of_one_name(tmp_path: Path) -> None:
     files = {"core/a.py": "class A: ...\nclass _P: ...\n", "engine/a.py": "\nclass A: ...\nclass _P: ...\n"}
-    [found] = findings(tree(tmp_path, files | {"tests/a.py": "class A: ...\n"}))
-    assert found == Finding("class/A", "core/a.py:1", "A is the name of 2 classes: core/a.py:1, engine/a.py:2", 2)
+    [found_class] = findings(tree(tmp_path / "classes", files | {"tests/a.py": "class A: ...\n"}))
+    told = "A is the name of 2 classes: core/a.py:1, engine/a.py:2"
+    assert found_class == Finding("class/A", "core/a.py:1", told, 2)
+    source = '"""One two."""\n# three\nx = ("four five" + f"six seven {x}", "eight")\n'
+    assert [text.strip() for _, text in texts(source)] == ["three", "One two.", "four five", "six seven"]
+    free = [f'x = "{BANNED[3]}"\n', f"def {BANNED[3]}(): ...\n", '"""Renewed, as ``Cell.foreseen`` and `foresee`."""\n']
+    for name, text in enumerate([*free, '"""Two of a kind. Often."""\n']):
+        assert findings(tree(tmp_path / f"free{name}", {"core/a.py": text})) == []
 
 
 def test_the_record_may_only_shrink(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,8 +82,3 @@ def test_the_record_may_only_shrink(tmp_path: Path, capsys: pytest.CaptureFixtur
     page.write_text(f"{BANNED[0]}\n{BANNED[1]}\n")
     assert main([], tmp_path, record) == 1
     assert f"docs/a.md:2: {BANNED[1]}" in capsys.readouterr().err
-
-
-def test_every_text_of_a_module_is_read() -> None:
-    source = '"""One two."""\n# three\nx = ("four five" + f"six seven {x}", "eight")\n'
-    assert [text.strip() for _, text in texts(source)] == ["three", "One two.", "four five", "six seven"]

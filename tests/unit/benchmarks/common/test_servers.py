@@ -63,6 +63,13 @@ def has_ended(process: psutil.Process) -> bool:
         return True
 
 
+def wait_ended(process: psutil.Process) -> None:
+    deadline = time.monotonic() + LONG_S
+    while not has_ended(process):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv of util-linux")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_server_ends_with_the_benchmark(tmp_path: Path, number: signal.Signals) -> None:
@@ -71,10 +78,7 @@ def test_a_server_ends_with_the_benchmark(tmp_path: Path, number: signal.Signals
         assert parent.stdout is not None
         server = psutil.Process(int(parent.stdout.readline()))
         parent.send_signal(number)
-    deadline = time.monotonic() + LONG_S
-    while not has_ended(server):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_ended(server)
 
 
 def test_what_a_server_leaves_behind_is_named_and_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,10 +98,7 @@ def test_what_a_server_leaves_behind_is_named_and_killed(tmp_path: Path, monkeyp
         end = server.stop()
     assert end["exit_status"] == 0
     assert [int(line.split()[0]) for line in end["left_behind"]] == [child.pid]
-    deadline = time.monotonic() + LONG_S
-    while not has_ended(child):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_ended(child)
 
 
 def test_a_server_that_ends_tells_why(tmp_path: Path) -> None:
@@ -107,41 +108,25 @@ def test_a_server_that_ends_tells_why(tmp_path: Path) -> None:
     assert server.stop()["left_behind"] == []
 
 
-def test_vllm_runs_in_one_process(tmp_path: Path) -> None:
-    found = peer("vllm", PeerOptions(tmp_path, tmp_path / "tiny", threads=3, more=["--enforce-eager"]))
-    assert found.takes_ids and found.takes_extensions and found.command.model_name == "tiny"
-    assert found.command.env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and found.command.env["OMP_NUM_THREADS"] == "3"
-    words = " ".join(found.command.words)
+def test_each_peer_is_started_in_its_own_words(tmp_path: Path) -> None:
+    vllm = peer("vllm", PeerOptions(tmp_path, tmp_path / "tiny", threads=3, more=["--enforce-eager"]))
+    assert vllm.takes_ids and vllm.takes_extensions and vllm.command.model_name == "tiny"
+    assert vllm.command.env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and vllm.command.env["OMP_NUM_THREADS"] == "3"
+    words = " ".join(vllm.command.words)
     assert "--distributed-executor-backend uni --enforce-eager" in words and "--no-enable-prefix-caching" in words
-
-
-def test_transformers_is_asked_in_plain_text(tmp_path: Path) -> None:
-    found = peer("transformers", PeerOptions(tmp_path, tmp_path / "tiny"))
-    assert not found.takes_ids and not found.takes_extensions
-    assert found.command.model_name == str(tmp_path / "tiny")  # it knows its model by the path alone
-
-
-def test_llama_cpp_has_a_slot_and_a_context_for_each_request_in_flight(tmp_path: Path) -> None:
-    found = peer("llama.cpp", PeerOptions(tmp_path, tmp_path / "m.gguf", max_model_len=512, threads=2, in_flight=16))
-    words = " ".join(found.command.words)
+    transformers = peer("transformers", PeerOptions(tmp_path, tmp_path / "tiny"))
+    assert not transformers.takes_ids and not transformers.takes_extensions
+    assert transformers.command.model_name == str(tmp_path / "tiny")  # it knows its model by the path alone
+    llama = peer("llama.cpp", PeerOptions(tmp_path, tmp_path / "m.gguf", max_model_len=512, threads=2, in_flight=16))
+    words = " ".join(llama.command.words)
     assert "--threads 2" in words and "--parallel 16 --ctx-size 8192" in words and "--no-cache-prompt" in words
-    assert found.command.model_name == "m.gguf"
-
-
-def test_another_farsight_differs_by_its_options_alone(tmp_path: Path) -> None:
-    found = peer(
-        "farsight", PeerOptions(tmp_path, tmp_path / "m", threads=2, more=["--preset", "fcfs"], dtype="float32")
-    )
-    words = " ".join(found.command.words)
+    assert llama.command.model_name == "m.gguf"
+    options = PeerOptions(tmp_path, tmp_path / "m", threads=2, more=["--preset", "fcfs"], dtype="float32")
+    other = peer("farsight", options)
+    words = " ".join(other.command.words)
     assert "services.cli serve --benchmark-mode" in words and words.endswith("--threads 2 --preset fcfs")
-    assert f"--model {tmp_path / 'm'} --dtype float32" in words and found.name != "farsight"
-
-
-def test_versions_of_a_venv() -> None:
+    assert f"--model {tmp_path / 'm'} --dtype float32" in words and other.name != "farsight"
     found = installed_versions(Path(sys.prefix))
     assert found["python"].startswith("3.") and found["torch"]
-
-
-def test_vocab_size(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 77}))
     assert vocab_size(tmp_path) == 77

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ipaddress
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from core.config.image_hosts import ImageHost, host_of, is_private_host, is_public, parse_image_hosts
 from core.config.load import FarsightConfig, load_config
 from core.config.log import LogConfig
 from core.config.server import ServerConfig
@@ -20,12 +22,10 @@ def write(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_defaults_without_a_file() -> None:
-    assert load_config(None, {}) == FarsightConfig()
-
-
 def test_flags_override_the_file_and_none_overrides_nothing(tmp_path: Path) -> None:
-    path = write(tmp_path, '[server]\nport = 9000\nhost = "127.0.0.2"\n[scheduler]\nwatermark = 1\n')
+    assert load_config(None, {}) == FarsightConfig()
+    text = '[server]\nport = 9000\nhost = "127.0.0.2"\n[scheduler]\nwatermark = 1\n[log]\npath = "log.sqlite"\n'
+    path = write(tmp_path, text)
     flags: dict[str, dict[str, Any]] = {
         "server": {"port": 9001, "host": None},
         "model": {"dtype": "bfloat16"},
@@ -35,8 +35,14 @@ def test_flags_override_the_file_and_none_overrides_nothing(tmp_path: Path) -> N
     assert config.engine.benchmark_mode
     assert (config.server.port, config.server.host) == (9001, "127.0.0.2")
     assert config.scheduler.watermark == 1.0
-    assert config.model.dtype == "bfloat16"
+    assert (config.model.dtype, config.log.path) == ("bfloat16", "log.sqlite")
+    with pytest.raises(ConfigError, match=r"--config.*readable TOML file"):
+        load_config(tmp_path / "none.toml", {})
+    paths = ("", "redis", "redis://h", "rediss://h")
+    assert [LogConfig(path).on_redis for path in paths] == [False, False, True, True]
 
+
+SERVER = '[[replica]]\nbackend = "openai"\nurl = "http://host:8000/v1/"\n'
 
 WRONG = [
     ("[server]\nprot = 1", "server.prot", "did you mean 'port'?"),
@@ -98,6 +104,19 @@ WRONG = [
     ('[log]\npath = "http://127.0.0.1"', "log.path", "redis://"),
     ("[log]\nmax_row = 3", "log.max_row", "did you mean 'max_rows'?"),
     ("[server\n", "--config", "valid TOML"),
+    ("[replica]\nurl = 1", "replica", "an array of tables"),
+    ("[[replica]]\nurl = 1", "replica.url", "type str"),
+    ('[[replica]]\nurl = "http://host"', "replica.backend", "one of openai; replicas of our own engine are counted"),
+    (SERVER + "max_seqs = 1", "replica.max_seqs", "did you mean 'max_num_seqs'?"),
+    (SERVER + "max_num_seqs = 0", "replica.max_num_seqs", ">= 1"),
+    (SERVER + "max_model_len = -1", "replica.max_model_len", ">= 0"),
+    (SERVER + "token_timeout_s = 0", "replica.token_timeout_s", "a number > 0"),
+    ("[model]\nreplicas = 0", "model.replicas", "or a [[replica]] table"),
+    ("[server]\nfirst_token_deadline_s = 0", "server.first_token_deadline_s", "a number > 0"),
+    *(
+        (f'[[replica]]\nbackend = "openai"\nurl = "{url}"', "replica.url", "http://host:8000/v1")
+        for url in ("", "host:8000", "ftp://host", "http://", "http://me:secret@host", "http://host?x=1")
+    ),
 ]
 
 
@@ -109,33 +128,11 @@ def test_a_wrong_setting_is_named(tmp_path: Path, text: str, field: str, hint: s
     assert hint in str(caught.value)
 
 
-def test_actors_and_log_are_read(tmp_path: Path) -> None:
-    text = '[actors]\nplacement = "split"\nscheduler_delay_s = 1\n[log]\npath = "log.sqlite"\nmax_rows = 5\n'
-    config = load_config(write(tmp_path, text), {})
-    assert (config.actors.placement, config.actors.scheduler_delay_s) == ("split", 1.0)
-    assert (config.log.path, config.log.max_rows) == ("log.sqlite", 5)
-
-
-@pytest.mark.parametrize(
-    ("path", "on_redis"), [("", False), ("redis", False), ("redis://h", True), ("rediss://h", True)]
-)
-def test_a_log_on_redis_is_told_from_a_file(path: str, on_redis: bool) -> None:
-    assert LogConfig(path).on_redis == on_redis
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--config.*readable TOML file"):
-        load_config(tmp_path / "none.toml", {})
-
-
 def test_errors_survive_a_process_boundary() -> None:
     error = pickle.loads(pickle.dumps(ConfigError("server.port", 0, "a port")))
     assert (error.field, error.value, error.expected) == ("server.port", 0, "a port")
     full = pickle.loads(pickle.dumps(CapacityError("full", 2.0)))
     assert (str(full), full.retry_after_s) == ("full", 2.0)
-
-
-SERVER = '[[replica]]\nbackend = "openai"\nurl = "http://host:8000/v1/"\n'
 
 
 def test_other_servers_take_the_place_of_our_own_engine_unless_there_is_one_too(tmp_path: Path) -> None:
@@ -146,37 +143,62 @@ def test_other_servers_take_the_place_of_our_own_engine_unless_there_is_one_too(
     assert load_config(write(tmp_path, SERVER + "[model]\nreplicas = 2"), {}).model.replicas == 2
 
 
-@pytest.mark.parametrize(
-    ("text", "field", "hint"),
-    [
-        ("[replica]\nurl = 1", "replica", "an array of tables"),
-        ("[[replica]]\nurl = 1", "replica.url", "type str"),
-        (
-            '[[replica]]\nurl = "http://host"',
-            "replica.backend",
-            "one of openai; replicas of our own engine are counted",
-        ),
-        (SERVER + "max_seqs = 1", "replica.max_seqs", "did you mean 'max_num_seqs'?"),
-        (SERVER + "max_num_seqs = 0", "replica.max_num_seqs", ">= 1"),
-        (SERVER + "max_model_len = -1", "replica.max_model_len", ">= 0"),
-        (SERVER + "token_timeout_s = 0", "replica.token_timeout_s", "a number > 0"),
-        ("[model]\nreplicas = 0", "model.replicas", "or a [[replica]] table"),
-        ("[server]\nfirst_token_deadline_s = 0", "server.first_token_deadline_s", "a number > 0"),
-        *(
-            (f'[[replica]]\nbackend = "openai"\nurl = "{url}"', "replica.url", "http://host:8000/v1")
-            for url in ("", "host:8000", "ftp://host", "http://", "http://me:secret@host", "http://host?x=1")
-        ),
-    ],
-)
-def test_a_wrong_replica_is_named(tmp_path: Path, text: str, field: str, hint: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(write(tmp_path, text), {})
-    assert caught.value.field == field
-    assert hint in str(caught.value)
-
-
 def test_a_measurement_is_not_refused_for_what_waits() -> None:
     """Bounds that are set stay as they are."""
     measured = load_config(None, {"engine": {"benchmark_mode": True}, "server": {"max_queued_requests": 7}}).server
     assert (measured.max_wait_s, measured.max_queued_tokens, measured.max_queued_requests) == (0.0, 2**40, 7)
     assert load_config(None, {}).server == ServerConfig()
+
+
+def test_entries_are_names_or_addresses_with_a_port_or_without() -> None:
+    found = parse_image_hosts(
+        "Pictures.example, a.b:8443,private:store.internal,10.0.0.7:9000,[::1]:81,[2606:4700::1111]"
+    )
+    assert found == (
+        ImageHost("pictures.example", None, may_be_private=False),
+        ImageHost("a.b", 8443, may_be_private=False),
+        ImageHost("store.internal", None, may_be_private=True),
+        ImageHost("10.0.0.7", 9000, may_be_private=True),
+        ImageHost("::1", 81, may_be_private=True),
+        ImageHost("2606:4700::1111", None, may_be_private=True),
+    )
+    assert parse_image_hosts("") == ()
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "*", "*.example.org", "http://a.example", "a.example/path", "user@a.example", "a.example:0", "a.example:65536",
+        "a.example:http", "a..example", ".example", "a.example:", "127.1", "2130706433", "0177.0.0.1", "[a.example]",
+        "::1", "[::1", "[fe80::1%eth0]", "169.254.169.254", "0.0.0.0", "224.0.0.1", "[::ffff:169.254.169.254]",
+        "private:", "b\u00fccher.example", "a b",
+    ],
+)  # fmt: skip
+def test_other_entries_are_refused_with_the_setting(entry: str) -> None:
+    with pytest.raises(ConfigError, match=r"images\.allow_urls"):
+        parse_image_hosts(f"a.example,{entry}")
+
+
+def test_a_host_is_taken_on_its_port_alone() -> None:
+    hosts = parse_image_hosts("a.example,a.example:8443")
+    taken = {
+        (scheme, name, port)
+        for scheme in ("http", "https")
+        for name in ("a.example", "b.a.example", "example")
+        for port in (80, 443, 8443, 0)
+        if host_of(hosts, scheme, name, port) is not None
+    }
+    assert taken == {
+        ("http", "a.example", 80),
+        ("https", "a.example", 443),
+        ("http", "a.example", 8443),
+        ("https", "a.example", 8443),
+    }
+
+
+def test_addresses_of_the_internet_are_public_and_those_of_private_networks_are_not() -> None:
+    public = ["8.8.8.8", "93.184.215.14", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"]
+    private = ["10.1.2.3", "172.31.0.1", "192.168.0.1", "127.0.0.1", "::1", "fd00::1", "::ffff:10.0.0.1"]
+    for text in public + private:
+        address = ipaddress.ip_address(text)
+        assert (is_public(address), is_private_host(address)) == (text in public, text in private), text

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from core import forecast, messages
 from core.codec import PackedInts, decode, encode
+from core.decisions import Decision, on_clock, pack_decisions, unpack_decisions
 from core.errors import MessageError
 from core.messages import SCHEMA_VERSION
 from core.messages import cache as cache_messages
@@ -22,6 +23,7 @@ from core.messages.requests import Keys, Submit
 from core.messages.status import ComponentStatus
 from core.messages.tokens import TokenDelta
 from core.request import Request, SamplingParams
+from tests.volumes import at_volume
 
 TEXT = st.text(max_size=8)
 SMALL = st.integers(0, 2**31)
@@ -94,40 +96,23 @@ MESSAGES = list(
         if isinstance(kind, type) and dataclasses.is_dataclass(kind)
     )
 )
-every_message = pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
 
 
-@every_message
-def test_every_message_survives_the_wire(kind: type) -> None:
+@at_volume(10, 100)
+@pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
+def test_every_message_survives_the_wire_in_its_version_and_with_its_fields(kind: type, volume: int) -> None:
+    wire = [field for field in dataclasses.fields(kind) if field.init]
+    num_required = sum(field.default is dataclasses.MISSING for field in wire)
+
+    @settings(max_examples=volume)
     @given(st.from_type(kind))
     def check(message: object) -> None:
-        assert decode(encode(message), kind) == message
-
-    check()
-
-
-@every_message
-def test_every_message_of_version_1_is_refused_with_the_version_named(kind: type) -> None:
-    @settings(max_examples=5)
-    @given(st.from_type(kind))
-    def check(message: object) -> None:
-        fields = msgpack.unpackb(encode(message))[1:]
-        with pytest.raises(MessageError) as caught:
-            decode(msgpack.packb([1, *fields]), kind)
+        data = encode(message)
+        assert decode(data, kind) == message
+        version, name, *fields = msgpack.unpackb(data)
+        with pytest.raises(MessageError, match=f"schema version {SCHEMA_VERSION}") as caught:
+            decode(msgpack.packb([1, name, *fields]), kind)
         assert (caught.value.field, caught.value.value) == (f"{kind.__name__}.version", 1)
-        assert f"schema version {SCHEMA_VERSION}" in str(caught.value)
-
-    check()
-
-
-@every_message
-def test_every_message_with_a_field_too_few_or_too_many_is_refused(kind: type) -> None:
-    @settings(max_examples=5)
-    @given(st.from_type(kind))
-    def check(message: object) -> None:
-        version, name, *fields = msgpack.unpackb(encode(message))
-        wire = [field for field in dataclasses.fields(kind) if field.init]
-        num_required = sum(field.default is dataclasses.MISSING for field in wire)
         too_few = [fields[: num_required - 1]] if num_required else []
         for wrong in (*too_few, [*fields, *[None] * (len(wire) - len(fields) + 1)]):
             with pytest.raises(MessageError) as caught:
@@ -213,16 +198,6 @@ def test_random_bytes_never_raise_anything_else(data: bytes) -> None:
         decode(data, Slot)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [(), (7,) * 15, tuple(range(16)), (2**32 - 1,) * 40, (2**32, *range(30)), (2**64 - 1,) * 16, (-1, *range(20))],
-    ids=["none", "few", "many", "widest tokens", "wide", "hashes", "negative"],
-)
-def test_integers_come_as_they_went(values: tuple[int, ...]) -> None:
-    notice = KVCacheEvent(1, False, (), values)
-    assert decode(encode(notice), KVCacheEvent) == notice
-
-
 def test_many_tokens_are_one_string_and_may_be_passed_on_unread() -> None:
     message = Submit((Request("a", 0, "i", tuple(range(300)), SamplingParams(4), prefix_hashes=(2**63,) * 20),))
     data = encode(message)
@@ -234,8 +209,50 @@ def test_many_tokens_are_one_string_and_may_be_passed_on_unread() -> None:
     assert decode(data, Submit) == message
 
 
-@pytest.mark.parametrize("packed", [b"", b"I123", b"Q1234", b"z1234", b"\xff"])
-def test_a_malformed_string_of_integers_is_refused(packed: bytes) -> None:
-    with pytest.raises(MessageError, match="integers as a binary string") as caught:
-        decode(wire("KVCacheEvent", 1, False, [], packed), KVCacheEvent)
-    assert caught.value.field == "KVCacheEvent.evicted"
+WIDEST, HASHES = (2**32 - 1,) * 40, (2**64 - 1,) * 16
+
+
+@pytest.mark.parametrize(
+    "values", [(), (7,) * 15, tuple(range(16)), WIDEST, (2**32, *range(30)), HASHES, (-1, *range(20))], ids=len
+)
+def test_integers_come_as_they_went_and_a_malformed_string_of_them_is_refused(values: tuple[int, ...]) -> None:
+    notice = KVCacheEvent(1, False, (), values)
+    assert decode(encode(notice), KVCacheEvent) == notice
+    for packed in (b"", b"I123", b"Q1234", b"z1234", b"\xff"):
+        with pytest.raises(MessageError, match="integers as a binary string") as caught:
+            decode(wire("KVCacheEvent", 1, False, [], packed), KVCacheEvent)
+        assert caught.value.field == "KVCacheEvent.evicted"
+
+
+FACTS = st.dictionaries(
+    st.text(max_size=6), st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | st.text(max_size=5)
+)
+DECISIONS = st.lists(st.builds(Decision, st.text(max_size=9), st.floats(0, 1e6), FACTS), max_size=5)
+
+
+@given(DECISIONS, DECISIONS)
+def test_what_is_joined_comes_out_in_order(first: list[Decision], second: list[Decision]) -> None:
+    assert unpack_decisions(pack_decisions(first) + pack_decisions(second)) == (*first, *second)
+    packed = pack_decisions([Decision("a", 2.0, {})])
+    data = packed + on_clock(100.0, packed) + on_clock(7.0, packed)
+    assert [each.at for each in unpack_decisions(data)] == [2.0, 102.0, 9.0], "each part on its own clock"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xc1",
+        msgpack.packb(7),
+        msgpack.packb("text"),
+        msgpack.packb([]),
+        msgpack.packb(["kind", 1.0]),
+        msgpack.packb([1, 1.0, {}]),
+        msgpack.packb(["kind", "soon", {}]),
+        msgpack.packb(["kind", 1.0, {"a": None}]),
+        msgpack.packb(["kind", 1.0, {1: 1}]),
+        msgpack.packb(["kind", 1.0, []]),
+    ],
+)
+def test_what_is_something_else_is_refused(data: bytes) -> None:
+    with pytest.raises(MessageError, match="packed decisions"):
+        unpack_decisions(data)

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import sys
+import tracemalloc
 
 import pytest
 
 from core.codec import decode, encode
 from core.errors import InvalidValueError
-from core.messages.series import SeriesQuery, SeriesReply, TrafficCounts
+from core.messages.series import (
+    Activity,
+    ComponentsQuery,
+    ComponentsReply,
+    Count,
+    SeriesQuery,
+    SeriesReply,
+    TableReply,
+    TrafficCounts,
+)
+from core.messages.status import ComponentStatus
 from core.messages.tenants import TenantUsage
+from core.series.components import MAX_EVENTS, MAX_SHOWN, ComponentHistory
 from core.series.durations import NUM_BUCKETS, add_counts, bucket_of, percentile_s
 from core.series.ring import Ring
 from core.series.service import COLUMNS, FORGET_S, MAX_TENANTS, MINUTES, OTHERS, SECONDS, Instant, ServiceSeries
+from core.series.table import SeriesTable
 from core.series.tally import TrafficTally
 
 NOW = 1_800_000_000.0
@@ -38,9 +52,6 @@ def test_a_ring_keeps_the_newest_points() -> None:
     assert ring.after(0.0) == ([3.0, 4.0, 5.0], {"a": [30.0, 40.0, 50.0], "b": [None, None, None]})
     assert ring.after(4.0) == ([5.0], {"a": [50.0], "b": [None]})
     assert ring.after(5.0)[0] == []
-
-
-def test_a_ring_without_room_is_refused() -> None:
     with pytest.raises(InvalidValueError, match="capacity"):
         Ring(("a",), 0)
 
@@ -86,14 +97,16 @@ def test_counts_become_rates_and_percentiles() -> None:
     assert shown["queue_delay_s"] is None
 
 
-def test_the_first_report_of_a_replica_is_what_later_ones_are_compared_with() -> None:
-    """After the death of a Supervisor the ingress replicas' counts are large: they must be no spike."""
+def test_what_comes_after_a_death_is_no_spike_and_a_clock_that_stands_adds_nothing() -> None:
+    """After the death of a Supervisor the ingress replicas' counts are large; a restarted worker's are small."""
     series = ServiceSeries()
-    series.report(TrafficCounts("old", ended=1_000_000), NOW)
-    series.tick(Instant(), NOW)
-    series.report(TrafficCounts("old", ended=1_000_002), NOW + 1)
-    series.tick(Instant(), NOW + 1)
-    assert column(series.since(SECOND), "ended") == (0.0, 2.0)
+    for at, ended, moved in ((0, 1_000_000, 500), (1, 1_000_002, 800), (2, 1_000_002, 20), (2, 9, 9), (1, 9, 9)):
+        if ended > 9:
+            series.report(TrafficCounts("old", ended=ended), NOW + at)
+        series.tick(Instant(moved_bytes=moved), NOW + at)
+    assert series.since(SECOND).at == (NOW, NOW + 1, NOW + 2)
+    assert column(series.since(SECOND), "ended") == (0.0, 2.0, 0.0)
+    assert column(series.since(SECOND), "moved_bytes") == (0.0, 300.0, 0.0)
 
 
 def test_prompt_tokens_are_booked_while_they_are_computed_and_an_abort_books_none() -> None:
@@ -148,15 +161,148 @@ def test_cost_of_tenants_and_their_refusals() -> None:
     assert column(reply, "rejected") == (2.0,)
 
 
-def test_a_clock_that_stands_or_goes_back_adds_nothing() -> None:
-    series = ServiceSeries()
-    for at in (NOW, NOW, NOW - 5):
-        series.tick(Instant(), at)
-    assert series.since(SECOND).at == (NOW,)
+def lines(reply: TableReply) -> dict[tuple[str, str], tuple[float | None, ...]]:
+    return {(row.name, column.name): column.values for row in reply.rows for column in row.columns}
 
 
-def test_a_restarted_worker_moves_no_negative_bytes() -> None:
-    series = ServiceSeries()
-    for at, moved in ((0, 500), (1, 800), (2, 20)):
-        series.tick(Instant(moved_bytes=moved), NOW + at)
-    assert column(series.since(SECOND), "moved_bytes") == (0.0, 300.0, 0.0)
+def test_a_row_that_comes_later_has_no_values_before() -> None:
+    table = SeriesTable(4, 3)
+    table.tick({"a": {"load": 1.0}}, NOW)
+    table.tick({"a": {"load": 2.0}, "b": {"load": 5.0, "kv": 0.5}}, NOW + 1)
+    table.tick({"b": {"load": 6.0}}, NOW + 2)
+    reply = table.since(SECOND, table.names, 9)
+    assert reply.at == (NOW, NOW + 1, NOW + 2)
+    assert lines(reply) == {
+        ("a", "load"): (1.0, 2.0, None),
+        ("b", "load"): (None, 5.0, 6.0),
+        ("b", "kv"): (None, 0.5, None),
+    }
+    assert table.since(SeriesQuery(after=NOW + 1), ["b", "unknown"], 9).at == (NOW + 2,)
+    assert decode(encode(reply), TableReply) == reply
+
+
+def test_both_tiers_keep_the_newest_points_and_a_minute_is_a_mean_or_the_peak() -> None:
+    table = SeriesTable(1, 2, peaks=("restarts",))
+    for at in range(61):
+        table.tick({"a": {"load": float(at), "restarts": float(at > 30)}}, NOW + at)
+    reply = table.since(MINUTE, ["a"], 9)
+    assert reply.at == (NOW + 60,)
+    assert lines(reply) == {("a", "load"): (30.0,), ("a", "restarts"): (1.0,)}
+    table = SeriesTable(1, 1)
+    for number in range(MINUTES + 5):
+        table.tick({"a": {"load": float(number)}}, NOW + 60 * number)
+    second, minute = table.since(SECOND, ["a"], 1), table.since(MINUTE, ["a"], 1)
+    assert (len(second.at), len(minute.at)) == (SECONDS, MINUTES)
+    assert lines(second)["a", "load"][-1] == MINUTES + 4
+    assert list(minute.at) == sorted(minute.at)
+
+
+def test_a_row_that_is_silent_gives_its_place_to_another() -> None:
+    table = SeriesTable(2, 1)
+    table.tick({"a": {"x": 1.0}, "b": {"x": 1.0}, "c": {"x": 1.0}}, NOW)
+    assert table.names == ("a", "b")
+    assert table.since(SECOND, table.names, 9).num_left_out == 1
+    table.tick({"b": {"x": 2.0}, "c": {"x": 2.0}}, NOW + SECONDS)
+    assert table.names == ("b", "c")
+    assert lines(table.since(SECOND, table.names, 9))["c", "x"] == (None, 2.0)
+    assert table.since(SECOND, table.names, 1).num_left_out == 1  # by the limit of the answer
+
+
+def test_memory_is_bounded_whatever_comes() -> None:
+    table = SeriesTable(64, 9)
+    tracemalloc.start()
+    for number in range(30):
+        names = (f"row {each}" for each in range(40 * number, 40 * number + 200))
+        table.tick({name: {f"column {each}": 1.0 for each in range(20)} for name in names}, NOW + 60 * number)
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert size < 6.5e6  # 64 rows of 9 columns, of 9,360 bytes each
+
+
+ROW = ComponentStatus("worker-0", "ModelWorker", 4711, "node-a", "ready", 3, 0.1, 0, 0)
+DEAD = dataclasses.replace(ROW, pid=0, node="", state="dead", queue=0, restarts=0)
+
+
+def activity(row: ComponentStatus, **counts: float) -> Activity:
+    return Activity(row, tuple(Count(name, value) for name, value in counts.items()))
+
+
+def reply(history: ComponentHistory, kind: str = "ModelWorker") -> ComponentsReply:
+    return history.since(ComponentsQuery(kind, SeriesQuery()))
+
+
+def lines_of(history: ComponentHistory) -> dict[str, tuple[float | None, ...]]:
+    (row,) = reply(history).lines.rows
+    return {column.name: column.values for column in row.columns}
+
+
+def test_counts_become_rates() -> None:
+    history = ComponentHistory()
+    history.tick([activity(ROW, steps=100)], NOW)
+    history.tick([activity(ROW, steps=150)], NOW + 1)
+    history.tick([activity(ROW, steps=250)], NOW + 3)
+    history.tick([activity(ROW, steps=7)], NOW + 4)  # a new process counts from 0
+    history.tick([activity(ROW, steps=9)], NOW + 4)  # no later instant: left out
+    assert lines_of(history)["steps"] == (0.0, 50.0, 50.0, 7.0)
+    assert lines_of(history)["queue"] == (3.0,) * 4
+    history.tick([activity(DEAD)], NOW + 5)  # late: what it did meanwhile counts over both seconds
+    history.tick([activity(ROW, steps=27)], NOW + 6)
+    assert lines_of(history)["steps"][4:] == (None, 10.0)
+
+
+def test_a_death_is_seen_with_its_reason_and_counted_once() -> None:
+    history = ComponentHistory()
+    back = dataclasses.replace(ROW, pid=4712, restarts=1, last_end="its process died")
+    for second, row in enumerate((ROW, DEAD, DEAD, DEAD, dataclasses.replace(back, state="starting"), back)):
+        history.tick([activity(row)], NOW + second)
+    assert lines_of(history)["health"] == (0.0, 1.0, 1.0, 2.0, 1.0, 0.0)
+    assert lines_of(history)["restarts"] == (0.0, 0.0, 0.0, 0.0, 1.0, 1.0)
+    assert lines_of(history)["queue"][1:4] == (None, None, None)
+    events = [(each.at - NOW, each.state, each.reason) for each in reply(history).events]
+    assert events == [(5, "ready", ""), (4, "starting", ""), (4, "restarted", "its process died"), (3, "dead", "")]
+
+
+BACK = dataclasses.replace(ROW, pid=5, restarts=1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "health", "states"),
+    [
+        ((DEAD, DEAD, ROW), (1.0, 1.0, 0.0), ["ready"]),
+        ((BACK, DEAD, DEAD, BACK), (0.0, 1.0, 1.0, 0.0), []),
+        ((ROW, DEAD, BACK), (0.0, 1.0, 0.0), ["restarted"]),
+    ],
+    ids=["never answered: starting", "only late", "died and came back at once"],
+)
+def test_one_that_does_not_answer_is_not_dead_at_once(
+    rows: tuple[ComponentStatus, ...], health: tuple[float, ...], states: list[str]
+) -> None:
+    history = ComponentHistory()
+    for second, row in enumerate(rows):
+        history.tick([activity(row)], NOW + second)
+    assert lines_of(history)["health"] == health
+    assert [each.state for each in reply(history).events] == states
+    history.tick([], NOW + 9)
+    assert reply(history).lines.rows == (), "one that is no longer wanted is forgotten"
+
+
+def test_a_kind_that_nobody_knows_is_kept_like_the_others() -> None:
+    history = ComponentHistory()
+    image = dataclasses.replace(ROW, name="image-encoder-0", kind="ImageEncoder")
+    history.tick([activity(ROW, steps=1), activity(image, messages=4)], NOW)
+    (row,) = reply(history, "ImageEncoder").lines.rows
+    assert row.name == "image-encoder-0"
+    assert reply(history, "<script>") == ComponentsReply(dataclasses.replace(reply(history).lines, rows=()), ())
+    found = reply(history)
+    assert decode(encode(found), ComponentsReply) == found
+
+
+def test_answers_and_events_are_bounded() -> None:
+    history = ComponentHistory()
+    rows = [dataclasses.replace(ROW, name=f"worker-{number}", pid=number + 1) for number in range(MAX_SHOWN + 3)]
+    for second in range(50):
+        states = "ready" if second % 2 else "waiting"
+        history.tick([activity(dataclasses.replace(row, state=states)) for row in rows], NOW + second)
+    found = reply(history)
+    assert (len(found.lines.rows), found.lines.num_left_out) == (MAX_SHOWN, 3)
+    assert len(found.events) == MAX_EVENTS

@@ -53,7 +53,14 @@ def assert_same(ours: Tokenizer, theirs: Tokenizer) -> None:
 
 
 def save(
-    folder: Path, tokenizer: Tokenizer, pre: str, *, add_bos: bool = False, num_unused: int = 0, **roles: str
+    folder: Path,
+    tokenizer: Tokenizer,
+    pre: str,
+    *,
+    add_bos: bool = False,
+    num_unused: int = 0,
+    template: str = "",
+    **roles: str,
 ) -> Path:
     """The tokenizer as the converter writes one of bytes."""
     raw = json.loads(tokenizer.to_str())
@@ -71,6 +78,8 @@ def save(
     writer.add_add_bos_token(add_bos)
     for role, token in roles.items():
         getattr(writer, f"add_{role}_token_id")(ids[token])
+    if template:
+        writer.add_chat_template(template)
     return close(writer, folder)
 
 
@@ -222,41 +231,22 @@ def test_sentencepiece_tokenizers(space, tmp_path):
     ours = load_tokenizer(save_scored(tmp_path, tokens, space=space))
     assert len(ours.encode("the cat and the dog").ids) < 12, "there are merges"
     assert_same(ours, theirs)
-
-
-def test_control_tokens_of_phi_3_take_in_spaces(tmp_path):
-    tokens = scored(True)[1]
-    tokenizer = load_tokenizer(save_scored(tmp_path, tokens, space=True, architecture="phi3"))
-    found = {token.content: token.rstrip for token in tokenizer.get_added_tokens_decoder().values()}
-    assert found == {"<unk>": False, "<s>": False, "</s>": True, "<|im_start|>": True, "<|im_end|>": True}
+    if space:
+        phi_3 = load_tokenizer(save_scored(tmp_path, tokens, space=True, architecture="phi3"))
+        found = {token.content: token.rstrip for token in phi_3.get_added_tokens_decoder().values()}
+        assert found == {"<unk>": False, "<s>": False, "</s>": True, "<|im_start|>": True, "<|im_end|>": True}
 
 
 def test_the_embedded_models_tokenizer_and_template(tmp_path):
     theirs = load_model_texts(EMBEDDED)
     raw = json.loads((EMBEDDED / "tokenizer_config.json").read_text())
     roles = {"bos": "<s>", "eos": "</s>", "pad": "<pad>", "sep": "<sep>"}
-    path = save_without_merges(tmp_path, theirs.tokenizer, roles, raw["chat_template"])
+    path = save(tmp_path, theirs.tokenizer, "gpt-2", add_bos=True, template=raw["chat_template"], **roles)
     ours = load_model_texts(path)
     assert_same(ours.tokenizer, theirs.tokenizer)
     assert ours.template == theirs.template == raw["chat_template"]
     assert ours.special_tokens == theirs.special_tokens
     assert gguf_end_ids(read_gguf(path)) == (2,)
-
-
-def save_without_merges(folder: Path, tokenizer: Tokenizer, roles: Mapping[str, str], template: str) -> Path:
-    ids = tokenizer.get_vocab()
-    special = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    tokens = sorted(ids, key=ids.__getitem__)
-    writer = gguf.GGUFWriter(str(folder / "model.gguf"), "llama")
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([int(gguf.TokenType.CONTROL if t in special else gguf.TokenType.NORMAL) for t in tokens])
-    writer.add_add_bos_token(True)
-    for role, token in roles.items():
-        getattr(writer, f"add_{role}_token_id")(ids[token])
-    writer.add_chat_template(template)
-    return close(writer, folder)
 
 
 def with_metadata(**changes: Any) -> GGUFFile:

@@ -212,7 +212,10 @@ def test_an_output_is_taken_apart(name: str, step: int) -> None:
     family, output, text, expected = CASES[name]
     parts = parts_of(OutputForm(family, TOOLS), output, step)
     assert calls(parts) == expected
+    assert {part.index for part in parts if isinstance(part, CallEnd)} == set(range(len(expected)))
     assert " ".join(texts(parts, TextPart).split()) == text
+    if family != "harmony":
+        assert texts(parts_of(OutputForm(family), output, step), TextPart) == output, "without tools all is text"
 
 
 REASONED = [
@@ -234,20 +237,10 @@ def test_reasoning_is_apart(output: str, begun: bool, reasoning: str, text: str,
         assert texts(parts, TextPart) == text
         hidden = OutputForm("hermes", tools, reasons=True, in_reasoning=begun, shows_reasoning=False)
         assert not texts(parts_of(hidden, output, step), ReasoningPart)
-
-
-@pytest.mark.parametrize("step", [1, 10_000])
-def test_a_call_behind_reasoning(step: int) -> None:
     output = f'<think>\nHm.\n</think>\n\n<tool_call>\n{{"name": "f", "arguments": {ROME}}}\n</tool_call>'
     parts = parts_of(OutputForm("hermes", TOOLS, reasons=True), output, step)
     assert (texts(parts, ReasoningPart), texts(parts, TextPart)) == ("Hm.", "")
-    assert calls(parts) == [("f", {"city": "Rome"})]
-
-
-def test_without_tools_everything_is_text() -> None:
-    for family, output, _, _ in CASES.values():
-        if family != "harmony":
-            assert texts(parts_of(OutputForm(family), output, 2), TextPart) == output
+    assert calls(parts) == [("f", {"city": "Rome"})], "a call behind reasoning"
 
 
 def test_a_long_output_costs_time_in_proportion_to_its_length() -> None:
@@ -278,18 +271,7 @@ TEMPLATES = {
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_template_says_its_family(template: str) -> None:
     assert format_of(template).name == TEMPLATES[template]
-
-
-def test_a_template_says_whether_its_model_reasons() -> None:
     assert reasons("{{ content.split('</think>')[-1] }}") and reasons("<|channel|>") and not reasons("{{ messages }}")
-
-
-@pytest.mark.parametrize("step", [1, 3, 10_000])
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[3]])
-def test_a_call_has_an_end_when_its_arguments_are_whole(name: str, step: int) -> None:
-    family, output, _, expected = CASES[name]
-    parts = parts_of(OutputForm(family, TOOLS), output, step)
-    assert {part.index for part in parts if isinstance(part, CallEnd)} == set(range(len(expected)))
 
 
 FIRST, SECOND = (f'<tool_call>{{"name": "f", "arguments": {{"a": {value}}}}}</tool_call>' for value in (1, 2))
@@ -313,9 +295,7 @@ def test_calls_are_sent_whole_and_once(
         sent = SentCalls(parallel=parallel, as_written=as_written)
         assert calls(sent.read(parts)) == [("f", each) for each in expected]
         assert sent.num_calls == len(expected)
-
-
-def test_only_a_call_that_is_being_written_is_sent_in_part() -> None:
-    parts = parts_of(OutputForm("hermes", TOOLS, forced=True), FIRST[:-15], 5)
-    assert SentCalls(parallel=True, as_written=False).read(parts) == []
-    assert SentCalls(parallel=True, as_written=True).read(parts)[0] == CallStart(0, "f")
+    begun = SentCalls(parallel=True, as_written=as_written).read(
+        parts_of(OutputForm("hermes", TOOLS, forced=True), FIRST[:-15], step)
+    )
+    assert begun[:1] == ([CallStart(0, "f")] if as_written else []), "only what is being written is sent in part"

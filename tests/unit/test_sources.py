@@ -1,4 +1,4 @@
-"""What the rooms take of other packages: only declared ones, and private names only with a reason on a page."""
+"""What the sources of the rooms may not hold: foreign names without a reason, clocks that jump, the true length."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from farsight_rooms import ROOMS
 
@@ -80,3 +82,42 @@ def test_private_names_stand_on_their_page_with_a_reason() -> None:
     assert found == listed
     assert all(reason.strip() for *_, reason in rows)
     assert len({name for name, _ in found}) <= MOST_PRIVATE_NAMES
+
+
+PURE = ("core", "tokenization", "kvcache", "policies", "predictor", "estimator")
+SHELLS = ("engine", "actors", "services")
+
+
+def calls(room: str) -> Iterator[tuple[Path, ast.Call, ast.AST]]:
+    """Each call of ``time.time`` in a room, with what contains it."""
+    for path in (ROOT / room).rglob("*.py"):
+        for parent in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for child in ast.iter_child_nodes(parent):
+                if isinstance(child, ast.Call) and ast.unparse(child.func) == "time.time":
+                    yield path, child, parent
+
+
+@pytest.mark.parametrize("room", PURE)
+def test_what_decides_has_no_clock(room: str) -> None:
+    assert [path for path, *_ in calls(room)] == []
+
+
+@pytest.mark.parametrize("room", SHELLS)
+def test_no_duration_and_no_deadline_is_told_by_the_time_of_day(room: str) -> None:
+    """Only the distance of the two clocks, by which stamps are made, is a difference that it stands in."""
+    found = [
+        (str(path.relative_to(ROOT)), ast.unparse(parent))
+        for path, _, parent in calls(room)
+        if isinstance(parent, ast.BinOp | ast.Compare) and ast.unparse(parent) != "time.time() - time.monotonic()"
+    ]
+    assert found == []
+
+
+def test_nobody_who_schedules_or_predicts_mentions_the_true_length() -> None:
+    readers = [
+        path.relative_to(ROOT).as_posix()
+        for room in ("policies", "predictor", "estimator", "kvcache", "actors")
+        for path in (ROOT / room).rglob("*.py")
+        if "benchmark_len" in path.read_text("utf-8")
+    ]
+    assert readers == []
