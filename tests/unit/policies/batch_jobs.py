@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
+import pytest
 
 from core.forecast import QUANTILES, Forecast
 from policies.batching.base import Batcher, FormedBatch
 from policies.interfaces import Job
+
+
+def seeds(daily: int, *, nightly: int) -> list[Any]:
+    """The first ones by day, so many more by night."""
+    return [*range(daily), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(daily, daily + nightly))]
 
 
 def make_job(

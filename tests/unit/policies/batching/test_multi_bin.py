@@ -111,24 +111,6 @@ def test_bins_are_closed_below_and_the_ends_take_what_is_outside(edges: list[flo
     assert index == last or length < edges[index + 1]
 
 
-def test_lengths_at_the_edges() -> None:
-    batcher = MultiBinBatcher((1, 4, 6), 2)
-    assert [batcher.bin_of(length) for length in (0, 1, 3.9, 4, 6, 99)] == [0, 0, 0, 1, 1, 1]
-
-
-def test_first_completed_first_served() -> None:
-    batcher = MultiBinBatcher((1, 10, 20), 2)
-    add(batcher, [5, 15, 15, 5])  # the first job's batch completes last
-    assert drain(batcher, 4) == [["1", "2"], ["0", "3"]]
-
-
-def test_completion_decides_also_between_batches_of_one_instant() -> None:
-    batcher = MultiBinBatcher((1, 10, 20), 2)
-    for name, length in (("a", 5), ("b", 15), ("c", 15), ("d", 5)):
-        batcher.add(make_job(name, 1, length), 0)
-    assert drain(batcher, 0) == [["b", "c"], ["a", "d"]]
-
-
 def test_incomplete_batches_wait_for_ever_in_the_paper_until_flushed() -> None:
     batcher = MultiBinBatcher((1, 10, 20), 3)
     add(batcher, [15, 5, 15])
@@ -183,12 +165,6 @@ def test_a_requeued_job_is_due_from_its_arrival() -> None:
     assert batcher.next_due_at() == 40
 
 
-def test_no_wait_at_all() -> None:
-    batcher = MultiBinBatcher((1, 20), 3, max_wait_s=0)
-    add(batcher, [5])
-    assert names(batcher.pull(0)) == ["0"]
-
-
 def test_the_most_urgent_batch_goes_first() -> None:
     batcher = MultiBinBatcher((1, 10, 20, 30), 2)
     add(batcher, [5, 5, 15])
@@ -223,7 +199,7 @@ def test_halves_keep_their_turn() -> None:
 
 
 @pytest.mark.parametrize("max_wait_s", [0.0, 5.0, math.inf])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_nothing_is_lost_or_doubled(seed: int, max_wait_s: float) -> None:
     exercise(MultiBinBatcher((1, 10, 20, 40), 4, max_wait_s), seed)
 
@@ -305,7 +281,7 @@ def test_jobs_that_wait_move_to_their_new_bins_and_fill_them_in_order_of_arrival
         batcher.rebin((3, 2), 5.0)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_learnt_bins_lose_nothing(seed: int) -> None:
     exercise(LearnedBins(3, 4, max_wait_s=5.0), seed, steps=400)
 

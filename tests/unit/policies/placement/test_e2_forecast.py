@@ -8,25 +8,18 @@ import pytest
 
 from core.costs import StepCost
 from core.errors import InvalidValueError
-from core.forecast import QUANTILES, Forecast
 from core.request import Request, SamplingParams
 from policies.placement.base import ReplicaLoad
 from policies.placement.e2_forecast import INITIAL_OUTPUT_LEN, E2Forecast, ForecastChoice
 from policies.placement.prefix_tree import Path
+from tests.unit.policies.e2_desk import path
+from tests.unit.policies.global_table import forecast
 from tests.unit.policies.plain_work import PlainRequest, PlainWork
 
 CAPACITY = 3000
 """The capacity of each replica where brute force decides as well, in tokens."""
 
 COST = StepCost(base_s=0.01, prefill_token_s=1e-3, decode_seq_s=1e-3, context_token_s=1e-6)
-
-
-def forecast(mean: float) -> Forecast:
-    return Forecast(mean, (mean,) * len(QUANTILES), 10, "test", 1)
-
-
-def path(start: int, num: int) -> Path:
-    return tuple(range(start, start + num))
 
 
 class Desk:
@@ -69,53 +62,6 @@ def test_of_two_idle_replicas_the_one_that_caches_the_prefix() -> None:
     assert choice.prefill_s == pytest.approx(COST.prefill_s(20)) and choice.cost_s == choice.prefill_s
 
 
-def test_a_prefix_is_computed_again_where_waiting_for_it_takes_longer() -> None:
-    desk = Desk()
-    desk.place(path(0, 100), only="b")
-    desk.start(1)
-    desk.end(1)
-    desk.place(path(1000, 60), mean=1.0, only="b")
-    assert desk.place(path(0, 110), mean=1.0).replica == "b", "70 ms of queue for 100 ms of prefill less"
-    desk.place(path(2000, 60), mean=1.0, only="b")
-    choice = desk.place(path(0, 130), mean=1.0)
-    assert (choice.replica, choice.reason) == ("a", "miss")
-
-
-def test_a_prefill_is_the_dearer_the_more_it_holds_up() -> None:
-    desk = Desk()
-    for num in (1, 2, 3):
-        desk.place(path(1000 * num, 10), mean=1.0, only="a")
-        desk.start(num)
-    choice = desk.place(path(0, 100), mean=1.0, only="a")
-    assert choice.prefill_s == pytest.approx(4 * COST.prefill_s(100))
-    assert desk.place(path(5000, 100), mean=1.0).replica == "b"
-
-
-def test_a_long_request_avoids_long_ones_and_a_short_one_does_not_care() -> None:
-    desk = Desk()
-    desk.place(path(0, 10), mean=1000.0, only="a")
-    for num in (2, 3):
-        desk.place(path(1000 * num, 10), mean=40.0, only="b")
-    for num in (1, 2, 3):
-        desk.start(num)
-    assert desk.place(path(8000, 10), mean=400.0).replica == "b", "two that are over soon"
-    desk.end(4)
-    assert desk.place(path(9000, 10), mean=5.0).replica == "a", "one, for the little while that it lasts"
-
-
-def test_what_has_been_produced_counts_no_more() -> None:
-    desk = Desk()
-    desk.place(path(0, 10), mean=300.0, only="a")
-    desk.start(1)
-    desk.place(path(1000, 10), mean=300.0, only="b", now=3.0)
-    desk.start(2, now=3.0)
-    choice = desk.place(path(2000, 10), mean=900.0, now=3.0)
-    assert choice.replica == "a"
-    step_s = COST.step_s(0, 1, 10)
-    left = 300.0 - 3.0 / step_s
-    assert choice.decode_s == pytest.approx(2 * left * (COST.decode_seq_s + 10 * COST.context_token_s))
-
-
 def test_a_forecast_that_comes_later_moves_those_that_follow() -> None:
     desk = Desk()
     for num, name in ((1, "a"), (2, "b")):
@@ -141,23 +87,6 @@ def test_a_resumed_request_is_expected_to_make_the_rest() -> None:
     desk = Desk()
     request = Request("r", 1, "i", (1,) * 10, SamplingParams(100), (2,) * 30, forecast=forecast(80.0))
     assert desk.placement.choose(request, path(0, 40), desk.loads, 0.0).predicted_len == 50.0
-
-
-def test_where_the_predicted_peak_does_not_fit_it_would_have_to_wait() -> None:
-    desk = Desk(capacity=1000)
-    desk.place(path(0, 100), mean=850.0, only="a")
-    desk.start(1)
-    desk.place(path(1000, 90), mean=5.0, only="b")
-    desk.place(path(2000, 90), mean=5.0, only="b")
-    for num in (2, 3):
-        desk.start(num)
-    choice = desk.place(path(3000, 100), mean=5.0)
-    assert choice.replica == "a" and choice.memory_s == 0.0, "over before the other has grown"
-    desk.end(4)
-    alone = desk.place(path(4000, 100), mean=700.0, only="a")
-    assert alone.memory_s == pytest.approx(850 * COST.step_s(0, 1, 100)), "until the only other one has ended"
-    desk.end(5)
-    assert desk.place(path(5000, 100), mean=700.0).replica == "b"
 
 
 def test_room_for_a_prompt_is_made_where_it_costs_least() -> None:

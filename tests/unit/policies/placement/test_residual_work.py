@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from core.costs import StepCost
 from core.errors import IntegrityError
-from policies.lengths.law import MIN_REMAINING
-from policies.placement.residual_work import MORE_SEATS, RequestLengths, ResidualWork
+from policies.placement.residual_work import RequestLengths, ResidualWork
+from tests.unit.policies.plain_work import PlainRequest, PlainWork
 
 COST = StepCost(base_s=0.01, prefill_token_s=1e-3, decode_seq_s=0.01, context_token_s=0.0)
 """A step of n sequences takes 10 ms and 10 ms for each."""
@@ -32,45 +34,6 @@ def left_of(work: ResidualWork, slot: int = 0) -> list[float]:
     return sorted(value for value in work.remaining()[slot].tolist() if value)
 
 
-def test_a_running_request_comes_nearer_to_its_end_step_by_step() -> None:
-    work = work_of()
-    running(work, "a", 100.0)
-    work.advance(1.0)
-    assert left_of(work) == [pytest.approx(50.0)], "20 ms a step"
-    running(work, "b", 100.0)
-    work.advance(1.3)
-    assert left_of(work) == pytest.approx([40.0, 90.0]), "30 ms a step of two"
-    work.remove("a")
-    work.advance(1.5)
-    assert left_of(work) == pytest.approx([80.0])
-
-
-def test_who_has_not_started_produces_nothing_and_is_queued() -> None:
-    work = work_of(2)
-    work.add("a", 1, ANY, 100.0, 10, prefill_s=0.5)
-    work.add("b", 1, ANY, 50.0, 10, prefill_s=0.25)
-    work.advance(1.0)
-    work.check_integrity()
-    assert left_of(work, 1) == [50.0, 100.0] and left_of(work, 0) == []
-    assert work.queued_s.tolist() == [0.0, 0.75] and work.num_requests.tolist() == [0, 2]
-    work.start("a", 10)
-    work.start("a", 10)  # said again
-    work.check_integrity()
-    assert work.queued_s.tolist() == [0.0, 0.25] and work.num_requests.tolist() == [0, 2]
-    work.remove("b")
-    work.check_integrity()
-    assert work.queued_s.tolist() == [0.0, 0.0]
-
-
-def test_who_outlives_the_forecast_goes_on_for_a_quarter_of_what_it_has() -> None:
-    work = work_of()
-    running(work, "a", 10.0)
-    work.advance(0.4)
-    assert left_of(work) == [MIN_REMAINING]
-    work.advance(4.0)
-    assert left_of(work) == [pytest.approx(50.0)]
-
-
 def test_a_forecast_that_comes_later_counts_from_the_placement_on() -> None:
     work = work_of()
     work.add("a", 0, RequestLengths(prompt_len=10, had_len=20, most=300), 40.0, 10, 0.0)
@@ -88,47 +51,6 @@ def test_a_resumed_request_has_the_rest_before_it(predicted: float, left: float)
     assert RequestLengths(prompt_len=50, had_len=20, most=300).left_of(predicted) == left
 
 
-def test_requests_meet_for_as_long_as_the_shorter_lasts() -> None:
-    work = work_of(2)
-    running(work, "a", 30.0, slot=1)
-    running(work, "b", 200.0, slot=1)
-    steps, contexts = work.meetings(50.0)
-    assert steps.tolist() == [0.0, 80.0] and contexts.tolist() == [0.0, 800.0], (
-        "30 + 50 steps, 10 tokens of context each"
-    )
-
-
-def test_memory_is_waited_for_until_those_that_end_first_have_freed_enough() -> None:
-    """Past-Future's example: (7, 2) and (5, 4) with (4, 3) peak at 22 tokens."""
-    work = work_of()
-    running(work, "a", 2.0, own_len=7)
-    running(work, "b", 4.0, own_len=5)
-    assert work.memory_wait_s(0, 4, 3.0, capacity=22) == 0.0
-    assert work.memory_wait_s(0, 4, 3.0, capacity=21) == pytest.approx(2 * 0.03), "a ends after two steps"
-    assert work.memory_wait_s(0, 4, 3.0, capacity=12) == pytest.approx(4 * 0.03), "a frees 9 of 10"
-    assert work_of().memory_wait_s(0, 4, 3.0, capacity=1) == 0.0, "alone it does not wait"
-
-
-def test_another_price_is_another_pace() -> None:
-    work = work_of()
-    running(work, "a", 100.0)
-    work.price(StepCost(0.09, 1e-3, 0.01, 0.0))
-    work.advance(1.0)
-    assert left_of(work) == [pytest.approx(90.0)]
-
-
-def test_there_is_room_for_as_many_as_come_and_a_cleared_replica_is_empty() -> None:
-    work = work_of(2)
-    for i in range(3 * MORE_SEATS):
-        running(work, f"r{i}", 100.0 + i, slot=i % 2)
-    assert len(left_of(work, 0)) == len(left_of(work, 1)) == 12
-    work.clear(0)
-    work.check_integrity()
-    assert left_of(work, 0) == [] and len(left_of(work, 1)) == 12
-    running(work, "new", 7.0)
-    assert left_of(work) == [7.0]
-
-
 def test_what_does_not_add_up_is_noticed() -> None:
     work = work_of()
     running(work, "a", 10.0)
@@ -139,4 +61,111 @@ def test_what_does_not_add_up_is_noticed() -> None:
     running(work, "a", 10.0)
     work.num_requests[0] += 1
     with pytest.raises(IntegrityError, match="running"):
+        work.check_integrity()
+
+
+COSTS = (StepCost(0.01, 1e-3, 2e-3, 1e-5), StepCost(0.03, 1e-3, 1e-3, 2e-5))
+NUM_REPLICAS = 3
+
+
+class Both:
+    """The same history told to both."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.work, self.plain = ResidualWork(COSTS[0]), PlainWork(COSTS[0])
+        for _ in range(NUM_REPLICAS):
+            self.work.add_replica()
+        self.num = 0
+
+    def step(self) -> None:
+        """One event; every other one at the instant of the one before."""
+        rng, requests = self.rng, self.plain.requests
+        if rng.random() < 0.5:
+            now = self.plain.now + rng.expovariate(2.0)
+            self.work.advance(now)
+            self.plain.advance(now)
+        name = rng.choice(list(requests)) if requests else ""
+        action = rng.random()
+        if action < 0.45 or not name:
+            self._add()
+        elif action < 0.7:
+            own_len = requests[name].own_len if requests[name].started else rng.randint(1, requests[name].prompt_len)
+            self.work.start(name, own_len)
+            requests[name].started, requests[name].own_len = True, own_len
+        elif action < 0.87:
+            self.work.remove(name)
+            del requests[name]
+        elif action < 0.97:
+            length = float(rng.randint(1, 300))
+            self.work.predict(name, length)
+            requests[name].length = length
+        elif action < 0.985:
+            self.plain.cost = rng.choice(COSTS)
+            self.work.price(self.plain.cost)
+        else:
+            slot = rng.randrange(NUM_REPLICAS)
+            self.work.clear(slot)
+            self.plain.requests = {name: each for name, each in requests.items() if each.slot != slot}
+
+    def _add(self) -> None:
+        rng, self.num = self.rng, self.num + 1
+        slot, prompt_len = rng.randrange(NUM_REPLICAS), rng.randint(1, 400)
+        own_len, left, prefill_s = rng.randint(1, prompt_len), rng.uniform(1, 200), rng.random()
+        self.work.add(f"r{self.num}", slot, RequestLengths(prompt_len, 0, 1000), left, own_len, prefill_s)
+        self.plain.requests[f"r{self.num}"] = PlainRequest(slot, prompt_len, own_len, left, prefill_s)
+
+    def compare(self) -> None:
+        self.work.check_integrity()
+        for slot in range(NUM_REPLICAS):
+            there = self.plain.on(slot)
+            left = sorted(value for value in self.work.remaining()[slot].tolist() if value)
+            assert left == pytest.approx(sorted(each.left for each in there))
+            queued_s = sum(each.prefill_s for each in there if not each.started)
+            assert self.work.queued_s[slot] == pytest.approx(queued_s, abs=1e-9)
+            assert self.work.num_requests[slot] == len(there)
+        length = self.rng.uniform(1, 300)
+        for mine, other in zip(
+            zip(*self.work.meetings(length), strict=True), self.plain.meetings(length, NUM_REPLICAS), strict=True
+        ):
+            assert mine == pytest.approx(other)
+
+    def compare_wait(self) -> float:
+        """With room for some share of what all of them come to."""
+        slot, own_len, length = self.rng.randrange(NUM_REPLICAS), self.rng.randint(1, 400), self.rng.uniform(1, 300)
+        whole = own_len + length + sum(each.own_len + each.produced + each.left for each in self.plain.on(slot))
+        capacity = int(self.rng.uniform(0.5, 1.1) * whole)
+        wait_s = self.work.memory_wait_s(slot, own_len, length, capacity)
+        assert wait_s == pytest.approx(self.plain.memory_wait_s(slot, own_len, length, capacity))
+        return wait_s
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_history_leaves_what_the_definition_says(seed: int) -> None:
+    both, waits_s, num_late = Both(seed), list[float](), 0
+    for _ in range(250):
+        both.step()
+        if both.rng.random() < 0.8:  # else the next event comes before anybody has asked
+            both.compare()
+            waits_s.append(both.compare_wait())
+            num_late += any(each.produced >= each.length for each in both.plain.requests.values())
+    assert num_late > 10, "some requests have outlived the forecast"
+    assert 0.1 < sum(wait_s > 0 for wait_s in waits_s) / len(waits_s) < 0.9
+
+
+def test_what_is_left_of_another_instant_is_noticed() -> None:
+    both = Both(0)
+    for _ in range(20):
+        both.step()
+    both.compare()
+    both.work.remaining()[0, 0] += 1.0
+    with pytest.raises(IntegrityError, match="present instant"):
+        both.work.check_integrity()
+
+
+def test_a_seat_that_is_free_has_nothing() -> None:
+    work = ResidualWork(COSTS[0])
+    work.add_replica()
+    work._own_lens[0, 3] = 5.0
+    with pytest.raises(IntegrityError, match="free"):
         work.check_integrity()

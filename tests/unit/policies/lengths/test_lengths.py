@@ -1,4 +1,4 @@
-"""The history of output lengths: conditional draws, censored entries, the reference's interpolation."""
+"""The law of output lengths: its history with cuts and conditional draws, and forecasts as far as they are trusted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.errors import InvalidValueError
+from core.forecast import Forecast
 from policies.lengths.history import IntArray, LengthHistory
+from policies.lengths.law import LEVELS, NUM_POINTS, UNKNOWN, forecast_points, merged, remaining
+from policies.lengths.trust import PredictorGate, crps
 
 EXAMPLE = (2, 3, 3, 5, 8)
 
@@ -184,3 +187,124 @@ def test_bad_values_are_refused() -> None:
         LengthHistory(initial=[-1])
     with pytest.raises(InvalidValueError, match="history"):
         LengthHistory().quantiles(np.array([0.5]))
+
+
+def law_of(*quantiles: float) -> Forecast:
+    return Forecast(mean=float(np.mean(quantiles)), quantiles=quantiles, num_samples=1, source="test", version=0)
+
+
+def both(law_of: np.ndarray | None, history: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    points, source = merged((UNKNOWN if law_of is None else law_of)[None], history)
+    assert (np.sort(points[0]) == points[0]).all()
+    return points[0], source[0]
+
+
+def law(
+    points: np.ndarray, source: np.ndarray, omega: float, generated: int, limit: int = 10_000
+) -> tuple[np.ndarray, np.ndarray]:
+    tokens, weights = remaining(
+        points[None], source[None], omega, np.array([float(generated)]), np.array([limit * 1.0])
+    )
+    return tokens[0], weights[0]
+
+
+def test_equal_quantiles_are_a_deterministic_law() -> None:
+    assert (forecast_points(law_of(*[40.0] * 6)) == 40).all()
+
+
+def test_points_interpolate_between_the_levels() -> None:
+    points = forecast_points(law_of(100.0, 250.0, 500.0, 750.0, 900.0, 990.0))
+    assert points.tolist() == np.ceil(np.clip(LEVELS, 0.1, 0.99) * 1000).tolist()
+
+
+def test_halves_weigh_omega_and_the_rest() -> None:
+    points, source = both(np.full(NUM_POINTS, 10.0), np.full(NUM_POINTS, 30.0))
+    tokens, weights = law(points, source, 0.8, 0)
+    assert np.isclose(weights[tokens == 10].sum(), 0.8)
+    assert np.isclose(weights[tokens == 30].sum(), 0.2)
+
+
+def test_what_has_been_generated_conditions_the_law() -> None:
+    points, source = both(np.full(NUM_POINTS, 10.0), np.full(NUM_POINTS, 30.0))
+    tokens, weights = law(points, source, 0.8, 10)
+    assert np.isclose(weights[tokens == 20].sum(), 1.0)
+
+
+def test_a_single_half_counts_in_full() -> None:
+    for omega in (0.0, 0.5):
+        tokens, weights = law(*both(np.full(NUM_POINTS, 7.0), None), omega, 0)
+        assert np.isclose(weights[tokens == 7].sum(), 1.0)
+        tokens, weights = law(*both(None, np.full(NUM_POINTS, 9.0)), omega, 0)
+        assert np.isclose(weights[tokens == 9].sum(), 1.0)
+
+
+def test_an_outlived_law_expects_a_quarter_more_but_sixteen_at_least_and_never_passes_the_limit() -> None:
+    points, source = both(np.full(NUM_POINTS, 10.0), None)
+    for generated, limit, expected in ((20, 1000, 16), (400, 1000, 100), (400, 430, 30), (430, 430, 1)):
+        tokens, weights = law(points, source, 0.5, generated, limit)
+        assert np.isclose((tokens * weights).sum(), expected)
+
+
+def test_weights_sum_to_one_and_tokens_rise_where_they_count() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(100):
+        points, source = both(*np.sort(rng.integers(1, 300, (2, NUM_POINTS)).astype(float)))
+        tokens, weights = law(points, source, rng.random(), int(rng.integers(0, 350)), 400)
+        assert np.isclose(weights.sum(), 1.0)
+        assert (np.diff(tokens[weights > 0]) >= 0).all()
+        assert (tokens >= 1).all()
+
+
+def test_crps_equals_its_definition() -> None:
+    rng = np.random.default_rng(2)
+    for _ in range(50):
+        points, value = np.sort(rng.integers(0, 100, NUM_POINTS).astype(float)), float(rng.integers(0, 120))
+        pairs = np.abs(points[:, None] - points[None]).mean()
+        assert np.isclose(crps(points, value), np.abs(points - value).mean() - pairs / 2)
+
+
+def gate_after(*, shuffled: bool, num: int = 200) -> PredictorGate:
+    rng = np.random.default_rng(3)
+    lengths = rng.integers(10, 1000, 1000).astype(float)
+    history, gate = np.quantile(lengths, LEVELS), PredictorGate()
+    told = rng.permutation(lengths) if shuffled else lengths
+    for length, guess in zip(lengths[:num], told, strict=False):
+        gate.observe(guess * np.linspace(0.8, 1.2, NUM_POINTS), history, int(length))
+    return gate
+
+
+def test_a_good_predictor_is_believed_and_a_shuffled_one_is_not() -> None:
+    assert gate_after(shuffled=False).omega > 0.9
+    assert gate_after(shuffled=True).omega < 0.05
+
+
+def test_half_until_there_are_enough() -> None:
+    assert gate_after(shuffled=False, num=19).omega == 0.5
+    assert gate_after(shuffled=False, num=20).omega > 0.9
+
+
+def test_equal_laws_get_half_of_the_largest_weight() -> None:
+    gate = PredictorGate(min_completions=1)
+    gate.observe(np.full(NUM_POINTS, 5.0), np.full(NUM_POINTS, 5.0), 9)
+    assert np.isclose(gate.omega, 0.485)
+
+
+def test_an_exact_history_is_not_beaten() -> None:
+    gate = PredictorGate(min_completions=1)
+    gate.observe(np.full(NUM_POINTS, 6.0), np.full(NUM_POINTS, 5.0), 5)
+    assert gate.omega < 0.01
+
+
+def test_old_completions_are_forgotten() -> None:
+    gate, good, bad = PredictorGate(window=20), np.full(NUM_POINTS, 5.0), np.full(NUM_POINTS, 50.0)
+    for _ in range(20):
+        gate.observe(bad, good, 6)
+    for _ in range(20):
+        gate.observe(good, bad, 6)
+    assert gate.omega > 0.9
+
+
+@pytest.mark.parametrize("bounds", [{"min_completions": 0}, {"window": 10}])
+def test_bad_bounds(bounds: dict[str, int]) -> None:
+    with pytest.raises(InvalidValueError):
+        PredictorGate(**bounds)

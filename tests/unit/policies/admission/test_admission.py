@@ -1,4 +1,4 @@
-"""Past-Future: the paper's numbers, the incremental peak against the whole one, the invariants of equations 2 to 4."""
+"""Admission: what may start beside what runs, by what is held now, by limits, and by drawn lengths."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from core.errors import InvalidValueError
 from core.forecast import Forecast
+from policies.admission.conservative import Conservative
 from policies.admission.past_future import (
     HistoryLengths,
     LawLengths,
@@ -20,6 +21,7 @@ from policies.admission.past_future import (
     future_memory,
     peak_profile,
 )
+from policies.admission.watermark import Aggressive
 from policies.interfaces import Admission, Job
 from policies.lengths.history import IntArray, LengthHistory
 
@@ -57,13 +59,6 @@ def batch_of_example_1(step: int) -> list[Job]:
     return batch
 
 
-def test_example_1_peaks() -> None:
-    _, memory = peak_profile(*arrays([(7, 2), (5, 4), (4, 3)]))
-    assert memory.tolist() == [9, 15, 22]
-    _, memory = peak_profile(*arrays([(8, 1), (6, 3), (4, 3)]))
-    assert memory.tolist() == [9, 16, 21]
-
-
 @pytest.mark.parametrize(
     ("step", "strict", "admitted"), [(0, False, False), (1, False, True), (1, True, False), (2, True, True)]
 )
@@ -74,15 +69,6 @@ def test_example_1_admits_one_step_later_and_strictly_two(step: int, strict: boo
     if admitted:
         admission.add(job("C", 4, 3))
         assert admission.predicted_peak == {1: 21, 2: 15}[step]
-
-
-def test_example_2() -> None:
-    base, remaining = arrays([(10, 5), (3, 8), (6, 1)])
-    steps, memory = peak_profile(base, remaining)
-    assert steps.tolist() == [8, 5, 1]
-    assert memory.tolist() == [11, 23, 22]
-    assert future_memory(base, remaining) == 23
-    assert PeakIndex(base, remaining[None]).peaks_with(np.array([4]), np.array([[6]])).tolist() == [32]
 
 
 def test_no_entries_need_nothing() -> None:
@@ -345,3 +331,131 @@ def test_a_whole_queue_at_once_is_answered_like_one_by_one(num_running: int) -> 
 def test_bad_parameters_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidValueError, match=next(iter(options))):
         PastFuture(TrueLengths(), **options)
+
+
+def bounded(prompt: int, limit: int, generated: int = 0) -> Job:
+    return Job(f"{prompt} {limit}", 0.0, prompt, limit, output_len=generated)
+
+
+def test_example_1_waits_until_a_has_ended() -> None:
+    """A and B need 9 each in all, C 7: 25 of 21 tokens at t and t+1, 16 at t+2."""
+    admission = Conservative()
+    for step in (0, 1):
+        admission.begin([bounded(6, 3, 1 + step), bounded(4, 5, 1 + step)], 21)
+        assert admission.predicted_peak == 18
+        assert not admission.admits(bounded(4, 3))
+    admission.begin([bounded(4, 5, 3)], 21)
+    assert admission.admits(bounded(4, 3))
+    admission.add(bounded(4, 3))
+    assert admission.predicted_peak == 16
+
+
+def test_with_releases_it_is_past_future_with_every_limit_reached() -> None:
+    admission = Conservative(counts_releases=True)
+    admission.begin([bounded(6, 3, 1), bounded(4, 5, 1)], 21)
+    assert not admission.admits(bounded(4, 3))
+    admission.begin([bounded(6, 3, 2), bounded(4, 5, 2)], 21)
+    assert admission.admits(bounded(4, 3))
+    admission.add(bounded(4, 3))
+    assert admission.predicted_peak == 21
+
+
+@pytest.mark.parametrize(("overcommit", "prompt"), [(1.0, 70), (1.5, 120), (0.8, 50)])
+@pytest.mark.parametrize("counts_releases", [False, True])
+def test_overcommit_multiplies_the_pool(overcommit: float, prompt: int, counts_releases: bool) -> None:
+    admission = Conservative(overcommit, counts_releases=counts_releases)
+    admission.begin([bounded(10, 10)], 100)
+    assert admission.admits(bounded(prompt, 10))
+    assert not admission.admits(bounded(prompt + 1, 10))
+    assert admission.reserve(100) == max(0, round(100 - 100 * overcommit))
+
+
+@pytest.mark.parametrize("counts_releases", [False, True])
+def test_conservative_admits_into_an_empty_batch_what_can_make_a_step(counts_releases: bool) -> None:
+    admission = Conservative(counts_releases=counts_releases)
+    admission.begin([], 21)
+    assert admission.admits(bounded(20, 500))
+    assert not admission.admits(bounded(21, 1))
+    admission.add(bounded(20, 500))
+    assert not admission.admits(bounded(1, 1))
+
+
+def test_releases_never_ask_for_more_and_adding_is_beginning_with_more() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        jobs = [
+            bounded(int(rng.integers(1, 50)), int(rng.integers(20, 90)), int(rng.integers(0, 20))) for _ in range(8)
+        ]
+        text, peak = Conservative(), Conservative(counts_releases=True)
+        for admission in (text, peak):
+            admission.begin(jobs[:3], 400)
+            for each in jobs[3:]:
+                admission.add(each)
+        base = np.array([each.known_len for each in jobs])
+        remaining = np.array([each.max_new_tokens - each.output_len for each in jobs])
+        assert text.predicted_peak == (base + remaining).sum()
+        assert peak.predicted_peak == future_memory(base, remaining) <= text.predicted_peak
+
+
+def test_it_learns_nothing_and_refuses_bad_parameters() -> None:
+    admission = Conservative()
+    admission.learn(5, censored=False)
+    admission.begin([bounded(10, 10)], 100)
+    assert admission.predicted_peak == 20
+    for overcommit in (0.0, -1.0, float("nan")):
+        with pytest.raises(InvalidValueError, match="overcommit"):
+            Conservative(overcommit)
+
+
+def test_the_overcommit_is_exact() -> None:
+    """1.15 * 100 is a little less than 115 in floating point."""
+    admission = Conservative(1.15)
+    admission.begin([Job("a", 0.0, 10, 5)], 100)
+    assert admission.admits(Job("new", 0.0, 50, 50))
+    assert not admission.admits(Job("larger", 0.0, 51, 50))
+
+
+def held_job(prompt: int, generated: int = 0) -> Job:
+    return Job("a", 0.0, prompt, 1000, output_len=generated)
+
+
+def test_example_1_is_admitted_at_once() -> None:
+    """12 tokens are held and 4 come, of 21: in it goes, and two steps later 22 are needed."""
+    admission = Aggressive(0.99)
+    admission.begin([held_job(6, 1), held_job(4, 1)], 21)
+    assert admission.admits(held_job(4))
+
+
+@pytest.mark.parametrize(
+    ("watermark", "held", "new", "admitted"),
+    [(0.95, 50, 45, True), (0.95, 50, 46, False), (0.9, 20, 70, True), (0.9, 20, 71, False), (1.0, 50, 50, True)],
+)
+def test_the_watermark_bounds_what_is_held_now(watermark: float, held: int, new: int, admitted: bool) -> None:
+    admission = Aggressive(watermark)
+    admission.begin([held_job(held - 5, 5)], 100)
+    assert admission.admits(held_job(new - 3, 3)) is admitted
+    assert admission.reserve(100) == round(100 - 100 * watermark)
+
+
+def test_an_empty_pool_takes_what_fits_and_added_jobs_count() -> None:
+    admission = Aggressive(0.5)
+    admission.begin([], 100)
+    assert admission.admits(held_job(100))
+    assert not admission.admits(held_job(101))
+    admission.add(held_job(30))
+    assert admission.admits(held_job(20))
+    assert not admission.admits(held_job(21))
+    admission.learn(3, censored=True)
+    admission.begin([], 100)
+    assert admission.admits(held_job(100))
+
+
+@pytest.mark.parametrize("watermark", [0.0, 1.01, -1.0])
+def test_a_watermark_out_of_range_is_refused(watermark: float) -> None:
+    with pytest.raises(InvalidValueError, match="watermark"):
+        Aggressive(watermark)
+
+
+def test_the_watermark_is_exact() -> None:
+    """0.29 * 100 is a little less than 29 in floating point."""
+    assert Aggressive(0.29).reserve(100) == 71

@@ -1,0 +1,194 @@
+"""The parts of placement by themselves: a partition fixed in advance, doubled queueing, loads of a window, slots."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from core.errors import InvalidValueError
+from core.request import Request, SamplingParams
+from policies.placement.base import ReplicaLoad
+from policies.placement.e2_profiles import Regressions
+from policies.placement.load_window import LoadWindow
+from policies.placement.oracle_partition import OraclePartition
+from policies.placement.prefix_scaling import PrefixScaling
+from policies.placement.prefix_tree import PrefixNode
+from policies.placement.replica_slots import ReplicaSlots, bits, is_single
+
+REQUEST = Request("r", 0, "i", (1,), SamplingParams(1))
+
+
+def owner(policy: OraclePartition, prefix: tuple[int, ...], names: str = "abc") -> str:
+    return policy.choose(REQUEST, prefix, tuple(ReplicaLoad(name, 0, 0.0) for name in names), 0.0).replica
+
+
+def test_the_heaviest_goes_to_the_lightest_first() -> None:
+    policy = OraclePartition({10: 5.0, 11: 4.0, 12: 3.0, 13: 3.0, 14: 3.0}, 2, 64)
+    assert [owner(policy, (first, 99), "ab") for first in (10, 11, 12, 13, 14)] == ["a", "b", "b", "a", "b"]
+
+
+def test_whoever_shares_the_first_element_shares_the_replica() -> None:
+    policy = OraclePartition({10: 1.0, 11: 1.0, 12: 1.0}, 3, 64)
+    assert owner(policy, (11, 1)) == owner(policy, (11,)) == owner(policy, (11, 7, 8)) == "b"
+
+
+def test_the_unknown_goes_to_the_lightest() -> None:
+    policy = OraclePartition({10: 5.0, 11: 1.0, 12: 2.0}, 3, 64)
+    assert owner(policy, (99,)) == owner(policy, ()) == owner(policy, (11,)) == "c"
+
+
+def test_fewer_replicas_share_what_more_would_have() -> None:
+    policy = OraclePartition({10: 3.0, 11: 2.0, 12: 1.0}, 3, 64)
+    assert [owner(policy, (first,), "ab") for first in (10, 11, 12)] == ["a", "b", "a"]
+
+
+def test_what_all_prompts_share_tells_nothing() -> None:
+    policy = OraclePartition({10: 3.0, 11: 2.0, 12: 1.0}, 3, 64, num_leading=1)
+    assert [owner(policy, (7, first)) for first in (10, 11, 12)] == ["a", "b", "c"]
+    assert owner(policy, (10,)) == owner(policy, (7, 99)) == "c", "unknown"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_replica_has_more_than_the_mean_and_one_prefix(seed: int) -> None:
+    rng = random.Random(seed)
+    loads = {i: rng.paretovariate(1.1) for i in range(60)}
+    policy = OraclePartition(loads, 3, 64)
+    totals = dict.fromkeys("abc", 0.0)
+    for first, load in loads.items():
+        totals[owner(policy, (first,))] += load
+    assert max(totals.values()) <= sum(loads.values()) / 3 + max(loads.values())
+
+
+@pytest.mark.parametrize(("replicas", "block_size", "field"), [(0, 1, "num_replicas"), (1, 0, "block_size")])
+def test_bad_parameters_are_named(replicas: int, block_size: int, field: str) -> None:
+    with pytest.raises(InvalidValueError, match=field):
+        OraclePartition({}, replicas, block_size)
+
+
+NODE = PrefixNode((1,), None)
+
+
+def scaling_of(*samples: tuple[float, float], window_s: float = 100.0) -> PrefixScaling:
+    """``samples`` of (instant, queueing seconds)."""
+    scaling = PrefixScaling(window_s)
+    for at, queue_s in samples:
+        scaling.advance(at)
+        scaling.observe(NODE, queue_s, at)
+    return scaling
+
+
+def test_prefixes_are_told_apart() -> None:
+    scaling = scaling_of((0.0, 1.0), (60.0, 2.0))
+    assert not scaling.doubled(PrefixNode((1,), None))
+
+
+def test_a_restart_forgets_what_was_and_its_samples_expire_quietly() -> None:
+    scaling = scaling_of((0.0, 1.0), (60.0, 9.0))
+    scaling.restart(NODE)
+    assert not scaling.doubled(NODE)
+    scaling.observe(NODE, 1.0, 70.0)
+    scaling.advance(130.0)
+    assert not scaling.doubled(NODE)
+    scaling.observe(NODE, 2.0, 130.0)
+    assert scaling.doubled(NODE), "1 against 2: the 9 of before the restart is not among them"
+
+
+def test_nothing_is_remembered_beyond_the_window() -> None:
+    scaling = scaling_of((0.0, 1.0), (60.0, 2.0))
+    scaling.advance(100.0)
+    assert not scaling.doubled(NODE), "nothing early is left"
+    scaling.advance(160.0)
+    assert not scaling._queueing
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_samples_against_a_list(seed: int) -> None:
+    rng = random.Random(seed)
+    scaling, samples, now = PrefixScaling(10.0), [], 0.0
+    for _ in range(100):
+        now += rng.choice([0.0, 0.5, 3.0])
+        scaling.advance(now)
+        samples.append((now, float(rng.randint(0, 8))))
+        scaling.observe(NODE, samples[-1][1], now)
+        late = [queue_s for at, queue_s in samples if at > now - 5.0]
+        early = [queue_s for at, queue_s in samples if now - 10.0 < at <= now - 5.0]
+        expected = bool(early) and sum(late) > 0 and sum(late) / len(late) >= 2 * sum(early) / len(early)
+        assert scaling.doubled(NODE) is expected
+
+
+TIMES = Regressions(lambda new, context: 1e-3 * new, lambda output, context: output * (2e-3 + 1e-6 * context))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_running_sums_are_the_sums_over_requests(seed: int) -> None:
+    rng = random.Random(seed)
+    load = LoadWindow(TIMES, 10.0, initial_output_len=7.0)
+    load.add_replica()
+    load.add_replica()
+    placed: list[tuple[int, float, int]] = []
+    outputs: list[tuple[float, int, int]] = []
+    now = 0.0
+    for _ in range(200):
+        now += rng.choice([0.0, 0.3, 2.0])
+        load.advance(now)
+        move, replica = (
+            rng.choice(["add", "add", "remove", "ended", "clear" if rng.random() < 0.1 else "add"]),
+            rng.randrange(2),
+        )
+        if move == "add":
+            placed.append((replica, rng.random(), rng.randint(1, 5000)))
+            load.add(*placed[-1])
+        elif move == "remove" and placed:
+            load.remove(*placed.pop(rng.randrange(len(placed))))
+        elif move == "ended":
+            outputs.append((now, replica, rng.randint(0, 300)))
+            load.ended(replica, outputs[-1][2], now)
+        elif move == "clear":
+            load.clear(replica)
+            placed = [each for each in placed if each[0] != replica]
+            outputs = [each for each in outputs if each[1] != replica]
+        load.check_integrity()
+        for i in range(2):
+            lens = [length for at, where, length in outputs if where == i and at > now - 10.0]
+            mean = sum(lens) / len(lens) if lens else 7.0
+            mine = [each for each in placed if each[0] == i]
+            assert load.mean_output_len(i) == pytest.approx(mean)
+            assert load.prefill_s[i] == pytest.approx(sum(prefill_s for _, prefill_s, _ in mine))
+            assert load.decode_s[i] == pytest.approx(sum(TIMES.decode_s(mean, context) for _, _, context in mine))
+
+
+def test_an_empty_window_weighs_nothing_at_all() -> None:
+    load = LoadWindow(TIMES, 10.0, 0.0)
+    load.add_replica()
+    for prefill_s in (0.1, 0.2, 0.3):
+        load.add(0, prefill_s, 1)
+    for prefill_s in (0.1, 0.2, 0.3):
+        load.remove(0, prefill_s, 1)
+    assert load.prefill_s[0] == 0.0, "0.1 + 0.2 + 0.3 - 0.1 - 0.2 - 0.3 is not"
+
+
+def test_slots_are_given_again_and_closed_until_opened() -> None:
+    slots = ReplicaSlots()
+    assert [slots.take(name) for name in "abc"] == [(0, True), (1, True), (2, True)]
+    assert slots.closed.tolist() == [np.inf] * 3
+    loads = tuple(ReplicaLoad(name, 0, 0.0) for name in "ca")
+    slots.open(loads)
+    assert (slots.open_mask, slots.closed.tolist()) == (0b101, [0.0, np.inf, 0.0])
+    slots.give_back("a")
+    assert slots.closed.tolist() == [np.inf, np.inf, 0.0]
+    assert slots.take("d") == (0, False)
+    assert (slots.find("a"), slots.find("d")) == (None, 0)
+    with pytest.raises(InvalidValueError, match="loads"):
+        slots.open(loads)
+
+
+@pytest.mark.parametrize("num", [1, 7, 8, 9, 1000])
+def test_bits_of_a_mask(num: int) -> None:
+    rng = random.Random(num)
+    chosen = [rng.random() < 0.5 for _ in range(num)]
+    mask = sum(1 << i for i, each in enumerate(chosen) if each)
+    assert bits(mask, num).tolist() == chosen
+    assert is_single(1 << num)
+    assert not is_single(1 << num | 1)
