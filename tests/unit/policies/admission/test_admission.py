@@ -12,15 +12,7 @@ from hypothesis import strategies as st
 from core.errors import InvalidValueError
 from core.forecast import Forecast
 from policies.admission.conservative import Conservative
-from policies.admission.past_future import (
-    HistoryLengths,
-    LawLengths,
-    PastFuture,
-    PeakIndex,
-    TrueLengths,
-    future_memory,
-    peak_profile,
-)
+from policies.admission.past_future import HistoryLengths, LawLengths, PastFuture, PeakIndex, TrueLengths, future_memory
 from policies.admission.watermark import Aggressive
 from policies.interfaces import Admission, Job
 from policies.lengths.history import IntArray, LengthHistory
@@ -88,15 +80,6 @@ def test_incremental_is_brute_force_on_many_random_batches() -> None:
             for b, r in zip(new_base, new_remaining.T, strict=True)
         ]
         assert index.peaks_with(new_base, new_remaining).tolist() == whole
-
-
-@settings(max_examples=100, deadline=None)
-@given(ENTRIES)
-def test_one_step_of_all_leaves_every_completion_unchanged(entries: list[tuple[int, int]]) -> None:
-    """Invariant (i), until a job is through."""
-    base, remaining = arrays(entries)
-    remaining = remaining + 1
-    assert (peak_profile(base + 1, remaining - 1)[1] == peak_profile(base, remaining)[1]).all()
 
 
 @settings(max_examples=100, deadline=None)
@@ -207,6 +190,7 @@ def test_into_an_empty_batch_goes_what_can_make_a_step() -> None:
 def test_reserve_lowers_the_limit(ratio: float, limit: int) -> None:
     admission = PastFuture(TrueLengths(), reserve_ratio=ratio)
     assert admission.reserve(100) == 100 - limit
+    assert PastFuture(TrueLengths(), reserve_ratio=0.07).reserve(500) == 35, "0.93 * 500 is less than 465 in floats"
     for prompt, admitted in [(limit - 11, True), (limit - 10, False)]:
         admission.begin([job("a", 9, 1)], 100)
         assert admission.admits(job("new", prompt, 10)) is admitted
@@ -245,15 +229,6 @@ def test_the_limit_of_a_job_bounds_its_draw() -> None:
     assert not admission.admits(job("longer", 10, limit=51))
 
 
-def test_the_reserve_is_exact() -> None:
-    """0.93 * 500 is a little less than 465 in floating point."""
-    admission = PastFuture(TrueLengths(), reserve_ratio=0.07)
-    assert admission.reserve(500) == 35
-    admission.begin([job("a", 100, 10)], 500)
-    assert admission.admits(job("new", 345, 10))
-    assert not admission.admits(job("larger", 346, 10))
-
-
 def test_what_ends_is_learnt_and_cuts_are_no_ends() -> None:
     history = LengthHistory(initial=[100])
     admission = PastFuture(HistoryLengths(history, np.random.default_rng(0)), reserve_ratio=0)
@@ -289,20 +264,6 @@ def test_true_lengths_go_to_the_limit_where_nothing_is_foreseen() -> None:
     assert lengths.tolist() == [[7, 1000, 1000, 1000]] * 2
 
 
-def test_same_seed_same_decisions() -> None:
-    def decisions(seed: int) -> list[int]:
-        admission = with_history(*range(1, 100), seed=seed)
-        answers: list[int] = []
-        for _ in range(20):
-            admission.begin([job(str(i), 10, generated=i) for i in range(20)], 1500)
-            answers += [admission.admits(job(f"new {i}", 10 * i)) for i in range(30)]
-            answers.append(admission.predicted_peak)
-        return answers
-
-    assert decisions(1) == decisions(1)
-    assert decisions(1) != decisions(2)
-
-
 @pytest.mark.parametrize("num_running", [0, 3, 120, 250])
 def test_a_whole_queue_at_once_is_answered_like_one_by_one(num_running: int) -> None:
     rng = np.random.default_rng(num_running)
@@ -327,12 +288,6 @@ def test_a_whole_queue_at_once_is_answered_like_one_by_one(num_running: int) -> 
         assert False in at_once
 
 
-@pytest.mark.parametrize("options", [{"reserve_ratio": 1.0}, {"reserve_ratio": -0.1}, {"max_lists": 0}])
-def test_bad_parameters_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(InvalidValueError, match=next(iter(options))):
-        PastFuture(TrueLengths(), **options)
-
-
 def bounded(prompt: int, limit: int, generated: int = 0) -> Job:
     return Job(f"{prompt} {limit}", 0.0, prompt, limit, output_len=generated)
 
@@ -350,17 +305,7 @@ def test_example_1_waits_until_a_has_ended() -> None:
     assert admission.predicted_peak == 16
 
 
-def test_with_releases_it_is_past_future_with_every_limit_reached() -> None:
-    admission = Conservative(counts_releases=True)
-    admission.begin([bounded(6, 3, 1), bounded(4, 5, 1)], 21)
-    assert not admission.admits(bounded(4, 3))
-    admission.begin([bounded(6, 3, 2), bounded(4, 5, 2)], 21)
-    assert admission.admits(bounded(4, 3))
-    admission.add(bounded(4, 3))
-    assert admission.predicted_peak == 21
-
-
-@pytest.mark.parametrize(("overcommit", "prompt"), [(1.0, 70), (1.5, 120), (0.8, 50)])
+@pytest.mark.parametrize(("overcommit", "prompt"), [(1.0, 70), (1.5, 120), (0.8, 50), (1.15, 85)])
 @pytest.mark.parametrize("counts_releases", [False, True])
 def test_overcommit_multiplies_the_pool(overcommit: float, prompt: int, counts_releases: bool) -> None:
     admission = Conservative(overcommit, counts_releases=counts_releases)
@@ -407,14 +352,6 @@ def test_it_learns_nothing_and_refuses_bad_parameters() -> None:
             Conservative(overcommit)
 
 
-def test_the_overcommit_is_exact() -> None:
-    """1.15 * 100 is a little less than 115 in floating point."""
-    admission = Conservative(1.15)
-    admission.begin([Job("a", 0.0, 10, 5)], 100)
-    assert admission.admits(Job("new", 0.0, 50, 50))
-    assert not admission.admits(Job("larger", 0.0, 51, 50))
-
-
 def held_job(prompt: int, generated: int = 0) -> Job:
     return Job("a", 0.0, prompt, 1000, output_len=generated)
 
@@ -428,7 +365,14 @@ def test_example_1_is_admitted_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("watermark", "held", "new", "admitted"),
-    [(0.95, 50, 45, True), (0.95, 50, 46, False), (0.9, 20, 70, True), (0.9, 20, 71, False), (1.0, 50, 50, True)],
+    [
+        (0.95, 50, 45, True),
+        (0.95, 50, 46, False),
+        (0.9, 20, 70, True),
+        (0.9, 20, 71, False),
+        (1.0, 50, 50, True),
+        (0.29, 20, 9, True),
+    ],
 )
 def test_the_watermark_bounds_what_is_held_now(watermark: float, held: int, new: int, admitted: bool) -> None:
     admission = Aggressive(watermark)
@@ -448,14 +392,3 @@ def test_an_empty_pool_takes_what_fits_and_added_jobs_count() -> None:
     admission.learn(3, censored=True)
     admission.begin([], 100)
     assert admission.admits(held_job(100))
-
-
-@pytest.mark.parametrize("watermark", [0.0, 1.01, -1.0])
-def test_a_watermark_out_of_range_is_refused(watermark: float) -> None:
-    with pytest.raises(InvalidValueError, match="watermark"):
-        Aggressive(watermark)
-
-
-def test_the_watermark_is_exact() -> None:
-    """0.29 * 100 is a little less than 29 in floating point."""
-    assert Aggressive(0.29).reserve(100) == 71

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.errors import IntegrityError, InvalidValueError
-from policies.batching.base import FormedBatch
 from policies.batching.multi_bin import (
     MIN_LENGTHS,
     LearnedBins,
@@ -174,30 +173,6 @@ def test_the_most_urgent_batch_goes_first() -> None:
     assert drain(batcher, 5) == [["2", "urgent"], ["x", "y"], ["0", "1"]]
 
 
-def test_aborts_before_and_after_sealing() -> None:
-    batcher = MultiBinBatcher((1, 20), 2)
-    add(batcher, [5, 5, 5])
-    for name in ("0", "2", "unknown"):
-        batcher.remove(name)
-        batcher.check_integrity()
-    assert batcher.num_waiting == 1
-    add(batcher, [5], start=3)  # the bin is empty again
-    assert drain(batcher, 5) == [["1"]]
-
-
-def test_halves_keep_their_turn() -> None:
-    batcher = MultiBinBatcher((1, 10, 20), 3)
-    add(batcher, [5, 5, 5])
-    batch = batcher.pull(3)
-    assert batch is not None
-    add(batcher, [15, 15, 15], start=3)
-    assert batcher.split(batch, 6) is None
-    assert drain(batcher, 7) == [["0", "1"], ["2"], ["3", "4", "5"]]
-    single = FormedBatch(9, 0.0, 0.0)
-    single.insert(make_job("alone", 1, 1))
-    assert batcher.split(single, 8) is single.jobs[0]
-
-
 @pytest.mark.parametrize("max_wait_s", [0.0, 5.0, math.inf])
 @pytest.mark.parametrize("seed", range(3))
 def test_nothing_is_lost_or_doubled(seed: int, max_wait_s: float) -> None:
@@ -224,36 +199,6 @@ def test_integrity_notices_an_overfull_bin_and_a_lost_job() -> None:
     batcher.batch_size = 2
     with pytest.raises(IntegrityError, match="bin 0 holds 2"):
         batcher.check_integrity()
-
-
-@pytest.mark.parametrize(
-    ("field", "arguments"),
-    [
-        ("edges", ((1,), 2)),
-        ("edges", ((1, 3, 2), 2)),
-        ("edges", ((1, math.nan, 2), 2)),
-        ("batch_size", ((1, 2), 0)),
-        ("max_wait_s", ((1, 2), 2, -1)),
-        ("max_wait_s", ((1, 2), 2, math.nan)),
-    ],
-)
-def test_bad_parameters(field: str, arguments: tuple[tuple[float, ...], int]) -> None:
-    with pytest.raises(InvalidValueError) as raised:
-        MultiBinBatcher(*arguments)
-    assert raised.value.field == field
-
-
-def test_bad_edges() -> None:
-    for call in (
-        lambda: uniform_edges(2, 1, 1),
-        lambda: uniform_edges(1, 2, 0),
-        lambda: exponential_edges(0, 2, 2),
-        lambda: exponential_edges(1, 0, 2),
-        lambda: exponential_edges(1, 2, 0),
-        lambda: sample_edges([], 2),
-    ):
-        with pytest.raises(InvalidValueError):
-            call()
 
 
 def test_bins_are_learnt_from_the_lengths_foreseen() -> None:

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.errors import InvalidValueError
 from policies.interfaces import Job, KvMoves, KvPolicy, KvView
 from policies.kv.cheapest_victim import CheapestVictim
 from policies.kv.enst_baselines import Defer, Reactive, Recompute
@@ -226,13 +225,6 @@ def test_no_more_start_than_the_host_takes_of_those_whom_they_push_out() -> None
     assert policy.start_room(view_of(host_free=160, needed=90)) == 0
 
 
-@pytest.mark.parametrize("field", ["min_idle_slots", "num_burst_levels", "lookahead"])
-def test_bad_parameters(field: str) -> None:
-    bad: dict[str, Any] = {field: -1}
-    with pytest.raises(InvalidValueError, match=field):
-        EnstOffload(unit_mlfq(), **bad)
-
-
 @pytest.fixture
 def placed() -> tuple[SkipJoinMlfq, list[Job]]:
     return order_with(1, 3, 5, 4)
@@ -347,9 +339,3 @@ def test_host_guard() -> None:
     assert policy().start_room(view(host_free=10_100, free=20, needed=5)) == 115
     assert policy().start_room(view(host_free=9_999, free=20)) == 0
     assert policy().start_room(KvView([], [], [], 0, 0, 0, 0)) == math.inf
-
-
-@pytest.mark.parametrize("options", [{"min_swap_len": -1}, {"min_host_share": 1.5}])
-def test_bad_options(options: dict[str, float]) -> None:
-    with pytest.raises(InvalidValueError):
-        policy(**options)

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.costs import StepCost
-from core.errors import InvalidValueError
 from core.forecast import Forecast
 from policies.compose import build_router, build_scheduler
 from policies.interfaces import Job
@@ -266,20 +265,6 @@ def test_streams_stand_still_for_newcomers_no_longer_than_the_pause(
     pauses_s = [each.max_gap_s for each in fleet.run(Noisy(0.1, 1)([*long, *short])).done if each.num_tokens == 200]
     assert len(pauses_s) == 2
     assert least <= max(pauses_s) < most
-
-
-def test_without_a_bound_it_would_wait_for_their_end() -> None:
-    done = closed_loop(1000.0, num_short=400)
-    (long,) = (each for each in done if each.arrival.request_id == "long")
-    assert long.first_token_at > 0.9 * max(each.finished_at for each in done if each is not long)
-
-
-@pytest.mark.parametrize(
-    "options", [{"tail": 0.0}, {"tail": math.inf}, {"max_boost_s": 0.0}, {"theta": 0.5}, {"max_pause_s": -1.0}]
-)
-def test_parameters_out_of_range_are_refused(options: dict[str, float]) -> None:
-    with pytest.raises(InvalidValueError, match=next(iter(options))):
-        Boosted(DecodePrice(STEP, 64, 10_000), **options)
 
 
 def test_it_says_what_a_boost_comes_from() -> None:

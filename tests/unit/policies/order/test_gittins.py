@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from core.costs import StepCost
-from core.errors import InvalidValueError
 from core.forecast import Forecast
 from policies.interfaces import Job
 from policies.order.gittins import DecodePrice, Gittins, gittins_rank
@@ -169,12 +168,6 @@ def test_shuffled_forecasts_cost_little_and_good_ones_gain() -> None:
     assert np.mean(shuffled) <= 1.02
     assert spread < 0.01, "the mean of the ratios says little"
     assert max(good) < 0.95
-
-
-@pytest.mark.parametrize("options", [{"theta": 0.5}, {"gamma": -1.0}, {"unit": "tokens"}, {"seqs": 0}, {"capacity": 0}])
-def test_bad_options(options: dict[str, object]) -> None:
-    with pytest.raises(InvalidValueError):
-        order_of(**options)
 
 
 def test_history_counts_from_the_twentieth_output_on() -> None:

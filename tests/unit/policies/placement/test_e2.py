@@ -14,7 +14,7 @@ from core.costs import StepCost
 from core.errors import IntegrityError, InvalidValueError
 from core.messages.cache import CachedRun, KVCacheEvent
 from core.request import Request, SamplingParams
-from policies.placement.e2 import E2Choice, E2Router, key_portion
+from policies.placement.e2 import E2Choice, key_portion
 from policies.placement.e2_profiles import (
     INITIAL_TPOT_S,
     LLAMA_3_70B_A100_TP2,
@@ -23,7 +23,7 @@ from policies.placement.e2_profiles import (
     Regressions,
     from_step_cost,
 )
-from tests.unit.policies.e2_desk import BARE, LINEAR, Desk, informed, loads_of, path, router_of
+from tests.unit.policies.e2_desk import BARE, Desk, informed, loads_of, path, router_of
 
 
 def ex2(names: str) -> E2Choice:
@@ -151,33 +151,11 @@ def test_a_request_is_placed_by_its_known_tokens() -> None:
     assert router.tree.num_cached == [2]
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("window_s", 0.0),
-        ("imbalance_ratio", 0.0),
-        ("imbalance_ratio", 1.1),
-        ("balanced_ratio", -0.1),
-        ("rebalance_ratio", 0.9),
-        ("rebalance_after", -1),
-        ("initial_output_len", -1.0),
-    ],
-)
-def test_bad_parameters_are_named(field: str, value: float) -> None:
-    with pytest.raises(InvalidValueError, match=field):
-        PlacementConfig(**{field: value})  # type: ignore[arg-type]
-
-
 def test_a_request_in_flight_is_not_placed_again() -> None:
     router = router_of("a")
     router.place("r", (1,), 1, loads_of("a"), 0.0)
     with pytest.raises(InvalidValueError, match="request_id"):
         router.place("r", (1,), 1, loads_of("a"), 0.0)
-
-
-def test_a_block_has_tokens() -> None:
-    with pytest.raises(InvalidValueError, match="block_size"):
-        E2Router(LINEAR, 0)
 
 
 @pytest.mark.parametrize("damage", ["load", "outputs", "requests", "refs"])

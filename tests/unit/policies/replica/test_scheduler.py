@@ -1,4 +1,4 @@
-"""The replica scheduler alone: events in, instructions out."""
+"""The replica scheduler alone: events in, instructions out; workers that are taken over."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from policies.replica.events import (
     RequestStarted,
     SendPlan,
     WorkerConnected,
+    WorkerLost,
     WorkerReported,
 )
 from policies.replica.scheduler import SchedulerLimits
@@ -32,8 +33,11 @@ from tests.unit.policies.replica.scheduler_harness import (
     LEASE,
     READY,
     Harness,
+    ids,
+    names,
     request,
     running,
+    shipped,
     state,
     told,
     waiting,
@@ -77,6 +81,7 @@ def test_an_end_is_told_once_and_lets_the_next_in() -> None:
     h.arrive(request("a"), request("b"))
     h.report(1, ended=("a",))
     h.report(2, ended=("a",))
+    h.arrive(request("a"))  # a delivery that comes late
     assert [(end.finished.request_id, end.arrived_at) for end in h.ended] == [("a", 2.0)]
     assert h.admitted == ["b"]
     assert h.plans[-1].as_of_report_seq == h.first_report + 1
@@ -126,13 +131,6 @@ def test_pressure_preempts_the_newest_once_and_puts_it_in_front() -> None:
     answered = len(h.plans)
     h.report(2, *full, short=1, plan=1)  # the worker had not seen the new plan yet
     assert len(h.plans) == answered
-
-
-def test_a_standby_started_by_the_worker_counts_as_admitted() -> None:
-    h = Harness(max_num_seqs=1)
-    h.arrive(request("a"), request("b"))
-    h.report(1, running("b", 1, 1), ended=("a",))
-    assert h.admitted == ["b"]
 
 
 def test_a_new_worker_life_gets_everything_again_in_order() -> None:
@@ -189,13 +187,6 @@ def test_a_stalled_victim_waits_until_its_client_reads() -> None:
     assert h.admitted == ["b", "a"]
 
 
-def test_stalled_requests_take_nobodys_place() -> None:
-    h = Harness(max_num_seqs=1)
-    h.arrive(request("a"), request("b"))
-    h.report(1, running("a", 1, 2, stalled=True), waiting("b"))
-    assert "b" in [slot.request_id for slot in h.plans[-1].slots if not slot.standby]
-
-
 def test_stalled_requests_give_up_their_kv_where_somebody_waits_for_it() -> None:
     h = Harness()
     h.arrive(request("big", prompt=36), request("b", prompt=8))
@@ -204,14 +195,6 @@ def test_stalled_requests_give_up_their_kv_where_somebody_waits_for_it() -> None
     assert slots["big"].num_preemptions == 1
     h.report(2, waiting("big", 1, stalled=True), waiting("b"), plan=h.plans[-1].plan_seq)
     assert [slot.request_id for slot in h.plans[-1].slots if not slot.standby] == ["b"]
-
-
-def test_a_duplicate_that_comes_after_the_end_does_not_run_again() -> None:
-    h = Harness()
-    h.arrive(request("a"))
-    h.report(1, ended=("a",))
-    h.arrive(request("a"))
-    assert h.scheduler.num_waiting + h.scheduler.num_admitted == 0
 
 
 def test_in_a_plan_decodes_come_before_prefills_whatever_their_rank() -> None:
@@ -307,3 +290,138 @@ def test_what_waiting_requests_would_find_follows_the_cache() -> None:
         assert (jobs["late"].cached_len, jobs["full"].cached_len) == (late_len, full_len)
     assert h.scheduler.cache.missed, "the fourth is missing"
     assert h.scheduler.cache.whole() is None
+
+
+def test_what_a_worker_holds_is_adopted_and_not_shipped_again() -> None:
+    held = (request("a"), running("a", 2, 2)), (request("b"), waiting("b", preemptions=3))
+    h = Harness(worker=state(*held, ended=("z",)))
+    h.arrive(request("c"))
+    assert names(h) == ["a", "b", "c"]
+    assert shipped(h) == ["c"]
+    assert [slot.num_preemptions for slot in h.plans[-1].slots] == [0, 3, 0]
+    assert (h.ended, ids(h, ("z", 0))) == ([], []), "it is known, but was not this Scheduler's"
+
+
+def test_the_first_plan_after_a_take_over_names_everything_adopted() -> None:
+    held = [(request("a", out=30), running("a", 20, 6)), *((request(n), waiting(n)) for n in "bcdef")]
+    h = Harness(max_num_seqs=1, standby_slots=1, worker=state(*held))
+    assert len(h.plans) == 1
+    assert names(h) == list("abcdef"), "more than the standby window: what is not named is forgotten by the worker"
+    assert h.admitted == ["a"]
+    assert (h.plans[0].lease, h.plans[0].plan_seq) == (LEASE, 1)
+
+
+def test_a_plan_after_a_take_over_knows_the_report_that_came_with_it() -> None:
+    h = Harness(worker=state((request("a"), running("a", 2, 2)), report_seq=41))
+    assert h.plans[-1].as_of_report_seq == 41
+    h.report(0, ended=("a",))
+    assert h.ended == [], "that one came with the take-over"
+    h.report(1, ended=("a",))
+    assert [end.finished.request_id for end in h.ended] == ["a"]
+
+
+def test_the_adopted_that_run_are_admitted_whatever_admission_would_say_and_not_preempted() -> None:
+    held = [(request(n, prompt=12), running(n, 1, 4)) for n in "ab"]  # 8 of 10 blocks, at the limit of 1 sequence
+    h = Harness(max_num_seqs=1, worker=state(*held))
+    assert h.admitted == ["a", "b"]
+    assert [slot.num_preemptions for slot in h.plans[-1].slots] == [0, 0]
+
+
+def test_the_order_of_the_worker_is_kept_and_goes_before_newcomers() -> None:
+    h = Harness(max_num_seqs=2)
+    h.handle(WorkerLost())
+    h.arrive(request("new1"), request("new2"))
+    h.handle(WorkerConnected(state((request("z"), running("z", 1, 2)), (request("m"), waiting("m")))))
+    assert (h.admitted, h.standby) == (["z", "m"], ["new1", "new2"])
+
+
+def test_an_adopted_request_that_the_scheduler_had_too_is_one_request() -> None:
+    h = Harness()
+    h.arrive(request("a"), request("b"))
+    h.handle(WorkerConnected(state((request("a"), running("a", 1, 2)), lease=LEASE + 1)))
+    assert names(h) == ["a", "b"]
+    assert shipped(h) == ["b"], "the worker had never got it"
+
+
+def test_a_newcomer_of_a_higher_attempt_replaces_the_held_one_and_is_shipped() -> None:
+    h = Harness()
+    h.handle(WorkerLost())
+    h.arrive(request("a", out=9, attempt=1, resumed=3))
+    h.handle(WorkerConnected(state((request("a", out=9), running("a", 5, 3)))))
+    (slot,) = h.plans[-1].slots
+    assert (slot.attempt, slot.request) == (1, request("a", out=9, attempt=1, resumed=3))
+    h.handle(WorkerConnected(state((request("a", attempt=2), running("a", 1, 2, attempt=2)), lease=LEASE + 1)))
+    assert [(slot.attempt, slot.request) for slot in h.plans[-1].slots] == [(2, None)], "nor is a lower one newer"
+
+
+def test_a_newcomer_that_does_not_fit_the_worker_is_refused_when_it_connects() -> None:
+    h = Harness()
+    h.handle(WorkerLost())
+    h.arrive(request("long", prompt=40, out=4), request("b"))
+    assert h.refused == []
+    h.handle(WorkerConnected(state()))
+    assert [refusal.request_id for refusal in h.refused] == ["long"]
+    assert h.admitted == ["b"]
+
+
+def test_ends_that_a_worker_still_reports_are_ends_of_what_the_scheduler_had() -> None:
+    h = Harness()
+    h.arrive(request("a"))
+    h.handle(WorkerConnected(state(ended=("a",), lease=LEASE + 1)))
+    assert [end.finished.request_id for end in h.ended] == ["a"]
+    assert h.scheduler.num_admitted + h.scheduler.num_waiting == 0
+
+
+def test_a_lost_worker_takes_everything_with_it() -> None:
+    h = Harness(max_num_seqs=1)
+    h.arrive(request("a"), request("b"))
+    plans = len(h.plans)
+    h.handle(WorkerLost())
+    assert h.scheduler.num_admitted + h.scheduler.num_waiting == 0
+    assert ids(h, ("a", 0), ("b", 0)) == ["a", "b"]
+    h.report(1, ended=("a",))
+    h.arrive(request("c"))
+    assert (h.ended, len(h.plans)) == ([], plans), "no worker: nothing to hear and no component to tell"
+
+
+@pytest.mark.parametrize("lease", [LEASE - 1, LEASE + 1])
+def test_reports_under_another_lease_are_ignored(lease: int) -> None:
+    h = Harness()
+    h.arrive(request("a"))
+    h.report(7, running("a", 1, 2), ended=("a",), lease=lease)
+    assert h.ended == []
+    h.report(1, ended=("a",))
+    assert len(h.ended) == 1
+
+
+def test_a_resumed_request_counts_its_known_output_when_it_is_admitted() -> None:
+    h = Harness()
+    h.arrive(request("a", prompt=4, out=30, resumed=20), request("b", prompt=16, out=1), request("c"))
+    assert h.admitted == ["a", "b"], "6 blocks and 4 of 10"
+
+
+def test_attempts_that_are_here_are_known_up_to_the_current_one() -> None:
+    h = Harness(max_num_seqs=1)
+    h.arrive(request("a", attempt=1), request("b"))
+    assert ids(h, ("a", 0), ("a", 1), ("b", 0)) == []
+    assert h.scheduler.unknown((("a", 2), ("c", 0))) == (("a", 2), ("c", 0))
+    h.handle(RequestsAborted((("a", 1),)))
+    assert ids(h, ("a", 1), ("b", 0)) == ["a"]
+
+
+def test_what_ended_lately_is_known_that_attempt_alone() -> None:
+    h = Harness()
+    h.arrive(request("a"))
+    h.report(1, ended=("a",))
+    assert h.scheduler.unknown((("a", 0), ("a", 1))) == (("a", 1),)
+    h.handle(WorkerLost())
+    assert ids(h, ("a", 0)) == [], "its last tokens may be on their way, the worker dead or not"
+
+
+def test_only_so_many_ends_are_remembered_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("policies.replica.mirror.NUM_REMEMBERED", 3)
+    h = Harness()
+    for seq, name in enumerate("abcde", start=1):
+        h.arrive(request(name))
+        h.report(seq, ended=(name,))
+    assert ids(h, *((name, 0) for name in "abcde")) == ["a", "b"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -55,12 +54,6 @@ def test_a_long_request_ends_within_its_bound(preset: str) -> None:
     assert long.jct_s <= OUTPUT_LEN * (RULES.starve_limit_s + TURN_S)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_without_promotion_it_waits_for_the_end_of_the_overload(preset: str) -> None:
-    long, overloaded_until = run(preset, math.inf, num_short=500)
-    assert long.finished_at > overloaded_until - RULES.starve_limit_s
-
-
 SLOW = StepCost(base_s=0.040, prefill_token_s=0.4e-3, decode_seq_s=0.4e-3, context_token_s=0.0)
 PATIENCE_S = 120.0
 
@@ -89,10 +82,3 @@ def test_no_preset_of_ours_starves_a_long_request(preset: str) -> None:
     assert overloaded_until > long.arrival.arrived_at + PATIENCE_S, "the overload has to last"
     assert long.ttft_s < PATIENCE_S / 4
     assert long.max_gap_s < PATIENCE_S / 4
-
-
-def test_farsight_mean_without_ageing_starves_it() -> None:
-    """What the test above would miss without the default: no token while short requests come."""
-    long, overloaded_until = one_among_short("farsight-mean", PolicySettings(gamma=0.0))
-    assert long.ttft_s > PATIENCE_S
-    assert long.first_token_at > overloaded_until - 1.0
