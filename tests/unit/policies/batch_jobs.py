@@ -32,14 +32,7 @@ def make_job(
     """A job whose forecast has this mean; None for no forecast."""
     forecast = None if predicted is None else made_forecast(predicted)
     return Job(
-        request_id,
-        arrived_at,
-        prompt_len,
-        max_new_tokens,
-        priority,
-        deadline_at,
-        forecast,
-        output_len=output_len,
+        request_id, arrived_at, prompt_len, max_new_tokens, priority, deadline_at, forecast, output_len=output_len
     )
 
 

@@ -73,17 +73,20 @@ def moved(moves: KvMoves) -> tuple[str, str]:
     return "".join(each.request_id for each in moves.offload), "".join(each.request_id for each in moves.drop)
 
 
-@pytest.mark.parametrize(("needed", "victims"), [(2, ""), (3, "c"), (8, "cb"), (100, "cb")])
-def test_victims_are_the_newest_until_enough_is_free_never_the_oldest(needed: int, victims: str) -> None:
-    assert moved(NewestGiveWay().moves(view("abc", free=2, needed=needed), 0.0)) == ("", victims)
-
-
-def test_who_does_not_execute_gives_way_first() -> None:
-    assert moved(NewestGiveWay().moves(view("abc", "de", needed=11), 0.0)) == ("", "edc")
-
-
-def test_victims_keep_their_kv_on_the_host_while_there_is_room() -> None:
-    assert moved(NewestGiveWay(swaps=True).moves(view("abc", "d", needed=15, host_free=9), 0.0)) == ("d", "cb")
+@pytest.mark.parametrize(
+    ("idle", "swaps", "pool", "victims"),
+    [
+        ("", False, {"free": 2, "needed": 2}, ("", "")),
+        ("", False, {"free": 2, "needed": 3}, ("", "c")),
+        ("", False, {"free": 2, "needed": 8}, ("", "cb")),
+        ("", False, {"free": 2, "needed": 100}, ("", "cb")),
+        ("de", False, {"needed": 11}, ("", "edc")),
+        ("d", True, {"needed": 15, "host_free": 9}, ("d", "cb")),
+    ],
+    ids=["none", "the newest", "until enough is free", "never the oldest", "the idle first", "to the host"],
+)
+def test_the_newest_give_way(idle: str, swaps: bool, pool: dict[str, int], victims: tuple[str, str]) -> None:
+    assert moved(NewestGiveWay(swaps=swaps).moves(view("abc", idle, **pool), 0.0)) == victims
 
 
 def test_a_job_that_holds_nothing_is_no_victim() -> None:
@@ -107,11 +110,19 @@ def test_every_preset_can_be_served_on_both_sides_of_a_replica(name: str) -> Non
     configured_replica(SchedulerConfig(preset=name), 16).check_integrity()
 
 
-def test_in_batch_mode_nobody_places() -> None:
-    with pytest.raises(ConfigError, match=r"scheduler\.placement.*idle workers pull"):
-        check_scheduler(SchedulerConfig(preset="magnus", placement="least-work"))
-    with pytest.raises(ConfigError, match=r"scheduler\.placement.*round-robin"):
-        check_scheduler(SchedulerConfig(placement="idle-worker"))
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"preset": "magnus", "placement": "least-work"}, r"placement.*idle workers pull"),
+        ({"placement": "idle-worker"}, r"placement.*round-robin"),
+        ({"preset": "fastserve", "execution": "static"}, r"execution.*'static'.*ragged.*'fastserve'.*multi-bin"),
+        *(({"preset": "multi-bin", part: "fcfs"}, rf"{part}.*'multi-bin'") for part in ("order", "admission", "kv")),
+    ],
+)
+def test_in_batch_mode_nobody_places_and_replicas_decide_nothing(settings: dict[str, Any], says: str) -> None:
+    check_scheduler(SchedulerConfig(preset="magnus", execution="static"))
+    with pytest.raises(ConfigError, match=rf"scheduler\.{says}"):
+        check_scheduler(SchedulerConfig(**settings))
 
 
 @pytest.mark.parametrize(("size", "max_num_seqs", "batch"), [(0, None, 7), (3, None, 3), (9, 5, 5), (0, 4, 4)])
@@ -123,19 +134,6 @@ def test_no_batch_is_larger_than_a_worker_can_run(size: int, max_num_seqs: int |
     pulled = batcher.pull(0.0)
     assert pulled is not None
     assert len(pulled) == batch
-
-
-def test_only_formed_batches_can_be_padded() -> None:
-    check_scheduler(SchedulerConfig(preset="magnus", execution="static"))
-    with pytest.raises(ConfigError, match=r"scheduler\.execution.*'static'.*ragged.*'fastserve'.*multi-bin"):
-        check_scheduler(SchedulerConfig(preset="fastserve", execution="static"))
-
-
-@pytest.mark.parametrize("part", ["order", "admission", "kv"])
-def test_replicas_of_batch_mode_decide_nothing(part: str) -> None:
-    parts: dict[str, Any] = {part: "fcfs"}
-    with pytest.raises(ConfigError, match=rf"scheduler\.{part}.*'multi-bin'"):
-        check_scheduler(SchedulerConfig(preset="multi-bin", **parts))
 
 
 def test_the_configuration_sets_parts_alone() -> None:

@@ -134,7 +134,7 @@ def test_more_reserve_and_more_lists_evict_less() -> None:
     def total(**options: Any) -> int:
         return sum(
             evictions(with_history(80, seed=seed, **options), random_lengths(seed, 120), 400, 80)[0]
-            for seed in range(4)
+            for seed in range(2)
         )
 
     one, five = total(max_lists=1), total(max_lists=5)

@@ -98,10 +98,7 @@ def test_edges_from_a_quantile_function() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    st.lists(st.floats(0, 100), min_size=2, max_size=8).map(sorted),
-    st.floats(-50, 150),
-)
+@given(st.lists(st.floats(0, 100), min_size=2, max_size=8).map(sorted), st.floats(-50, 150))
 def test_bins_are_closed_below_and_the_ends_take_what_is_outside(edges: list[float], length: float) -> None:
     index = MultiBinBatcher(edges, 2).bin_of(length)
     last = len(edges) - 2

@@ -124,22 +124,21 @@ def test_forecasts_order_those_who_wait() -> None:
     assert sent(handle(scheduler, OutputEnded(("first", 0), STOPPED), 1.0)) == ["short"]
 
 
-def test_before_its_first_token_it_goes_elsewhere() -> None:
+def test_before_its_first_token_it_goes_elsewhere_and_after_it_fails() -> None:
     scheduler = up()
-    arrive(scheduler, request("a"))
+    arrive(scheduler, request("a"), request("b"))
     failed = handle(scheduler, OutputFailed(("a", 0), DOWN))
     assert returned(failed) == ["a"]
     assert ended(failed) == [("a", SequenceStatus.FINISHED_ABORTED, 0)]
     assert not handle(scheduler, OutputEnded(("a", 0), STOPPED)), "nothing more is said of it"
-
-
-def test_after_its_first_token_it_fails() -> None:
-    scheduler = up()
-    arrive(scheduler, request("a"))
-    handle(scheduler, OutputGrew(("a", 0), 1))
-    failed = handle(scheduler, OutputFailed(("a", 0), DOWN))
-    assert failed[0] == FailRequest(request("a"), 1, "no connection")
-    assert ended(failed) == [("a", SequenceStatus.FINISHED_FAILED, 1)]
+    handle(scheduler, OutputGrew(("b", 0), 1))
+    failed = handle(scheduler, OutputFailed(("b", 0), DOWN))
+    assert failed[0] == FailRequest(request("b"), 1, "no connection")
+    assert ended(failed) == [("b", SequenceStatus.FINISHED_FAILED, 1)]
+    for index in range(5):
+        arrive(scheduler, request(f"r{index}"))
+        assert isinstance(handle(scheduler, OutputFailed((f"r{index}", 0), UNFIT))[0], FailRequest)
+    assert scheduler.breaker.closed, "the server is not blamed for what it will not take"
 
 
 def test_tokens_of_earlier_attempts_are_not_its_own() -> None:
@@ -149,15 +148,6 @@ def test_tokens_of_earlier_attempts_are_not_its_own() -> None:
     arrive(scheduler, request("a", 2, resumed=4))
     handle(scheduler, OutputGrew(("a", 2), 2))
     assert ended(handle(scheduler, OutputEnded(("a", 2), STOPPED))) == [("a", STOPPED, 6)]
-
-
-def test_what_the_server_will_not_take_fails_and_the_server_is_not_blamed() -> None:
-    scheduler = up()
-    for index in range(5):
-        arrive(scheduler, request(f"r{index}"))
-        failed = handle(scheduler, OutputFailed((f"r{index}", 0), UNFIT))
-        assert isinstance(failed[0], FailRequest)
-    assert scheduler.breaker.closed
 
 
 def test_an_open_breaker_sends_all_that_waits_elsewhere_and_lets_the_rest_end() -> None:

@@ -6,7 +6,6 @@ import math
 import random
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -153,16 +152,11 @@ def test_a_forecast_is_waited_for_but_not_for_long() -> None:
 def test_forecasts_that_come_late_make_the_batches_that_they_would_have_made_in_time(preset: str) -> None:
     lens = [4, 14, 40, 14, 4, 40, 40, 4, 14, 14, 40, 4]
     names = [f"r{index}" for index in range(len(lens))]
-    usual: dict[str, Any] = {
-        "batch_size": 4,
-        "wma_threshold": 150,
-        "edges": (0.0, 8.0, 20.0, math.inf),
-        "num_bins": 0,
-        "max_wait_s": 9,
-    }
     batches = []
     for late in (False, True):
-        house = House(preset, **usual)
+        house = House(
+            preset, batch_size=4, wma_threshold=150, edges=(0.0, 8.0, 20.0, math.inf), num_bins=0, max_wait_s=9
+        )
         house.tell(HistoryLearned(forecast(20.0)))
         house.arrive(*(request(f"x{index}", out=20) for index in range(4)))
         house.now = 9.0
@@ -200,7 +194,7 @@ def test_a_late_forecast_changes_the_response_ratio_of_its_batch() -> None:
     told = house.machine.choice("short")
     assert told is not None
     facts = told.facts()
-    assert (facts["counted_tokens"], facts["counted_by"], facts["service_s"]) == (2, "forest", 1.0)
+    assert (facts["counted_tokens"], facts["counted_by"], facts["service_s"]) == (2, "test", 1.0)
     house.tell(ForecastsArrived((ForecastMade("short", 0, forecast(33.0)),)))
     told = house.machine.choice("short")
     assert told is not None

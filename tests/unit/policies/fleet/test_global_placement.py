@@ -108,22 +108,16 @@ def foreseen(name: str, attempt: int, mean: float) -> ForecastMade:
     return ForecastMade(name, attempt, Forecast(mean, (mean,) * len(QUANTILES), 5, "test", 1))
 
 
-def test_placement_hears_of_forecasts_of_current_attempts() -> None:
+def test_placement_hears_of_forecasts_starts_and_prices_of_what_is_here() -> None:
     scheduler, placement = listener()
     arrive(scheduler, request("r", attempt=1))
     placement.heard.clear()
     made = (foreseen("r", 0, 10.0), foreseen("r", 1, 20.0), foreseen("s", 0, 30.0))
-    assert scheduler.handle(ForecastsArrived(made), 3.0) == []
-    assert placement.heard == [("foreseen", "r", 20.0, 3.0)]
-
-
-def test_placement_hears_of_starts_of_current_attempts() -> None:
-    scheduler, placement = listener()
-    arrive(scheduler, request("r", attempt=1))
-    placement.heard.clear()
     started = (StartedRequest("r", 0, 1, 0.1), StartedRequest("r", 1, 8, 0.5), StartedRequest("s", 0, 1, 0.1))
-    assert scheduler.handle(RequestsStarted(started), 3.0) == []
-    assert placement.heard == [("started", "r", 8, 0.5, 3.0)]
+    events = (ForecastsArrived(made), RequestsStarted(started), *(StepsPriced(name, A100_7B) for name in "az"))
+    for event in events:
+        assert scheduler.handle(event, 3.0) == []
+    assert placement.heard == [("foreseen", "r", 20.0, 3.0), ("started", "r", 8, 0.5, 3.0), ("priced", "a", A100_7B)]
 
 
 def noticed(*seqs: int, whole: int = 0, incarnation: str = "w1", replica: str = "a") -> KVCacheChanged:
@@ -165,13 +159,6 @@ def test_notices_of_lives_that_are_over_are_dropped() -> None:
     for replica, incarnation in (("a", "w0"), ("unheard of", "w1")):
         assert handle(scheduler, noticed(1, whole=1, incarnation=incarnation, replica=replica)) == []
     assert placement.heard == []
-
-
-def test_placement_hears_what_steps_cost() -> None:
-    scheduler, placement = listener()
-    for name in ("a", "unheard of"):
-        assert handle(scheduler, StepsPriced(name, A100_7B)) == []
-    assert placement.heard == [("priced", "a", A100_7B)]
 
 
 def test_the_loads_are_one_object_while_the_same_replicas_take_requests() -> None:

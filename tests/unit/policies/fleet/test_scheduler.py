@@ -375,10 +375,7 @@ def test_what_the_scheduler_does_not_know_is_lost_once() -> None:
     scheduler = router(RoundRobin())
     arrive(scheduler, request("r0", ingress="i"), request("r1"), request("r2", ingress="j"), request("r3", attempt=1))
     keys: tuple[Key, ...] = (("r0", 0), ("r2", 0))
-    assert handle(scheduler, KeysUnknown("a", keys)) == [
-        ReportLost("i", (("r0", 0),)),
-        ReportLost("j", (("r2", 0),)),
-    ]
+    assert handle(scheduler, KeysUnknown("a", keys)) == [ReportLost("i", (("r0", 0),)), ReportLost("j", (("r2", 0),))]
     for nothing in (KeysUnknown("a", keys), KeysUnknown("b", (("r3", 0),)), KeysUnknown("a", (("r3", 1),))):
         assert handle(scheduler, nothing) == [], "said before, of an older attempt, from another replica"
     assert scheduler.num_in_flight == 2

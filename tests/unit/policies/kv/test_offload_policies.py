@@ -212,14 +212,10 @@ def test_moves_come_to_rest_and_respect_every_bound(seed: int) -> None:
         raise AssertionError("moves never end")
 
 
-def test_no_job_starts_while_the_host_is_nearly_full() -> None:
-    policy = EnstOffload(unit_mlfq())
-    assert policy.start_room(view_of(host_free=99, free=50)) == 0
-    assert policy.start_room(view_of(host_free=0, host_capacity=0)) == math.inf
-
-
 def test_no_more_start_than_the_host_takes_of_those_whom_they_push_out() -> None:
     policy = EnstOffload(unit_mlfq())
+    assert policy.start_room(view_of(host_free=99, free=50)) == 0, "the host is nearly full"
+    assert policy.start_room(view_of(host_free=0, host_capacity=0)) == math.inf
     assert policy.start_room(view_of(host_free=160, free=50)) == 110
     assert policy.start_room(view_of(host_free=160, free=50, needed=90)) == 20, "those promised room come first"
     assert policy.start_room(view_of(host_free=160, needed=90)) == 0
@@ -312,27 +308,16 @@ def test_worst_idle_first_then_the_tail_of_the_running() -> None:
     full = view(running, [long, short], needed=400)
     assert moves_of(full).offload == (long,)
     assert moves_of(view(running, [short, long], needed=1001)).offload == (long, short, running[1])
-
-
-def test_the_first_of_the_running_stays() -> None:
-    only = resident("only", 10)
-    assert moves_of(view([only], needed=10)) == KvMoves()
-
-
-def test_urgent_jobs_leave_last() -> None:
-    urgent, other = resident("urgent", 900, priority=-1), resident("other", 10)
-    assert moves_of(view(idle=[urgent, other], needed=10)).offload == (other,)
+    assert moves_of(view(running[:1], needed=10)) == KvMoves(), "the first of the running stays"
+    assert moves_of(view(running, [long], [foreseen("far", 900, host_len=100)], free=250, needed=250)) == KvMoves()
+    urgent = resident("urgent", 900, priority=-1)
+    assert moves_of(view(idle=[urgent, short], needed=10)).offload == (short,), "urgent ones leave last"
 
 
 @pytest.mark.parametrize(("computed_len", "host_free", "moved"), [(256, 256, 1), (255, 999, 0), (300, 299, 0)])
 def test_dropped_if_small_or_the_host_is_full(computed_len: int, host_free: int, moved: int) -> None:
     moves = moves_of(view(idle=[resident("a", 50, computed_len)], needed=1, host_free=host_free))
     assert (len(moves.offload), len(moves.drop)) == (moved, 1 - moved)
-
-
-def test_nothing_moves_without_need() -> None:
-    idle, far = resident("idle", 20), foreseen("far", 900, host_len=100)
-    assert moves_of(view(idle=[idle], offloaded=[far], free=250, needed=250)) == KvMoves()
 
 
 def test_host_guard() -> None:

@@ -151,34 +151,24 @@ def law(
     return tokens[0], weights[0]
 
 
-def test_equal_quantiles_are_a_deterministic_law() -> None:
-    assert (forecast_points(law_of(*[40.0] * 6)) == 40).all()
-
-
 def test_points_interpolate_between_the_levels() -> None:
+    assert (forecast_points(law_of(*[40.0] * 6)) == 40).all()
     points = forecast_points(law_of(100.0, 250.0, 500.0, 750.0, 900.0, 990.0))
     assert points.tolist() == np.ceil(np.clip(LEVELS, 0.1, 0.99) * 1000).tolist()
 
 
-def test_halves_weigh_omega_and_the_rest() -> None:
-    points, source = both(np.full(NUM_POINTS, 10.0), np.full(NUM_POINTS, 30.0))
-    tokens, weights = law(points, source, 0.8, 0)
-    assert np.isclose(weights[tokens == 10].sum(), 0.8)
-    assert np.isclose(weights[tokens == 30].sum(), 0.2)
-
-
-def test_what_has_been_generated_conditions_the_law() -> None:
-    points, source = both(np.full(NUM_POINTS, 10.0), np.full(NUM_POINTS, 30.0))
-    tokens, weights = law(points, source, 0.8, 10)
-    assert np.isclose(weights[tokens == 20].sum(), 1.0)
-
-
-def test_a_single_half_counts_in_full() -> None:
-    for omega in (0.0, 0.5):
-        tokens, weights = law(*both(np.full(NUM_POINTS, 7.0), None), omega, 0)
-        assert np.isclose(weights[tokens == 7].sum(), 1.0)
-        tokens, weights = law(*both(None, np.full(NUM_POINTS, 9.0)), omega, 0)
-        assert np.isclose(weights[tokens == 9].sum(), 1.0)
+@pytest.mark.parametrize(
+    ("forecast", "history", "generated", "expected"),
+    [(10, 30, 0, {10: 0.8, 30: 0.2}), (10, 30, 10, {20: 1.0}), (7, None, 0, {7: 1.0}), (None, 9, 0, {9: 1.0})],
+    ids=["omega and the rest", "conditioned by what there is", "a forecast alone", "a history alone"],
+)
+def test_halves_weigh_omega_and_the_rest(
+    forecast: float | None, history: float | None, generated: int, expected: dict[int, float]
+) -> None:
+    halves = [None if each is None else np.full(NUM_POINTS, float(each)) for each in (forecast, history)]
+    tokens, weights = law(*both(*halves), 0.8, generated)
+    for length, weight in expected.items():
+        assert np.isclose(weights[tokens == length].sum(), weight)
 
 
 def test_an_outlived_law_expects_a_quarter_more_but_sixteen_at_least_and_never_passes_the_limit() -> None:
@@ -217,25 +207,19 @@ def gate_after(*, shuffled: bool, num: int = 200) -> PredictorGate:
 
 
 def test_a_good_predictor_is_believed_and_a_shuffled_one_is_not() -> None:
+    assert gate_after(shuffled=False, num=19).omega == 0.5, "half, until there are enough"
+    assert gate_after(shuffled=False, num=20).omega > 0.9
     assert gate_after(shuffled=False).omega > 0.9
     assert gate_after(shuffled=True).omega < 0.05
-
-
-def test_half_until_there_are_enough() -> None:
-    assert gate_after(shuffled=False, num=19).omega == 0.5
-    assert gate_after(shuffled=False, num=20).omega > 0.9
 
 
 def test_equal_laws_get_half_of_the_largest_weight() -> None:
     gate = PredictorGate(min_completions=1)
     gate.observe(np.full(NUM_POINTS, 5.0), np.full(NUM_POINTS, 5.0), 9)
     assert np.isclose(gate.omega, 0.485)
-
-
-def test_an_exact_history_is_not_beaten() -> None:
-    gate = PredictorGate(min_completions=1)
-    gate.observe(np.full(NUM_POINTS, 6.0), np.full(NUM_POINTS, 5.0), 5)
-    assert gate.omega < 0.01
+    exact = PredictorGate(min_completions=1)
+    exact.observe(np.full(NUM_POINTS, 6.0), np.full(NUM_POINTS, 5.0), 5)
+    assert exact.omega < 0.01, "a history that is exact is not beaten"
 
 
 def test_old_completions_are_forgotten() -> None:

@@ -156,9 +156,9 @@ def mean_completion(told: list[float] | None, lengths: list[float]) -> float:
 
 
 def test_shuffled_forecasts_cost_little_and_good_ones_gain() -> None:
-    """Ratios to no forecasts at all, of 12 paired workloads."""
+    """Ratios to no forecasts at all, of 4 paired workloads."""
     shuffled, good = [], []
-    for seed in range(12):
+    for seed in range(4):
         rng = np.random.default_rng(seed)
         lengths = np.ceil(rng.lognormal(4.0, 1.0, 260)).clip(1, 2000).tolist()
         none = mean_completion(None, lengths)

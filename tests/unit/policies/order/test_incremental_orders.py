@@ -354,15 +354,6 @@ def test_the_group_is_the_hit_ratio_in_tenths(cached: int, prompt: int, group: i
     assert HitGroups(55).group(hit_job("r", cached, prompt)) == group
 
 
-def test_ex5_quotas_and_the_slot_left_over() -> None:
-    assert quotas(3, 10) == [1, 3, 5]
-    order = HitGroups(10, num_groups=3)
-    for i in range(10):
-        for group, cached in enumerate((0, 50, 90)):
-            order.add(hit_job(f"{group}-{i}", cached), 0.0)
-    assert filled(order, 10) == {0: 1, 1: 3, 2: 6}
-
-
 def test_one_free_slot_at_a_time_starves_nobody() -> None:
     """Each end frees one slot; a hundred of the highest group wait all the time."""
     order = HitGroups(10, num_groups=3)

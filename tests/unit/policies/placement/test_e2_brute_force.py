@@ -16,6 +16,7 @@ from policies.placement.e2 import E2Router
 from policies.placement.e2_forecast import INITIAL_OUTPUT_LEN, E2Forecast, ForecastChoice
 from policies.placement.e2_profiles import Regressions
 from policies.placement.prefix_tree import Path, PrefixNode
+from tests.unit.policies.batch_jobs import seeds
 from tests.unit.policies.e2_desk import BARE, path
 from tests.unit.policies.global_table import forecast
 from tests.unit.policies.naive_trie import NaiveTrie, path_of
@@ -134,7 +135,7 @@ AFFINE = Regressions(
 )
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(4, nightly=8))
 @pytest.mark.parametrize("config", [BARE, PlacementConfig(rebalance_after=3, autoscale=False)], ids=["bare", "whole"])
 def test_every_decision_is_that_of_brute_force(seed: int, config: PlacementConfig) -> None:
     rng = random.Random(seed)
@@ -325,7 +326,7 @@ def brute_force_cost_s(work: PlainWork, slot: int, prompt_len: int, hit_len: int
     return cost_s + work.memory_wait_s(slot, prompt_len - hit_len, length, CAPACITY)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(4, nightly=4))
 def test_every_decision_with_forecasts_is_that_of_brute_force(seed: int) -> None:
     rng = random.Random(seed)
     desk, work, now = ForecastDesk("abc", CAPACITY), PlainWork(STEPS), 0.0

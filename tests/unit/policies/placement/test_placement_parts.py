@@ -27,30 +27,29 @@ def owner(policy: OraclePartition, prefix: tuple[int, ...], names: str = "abc") 
     return policy.choose(REQUEST, prefix, tuple(ReplicaLoad(name, 0, 0.0) for name in names), 0.0).replica
 
 
-def test_the_heaviest_goes_to_the_lightest_first() -> None:
-    policy = OraclePartition({10: 5.0, 11: 4.0, 12: 3.0, 13: 3.0, 14: 3.0}, 2, 64)
-    assert [owner(policy, (first, 99), "ab") for first in (10, 11, 12, 13, 14)] == ["a", "b", "b", "a", "b"]
-
-
-def test_whoever_shares_the_first_element_shares_the_replica() -> None:
-    policy = OraclePartition({10: 1.0, 11: 1.0, 12: 1.0}, 3, 64)
-    assert owner(policy, (11, 1)) == owner(policy, (11,)) == owner(policy, (11, 7, 8)) == "b"
-
-
-def test_the_unknown_goes_to_the_lightest() -> None:
-    policy = OraclePartition({10: 5.0, 11: 1.0, 12: 2.0}, 3, 64)
-    assert owner(policy, (99,)) == owner(policy, ()) == owner(policy, (11,)) == "c"
-
-
-def test_fewer_replicas_share_what_more_would_have() -> None:
-    policy = OraclePartition({10: 3.0, 11: 2.0, 12: 1.0}, 3, 64)
-    assert [owner(policy, (first,), "ab") for first in (10, 11, 12)] == ["a", "b", "a"]
-
-
-def test_what_all_prompts_share_tells_nothing() -> None:
-    policy = OraclePartition({10: 3.0, 11: 2.0, 12: 1.0}, 3, 64, num_leading=1)
-    assert [owner(policy, (7, first)) for first in (10, 11, 12)] == ["a", "b", "c"]
-    assert owner(policy, (10,)) == owner(policy, (7, 99)) == "c", "unknown"
+@pytest.mark.parametrize(
+    ("loads", "num", "num_leading", "prefixes", "owners"),
+    [
+        ((5.0, 4.0, 3.0, 3.0, 3.0), 2, 0, [(10, 99), (11, 99), (12, 99), (13, 99), (14, 99)], "abbab"),
+        ((1.0, 1.0, 1.0), 3, 0, [(11, 1), (11,), (11, 7, 8)], "bbb"),
+        ((5.0, 1.0, 2.0), 3, 0, [(99,), (), (11,)], "ccc"),
+        ((3.0, 2.0, 1.0), 3, 0, [(10,), (11,), (12,)], "aba"),
+        ((3.0, 2.0, 1.0), 3, 1, [(7, 10), (7, 11), (7, 12), (10,), (7, 99)], "abccc"),
+    ],
+    ids=[
+        "the heaviest goes to the lightest first",
+        "who shares the first element shares the replica",
+        "the unknown goes to the lightest",
+        "fewer replicas share what more would have",
+        "what all prompts share tells nothing",
+    ],
+)
+def test_prefixes_have_owners(
+    loads: tuple[float, ...], num: int, num_leading: int, prefixes: list[tuple[int, ...]], owners: str
+) -> None:
+    policy = OraclePartition({10 + i: load for i, load in enumerate(loads)}, num, 64, num_leading=num_leading)
+    names = "ab" if owners in ("abbab", "aba") else "abc"
+    assert "".join(owner(policy, prefix, names) for prefix in prefixes) == owners
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -76,13 +75,9 @@ def scaling_of(*samples: tuple[float, float], window_s: float = 100.0) -> Prefix
     return scaling
 
 
-def test_prefixes_are_told_apart() -> None:
-    scaling = scaling_of((0.0, 1.0), (60.0, 2.0))
-    assert not scaling.doubled(PrefixNode((1,), None))
-
-
 def test_a_restart_forgets_what_was_and_its_samples_expire_quietly() -> None:
     scaling = scaling_of((0.0, 1.0), (60.0, 9.0))
+    assert scaling.doubled(NODE) and not scaling.doubled(PrefixNode((1,), None)), "another prefix"
     scaling.restart(NODE)
     assert not scaling.doubled(NODE)
     scaling.observe(NODE, 1.0, 70.0)

@@ -33,7 +33,8 @@ from policies.replica.events import (
 )
 from policies.replica.live_view import MAX_ENDED, MAX_POINTS, SchedulerWatch
 from policies.replica.scheduler import SchedulerLimits
-from tests.unit.policies.replica.scheduler_harness import Harness, running, small_request
+from tests.unit.policies.replica.scheduler_harness import Harness, running
+from tests.unit.policies.replica.scheduler_harness import request as small_request
 
 CONTINUOUS = [name for name, preset in PRESETS.items() if preset.mode == "continuous"]
 BLOCK = 8

@@ -102,15 +102,9 @@ def test_reports_out_of_order_or_of_another_life_are_ignored() -> None:
 def test_an_abort_takes_a_shipped_request_out_of_the_plan() -> None:
     h = Harness()
     h.arrive(request("a"), request("b"))
-    h.handle(RequestsAborted((("a", 0), ("unknown", 0))))
-    assert h.admitted == ["b"]
-
-
-def test_an_abort_of_an_older_attempt_leaves_the_newer_alone() -> None:
-    h = Harness()
-    h.arrive(request("a", attempt=1))
-    h.handle(RequestsAborted((("a", 0),)))
-    assert h.admitted == ["a"]
+    h.arrive(request("c", attempt=1))
+    h.handle(RequestsAborted((("a", 0), ("unknown", 0), ("c", 0))))
+    assert h.admitted == ["b", "c"], "of an older attempt it leaves the newer alone"
 
 
 def test_a_request_that_never_fits_is_refused_with_the_numbers() -> None:
@@ -144,18 +138,15 @@ def test_a_new_worker_life_gets_everything_again_in_order() -> None:
     assert all(slot.request is not None for slot in plan.slots)
 
 
-def test_under_pressure_the_stalled_give_way_first() -> None:
+@pytest.mark.parametrize(("stalled", "short", "admitted", "standby"), [("b", 1, "acd", "b"), ("a", 4, "bc", "ad")])
+def test_under_pressure_the_stalled_give_way_first_and_then_the_newest(
+    stalled: str, short: int, admitted: str, standby: str
+) -> None:
     h = Harness(standby_slots=4)
     h.arrive(*(request(name, out=12) for name in "abcd"))
-    h.report(1, running("a", 8, 3), running("b", 8, 3, stalled=True), running("c", 4, 2), running("d", 4, 2), short=1)
-    assert (h.admitted, h.standby) == (["a", "c", "d"], ["b"])
-
-
-def test_after_the_stalled_the_newest_give_way() -> None:
-    h = Harness(standby_slots=4)
-    h.arrive(*(request(name, out=12) for name in "abcd"))
-    h.report(1, running("a", 4, 2, stalled=True), running("b", 8, 3), running("c", 4, 2), running("d", 4, 2), short=4)
-    assert (h.admitted, set(h.standby)) == (["b", "c"], {"a", "d"})
+    held = {"a": (4, 2) if stalled == "a" else (8, 3), "b": (8, 3), "c": (4, 2), "d": (4, 2)}
+    h.report(1, *(running(name, *each, stalled=name == stalled) for name, each in held.items()), short=short)
+    assert (h.admitted, set(h.standby)) == (list(admitted), set(standby))
 
 
 def test_stalled_requests_are_not_admitted_and_others_overtake_them() -> None:
@@ -164,16 +155,8 @@ def test_stalled_requests_are_not_admitted_and_others_overtake_them() -> None:
     h.report(1, running("a", 1, 2), waiting("b", stalled=True), waiting("c"))
     h.report(2, waiting("b", stalled=True), waiting("c"), ended=("a",))
     assert (h.admitted, h.standby) == (["c"], ["b"])
-
-
-def test_a_request_no_longer_stalled_is_admitted() -> None:
-    h = Harness()
-    h.arrive(request("big", prompt=37, out=3), request("b"))
-    h.report(1, running("big", 1, 10), waiting("b", stalled=True))
-    h.report(2, waiting("b", stalled=True), ended=("big",))
-    assert h.scheduler.num_admitted == 0
-    h.report(3, waiting("b"))
-    assert h.admitted == ["b"]
+    h.report(3, waiting("b"), ended=("c",))
+    assert h.admitted == ["b"], "it is no longer stalled"
 
 
 def test_a_stalled_victim_waits_until_its_client_reads() -> None:
