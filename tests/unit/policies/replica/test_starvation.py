@@ -8,6 +8,7 @@ from core.config.scheduling import SchedulerConfig
 from core.costs import StepCost
 from policies.compose import configured_settings
 from policies.settings import MlfqRules, PolicySettings
+from simulator.cluster.records import Record
 from simulator.cluster.replica import ReplicaShape
 from simulator.traffic.workload import SimRequest
 from tests.unit.policies.closed_loops import CLIENTS, LONG, PLACES, one_replica, run_beside
@@ -31,14 +32,25 @@ SLOW = StepCost(base_s=0.040, prefill_token_s=0.4e-3, decode_seq_s=0.4e-3, conte
 PATIENCE_S = 120.0
 
 
+def one_among_short(preset: str, gamma: float) -> tuple[Record, float]:
+    """60 clients, short requests and one of 1,500 output tokens that no forecast announces."""
+    shape = ReplicaShape(4000, 16, num_host_blocks=4000, max_num_seqs=PLACES, look_every=1)
+    settings = PolicySettings(cost=SLOW, gamma=gamma)
+    long, short = SimRequest("long", 0.0, 100, 1500, 2048), SimRequest("short", 0.0, 20, 20, 2048)
+    return run_beside(one_replica(preset, settings, shape, standby_slots=8, clients=60), 700, long, short, 60)
+
+
 @pytest.mark.parametrize("preset", ["farsight", "farsight-mean"])
 def test_no_preset_of_ours_starves_a_long_request(preset: str) -> None:
-    """60 clients, short requests and one of 1,500 output tokens that no forecast announces."""
+    record, overloaded_until = one_among_short(preset, PolicySettings().gamma)
     assert configured_settings(SchedulerConfig()).gamma == PolicySettings().gamma, "live and simulated"
-    shape = ReplicaShape(4000, 16, num_host_blocks=4000, max_num_seqs=PLACES, look_every=1)
-    fleet = one_replica(preset, PolicySettings(cost=SLOW), shape, standby_slots=8, clients=60)
-    long, short = SimRequest("long", 0.0, 100, 1500, 2048), SimRequest("short", 0.0, 20, 20, 2048)
-    record, overloaded_until = run_beside(fleet, 700, long, short, num_before=60)
     assert overloaded_until > record.arrival.arrived_at + PATIENCE_S, "the overload has to last"
     assert record.ttft_s < PATIENCE_S / 4
     assert record.max_gap_s < PATIENCE_S / 4
+
+
+def test_farsight_mean_without_ageing_starves_it() -> None:
+    """What the test above would miss without the default: no token while short requests come."""
+    record, overloaded_until = one_among_short("farsight-mean", gamma=0.0)
+    assert record.ttft_s > PATIENCE_S
+    assert record.first_token_at > overloaded_until - 1.0

@@ -162,6 +162,19 @@ def test_weights_divide_the_service(preempts: bool) -> None:
     assert replica.widest <= replica.bound()
 
 
+def test_first_come_first_served_would_break_the_bound() -> None:
+    """The check can fail: one tenant's name for all starves the one that sends less."""
+    replica = Replica()
+    sent: dict[str, list[str]] = {"flood": [], "calm": []}
+    for _ in range(800):
+        sent["flood"].append(replica.send("all", 100, 40).request_id)
+        if sum(name in replica.jobs for name in sent["calm"]) < 2 * NUM_SLOTS:
+            sent["calm"].append(replica.send("all", 100, 40).request_id)
+        replica.step()
+    calm, flood = (sum(replica.charged.get(name, 0.0) for name in sent[who]) for who in ("calm", "flood"))
+    assert calm < 0.5 * flood
+
+
 @pytest.mark.parametrize(("prompt_len", "output_len", "cancels"), [(2000, 100, True), (4000, 30, False)])
 def test_no_trick_buys_service(prompt_len: int, output_len: int, cancels: bool) -> None:
     """Aborting each request after one step, long prompts, large limits and many requests: what is computed counts."""
