@@ -14,6 +14,7 @@ from core.messages.plans import FinishedSequence, WorkerReady
 from core.request import Request, SamplingParams, SequenceStatus
 from policies.fleet.events import (
     AskCache,
+    GlobalEvent,
     KVCacheChanged,
     ReplicaAway,
     ReplicaDraining,
@@ -114,8 +115,8 @@ def test_placement_hears_of_forecasts_starts_and_prices_of_what_is_here() -> Non
     placement.heard.clear()
     made = (foreseen("r", 0, 10.0), foreseen("r", 1, 20.0), foreseen("s", 0, 30.0))
     started = (StartedRequest("r", 0, 1, 0.1), StartedRequest("r", 1, 8, 0.5), StartedRequest("s", 0, 1, 0.1))
-    events = (ForecastsArrived(made), RequestsStarted(started), *(StepsPriced(name, A100_7B) for name in "az"))
-    for event in events:
+    events: list[GlobalEvent] = [StepsPriced(name, A100_7B) for name in ("a", "unheard of")]
+    for event in (ForecastsArrived(made), RequestsStarted(started), *events):
         assert scheduler.handle(event, 3.0) == []
     assert placement.heard == [("foreseen", "r", 20.0, 3.0), ("started", "r", 8, 0.5, 3.0), ("priced", "a", A100_7B)]
 

@@ -30,9 +30,8 @@ def names(order: Gittins, now: float = 0.0) -> list[str]:
 
 
 def order_of(*jobs: Job, **options: object) -> Gittins:
-    price = {"seqs": 64, "capacity": 10_000, "unit": "volume"}
-    price |= {name: options.pop(name) for name in price if name in options}  # type: ignore[arg-type]
-    order = Gittins(DecodePrice(STEP, *price.values()), **options)  # type: ignore[arg-type]
+    unit = options.pop("unit", "volume")
+    order = Gittins(DecodePrice(STEP, 64, 10_000, unit), **options)  # type: ignore[arg-type]
     for each in jobs:
         order.add(each, 0.0)
     return order

@@ -58,9 +58,12 @@ class Harness:
         *,
         preset: str = "fcfs",
         kv: str = "",
-        **limits: float,
+        grant_lead_s: float = 0.0,
+        offload_deadline_s: float = 0.0,
     ) -> None:
-        bounds = SchedulerLimits(max_num_seqs, standby_slots, **limits)
+        bounds = SchedulerLimits(
+            max_num_seqs, standby_slots, grant_lead_s=grant_lead_s, offload_deadline_s=offload_deadline_s
+        )
         self.scheduler = self.build(preset, bounds, kv)
         self.plans: list[Plan] = []
         self.ended: list[RequestEnded] = []
