@@ -52,6 +52,7 @@ from policies.replica.events import (
     RequestsAborted,
     RequestsArrived,
 )
+from tests.unit.policies.batch_jobs import seeds
 
 STOPPED = SequenceStatus.FINISHED_STOPPED
 DOWN = ServerFailure("connect", "no connection")
@@ -294,7 +295,7 @@ class _Run:
         return ProbeTick()
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(12, nightly=18))
 def test_every_request_comes_to_exactly_one_end(seed: int) -> None:
     run = _Run(seed)
     for _ in range(300):
@@ -422,7 +423,7 @@ def test_what_still_comes_of_requests_does_not_touch_an_open_one() -> None:
 
 def test_any_course_of_events_leaves_it_sound() -> None:
     rng = random.Random(3)
-    for _ in range(200):
+    for _ in range(80):
         breaker, now = CircuitBreaker(), 0.0
         for _ in range(100):
             now += rng.expovariate(1.0)

@@ -242,11 +242,13 @@ class Plain:
         return iter(list(order.ranked(now)))
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("seed", "num_requests"), [(0, 45), pytest.param(1, 90, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "preset", ["farsight-mean", "farsight", "fastserve", "fastserve-reactive", "fastserve-recompute"]
 )
-def test_a_scheduler_says_the_same_as_one_that_ranks_everybody_at_each_point(preset: str, seed: int) -> None:
+def test_a_scheduler_says_the_same_as_one_that_ranks_everybody_at_each_point(
+    preset: str, seed: int, num_requests: int
+) -> None:
     """The same requests, steps and reports; memory is short, hosts fill up, and starts are barred at times."""
     logs = []
     for is_plain in (False, True):
@@ -254,12 +256,12 @@ def test_a_scheduler_says_the_same_as_one_that_ranks_everybody_at_each_point(pre
         scheduler = build_scheduler(preset, SchedulerLimits(12, 3), settings)
         if is_plain:
             scheduler.order = scheduler.selector.order = Plain(scheduler.order)  # type: ignore[assignment]
-        logs.append(history(scheduler, seed))
+        logs.append(history(scheduler, seed, num_requests))
     assert logs[0] == logs[1]
 
 
-def history(scheduler: ReplicaScheduler, seed: int) -> list[str]:
-    """All that the scheduler says while 90 requests run through a small replica."""
+def history(scheduler: ReplicaScheduler, seed: int, num_requests: int) -> list[str]:
+    """All that the scheduler says while so many requests run through a small replica."""
     said: list[str] = []
     handle = scheduler.handle
 
@@ -273,8 +275,8 @@ def history(scheduler: ReplicaScheduler, seed: int) -> list[str]:
     shape = ReplicaShape(150, 16, 120, 12, 512, look_every=3)
     replica = Replica("0", scheduler, shape, A100_7B, Recorder(), lambda *_: None, lambda *_: None)
     rng, source = random.Random(seed), arrivals(seed)
-    for number in range(300):
-        if number < 90:
+    for number in range(10 * num_requests // 3):
+        if number < num_requests:
             arrival = next(source)
             arrival = replace(arrival, prompt_len=min(arrival.prompt_len, 600), output_len=min(arrival.output_len, 80))
             now = replica.wakes_at if number else 0.0

@@ -375,7 +375,7 @@ def test_what_is_in_flight_is_kept_whatever_it_takes() -> None:
 
 @pytest.mark.parametrize("own", [1, 5, 60])
 def test_the_estimate_is_near_what_is_really_allocated(own: int) -> None:
-    made = paths(5, 2000, own)
+    made = paths(5, 1000, own)
     gc.collect()
     tracemalloc.start()
     tree = RadixTree()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from core.config.scheduling import SchedulerConfig
@@ -15,6 +17,7 @@ from tests.unit.policies.closed_loops import CLIENTS, LONG, PLACES, one_replica,
 
 COST = StepCost(base_s=0.010, prefill_token_s=0.1e-3, decode_seq_s=0.1e-3, context_token_s=0.0)
 RULES = MlfqRules(quantum_s=0.02, starve_limit_s=0.5)
+OUTPUT_LEN = 12
 TURN_S = CLIENTS / PLACES * (RULES.quantum_s + COST.prefill_s(PLACES * 32))
 """Who is promoted waits for a quantum of everybody else, so many at once, each after its prefill."""
 
@@ -22,10 +25,11 @@ TURN_S = CLIENTS / PLACES * (RULES.quantum_s + COST.prefill_s(PLACES * 32))
 @pytest.mark.parametrize("preset", ["fastserve", "fastserve-defer", "fastserve-reactive", "fastserve-recompute"])
 def test_a_long_request_ends_within_its_bound(preset: str) -> None:
     settings = PolicySettings(watermark=1.0, cost=COST, mlfq=RULES)
-    long, overloaded_until = run_beside(one_replica(preset, settings, standby_slots=8, clients=CLIENTS), 1500)
+    fleet = one_replica(preset, settings, standby_slots=8, clients=CLIENTS)
+    long, overloaded_until = run_beside(fleet, 700, replace(LONG, output_len=OUTPUT_LEN))
     assert long.finished_at < overloaded_until, "the overload has to last"
     assert max(long.ttft_s, long.max_gap_s) <= RULES.starve_limit_s + TURN_S
-    assert long.jct_s <= LONG.output_len * (RULES.starve_limit_s + TURN_S)
+    assert long.jct_s <= OUTPUT_LEN * (RULES.starve_limit_s + TURN_S)
 
 
 SLOW = StepCost(base_s=0.040, prefill_token_s=0.4e-3, decode_seq_s=0.4e-3, context_token_s=0.0)
@@ -49,6 +53,7 @@ def test_no_preset_of_ours_starves_a_long_request(preset: str) -> None:
     assert record.max_gap_s < PATIENCE_S / 4
 
 
+@pytest.mark.nightly
 def test_farsight_mean_without_ageing_starves_it() -> None:
     """What the test above would miss without the default: no token while short requests come."""
     record, overloaded_until = one_among_short("farsight-mean", gamma=0.0)
