@@ -154,7 +154,7 @@ class World:
         return SchedulerComponent(self, replica, machine)
 
     def _settings(self) -> PolicySettings:
-        return PolicySettings(watermark=self.watermark, mlfq=MlfqRules(quantum_s=STEP_S, starve_limit_s=1.0))
+        return PolicySettings(SchedulerConfig(watermark=self.watermark, quantum_s=STEP_S, starve_limit_s=1.0, max_gap_ms=0.0), mlfq=MlfqRules(follows_cost=False))
 
     def _make_manager(self, replica: str) -> ManagerComponent:
         order, kv = self.parts

@@ -38,7 +38,7 @@ def make_fleet(
     fleet = Fleet(
         FleetShape(shape, latency, num_replicas),
         build_router("fcfs"),
-        lambda _: build_scheduler("fcfs", limits, PolicySettings(watermark=watermark), kv=kv),
+        lambda _: build_scheduler("fcfs", limits, PolicySettings(SchedulerConfig(watermark=watermark, max_gap_ms=0.0)), kv=kv),
         timeline=timeline,
         clients=clients,
     )

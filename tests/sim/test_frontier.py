@@ -35,7 +35,7 @@ def crowd(seed: int, num: int = 150) -> list[SimRequest]:
 
 def completion_s(requests: list[SimRequest], order: str) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     shape = ReplicaShape(150, 16, 300, BOUNDS.max_num_seqs, BOUNDS.max_batch_tokens, look_every=1)
-    settings = PolicySettings(cost=COST, tail=0.5)
+    settings = PolicySettings(SchedulerConfig(tail=0.5, max_gap_ms=0.0), cost=COST)
     limits = SchedulerLimits(BOUNDS.max_num_seqs, 0)
     fleet = Fleet(
         FleetShape(shape, LinearLatency(COST)),

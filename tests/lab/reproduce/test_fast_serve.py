@@ -80,7 +80,7 @@ def test_skip_join_mlfq_stands_a_burst_of_long_prompts() -> None:
     shape = FleetShape(ReplicaShape(2500, 16, 5000, max_num_seqs=64, max_batch_tokens=512, look_every=4), latency)
     means = {}
     for preset in ("fastserve", "fcfs"):
-        settings = PolicySettings(mlfq=MlfqRules(starve_limit_s=math.inf), cost=latency.cost)
+        settings = PolicySettings(SchedulerConfig(starve_limit_s=math.inf, max_gap_ms=0.0), mlfq=MlfqRules(follows_cost=False), cost=latency.cost)
 
         def make(_: object, preset: str = preset, settings: PolicySettings = settings) -> ReplicaScheduler:
             return build_scheduler(preset, SchedulerLimits(64, 0), settings)

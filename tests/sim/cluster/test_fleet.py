@@ -30,7 +30,7 @@ def fleet(
     kv: str = "recompute-newest",
 ) -> Fleet:
     whole, limits = FleetShape(shape, latency, num_replicas), SchedulerLimits(shape.max_num_seqs, standby_slots=0)
-    settings = PolicySettings(watermark=1.0)
+    settings = PolicySettings(SchedulerConfig(watermark=1.0, max_gap_ms=0.0))
     return Fleet(
         whole, build_router("fcfs"), lambda _: build_scheduler("fcfs", limits, settings, kv=kv), clients=clients
     )

@@ -32,7 +32,7 @@ LATENCY = LinearLatency(COST, image_cost=ImageCost(token_s=0.5))
 def schedulers(preset: str = "fcfs", max_new_tokens: int = 4096) -> Callable[[int], ReplicaScheduler]:
     limits, settings = (
         SchedulerLimits(16, standby_slots=0),
-        PolicySettings(watermark=1.0, max_new_tokens=max_new_tokens),
+        PolicySettings(SchedulerConfig(watermark=1.0, max_gap_ms=0.0), max_new_tokens=max_new_tokens),
     )
     return lambda index: build_scheduler(preset, limits, settings)
 

@@ -27,7 +27,7 @@ def run(arrivals: list[SimRequest], num_stages: int, preset: str = "fcfs", num_b
     shape = ReplicaShape(
         num_blocks, 16, num_blocks, max_num_seqs=num_seqs, max_batch_tokens=4096, look_every=1, num_stages=num_stages
     )
-    settings = PolicySettings(mlfq=MlfqRules(quantum_s=0.05), cost=TWO_STAGES.cost)
+    settings = PolicySettings(SchedulerConfig(quantum_s=0.05, max_gap_ms=0.0), mlfq=MlfqRules(follows_cost=False), cost=TWO_STAGES.cost)
     limits = SchedulerLimits(num_seqs, 0)
     fleet = Fleet(
         FleetShape(shape, TWO_STAGES), build_router("fcfs"), lambda _: build_scheduler(preset, limits, settings)
@@ -40,7 +40,7 @@ def run(arrivals: list[SimRequest], num_stages: int, preset: str = "fcfs", num_b
 
 
 def test_iterations_cut_off_are_refused_where_several_are_in_flight() -> None:
-    settings = PolicySettings(mlfq=MlfqRules(skip_join=False, kills=True))
+    settings = PolicySettings(SchedulerConfig(mlfq="preemption", max_gap_ms=0.0), mlfq=MlfqRules(follows_cost=False))
     shape = FleetShape(ReplicaShape(100, num_stages=2), TWO_STAGES)
     with pytest.raises(InvalidValueError, match="num_stages: got 2, expected 1 where iterations are cut off"):
         Fleet(shape, build_router("fcfs"), lambda _: build_scheduler("fastserve", SchedulerLimits(8, 0), settings))

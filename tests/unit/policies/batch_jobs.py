@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
+import pytest
 
 from core.forecast import QUANTILES, Forecast
 from policies.batching.base import Batcher, FormedBatch
 from policies.interfaces import Job
+
+
+def seeds(daily: int, *, nightly: int) -> list[Any]:
+    """The first ones by day, so many more by night."""
+    return [*range(daily), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(daily, daily + nightly))]
 
 
 def make_job(
@@ -25,14 +32,7 @@ def make_job(
     """A job whose forecast has this mean; None for no forecast."""
     forecast = None if predicted is None else made_forecast(predicted)
     return Job(
-        request_id,
-        arrived_at,
-        prompt_len,
-        max_new_tokens,
-        priority,
-        deadline_at,
-        forecast,
-        output_len=output_len,
+        request_id, arrived_at, prompt_len, max_new_tokens, priority, deadline_at, forecast, output_len=output_len
     )
 
 

@@ -72,36 +72,6 @@ class Server:
         return self.cost.decode_s(job.known_len) if job.decodes else self.cost.prefill_s(job.missing_len)
 
 
-class Srpt(Order):
-    """The shortest remaining time first, by an oracle: what the jobs will need is told."""
-
-    preemptive = True
-
-    def __init__(self) -> None:
-        self._jobs: list[Job] = []
-
-    def add(self, job: Job, now: float) -> None:
-        self._jobs.append(job)
-
-    def remove(self, job: Job) -> None:
-        self._jobs.remove(job)
-
-    def learn(self, job: Job, *, censored: bool) -> None:
-        pass
-
-    def ran(self, job: Job, duration_s: float, now: float) -> None:
-        pass
-
-    def refresh(self, now: float) -> None:
-        pass
-
-    def ranked(self, now: float) -> Iterator[Job]:
-        return iter(sorted(self._jobs, key=lambda job: job.missing_len + job.max_new_tokens - job.output_len))
-
-    def slice_s(self, job: Job) -> float:
-        return math.inf
-
-
 def jobs(*shapes: tuple[int, int]) -> list[Job]:
     """J1, J2, ... at instant 0 with (seconds of the first iteration, output tokens)."""
     return [Job(f"J{i}", 0.0, first, num_tokens) for i, (first, num_tokens) in enumerate(shapes, 1)]

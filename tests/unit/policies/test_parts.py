@@ -1,4 +1,4 @@
-"""FCFS order, victims of the newest-give-way rule, presets."""
+"""Parts and presets: FCFS, victims of the newest-give-way rule, what goes together, and which settings reach a part."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from core.config.placement import PlacementConfig
 from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError
 from policies.admission.watermark import Aggressive
@@ -17,16 +18,20 @@ from policies.compose import (
     check_scheduler,
     configured_replica,
     configured_scheduler,
+    configured_settings,
     swaps_kv,
 )
-from policies.interfaces import Job, KvMoves, KvView
+from policies.interfaces import ADMISSIONS, KV_POLICIES, ORDERS, Job, KvMoves, KvView, ReplicaContext
 from policies.kv.enst_baselines import Reactive
+from policies.kv.enst_offload import EnstOffload
 from policies.kv.newest_first import NewestGiveWay
 from policies.order.fcfs import Fcfs
 from policies.order.skip_join_mlfq import SkipJoinMlfq
+from policies.placement.base import PLACEMENTS
+from policies.placement.e2 import E2Router
 from policies.presets import PRESETS, find_preset
 from policies.replica.scheduler import SchedulerLimits
-from policies.settings import BatchSettings
+from policies.settings import BatchSettings, PolicySettings
 
 
 def job(name: str, computed: int = 0, **details: float) -> Job:
@@ -68,28 +73,25 @@ def moved(moves: KvMoves) -> tuple[str, str]:
     return "".join(each.request_id for each in moves.offload), "".join(each.request_id for each in moves.drop)
 
 
-@pytest.mark.parametrize(("needed", "victims"), [(2, ""), (3, "c"), (8, "cb"), (100, "cb")])
-def test_victims_are_the_newest_until_enough_is_free_never_the_oldest(needed: int, victims: str) -> None:
-    assert moved(NewestGiveWay().moves(view("abc", free=2, needed=needed), 0.0)) == ("", victims)
-
-
-def test_who_does_not_execute_gives_way_first() -> None:
-    assert moved(NewestGiveWay().moves(view("abc", "de", needed=11), 0.0)) == ("", "edc")
-
-
-def test_victims_keep_their_kv_on_the_host_while_there_is_room() -> None:
-    assert moved(NewestGiveWay(swaps=True).moves(view("abc", "d", needed=15, host_free=9), 0.0)) == ("d", "cb")
+@pytest.mark.parametrize(
+    ("idle", "swaps", "pool", "victims"),
+    [
+        ("", False, {"free": 2, "needed": 2}, ("", "")),
+        ("", False, {"free": 2, "needed": 3}, ("", "c")),
+        ("", False, {"free": 2, "needed": 8}, ("", "cb")),
+        ("", False, {"free": 2, "needed": 100}, ("", "cb")),
+        ("de", False, {"needed": 11}, ("", "edc")),
+        ("d", True, {"needed": 15, "host_free": 9}, ("d", "cb")),
+    ],
+    ids=["none", "the newest", "until enough is free", "never the oldest", "the idle first", "to the host"],
+)
+def test_the_newest_give_way(idle: str, swaps: bool, pool: dict[str, int], victims: tuple[str, str]) -> None:
+    assert moved(NewestGiveWay(swaps=swaps).moves(view("abc", idle, **pool), 0.0)) == victims
 
 
 def test_a_job_that_holds_nothing_is_no_victim() -> None:
     empty = KvView([job("a", 5), job("b", 5), job("c")], [], [], free=0, needed=1, host_free=0, host_capacity=0)
     assert moved(NewestGiveWay().moves(empty, 0.0)) == ("", "b")
-
-
-@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.mode == "continuous"])
-def test_every_continuous_preset_builds(name: str) -> None:
-    build_scheduler(name, SchedulerLimits(16, 4)).check_integrity()
-    build_router(name).check_integrity()
 
 
 @pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.mode == "batch"])
@@ -108,11 +110,19 @@ def test_every_preset_can_be_served_on_both_sides_of_a_replica(name: str) -> Non
     configured_replica(SchedulerConfig(preset=name), 16).check_integrity()
 
 
-def test_in_batch_mode_nobody_places() -> None:
-    with pytest.raises(ConfigError, match=r"scheduler\.placement.*idle workers pull"):
-        check_scheduler(SchedulerConfig(preset="magnus", placement="least-work"))
-    with pytest.raises(ConfigError, match=r"scheduler\.placement.*round-robin"):
-        check_scheduler(SchedulerConfig(placement="idle-worker"))
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"preset": "magnus", "placement": "least-work"}, r"placement.*idle workers pull"),
+        ({"placement": "idle-worker"}, r"placement.*round-robin"),
+        ({"preset": "fastserve", "execution": "static"}, r"execution.*'static'.*ragged.*'fastserve'.*multi-bin"),
+        *(({"preset": "multi-bin", part: "fcfs"}, rf"{part}.*'multi-bin'") for part in ("order", "admission", "kv")),
+    ],
+)
+def test_in_batch_mode_nobody_places_and_replicas_decide_nothing(settings: dict[str, Any], says: str) -> None:
+    check_scheduler(SchedulerConfig(preset="magnus", execution="static"))
+    with pytest.raises(ConfigError, match=rf"scheduler\.{says}"):
+        check_scheduler(SchedulerConfig(**settings))
 
 
 @pytest.mark.parametrize(("size", "max_num_seqs", "batch"), [(0, None, 7), (3, None, 3), (9, 5, 5), (0, 4, 4)])
@@ -124,19 +134,6 @@ def test_no_batch_is_larger_than_a_worker_can_run(size: int, max_num_seqs: int |
     pulled = batcher.pull(0.0)
     assert pulled is not None
     assert len(pulled) == batch
-
-
-def test_only_formed_batches_can_be_padded() -> None:
-    check_scheduler(SchedulerConfig(preset="magnus", execution="static"))
-    with pytest.raises(ConfigError, match=r"scheduler\.execution.*'static'.*ragged.*'fastserve'.*multi-bin"):
-        check_scheduler(SchedulerConfig(preset="fastserve", execution="static"))
-
-
-@pytest.mark.parametrize("part", ["order", "admission", "kv"])
-def test_replicas_of_batch_mode_decide_nothing(part: str) -> None:
-    parts: dict[str, Any] = {part: "fcfs"}
-    with pytest.raises(ConfigError, match=rf"scheduler\.{part}.*'multi-bin'"):
-        check_scheduler(SchedulerConfig(preset="multi-bin", **parts))
 
 
 def test_the_configuration_sets_parts_alone() -> None:
@@ -163,21 +160,64 @@ def test_a_preset_bounds_the_batch() -> None:
     assert build_scheduler("magnus-ccb", SchedulerLimits(4, 4)).limits.max_num_seqs == 4
 
 
-def test_an_unknown_preset_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"scheduler\.preset.*did you mean 'fcfs'"):
-        find_preset("fcf")
-
-
 @pytest.mark.parametrize(("part", "named"), [("order", "fcfs"), ("admission", "oracle"), ("kv", "enst-defer")])
 def test_an_unknown_part_names_those_there_are(part: str, named: str) -> None:
     parts: dict[str, Any] = {part: "none"}
     with pytest.raises(ConfigError, match=rf"scheduler\.{part}.*{named}"):
         build_scheduler("fcfs", SchedulerLimits(4, 4), **parts)
+    with pytest.raises(ConfigError, match=r"scheduler\.placement.*least-work, round-robin"):
+        build_router("fcfs", "random")
+    with pytest.raises(ConfigError, match=r"scheduler\.preset.*did you mean 'fcfs'"):
+        find_preset("fcf")
 
 
 def test_parts_can_be_set_alone_but_must_go_together() -> None:
     mixed = build_scheduler("past-future", SchedulerLimits(4, 4), order="skip-join-mlfq", kv="enst-proactive")
     assert mixed.order.preemptive
-    for kv in ("enst-proactive", "cheapest-victim"):
+    for preset, kv in (("fcfs", "enst-proactive"), ("fcfs", "cheapest-victim"), ("farsight", "enst-defer")):
         with pytest.raises(ConfigError, match=r"scheduler\.kv.*recompute-newest"):
-            build_scheduler("fcfs", SchedulerLimits(4, 4), kv=kv)
+            build_scheduler(preset, SchedulerLimits(4, 4), kv=kv)
+
+
+def admitted(admission: str, **settings: Any) -> int:
+    """How many jobs of 10 prompt and at most 90 output tokens a pool of 1,000 tokens takes."""
+    config = SchedulerConfig(admission=admission, **settings)
+    part = ADMISSIONS.find(admission).build(ReplicaContext(configured_settings(config), 100))
+    part.begin([], 1000)
+    count = 0
+    while part.admits(new := Job(f"r{count}", 0.0, 10, 90)):
+        part.add(new)
+        count += 1
+    return count
+
+
+def test_the_mlfq_has_the_quanta_and_levels_of_the_configuration() -> None:
+    config = SchedulerConfig(preset="fastserve", quantum_s=0.5, quantum_ratio=3.0, num_levels=2, starve_limit_s=7.0)
+    order = configured_scheduler(config, 4).order
+    assert isinstance(order, SkipJoinMlfq)
+    rules = order.rules
+    assert (rules.quantum_s, rules.ratio, rules.num_levels, rules.starve_limit_s) == (0.5, 3.0, 2, 7.0)
+    unbounded = configured_scheduler(SchedulerConfig(preset="fastserve"), 4).order
+    assert isinstance(unbounded, SkipJoinMlfq) and unbounded.rules.num_levels is None
+
+
+def test_proactive_offload_has_both_numbers_of_idle_slots() -> None:
+    settings = configured_settings(SchedulerConfig(min_idle_slots=3, num_burst_levels=5))
+    order = ORDERS.find("skip-join-mlfq").build(ReplicaContext(settings, 4))
+    kv = KV_POLICIES.find("enst-proactive").build(ReplicaContext(settings, 4, order=order))
+    assert isinstance(kv, EnstOffload) and (kv.min_idle_slots, kv.num_burst_levels) == (3, 5)
+
+
+def test_past_future_keeps_free_what_it_is_told() -> None:
+    assert admitted("past-future", reserve_ratio=0.0) > admitted("past-future", reserve_ratio=0.5)
+
+
+def test_the_conservative_admission_counts_the_pool_larger() -> None:
+    assert admitted("conservative") == 10
+    assert admitted("conservative", overcommit=1.5) == 15
+
+
+def test_e2_has_the_thresholds_of_the_configuration() -> None:
+    config = PlacementConfig(imbalance_ratio=0.7, balanced_ratio=0.4, rebalance_after=9, initial_output_len=50.0)
+    e2 = PLACEMENTS.find("e2").build(PolicySettings(placement=config))
+    assert isinstance(e2, E2Router) and e2.config == config

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.errors import IntegrityError, InvalidValueError
-from policies.batching.base import FormedBatch
 from policies.batching.multi_bin import (
     MIN_LENGTHS,
     LearnedBins,
@@ -99,34 +98,13 @@ def test_edges_from_a_quantile_function() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    st.lists(st.floats(0, 100), min_size=2, max_size=8).map(sorted),
-    st.floats(-50, 150),
-)
+@given(st.lists(st.floats(0, 100), min_size=2, max_size=8).map(sorted), st.floats(-50, 150))
 def test_bins_are_closed_below_and_the_ends_take_what_is_outside(edges: list[float], length: float) -> None:
     index = MultiBinBatcher(edges, 2).bin_of(length)
     last = len(edges) - 2
     assert 0 <= index <= last
     assert index == 0 or edges[index] <= length
     assert index == last or length < edges[index + 1]
-
-
-def test_lengths_at_the_edges() -> None:
-    batcher = MultiBinBatcher((1, 4, 6), 2)
-    assert [batcher.bin_of(length) for length in (0, 1, 3.9, 4, 6, 99)] == [0, 0, 0, 1, 1, 1]
-
-
-def test_first_completed_first_served() -> None:
-    batcher = MultiBinBatcher((1, 10, 20), 2)
-    add(batcher, [5, 15, 15, 5])  # the first job's batch completes last
-    assert drain(batcher, 4) == [["1", "2"], ["0", "3"]]
-
-
-def test_completion_decides_also_between_batches_of_one_instant() -> None:
-    batcher = MultiBinBatcher((1, 10, 20), 2)
-    for name, length in (("a", 5), ("b", 15), ("c", 15), ("d", 5)):
-        batcher.add(make_job(name, 1, length), 0)
-    assert drain(batcher, 0) == [["b", "c"], ["a", "d"]]
 
 
 def test_incomplete_batches_wait_for_ever_in_the_paper_until_flushed() -> None:
@@ -183,12 +161,6 @@ def test_a_requeued_job_is_due_from_its_arrival() -> None:
     assert batcher.next_due_at() == 40
 
 
-def test_no_wait_at_all() -> None:
-    batcher = MultiBinBatcher((1, 20), 3, max_wait_s=0)
-    add(batcher, [5])
-    assert names(batcher.pull(0)) == ["0"]
-
-
 def test_the_most_urgent_batch_goes_first() -> None:
     batcher = MultiBinBatcher((1, 10, 20, 30), 2)
     add(batcher, [5, 5, 15])
@@ -198,32 +170,8 @@ def test_the_most_urgent_batch_goes_first() -> None:
     assert drain(batcher, 5) == [["2", "urgent"], ["x", "y"], ["0", "1"]]
 
 
-def test_aborts_before_and_after_sealing() -> None:
-    batcher = MultiBinBatcher((1, 20), 2)
-    add(batcher, [5, 5, 5])
-    for name in ("0", "2", "unknown"):
-        batcher.remove(name)
-        batcher.check_integrity()
-    assert batcher.num_waiting == 1
-    add(batcher, [5], start=3)  # the bin is empty again
-    assert drain(batcher, 5) == [["1"]]
-
-
-def test_halves_keep_their_turn() -> None:
-    batcher = MultiBinBatcher((1, 10, 20), 3)
-    add(batcher, [5, 5, 5])
-    batch = batcher.pull(3)
-    assert batch is not None
-    add(batcher, [15, 15, 15], start=3)
-    assert batcher.split(batch, 6) is None
-    assert drain(batcher, 7) == [["0", "1"], ["2"], ["3", "4", "5"]]
-    single = FormedBatch(9, 0.0, 0.0)
-    single.insert(make_job("alone", 1, 1))
-    assert batcher.split(single, 8) is single.jobs[0]
-
-
 @pytest.mark.parametrize("max_wait_s", [0.0, 5.0, math.inf])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_nothing_is_lost_or_doubled(seed: int, max_wait_s: float) -> None:
     exercise(MultiBinBatcher((1, 10, 20, 40), 4, max_wait_s), seed)
 
@@ -248,36 +196,6 @@ def test_integrity_notices_an_overfull_bin_and_a_lost_job() -> None:
     batcher.batch_size = 2
     with pytest.raises(IntegrityError, match="bin 0 holds 2"):
         batcher.check_integrity()
-
-
-@pytest.mark.parametrize(
-    ("field", "arguments"),
-    [
-        ("edges", ((1,), 2)),
-        ("edges", ((1, 3, 2), 2)),
-        ("edges", ((1, math.nan, 2), 2)),
-        ("batch_size", ((1, 2), 0)),
-        ("max_wait_s", ((1, 2), 2, -1)),
-        ("max_wait_s", ((1, 2), 2, math.nan)),
-    ],
-)
-def test_bad_parameters(field: str, arguments: tuple[tuple[float, ...], int]) -> None:
-    with pytest.raises(InvalidValueError) as raised:
-        MultiBinBatcher(*arguments)
-    assert raised.value.field == field
-
-
-def test_bad_edges() -> None:
-    for call in (
-        lambda: uniform_edges(2, 1, 1),
-        lambda: uniform_edges(1, 2, 0),
-        lambda: exponential_edges(0, 2, 2),
-        lambda: exponential_edges(1, 0, 2),
-        lambda: exponential_edges(1, 2, 0),
-        lambda: sample_edges([], 2),
-    ):
-        with pytest.raises(InvalidValueError):
-            call()
 
 
 def test_bins_are_learnt_from_the_lengths_foreseen() -> None:
@@ -305,7 +223,7 @@ def test_jobs_that_wait_move_to_their_new_bins_and_fill_them_in_order_of_arrival
         batcher.rebin((3, 2), 5.0)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_learnt_bins_lose_nothing(seed: int) -> None:
     exercise(LearnedBins(3, 4, max_wait_s=5.0), seed, steps=400)
 

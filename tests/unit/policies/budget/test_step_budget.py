@@ -11,15 +11,13 @@ from core.config.scheduling import SchedulerConfig
 from core.costs import StepCost, attention_pairs
 from core.errors import ConfigError, InvalidValueError
 from policies.budget.step_budget import LEAST_TOKENS, UNBOUNDED, StepBudget
-from policies.compose import build_router, build_scheduler, configured_scheduler
+from policies.compose import configured_scheduler
 from policies.interfaces import Job
-from policies.replica.scheduler import SchedulerLimits
 from policies.settings import PolicySettings
-from simulator.cluster.fleet import Fleet, FleetShape
-from simulator.cluster.latency import LinearLatency
 from simulator.cluster.records import Record
 from simulator.cluster.replica import ReplicaShape
 from simulator.traffic.workload import SimRequest
+from tests.unit.policies.closed_loops import one_replica
 
 COST = StepCost(base_s=0.010, prefill_token_s=0.1e-3, decode_seq_s=0.1e-3, context_token_s=1e-6)
 
@@ -74,12 +72,8 @@ def test_a_server_takes_its_target_from_the_configuration() -> None:
 def run(max_gap_s: float, preset: str) -> dict[str, Record]:
     """Two streams, and long prompts that come while these run."""
     shape = ReplicaShape(1000, 16, max_num_seqs=8, max_batch_tokens=2048)
-    settings = PolicySettings(cost=COST, max_gap_s=max_gap_s)
-    fleet = Fleet(
-        FleetShape(shape, LinearLatency(COST)),
-        build_router(preset),
-        lambda _: build_scheduler(preset, SchedulerLimits(8, 0), settings),
-    )
+    settings = PolicySettings(SchedulerConfig(max_gap_ms=1e3 * max_gap_s), cost=COST)
+    fleet = one_replica(preset, settings, shape)
     streams = [SimRequest(f"stream{number}", 0.0, 50, 200, 300) for number in range(2)]
     prompts = [SimRequest(f"prompt{number}", 0.5 + 0.4 * number, 1800, 5, 300) for number in range(3)]
     return {record.arrival.request_id: record for record in fleet.run([*streams, *prompts]).done}

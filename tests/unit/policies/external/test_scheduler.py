@@ -1,4 +1,4 @@
-"""The scheduler of another server: events in, instructions out."""
+"""The scheduler of another server: events in, instructions out; and the breaker that decides what goes there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,17 @@ from core.messages.forecasts import ForecastMade
 from core.messages.requests import Key
 from core.request import Origin, Request, SamplingParams, SequenceStatus
 from policies.compose import configured_backend
-from policies.external.circuit_breaker import BreakerState
+from policies.external.circuit_breaker import (
+    BreakerEvent,
+    BreakerRules,
+    BreakerState,
+    CircuitBreaker,
+    Failed,
+    ProbeBegun,
+    ProbeFailed,
+    ProbePassed,
+    Succeeded,
+)
 from policies.external.events import (
     AskServer,
     BackendEvent,
@@ -42,6 +52,7 @@ from policies.replica.events import (
     RequestsAborted,
     RequestsArrived,
 )
+from tests.unit.policies.batch_jobs import seeds
 
 STOPPED = SequenceStatus.FINISHED_STOPPED
 DOWN = ServerFailure("connect", "no connection")
@@ -114,22 +125,21 @@ def test_forecasts_order_those_who_wait() -> None:
     assert sent(handle(scheduler, OutputEnded(("first", 0), STOPPED), 1.0)) == ["short"]
 
 
-def test_before_its_first_token_it_goes_elsewhere() -> None:
+def test_before_its_first_token_it_goes_elsewhere_and_after_it_fails() -> None:
     scheduler = up()
-    arrive(scheduler, request("a"))
+    arrive(scheduler, request("a"), request("b"))
     failed = handle(scheduler, OutputFailed(("a", 0), DOWN))
     assert returned(failed) == ["a"]
     assert ended(failed) == [("a", SequenceStatus.FINISHED_ABORTED, 0)]
     assert not handle(scheduler, OutputEnded(("a", 0), STOPPED)), "nothing more is said of it"
-
-
-def test_after_its_first_token_it_fails() -> None:
-    scheduler = up()
-    arrive(scheduler, request("a"))
-    handle(scheduler, OutputGrew(("a", 0), 1))
-    failed = handle(scheduler, OutputFailed(("a", 0), DOWN))
-    assert failed[0] == FailRequest(request("a"), 1, "no connection")
-    assert ended(failed) == [("a", SequenceStatus.FINISHED_FAILED, 1)]
+    handle(scheduler, OutputGrew(("b", 0), 1))
+    failed = handle(scheduler, OutputFailed(("b", 0), DOWN))
+    assert failed[0] == FailRequest(request("b"), 1, "no connection")
+    assert ended(failed) == [("b", SequenceStatus.FINISHED_FAILED, 1)]
+    for index in range(5):
+        arrive(scheduler, request(f"r{index}"))
+        assert isinstance(handle(scheduler, OutputFailed((f"r{index}", 0), UNFIT))[0], FailRequest)
+    assert scheduler.breaker.closed, "the server is not blamed for what it will not take"
 
 
 def test_tokens_of_earlier_attempts_are_not_its_own() -> None:
@@ -139,15 +149,6 @@ def test_tokens_of_earlier_attempts_are_not_its_own() -> None:
     arrive(scheduler, request("a", 2, resumed=4))
     handle(scheduler, OutputGrew(("a", 2), 2))
     assert ended(handle(scheduler, OutputEnded(("a", 2), STOPPED))) == [("a", STOPPED, 6)]
-
-
-def test_what_the_server_will_not_take_fails_and_the_server_is_not_blamed() -> None:
-    scheduler = up()
-    for index in range(5):
-        arrive(scheduler, request(f"r{index}"))
-        failed = handle(scheduler, OutputFailed((f"r{index}", 0), UNFIT))
-        assert isinstance(failed[0], FailRequest)
-    assert scheduler.breaker.closed
 
 
 def test_an_open_breaker_sends_all_that_waits_elsewhere_and_lets_the_rest_end() -> None:
@@ -199,13 +200,6 @@ def test_attempts_are_fenced() -> None:
     assert handle(scheduler, RequestsAborted((("a", 2),))) == [CancelRequest(("a", 2))]
     assert arrive(scheduler, request("a", 2)) == [], "the message came late"
     assert scheduler.num_sent == 0
-
-
-def test_who_waits_leaves_without_a_word_to_the_server() -> None:
-    scheduler = up(1)
-    arrive(scheduler, request("a"), request("b"))
-    assert handle(scheduler, RequestsAborted((("b", 0), ("nobody", 0)))) == []
-    assert (scheduler.num_sent, scheduler.num_waiting) == (1, 0)
 
 
 def test_known_is_what_is_here_or_has_ended_lately() -> None:
@@ -301,7 +295,7 @@ class _Run:
         return ProbeTick()
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(12, nightly=18))
 def test_every_request_comes_to_exactly_one_end(seed: int) -> None:
     run = _Run(seed)
     for _ in range(300):
@@ -322,3 +316,133 @@ def test_integrity_sees_a_wrong_count() -> None:
     scheduler._num_sent = 2
     with pytest.raises(IntegrityError, match="1 requests are sent"):
         scheduler.check_integrity()
+
+
+def told(breaker: CircuitBreaker, event: BreakerEvent, now: float = 0.0) -> bool:
+    changed = breaker.handle(event, now)
+    breaker.check_integrity()
+    return changed
+
+
+def closed(rules: BreakerRules | None = None) -> CircuitBreaker:
+    breaker = CircuitBreaker(rules)
+    told(breaker, ProbeBegun())
+    assert told(breaker, ProbePassed())
+    return breaker
+
+
+def opened(now: float = 0.0) -> CircuitBreaker:
+    breaker = closed()
+    assert told(breaker, Failed("it lies", trips=True), now)
+    return breaker
+
+
+def test_nothing_goes_to_a_server_that_has_not_been_asked() -> None:
+    breaker = CircuitBreaker()
+    assert (breaker.state, breaker.closed, breaker.reason) == (BreakerState.HALF_OPEN, False, "not asked yet")
+    assert breaker.probe_at == 0, "it is asked at once"
+    assert not told(breaker, ProbeBegun())
+    assert told(breaker, ProbePassed(), 1.0)
+    assert (breaker.state, breaker.reason, breaker.probe_at) == (BreakerState.CLOSED, "", 6.0)
+
+
+def test_three_failures_in_a_row_open_it_however_many_successes_came_before() -> None:
+    breaker = closed()
+    for _ in range(1000):
+        told(breaker, Succeeded())
+        assert not told(breaker, Failed("now and then"))
+        assert not told(breaker, Failed("twice"))
+    told(breaker, Succeeded())
+    assert [told(breaker, Failed("dead"), 2.0) for _ in range(3)] == [False, False, True]
+    assert (breaker.state, breaker.reason, breaker.probe_at) == (BreakerState.OPEN, "dead", 3.0)
+
+
+def test_what_is_long_ago_does_not_count() -> None:
+    breaker = closed(BreakerRules(window_s=10.0))
+    for _ in range(2):
+        told(breaker, Failed("then"), 0.0)
+    assert not told(breaker, Failed("now"), 10.1)
+    assert not told(breaker, Failed("now"), 10.1)
+    assert told(breaker, Failed("now"), 10.1)
+
+
+@pytest.mark.parametrize("event", [Failed("another model", trips=True), ProbeFailed("another model", trips=True)])
+def test_what_would_go_on_opens_it_at_once(event: BreakerEvent) -> None:
+    breaker = closed()
+    assert told(breaker, event, 4.0)
+    assert (breaker.state, breaker.reason, breaker.probe_at) == (BreakerState.OPEN, "another model", 5.0)
+
+
+def test_one_probe_decides() -> None:
+    breaker = opened()
+    assert told(breaker, ProbeBegun(), 1.0)
+    assert breaker.state is BreakerState.HALF_OPEN
+    assert told(breaker, ProbePassed(), 1.5)
+    assert breaker.closed
+    for _ in range(2):
+        assert not told(breaker, Failed("anew"), 1.5), "what was before it opened is forgotten"
+
+
+def test_each_pause_is_twice_as_long_until_a_request_succeeds() -> None:
+    breaker, now, pauses = opened(), 0.0, []
+    for _ in range(7):
+        pauses.append(breaker.probe_at - now)
+        now = breaker.probe_at
+        told(breaker, ProbeBegun(), now)
+        assert told(breaker, ProbeFailed("still down"), now)
+        assert (breaker.state, breaker.reason) == (BreakerState.OPEN, "still down")
+    assert pauses == [1, 2, 4, 8, 16, 30, 30]
+    told(breaker, ProbeBegun(), now)
+    told(breaker, ProbePassed(), now)
+    told(breaker, Failed("passes probes only", trips=True), now)
+    assert breaker.probe_at == now + 30, "a probe alone does not make good"
+    told(breaker, ProbePassed(), now)
+    told(breaker, Succeeded(), now)
+    told(breaker, Failed("again", trips=True), now)
+    assert breaker.probe_at == now + 1
+
+
+def test_while_it_is_closed_it_is_looked_after() -> None:
+    breaker = closed()
+    assert breaker.probe_at == 5.0
+    told(breaker, ProbeBegun(), 5.0)
+    assert breaker.closed
+    assert not told(breaker, ProbeFailed("silent"), 5.1)
+    assert breaker.probe_at == 6.1, "it is looked at again soon"
+    assert not told(breaker, ProbeFailed("silent"), 6.2)
+    assert told(breaker, ProbeFailed("silent"), 7.2), "an idle server's death is seen as well"
+
+
+def test_what_still_comes_of_requests_does_not_touch_an_open_one() -> None:
+    breaker = opened()
+    before = breaker.probe_at
+    assert not told(breaker, Succeeded(), 0.5)
+    assert not told(breaker, Failed("late"), 0.6)
+    assert (breaker.state, breaker.probe_at) == (BreakerState.OPEN, before)
+
+
+def test_any_course_of_events_leaves_it_sound() -> None:
+    rng = random.Random(3)
+    for _ in range(80):
+        breaker, now = CircuitBreaker(), 0.0
+        for _ in range(100):
+            now += rng.expovariate(1.0)
+            kinds: list[BreakerEvent] = [
+                Succeeded(),
+                Failed("f"),
+                Failed("t", trips=True),
+                ProbeBegun(),
+                ProbePassed(),
+                ProbeFailed("p"),
+            ]
+            before = breaker.state
+            changed = told(breaker, rng.choices(kinds, (5, 4, 1, 2, 2, 1))[0], now)
+            assert changed == (breaker.state is not before)
+            assert breaker.probe_at <= now + breaker.rules.max_pause_s, "it is never left alone for good"
+
+
+def test_integrity_sees_failures_that_should_have_opened_it() -> None:
+    breaker = closed()
+    breaker._failed_at.extend([0.0] * 3)
+    with pytest.raises(IntegrityError, match="the breaker is closed at 3 failures"):
+        breaker.check_integrity()

@@ -6,12 +6,9 @@ import math
 import random
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from core.errors import ConfigError
-from core.forecast import QUANTILES, Forecast
 from core.messages.forecasts import ForecastMade
 from core.messages.plans import FinishedSequence, WorkerReady
 from core.messages.requests import Key, OpenRequest
@@ -42,20 +39,19 @@ from policies.fleet.events import (
 from policies.presets import PRESETS
 from policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
 from policies.settings import BatchSettings
+from tests.unit.policies.batch_jobs import seeds
+from tests.unit.policies.global_table import forecast, request, stream
 
 BATCH_PRESETS = [name for name, preset in PRESETS.items() if preset.mode == "batch"]
 
 
-def request(name: str, attempt: int = 0, *, prompt: int = 10, out: int = 10, known: int = 0) -> Request:
-    return Request(name, attempt, "i", (1,) * prompt, SamplingParams(out), (2,) * known)
+def placed(instructions: Iterable[GlobalInstruction]) -> list[tuple[str, list[str]]]:
+    found = [each for each in instructions if isinstance(each, PlaceRequests)]
+    return [(each.replica, [one.request_id for one in each.requests]) for each in found]
 
 
 def ready(incarnation: str = "w1", num_blocks: int = 100, max_model_len: int = 400) -> WorkerReady:
     return WorkerReady(incarnation, num_blocks, 4, max_model_len, False, 100)
-
-
-def forecast(mean: float) -> Forecast:
-    return Forecast(mean, (mean,) * len(QUANTILES), 10, "forest", 1)
 
 
 class House:
@@ -88,18 +84,6 @@ class House:
         return self.tell(IngressAnnounced(ingress, streams))
 
 
-def placed(instructions: Iterable[GlobalInstruction]) -> list[tuple[str, list[str]]]:
-    return [(each.replica, [one.request_id for one in each.requests]) for each in instructions if _places(each)]  # type: ignore[union-attr]
-
-
-def _places(instruction: GlobalInstruction) -> bool:
-    return isinstance(instruction, PlaceRequests)
-
-
-def stream(name: str, attempt: int = 0, replica: str = "a", incarnation: str = "w1") -> OpenRequest:
-    return OpenRequest(name, attempt, replica, incarnation, 20)
-
-
 def test_what_comes_waits_until_a_replica_has_nothing_to_do() -> None:
     house = House(batch_size=2)
     assert house.arrive(request("x")) == [("a", ["x"])]
@@ -122,7 +106,7 @@ def test_every_idle_replica_gets_a_batch_of_its_own() -> None:
 def test_a_batch_that_has_ended_is_told_with_what_was_expected() -> None:
     house = House("magnus")
     house.arrive(request("first"))
-    house.arrive(request("r1", prompt=7, out=20), request("r2", prompt=9, out=12, known=2))
+    house.arrive(request("r1", prompt=7, out=20), request("r2", prompt=9, out=12, resumed=2))
     house.end(("first", 0))
     house.now = 4.0
     house.end(("r1", 0), output_len=6)
@@ -135,14 +119,6 @@ def test_a_batch_that_somebody_has_left_teaches_nothing() -> None:
     house.arrive(request("r1"), request("r2"))
     assert house.tell(RequestsAborted((("r1", 0),))) == [AbortOnReplica("a", (("r1", 0),))]
     assert house.end(("r2", 0)) == []
-
-
-def test_who_leaves_the_queue_is_in_no_batch() -> None:
-    house = House()
-    house.arrive(request("x"))
-    house.arrive(request("r1"), request("r2"))
-    assert house.tell(RequestsAborted((("r1", 0),))) == []
-    assert placed(house.end(("x", 0))) == [("a", ["r2"])]
 
 
 def test_what_an_ingress_that_is_lost_had_waiting_goes_with_it() -> None:
@@ -176,16 +152,11 @@ def test_a_forecast_is_waited_for_but_not_for_long() -> None:
 def test_forecasts_that_come_late_make_the_batches_that_they_would_have_made_in_time(preset: str) -> None:
     lens = [4, 14, 40, 14, 4, 40, 40, 4, 14, 14, 40, 4]
     names = [f"r{index}" for index in range(len(lens))]
-    usual: dict[str, Any] = {
-        "batch_size": 4,
-        "wma_threshold": 150,
-        "edges": (0.0, 8.0, 20.0, math.inf),
-        "num_bins": 0,
-        "max_wait_s": 9,
-    }
     batches = []
     for late in (False, True):
-        house = House(preset, **usual)
+        house = House(
+            preset, batch_size=4, wma_threshold=150, edges=(0.0, 8.0, 20.0, math.inf), num_bins=0, max_wait_s=9
+        )
         house.tell(HistoryLearned(forecast(20.0)))
         house.arrive(*(request(f"x{index}", out=20) for index in range(4)))
         house.now = 9.0
@@ -223,18 +194,11 @@ def test_a_late_forecast_changes_the_response_ratio_of_its_batch() -> None:
     told = house.machine.choice("short")
     assert told is not None
     facts = told.facts()
-    assert (facts["counted_tokens"], facts["counted_by"], facts["service_s"]) == (2, "forest", 1.0)
+    assert (facts["counted_tokens"], facts["counted_by"], facts["service_s"]) == (2, "test", 1.0)
     house.tell(ForecastsArrived((ForecastMade("short", 0, forecast(33.0)),)))
     told = house.machine.choice("short")
     assert told is not None
     assert told.facts()["counted_tokens"] == 2, "a forecast behind the decision does not stand beside it"
-
-
-def test_a_late_forecast_of_a_broken_batch_does_not_move_its_requests() -> None:
-    house = broken_house("r1", "r2", "r3")
-    house.arrive(request("r1", attempt=1))
-    house.tell(ForecastsArrived((ForecastMade("r1", 1, forecast(3.0)),)))
-    house.arrive(request("r2", attempt=1), request("r3", attempt=1))
 
 
 def test_a_request_that_brings_its_forecast_or_comes_back_does_not_wait() -> None:
@@ -296,9 +260,11 @@ def test_a_broken_batch_comes_back_in_halves_that_nobody_joins() -> None:
     streams = [stream(name) for name in ("r1", "r2", "r3")]
     assert house.announce(*streams) == [ReportLost("i", (("r1", 0), ("r2", 0), ("r3", 0)))]
     assert house.announce(*streams) == [ReportLost("i", (("r1", 0), ("r2", 0), ("r3", 0)))], "until they are back"
-    assert house.arrive(request("r2", 1, known=4), request("r1", 1, known=4)) == [], "the third may come yet"
+    assert house.arrive(request("r2", attempt=1, resumed=4), request("r1", attempt=1, resumed=4)) == [], (
+        "the third may come yet"
+    )
     assert house.arrive(request("new")) == [("a", ["new"])]
-    assert house.arrive(request("r3", 1, known=4)) == []
+    assert house.arrive(request("r3", attempt=1, resumed=4)) == []
     assert placed(house.end(("new", 0))) == [("a", ["r1", "r2"])], "in their old order"
     assert placed(house.end(("r1", 1), ("r2", 1))) == [("a", ["r3"])]
 
@@ -308,7 +274,7 @@ def test_what_is_said_twice_of_a_broken_batch_is_heard_once() -> None:
     house.tell(ReplicaBroke("a", (("r1", 0), ("r2", 0))))
     assert house.machine.num_splits == 1
     assert house.arrive(request("r1")) == [], "a late delivery of the attempt that broke off"
-    assert house.arrive(request("r1", 1), request("r2", 1)) == [("a", ["r1"])]
+    assert house.arrive(request("r1", attempt=1), request("r2", attempt=1)) == [("a", ["r1"])]
     house.tell(ReplicaBroke("a", (("r1", 0), ("r2", 0))))
     assert house.machine.num_splits == 1
 
@@ -317,7 +283,7 @@ def test_a_replica_takes_nothing_while_it_reloads() -> None:
     house = broken_house("r1", "r2", reload_s=5.0)
     house.now = 1.0
     assert house.machine.next_due_at is None, "nothing waits"
-    assert house.arrive(request("r1", 1), request("r2", 1)) == []
+    assert house.arrive(request("r1", attempt=1), request("r2", attempt=1)) == []
     house.tell(ReplicaBroke("a", (("r1", 0), ("r2", 0))))
     assert house.machine.next_due_at == 5.0, "what is said twice of a batch begins no second reload"
     house.now = 5.0
@@ -325,24 +291,17 @@ def test_a_replica_takes_nothing_while_it_reloads() -> None:
     assert house.machine.next_due_at is None
 
 
-def test_another_replica_takes_the_halves_meanwhile() -> None:
-    house = broken_house("r1", "r2", "r3", reload_s=5.0)
-    house.tell(ReplicaUp("b", ready("w2")))
-    assert house.arrive(*(request(name, 1) for name in ("r1", "r2", "r3"))) == [("b", ["r1", "r2"])]
-    assert placed(house.end(("r1", 1), ("r2", 1))) == [("b", ["r3"])]
-
-
 def test_a_replica_that_died_has_loaded_its_model_when_it_is_back() -> None:
     house = broken_house("r1", "r2", reload_s=5.0)
     house.tell(ReplicaAway("a"))
-    assert house.arrive(request("r1", 1), request("r2", 1)) == []
+    assert house.arrive(request("r1", attempt=1), request("r2", attempt=1)) == []
     assert placed(house.tell(ReplicaUp("a", ready("w2")))) == [("a", ["r1"])]
 
 
 @pytest.mark.parametrize("gone", ["abort", "closed", "lost"])
 def test_who_leaves_a_broken_batch_is_not_waited_for(gone: str) -> None:
     house = broken_house("r1", "r2", "r3")
-    assert house.arrive(request("r1", 1), request("r2", 1)) == []
+    assert house.arrive(request("r1", attempt=1), request("r2", attempt=1)) == []
     match gone:
         case "abort":
             instructions = house.tell(RequestsAborted((("r3", 0),)))
@@ -358,12 +317,12 @@ def test_who_leaves_a_broken_batch_is_not_waited_for(gone: str) -> None:
 def test_what_is_left_of_a_broken_batch_goes_as_it_is_if_it_is_one() -> None:
     house = broken_house("r1", "r2")
     house.tell(RequestsAborted((("r2", 0),)))
-    assert house.arrive(request("r1", 1)) == [("a", ["r1"])]
+    assert house.arrive(request("r1", attempt=1)) == [("a", ["r1"])]
 
 
 def test_a_request_that_runs_out_of_memory_alone_is_refused() -> None:
     house = broken_house("r1")
-    (refused,) = house.tell(RequestsArrived((request("r1", 1),)))
+    (refused,) = house.tell(RequestsArrived((request("r1", attempt=1),)))
     assert isinstance(refused, RefuseRequest)
     assert (refused.request_id, refused.attempt) == ("r1", 1)
     assert house.machine.num_in_flight == 0
@@ -389,18 +348,6 @@ def test_a_replica_whose_clients_do_not_read_pulls_on() -> None:
     assert placed(house.end(("r1", 0))) == [("a", ["r2"])]
 
 
-def test_what_a_dead_worker_ran_comes_back_as_new() -> None:
-    house = House()
-    house.arrive(request("r1"), request("r2"))
-    house.tell(ReplicaAway("a"))
-    assert house.arrive(request("r1", 1)) == []
-    assert placed(house.tell(ReplicaUp("a", ready("w2")))) == [("a", ["r1"])]
-    assert house.announce(stream("r1", 1, "", ""), stream("r2")) == [
-        AskReplica("a", (("r1", 1),)),
-        ReportLost("i", (("r2", 0),)),
-    ]
-
-
 def test_what_a_replica_does_not_know_is_lost_and_makes_it_idle() -> None:
     house = House()
     house.arrive(request("r1"))
@@ -412,13 +359,8 @@ def test_what_a_replica_does_not_know_is_lost_and_makes_it_idle() -> None:
     assert house.machine.num_in_flight == 0
 
 
-def test_a_preset_of_continuous_batching_has_no_central_queue() -> None:
-    with pytest.raises(ConfigError, match=r"scheduler\.preset.*batch mode"):
-        House("fcfs")
-
-
 @pytest.mark.parametrize("preset", BATCH_PRESETS)
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(2, nightly=6))
 def test_whatever_happens_a_replica_has_one_batch_and_everybody_ends(preset: str, seed: int) -> None:
     """Against a model that knows only who is where: no request is placed twice, lost, or put beside a running batch."""
     rng = random.Random(f"{preset} {seed}")
@@ -461,7 +403,7 @@ def test_whatever_happens_a_replica_has_one_batch_and_everybody_ends(preset: str
                 back = rng.choice(sorted(lost))
                 lost.remove(back)
                 attempts[back] += 1
-                take(house.tell(RequestsArrived((request(back, attempts[back], known=1, out=60),))))
+                take(house.tell(RequestsArrived((request(back, attempt=attempts[back], resumed=1, out=60),))))
             case "leave" if attempts:
                 left = rng.choice(sorted(attempts))
                 for names in (*running.values(), lost):
@@ -480,7 +422,7 @@ def test_whatever_happens_a_replica_has_one_batch_and_everybody_ends(preset: str
         for back in sorted(lost):
             lost.remove(back)
             attempts[back] += 1
-            take(house.tell(RequestsArrived((request(back, attempts[back], known=1, out=60),))))
+            take(house.tell(RequestsArrived((request(back, attempt=attempts[back], resumed=1, out=60),))))
         for name in running:
             for ended in sorted(running[name]):
                 running[name].remove(ended)

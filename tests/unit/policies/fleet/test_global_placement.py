@@ -1,20 +1,21 @@
-"""The scheduler over replicas: what a placement hears."""
+"""The scheduler over replicas: what a placement hears, and what people are shown of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
+from core.config.placement import PlacementConfig
 from core.costs import A100_7B, StepCost
 from core.forecast import QUANTILES, Forecast
 from core.messages.cache import KVCacheEvent, StartedRequest
 from core.messages.forecasts import ForecastMade
-from core.messages.plans import FinishedSequence
-from core.request import Request, SequenceStatus
+from core.messages.plans import FinishedSequence, WorkerReady
+from core.request import Request, SamplingParams, SequenceStatus
 from policies.fleet.events import (
     AskCache,
+    GlobalEvent,
     KVCacheChanged,
-    PlaceRequests,
     ReplicaAway,
     ReplicaDraining,
     ReplicaGone,
@@ -24,8 +25,10 @@ from policies.fleet.events import (
     StepsPriced,
 )
 from policies.fleet.scheduler import GlobalScheduler
-from policies.placement.base import Choice, Placement, ReplicaLoad
+from policies.placement.base import NUM_RECENT, Choice, Placement, PlacementStats, ReplicaLoad
+from policies.placement.e2 import E2Router
 from policies.replica.events import ForecastsArrived, RequestsAborted
+from tests.unit.policies.e2_desk import LINEAR
 from tests.unit.policies.global_table import arrive, handle, ready, request, router
 
 
@@ -106,33 +109,16 @@ def foreseen(name: str, attempt: int, mean: float) -> ForecastMade:
     return ForecastMade(name, attempt, Forecast(mean, (mean,) * len(QUANTILES), 5, "test", 1))
 
 
-def test_placement_hears_of_forecasts_of_current_attempts() -> None:
+def test_placement_hears_of_forecasts_starts_and_prices_of_what_is_here() -> None:
     scheduler, placement = listener()
     arrive(scheduler, request("r", attempt=1))
     placement.heard.clear()
     made = (foreseen("r", 0, 10.0), foreseen("r", 1, 20.0), foreseen("s", 0, 30.0))
-    assert scheduler.handle(ForecastsArrived(made), 3.0) == []
-    assert placement.heard == [("foreseen", "r", 20.0, 3.0)]
-
-
-def test_a_request_that_waits_for_a_replica_takes_its_forecast_along() -> None:
-    scheduler, placement = listener("")
-    arrive(scheduler, request("r"))
-    handle(scheduler, ForecastsArrived((foreseen("r", 0, 20.0),)))
-    [placed] = handle(scheduler, ReplicaUp("a", ready()))
-    assert isinstance(placed, PlaceRequests)
-    [forecast] = [each.forecast for each in placed.requests]
-    assert forecast is not None and forecast.mean == 20.0
-    assert [event[0] for event in placement.heard] == ["up", "choose"]
-
-
-def test_placement_hears_of_starts_of_current_attempts() -> None:
-    scheduler, placement = listener()
-    arrive(scheduler, request("r", attempt=1))
-    placement.heard.clear()
     started = (StartedRequest("r", 0, 1, 0.1), StartedRequest("r", 1, 8, 0.5), StartedRequest("s", 0, 1, 0.1))
-    assert scheduler.handle(RequestsStarted(started), 3.0) == []
-    assert placement.heard == [("started", "r", 8, 0.5, 3.0)]
+    events: list[GlobalEvent] = [StepsPriced(name, A100_7B) for name in ("a", "unheard of")]
+    for event in (ForecastsArrived(made), RequestsStarted(started), *events):
+        assert scheduler.handle(event, 3.0) == []
+    assert placement.heard == [("foreseen", "r", 20.0, 3.0), ("started", "r", 8, 0.5, 3.0), ("priced", "a", A100_7B)]
 
 
 def noticed(*seqs: int, whole: int = 0, incarnation: str = "w1", replica: str = "a") -> KVCacheChanged:
@@ -176,13 +162,6 @@ def test_notices_of_lives_that_are_over_are_dropped() -> None:
     assert placement.heard == []
 
 
-def test_placement_hears_what_steps_cost() -> None:
-    scheduler, placement = listener()
-    for name in ("a", "unheard of"):
-        assert handle(scheduler, StepsPriced(name, A100_7B)) == []
-    assert placement.heard == [("priced", "a", A100_7B)]
-
-
 def test_the_loads_are_one_object_while_the_same_replicas_take_requests() -> None:
     scheduler, placement = listener("ab")
     arrive(scheduler, request("r0"))
@@ -193,3 +172,57 @@ def test_the_loads_are_one_object_while_the_same_replicas_take_requests() -> Non
         before = scheduler.loads()
         handle(scheduler, event)
         assert scheduler.loads() is not before
+
+
+BOTH = (ReplicaLoad("a", 0, 0.0), ReplicaLoad("b", 0, 0.0))
+BLOCK = 16
+
+
+def e2() -> E2Router:
+    config = PlacementConfig(balance=False, rebalance=False, autoscale=False)
+    router = E2Router(LINEAR, BLOCK, config)
+    for load in BOTH:
+        router.replica_up(load.name, 10_000)
+    return router
+
+
+def put(router: E2Router, number: int, path: tuple[int, ...]) -> str:
+    return router.place(f"r{number}", path, len(path) * BLOCK + 1, BOTH, 0.0).replica
+
+
+def test_busiest_prefixes_come_with_those_above_them() -> None:
+    router = e2()
+    shared = put(router, 0, (1, 2, 3))
+    for number in range(1, 4):
+        assert put(router, number, (1, 2, 3)) == shared
+    put(router, 4, (1, 2, 9))
+    other = put(router, 5, (7, 8))
+    assert other != shared
+    router.ended("r5", 10, 0.0)
+    views = router.busiest_prefixes(10)
+    found = [(view.depth, view.num_tokens, view.end_len, view.num_recent, view.num_in_flight) for view in views]
+    assert found == [(0, 32, 32, 5, 5), (1, 16, 48, 4, 4), (1, 16, 48, 1, 1), (0, 32, 32, 1, 0)]
+    assert [view.replicas for view in views] == [(shared,), (shared,), (shared,), (other,)]
+    assert [view.end_len for view in router.busiest_prefixes(2)] == [32, 48]
+    assert router.busiest_prefixes(0) == ()
+
+
+def test_a_replica_is_shown_with_what_placement_knows() -> None:
+    machine = GlobalScheduler(e2())
+    machine.handle(ReplicaUp("a", WorkerReady("w", 100, BLOCK, 1600, False, 500)), 0.0)
+    (view,) = machine.replica_views()
+    assert (view.replica, view.takes_requests, view.cached_tokens, view.capacity_tokens) == ("a", True, 0, 1600)
+    machine.handle(ReplicaAway("a"), 1.0)
+    (view,) = machine.replica_views()
+    assert not view.takes_requests
+
+
+def test_notes_count_all_and_keep_the_last() -> None:
+    notes = PlacementStats()
+    request = Request("r", 0, "i", (1, 2, 3), SamplingParams(1))
+    for number in range(NUM_RECENT + 5):
+        notes.add(request, Choice(str(number), "even" if number % 2 == 0 else "odd"), float(number))
+    assert [(each.reason, each.count) for each in notes.reasons()] == [("even", 13), ("odd", 12)]
+    recent = notes.recent()
+    assert len(recent) == NUM_RECENT
+    assert (recent[0].replica, recent[0].known_len, recent[0].placed_at) == ("24", 3, 24.0)

@@ -1,26 +1,23 @@
-"""The scheduler over replicas: who gets a request, and the in-flight table."""
+"""The scheduler over replicas: who gets a request, the table of those in flight, and what ingress replicas announce."""
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
 
-from core.costs import StepCost
-from core.errors import ConfigError
 from core.load_snapshot import Demand
 from core.messages.forecasts import ForecastMade
-from core.messages.plans import WorkerReady
-from core.messages.requests import Placed
+from core.messages.requests import Key, OpenRequest, Placed
 from core.request import Request, SamplingParams
-from kvcache.block_manager import hash_blocks
-from policies.compose import build_router
 from policies.fleet.events import (
     AbortOnReplica,
     AskReplica,
     GlobalEvent,
+    GlobalInstruction,
     HistoryLearned,
+    IngressLost,
+    KeysUnknown,
     PlaceRequests,
     ReplicaAway,
     ReplicaDraining,
@@ -28,10 +25,9 @@ from policies.fleet.events import (
     ReplicaUp,
     ReportLost,
 )
+from policies.fleet.request_table import FleetReplica
 from policies.fleet.scheduler import GlobalScheduler
 from policies.placement.base import Choice, LeastWork, LoadChoice, ReplicaLoad, RoundRobin
-from policies.placement.e2 import E2Choice, E2Router
-from policies.placement.e2_profiles import from_step_cost
 from policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
 from tests.unit.policies.global_table import (
     announce,
@@ -143,20 +139,11 @@ def test_aborts_go_where_their_request_is() -> None:
 def test_an_abort_of_what_nobody_placed_is_told_to_every_replica() -> None:
     scheduler = router()
     handle(scheduler, ReplicaAway("b"))
-    assert handle(scheduler, RequestsAborted((("unknown", 2),))) == [
-        AbortOnReplica("a", (("unknown", 2),)),
-        AbortOnReplica("b", (("unknown", 2),)),
-    ]
-
-
-def test_an_abort_of_an_attempt_already_replaced_is_told_to_every_replica_and_leaves_the_newer() -> None:
-    scheduler = router()
     arrive(scheduler, request("r", attempt=1))
-    assert handle(scheduler, RequestsAborted((("r", 0),))) == [
-        AbortOnReplica("a", (("r", 0),)),
-        AbortOnReplica("b", (("r", 0),)),
-    ]
-    assert scheduler.num_in_flight == 1
+    for key in (("unknown", 2), ("r", 0)):
+        aborts = [AbortOnReplica("a", (key,)), AbortOnReplica("b", (key,))]
+        assert handle(scheduler, RequestsAborted((key,))) == aborts, "nobody, or nobody any more"
+    assert scheduler.num_in_flight == 1, "the newer attempt"
 
 
 def test_duplicates_and_older_attempts_change_nothing() -> None:
@@ -189,71 +176,37 @@ def test_requests_wait_for_a_replica_in_their_order() -> None:
     assert handle(scheduler, RequestsArrived((request("r2"),))) == []
     assert scheduler.num_in_flight == 3
     assert scheduler.placed("r0", 0) == Placed("r0", 0, "", "")
-    assert placements(handle(scheduler, ReplicaUp("a", ready()))) == {"a": ["r0", "r1", "r2"]}
+    for late in (request("r3"), request("again"), request("again", attempt=1), request("again")):
+        arrive(scheduler, late)
+    assert handle(scheduler, RequestsAborted((("r3", 0),))) == []
+    (placed,) = handle(scheduler, ReplicaUp("a", ready()))
+    assert isinstance(placed, PlaceRequests)
+    found = [(each.request_id, each.attempt) for each in placed.requests]
+    assert found == [("r0", 0), ("r1", 0), ("r2", 0), ("again", 1)]
     assert scheduler.placed("r0", 0) == Placed("r0", 0, "a", "w1")
     assert handle(scheduler, ReplicaUp("a", ready())) == [], "said again: nothing waits any more"
 
 
-def test_a_waiting_request_that_is_aborted_is_not_placed() -> None:
-    scheduler = router(replicas="")
-    arrive(scheduler, request("r0"), request("r1"))
-    assert handle(scheduler, RequestsAborted((("r0", 0),))) == []
-    assert placements(handle(scheduler, ReplicaUp("a", ready()))) == {"a": ["r1"]}
-
-
-def test_of_a_waiting_request_only_the_highest_attempt_is_placed() -> None:
-    scheduler = router(replicas="")
-    arrive(scheduler, request("r"))
-    arrive(scheduler, request("r", attempt=1))
-    arrive(scheduler, request("r"))
-    (instruction,) = handle(scheduler, ReplicaUp("a", ready()))
-    assert instruction == PlaceRequests("a", (request("r", attempt=1),))
-
-
 @pytest.mark.parametrize("event", [ReplicaAway("a"), ReplicaDraining("a"), ReplicaGone("a")], ids=lambda e: str(e))
-def test_nothing_new_goes_to_a_replica_that_is_away_draining_or_gone(event: GlobalEvent) -> None:
-    scheduler = router(RoundRobin())
-    handle(scheduler, event)
-    assert arrive(scheduler, request("r0"), request("r1")) == {"b": ["r0", "r1"]}
-    handle(scheduler, ReplicaAway("b"))
-    assert arrive(scheduler, request("r2")) == {}
-    assert scheduler.num_in_flight == 3
-
-
-@pytest.mark.parametrize("event", [ReplicaAway("a"), ReplicaDraining("a")], ids=lambda e: str(e))
-def test_what_runs_on_a_replica_that_is_away_or_draining_goes_on(event: GlobalEvent) -> None:
-    scheduler = router(replicas="a")
+def test_a_replica_that_is_away_or_draining_goes_on_but_gets_nothing_new(event: GlobalEvent) -> None:
+    scheduler = router(RoundRobin(), replicas="a")
     arrive(scheduler, request("r0"), request("r1"))
     handle(scheduler, event)
+    handle(scheduler, ReplicaUp("b", ready()))
+    assert arrive(scheduler, request("r2"), request("r3")) == {"b": ["r2", "r3"]}
+    if isinstance(event, ReplicaGone):
+        return
     assert scheduler.num_on("a") == 2
     end(scheduler, "r0")
     assert handle(scheduler, RequestsAborted((("r1", 0),))) == [AbortOnReplica("a", (("r1", 0),))]
     assert scheduler.num_on("a") == 0
-
-
-def test_a_replica_that_was_away_gets_what_waited() -> None:
-    scheduler = router(replicas="a")
-    arrive(scheduler, request("r0"))
-    handle(scheduler, ReplicaAway("a"))
-    arrive(scheduler, request("r1"))
-    assert placements(handle(scheduler, ReplicaUp("a", ready()))) == {"a": ["r1"]}
-    assert scheduler.num_on("a") == 2, "the same worker life: what it ran before is still there"
-
-
-def test_a_draining_replica_that_says_it_is_up_gets_nothing_still() -> None:
-    scheduler = router(replicas="a")
-    handle(scheduler, ReplicaDraining("a"))
-    arrive(scheduler, request("r"))
-    assert handle(scheduler, ReplicaUp("a", ready())) == []
-    assert placements(handle(scheduler, ReplicaUp("b", ready()))) == {"b": ["r"]}
-
-
-def test_a_replica_whose_drain_ends_gets_what_waited() -> None:
-    scheduler = router(replicas="a")
-    handle(scheduler, ReplicaDraining("a"))
-    arrive(scheduler, request("r"))
-    assert handle(scheduler, ReplicaDraining("a", ends=True)) == []
-    assert placements(handle(scheduler, ReplicaUp("a", ready()))) == {"a": ["r"]}
+    handle(scheduler, ReplicaAway("b"))
+    assert arrive(scheduler, request("r4")) == {}
+    if isinstance(event, ReplicaDraining):
+        assert handle(scheduler, ReplicaUp("a", ready())) == [], "it says that it is up, and drains still"
+        assert handle(scheduler, ReplicaDraining("a", ends=True)) == []
+    assert placements(handle(scheduler, ReplicaUp("a", ready()))) == {"a": ["r4"]}
+    assert [life.worker_incarnation for life in scheduler.lives()] == ["w1", "w1"], "the same worker lives"
 
 
 def test_a_request_runs_on_its_own_weights_alone_and_waits_for_them() -> None:
@@ -275,6 +228,10 @@ def test_a_replica_gone_takes_its_entries_with_it() -> None:
     assert (scheduler.num_in_flight, scheduler.num_on("a")) == (1, 0)
     assert handle(scheduler, ReplicaGone("a")) == [], "nor does it matter to be told twice"
     assert [load.name for load in scheduler.loads()] == ["b"]
+    assert announce(scheduler, stream("r0"), stream("r1", replica="b")) == [
+        AskReplica("b", (("r1", 0),)),
+        ReportLost("i", (("r0", 0),)),
+    ]
 
 
 def test_a_new_worker_life_drops_what_the_old_one_had() -> None:
@@ -282,38 +239,25 @@ def test_a_new_worker_life_drops_what_the_old_one_had() -> None:
     arrive(scheduler, request("r0"), request("r1"))
     handle(scheduler, ReplicaUp("a", ready("w2")))
     assert (scheduler.num_on("a"), scheduler.num_on("b")) == (0, 1)
+    assert [life.worker_incarnation for life in scheduler.lives()] == ["w2", "w1"]
     assert announce(scheduler, stream("r0"), stream("r1", replica="b")) == [
         AskReplica("b", (("r1", 0),)),
         ReportLost("i", (("r0", 0),)),
     ]
 
 
-def test_the_latest_worker_life_of_every_replica_is_known() -> None:
-    scheduler = router()
-    handle(scheduler, ReplicaUp("a", ready("w2")))
-    handle(scheduler, ReplicaAway("b"))
-    announce(scheduler, stream("r", replica="unheard of"))
-    assert [life.worker_incarnation for life in scheduler.lives()] == ["w2", "w1"]
-
-
-def test_a_request_goes_to_a_replica_where_it_fits() -> None:
+def test_a_request_goes_where_it_fits_and_is_refused_with_the_numbers_where_it_fits_nowhere() -> None:
     scheduler = router(replicas="")
     handle(scheduler, ReplicaUp("small", ready(max_model_len=50)))
     handle(scheduler, ReplicaUp("large", ready(max_model_len=100)))
     assert arrive(scheduler, request("r0", prompt=90), request("r1", prompt=90)) == {"large": ["r0", "r1"]}
     assert arrive(scheduler, request("r2", prompt=40)) == {"small": ["r2"]}
-
-
-def test_a_request_too_long_for_every_replica_is_refused_with_the_numbers() -> None:
-    scheduler = router(replicas="")
-    handle(scheduler, ReplicaUp("small", ready(max_model_len=50)))
-    handle(scheduler, ReplicaUp("large", ready(max_model_len=100)))
     (refusal,) = handle(scheduler, RequestsArrived((request("r", prompt=91, attempt=2),)))
     assert isinstance(refusal, RefuseRequest)
     assert (refusal.request_id, refusal.attempt, refusal.field) == ("r", 2, "max_tokens")
     assert "101 tokens" in refusal.message
     assert "at most 100" in refusal.message
-    assert scheduler.num_in_flight == 0
+    assert scheduler.num_in_flight == 3
 
 
 def test_a_waiting_request_that_turns_out_too_long_is_refused() -> None:
@@ -322,33 +266,6 @@ def test_a_waiting_request_that_turns_out_too_long_is_refused() -> None:
     instructions = handle(scheduler, ReplicaUp("a", ready(max_model_len=100)))
     assert [type(instruction) for instruction in instructions] == [PlaceRequests, RefuseRequest]
     assert scheduler.num_in_flight == 1
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_random_lives_leave_nothing_in_the_table(seed: int) -> None:
-    rng = random.Random(seed)
-    scheduler = router(LeastWork(), "abc")
-    alive: set[str] = set()
-    for i in range(300):
-        arrive(scheduler, request(f"r{i}", prompt=rng.randint(1, 500), out=rng.randint(1, 500)))
-        alive.add(f"r{i}")
-        handle(scheduler, HistoryLearned(forecast(rng.uniform(1, 500))))
-        for name in rng.sample(sorted(alive), k=min(len(alive), rng.randint(0, 2))):
-            alive.discard(name)
-            if rng.random() < 0.5:
-                end(scheduler, name)
-            else:
-                handle(scheduler, RequestsAborted(((name, 0),)))
-    assert scheduler.num_in_flight == len(alive)
-    announce(scheduler)
-    assert scheduler.num_in_flight == 0
-
-
-def test_the_preset_names_the_placement_and_the_setting_overrides_it() -> None:
-    build_router("fcfs").check_integrity()
-    build_router("fcfs", "least-work").check_integrity()
-    with pytest.raises(ConfigError, match=r"scheduler\.placement.*least-work, round-robin"):
-        build_router("fcfs", "random")
 
 
 def test_why_a_request_is_where_it_is() -> None:
@@ -363,37 +280,12 @@ def test_why_a_request_is_where_it_is() -> None:
     assert least.choice("r0") == LoadChoice("a", "least work")
 
 
-def test_requests_that_share_a_prefix_share_a_replica_under_e2() -> None:
-    times = from_step_cost(StepCost(1e-3, 1e-4, 1e-4, 1e-8))
-    scheduler = router(E2Router(times, 4), "abc")
-
-    def tokens(first: int, tail: int) -> tuple[int, ...]:
-        return (*range(first, first + 40), tail, tail, tail, tail)
-
-    groups: dict[int, set[str]] = {100: set(), 200: set(), 300: set()}
-    for i in range(30):
-        first = 100 * (i % 3 + 1)
-        prompt = tokens(first, i)
-        hashes = tuple(hash_blocks(prompt, 4))
-        (replica,) = arrive(scheduler, Request(f"r{i}", 0, "i", prompt, SamplingParams(10), prefix_hashes=hashes))
-        groups[first].add(replica)
-        choice = scheduler.choice(f"r{i}")
-        assert isinstance(choice, E2Choice)
-        assert (choice.reason, choice.hit_len) == (("explore", 0) if i < 3 else ("exploit", 40))
-        end(scheduler, f"r{i}")
-    assert sorted(map(sorted, groups.values())) == [["a"], ["b"], ["c"]]
-    handle(scheduler, ReplicaGone("b"))
-    (replica,) = arrive(scheduler, Request("late", 0, "i", tokens(200, 99), SamplingParams(10)))
-    assert replica != "b"
-
-
-def server(incarnation: str = "s1") -> WorkerReady:
-    return WorkerReady(incarnation, 100, 4, 5000, False, 100, external=True)
-
-
 def test_what_only_our_own_engine_can_say_is_not_asked_of_other_servers() -> None:
     scheduler = GlobalScheduler(LeastWork())
-    handle(scheduler, ReplicaUp("backend-0", server()))
+    handle(scheduler, ReplicaUp("backend-0", replace(ready("s1"), external=True)))
+    logged = Request("r", 0, "i", (1,), SamplingParams(10, logprobs=2))
+    (refused,) = handle(scheduler, RequestsArrived((logged,)))
+    assert isinstance(refused, RefuseRequest) and refused.field == "logprobs", "there are only other servers"
     handle(scheduler, ReplicaUp("0", ready()))
     for index in range(4):
         logged = Request(f"r{index}", 0, "i", (1,), SamplingParams(10, logprobs=2))
@@ -406,9 +298,98 @@ def test_what_only_our_own_engine_can_say_is_not_asked_of_other_servers() -> Non
     assert handle(scheduler, RequestsArrived((late,))) == [], "it waits for our own engine"
 
 
-def test_where_there_are_only_other_servers_it_is_refused_by_name() -> None:
-    scheduler = GlobalScheduler(RoundRobin())
-    handle(scheduler, ReplicaUp("backend-0", server()))
-    logged = Request("r", 0, "i", (1,), SamplingParams(10, logprobs=2))
-    (refused,) = handle(scheduler, RequestsArrived((logged,)))
-    assert isinstance(refused, RefuseRequest) and refused.field == "logprobs"
+def test_an_empty_replica_has_exactly_no_work() -> None:
+    replica = FleetReplica(ReplicaLoad("a", 0, 0.0))
+    for name, work_tokens in (("x", 0.1), ("y", 0.2), ("z", 0.3)):
+        replica.enter(name, work_tokens)
+    for name in ("z", "x", "y"):
+        replica.remove(name)
+    assert replica.load.num_requests == 0
+    assert f"{replica.load.work_tokens}" == "0.0"  # neither a rounding error nor -0.0
+
+
+def test_a_new_router_adopts_what_ingress_replicas_announce() -> None:
+    scheduler = router()
+    assert announce(scheduler, stream("r0", 3, work=25), stream("r1", 0, "b")) == [
+        AskReplica("a", (("r0", 3),)),
+        AskReplica("b", (("r1", 0),)),
+    ]
+    assert [load.work_tokens for load in scheduler.loads()] == [25, 20]
+    assert scheduler.placed("r0", 3) == Placed("r0", 3, "a", "w1")
+    end(scheduler, "r0", attempt=3)
+    assert scheduler.num_in_flight == 1
+
+
+@pytest.mark.parametrize(
+    ("life", "then"),
+    [("w1", AskReplica("a", (("r", 0),))), ("w2", ReportLost("i", (("r", 0),)))],
+    ids=["same", "newer"],
+)
+def test_a_new_router_adopts_before_it_has_heard_of_the_replica(life: str, then: GlobalInstruction) -> None:
+    scheduler = router(replicas="")
+    assert announce(scheduler, stream("r")) == [], "it cannot ask yet"
+    assert scheduler.num_on("a") == 1
+    assert handle(scheduler, ReplicaUp("a", ready(life))) == []
+    assert announce(scheduler, stream("r")) == [then]
+
+
+@pytest.mark.parametrize(
+    ("announced", "lost"),
+    [(stream("r", 4, replica="", incarnation=""), ("r", 4)), (stream("r", incarnation="w0"), ("r", 0))],
+    ids=["never placed", "of an older worker life"],
+)
+def test_what_no_replica_can_have_is_lost(announced: OpenRequest, lost: Key) -> None:
+    assert announce(router(), announced) == [ReportLost("i", (lost,))]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "attempt", "event", "announced"),
+    [
+        ("", 0, None, stream("r", replica="", incarnation="")),
+        ("a", 0, ReplicaAway("a"), stream("r")),
+        ("ab", 2, None, stream("r", 1)),
+    ],
+    ids=["it waits for a replica", "its replica is away", "the announcement is older than what is known"],
+)
+def test_some_are_neither_lost_nor_asked_about(
+    replicas: str, attempt: int, event: GlobalEvent | None, announced: OpenRequest
+) -> None:
+    scheduler = router(replicas=replicas)
+    arrive(scheduler, request("r", attempt=attempt))
+    if event is not None:
+        handle(scheduler, event)
+    assert announce(scheduler, announced) == []
+    assert scheduler.num_in_flight == 1
+    assert scheduler.placed("r", attempt).replica == replicas[:1]
+
+
+def test_what_an_ingress_replica_no_longer_announces_is_aborted() -> None:
+    scheduler = router(RoundRobin())
+    arrive(scheduler, request("r0"), request("r1"), request("other", ingress="j"))
+    assert announce(scheduler, stream("r0")) == [AbortOnReplica("b", (("r1", 0),)), AskReplica("a", (("r0", 0),))]
+    assert scheduler.num_in_flight == 2, "another ingress replica's are not its to close"
+    waiting = router(replicas="")
+    arrive(waiting, request("r"))
+    assert announce(waiting) == []
+    assert waiting.num_in_flight == 0
+
+
+def test_what_the_scheduler_does_not_know_is_lost_once() -> None:
+    scheduler = router(RoundRobin())
+    arrive(scheduler, request("r0", ingress="i"), request("r1"), request("r2", ingress="j"), request("r3", attempt=1))
+    keys: tuple[Key, ...] = (("r0", 0), ("r2", 0))
+    assert handle(scheduler, KeysUnknown("a", keys)) == [ReportLost("i", (("r0", 0),)), ReportLost("j", (("r2", 0),))]
+    for nothing in (KeysUnknown("a", keys), KeysUnknown("b", (("r3", 0),)), KeysUnknown("a", (("r3", 1),))):
+        assert handle(scheduler, nothing) == [], "said before, of an older attempt, from another replica"
+    assert scheduler.num_in_flight == 2
+
+
+def test_a_lost_ingress_replica_takes_its_requests_with_it() -> None:
+    scheduler = router(RoundRobin())
+    arrive(scheduler, request("r0"), request("r1", ingress="j"), request("r2"))
+    assert handle(scheduler, IngressLost("i")) == [AbortOnReplica("a", (("r0", 0), ("r2", 0)))]
+    assert scheduler.num_in_flight == 1
+    waiting = router(replicas="")
+    arrive(waiting, request("r0"), request("r1", ingress="j"))
+    assert handle(waiting, IngressLost("i")) == []
+    assert placements(handle(waiting, ReplicaUp("a", ready()))) == {"a": ["r1"]}

@@ -12,21 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.costs import StepCost
-from core.errors import ConfigError, InvalidValueError
 from core.forecast import Forecast
-from policies.compose import build_router, build_scheduler
 from policies.interfaces import Job
 from policies.order.boosted import DEVIATIONS, SPREAD, Boosted, boosts
 from policies.order.gittins import DecodePrice
 from policies.replica.events import Event, Instruction
-from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
+from policies.replica.scheduler import ReplicaScheduler
 from policies.settings import PolicySettings
-from simulator.cluster.fleet import Fleet, FleetShape
-from simulator.cluster.latency import LinearLatency
-from simulator.cluster.records import Record
 from simulator.cluster.replica import ReplicaShape
 from simulator.predictors import Noisy
 from simulator.traffic.workload import SimRequest
+from tests.unit.policies.closed_loops import CLIENTS, one_replica, run_beside
 
 STEP = StepCost(base_s=0.010, prefill_token_s=0.1e-3, decode_seq_s=0.1e-3, context_token_s=0.0)
 
@@ -42,6 +38,11 @@ def order_of(*jobs: Job, tail: float = 1.0, max_boost_s: float = 60.0) -> Booste
     for each in jobs:
         order.add(each, each.arrived_at)
     return order
+
+
+def pausing(**options: float) -> Boosted:
+    """Two places, and streams that may stand for 0.4 s."""
+    return Boosted(DecodePrice(STEP, 2, 100_000), tail=0.01, max_boost_s=1e4, **({"max_pause_s": 0.4} | options))
 
 
 def names(order: Boosted, now: float = 100.0) -> list[str]:
@@ -118,7 +119,7 @@ def test_streams_go_on_then_come_back_and_then_others_start() -> None:
 
 
 def test_streams_take_turns_and_none_stands_for_longer_than_the_pause() -> None:
-    order = Boosted(DecodePrice(STEP, 2, 100_000), tail=0.01, max_boost_s=1e4, max_pause_s=0.4)
+    order = pausing()
     long = [job(f"long{number}", 300.0, 9.9, output_len=40, computed_len=139) for number in range(2)]
     for each in [*long, *(job(f"new{number}", 2.0, 10.0) for number in range(50))]:
         order.add(each, 10.0)
@@ -129,25 +130,12 @@ def test_streams_take_turns_and_none_stands_for_longer_than_the_pause() -> None:
     assert names(order, 10.45)[:2] == ["long1", "new0"], "who has stood still for 0.4 s goes first ..."
     order.ran(long[1], 0.1, 10.5)
     assert names(order, 10.5)[-2:] == ["long0", "long1"], "... until it has run"
-
-
-def test_a_turn_is_seen_at_once_and_whatever_was_asked_between() -> None:
-    order = Boosted(DecodePrice(STEP, 2, 100_000), tail=0.01, max_boost_s=1e4, max_pause_s=0.4)
-    long = [job(f"long{number}", 300.0, 9.9, output_len=40, computed_len=139) for number in range(2)]
-    for each in [*long, *(job(f"new{number}", 2.0, 10.0) for number in range(50))]:
-        order.add(each, 10.0)
-    for each in long:
-        order.ran(each, 0.1, 10.0)
-    assert names(order, 10.1)[-2:] == ["long0", "long1"]
-    order.among(long, 10.5)
-    assert names(order, 10.5)[:2] == ["long0", "long1"], "not the order of an earlier instant"
-    order.ran(long[0], 0.1, 10.5)
-    assert names(order, 10.5)[0] == "long1"
-    assert names(order, 10.5)[-1] == "long0"
+    order.among(long, 11.0)
+    assert names(order, 11.0)[:2] == ["long0", "long1"], "not the order of an earlier instant"
 
 
 def test_a_turn_asks_for_no_bonus_of_residents() -> None:
-    order = Boosted(DecodePrice(STEP, 2, 100_000), theta=4.0, tail=0.01, max_boost_s=1e4, max_pause_s=0.4)
+    order = pausing(theta=4.0)
     stream = job("stream", 80.0, 9.9, output_len=40, computed_len=139)
     order.add(stream, 9.9)
     order.ran(stream, 0.1, 10.0)
@@ -157,7 +145,7 @@ def test_a_turn_asks_for_no_bonus_of_residents() -> None:
 
 @pytest.mark.parametrize(("max_pause_s", "first"), [(0.4, "new"), (0.0, "stands")])
 def test_where_streams_stand_still_the_law_counts_those_that_go_on(max_pause_s: float, first: str) -> None:
-    order = Boosted(DecodePrice(STEP, 2, 100_000), theta=1.0, tail=0.01, max_boost_s=1e4, max_pause_s=max_pause_s)
+    order = pausing(theta=1.0, max_pause_s=max_pause_s)
     unknown: dict[str, Any] = {"length": 1.0, "forecast": None, "max_new_tokens": 600}
     for number in range(4):
         order.add(job(f"goes-on{number}", **unknown, output_len=300, computed_len=399), 0.0)
@@ -174,7 +162,7 @@ def test_where_streams_stand_still_the_law_counts_those_that_go_on(max_pause_s: 
 
 @pytest.mark.parametrize(("num_streams", "prompt_len"), [(9, 100), (2, 40_000)])
 def test_streams_go_on_where_too_many_have_begun_or_memory_is_short(num_streams: int, prompt_len: int) -> None:
-    order = Boosted(DecodePrice(STEP, 2, 100_000), tail=0.01, max_boost_s=1e4, max_pause_s=0.4)
+    order = pausing()
     crowd = {"prompt_len": prompt_len, "output_len": 40, "computed_len": prompt_len + 39, "max_new_tokens": 9000}
     for number in range(num_streams):
         order.add(job(f"long{number}", 3000.0, **crowd), 0.0)
@@ -215,9 +203,14 @@ def test_only_those_that_came_within_the_most_may_overtake(
         assert not overtakes(order.ranked(500.0), max_boost_s)
 
 
-def watched(scheduler: ReplicaScheduler, order: Boosted, max_boost_s: float) -> ReplicaScheduler:
+MAX_BOOST_S = 3.0
+
+
+def watched(scheduler: ReplicaScheduler) -> ReplicaScheduler:
     """Checks at each scheduling point that nothing starts before a job that it may not overtake."""
-    handle = scheduler.handle
+    handle, order = scheduler.handle, scheduler.order
+    assert isinstance(order, Boosted)
+    order._max_boost_s = MAX_BOOST_S
 
     def heard(event: Event, now: float) -> list[Instruction]:
         before = set(scheduler._mirror.admitted)
@@ -225,41 +218,20 @@ def watched(scheduler: ReplicaScheduler, order: Boosted, max_boost_s: float) -> 
         waiting = [each for name, each in scheduler._mirror.requests.items() if name not in scheduler._mirror.admitted]
         oldest = min((each.arrived_at for each in waiting if each.output_len == 0), default=math.inf)
         for name, each in scheduler._mirror.admitted.items():
-            assert name in before or each.output_len or each.arrived_at <= oldest + max_boost_s
-        assert not overtakes(order.ranked(now), max_boost_s)
+            assert name in before or each.output_len or each.arrived_at <= oldest + MAX_BOOST_S
+        assert not overtakes(order.ranked(now), MAX_BOOST_S)
         return out
 
     scheduler.handle = heard  # type: ignore[method-assign]
     return scheduler
 
 
-PLACES, MAX_BOOST_S = 4, 3.0
-
-
-def closed_loop(max_boost_s: float, num_short: int = 900) -> list[Record]:
-    """24 clients that ask for 3 tokens again and again, and one that asks for 30, four at a time."""
-    replica = ReplicaShape(40, 16, num_host_blocks=40, max_num_seqs=PLACES, look_every=1)
-
-    def build(_: int) -> ReplicaScheduler:
-        settings = PolicySettings(watermark=1.0, cost=STEP, tail=0.01)
-        scheduler = build_scheduler("farsight", SchedulerLimits(PLACES, 0), settings, admission="watermark")
-        order = scheduler.order
-        assert isinstance(order, Boosted)
-        order._max_boost_s = max_boost_s
-        return watched(scheduler, order, max_boost_s)
-
-    fleet = Fleet(FleetShape(replica, LinearLatency(STEP)), build_router("farsight"), build, clients=24)
-    long = SimRequest("long", 0.0, 200, 30, 100)
-    return fleet.run([long, *(SimRequest(f"short{number}", 0.0, 32, 3, 100) for number in range(num_short))]).done
-
-
 def test_a_closed_loop_of_short_requests_does_not_starve_a_long_one() -> None:
-    done = closed_loop(MAX_BOOST_S)
-    (long,) = (each for each in done if each.arrival.request_id == "long")
-    overloaded_until = max(each.finished_at for each in done if each is not long)
+    settings = PolicySettings(SchedulerConfig(watermark=1.0, tail=0.01, max_gap_ms=0.0), cost=STEP)
+    fleet = one_replica("farsight", settings, clients=CLIENTS, admission="watermark", watched=watched)
+    long, overloaded_until = run_beside(fleet, 600)
     assert overloaded_until > 2 * MAX_BOOST_S, "the overload has to last"
-    one_turn_s = 24 * STEP.prefill_s(32) * 4
-    assert long.ttft_s < MAX_BOOST_S + one_turn_s
+    assert long.ttft_s < MAX_BOOST_S + 24 * STEP.prefill_s(32) * 4, "and one turn of all"
     assert long.max_gap_s < 0.1, "a stream that has begun goes on"
 
 
@@ -267,38 +239,14 @@ def test_a_closed_loop_of_short_requests_does_not_starve_a_long_one() -> None:
 def test_streams_stand_still_for_newcomers_no_longer_than_the_pause(
     max_pause_s: float, least: float, most: float
 ) -> None:
-    replica = ReplicaShape(400, 16, num_host_blocks=40, max_num_seqs=2, look_every=1)
-    settings = PolicySettings(watermark=1.0, cost=STEP, tail=0.01, max_pause_s=max_pause_s)
-
-    def build(_: int) -> ReplicaScheduler:
-        return build_scheduler("farsight", SchedulerLimits(2, 0), settings, admission="watermark")
-
-    fleet = Fleet(FleetShape(replica, LinearLatency(STEP)), build_router("farsight"), build)
+    shape = ReplicaShape(400, 16, num_host_blocks=40, max_num_seqs=2, look_every=1)
+    settings = PolicySettings(SchedulerConfig(watermark=1.0, tail=0.01, max_pause_s=max_pause_s, max_gap_ms=0.0), cost=STEP)
+    fleet = one_replica("farsight", settings, shape, admission="watermark")
     long = [SimRequest(f"long{number}", 0.0, 32, 200, 400) for number in range(2)]
     short = [SimRequest(f"short{number}", 0.5, 32, 2, 400) for number in range(200)]
     pauses_s = [each.max_gap_s for each in fleet.run(Noisy(0.1, 1)([*long, *short])).done if each.num_tokens == 200]
     assert len(pauses_s) == 2
     assert least <= max(pauses_s) < most
-
-
-def test_without_a_bound_it_would_wait_for_their_end() -> None:
-    done = closed_loop(1000.0, num_short=400)
-    (long,) = (each for each in done if each.arrival.request_id == "long")
-    assert long.first_token_at > 0.9 * max(each.finished_at for each in done if each is not long)
-
-
-@pytest.mark.parametrize(
-    "options", [{"tail": 0.0}, {"tail": math.inf}, {"max_boost_s": 0.0}, {"theta": 0.5}, {"max_pause_s": -1.0}]
-)
-def test_parameters_out_of_range_are_refused(options: dict[str, float]) -> None:
-    with pytest.raises(InvalidValueError, match=next(iter(options))):
-        Boosted(DecodePrice(STEP, 64, 10_000), **options)
-
-
-def test_parts_that_need_the_ranks_go_together_with_it() -> None:
-    limits = SchedulerLimits(4, 0)
-    with pytest.raises(ConfigError, match="enst-defer"):
-        build_scheduler("farsight", limits, kv="enst-defer")
 
 
 def test_it_says_what_a_boost_comes_from() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
 import pytest
 
 from core.costs import StepCost
-from core.errors import InvalidValueError
 from core.forecast import Forecast
 from policies.interfaces import Job
 from policies.order.gittins import DecodePrice, Gittins, gittins_rank
@@ -41,34 +39,6 @@ def order_of(*jobs: Job, **options: object) -> Gittins:
 
 def rank(costs: list[float], weights: list[float]) -> float:
     return float(gittins_rank(np.array([costs], float), np.array([weights], float))[0])
-
-
-def test_example_one_or_ten() -> None:
-    assert rank([1, 10], [0.5, 0.5]) == 2
-    assert rank([9], [1]) == 9
-    assert rank([4], [1]) == 4
-
-
-def test_example_sum_of_completions() -> None:
-    """X(1), Y, X by enumerating both outcomes: 12.5; shortest mean first, Y before X: 13.5."""
-    slices = {"x": (1, 9), "y": (4,)}
-
-    def expected(plan: tuple[str, ...]) -> float:
-        total = 0.0
-        for x_ends_early in (True, False):
-            clock, done, step = 0.0, 0.0, {"x": 0, "y": 0}
-            for who in plan:
-                if who == "x" and x_ends_early and step["x"]:
-                    continue
-                clock += slices[who][step[who]]
-                step[who] += 1
-                if who == "y" or step["x"] == (1 if x_ends_early else 2):
-                    done += clock
-            total += done / 2
-        return total
-
-    plans = {plan: expected(plan) for plan in set(itertools.permutations("xxy"))}
-    assert plans == {("x", "y", "x"): 12.5, ("y", "x", "x"): 13.5, ("x", "x", "y"): 15.0}
 
 
 @pytest.mark.parametrize("unit", ["volume", "time"])
@@ -130,12 +100,6 @@ def test_a_resident_gives_way_only_to_a_clearly_better_job() -> None:
     assert first(20) == "new"
 
 
-def test_ageing_brings_a_long_job_forward() -> None:
-    old, new = job("old", 300, arrived_at=0.0), job("new", 150, arrived_at=99.0)
-    assert names(order_of(old, new), 100.0) == ["new", "old"]
-    assert names(order_of(old, new, gamma=0.5), 100.0) == ["old", "new"]
-
-
 def test_ranks_are_due_after_the_prefill_and_every_sixteen_tokens() -> None:
     running = job("a", 100)
     order = order_of(running)
@@ -150,16 +114,6 @@ def test_ranks_are_due_after_the_prefill_and_every_sixteen_tokens() -> None:
             before = rank
         order.check_integrity()
     assert seen == [1, 17, 33]
-
-
-def test_a_removed_job_is_gone_and_unknown_ones_are_fine() -> None:
-    a, b = job("a", 10), job("b", 20)
-    order = order_of(a, b)
-    order.refresh(0.0)
-    order.remove(a)
-    order.remove(a)
-    order.ran(a, 1.0, 0.0)
-    assert names(order) == ["b"]
 
 
 def test_repricing_ranks_anew() -> None:
@@ -200,10 +154,11 @@ def mean_completion(told: list[float] | None, lengths: list[float]) -> float:
     return math.fsum(ends) / len(ends)
 
 
-def test_shuffled_forecasts_cost_little_and_good_ones_gain() -> None:
-    """Ratios to no forecasts at all, of 12 paired workloads."""
+@pytest.mark.parametrize("num_workloads", [4, pytest.param(12, marks=pytest.mark.nightly)])
+def test_shuffled_forecasts_cost_little_and_good_ones_gain(num_workloads: int) -> None:
+    """Ratios to no forecasts at all, of paired workloads."""
     shuffled, good = [], []
-    for seed in range(12):
+    for seed in range(num_workloads):
         rng = np.random.default_rng(seed)
         lengths = np.ceil(rng.lognormal(4.0, 1.0, 260)).clip(1, 2000).tolist()
         none = mean_completion(None, lengths)
@@ -211,20 +166,8 @@ def test_shuffled_forecasts_cost_little_and_good_ones_gain() -> None:
         good.append(mean_completion(lengths, lengths) / none)
     spread = float(np.std(shuffled, ddof=1)) / math.sqrt(len(shuffled))
     assert np.mean(shuffled) <= 1.02
-    assert spread < 0.01, "the mean of the ratios says little"
+    assert spread < 0.01 or num_workloads < 12, "the mean of the ratios says little"
     assert max(good) < 0.95
-
-
-@pytest.mark.parametrize("options", [{"theta": 0.5}, {"gamma": -1.0}, {"unit": "tokens"}])
-def test_bad_options(options: dict[str, object]) -> None:
-    with pytest.raises(InvalidValueError):
-        order_of(**options)
-
-
-@pytest.mark.parametrize(("seqs", "capacity"), [(0, 10), (10, 0)])
-def test_bad_profile(seqs: int, capacity: int) -> None:
-    with pytest.raises(InvalidValueError):
-        DecodePrice(STEP, seqs, capacity)
 
 
 def test_history_counts_from_the_twentieth_output_on() -> None:
@@ -246,12 +189,12 @@ def test_ageing_counts_waiting_in_expected_cost() -> None:
 def test_what_is_explained_is_what_the_order_goes_by() -> None:
     old, new = job("old", 50), job("new", 20, arrived_at=90.0)
     order = order_of(old, new, gamma=0.5)
-    assert names(order, 100.0) == ["old", "new"]
+    assert names(order, 100.0) == ["old", "new"], "ageing brings a long job forward"
     told = {each.request_id: order.explain(each, 100.0) for each in (old, new)}
     assert float(told["old"]["rank_s"]) > float(told["new"]["rank_s"])
     assert float(told["old"]["aged_rank_s"]) < float(told["new"]["aged_rank_s"])
     plain = order_of(old, new)
-    plain.refresh(100.0)
+    assert names(plain, 100.0) == ["new", "old"]
     assert plain.explain(old, 100.0).keys() >= {"rank_s"} and "aged_rank_s" not in plain.explain(old, 100.0)
 
 
@@ -263,5 +206,7 @@ def test_a_forecast_that_comes_late_counts_like_one_that_was_there() -> None:
     order.foreseen(late)
     assert order.rank([late])[0] == order.rank([early])[0]
     order.remove(late)
+    order.remove(late)
     order.foreseen(late)  # it has ended meanwhile
-    order.check_integrity()
+    order.ran(late, 1.0, 0.0)
+    assert names(order) == ["early", "longer"]

@@ -1,4 +1,4 @@
-"""E2: the worked examples of costs and choices, and its features one by one."""
+"""E2: what makes a replica dear, what it believes that replicas cache, and load that moves between them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 from core.config.placement import PlacementConfig
 from core.costs import StepCost
 from core.errors import IntegrityError, InvalidValueError
+from core.messages.cache import CachedRun, KVCacheEvent
 from core.request import Request, SamplingParams
-from policies.placement.e2 import E2Choice, E2Router, key_portion
+from policies.placement.e2 import E2Choice, key_portion
 from policies.placement.e2_profiles import (
     INITIAL_TPOT_S,
     LLAMA_3_70B_A100_TP2,
@@ -22,17 +23,7 @@ from policies.placement.e2_profiles import (
     Regressions,
     from_step_cost,
 )
-from tests.unit.policies.e2_desk import BARE, LINEAR, Desk, loads_of, path, router_of
-
-
-@pytest.mark.parametrize(("matched", "reason"), [(63, "exploit"), (51, "exploit"), (50, "explore"), (49, "explore")])
-def test_ex1_who_computes_less_than_is_cached_exploits(matched: int, reason: str) -> None:
-    desk = Desk(router_of())
-    desk.place(path(0, matched), "b")
-    choice = desk.place(path(0, matched) + path(1000, 100 - matched))
-    assert choice.reason == reason
-    assert choice.replica == ("b" if reason == "exploit" else "a")
-    assert choice.hit_len == (matched if reason == "exploit" else 0)
+from tests.unit.policies.e2_desk import BARE, Desk, informed, loads_of, path, router_of
 
 
 def ex2(names: str) -> E2Choice:
@@ -68,6 +59,8 @@ def test_ex3_the_key_portion_is_the_deepest_node_longer_than_all_before_it(spans
     [
         (MISTRAL_7B_A6000, 1000, 1000, 125.506),
         (MISTRAL_7B_A6000, 100, 100, 24.8),
+        (MISTRAL_7B_A6000, 191, 191, 24.8),
+        (MISTRAL_7B_A6000, 300, 300, 29.911),  # quadratic: (-118 + 375 - 230.4 + 0.32) / 0.9
         (MISTRAL_7B_A6000, 4000, 4000, 539.306),
         (LLAMA_3_70B_A100_TP2, 2000, 8000, 466.235),
         (LLAMA_3_70B_H100_TP2, 2000, 8000, 211.818),
@@ -79,27 +72,14 @@ def test_pt_of_the_authors(regressions: Regressions, new: int, context: int, mil
     assert regressions.decode_s(10.0, 1e4) == 10 * INITIAL_TPOT_S
 
 
-def test_pt_of_mistral_between_its_breaks() -> None:
-    """Quadratic from 192 to 384 new tokens: (-118 + 375 - 230.4 + 0.32) / 0.9 at 300."""
-    assert MISTRAL_7B_A6000.prefill_s(300, 300) * 1e3 == pytest.approx(29.911, abs=1e-3)
-    assert MISTRAL_7B_A6000.prefill_s(191, 191) * 1e3 == pytest.approx(24.8)
-
-
 def test_regressions_of_a_step_cost() -> None:
     regressions = from_step_cost(StepCost(1.0, 0.1, 0.01, 0.001))
     assert regressions.prefill_s(20, 999) == pytest.approx(3.0)
     assert regressions.decode_s(10.0, 50.0) == pytest.approx(10 * 0.06), "what the batch shares does not count"
-
-
-def test_load_counts_the_window_and_the_outputs_seen_in_it() -> None:
-    desk = Desk(router_of(config=replace(BARE, window_s=10.0, initial_output_len=100.0)))
-    desk.place(path(0, 50), "a", now=0.0)
-    assert desk.place(path(100, 50), "a", now=5.0).load_s == pytest.approx(0.05 + 0.2), "nothing has ended yet"
-    desk.end(1, 10, now=6.0)
-    assert desk.place(path(200, 50), "a", now=7.0).load_s == pytest.approx(2 * (0.05 + 0.02))
-    assert desk.place(path(300, 50), "a", now=10.0).load_s == pytest.approx(2 * (0.05 + 0.02)), "the first has left"
-    assert desk.place(path(400, 50), "a", now=16.0).load_s == pytest.approx(2 * (0.05 + 0.2)), "and so has its output"
-    assert desk.place(path(500, 50), "a", now=26.0).load_s == 0.0
+    cost = StepCost(0.01, 1e-4, 1e-5, 1e-7, prefill_pair_s=1e-8)
+    prices = from_step_cost(cost)
+    assert prices.prefill_s(100, 100) == cost.prefill_s(100)
+    assert prices.prefill_s(100, 5100) - prices.prefill_s(100, 100) == pytest.approx(100 * 5000 * 1e-8)
 
 
 def test_outputs_that_did_not_come_to_their_end_teach_nothing() -> None:
@@ -109,40 +89,6 @@ def test_outputs_that_did_not_come_to_their_end_teach_nothing() -> None:
     desk.end(1, 7)
     desk.end(99, 7)
     assert desk.router.load.mean_output_len(0) == 100.0
-
-
-def test_what_only_replicas_that_are_closed_cache_is_not_cached() -> None:
-    desk = Desk(router_of())
-    desk.place(path(0, 100), "a")
-    choice = desk.place(path(0, 100), "b")
-    assert (choice.reason, choice.hit_len) == ("explore", 0)
-
-
-def test_of_several_holders_the_cheapest_is_exploited() -> None:
-    desk = Desk(router_of("abc"), "abc")
-    for name in "abc":
-        desk.place(path(0, 100), name)
-    desk.place(path(500, 30), "a")
-    desk.place(path(600, 10), "b")
-    desk.place(path(700, 20), "c")
-    assert desk.place(path(0, 100)).replica == "b"
-
-
-def test_candidates_hold_the_longest_node_not_the_whole_match() -> None:
-    """(100) is on both, (20) behind it on a alone: b has so much less load that it may compute the 20 again."""
-    desk = Desk(router_of())
-    desk.place(path(0, 100) + path(500, 20), "a")
-    desk.place(path(0, 100), "b")
-    desk.place(path(900, 400), "a")
-    choice = desk.place(path(0, 100) + path(500, 20))
-    assert (choice.reason, choice.replica, choice.hit_len) == ("exploit", "b", 100)
-
-
-def test_the_prompt_beyond_its_full_blocks_is_always_missed() -> None:
-    desk = Desk(router_of(block_size=10))
-    desk.place(path(0, 2), "a", prompt_len=29)
-    assert desk.place(path(0, 2), prompt_len=39).prefill_s == pytest.approx(0.019)
-    assert desk.place((), prompt_len=9).reason == "explore"
 
 
 def test_a_replica_gone_leaves_its_place_to_another() -> None:
@@ -205,33 +151,11 @@ def test_a_request_is_placed_by_its_known_tokens() -> None:
     assert router.tree.num_cached == [2]
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("window_s", 0.0),
-        ("imbalance_ratio", 0.0),
-        ("imbalance_ratio", 1.1),
-        ("balanced_ratio", -0.1),
-        ("rebalance_ratio", 0.9),
-        ("rebalance_after", -1),
-        ("initial_output_len", -1.0),
-    ],
-)
-def test_bad_parameters_are_named(field: str, value: float) -> None:
-    with pytest.raises(InvalidValueError, match=field):
-        PlacementConfig(**{field: value})  # type: ignore[arg-type]
-
-
 def test_a_request_in_flight_is_not_placed_again() -> None:
     router = router_of("a")
     router.place("r", (1,), 1, loads_of("a"), 0.0)
     with pytest.raises(InvalidValueError, match="request_id"):
         router.place("r", (1,), 1, loads_of("a"), 0.0)
-
-
-def test_a_block_has_tokens() -> None:
-    with pytest.raises(InvalidValueError, match="block_size"):
-        E2Router(LINEAR, 0)
 
 
 @pytest.mark.parametrize("damage", ["load", "outputs", "requests", "refs"])
@@ -253,13 +177,6 @@ def test_damage_is_found(damage: str) -> None:
         desk.router.check_integrity()
 
 
-def test_a_prompt_after_a_long_context_is_dearer_than_the_same_after_none() -> None:
-    cost = StepCost(0.01, 1e-4, 1e-5, 1e-7, prefill_pair_s=1e-8)
-    prices = from_step_cost(cost)
-    assert prices.prefill_s(100, 100) == cost.prefill_s(100)
-    assert prices.prefill_s(100, 5100) - prices.prefill_s(100, 100) == pytest.approx(100 * 5000 * 1e-8)
-
-
 def test_measured_steps_replace_the_prices() -> None:
     desk = Desk(router_of())
     desk.place(path(1, 100), "a")
@@ -270,3 +187,212 @@ def test_measured_steps_replace_the_prices() -> None:
     desk.router.priced("unheard of", StepCost(0.0, 9e-3, 1e-3, 0.0))
     assert desk.router.load.prefill_s[0] == pytest.approx(0.3), "of the mean over the replicas"
     assert desk.place(path(500, 10), "b").prefill_s == pytest.approx(0.03)
+
+
+def test_a_start_after_the_window_leaves_the_load_alone() -> None:
+    desk = Desk(router_of("a", config=replace(BARE, window_s=10.0)), "a")
+    desk.place(path(0, 100))
+    desk.router.started("r1", 20, 0.0, 11.0)
+    desk.router.check_integrity()
+    assert desk.router.load.prefill_s[0] == 0.0
+
+
+def test_notices_of_evictions_are_believed() -> None:
+    desk = Desk(router_of())
+    desk.place(path(1, 100), "b")
+    desk.end(1)
+    desk.router.noticed("b", KVCacheEvent(2, False, evicted=(31,)))
+    desk.router.noticed("unheard of", KVCacheEvent(2, False, evicted=(1,)))
+    choice = desk.place(path(1, 100), "b")
+    assert (choice.hit_len, choice.reason) == (30, "explore")
+
+
+def test_a_replica_is_never_believed_to_cache_more_than_it_holds() -> None:
+    desk = Desk(router_of("a", capacity=100), "a")
+    for i in range(5):
+        desk.place(path(1000 * i, 60))
+        desk.end(desk.num)
+    assert desk.router.tree.num_cached == [100]
+    assert desk.place(path(4000, 60)).hit_len == 59, "the last token is always computed"
+    assert desk.place(path(3000, 60)).hit_len == 40, "the oldest lost its end"
+
+
+def test_a_new_life_of_a_replica_has_nothing() -> None:
+    desk = Desk(router_of())
+    desk.place(path(0, 100), "a")
+    desk.place(path(0, 100), "b")
+    desk.router.replica_up("a", 500)
+    desk.end(1, 10)
+    choice = desk.place((*path(0, 100), 7), "a")
+    assert (choice.hit_len, choice.load_s) == (0, 0.0)
+    assert desk.place((*path(0, 100), 8), "b").hit_len == 100
+    assert desk.place((9,), "a", now=179.0).load_s == pytest.approx(0.101)
+    assert desk.place((9,), "a", now=180.0).load_s == pytest.approx(0.001), "of the old life nothing is left to expire"
+
+
+def test_what_is_in_flight_is_where_the_next_one_goes_but_not_cached_yet() -> None:
+    desk = Desk(informed())
+    desk.place(path(1, 100), "b")
+    second = desk.place(path(1, 100) + path(500, 10))
+    assert (second.replica, second.reason, second.hit_len, second.pending_len) == ("b", "exploit", 100, 100)
+    desk.router.noticed("b", KVCacheEvent(2, False, (CachedRun(0, path(1, 100)),)))
+    third = desk.place(path(1, 100) + path(600, 10))
+    assert (third.hit_len, third.pending_len) == (100, 0)
+
+
+def test_what_was_never_computed_is_forgotten_with_its_request() -> None:
+    desk = Desk(informed())
+    desk.place(path(1, 100), "b")
+    desk.end(1)
+    assert (desk.place(path(1, 100)).reason, desk.router.tree.num_cached) == ("explore", [100, 0])
+
+
+def test_a_start_says_no_more_than_notices_do() -> None:
+    """What it found may have been evicted since, as a notice before it has told."""
+    desk = Desk(informed())
+    desk.place(path(1, 100), "b")
+    desk.router.started("r1", 100, 0.0, 0.0)
+    desk.router.check_integrity()
+    desk.end(1)
+    assert desk.place(path(1, 100)).hit_len == 0
+
+
+def test_a_whole_notice_replaces_what_was_believed() -> None:
+    desk = Desk(informed())
+    desk.router.noticed("b", KVCacheEvent(2, False, (CachedRun(0, path(1, 60)),)))
+    runs = (CachedRun(0, path(1, 20)), CachedRun(20, path(900, 5)), CachedRun(777, (778,)))
+    desk.router.noticed("b", KVCacheEvent(9, True, runs))
+    desk.router.check_integrity()
+    assert desk.router.tree.num_cached == [0, 25], "nothing hangs on what is not there"
+    assert desk.place(path(1, 60)).hit_len == 20
+    assert desk.place((*path(1, 20), 900, 901)).hit_len == 21
+
+
+def test_what_those_placed_before_push_out_is_not_expected() -> None:
+    desk = Desk(informed("a", capacity=100), "a")
+    desk.router.noticed("a", KVCacheEvent(2, False, (CachedRun(0, path(1, 60)),)))
+    assert desk.place(path(1, 61)).hit_len == 60
+    desk.end(1)
+    desk.place(path(500, 70))
+    choice = desk.place(path(1, 61))
+    assert choice.hit_len == 30, "of 60, 30 make room"
+
+
+@pytest.mark.parametrize(("light", "reason"), [(150, "rebalance"), (200, "exploit"), (220, "exploit")])
+def test_ex4_the_heaviest_replica_is_relieved_beyond_the_ratio(light: int, reason: str) -> None:
+    """300 > 1.5 * 150 moves; 300 = 1.5 * 200 does not."""
+    seconds = Regressions(lambda new, context: float(new), lambda output, context: output)
+    desk = Desk(router_of(config=replace(BARE, rebalance=True, rebalance_after=0), regressions=seconds))
+    desk.place(path(0, 300), "a")
+    desk.place(path(1000, light), "b")
+    assert desk.place((*path(0, 300), 9999)).reason == reason
+
+
+BALANCED = replace(BARE, balance=True, initial_output_len=0.0)
+
+
+def balance_desk(config: PlacementConfig, b_output_len: int) -> Desk:
+    """a decodes for 90 % of its load, b for what its output gives, c has none."""
+    desk = Desk(router_of("abc", config=config), "abc")
+    for i, (name, output_len) in enumerate((("a", 450), ("b", b_output_len))):
+        desk.place(path(1000 * i, 100), name)
+        desk.end(desk.num, output_len)
+    return desk
+
+
+def test_alike_replicas_are_not_balanced_and_those_without_load_do_not_count() -> None:
+    assert balance_desk(BALANCED, 50).place(path(9000, 50)).reason == "explore", "0.5 is not below 0.5"
+    choice = balance_desk(BALANCED, 49).place(path(9000, 50))
+    assert (choice.replica, choice.reason) == ("a", "balance"), "where decoding leaves arithmetic idle"
+    off = balance_desk(replace(BALANCED, balance=False), 10).place(path(9000, 50))
+    assert (off.replica, off.reason) == ("c", "explore")
+    assert balance_desk(replace(BALANCED, imbalance_ratio=0.9), 10).place(path(9000, 50)).reason == "explore"
+    assert balance_desk(BALANCED, 10).place(path(9000, 50), "ac").reason == "explore", "b is closed"
+    assert Desk(router_of(config=BALANCED)).place(path(0, 9)).reason == "explore", "no load at all"
+
+
+def test_load_shifts_only_after_enough_requests_and_stops_below_the_ratio() -> None:
+    desk = Desk(router_of(config=replace(BARE, rebalance=True, rebalance_after=5)))
+    desk.place(path(0, 100), "a")
+    desk.place(path(5000, 10), "b")
+    reasons = [desk.place((*path(0, 100), 900 + i)).reason for i in range(12)]
+    assert reasons[:4] == ["exploit"] * 4
+    assert reasons[4] == "rebalance", "a has five requests"
+    assert reasons[5:] == ["exploit"] * 7, "b has computed the prefix: no load is 1.5 times the other"
+    off = Desk(router_of(config=BARE))
+    off.place(path(0, 100), "a")
+    off.place(path(5000, 10), "b")
+    assert {off.place((*path(0, 100), 900 + i)).replica for i in range(40)} == {"a"}
+
+
+def test_requests_that_left_the_window_say_nothing_of_a_load() -> None:
+    desk = Desk(router_of(config=replace(BARE, rebalance=True, rebalance_after=5, window_s=10.0)))
+    for i in range(4):
+        desk.place((*path(0, 100), 900 + i), "a", now=0.0)
+    reasons = [desk.place((*path(0, 100), 1000 + i), now=10.0 + i).reason for i in range(6)]
+    assert reasons == ["exploit"] * 5 + ["rebalance"]
+
+
+def test_a_prompt_that_all_begin_with_spreads_over_all_replicas() -> None:
+    """Two that have it are alike and neither is the heaviest for long: the others must not stay idle."""
+    desk = Desk(router_of("abcd", config=replace(BARE, rebalance=True, rebalance_after=5)), "abcd")
+    choices = [desk.place((*path(0, 100), *path(1000 * i, 20))) for i in range(1, 101)]
+    placed = Counter(choice.replica for choice in choices)
+    assert set(placed) == set("abcd")
+    assert max(placed.values()) <= 1.5 * min(placed.values())
+    assert [choice.reason for choice in choices].count("rebalance") == 3, "each of the others computes it once"
+
+
+def test_a_prefix_whose_queueing_doubles_gets_the_lightest_replica_too() -> None:
+    config = replace(BARE, autoscale=True, window_s=100.0)
+    for enabled in (True, False):
+        desk = Desk(router_of("abc", config=replace(config, autoscale=enabled)), "abc")
+        desk.place(path(0, 100), "a", now=0.0)
+        desk.place(path(5000, 20), "b", now=0.0)
+        for i, (queue_s, now) in enumerate(((1.0, 10.0), (3.0, 70.0))):
+            assert desk.place(path(0, 100) + path(900 + 50 * i, 40), now=now).replica == "a"
+            desk.router.started(f"r{desk.num}", 100, queue_s, now)
+        choice = desk.place(path(0, 100) + path(700, 50), now=81.0)
+        assert (choice.replica, choice.reason) == ("c" if enabled else "a", "exploit"), "c is the lightest"
+        assert choice.hit_len == (0 if enabled else 100), "its KV is computed there when first needed"
+
+
+def test_each_doubling_adds_one_replica_and_is_counted_anew() -> None:
+    desk = Desk(router_of("abc", config=replace(BARE, autoscale=True, window_s=100.0)), "abc")
+    desk.place(path(0, 100), "a", now=0.0)
+    desk.place(path(5000, 20), "b", now=0.0)
+    assigned = []
+    for queue_s, now in ((1.0, 10.0), (3.0, 70.0), (9.0, 80.0), (40.0, 140.0), (90.0, 150.0), (400.0, 210.0)):
+        desk.place(path(0, 100) + path(100 * int(now) + 90_000, 40), "a", now=now)
+        name = f"r{desk.num}"
+        desk.place(path(10 * int(now) + 9000, 5), "b", now=now)
+        desk.place(path(10 * int(now) + 19000, 1), now=now)  # explores among all: c
+        desk.router.started(name, 100, queue_s, now)
+        desk.router.check_integrity()
+        assigned.append(desk.router.tree.root.children[0].assigned)
+    assert assigned == [0, 4, 4, 6, 6, 6], "c, then b, then there is none left"
+
+
+def test_where_all_wait_alike_nothing_is_replicated() -> None:
+    """Queueing doubles everywhere as the load rises: one replica more would only cost memory."""
+    desk = Desk(router_of("ab", config=replace(BARE, autoscale=True, window_s=100.0)))
+    for queue_s, now in ((0.0, 0.0), (1.0, 10.0), (3.0, 70.0)):
+        for start, name in ((0, "a"), (5000, "b")):
+            prefix = path(start, 100) + path(start + 100 * int(now) + 90_000, 40)
+            assert desk.place(prefix, "" if now else name, now=now).replica == name
+            desk.router.started(f"r{desk.num}", 100, queue_s, now)
+    assert {node.assigned for node in desk.router.tree.root.children.values()} == {0}
+
+
+def test_a_replica_gone_is_not_given_a_prefix() -> None:
+    desk = Desk(router_of("abc", config=replace(BARE, autoscale=True, window_s=100.0)), "abc")
+    desk.place(path(0, 100), "a", now=0.0)
+    desk.place(path(5000, 20), now=0.0)
+    for queue_s, now in ((1.0, 10.0), (3.0, 70.0)):
+        desk.place((*path(0, 100), int(now) + 900), now=now)
+        if now == 70.0:
+            desk.router.replica_gone("c")
+        desk.router.started(f"r{desk.num}", 100, queue_s, now)
+    assert desk.router.tree.root.children[0].assigned == 2
+    desk.router.replica_up("b", 10_000)
+    assert desk.router.tree.root.children[0].assigned == 0, "a new life has no prefixes to share"

@@ -1,15 +1,23 @@
-"""The prefix tree against a trie of single elements, and its moves one by one."""
+"""The prefix tree: against a trie of single elements, its moves one by one, and the memory that it stays within."""
 
 from __future__ import annotations
 
+import gc
 import random
+import tracemalloc
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.errors import IntegrityError
-from policies.placement.prefix_tree import Path, PrefixNode, RadixTree
+from core.messages.cache import CachedRun, KVCacheEvent
+from policies.placement.base import ReplicaLoad
+from policies.placement.e2_profiles import from_step_cost
+from policies.placement.prefix_loads import PrefixLoads
+from policies.placement.prefix_tree import PLACE_BYTES, Path, PrefixNode, RadixTree
+from simulator.cluster.latency import A100_7B
 from tests.unit.policies.naive_trie import NaiveTrie, known_to, lru_of, path_of
 
 
@@ -39,22 +47,6 @@ def test_a_path_is_one_node_until_another_one_leaves_it() -> None:
     tree.check_integrity()
 
 
-def test_an_unmatched_first_element_starts_a_tree_of_its_own() -> None:
-    tree = tree_of()
-    place(tree, (1, 2))
-    place(tree, (3,))
-    assert sorted(tree.root.children) == [1, 3]
-    assert tree.match_prefix((2,)) == ([], 0)
-
-
-def test_a_match_ends_within_a_node() -> None:
-    tree = tree_of()
-    node = place(tree, (1, 2, 3, 4))
-    assert tree.match_prefix((1, 2, 3)) == ([], 3), "the path ends"
-    assert tree.match_prefix((1, 2, 7, 4)) == ([], 2), "the path leaves"
-    assert tree.match_prefix((1, 2, 3, 4, 5)) == ([node], 0), "the tree ends"
-
-
 def test_who_ends_at_a_node_still_does_when_it_is_split() -> None:
     tree = tree_of()
     end = place(tree, (1, 2, 3, 4))
@@ -67,82 +59,6 @@ def test_who_ends_at_a_node_still_does_when_it_is_split() -> None:
     tree.release(end, 0)
     assert upper.copies[0].ref_count == 0
     tree.check_integrity()
-
-
-def test_least_recently_used_leaves_go_first_and_in_part() -> None:
-    tree = tree_of()
-    old, new = place(tree, (1, 2, 3, 4)), place(tree, (1, 2, 5, 6))
-    tree.release(old, 0)
-    tree.release(new, 0)
-    assert lru_of(tree, 0) == [(1, 2, 3, 4), (1, 2, 3), (1, 2, 5, 6), (1, 2, 5), (1, 2), (1,)]
-    tree.evict_lru(0, 3)
-    assert lru_of(tree, 0) == [(1, 2, 5), (1, 2), (1,)]
-    assert tree.num_cached == [3, 0]
-
-
-def test_what_is_in_flight_or_to_be_kept_is_not_evicted() -> None:
-    tree = tree_of()
-    ended, running = place(tree, (1, 2, 3)), place(tree, (1, 4))
-    tree.release(ended, 0)
-    assert lru_of(tree, 0) == [(1, 2, 3), (1, 2)]
-    assert list(tree.lru(0, 5, keep=[ended])) == []
-    tree.evict_lru(0, 99)
-    assert tree.num_cached[0] == 2
-    tree.release(running, 0)
-    assert lru_of(tree, 0) == [(1, 4), (1,)]
-
-
-def test_a_node_goes_when_nobody_caches_it_and_nobody_has_used_it_in_the_window() -> None:
-    tree = tree_of()
-    end = place(tree, (1, 2))
-    tree.release(end, 0)
-    tree.evict((1,), 0)
-    assert spans(tree, (1, 2)) == [(1, 2)], "still in the window"
-    tree.forget(end, 0)
-    assert spans(tree, (1, 2)) == []
-    end = place(tree, (1, 2))
-    tree.release(end, 0)
-    tree.forget(end, 0)
-    assert spans(tree, (1, 2)) == [(1, 2)], "still cached"
-    tree.evict((1,), 0)
-    assert known_to(tree) == {}
-
-
-def test_an_eviction_takes_what_comes_after_it_and_not_what_comes_before() -> None:
-    tree = tree_of()
-    for path in ((1, 2, 3, 4), (1, 2, 3, 5), (1, 9)):
-        tree.release(place(tree, path), 0)
-    tree.evict((1, 2, 3), 0)
-    assert {position for position, states in known_to(tree).items() if states[0][0]} == {(1,), (1, 2), (1, 9)}
-    tree.evict((7, 7), 0)
-    tree.evict((1, 2, 3, 4, 5), 0)
-    tree.evict((), 0)
-    assert tree.num_cached[0] == 3, "what is unknown changes nothing"
-    tree.check_integrity()
-
-
-def test_a_hit_shorter_than_believed_takes_what_hangs_off_the_path_later() -> None:
-    tree = tree_of()
-    ended = [place(tree, path) for path in ((1, 2, 3, 9, 9), (1, 2, 7), (1, 8))]
-    for end in ended:
-        tree.release(end, 0)
-    place(tree, (1, 2, 3, 6))
-    end = place(tree, (1, 2, 3, 4))
-    tree.correct(end, 0, 2)
-    cached = {position for position, states in known_to(tree).items() if states.get(0, (False,))[0]}
-    assert (1, 2, 3, 9) not in cached
-    assert {(1, 8), (1, 2, 7), (1, 2, 3, 4), (1, 2, 3, 6)} <= cached, "before the hit's end, own, in flight"
-    tree.check_integrity()
-
-
-def test_a_cleared_replica_has_nothing_and_others_keep_theirs() -> None:
-    tree = tree_of()
-    place(tree, (1, 2, 3)).assigned = 3
-    place(tree, (1, 2, 4), replica=1)
-    tree.clear(0)
-    tree.check_integrity()
-    assert {replica for states in known_to(tree).values() for replica in states} == {1}
-    assert tree.num_cached == [0, 3]
 
 
 @pytest.mark.parametrize("damage", ["size", "bit", "ring", "span"])
@@ -173,87 +89,6 @@ def test_miscounted_requests_are_found() -> None:
             tree.check_counts(in_flight, recent)
 
 
-PATHS = st.lists(st.integers(0, 2), min_size=1, max_size=7).map(tuple)
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.lists(PATHS, min_size=1, max_size=30), st.integers(0, 10**6))
-def test_it_is_a_trie_of_single_elements(paths: list[Path], seed: int) -> None:
-    rng = random.Random(seed)
-    tree, trie = tree_of(3), NaiveTrie(3)
-    in_flight: list[tuple[PrefixNode, Path, int]] = []
-    recent: list[tuple[PrefixNode, Path, int]] = []
-    for path in paths:
-        replica = rng.randrange(3)
-        assert match_len(tree, path) == max([trie.common_len(path, each) for each in trie.known()], default=0)
-        placed = (place(tree, path, replica), path, replica)
-        assert path_of(placed[0]) == path
-        trie.place(path, replica)
-        in_flight.append(placed)
-        recent.append(placed)
-        for _ in range(rng.randrange(4)):
-            disturb(rng, tree, trie, in_flight, recent, rng.choice(paths))
-            compare(tree, trie)
-            tree.check_counts([(end, at) for end, _, at in in_flight], [(end, at) for end, _, at in recent])
-    for end, path, replica in in_flight:
-        tree.release(end, replica)
-        trie.release(path, replica)
-    for end, path, replica in recent:
-        tree.forget(end, replica)
-        trie.forget(path, replica)
-    compare(tree, trie)
-    for replica in range(3):
-        tree.evict_lru(replica, 10**6)
-    assert not tree.root.children, "no replica caches or uses anything"
-
-
-def disturb(
-    rng: random.Random,
-    tree: RadixTree,
-    trie: NaiveTrie,
-    in_flight: list[tuple[PrefixNode, Path, int]],
-    recent: list[tuple[PrefixNode, Path, int]],
-    path: Path,
-) -> None:
-    replica, num = rng.randrange(3), rng.randrange(5)
-    move = rng.choice(["release", "release", "forget", "evict", "lru", "correct", "clear" if num == 0 else "lru"])
-    if move == "release" and in_flight:
-        end, held, replica = in_flight.pop(rng.randrange(len(in_flight)))
-        tree.release(end, replica)
-        trie.release(held, replica)
-    elif move == "forget" and recent:
-        end, held, replica = recent.pop(rng.randrange(len(recent)))
-        tree.forget(end, replica)
-        trie.forget(held, replica)
-    elif move == "evict":
-        tree.evict(path, replica)
-        trie.evict(path, replica)
-    elif move == "lru":
-        tree.evict_lru(replica, num)
-        trie.evict_lru(replica, num)
-    elif move == "correct" and in_flight:
-        end, held, replica = rng.choice(in_flight)
-        tree.correct(end, replica, num)
-        trie.correct(held, replica, num)
-    elif move == "clear":
-        tree.clear(replica)
-        trie.clear(replica)
-        in_flight[:] = [each for each in in_flight if each[2] != replica]
-        recent[:] = [each for each in recent if each[2] != replica]
-
-
-def compare(tree: RadixTree, trie: NaiveTrie) -> None:
-    tree.check_integrity()
-    assert known_to(tree) == trie.known()
-    assert tree.num_cached == [len(cached) for cached in trie.cached]
-    assert [lru_of(tree, replica) for replica in range(3)] == trie.idle
-
-
-def match_len(tree: RadixTree, path: Path) -> int:
-    nodes, partial = tree.match_prefix(path)
-    return (nodes[-1].end if nodes else 0) + partial
-
-
 def cached(tree: RadixTree, replica: int = 0) -> set[Path]:
     return {position for position, states in known_to(tree).items() if replica in states and states[replica][0]}
 
@@ -267,19 +102,6 @@ def hold(tree: RadixTree, path: Path, replica: int = 0) -> PrefixNode:
     nodes = tree.insert(path)
     tree.hold(nodes, replica, pending=True)
     return nodes[-1]
-
-
-def test_what_is_in_flight_is_pending_until_it_is_stored_and_forgotten_if_it_never_is() -> None:
-    tree = tree_of()
-    stored, lost = hold(tree, (1, 2, 3)), hold(tree, (1, 2, 4))
-    assert pending(tree, (1, 2, 3)) == [True, True]
-    tree.store((1, 2, 3), 0)
-    assert (pending(tree, (1, 2, 3)), pending(tree, (1, 2, 4))) == ([False, False], [False, True])
-    tree.check_integrity()
-    tree.release(stored, 0)
-    tree.release(lost, 0)
-    assert cached(tree) == {(1,), (1, 2), (1, 2, 3)}, "no replica has computed the other one"
-    assert lru_of(tree, 0) == [(1, 2, 3), (1, 2), (1,)]
 
 
 def test_half_of_a_path_does_not_split_it() -> None:
@@ -338,18 +160,6 @@ def test_what_grows_at_its_end_stays_one_node() -> None:
     tree.check_integrity()
 
 
-def test_everything_is_told_anew_but_what_is_in_flight() -> None:
-    tree = tree_of()
-    tree.store((1, 2), 0)
-    tree.store((3,), 0)
-    hold(tree, (1, 2, 9))
-    tree.store((1, 2), 1)
-    tree.forget_cached(0)
-    assert (cached(tree), cached(tree, 1)) == ({(1,), (1, 2), (1, 2, 9)}, {(1,), (1, 2)})
-    assert pending(tree, (1, 2, 9)) == [True, True]
-    tree.check_integrity()
-
-
 def test_elements_are_found_wherever_they_are_moved_to() -> None:
     tree = tree_of()
     end = place(tree, (1, 2, 3, 4))
@@ -362,6 +172,94 @@ def test_elements_are_found_wherever_they_are_moved_to() -> None:
     assert (tree.path_to(3), tree.path_to(2)) == (None, (1, 2))
 
 
+Held = tuple[PrefixNode, Path, int]
+
+
+class Twins:
+    """The tree and a trie of single elements over three replicas, told the same."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng, self.tree, self.trie = random.Random(seed), tree_of(3), NaiveTrie(3)
+        self.in_flight: list[Held] = []
+        self.recent: list[Held] = []
+
+    def place(self, path: Path, replica: int, *, pending: bool) -> None:
+        nodes = self.tree.insert(path)
+        self.tree.hold(nodes, replica, pending=pending)
+        self.trie.place(path, replica, pending=pending)
+        assert path_of(nodes[-1]) == path
+        self.in_flight.append((nodes[-1], path, replica))
+        self.recent.append(self.in_flight[-1])
+
+    def move(self, move: str, path: Path) -> None:
+        replica, num = self.rng.randrange(3), self.rng.randrange(5)
+        known = self.recent if move == "forget" else self.in_flight
+        if move in ("release", "forget", "correct"):
+            if known:
+                end, held, replica = self.rng.choice(known)
+                rest = (num,) if move == "correct" else ()
+                getattr(self.tree, move)(end, replica, *rest)
+                getattr(self.trie, move)(held, replica, *rest)
+                if not rest:
+                    known.remove((end, held, replica))
+        elif move != "store" or not self.cuts(path, replica):
+            arguments = {"evict_lru": (replica, num), "clear": (replica,), "forget_cached": (replica,)}
+            for each in (self.tree, self.trie):
+                getattr(each, move)(*arguments.get(move, (path, replica)))
+            if move == "clear":
+                for held_by in (self.in_flight, self.recent):
+                    held_by[:] = [each for each in held_by if each[2] != replica]
+
+    def cuts(self, path: Path, replica: int) -> bool:
+        """Whether the path ends within a node of the replica, of which the tree takes nothing down then."""
+        nodes, partial = self.tree.match_prefix(path)
+        node = nodes[-1] if nodes else self.tree.root
+        return bool(partial) and bool(node.children[path[node.end]].replicas >> replica & 1)
+
+    def compare(self) -> None:
+        self.tree.check_integrity()
+        self.tree.check_counts(*([(end, at) for end, _, at in held] for held in (self.in_flight, self.recent)))
+        assert known_to(self.tree) == self.trie.known()
+        assert self.tree.num_cached == [len(cached) for cached in self.trie.cached]
+        found: list[set[Path]] = [set(), set(), set()]
+        stack: list[PrefixNode] = [self.tree.root]
+        while stack:
+            node = stack.pop()
+            stack += node.children.values()
+            path = path_of(node)
+            for replica in range(3):
+                if node.pending >> replica & 1:
+                    found[replica] |= {path[: end + 1] for end in range(node.end - len(node.span), node.end)}
+        assert found == self.trie.pending
+
+
+PATHS = st.lists(st.integers(0, 2), min_size=1, max_size=7).map(tuple)
+
+
+@settings(max_examples=100)
+@given(st.lists(PATHS, min_size=1, max_size=30), st.integers(0, 10**6))
+def test_it_is_a_trie_of_single_elements(paths: list[Path], seed: int) -> None:
+    twins = Twins(seed)
+    rng, tree, trie = twins.rng, twins.tree, twins.trie
+    moves = ["release", "release", "forget", "evict", "evict_lru", "correct"] * 5 + ["clear"]
+    for path in paths:
+        nodes, partial = tree.match_prefix(path)
+        matched = (nodes[-1].end if nodes else 0) + partial
+        assert matched == max([trie.common_len(path, each) for each in trie.known()], default=0)
+        twins.place(path, rng.randrange(3), pending=False)
+        for _ in range(rng.randrange(4)):
+            twins.move(rng.choice(moves), rng.choice(paths))
+            twins.compare()
+            assert [lru_of(tree, replica) for replica in range(3)] == trie.idle
+    for move, held in (("release", twins.in_flight), ("forget", twins.recent)):
+        while held:
+            twins.move(move, ())
+    twins.compare()
+    for replica in range(3):
+        tree.evict_lru(replica, 10**6)
+    assert not tree.root.children, "no replica caches or uses anything"
+
+
 CHAINED = [(1,), (1, 11), (1, 11, 111), (1, 11, 112), (1, 12), (1, 12, 121), (2,), (2, 21), (2, 21, 211), (2, 22)]
 """Elements that stand for one place each, as chained hashes do."""
 
@@ -369,55 +267,122 @@ CHAINED = [(1,), (1, 11), (1, 11, 111), (1, 11, 112), (1, 12), (1, 12, 121), (2,
 @settings(max_examples=100)
 @given(seed=st.integers(0, 2**32), steps=st.integers(1, 60))
 def test_on_replicas_that_tell_what_they_cache_it_is_a_trie_of_single_elements(seed: int, steps: int) -> None:
-    rng = random.Random(seed)
-    tree, trie = tree_of(3), NaiveTrie(3)
-    in_flight: list[tuple[PrefixNode, Path, int]] = []
-    recent: list[tuple[PrefixNode, Path, int]] = []
+    twins = Twins(seed)
+    rng = twins.rng
+    moves = ["hold"] * 10 + ["store", "evict", "release", "release", "forget"] * 5 + ["forget_cached"]
     for _ in range(steps):
-        path, replica = rng.choice(CHAINED), rng.randrange(3)
-        move = rng.choice(["hold", "hold", "store", "evict", "release", "release", "forget", "anew"])
+        move, path = rng.choice(moves), rng.choice(CHAINED)
         if move == "hold":
-            end = hold(tree, path, replica)
-            trie.place(path, replica, pending=True)
-            in_flight.append((end, path, replica))
-            recent.append((end, path, replica))
-        elif move == "store" and not cuts(tree, path, replica):
-            tree.store(path, replica)
-            trie.store(path, replica)
-        elif move == "evict":
-            tree.evict(path, replica)
-            trie.evict(path, replica)
-        elif move == "anew" and rng.random() < 0.2:
-            tree.forget_cached(replica)
-            trie.forget_cached(replica)
-        elif move == "release" and in_flight:
-            end, held, replica = in_flight.pop(rng.randrange(len(in_flight)))
-            tree.release(end, replica)
-            trie.release(held, replica)
-        elif move == "forget" and recent:
-            end, held, replica = recent.pop(rng.randrange(len(recent)))
-            tree.forget(end, replica)
-            trie.forget(held, replica)
-        compare_pending(tree, trie)
+            twins.place(path, rng.randrange(3), pending=True)
+        else:
+            twins.move(move, path)
+        twins.compare()
 
 
-def cuts(tree: RadixTree, path: Path, replica: int) -> bool:
-    """Whether the path ends within a node of the replica, of which the tree takes nothing down then."""
-    nodes, partial = tree.match_prefix(path)
-    node = nodes[-1] if nodes else tree.root
-    return bool(partial) and bool(node.children[path[node.end]].replicas >> replica & 1)
+MAX_BYTES = 1 << 20
+LOADS = tuple(ReplicaLoad(name, 0, 0.0) for name in "ab")
 
 
-def compare_pending(tree: RadixTree, trie: NaiveTrie) -> None:
-    tree.check_integrity()
-    assert [cached(tree, replica) for replica in range(3)] == trie.cached
-    found: list[set[Path]] = [set(), set(), set()]
-    stack: list[PrefixNode] = [tree.root]
-    while stack:
-        node = stack.pop()
-        stack += node.children.values()
-        path = path_of(node)
-        for replica in range(3):
-            if node.pending >> replica & 1:
-                found[replica] |= {path[: end + 1] for end in range(node.end - len(node.span), node.end)}
-    assert found == trie.pending
+def make(capacity: int = 2_000, max_bytes: int = MAX_BYTES) -> PrefixLoads:
+    loads = PrefixLoads(from_step_cost(A100_7B.cost), 1, 1e6, 100.0, max_tree_bytes=max_bytes)
+    for load in LOADS:
+        loads.replica_up(load.name, capacity)
+    return loads
+
+
+def paths(seed: int, num: int, own: int = 20) -> list[tuple[int, ...]]:
+    """Prompts of a few families, each with blocks of its own at the end."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for _ in range(num):
+        family = int(rng.integers(8))
+        shared = tuple(range(family * 100 + 1, family * 100 + int(rng.integers(2, 30))))
+        made.append(shared + tuple(int(each) for each in rng.integers(1 << 40, 1 << 62, own)))
+    return made
+
+
+def request_of(loads: PrefixLoads, number: int, path: tuple[int, ...], *, ends: bool = True) -> int:
+    """One request; how much of its path was known to be cached."""
+    name, now = f"r{number}", float(number)
+    query = loads.match(name, path, len(path) + 1, LOADS, now)
+    slot = number % 2
+    hit = query.hit_end(slot)
+    loads.enter(name, query, slot, now)
+    if ends:
+        loads.ended(name, 10, now)
+    return hit
+
+
+def test_a_window_of_many_requests_is_bounded_and_the_latest_are_found_again() -> None:
+    loads, made = make(), paths(0, 3000)
+    sizes = []
+    for number, path in enumerate(made):
+        request_of(loads, number, path)
+        sizes.append(loads.tree.num_bytes)
+        if number % 500 == 0:
+            loads.check_integrity()
+    loads.check_integrity()
+    assert MAX_BYTES / 2 < max(sizes) <= MAX_BYTES, "so many bytes, and so many places at most"
+    assert PLACE_BYTES * len({element for path in made for element in path}) > 5 * MAX_BYTES, "or nothing was tried"
+    assert sum(loads.load.num_requests) == 3000, "the load of the window is not that of the tree"
+    before_last = 3000 - 2
+    assert request_of(loads, 3000, made[before_last]) == len(made[before_last])
+    loads.advance(3e6)
+    loads.check_integrity()
+    assert sum(loads.load.num_requests) == 0, "the window ends as ever"
+
+
+def test_what_is_used_again_and_again_stays_when_the_rest_goes() -> None:
+    loads, made = make(), paths(1, 2000)
+    favourite = tuple(range(900_001, 900_031))
+    for number, path in enumerate(made):
+        request_of(loads, 2 * number, path)
+        if number % 10 == 0:
+            hit = request_of(loads, 20_000 + 2 * number, favourite)
+            assert hit == (30 if number else 0)
+
+
+def test_caches_larger_than_the_bound_are_known_in_part() -> None:
+    """Each replica tells of far more than the tree may hold."""
+    loads = make(capacity=100_000)
+    rng = np.random.default_rng(2)
+    seq = 0
+    for name in "ab":
+        loads.noticed(name, KVCacheEvent(1, True, ()))
+        for seq in range(2, 500):
+            run = CachedRun(0, tuple(int(each) for each in rng.integers(1, 1 << 62, 40)))
+            loads.noticed(name, KVCacheEvent(seq, False, (run,), ()))
+            assert loads.tree.num_bytes <= MAX_BYTES
+        assert loads.tree.caches(run.hashes[-1], loads.slots.find(name) or 0), "the latest is known"
+    loads.check_integrity()
+    # The replica may tell of what is not known any more: that it has gone, or that more follows it.
+    loads.noticed("a", KVCacheEvent(seq + 1, False, (CachedRun(5, (6, 7)),), (11, 12)))
+    loads.check_integrity()
+
+
+def test_what_is_in_flight_is_kept_whatever_it_takes() -> None:
+    loads, made = make(max_bytes=50_000), paths(3, 300)
+    for number, path in enumerate(made):
+        request_of(loads, number, path, ends=False)
+    loads.check_integrity()
+    assert loads.tree.num_bytes > 50_000
+    for number in range(300):
+        loads.ended(f"r{number}", 10, 300.0)
+    loads.check_integrity()
+    request_of(loads, 1000, made[0])
+    assert loads.tree.num_bytes <= 50_000 + PLACE_BYTES * len(made[0]) * 4
+
+
+@pytest.mark.parametrize("own", [1, 5, 60])
+def test_the_estimate_is_near_what_is_really_allocated(own: int) -> None:
+    made = paths(5, 1000, own)
+    gc.collect()
+    tracemalloc.start()
+    tree = RadixTree()
+    replica = tree.add_replica()
+    for path in [tuple(int(str(each)) for each in path) for path in made]:
+        tree.hold(tree.insert(path), replica)
+    del path
+    allocated, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 0.6 <= tree.num_bytes / allocated <= 1.6

@@ -47,6 +47,9 @@ def state(
 class Harness:
     """A scheduler whose integrity is checked after every event; keeps the latest plan."""
 
+    tick_s = 1.0
+    """Between two events."""
+
     def __init__(
         self,
         max_num_seqs: int = 8,
@@ -54,10 +57,14 @@ class Harness:
         worker: WorkerState | None = None,
         *,
         preset: str = "fcfs",
+        kv: str = "",
         grant_lead_s: float = 0.0,
+        offload_deadline_s: float = 0.0,
     ) -> None:
-        limits = SchedulerLimits(max_num_seqs, standby_slots, grant_lead_s)
-        self.scheduler: ReplicaScheduler = build_scheduler(preset, limits, PolicySettings(watermark=1.0))
+        bounds = SchedulerLimits(
+            max_num_seqs, standby_slots, grant_lead_s=grant_lead_s, offload_deadline_s=offload_deadline_s
+        )
+        self.scheduler = self.build(preset, bounds, kv)
         self.plans: list[Plan] = []
         self.ended: list[RequestEnded] = []
         self.refused: list[RefuseRequest] = []
@@ -65,11 +72,18 @@ class Harness:
         self.now = 0.0
         self.handle(WorkerConnected(worker or state()))
 
-    def handle(self, event: Event) -> None:
-        self.now += 1
+    def build(self, preset: str, limits: SchedulerLimits, kv: str) -> ReplicaScheduler:
+        return build_scheduler(preset, limits, PolicySettings(SchedulerConfig(watermark=1.0, max_gap_ms=0.0)), kv=kv)
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """What is said beside plans."""
+        self.now += self.tick_s
         if isinstance(event, WorkerConnected):
             self.first_report = event.state.report.report_seq
+        said: list[Instruction] = []
         for instruction in self.scheduler.handle(event, self.now):
+            if not isinstance(instruction, SendPlan):
+                said.append(instruction)
             match instruction:
                 case SendPlan(plan):
                     self.plans.append(plan)
@@ -80,9 +94,10 @@ class Harness:
                 case AccountClosed():
                     self.closed.append(instruction)
         self.scheduler.check_integrity()
+        return said
 
-    def arrive(self, *requests: Request) -> None:
-        self.handle(RequestsArrived(requests))
+    def arrive(self, *requests: Request) -> list[Instruction]:
+        return self.handle(RequestsArrived(requests))
 
     def report(
         self,
@@ -92,11 +107,11 @@ class Harness:
         short: int = 0,
         plan: int = 0,
         lease: int = LEASE,
-    ) -> None:
+    ) -> list[Instruction]:
         """``seq`` counts from the report that came with the latest take-over."""
         done = tuple(FinishedSequence(name, 0, SequenceStatus.FINISHED_STOPPED, 2) for name in ended)
         plan_seq = plan or self.plans[-1].plan_seq
-        self.handle(
+        return self.handle(
             WorkerReported(StepReport("w", lease, self.first_report + seq, plan_seq, 0, short, progress, done, ()))
         )
 

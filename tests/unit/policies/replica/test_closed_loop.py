@@ -11,8 +11,7 @@ import random
 import zlib
 from collections import Counter, deque
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import pytest
 
 from core.messages.plans import Plan, StepReport, WorkerReady, WorkerState
 from core.messages.requests import Key
@@ -32,6 +31,7 @@ from policies.replica.events import (
 )
 from policies.replica.scheduler import SchedulerLimits
 from policies.settings import PolicySettings
+from tests.unit.policies.batch_jobs import seeds
 
 BLOCK = 4
 
@@ -65,7 +65,7 @@ class Loop:
 
     def start_scheduler(self) -> None:
         """The first one, or one in the place of another that died with all it knew and had not said."""
-        self.scheduler = build_scheduler("fcfs", self.limits, PolicySettings(watermark=self.watermark))
+        self.scheduler = build_scheduler("fcfs", self.limits, PolicySettings(SchedulerConfig(watermark=self.watermark, max_gap_ms=0.0)))
         self.plan: Plan | None = None
         self.reports: list[StepReport] = []
         self.take_over()
@@ -153,75 +153,20 @@ class Loop:
             self.handle(WorkerReported(report))
 
 
-@settings(max_examples=400)
-@given(
-    seed=st.integers(0, 2**32),
-    num_blocks=st.integers(2, 24),
-    max_num_seqs=st.integers(1, 6),
-    standby=st.integers(0, 4),
-    watermark=st.sampled_from([0.5, 0.9, 1.0]),
-    num_stages=st.sampled_from([1, 1, 2, 3]),
-)
-def test_random_lives_drain_and_leave_the_pool_whole(
-    seed: int, num_blocks: int, max_num_seqs: int, standby: int, watermark: float, num_stages: int
-) -> None:
-    rng = random.Random(seed)
-    loop = Loop(num_blocks, max_num_seqs, standby, watermark, num_stages)
-    submitted: set[str] = set()
-    aborted: set[str] = set()
-    for i in range(120):
-        match rng.choice(["submit", "step", "step", "step", "plan", "plan", "report", "ack", "ack", "abort"]):
-            case "submit" if i < 80:
-                prompt = rng.randint(1, max(1, loop.max_len // 2))
-                out = rng.randint(1, max(1, loop.max_len - prompt))
-                loop.submit(Request(f"r{i}", 0, "i", (1,) * prompt, SamplingParams(out)))
-                submitted.add(f"r{i}")
-            case "step":
-                loop.step(0.1, rng)
-            case "plan":
-                loop.deliver_plan()
-            case "report":
-                loop.report()
-            case "ack":
-                loop.deliver_report()
-            case "abort" if submitted:
-                victim = rng.choice(sorted(submitted))
-                loop.handle(RequestsAborted(((victim, 0),)))
-                aborted.add(victim)
-    for i in range(40 * len(submitted) + 100):  # messages flow again: everything must end
-        if i >= 30 and loop.is_drained:
-            break
-        loop.deliver_plan()
-        loop.step(0.1, rng)
-        loop.report()
-        while loop.reports:
-            loop.deliver_report()
-    assert len(loop.ended) == len(set(loop.ended)), "an end was told twice"
-    assert submitted - aborted <= set(loop.ended) <= submitted
-    assert sorted(loop.accounts) == sorted((name, 0) for name in submitted), "one account of each request, told once"
-    assert loop.executor.num_held == 0
-    assert loop.executor.blocks.num_free == num_blocks
-    assert loop.scheduler.num_waiting + loop.scheduler.num_admitted == 0
+ACTIONS = ["submit"] * 2 + ["step"] * 6 + ["plan", "report", "ack"] * 3 + ["abort"]
+DISASTERS = ["stall", "die", "reconnect", "resume", "resume"]
 
 
-@settings(max_examples=200)
-@given(
-    seed=st.integers(0, 2**32),
-    num_blocks=st.integers(2, 24),
-    max_num_seqs=st.integers(1, 6),
-    standby=st.integers(0, 4),
-    watermark=st.sampled_from([0.5, 0.9, 1.0]),
-    num_stages=st.sampled_from([1, 1, 2, 3]),
-)
-def test_schedulers_that_die_lose_nothing_and_slow_clients_block_nobody_for_good(
-    seed: int, num_blocks: int, max_num_seqs: int, standby: int, watermark: float, num_stages: int
-) -> None:
+@pytest.mark.parametrize("seed", seeds(120, nightly=480))
+def test_random_lives_drain_and_leave_the_pool_whole(seed: int) -> None:
+    """Half of the schedulers die; clients that are slow block nobody for good."""
     rng = random.Random(seed)
-    loop = Loop(num_blocks, max_num_seqs, standby, watermark, num_stages)
+    num_blocks, mortal = rng.randint(2, 24), seed % 2 == 1
+    watermark, num_stages = rng.choice([0.5, 0.9, 1.0]), rng.choice([1, 1, 2, 3])
+    loop = Loop(num_blocks, rng.randint(1, 6), rng.randint(0, 4), watermark, num_stages)
     aborted: set[str] = set()
-    actions = ["submit"] * 2 + ["step"] * 6 + ["plan", "report", "ack"] * 3
-    actions += ["abort", "stall", "die", "reconnect", "resume", "resume"]
-    for i in range(150):
+    actions = ACTIONS + DISASTERS * mortal
+    for i in range(130):
         match rng.choice(actions):
             case "submit":
                 prompt = rng.randint(1, max(1, loop.max_len // 2))
@@ -251,10 +196,11 @@ def test_schedulers_that_die_lose_nothing_and_slow_clients_block_nobody_for_good
             case "resume":
                 loop.resume_unknown(loop.requests.keys() - aborted)
     loop.executor.stall(frozenset())
-    for i in range(40 * len(loop.requests) + 100):
+    for i in range(40 * len(loop.requests) + 100):  # messages flow again: everything must end
         if i >= 30 and loop.is_drained:
             break
-        loop.resume_unknown(loop.requests.keys() - aborted)
+        if mortal:
+            loop.resume_unknown(loop.requests.keys() - aborted)
         loop.deliver_plan()
         loop.step(0.1, rng)
         loop.report()
@@ -262,6 +208,10 @@ def test_schedulers_that_die_lose_nothing_and_slow_clients_block_nobody_for_good
             loop.deliver_report()
     latest = {(name, request.attempt) for name, request in loop.requests.items() if name not in aborted}
     assert latest <= loop.ends
+    if not mortal:
+        assert len(loop.ended) == len(set(loop.ended)), "an end was told twice"
+        assert loop.requests.keys() - aborted <= set(loop.ended) <= loop.requests.keys()
+        assert sorted(loop.accounts) == sorted((name, 0) for name in loop.requests), "one account each, told once"
     assert loop.executor.num_held == 0
     assert loop.executor.blocks.num_free == num_blocks
     assert loop.scheduler.num_waiting + loop.scheduler.num_admitted == 0

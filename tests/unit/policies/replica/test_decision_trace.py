@@ -1,7 +1,8 @@
-"""What is noted of decisions: of every preset, within bounds, and only of requests that a client can ask for."""
+"""What is told of decisions: of every preset, within bounds, and on the operator's pages."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 from core.decisions import Decision, unpack_decisions
 from core.forecast import QUANTILES, Forecast
 from core.messages.forecasts import ForecastMade
-from core.messages.plans import Plan, WorkerReady, WorkerState
-from core.request import Origin, Request, SamplingParams
+from core.messages.live import MemoryPoint
+from core.messages.plans import FinishedSequence, Plan, WorkerReady, WorkerState
+from core.request import Origin, Request, SamplingParams, SequenceStatus
 from kvcache import BatchLimits, BlockManager, LeaseExecutor
 from policies.compose import build_scheduler
 from policies.presets import PRESETS
@@ -21,6 +23,7 @@ from policies.replica.events import (
     Event,
     ForecastsArrived,
     RefuseRequest,
+    RequestEnded,
     RequestsAborted,
     RequestsArrived,
     SendPlan,
@@ -28,7 +31,10 @@ from policies.replica.events import (
     WorkerLost,
     WorkerReported,
 )
+from policies.replica.live_view import MAX_ENDED, MAX_POINTS, SchedulerWatch
 from policies.replica.scheduler import SchedulerLimits
+from tests.unit.policies.replica.scheduler_harness import Harness, running
+from tests.unit.policies.replica.scheduler_harness import request as small_request
 
 CONTINUOUS = [name for name, preset in PRESETS.items() if preset.mode == "continuous"]
 BLOCK = 8
@@ -99,12 +105,24 @@ class Replica:
         return [decision.kind for decision in self.decisions(name)]
 
 
-def crowd(preset: str) -> Replica:
+PARTS = {
+    "fastserve": ("level", "quantum_s", "held_tokens"),
+    "past-future": ("predicted_peak_tokens", "limit_tokens", "capacity_tokens"),
+    "conservative": ("predicted_peak_tokens", "limit_tokens"),
+    "fcfs": ("held_tokens", "limit_tokens", "capacity_tokens"),
+    "preble": ("hit_group", "group_slots"),
+    "farsight": ("rank_s", "boost_s", "yardstick_s", "forecast_weight", "predicted_peak_tokens"),
+    "farsight-mean": ("rank_s", "aged_rank_s", "expected_s", "forecast_weight"),
+}
+"""What an admission tells of its parts."""
+
+
+def crowd(preset: str, **fields: Any) -> Replica:
     """Twelve requests in a pool that holds three or four of them."""
     replica = Replica(preset)
     replica.connect()
     for i in range(12):
-        replica.tell(RequestsArrived((request(f"r{i}"),)))
+        replica.tell(RequestsArrived((request(f"r{i}", **fields),)))
         replica.step()
     replica.run()
     return replica
@@ -112,7 +130,7 @@ def crowd(preset: str) -> Replica:
 
 @pytest.mark.parametrize("preset", CONTINUOUS)
 def test_every_wait_is_told_with_its_length_and_every_account_begins_and_ends(preset: str) -> None:
-    replica = crowd(preset)
+    replica = crowd(preset, expected_cached_len=16)
     assert replica.closed.keys() == {f"r{i}" for i in range(12)}
     total_waits = 0.0
     for name in replica.closed:
@@ -123,7 +141,12 @@ def test_every_wait_is_told_with_its_length_and_every_account_begins_and_ends(pr
         for each in decisions:
             by_kind[each.kind].append(each)
         assert by_kind["forecast"][0].facts["mean_tokens"] == 20.0
-        assert by_kind["finished"][0].facts["output_tokens"] == 30
+        finished = by_kind["finished"][0].facts
+        assert (finished["output_tokens"], finished["cached_tokens"]) == (30, 0), "whatever the router believed"
+        assert all(name in each.facts for each in by_kind["admitted"] for name in PARTS.get(preset, ()))
+        for each in by_kind["admitted"] if "limit_tokens" in PARTS.get(preset, ()) else ():
+            counted = "held_tokens" if preset == "fcfs" else "predicted_peak_tokens"
+            assert float(each.facts[counted]) <= float(each.facts["capacity_tokens"])
         waited_s = sum(float(each.facts.get("waited_s", 0.0)) for each in decisions)
         assert by_kind["finished"][0].facts["all_waits_s"] == pytest.approx(waited_s)
         assert waited_s <= decisions[-1].at - decisions[0].at
@@ -131,36 +154,6 @@ def test_every_wait_is_told_with_its_length_and_every_account_begins_and_ends(pr
             assert by_kind["waits"] or by_kind["paused"] or by_kind["offloaded"] or by_kind["preempted"]
         total_waits += waited_s
     assert total_waits > 1.0, "they cannot all have run at once"
-
-
-@pytest.mark.parametrize("preset", CONTINUOUS)
-def test_a_replica_without_a_prefix_cache_tells_of_no_cached_tokens_whatever_the_router_believed(preset: str) -> None:
-    replica = Replica(preset)
-    replica.connect()
-    replica.tell(RequestsArrived((request("r", expected_cached_len=16),)))
-    replica.run()
-    assert replica.decisions("r")[-1].facts["cached_tokens"] == 0
-
-
-PARTS = {
-    "fastserve": ("level", "quantum_s", "held_tokens"),
-    "past-future": ("predicted_peak_tokens", "limit_tokens", "capacity_tokens"),
-    "conservative": ("predicted_peak_tokens", "limit_tokens"),
-    "fcfs": ("held_tokens", "limit_tokens", "capacity_tokens"),
-    "preble": ("hit_group", "group_slots"),
-    "farsight": ("rank_s", "boost_s", "yardstick_s", "forecast_weight", "predicted_peak_tokens"),
-    "farsight-mean": ("rank_s", "aged_rank_s", "expected_s", "forecast_weight"),
-}
-
-
-@pytest.mark.parametrize("preset", PARTS)
-def test_an_admission_tells_the_numbers_of_its_parts(preset: str) -> None:
-    replica = crowd(preset)
-    admitted = [each for name in replica.closed for each in replica.decisions(name) if each.kind == "admitted"]
-    assert all(name in each.facts for each in admitted for name in PARTS[preset])
-    if "limit_tokens" in PARTS[preset]:
-        counted = "held_tokens" if preset == "fcfs" else "predicted_peak_tokens"
-        assert all(float(each.facts[counted]) <= float(each.facts["capacity_tokens"]) for each in admitted)
 
 
 def test_levels_and_moves_are_told_with_their_quanta_and_times() -> None:
@@ -265,3 +258,139 @@ def test_the_steps_of_an_answer_are_counted_to_its_end(num_tokens: int) -> None:
     replica.tell(RequestsArrived((request("short", max_new_tokens=num_tokens),)))
     replica.run()
     assert replica.decisions("short")[-1].facts["ran_s"] == pytest.approx(num_tokens * STEP_S)
+
+
+def view_of(h: Harness) -> SchedulerWatch:
+    return SchedulerWatch("0", h.scheduler)
+
+
+def forecast(mean: float) -> Forecast:
+    return Forecast(mean, tuple(mean + level for level in QUANTILES), 5, "history", 3)
+
+
+def end(number: int, output_len: int = 2) -> RequestEnded:
+    finished = FinishedSequence(f"r-{number}", 0, SequenceStatus.FINISHED_STOPPED, output_len)
+    return RequestEnded(finished, 1.0, 3.5, forecast(4.0))
+
+
+@pytest.mark.parametrize("preset", CONTINUOUS)
+def test_every_order_shows_its_requests(preset: str) -> None:
+    h = Harness(max_num_seqs=2, preset=preset)
+    h.arrive(small_request("a"), small_request("b"), small_request("c"))
+    h.report(1, running("a", 2, 2), running("b", 0, 1))
+    live = view_of(h).of(h.now, 10)
+    assert (live.num_running, live.num_waiting, live.capacity_tokens) == (2, 1, 38)  # 2 tokens at the end of a block
+    assert {row.request_id for row in live.requests} == {"a", "b", "c"}
+    states = {row.request_id: row.state for row in live.requests}
+    assert states["a"] in ("decode", "paused")
+    assert states["c"] == "waiting" or preset != "fcfs"
+    assert all(row.age_s > 0 and row.max_new_tokens == 4 for row in live.requests)
+
+
+def test_without_a_worker_there_is_no_pool() -> None:
+    h = Harness()
+    h.arrive(small_request("a"))
+    h.handle(WorkerLost())
+    live = view_of(h).of(h.now, 10)
+    assert (live.capacity_tokens, live.curve, live.requests, live.peak_tokens) == (0, (), (), 0)
+
+
+def test_only_so_many_rows_are_shown() -> None:
+    h = Harness(max_num_seqs=2)
+    h.arrive(*(small_request(f"r{number}") for number in range(9)))
+    assert len(view_of(h).of(h.now, 4).requests) == 4
+    sums = view_of(h).of(h.now, 0)
+    assert (sums.requests, sums.num_running, sums.num_waiting) == ((), 2, 7)
+
+
+def test_the_predicted_memory_is_past_futures_curve() -> None:
+    """a holds 6 tokens and will be 8 long, b holds 4 and will be 2 long: b ends after 2 steps, a after 6."""
+    h = Harness()
+    h.arrive(small_request("a", out=20), small_request("b", out=20))
+    h.report(1, running("a", 2, 2), running("b", 0, 1))
+    h.handle(ForecastsArrived((ForecastMade("a", 0, forecast(8.0)), ForecastMade("b", 0, forecast(2.0)))))
+    live = view_of(h).of(h.now, 0)
+    assert live.curve == (MemoryPoint(0, 10), MemoryPoint(2, 14), MemoryPoint(6, 12))
+    assert live.peak_tokens == 14
+
+
+def test_without_a_forecast_the_mean_of_those_that_ended_counts() -> None:
+    h = Harness()
+    h.arrive(small_request("a", out=20))
+    view = view_of(h)
+    assert view.of(h.now, 0).curve[-1].steps == 20
+    view.ended(end(0, output_len=5))
+    assert view.of(h.now, 0).curve[-1].steps == 5
+    h.report(1, running("a", 9, 4))  # longer than the mean: as much again, not one token
+    assert view.of(h.now, 0).curve[-1].steps == 5
+    h.handle(ForecastsArrived((ForecastMade("a", 0, forecast(8.4)),)))  # longer than its mean: to the next quantile
+    assert view.of(h.now, 0).curve[-1].steps == 1
+
+
+def test_a_long_curve_is_thinned_and_keeps_its_peak() -> None:
+    h = Harness(max_num_seqs=200, standby_slots=0)
+    h.arrive(*(small_request(f"r{number}", prompt=1, out=number + 1) for number in range(39)))
+    live = view_of(h).of(h.now, 0)
+    assert len(live.curve) <= MAX_POINTS
+    steps = [point.steps for point in live.curve]
+    assert steps == sorted(set(steps))
+    lengths = sorted((number + 1 for number in range(live.num_running)), reverse=True)
+    assert live.peak_tokens == max((rank + 1) * (1 + ahead) for rank, ahead in enumerate(lengths))
+
+
+def test_the_last_that_ended_are_kept() -> None:
+    h = Harness()
+    view = view_of(h)
+    for number in range(3 * MAX_ENDED):
+        view.ended(end(number))
+        view.closed(AccountClosed(f"r-{number}", 0, Origin(f"cmpl-{number}", 1), b"", b"", 0))
+    ended = view.of(h.now, 1).ended
+    assert len(ended) == MAX_ENDED
+    for number in range(3 * MAX_ENDED):
+        view.ended(end(number))
+    assert len(view._just_ended) == MAX_ENDED, "nor are those kept for ever that cannot be explained"
+    newest = ended[0]
+    assert (newest.response_id, newest.choice, newest.reason) == (f"cmpl-{3 * MAX_ENDED - 1}", 1, "stop")
+    assert (newest.output_len, newest.predicted_len, newest.took_s) == (2, 4.0, 2.5)
+
+
+def test_a_request_whose_client_left_is_among_those_that_ended() -> None:
+    h = Harness(max_num_seqs=1)
+    view = view_of(h)
+    own = [dataclasses.replace(small_request(name), origin=Origin(f"cmpl-{name}", 0)) for name in "ab"]
+    h.arrive(*own)
+    h.handle(ForecastsArrived((ForecastMade("b", 0, forecast(8.0)),)))
+    h.report(1, running("a", 2, 2))
+    h.handle(RequestsAborted((("b", 0), ("a", 0))))
+    for account in h.closed:
+        view.closed(account)
+    told = [(each.response_id, each.reason, each.output_len, each.predicted_len) for each in view.of(h.now, 1).ended]
+    assert told == [("cmpl-a", "abort", 2, None), ("cmpl-b", "abort", 0, 4.0)]
+    assert [each.took_s for each in view.of(h.now, 1).ended] == [3.0, 3.0]
+    h.arrive(dataclasses.replace(own[0], attempt=1))
+    h.arrive(dataclasses.replace(own[0], attempt=2))
+    view.closed(h.closed[-1])
+    assert len(h.closed) == 3 and len(view.of(h.now, 1).ended) == 2, "a later attempt goes on: no client has left"
+
+
+def test_no_forecast_is_shown_above_the_limit_of_its_request() -> None:
+    h = Harness()
+    h.arrive(small_request("a", out=8))
+    h.handle(ForecastsArrived((ForecastMade("a", 0, forecast(18.5)),)))
+    (row,) = view_of(h).of(h.now, 10).requests
+    assert (row.predicted_len, row.most_len) == (8.0, 8.0)
+    assert h.scheduler._mirror.requests["a"].forecast == forecast(18.5), "policies know the whole law"
+
+
+def test_the_progress_of_a_prompt_is_shown_and_counted_once() -> None:
+    h = Harness()
+    h.arrive(small_request("a", prompt=8), small_request("b", prompt=8))
+    shown = []
+    for seq, computed in enumerate((3, 6, 2, 8), 1):  # its KV is dropped in between
+        h.report(seq, dataclasses.replace(running("a", 0, 2), computed_len=computed))
+        live = view_of(h).of(h.now, 10)
+        (row,) = (row for row in live.requests if row.request_id == "a")
+        shown.append((row.prefilled_len, live.prompt_tokens))
+    assert shown == [(3, 3), (6, 6), (6, 6), (8, 8)]
+    assert h.scheduler.progress("a", h.now)["prefilled_tokens"] == 8
+    assert h.scheduler.progress("b", h.now)["prefilled_tokens"] == 0

@@ -34,7 +34,7 @@ that are more here would take more."""
 BLOCK_SIZE = 16
 
 CONTINUOUS = {(row.order, row.admission, row.kv): name for name, row in PRESETS.items() if not is_batch_mode(name)}
-BATCH = [name for name in PRESETS if is_batch_mode(name)]
+BATCH = {row.order: name for name, row in PRESETS.items() if is_batch_mode(name)}
 
 
 @functools.cache
@@ -59,7 +59,7 @@ def plain_requests() -> list[Request]:
 
 def most_of_a_report(preset: str, num_waiting: int, order: str = "") -> int:
     """The most bytecodes of a report, and of news of prices, with so many waiting."""
-    settings = PolicySettings(gamma=0.1, cost=A100_7B.cost)
+    settings = PolicySettings(SchedulerConfig(gamma=0.1, max_gap_ms=0.0), cost=A100_7B.cost)
     scheduler = build_scheduler(preset, SchedulerLimits(16, 4), settings, order=order)
     shape = ReplicaShape(400, BLOCK_SIZE, 800, 16, 512, look_every=1, shares_prefixes=True)
     replica = Replica("0", scheduler, shape, A100_7B, Recorder(), lambda *_: None, lambda *_: None)
@@ -174,14 +174,14 @@ def most_of_an_end(preset: str, num_waiting: int, batch_size: int) -> int:
     return max(counts)
 
 
-@pytest.mark.parametrize("preset", [name for name in BATCH if PRESETS[name].order != "wma-hrrn"])
+@pytest.mark.parametrize("preset", [name for order, name in BATCH.items() if order != "wma-hrrn"])
 def test_the_next_batch_is_found_without_looking_at_all_who_wait(preset: str) -> None:
     """In batches so small that ``FEW`` fill them too: an end costs some 600 bytecodes for each request of a batch."""
     few, many = most_of_an_end(preset, FEW, 8), most_of_an_end(preset, MANY, 8)
     assert many <= 1.2 * few + 10_000
 
 
-@pytest.mark.parametrize("preset", [name for name in BATCH if PRESETS[name].order == "wma-hrrn"])
+@pytest.mark.parametrize("preset", [BATCH["wma-hrrn"]])
 def test_response_ratios_are_of_batches_not_of_requests(preset: str) -> None:
     # The tenant of each of the 32 requests that end is charged: 160 bytecodes; and the batch's story is told once.
     assert most_of_an_end(preset, MANY, 32) <= 60 * (MANY // 10) + 160 * 32 + STORY

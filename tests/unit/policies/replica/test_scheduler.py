@@ -1,4 +1,4 @@
-"""The replica scheduler alone: events in, instructions out."""
+"""The replica scheduler alone: events in, instructions out; workers that are taken over."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from policies.replica.events import (
     RequestStarted,
     SendPlan,
     WorkerConnected,
+    WorkerLost,
     WorkerReported,
 )
 from policies.replica.scheduler import SchedulerLimits
@@ -32,8 +33,11 @@ from tests.unit.policies.replica.scheduler_harness import (
     LEASE,
     READY,
     Harness,
+    ids,
+    names,
     request,
     running,
+    shipped,
     state,
     told,
     waiting,
@@ -77,6 +81,7 @@ def test_an_end_is_told_once_and_lets_the_next_in() -> None:
     h.arrive(request("a"), request("b"))
     h.report(1, ended=("a",))
     h.report(2, ended=("a",))
+    h.arrive(request("a"))  # a delivery that comes late
     assert [(end.finished.request_id, end.arrived_at) for end in h.ended] == [("a", 2.0)]
     assert h.admitted == ["b"]
     assert h.plans[-1].as_of_report_seq == h.first_report + 1
@@ -97,15 +102,9 @@ def test_reports_out_of_order_or_of_another_life_are_ignored() -> None:
 def test_an_abort_takes_a_shipped_request_out_of_the_plan() -> None:
     h = Harness()
     h.arrive(request("a"), request("b"))
-    h.handle(RequestsAborted((("a", 0), ("unknown", 0))))
-    assert h.admitted == ["b"]
-
-
-def test_an_abort_of_an_older_attempt_leaves_the_newer_alone() -> None:
-    h = Harness()
-    h.arrive(request("a", attempt=1))
-    h.handle(RequestsAborted((("a", 0),)))
-    assert h.admitted == ["a"]
+    h.arrive(request("c", attempt=1))
+    h.handle(RequestsAborted((("a", 0), ("unknown", 0), ("c", 0))))
+    assert h.admitted == ["b", "c"], "of an older attempt it leaves the newer alone"
 
 
 def test_a_request_that_never_fits_is_refused_with_the_numbers() -> None:
@@ -128,13 +127,6 @@ def test_pressure_preempts_the_newest_once_and_puts_it_in_front() -> None:
     assert len(h.plans) == answered
 
 
-def test_a_standby_started_by_the_worker_counts_as_admitted() -> None:
-    h = Harness(max_num_seqs=1)
-    h.arrive(request("a"), request("b"))
-    h.report(1, running("b", 1, 1), ended=("a",))
-    assert h.admitted == ["b"]
-
-
 def test_a_new_worker_life_gets_everything_again_in_order() -> None:
     h = Harness(max_num_seqs=2)
     h.arrive(request("a"), request("b"), request("c"))
@@ -146,18 +138,15 @@ def test_a_new_worker_life_gets_everything_again_in_order() -> None:
     assert all(slot.request is not None for slot in plan.slots)
 
 
-def test_under_pressure_the_stalled_give_way_first() -> None:
+@pytest.mark.parametrize(("stalled", "short", "admitted", "standby"), [("b", 1, "acd", "b"), ("a", 4, "bc", "ad")])
+def test_under_pressure_the_stalled_give_way_first_and_then_the_newest(
+    stalled: str, short: int, admitted: str, standby: str
+) -> None:
     h = Harness(standby_slots=4)
     h.arrive(*(request(name, out=12) for name in "abcd"))
-    h.report(1, running("a", 8, 3), running("b", 8, 3, stalled=True), running("c", 4, 2), running("d", 4, 2), short=1)
-    assert (h.admitted, h.standby) == (["a", "c", "d"], ["b"])
-
-
-def test_after_the_stalled_the_newest_give_way() -> None:
-    h = Harness(standby_slots=4)
-    h.arrive(*(request(name, out=12) for name in "abcd"))
-    h.report(1, running("a", 4, 2, stalled=True), running("b", 8, 3), running("c", 4, 2), running("d", 4, 2), short=4)
-    assert (h.admitted, set(h.standby)) == (["b", "c"], {"a", "d"})
+    held = {"a": (4, 2) if stalled == "a" else (8, 3), "b": (8, 3), "c": (4, 2), "d": (4, 2)}
+    h.report(1, *(running(name, *each, stalled=name == stalled) for name, each in held.items()), short=short)
+    assert (h.admitted, set(h.standby)) == (list(admitted), set(standby))
 
 
 def test_stalled_requests_are_not_admitted_and_others_overtake_them() -> None:
@@ -166,16 +155,8 @@ def test_stalled_requests_are_not_admitted_and_others_overtake_them() -> None:
     h.report(1, running("a", 1, 2), waiting("b", stalled=True), waiting("c"))
     h.report(2, waiting("b", stalled=True), waiting("c"), ended=("a",))
     assert (h.admitted, h.standby) == (["c"], ["b"])
-
-
-def test_a_request_no_longer_stalled_is_admitted() -> None:
-    h = Harness()
-    h.arrive(request("big", prompt=37, out=3), request("b"))
-    h.report(1, running("big", 1, 10), waiting("b", stalled=True))
-    h.report(2, waiting("b", stalled=True), ended=("big",))
-    assert h.scheduler.num_admitted == 0
-    h.report(3, waiting("b"))
-    assert h.admitted == ["b"]
+    h.report(3, waiting("b"), ended=("c",))
+    assert h.admitted == ["b"], "it is no longer stalled"
 
 
 def test_a_stalled_victim_waits_until_its_client_reads() -> None:
@@ -189,13 +170,6 @@ def test_a_stalled_victim_waits_until_its_client_reads() -> None:
     assert h.admitted == ["b", "a"]
 
 
-def test_stalled_requests_take_nobodys_place() -> None:
-    h = Harness(max_num_seqs=1)
-    h.arrive(request("a"), request("b"))
-    h.report(1, running("a", 1, 2, stalled=True), waiting("b"))
-    assert "b" in [slot.request_id for slot in h.plans[-1].slots if not slot.standby]
-
-
 def test_stalled_requests_give_up_their_kv_where_somebody_waits_for_it() -> None:
     h = Harness()
     h.arrive(request("big", prompt=36), request("b", prompt=8))
@@ -206,18 +180,10 @@ def test_stalled_requests_give_up_their_kv_where_somebody_waits_for_it() -> None
     assert [slot.request_id for slot in h.plans[-1].slots if not slot.standby] == ["b"]
 
 
-def test_a_duplicate_that_comes_after_the_end_does_not_run_again() -> None:
-    h = Harness()
-    h.arrive(request("a"))
-    h.report(1, ended=("a",))
-    h.arrive(request("a"))
-    assert h.scheduler.num_waiting + h.scheduler.num_admitted == 0
-
-
 def test_in_a_plan_decodes_come_before_prefills_whatever_their_rank() -> None:
     """They need one token of the step's budget each, which a prefill before them would use up."""
     h = Harness()
-    h.scheduler = build_scheduler("fastserve", SchedulerLimits(8, 0), PolicySettings(watermark=1.0))
+    h.scheduler = build_scheduler("fastserve", SchedulerLimits(8, 0), PolicySettings(SchedulerConfig(watermark=1.0, max_gap_ms=0.0)))
     h.handle(WorkerConnected(state()))
     h.arrive(request("old", out=16))
     h.report(1, dataclasses.replace(running("old", 1, 2), ran_s=100.0))
@@ -307,3 +273,138 @@ def test_what_waiting_requests_would_find_follows_the_cache() -> None:
         assert (jobs["late"].cached_len, jobs["full"].cached_len) == (late_len, full_len)
     assert h.scheduler.cache.missed, "the fourth is missing"
     assert h.scheduler.cache.whole() is None
+
+
+def test_what_a_worker_holds_is_adopted_and_not_shipped_again() -> None:
+    held = (request("a"), running("a", 2, 2)), (request("b"), waiting("b", preemptions=3))
+    h = Harness(worker=state(*held, ended=("z",)))
+    h.arrive(request("c"))
+    assert names(h) == ["a", "b", "c"]
+    assert shipped(h) == ["c"]
+    assert [slot.num_preemptions for slot in h.plans[-1].slots] == [0, 3, 0]
+    assert (h.ended, ids(h, ("z", 0))) == ([], []), "it is known, but was not this Scheduler's"
+
+
+def test_the_first_plan_after_a_take_over_names_everything_adopted() -> None:
+    held = [(request("a", out=30), running("a", 20, 6)), *((request(n), waiting(n)) for n in "bcdef")]
+    h = Harness(max_num_seqs=1, standby_slots=1, worker=state(*held))
+    assert len(h.plans) == 1
+    assert names(h) == list("abcdef"), "more than the standby window: what is not named is forgotten by the worker"
+    assert h.admitted == ["a"]
+    assert (h.plans[0].lease, h.plans[0].plan_seq) == (LEASE, 1)
+
+
+def test_a_plan_after_a_take_over_knows_the_report_that_came_with_it() -> None:
+    h = Harness(worker=state((request("a"), running("a", 2, 2)), report_seq=41))
+    assert h.plans[-1].as_of_report_seq == 41
+    h.report(0, ended=("a",))
+    assert h.ended == [], "that one came with the take-over"
+    h.report(1, ended=("a",))
+    assert [end.finished.request_id for end in h.ended] == ["a"]
+
+
+def test_the_adopted_that_run_are_admitted_whatever_admission_would_say_and_not_preempted() -> None:
+    held = [(request(n, prompt=12), running(n, 1, 4)) for n in "ab"]  # 8 of 10 blocks, at the limit of 1 sequence
+    h = Harness(max_num_seqs=1, worker=state(*held))
+    assert h.admitted == ["a", "b"]
+    assert [slot.num_preemptions for slot in h.plans[-1].slots] == [0, 0]
+
+
+def test_the_order_of_the_worker_is_kept_and_goes_before_newcomers() -> None:
+    h = Harness(max_num_seqs=2)
+    h.handle(WorkerLost())
+    h.arrive(request("new1"), request("new2"))
+    h.handle(WorkerConnected(state((request("z"), running("z", 1, 2)), (request("m"), waiting("m")))))
+    assert (h.admitted, h.standby) == (["z", "m"], ["new1", "new2"])
+
+
+def test_an_adopted_request_that_the_scheduler_had_too_is_one_request() -> None:
+    h = Harness()
+    h.arrive(request("a"), request("b"))
+    h.handle(WorkerConnected(state((request("a"), running("a", 1, 2)), lease=LEASE + 1)))
+    assert names(h) == ["a", "b"]
+    assert shipped(h) == ["b"], "the worker had never got it"
+
+
+def test_a_newcomer_of_a_higher_attempt_replaces_the_held_one_and_is_shipped() -> None:
+    h = Harness()
+    h.handle(WorkerLost())
+    h.arrive(request("a", out=9, attempt=1, resumed=3))
+    h.handle(WorkerConnected(state((request("a", out=9), running("a", 5, 3)))))
+    (slot,) = h.plans[-1].slots
+    assert (slot.attempt, slot.request) == (1, request("a", out=9, attempt=1, resumed=3))
+    h.handle(WorkerConnected(state((request("a", attempt=2), running("a", 1, 2, attempt=2)), lease=LEASE + 1)))
+    assert [(slot.attempt, slot.request) for slot in h.plans[-1].slots] == [(2, None)], "nor is a lower one newer"
+
+
+def test_a_newcomer_that_does_not_fit_the_worker_is_refused_when_it_connects() -> None:
+    h = Harness()
+    h.handle(WorkerLost())
+    h.arrive(request("long", prompt=40, out=4), request("b"))
+    assert h.refused == []
+    h.handle(WorkerConnected(state()))
+    assert [refusal.request_id for refusal in h.refused] == ["long"]
+    assert h.admitted == ["b"]
+
+
+def test_ends_that_a_worker_still_reports_are_ends_of_what_the_scheduler_had() -> None:
+    h = Harness()
+    h.arrive(request("a"))
+    h.handle(WorkerConnected(state(ended=("a",), lease=LEASE + 1)))
+    assert [end.finished.request_id for end in h.ended] == ["a"]
+    assert h.scheduler.num_admitted + h.scheduler.num_waiting == 0
+
+
+def test_a_lost_worker_takes_everything_with_it() -> None:
+    h = Harness(max_num_seqs=1)
+    h.arrive(request("a"), request("b"))
+    plans = len(h.plans)
+    h.handle(WorkerLost())
+    assert h.scheduler.num_admitted + h.scheduler.num_waiting == 0
+    assert ids(h, ("a", 0), ("b", 0)) == ["a", "b"]
+    h.report(1, ended=("a",))
+    h.arrive(request("c"))
+    assert (h.ended, len(h.plans)) == ([], plans), "no worker: nothing to hear and no component to tell"
+
+
+@pytest.mark.parametrize("lease", [LEASE - 1, LEASE + 1])
+def test_reports_under_another_lease_are_ignored(lease: int) -> None:
+    h = Harness()
+    h.arrive(request("a"))
+    h.report(7, running("a", 1, 2), ended=("a",), lease=lease)
+    assert h.ended == []
+    h.report(1, ended=("a",))
+    assert len(h.ended) == 1
+
+
+def test_a_resumed_request_counts_its_known_output_when_it_is_admitted() -> None:
+    h = Harness()
+    h.arrive(request("a", prompt=4, out=30, resumed=20), request("b", prompt=16, out=1), request("c"))
+    assert h.admitted == ["a", "b"], "6 blocks and 4 of 10"
+
+
+def test_attempts_that_are_here_are_known_up_to_the_current_one() -> None:
+    h = Harness(max_num_seqs=1)
+    h.arrive(request("a", attempt=1), request("b"))
+    assert ids(h, ("a", 0), ("a", 1), ("b", 0)) == []
+    assert h.scheduler.unknown((("a", 2), ("c", 0))) == (("a", 2), ("c", 0))
+    h.handle(RequestsAborted((("a", 1),)))
+    assert ids(h, ("a", 1), ("b", 0)) == ["a"]
+
+
+def test_what_ended_lately_is_known_that_attempt_alone() -> None:
+    h = Harness()
+    h.arrive(request("a"))
+    h.report(1, ended=("a",))
+    assert h.scheduler.unknown((("a", 0), ("a", 1))) == (("a", 1),)
+    h.handle(WorkerLost())
+    assert ids(h, ("a", 0)) == [], "its last tokens may be on their way, the worker dead or not"
+
+
+def test_only_so_many_ends_are_remembered_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("policies.replica.mirror.NUM_REMEMBERED", 3)
+    h = Harness()
+    for seq, name in enumerate("abcde", start=1):
+        h.arrive(request(name))
+        h.report(seq, ended=(name,))
+    assert ids(h, *((name, 0) for name in "abcde")) == ["a", "b"]

@@ -1,4 +1,4 @@
-"""The history of output lengths: conditional draws, censored entries, the reference's interpolation."""
+"""The law of output lengths: its history with cuts and conditional draws, and forecasts as far as they are trusted."""
 
 from __future__ import annotations
 
@@ -7,31 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.errors import InvalidValueError
+from core.forecast import Forecast
 from policies.lengths.history import IntArray, LengthHistory
+from policies.lengths.law import LEVELS, NUM_POINTS, UNKNOWN, forecast_points, merged, remaining
+from policies.lengths.trust import PredictorGate, crps
 
 EXAMPLE = (2, 3, 3, 5, 8)
 
 
 def ints(*values: int) -> IntArray:
     return np.array(values, dtype=np.int64)
-
-
-def test_example_3_probabilities() -> None:
-    """Algorithms section 4, example 3: P(3) = 0.4; after 3 tokens P(5) = P(8) = 0.5."""
-    history = LengthHistory(initial=EXAMPLE)
-    drawn = history.sample(np.random.default_rng(0), 50_000)
-    assert (drawn == 3).mean() == pytest.approx(0.4, abs=0.01)
-    drawn = history.sample_above(np.random.default_rng(0), ints(3), ints(10), 50_000)
-    assert set(np.unique(drawn)) == {5, 8}
-    assert (drawn == 5).mean() == pytest.approx(0.5, abs=0.01)
-
-
-@pytest.mark.parametrize(("level", "length"), [(0.5, 6), (0.9, 9), (0.0, 4), (1 / 3, 5), (2 / 3, 8), (0.999, 10)])
-def test_example_3_interpolated_as_in_the_reference(level: float, length: int) -> None:
-    """Knots 3, 5, 8, 10: level 0.5 is at 1.5, that is 6.5, rounded to even; level 0.9 is at 2.7, that is 9.4."""
-    history = LengthHistory(initial=EXAMPLE, interpolated=True)
-    assert history.lengths_at(np.array([level]), ints(3), ints(10)) == length
 
 
 @pytest.mark.parametrize("generated", [1, 2, 3, 5, 8, 9])
@@ -48,18 +33,6 @@ def test_interpolation_leaves_jobs_without_output_to_plain_entries() -> None:
     history = LengthHistory(initial=EXAMPLE, interpolated=True)
     drawn = history.sample_above(np.random.default_rng(0), ints(0), ints(4), 1000)
     assert set(np.unique(drawn)) == {2, 3, 4}
-
-
-def test_kaplan_meier_by_hand() -> None:
-    """Ends 2, 4, 4, 7, cuts 3 and 4: S = 5/6, then 5/6 * 2/4 = 5/12 (the cut at 4 is at risk at 4), then 0."""
-    history = LengthHistory()
-    for length, censored in [(4, False), (7, False), (4, True), (2, False), (3, True), (4, False)]:
-        history.add(length, censored=censored)
-    levels = np.array([0.01, 1 / 6, 0.17, 7 / 12, 0.59, 1.0])
-    assert history.quantiles(levels).tolist() == [2, 2, 4, 4, 7, 7]
-    drawn = history.sample(np.random.default_rng(1), 50_000)
-    assert (drawn == 4).mean() == pytest.approx(5 / 12, abs=0.01)
-    assert (drawn == 7).mean() == pytest.approx(5 / 12, abs=0.01)
 
 
 def test_outputs_that_go_on_count_as_cut_ones_and_are_not_kept() -> None:
@@ -142,22 +115,13 @@ def test_quantiles_match_the_product_limit_formula(entries: list[tuple[int, bool
 
 
 def test_the_window_forgets_and_the_version_rises() -> None:
-    history = LengthHistory(window=2, initial=[100])
-    version = history.version
-    history.add(5)
-    assert history.quantiles(np.array([0.5, 1.0])).tolist() == [5, 100]
-    history.add(6)
-    assert len(history) == 2
-    assert history.version == version + 2
-    assert history.quantiles(np.array([0.5, 1.0])).tolist() == [5, 6]
-
-
-def test_the_oldest_make_way_one_by_one() -> None:
     history = LengthHistory(3, initial=[1, 2, 3])
+    version = history.version
     for new in range(4, 9):
         history.add(new)
         assert history.quantiles(np.array([0.3, 0.6, 0.9])).tolist() == [new - 2, new - 1, new]
         assert len(history) == 3
+        assert history.version == version + new - 3
 
 
 def test_interpolation_puts_unseen_mass_between_the_longest_entry_and_the_limit() -> None:
@@ -168,19 +132,100 @@ def test_interpolation_puts_unseen_mass_between_the_longest_entry_and_the_limit(
     assert drawn.ravel().tolist() == [10, 55]
 
 
-def test_same_seed_same_draws() -> None:
-    history = LengthHistory(initial=range(1, 100))
-    first, second, other = (
-        history.sample_above(np.random.default_rng(seed), ints(5, 50), ints(200, 200), 9) for seed in (1, 1, 2)
+def law_of(*quantiles: float) -> Forecast:
+    return Forecast(mean=float(np.mean(quantiles)), quantiles=quantiles, num_samples=1, source="test", version=0)
+
+
+def both(law_of: np.ndarray | None, history: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    points, source = merged((UNKNOWN if law_of is None else law_of)[None], history)
+    assert (np.sort(points[0]) == points[0]).all()
+    return points[0], source[0]
+
+
+def law(
+    points: np.ndarray, source: np.ndarray, omega: float, generated: int, limit: int = 10_000
+) -> tuple[np.ndarray, np.ndarray]:
+    tokens, weights = remaining(
+        points[None], source[None], omega, np.array([float(generated)]), np.array([limit * 1.0])
     )
-    assert (first == second).all()
-    assert (first != other).any()
+    return tokens[0], weights[0]
 
 
-def test_bad_values_are_refused() -> None:
-    with pytest.raises(InvalidValueError, match="window"):
-        LengthHistory(window=0)
-    with pytest.raises(InvalidValueError, match="length"):
-        LengthHistory(initial=[-1])
-    with pytest.raises(InvalidValueError, match="history"):
-        LengthHistory().quantiles(np.array([0.5]))
+def test_points_interpolate_between_the_levels() -> None:
+    assert (forecast_points(law_of(*[40.0] * 6)) == 40).all()
+    points = forecast_points(law_of(100.0, 250.0, 500.0, 750.0, 900.0, 990.0))
+    assert points.tolist() == np.ceil(np.clip(LEVELS, 0.1, 0.99) * 1000).tolist()
+
+
+@pytest.mark.parametrize(
+    ("forecast", "history", "generated", "expected"),
+    [(10, 30, 0, {10: 0.8, 30: 0.2}), (10, 30, 10, {20: 1.0}), (7, None, 0, {7: 1.0}), (None, 9, 0, {9: 1.0})],
+    ids=["omega and the rest", "conditioned by what there is", "a forecast alone", "a history alone"],
+)
+def test_halves_weigh_omega_and_the_rest(
+    forecast: float | None, history: float | None, generated: int, expected: dict[int, float]
+) -> None:
+    halves = [None if each is None else np.full(NUM_POINTS, float(each)) for each in (forecast, history)]
+    tokens, weights = law(*both(*halves), 0.8, generated)
+    for length, weight in expected.items():
+        assert np.isclose(weights[tokens == length].sum(), weight)
+
+
+def test_an_outlived_law_expects_a_quarter_more_but_sixteen_at_least_and_never_passes_the_limit() -> None:
+    points, source = both(np.full(NUM_POINTS, 10.0), None)
+    for generated, limit, expected in ((20, 1000, 16), (400, 1000, 100), (400, 430, 30), (430, 430, 1)):
+        tokens, weights = law(points, source, 0.5, generated, limit)
+        assert np.isclose((tokens * weights).sum(), expected)
+
+
+def test_weights_sum_to_one_and_tokens_rise_where_they_count() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(100):
+        points, source = both(*np.sort(rng.integers(1, 300, (2, NUM_POINTS)).astype(float)))
+        tokens, weights = law(points, source, rng.random(), int(rng.integers(0, 350)), 400)
+        assert np.isclose(weights.sum(), 1.0)
+        assert (np.diff(tokens[weights > 0]) >= 0).all()
+        assert (tokens >= 1).all()
+
+
+def test_crps_equals_its_definition() -> None:
+    rng = np.random.default_rng(2)
+    for _ in range(50):
+        points, value = np.sort(rng.integers(0, 100, NUM_POINTS).astype(float)), float(rng.integers(0, 120))
+        pairs = np.abs(points[:, None] - points[None]).mean()
+        assert np.isclose(crps(points, value), np.abs(points - value).mean() - pairs / 2)
+
+
+def gate_after(*, shuffled: bool, num: int = 200) -> PredictorGate:
+    rng = np.random.default_rng(3)
+    lengths = rng.integers(10, 1000, 1000).astype(float)
+    history, gate = np.quantile(lengths, LEVELS), PredictorGate()
+    told = rng.permutation(lengths) if shuffled else lengths
+    for length, guess in zip(lengths[:num], told, strict=False):
+        gate.observe(guess * np.linspace(0.8, 1.2, NUM_POINTS), history, int(length))
+    return gate
+
+
+def test_a_good_predictor_is_believed_and_a_shuffled_one_is_not() -> None:
+    assert gate_after(shuffled=False, num=19).omega == 0.5, "half, until there are enough"
+    assert gate_after(shuffled=False, num=20).omega > 0.9
+    assert gate_after(shuffled=False).omega > 0.9
+    assert gate_after(shuffled=True).omega < 0.05
+
+
+def test_equal_laws_get_half_of_the_largest_weight() -> None:
+    gate = PredictorGate(min_completions=1)
+    gate.observe(np.full(NUM_POINTS, 5.0), np.full(NUM_POINTS, 5.0), 9)
+    assert np.isclose(gate.omega, 0.485)
+    exact = PredictorGate(min_completions=1)
+    exact.observe(np.full(NUM_POINTS, 6.0), np.full(NUM_POINTS, 5.0), 5)
+    assert exact.omega < 0.01, "a history that is exact is not beaten"
+
+
+def test_old_completions_are_forgotten() -> None:
+    gate, good, bad = PredictorGate(window=20), np.full(NUM_POINTS, 5.0), np.full(NUM_POINTS, 50.0)
+    for _ in range(20):
+        gate.observe(bad, good, 6)
+    for _ in range(20):
+        gate.observe(good, bad, 6)
+    assert gate.omega > 0.9
