@@ -38,7 +38,7 @@ def test_figure_6_job_by_job() -> None:
 def test_with_iterations_that_are_cut_off_every_request_ends(rate: float) -> None:
     """Seconds are sums of floats: what rounding leaves of a quantum may not keep a sequence from going on."""
     bed, load = a100s("opt-2.7b", batch_size=16), Load(rate, 4.0, 0.9, 2048, 20, 100, seed=2)
-    recorder = serve(bed, load, "fastserve", bed.rules_of("preemption"))
+    recorder = serve(bed, load, "fastserve", bed.baseline("preemption"))
     assert len(recorder.done) == 100
     assert all(record.num_tokens == record.arrival.output_len for record in recorder.done)
 
@@ -80,7 +80,7 @@ def test_skip_join_mlfq_stands_a_burst_of_long_prompts() -> None:
     shape = FleetShape(ReplicaShape(2500, 16, 5000, max_num_seqs=64, max_batch_tokens=512, look_every=4), latency)
     means = {}
     for preset in ("fastserve", "fcfs"):
-        settings = PolicySettings(SchedulerConfig(starve_limit_s=math.inf, max_gap_ms=0.0), mlfq=MlfqRules(follows_cost=False), cost=latency.cost)
+        settings = PolicySettings(SchedulerConfig(quantum_s=0.01, starve_limit_s=math.inf, max_gap_ms=0.0), mlfq=MlfqRules(follows_cost=False), cost=latency.cost)
 
         def make(_: object, preset: str = preset, settings: PolicySettings = settings) -> ReplicaScheduler:
             return build_scheduler(preset, SchedulerLimits(64, 0), settings)
