@@ -286,9 +286,17 @@ def test_help_says_every_default(command: str) -> None:
 
 
 def test_the_command_line_stays_light() -> None:
-    """Nothing of the simulator is imported before it is used."""
-    code = "import sys, services.cli; print({'simulator', 'numpy', 'matplotlib'} & sys.modules.keys())"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+    """Nothing is imported before it is used: a GPU that is missing ends a start at once."""
+    code = (
+        "import sys, services.cli; from services.launch import machine; machine.visible_gpus = lambda: 0\n"
+        "try: services.cli.app(['serve', '--device', 'cuda'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'simulator', 'numpy', 'matplotlib', 'ray', 'torch', 'policies.compose'}\n"
+        "print(heavy & sys.modules.keys())"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "set()\n"
+    assert "--device: got 'cuda', expected cpu" in ended.stderr
 
 
 def test_a_saved_run_again(tmp_path: Path) -> None:
