@@ -64,7 +64,7 @@ def _embedded(weights: str, args: argparse.Namespace) -> dict[str, str]:
     known = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
     found = logits_of(EMBEDDED, args.dtype, weights, known, args.kv_dtype)
     losses = [
-        _losses(row, logits)[len(prompt) - 1 :] for prompt, row, logits in zip(prompts, known, found, strict=True)
+        token_losses(row, logits)[len(prompt) - 1 :] for prompt, row, logits in zip(prompts, known, found, strict=True)
     ]
     return {
         "weights": weights,
@@ -76,7 +76,7 @@ def _embedded(weights: str, args: argparse.Namespace) -> dict[str, str]:
 
 def compared(rows: list[list[int]], found: list[Tensor], full: list[Tensor]) -> dict[str, str]:
     """Perplexity, and how far the distributions are from those of full weights in float32."""
-    losses = torch.cat([_losses(row, logits) for row, logits in zip(rows, found, strict=True)])
+    losses = torch.cat([token_losses(row, logits) for row, logits in zip(rows, found, strict=True)])
     ours, theirs = torch.cat(found).log_softmax(-1), torch.cat(full).log_softmax(-1)
     divergence = (theirs.exp() * (theirs - ours)).sum(-1).mean().item()
     same = (ours.argmax(-1) == theirs.argmax(-1)).double().mean().item()
@@ -98,27 +98,38 @@ def exact_matches(
 
 def logits_of(model: Path, dtype: str, weights: str, rows: list[list[int]], kv_dtype: str = "auto") -> list[Tensor]:
     """Logits behind every token of each row but its last, each row computed in one step."""
-    config = load_model_config(model)
-    num_blocks = max(-(-len(row) // BLOCK_SIZE) for row in rows)
-    runner = ModelRunner.from_dir(
-        model,
-        dtype=parse_dtype(dtype, config),
-        num_blocks=num_blocks,
-        block_size=BLOCK_SIZE,
-        bits=BITS[weights],
-        keep_quantized=weights != "float",
-        kv_dtype=kv_dtype,
-    )
-    found = []
-    for row in rows:
+    compute = RowLogits(model, dtype, weights, max(map(len, rows)), kv_dtype)
+    return [compute(row) for row in rows]
+
+
+class RowLogits:
+    """A model that computes rows of tokens, each in one step.
+
+    Args:
+        longest: Tokens of the longest row.
+    """
+
+    def __init__(self, model: Path, dtype: str, weights: str, longest: int, kv_dtype: str = "auto") -> None:
+        self._blocks = list(range(-(-longest // BLOCK_SIZE)))
+        self._runner = ModelRunner.from_dir(
+            model,
+            dtype=parse_dtype(dtype, load_model_config(model)),
+            num_blocks=len(self._blocks),
+            block_size=BLOCK_SIZE,
+            bits=BITS[weights],
+            keep_quantized=weights != "float",
+            kv_dtype=kv_dtype,
+        )
+
+    def __call__(self, row: list[int]) -> Tensor:
+        """The logits behind every token of a row but its last, shape (tokens - 1, vocabulary)."""
         sequence = Sequence.of(Request("row", 0, "", tuple(row), SamplingParams(1)))
-        batch = StepBatch((StepItem("row", 0, len(row), True, list(range(num_blocks))),))
-        logits = runner.backend.run(batch, [0], {"row": sequence}, list(range(len(row) - 1))).logits
-        found.append(logits[: len(row) - 1].clone())
-    return found
+        batch = StepBatch((StepItem("row", 0, len(row), True, self._blocks),))
+        logits = self._runner.backend.run(batch, [0], {"row": sequence}, list(range(len(row) - 1))).logits
+        return logits[: len(row) - 1].clone()
 
 
-def _losses(row: list[int], logits: Tensor) -> Tensor:
+def token_losses(row: list[int], logits: Tensor) -> Tensor:
     """Negative log likelihoods of a row's tokens but the first."""
     return torch.nn.functional.cross_entropy(logits.double(), torch.tensor(row[1:]), reduction="none")
 

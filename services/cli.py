@@ -27,6 +27,7 @@ from services.commands.simulate import compare, simulate
 from services.commands.train import train
 from services.demo.command import demo
 from services.launch.failures import failing_in_lines
+from services.launch.machine import check_own_gpus
 from services.one_line_errors import OneLineErrors, failing_in_one_line, naming_flags
 from services.server_address import HostOption, PortOption, UrlOption, address_of
 
@@ -208,14 +209,15 @@ def serve(
         "images": {"allow_urls": allow_image_urls},
         "predictor": {"artefact": None if predictor is None else str(predictor), "encoder": predictor_encoder},
     }
-    from services.launch.launch import run_service
-    from services.launch.log_lines import in_format
-    from services.launch.signals import StopSignal
-
     if api_key is not None:
         os.environ[KEY_VARIABLE] = api_key  # Ingress replicas read it from there, as they do under `serve deploy`.
     with failing_in_lines("serve"), naming_flags(overrides):
         settings = load_config(config, overrides)
+        check_own_gpus(settings)  # before the imports of what starts a server, which take over a second
+        from services.launch.launch import run_service
+        from services.launch.log_lines import in_format
+        from services.launch.signals import StopSignal
+
         say = in_format(typer.echo, settings.server.log_format)
         run_service(settings, say, StopSignal())
     say("Stopped.")

@@ -10,7 +10,7 @@ from core.messages.cache import CacheReply
 from core.messages.fleet import InFlight, ReplicaName, ReplicaNews, ReplicaState, ServedModel
 from core.messages.forecasts import ForecastsMade
 from core.messages.kv import KVUsage, OffloadOrders, OffloadQuestion
-from core.messages.live import LiveQuery, ReplicaLive
+from core.messages.live import LeftWaiting, LiveQuery, ReplicaLive
 from core.messages.log import RequestTraces, TraceQuery
 from core.messages.placement import PlacementView, ReplicaLoads
 from core.messages.plans import StepReport
@@ -40,6 +40,10 @@ class RouterCalls(Protocol):
     @message()
     async def abort(self, aborted: Keys) -> None:
         """Attempts whose clients are gone."""
+
+    @message()
+    async def left_waiting(self) -> LeftWaiting:
+        """Requests whose clients left before a replica took them, for the operator's pages."""
 
     @message()
     async def announce(self, announced: Announce) -> AnnounceReply:

@@ -9,16 +9,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.runtime.names import rank_of
 from actors.runtime.peer import Site
-from core.config.load import FarsightConfig
 
 _CPU_SHARE = 0.01
 """Of each rank that has no GPU: a bundle must not be empty, and processors are not counted here."""
-
-
-def gpus_per_rank(config: FarsightConfig) -> float:
-    """GPUs that each rank of a replica is to have."""
-    asked = config.actors.gpus_per_rank
-    return float(config.engine.device == "cuda") if asked < 0 or config.model.num_ranks == 1 else asked
 
 
 def rank_options(host: str, site: Site) -> dict[str, Any]:
@@ -33,7 +26,7 @@ def rank_options(host: str, site: Site) -> dict[str, Any]:
     replica, rank = place
     group = _rank_group(replica, site)
     strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=rank)
-    return {"num_gpus": gpus_per_rank(site.config), "scheduling_strategy": strategy}
+    return {"num_gpus": site.config.gpus_per_rank, "scheduling_strategy": strategy}
 
 
 def remove_rank_group(replica: str, site: Site) -> None:
@@ -47,7 +40,7 @@ def _rank_group(replica: str, site: Site) -> Any:
     found = _find(replica, site)
     if found is not None:
         return found
-    gpus = gpus_per_rank(site.config)
+    gpus = site.config.gpus_per_rank
     bundle = {"GPU": gpus} if gpus else {"CPU": _CPU_SHARE}
     return placement_group(
         [bundle] * site.config.model.num_ranks,

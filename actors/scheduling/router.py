@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from actors.calls.learning import LengthPredictorCalls
 from actors.calls.scheduling import RouterCalls, SchedulerCalls
@@ -17,9 +18,11 @@ from actors.runtime.peer import PeerLost, current_counts
 from actors.scheduling.event_recorder import Handle
 from core.costs import StepCost, profile_cost
 from core.decisions import Decision, DecisionPacker, Facts, on_clock, pack_decisions
+from core.forecast import QUANTILES
 from core.load_snapshot import LoadSnapshot
 from core.messages.fleet import InFlight, ReplicaName, ReplicaNews, ReplicaState, ServedModel
 from core.messages.forecasts import ForecastMade, ForecastsMade
+from core.messages.live import EndedRequest, LeftWaiting
 from core.messages.log import RequestTrace, RequestTraces, TraceQuery
 from core.messages.placement import PlacementView, RecentPlacement, ReplicaLoads
 from core.messages.requests import (
@@ -65,6 +68,7 @@ from policies.fleet.scheduler import FleetMachine
 from policies.placement.base import PlacementStats
 from policies.presets import max_running
 from policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
+from policies.replica.live_view import MAX_ENDED
 from policies.settings import PolicySettings
 
 TICK_S = 1.0
@@ -131,6 +135,7 @@ class FleetShell(Component, RouterCalls):
         self._packer = DecisionPacker()
         self._shown: tuple[float, PlacementView] | None = None
         self._cost: StepCost | None = None
+        self._left: deque[tuple[float, EndedRequest]] = deque(maxlen=MAX_ENDED)  # when, and what
         self._queue_delay = QueueDelay(context.registry, context.config.model.name)
 
     async def start(self) -> None:
@@ -166,7 +171,13 @@ class FleetShell(Component, RouterCalls):
         return RequestTraces((*own, *itertools.chain.from_iterable(found)))
 
     async def abort(self, aborted: Keys) -> None:
+        now = time.monotonic()
+        self._left.extendleft((now, _left(*each, now)) for each in self._machine.queued_among(aborted.keys))
         await self._handle(RequestsAborted(aborted.keys))
+
+    async def left_waiting(self) -> LeftWaiting:
+        now = time.monotonic()
+        return LeftWaiting(tuple(replace(each, ago_s=now - at) for at, each in self._left if each.response_id))
 
     async def announce(self, announced: Announce) -> AnnounceReply:
         ingress = self._hear(announced.ingress_id)
@@ -454,6 +465,20 @@ def _waiting(response_id: str, request: Request, since: float) -> RequestTrace:
     trace_id = f"{response_id}/{request.request_id}/{request.attempt}"
     who = (origin.choice, origin.owner, ROUTER, request.attempt)
     return RequestTrace(trace_id, request.request_id, *who, ended=False, num_left_out=0, decisions=waits)
+
+
+def _left(request: Request, since: float, now: float) -> EndedRequest:
+    """What is shown of a request whose client left while it waited here."""
+    origin, forecast = request.origin, request.forecast
+    return EndedRequest(
+        response_id="" if origin is None else origin.response_id,
+        choice=0 if origin is None else origin.choice,
+        reason="abort",
+        output_len=len(request.output_ids),
+        predicted_len=None if forecast is None else forecast.mean,
+        took_s=now - since,
+        most_len=None if forecast is None else forecast.quantiles[QUANTILES.index(0.9)],
+    )
 
 
 def _lost(row: ComponentStatus) -> ComponentStatus:

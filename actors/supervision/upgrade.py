@@ -25,7 +25,6 @@ from actors.runtime.names import (
     wanted_components,
 )
 from actors.runtime.peer import Site
-from actors.runtime.rank_groups import gpus_per_rank
 from actors.supervision.counts import without_drains
 from core.codec import decode, encode
 from core.config.load import FarsightConfig
@@ -288,7 +287,7 @@ def new_settings(config: FarsightConfig, before: Changes, tables: str) -> str:
 
 def check_room(config: FarsightConfig) -> None:
     """Raises MessageError if one more replica would wait for a GPU for ever."""
-    needed = config.model.num_ranks * gpus_per_rank(config)
+    needed = config.model.num_ranks * config.gpus_per_rank
     if not needed:
         return
     free = ray.available_resources().get("GPU", 0)  # type: ignore[no-untyped-call]

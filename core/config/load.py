@@ -58,6 +58,12 @@ class FarsightConfig:
         if self.engine.benchmark_mode:
             object.__setattr__(self, "server", self.server.unbounded())
 
+    @property
+    def gpus_per_rank(self) -> float:
+        """GPUs that each rank of a replica is to have."""
+        asked = self.actors.gpus_per_rank
+        return float(self.engine.device == "cuda") if asked < 0 or self.model.num_ranks == 1 else asked
+
     def _check_cutting_off(self) -> None:
         if self.scheduler.mlfq != "preemption":
             return

@@ -51,11 +51,12 @@ class LiveRequest:
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """A request that has ended on a replica.
+    """A request that has ended on a replica, or whose client left before any replica took it.
 
     Attributes:
         predicted_len, most_len: As in ``LiveRequest``.
-        took_s: Since it reached the replica's scheduler.
+        took_s: Since it reached the replica's scheduler, or the Router if it came no further.
+        ago_s: Seconds since its end.
     """
 
     response_id: str
@@ -65,6 +66,7 @@ class EndedRequest:
     predicted_len: float | None
     took_s: float
     most_len: float | None = None
+    ago_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +130,20 @@ class ReplicaLive:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftWaiting:
+    """From the Router: requests whose clients left before a replica took them, the last ones, newest first."""
+
+    requests: tuple[EndedRequest, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class LiveView:
-    """All replicas that answered, and the requests that are on none."""
+    """All replicas that answered, and the requests that are on none.
+
+    Attributes:
+        left_waiting: As in ``LeftWaiting``.
+    """
 
     replicas: tuple[ReplicaLive, ...]
     num_unplaced: int = 0
+    left_waiting: tuple[EndedRequest, ...] = ()

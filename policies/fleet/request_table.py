@@ -227,6 +227,11 @@ class RequestTable:
         queued = self._queued.get(request_id)
         return None if queued is None else queued.request
 
+    def queued_among(self, keys: Iterable[Key]) -> list[tuple[Request, float]]:
+        """Those of these attempts, or earlier ones, that wait for a replica, and since when."""
+        found = ((self._queued.get(request_id), attempt) for request_id, attempt in keys)
+        return [(each.request, each.since) for each, attempt in found if each and each.request.attempt <= attempt]
+
     def all_queued(self) -> tuple[tuple[Request, float], ...]:
         """Every request that waits for a replica, and since when. O(waiting)."""
         return tuple(self._queued.values())

@@ -16,7 +16,7 @@ from core.messages.cache import StartedRequest
 from core.messages.forecasts import ForecastMade
 from core.messages.placement import PrefixView, ReplicaView
 from core.messages.plans import WorkerReady
-from core.messages.requests import Placed
+from core.messages.requests import Key, Placed
 from core.request import Request
 from policies.fleet.cache_notices import CacheNotices
 from policies.fleet.events import (
@@ -121,6 +121,10 @@ class FleetMachine(ABC):
         """The requests of an answer that wait for a replica, and since when. O(waiting)."""
         queued = self._table.all_queued()
         return [each for each in queued if each[0].origin is not None and each[0].origin.response_id == response_id]
+
+    def queued_among(self, keys: Iterable[Key]) -> list[tuple[Request, float]]:
+        """As ``RequestTable.queued_among``."""
+        return self._table.queued_among(keys)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless the table, the queue and the replicas' sums agree."""

@@ -3,7 +3,8 @@
 Split conformal prediction over a sliding window (Papadopoulos et al., "Inductive Confidence Machines for
 Regression", ECML 2002; Gibbs and Candès, "Adaptive Conformal Inference Under Distribution Shift", NeurIPS 2021, for
 changing laws): a quantile is multiplied by the quantile of what earlier ones should have been multiplied by. The
-roll-out gives the shape, this gives the coverage.
+roll-out gives the shape, this gives the coverage. When more of the latest answers are late than chance explains, the
+p90 widens at once, before the window has followed.
 """
 
 from __future__ import annotations
@@ -30,6 +31,12 @@ MIN_ALL = 20
 
 RECENT_ENDS = 100
 """So many ends are the period from which corrections are taken, and the least width of an interval."""
+
+LATEST = 20
+"""So many of the latest answers, ended or later than their p90, show at once that a load has changed ..."""
+
+ALARM = 0.005
+"""... if so many of them are late as would be with this probability, each with a tenth."""
 
 LEAST_S = 1e-6
 
@@ -74,19 +81,21 @@ class OnlineCalibration:
     def __init__(self) -> None:
         self._all = _Window()
         self._told = (_Window(), _Window())  # what was said, to jobs with a place and to jobs that waited
+        self._said = _Window()  # the same of all jobs, each in the slot that it has in ``_all``
         self._kinds: dict[Kind, _Window] = {}
         self._open: dict[str, tuple[tuple[_Window, int], ...]] = {}
         self._factors: dict[Kind, tuple[float, float]] = {}  # as of one instant
         self._factors_at = -math.inf
         self._spreads: dict[bool, float] = {}  # as of one instant
         self._spreads_at = -math.inf
+        self._lateness = (-math.inf, 0.0)  # as of one instant
 
     def begin(self, job_id: str, raw: Raw, now: float) -> None:
         """A job was predicted."""
         own = self._kinds.setdefault(raw.kind, _Window())
         self._open[job_id] = tuple((window, window.begin(raw[:2], now)) for window in (self._all, own))
-        told = self._told[raw.waits]
-        self._open[job_id] += ((told, told.begin(self.corrected(raw, now), now)),)
+        said = self._before_alarm(raw, now)
+        self._open[job_id] += tuple((each, each.begin(said, now)) for each in (self._told[raw.waits], self._said))
 
     def end(self, job_id: str, now: float) -> None:
         """The job has ended; unknown ones are ignored."""
@@ -100,6 +109,12 @@ class OnlineCalibration:
 
     def corrected(self, raw: Raw, now: float) -> tuple[float, float]:
         """(p50, p90) in seconds; O(WINDOW) for the first of a kind at an instant."""
+        p50_s, p90_s = self._before_alarm(raw, now)
+        if now != self._lateness[0]:
+            self._lateness = now, lateness(self._said.latest(self._all, now))
+        return p50_s, max(p90_s, raw.p90_s * self._lateness[1])
+
+    def _before_alarm(self, raw: Raw, now: float) -> tuple[float, float]:
         if now != self._factors_at:
             self._factors, self._factors_at = {}, now
         factors = self._factors.get(raw.kind)
@@ -162,6 +177,20 @@ class _Window:
         if number >= self._num - WINDOW:
             self._took_s[number % WINDOW] = 0.0
 
+    def latest(self, raw: _Window, now: float) -> FloatArray:
+        """Of the latest predictions those that have ended or are later than their p90.
+
+        Shape (n, 3): the instant that settled each, seconds as a multiple of its p90, and of that in ``raw``.
+        """
+        slots = np.arange(max(0, self._num - 4 * LATEST), self._num) % WINDOW
+        began_at, p90_s, took_s = self._began_at[slots], self._predicted[slots, 1], self._took_s[slots]
+        seconds = np.where(np.isnan(took_s), now - began_at, took_s)
+        settled = self._has_ended[slots] | (seconds > p90_s)
+        ratios = seconds / p90_s, seconds / raw._predicted[slots, 1]
+        rows: FloatArray = np.stack((began_at + np.minimum(seconds, p90_s), *ratios), axis=1)
+        found: FloatArray = rows[settled]
+        return found
+
     def factor(self, column: int, level: float, now: float) -> float:
         """What predictions in a column have to be multiplied by, for a share ``level`` of ends to lie below them.
 
@@ -179,6 +208,32 @@ class _Window:
             seen, before_s = np.ones(num, np.bool_), np.zeros(num)
         ratios, entered = seconds[seen] / predicted_s[seen], before_s[seen] / predicted_s[seen]
         return survival_quantile(ratios, has_ended[seen], level, entered)
+
+
+def lateness(settled: FloatArray) -> float:
+    """What a p90 of the roll-out has to be multiplied by at once, as the latest answers are late too often for chance.
+
+    Looks back over each number of them up to ``LATEST``, and takes the most that nine tenths of a stretch with an alarm
+    took; 0 without one.
+
+    Args:
+        settled: As ``_Window.latest`` gives them.
+    """
+    latest = settled[np.argsort(settled[:, 0], kind="stable")][::-1][:LATEST]
+    num_late = np.cumsum(latest[:, 1] > 1.0)
+    alarms = np.flatnonzero(num_late >= _ALARM_AT[: len(latest)])
+    stretches = (latest[: last + 1, 2] for last in alarms)
+    return max((float(np.quantile(each, LEVELS[1], method="higher")) for each in stretches), default=0.0)
+
+
+def _alarm_at(num: int) -> int:
+    """The least number of late ones of ``num`` that chance does not explain."""
+    late = 1.0 - LEVELS[1]
+    chances = [math.comb(num, each) * late**each * (1.0 - late) ** (num - each) for each in range(num + 1)]
+    return next((each for each in range(num + 1) if sum(chances[each:]) < ALARM), num + 1)
+
+
+_ALARM_AT = np.array([_alarm_at(num) for num in range(1, LATEST + 1)])
 
 
 def survival_quantile(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -42,7 +43,7 @@ class SchedulerWatch:
     def __init__(self, replica: str, machine: ReplicaScheduler) -> None:
         self._replica = replica
         self._machine = machine
-        self._ended: deque[EndedRequest] = deque(maxlen=MAX_ENDED)
+        self._ended: deque[tuple[float, EndedRequest]] = deque(maxlen=MAX_ENDED)  # when, and what
         self._mean_len: float | None = None
         self._forecasts = ForecastTally()
         self._just_ended: dict[str, RequestEnded] = {}
@@ -65,17 +66,16 @@ class SchedulerWatch:
             return
         reason = end.finished.status.finish_reason or ""
         origin, forecast = account.origin, end.forecast
-        self._ended.appendleft(
-            EndedRequest(
-                response_id=origin.response_id,
-                choice=origin.choice,
-                reason=reason,
-                output_len=end.finished.output_len,
-                predicted_len=None if forecast is None else forecast.mean,
-                took_s=end.ended_at - end.arrived_at,
-                most_len=None if forecast is None else forecast.quantiles[_Q90],
-            )
+        ended = EndedRequest(
+            response_id=origin.response_id,
+            choice=origin.choice,
+            reason=reason,
+            output_len=end.finished.output_len,
+            predicted_len=None if forecast is None else forecast.mean,
+            took_s=end.ended_at - end.arrived_at,
+            most_len=None if forecast is None else forecast.quantiles[_Q90],
         )
+        self._ended.appendleft((end.ended_at, ended))
 
     def _note_abandoned(self, account: AccountClosed) -> None:
         """Lists a request that left unfinished because its client did; the worker has said nothing of its end."""
@@ -83,17 +83,16 @@ class SchedulerWatch:
         if not decisions or decisions[-1].kind != "aborted":
             return
         forecast = next((each.facts for each in reversed(decisions) if each.kind == "forecast"), {})
-        self._ended.appendleft(
-            EndedRequest(
-                response_id=account.origin.response_id,
-                choice=account.origin.choice,
-                reason="abort",
-                output_len=int(decisions[-1].facts["output_tokens"]),
-                predicted_len=_number(forecast.get("mean_tokens")),
-                took_s=decisions[-1].at - decisions[0].at,
-                most_len=_number(forecast.get("q90_tokens")),
-            )
+        ended = EndedRequest(
+            response_id=account.origin.response_id,
+            choice=account.origin.choice,
+            reason="abort",
+            output_len=int(decisions[-1].facts["output_tokens"]),
+            predicted_len=_number(forecast.get("mean_tokens")),
+            took_s=decisions[-1].at - decisions[0].at,
+            most_len=_number(forecast.get("q90_tokens")),
         )
+        self._ended.appendleft((decisions[-1].at, ended))
 
     def of(self, now: float, max_rows: int) -> ReplicaLive:
         """The replica now.
@@ -112,7 +111,7 @@ class SchedulerWatch:
             capacity_tokens=machine.capacity_tokens,
             curve=self._curve(admitted),
             requests=tuple(self._rows(now, max_rows)),
-            ended=tuple(self._ended) if max_rows else (),
+            ended=tuple(replace(each, ago_s=now - at) for at, each in self._ended) if max_rows else (),
             forecasts=self._forecasts,
             prompt_tokens=machine.num_prompt_tokens,
         )

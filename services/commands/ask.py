@@ -57,6 +57,8 @@ def ask(server: str, path: str, timeout_s: float, token: str = "", body: dict[st
             return json.loads(_bounded(reply))
     except urllib.error.HTTPError as error:
         raise FarsightError(_refusal(error)) from error
+    except TimeoutError as error:
+        raise FarsightError(f"no server answers at {server} within {timeout_s:g} s; it may be busy") from error
     except (OSError, ValueError) as error:
         raise FarsightError(f"no server answers at {server}: {_reason(error)}") from error
 

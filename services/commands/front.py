@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from core.config.load import make_config
-from core.errors import ConfigError
+from core.errors import ConfigError, FarsightError
 from services.api.access.door import API_KEY_VARIABLE
 from services.commands.ask import ask
 from services.commands.front_servers import (
@@ -148,4 +148,9 @@ def _upstream_key(variable: str) -> str:
 
 
 def _ask(key: str, limit_s: float, server: str, path: str, body: dict[str, Any] | None = None) -> Any:
-    return ask(server, path, limit_s, key, body)
+    try:
+        return ask(server, path, limit_s, key, body)
+    except FarsightError as error:
+        if isinstance(error.__cause__, TimeoutError):
+            raise FarsightError(f"{error}; --probe-timeout waits longer") from error
+        raise

@@ -13,7 +13,6 @@ import typer
 from core.errors import ConfigError, FarsightError, InvalidValueError
 from core.forecast import Example
 from services.commands.ask import JsonOption
-from services.commands.logged_traffic import opened_log
 from services.progress import hide_downloads, progress_bar
 from services.words import counted
 
@@ -202,6 +201,7 @@ def _train_estimator(log: Path, out: Path) -> tuple[Path, int]:
 def _served_batches(log: Path) -> list[ServedBatch]:
     """Batches that generated something, in the order of their ends."""
     from estimator.knn import ServedBatch
+    from services.commands.logged_traffic import opened_log
 
     with opened_log(log, "DATA") as (connection, version):
         if version < _FIRST_WITH_BATCHES:

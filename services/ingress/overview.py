@@ -29,7 +29,7 @@ from core.errors import FarsightError
 from core.exposition import OPEN_METRICS_TYPE, exposition
 from core.load_snapshot import LoadSnapshot
 from core.messages.kv import KVUsage
-from core.messages.live import LiveQuery, LiveView, ReplicaLive
+from core.messages.live import LeftWaiting, LiveQuery, LiveView, ReplicaLive
 from core.messages.log import ArtefactInfo, LoggedWindow, RequestTrace
 from core.messages.series import NamesQuery, RecentDecisions
 from core.messages.status import ComponentStatus, StatusReply
@@ -183,10 +183,19 @@ class Overview:
     async def live(self, max_rows: int) -> LiveView:
         """What is on each replica that answers; at most so many requests of each."""
         replicas = own_replicas(self._counts)
-        found, snapshot = await asyncio.gather(
-            asyncio.gather(*(self._live(replica, LiveQuery(max_rows)) for replica in replicas)), self._snapshot()
+        found, snapshot, left = await asyncio.gather(
+            asyncio.gather(*(self._live(replica, LiveQuery(max_rows)) for replica in replicas)),
+            self._snapshot(),
+            self._left_waiting(),
         )
-        return LiveView(tuple(filter(None, found)), snapshot.demand.num_waiting if snapshot else 0)
+        return LiveView(tuple(filter(None, found)), snapshot.demand.num_waiting if snapshot else 0, left.requests)
+
+    async def _left_waiting(self) -> LeftWaiting:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                return await self.router.left_waiting()
+        except (PeerLost, TimeoutError, *DEFECTS):
+            return LeftWaiting()
 
     async def _live(self, replica: str, query: LiveQuery) -> ReplicaLive | None:
         try:

@@ -41,10 +41,8 @@ def check_gpus(config: FarsightConfig, resources: Mapping[str, float], where: st
         resources: The cluster's resources, as Ray counts them.
         where: What has these resources.
     """
-    from actors.runtime.rank_groups import gpus_per_rank
-
     found = resources.get("GPU", 0)
-    needed = config.model.replicas * config.model.num_ranks * gpus_per_rank(config)
+    needed = config.model.replicas * config.model.num_ranks * config.gpus_per_rank
     if found >= needed:
         return
     gpus = f"{needed:g} {'GPU' if needed == 1 else 'GPUs'}"

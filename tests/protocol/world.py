@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from typing import Any
 
+from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.costs import StepCost
 from core.messages.requests import Refusal
 from core.messages.tokens import TokenDelta
@@ -107,10 +108,12 @@ class World:
         return BatchSettings(
             memory_tokens=math.inf,
             serving_time_s=lambda size, prompt_len, output_len: STEP_S * output_len,
-            wma_threshold=rng.choice([0.0, 100.0, math.inf]),
-            num_bins=rng.randint(1, 3),
-            max_wait_s=rng.choice([0.0, 0.2]),
-            batch_size=rng.choice([0, 2, 4]),
+            batch=BatchConfig(
+                wma_threshold=rng.choice([0.0, 100.0, math.inf]),
+                num_bins=rng.randint(1, 3),
+                max_wait_s=rng.choice([0.0, 0.2]),
+                batch_size=rng.choice([0, 2, 4]),
+            ),
             max_num_seqs=self.limits.max_num_seqs,
         )
 
@@ -154,7 +157,10 @@ class World:
         return SchedulerComponent(self, replica, machine)
 
     def _settings(self) -> PolicySettings:
-        return PolicySettings(SchedulerConfig(watermark=self.watermark, quantum_s=STEP_S, starve_limit_s=1.0, max_gap_ms=0.0), mlfq=MlfqRules(follows_cost=False))
+        return PolicySettings(
+            SchedulerConfig(watermark=self.watermark, quantum_s=STEP_S, starve_limit_s=1.0, max_gap_ms=0.0),
+            mlfq=MlfqRules(follows_cost=False),
+        )
 
     def _make_manager(self, replica: str) -> ManagerComponent:
         order, kv = self.parts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from core.config.scheduling import SchedulerConfig
 from core.costs import StepCost
 from policies.compose import build_router, build_scheduler
 from policies.replica.scheduler import SchedulerLimits
@@ -38,7 +39,9 @@ def make_fleet(
     fleet = Fleet(
         FleetShape(shape, latency, num_replicas),
         build_router("fcfs"),
-        lambda _: build_scheduler("fcfs", limits, PolicySettings(SchedulerConfig(watermark=watermark, max_gap_ms=0.0)), kv=kv),
+        lambda _: build_scheduler(
+            "fcfs", limits, PolicySettings(SchedulerConfig(watermark=watermark, max_gap_ms=0.0)), kv=kv
+        ),
         timeline=timeline,
         clients=clients,
     )

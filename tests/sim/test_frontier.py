@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from core.config.scheduling import SchedulerConfig
 from core.costs import StepCost
 from core.errors import InvalidValueError
 from policies.compose import build_router, build_scheduler

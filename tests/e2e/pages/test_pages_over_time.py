@@ -46,10 +46,12 @@ def row(response_id: str, state: str, age_s: float, **fields: object) -> LiveReq
 
 
 def view() -> LiveView:
-    rows = (row(RUNS, "decode", 1.5), row(WAITS, "waiting", 9.0, output_len=0, waits_for="memory", level=2))
-    ended = (EndedRequest(ENDED, 0, "stop", 9, 11.0, 0.5), EndedRequest(RUNS, 1, "length", 20, 18.0, 0.7))
+    waits = row(WAITS, "waiting", 9.0, output_len=0, waits_for="memory", level=2, prefilled_len=5)
+    rows = (row(RUNS, "decode", 1.5, prefilled_len=12), waits)
+    ended = (EndedRequest(ENDED, 0, "stop", 9, 11.0, 0.5), EndedRequest(RUNS, 1, "length", 20, 18.0, 0.7, ago_s=9.0))
+    left = (EndedRequest("cmpl-left", 0, "abort", 0, None, 60.0, ago_s=3.0),)
     curve = (MemoryPoint(0, 300), MemoryPoint(10, 500), MemoryPoint(40, 200))
-    return LiveView((ReplicaLive("0", 1, 1, 0, 300, 640, curve, rows, ended),), num_unplaced=2)
+    return LiveView((ReplicaLive("0", 1, 1, 0, 300, 640, curve, rows, ended),), 2, left)
 
 
 def history() -> SeriesReply:
@@ -111,10 +113,12 @@ def test_live_requests_are_sorted_and_opened(page: Page, filled: LiveServer) -> 
     expect(rows.nth(0)).to_contain_text("waiting")  # the oldest first
     expect(rows.nth(1)).to_contain_text("30 of 40")
     expect(rows.nth(1)).to_contain_text(HOSTILE)
+    prompts = page.get_by_test_id("live").locator("tbody td:nth-child(8)")
+    expect(prompts).to_have_text(["5 of 12", "12"])  # of the prompt computed so far, and all of it
     page.get_by_role("button", name="Age").click()
     expect(rows.nth(0)).to_contain_text("decode")
     expect(page.locator("th[aria-sort]")).to_have_attribute("aria-sort", "ascending")
-    expect(page.get_by_test_id("ended").locator("tbody tr")).to_have_count(2)
+    expect(page.get_by_test_id("ended").locator("tbody td:nth-child(2)")).to_have_text(["stop", "abandoned", "length"])
     rows.nth(0).locator("button").focus()
     page.keyboard.press("Enter")
     detail = page.get_by_test_id("detail")

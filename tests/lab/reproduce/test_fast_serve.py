@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from core.config.scheduling import SchedulerConfig
 from core.costs import StepCost
 from lab.reproduce import fast_serve
 from lab.reproduce.fast_serve import JctTimes, a100s, fig6_jct_s, least_attained_gain
@@ -80,7 +81,11 @@ def test_skip_join_mlfq_stands_a_burst_of_long_prompts() -> None:
     shape = FleetShape(ReplicaShape(2500, 16, 5000, max_num_seqs=64, max_batch_tokens=512, look_every=4), latency)
     means = {}
     for preset in ("fastserve", "fcfs"):
-        settings = PolicySettings(SchedulerConfig(quantum_s=0.01, starve_limit_s=math.inf, max_gap_ms=0.0), mlfq=MlfqRules(follows_cost=False), cost=latency.cost)
+        settings = PolicySettings(
+            SchedulerConfig(quantum_s=0.01, starve_limit_s=math.inf, max_gap_ms=0.0),
+            mlfq=MlfqRules(follows_cost=False),
+            cost=latency.cost,
+        )
 
         def make(_: object, preset: str = preset, settings: PolicySettings = settings) -> ReplicaScheduler:
             return build_scheduler(preset, SchedulerLimits(64, 0), settings)

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from core.config.scheduling import SchedulerConfig
 from core.costs import StepCost
 from core.errors import InvalidValueError
 from policies.compose import build_router, build_scheduler
@@ -27,7 +28,9 @@ def run(arrivals: list[SimRequest], num_stages: int, preset: str = "fcfs", num_b
     shape = ReplicaShape(
         num_blocks, 16, num_blocks, max_num_seqs=num_seqs, max_batch_tokens=4096, look_every=1, num_stages=num_stages
     )
-    settings = PolicySettings(SchedulerConfig(quantum_s=0.05, max_gap_ms=0.0), mlfq=MlfqRules(follows_cost=False), cost=TWO_STAGES.cost)
+    settings = PolicySettings(
+        SchedulerConfig(quantum_s=0.05, max_gap_ms=0.0), mlfq=MlfqRules(follows_cost=False), cost=TWO_STAGES.cost
+    )
     limits = SchedulerLimits(num_seqs, 0)
     fleet = Fleet(
         FleetShape(shape, TWO_STAGES), build_router("fcfs"), lambda _: build_scheduler(preset, limits, settings)

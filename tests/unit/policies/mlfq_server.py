@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
+from core.config.scheduling import SchedulerConfig
 from core.costs import StepCost
 from policies.interfaces import Job, Order
 from policies.order.skip_join_mlfq import SkipJoinMlfq
@@ -77,9 +79,11 @@ def jobs(*shapes: tuple[int, int]) -> list[Job]:
     return [Job(f"J{i}", 0.0, first, num_tokens) for i, (first, num_tokens) in enumerate(shapes, 1)]
 
 
-def unit_mlfq(**rules: object) -> SkipJoinMlfq:
+def unit_mlfq(**settings: Any) -> SkipJoinMlfq:
     """Quanta 1, 2, 4, 8, ... s and no job starves, unless said otherwise."""
-    return SkipJoinMlfq(UNIT_COST, MlfqRules(**{"quantum_s": 1.0, "starve_limit_s": math.inf, **rules}))  # type: ignore[arg-type]
+    rules = {field.name: settings.pop(field.name) for field in fields(MlfqRules) if field.name in settings}
+    config = SchedulerConfig(**({"quantum_s": 1.0, "starve_limit_s": math.inf} | settings))
+    return SkipJoinMlfq(UNIT_COST, config, MlfqRules(**({"follows_cost": False} | rules)))
 
 
 def _first(ranked: Iterator[Job], num: int) -> Iterator[Job]:

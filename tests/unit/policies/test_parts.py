@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from core.config.placement import PlacementConfig
-from core.config.scheduling import SchedulerConfig
+from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.errors import ConfigError
 from policies.admission.watermark import Aggressive
 from policies.compose import (
@@ -18,7 +18,6 @@ from policies.compose import (
     check_scheduler,
     configured_replica,
     configured_scheduler,
-    configured_settings,
     swaps_kv,
 )
 from policies.interfaces import ADMISSIONS, KV_POLICIES, ORDERS, Job, KvMoves, KvView, ReplicaContext
@@ -127,7 +126,7 @@ def test_in_batch_mode_nobody_places_and_replicas_decide_nothing(settings: dict[
 
 @pytest.mark.parametrize(("size", "max_num_seqs", "batch"), [(0, None, 7), (3, None, 3), (9, 5, 5), (0, 4, 4)])
 def test_no_batch_is_larger_than_a_worker_can_run(size: int, max_num_seqs: int | None, batch: int) -> None:
-    settings = BatchSettings(1000, lambda *_: 1.0, batch_size=size, max_num_seqs=max_num_seqs)
+    settings = BatchSettings(1000, lambda *_: 1.0, BatchConfig(batch_size=size), max_num_seqs=max_num_seqs)
     batcher = build_batcher("magnus-vs", settings)
     for index in range(20):
         batcher.add(job(str(index)), 0.0)
@@ -182,7 +181,7 @@ def test_parts_can_be_set_alone_but_must_go_together() -> None:
 def admitted(admission: str, **settings: Any) -> int:
     """How many jobs of 10 prompt and at most 90 output tokens a pool of 1,000 tokens takes."""
     config = SchedulerConfig(admission=admission, **settings)
-    part = ADMISSIONS.find(admission).build(ReplicaContext(configured_settings(config), 100))
+    part = ADMISSIONS.find(admission).build(ReplicaContext(PolicySettings(config), 100))
     part.begin([], 1000)
     count = 0
     while part.admits(new := Job(f"r{count}", 0.0, 10, 90)):
@@ -195,14 +194,12 @@ def test_the_mlfq_has_the_quanta_and_levels_of_the_configuration() -> None:
     config = SchedulerConfig(preset="fastserve", quantum_s=0.5, quantum_ratio=3.0, num_levels=2, starve_limit_s=7.0)
     order = configured_scheduler(config, 4).order
     assert isinstance(order, SkipJoinMlfq)
-    rules = order.rules
-    assert (rules.quantum_s, rules.ratio, rules.num_levels, rules.starve_limit_s) == (0.5, 3.0, 2, 7.0)
-    unbounded = configured_scheduler(SchedulerConfig(preset="fastserve"), 4).order
-    assert isinstance(unbounded, SkipJoinMlfq) and unbounded.rules.num_levels is None
+    assert order.config == config
+    assert [order.quantum_s(level) for level in (1, 2)] == [0.5, 1.5]
 
 
 def test_proactive_offload_has_both_numbers_of_idle_slots() -> None:
-    settings = configured_settings(SchedulerConfig(min_idle_slots=3, num_burst_levels=5))
+    settings = PolicySettings(SchedulerConfig(min_idle_slots=3, num_burst_levels=5))
     order = ORDERS.find("skip-join-mlfq").build(ReplicaContext(settings, 4))
     kv = KV_POLICIES.find("enst-proactive").build(ReplicaContext(settings, 4, order=order))
     assert isinstance(kv, EnstOffload) and (kv.min_idle_slots, kv.num_burst_levels) == (3, 5)

@@ -208,3 +208,16 @@ HEAVY = ["ray", "torch", "matplotlib"]
 def test_the_command_line_stays_light(module: str, absent: list[str]) -> None:
     code = f"import sys, {module}; print(set({absent}) & sys.modules.keys())"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+def test_a_missing_gpu_ends_a_start_before_anything_of_a_server_is_imported() -> None:
+    code = (
+        "import sys, services.cli; from services.launch import machine; machine.visible_gpus = lambda: 0\n"
+        "try: services.cli.app(['serve', '--device', 'cuda'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'simulator', 'numpy', 'matplotlib', 'ray', 'torch', 'policies.compose'}\n"
+        "print(heavy & sys.modules.keys())"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "set()\n"
+    assert "--device: got 'cuda', expected cpu" in ended.stderr

@@ -106,7 +106,8 @@ function drawRows() {
 }
 
 function drawEnded(view) {
-  const ended = view.replicas.flatMap((replica) => replica.ended.map((each) => ({...each, replica: replica.replica})));
+  const left = view.left_waiting.map((each) => ({...each, replica: "–"}));
+  const ended = [...left, ...view.replicas.flatMap((replica) => replica.ended.map((each) => ({...each, replica: replica.replica})))].sort((a, b) => a.ago_s - b.ago_s);
   replaceRows(byId("ended"), ended.slice(0, MAX_ENDED).map((each) => tableRow(each.response_id, [
     make("td", "", idButton(each.response_id)), make("td", "", each.reason === "abort" ? "abandoned" : each.reason), make("td", "number", whole(each.output_len)),
     make("td", "number", each.predicted_len === null ? "–" : whole(each.predicted_len)), make("td", "number", seconds(each.took_s)), make("td", "", each.replica)])));

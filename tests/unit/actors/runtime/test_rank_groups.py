@@ -81,13 +81,13 @@ def test_nothing_is_asked_for_others(groups: Groups) -> None:
 
 @pytest.mark.parametrize("asked", [0.0, 0.5, 2.0])
 def test_the_number_of_gpus_can_be_set(asked: float) -> None:
-    assert rank_groups.gpus_per_rank(site(gpus_per_rank=asked).config) == asked
-    assert rank_groups.gpus_per_rank(site(1, 1, gpus_per_rank=asked).config) == 0.0, "that is for several ranks"
+    assert site(gpus_per_rank=asked).config.gpus_per_rank == asked
+    assert site(1, 1, gpus_per_rank=asked).config.gpus_per_rank == 0.0, "that is for several ranks"
 
 
 def test_each_rank_has_a_gpu_where_it_computes_on_one() -> None:
-    assert rank_groups.gpus_per_rank(site().config) == 0.0
-    assert rank_groups.gpus_per_rank(dataclasses.replace(site().config, engine=EngineConfig(device="cuda"))) == 1.0
+    assert site().config.gpus_per_rank == 0.0
+    assert dataclasses.replace(site().config, engine=EngineConfig(device="cuda")).gpus_per_rank == 1.0
 
 
 def test_ranks_have_names_and_hosts_of_their_own() -> None:

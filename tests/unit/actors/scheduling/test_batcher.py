@@ -27,10 +27,10 @@ from core.forecast import QUANTILES, Forecast
 from core.messages.fleet import ReplicaNews, ReplicaState
 from core.messages.log import Artefact, ArtefactName, FinishedBatch, LogQuery
 from core.messages.plans import FinishedSequence, WorkerReady
-from core.messages.requests import Refusals, Submit
+from core.messages.requests import Keys, Refusals, Submit
 from core.messages.status import ComponentCounts
 from core.messages.step_times import StepSample, StepSamples
-from core.request import Request, SamplingParams, SequenceStatus
+from core.request import Origin, Request, SamplingParams, SequenceStatus
 from estimator.knn import MIN_BATCHES, BatchTimes, ServedBatch
 from policies.presets import PRESETS
 from policies.settings import PRIOR_COST
@@ -152,6 +152,19 @@ async def test_an_idle_worker_pulls_the_next_batch_and_every_batch_is_logged() -
         assert found.metric("farsight:batch_size_count") == 2
         assert found.metric("farsight:batch_size_sum") == 3
         assert b"farsight:batch_splits_total" in generate_latest(found.registry)
+
+
+async def test_a_request_whose_client_left_while_it_waited_is_among_those_that_ended() -> None:
+    async with opened() as log_store, shop("magnus", log_store) as found:
+        own = Request("b", 1, "i", (1,) * 8, SamplingParams(64), origin=Origin("cmpl-b", 2))
+        await found.batcher.submit(Submit((own,)))
+        await found.submit("a", "c")
+        await found.batcher.abort(Keys((("a", 0), ("b", 0), ("unknown", 0))))
+        assert (await found.batcher.left_waiting()).requests == (), "it has a later attempt, or cannot be explained"
+        await found.batcher.abort(Keys((("b", 1),)))
+        (left,) = (await found.batcher.left_waiting()).requests
+        assert (left.response_id, left.choice, left.reason, left.output_len) == ("cmpl-b", 2, "abort", 0)
+        assert left.took_s >= 0 and left.ago_s >= 0
 
 
 @pytest.mark.parametrize("preset", [name for name, preset in PRESETS.items() if preset.mode == "batch"])

@@ -6,9 +6,11 @@ import math
 import random
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from core.config.scheduling import BatchConfig
 from core.messages.forecasts import ForecastMade
 from core.messages.plans import FinishedSequence, WorkerReady
 from core.messages.requests import Key, OpenRequest
@@ -57,12 +59,15 @@ def ready(incarnation: str = "w1", num_blocks: int = 100, max_model_len: int = 4
 class House:
     """A machine, and what it has placed where."""
 
-    def __init__(self, preset: str = "magnus-vs", replicas: str = "a", wait_s: float = 0.0, **settings: object) -> None:
+    def __init__(self, preset: str = "magnus-vs", replicas: str = "a", wait_s: float = 0.0, **settings: Any) -> None:
         usual = {"memory_tokens": math.inf, "serving_time_s": lambda size, prompt, output: 0.5 * output}
+        own = usual | {
+            name: settings.pop(name) for name in ("memory_tokens", "edges", "max_num_seqs") if name in settings
+        }
+        batch = BatchConfig(**({"max_wait_s": math.inf} | settings))
+        edges = {"edges": None if "num_bins" in settings else (0.0, math.inf)}
         self.machine: BatchScheduler = build_batch_scheduler(
-            preset,
-            BatchSettings(**(usual | settings)),  # type: ignore[arg-type]
-            wait_s,
+            preset, BatchSettings(**(edges | own), batch=batch), wait_s
         )
         self.now = 0.0
         for name in replicas:

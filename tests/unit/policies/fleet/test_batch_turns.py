@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from core.config.scheduling import BatchConfig
 from policies.batching.base import Batcher
 from policies.compose import build_batcher
 from policies.fleet.batch_turns import BatchTurns
@@ -16,7 +17,10 @@ from tests.unit.policies.batch_jobs import make_job, names
 
 PRESETS = ("magnus", "magnus-vs", "magnus-glp", "magnus-abp", "multi-bin")
 SETTINGS = BatchSettings(
-    memory_tokens=4000, serving_time_s=lambda jobs, prompt, output: output, edges=(0.0, 100.0, math.inf), batch_size=8
+    memory_tokens=4000,
+    serving_time_s=lambda jobs, prompt, output: output,
+    batch=BatchConfig(batch_size=8, max_wait_s=math.inf),
+    edges=(0.0, 100.0, math.inf),
 )
 
 
@@ -100,8 +104,8 @@ def test_company_is_what_the_rule_of_the_batch_takes() -> None:
     others = [make_job(f"short{number}", 50, 20.0 + number) for number in range(6)] + [make_job("alike", 50, 100.0)]
     found = batcher.company(batch, longer + others)
     assert [job.request_id for job in found] == ["alike", *(f"short{number}" for number in range(5, -1, -1))]
-    assert len(batcher.company(batch, longer + others * 2)) == SETTINGS.batch_size - 1
-    strict = build_batcher("magnus", replace(SETTINGS, wma_threshold=50 * 20 + 1))
+    assert len(batcher.company(batch, longer + others * 2)) == SETTINGS.batch.batch_size - 1
+    strict = build_batcher("magnus", replace(SETTINGS, batch=replace(SETTINGS.batch, wma_threshold=50 * 20 + 1)))
     strict.add(make_job("first", 50, 100.0), 0.0)
     first = strict.pull(0.0)
     assert first is not None

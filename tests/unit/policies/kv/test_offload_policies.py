@@ -81,7 +81,7 @@ def _by_pairs(order: SkipJoinMlfq, job: Job, jobs: list[Job], now: float) -> flo
             urgent += sum(2.0 ** (k - 1) for k in range(begin, max(level, begin + 1)))
         elif other.urgency == job.urgency:
             own += sum(2.0 ** (k - 1) for k in range(begin, level))
-    return urgent + min(max(0.0, order.rules.starve_limit_s - (now - 0.0)), own)
+    return urgent + min(max(0.0, order.config.starve_limit_s - (now - 0.0)), own)
 
 
 def test_urgency_then_enst_then_level_then_age() -> None:

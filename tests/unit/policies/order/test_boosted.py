@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core.config.scheduling import SchedulerConfig
 from core.costs import StepCost
 from core.forecast import Forecast
 from policies.interfaces import Job
@@ -240,7 +241,9 @@ def test_streams_stand_still_for_newcomers_no_longer_than_the_pause(
     max_pause_s: float, least: float, most: float
 ) -> None:
     shape = ReplicaShape(400, 16, num_host_blocks=40, max_num_seqs=2, look_every=1)
-    settings = PolicySettings(SchedulerConfig(watermark=1.0, tail=0.01, max_pause_s=max_pause_s, max_gap_ms=0.0), cost=STEP)
+    settings = PolicySettings(
+        SchedulerConfig(watermark=1.0, tail=0.01, max_pause_s=max_pause_s, max_gap_ms=0.0), cost=STEP
+    )
     fleet = one_replica("farsight", settings, shape, admission="watermark")
     long = [SimRequest(f"long{number}", 0.0, 32, 200, 400) for number in range(2)]
     short = [SimRequest(f"short{number}", 0.5, 32, 2, 400) for number in range(200)]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks.decisions.deep_queue import arrivals
+from core.config.scheduling import SchedulerConfig
 from core.costs import StepCost
 from core.messages.cache import CachedRun, KVCacheEvent
 from core.request import Request, SamplingParams
@@ -324,7 +325,9 @@ def test_a_new_history_is_taken_in_by_slices_the_best_first(monkeypatch: pytest.
 
 
 def test_thousands_that_starve_are_promoted_some_at_each_point() -> None:
-    order = SkipJoinMlfq(COST, MlfqRules(starve_limit_s=3.0, starve_check_every=10))
+    order = SkipJoinMlfq(
+        COST, SchedulerConfig(quantum_s=0.01, starve_limit_s=3.0), MlfqRules(False, starve_check_every=10)
+    )
     jobs = [Job(f"j{number}", 0.0, 2000, 10) for number in range(200)]
     for job in jobs:
         order.add(job, 0.0)

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.config.scheduling import SchedulerConfig
 from core.costs import StepCost
 from core.errors import IntegrityError
 from policies.interfaces import Job, Order
 from policies.order.fcfs import Fcfs
 from policies.order.skip_join_mlfq import SkipJoinMlfq
-from policies.settings import MlfqRules
 from tests.unit.policies.mlfq_server import Server, jobs, unit_mlfq
 
 FIG_6 = (5, 2), (1, 2), (2, 2)
@@ -54,7 +54,7 @@ def test_a_job_stays_first_until_its_quantum_is_used_up() -> None:
 
 
 def test_a_prefill_of_35_ms_joins_the_third_queue_of_40_ms() -> None:
-    order = SkipJoinMlfq(StepCost(0.005, 0.001, 0.001, 0.0), MlfqRules(quantum_s=0.010))
+    order = SkipJoinMlfq(StepCost(0.005, 0.001, 0.001, 0.0), SchedulerConfig(quantum_s=0.010))
     job = Job("a", 0.0, prompt_len=30, max_new_tokens=1)
     order.add(job, 0.0)
     assert order.level(job) == 3
@@ -296,7 +296,7 @@ def test_ranks_are_those_of_a_sort_by_budget_and_level(seed: int, budget: int) -
 
 
 def test_a_job_sinks_to_where_its_next_iteration_fits() -> None:
-    order = SkipJoinMlfq(StepCost(0, 1, 5, 0), MlfqRules(quantum_s=1.0))
+    order = SkipJoinMlfq(StepCost(0, 1, 5, 0), SchedulerConfig(quantum_s=1.0))
     (job,) = jobs((1, 9))
     order.add(job, 0.0)
     job.computed_len, job.output_len = 1, 1
@@ -305,7 +305,7 @@ def test_a_job_sinks_to_where_its_next_iteration_fits() -> None:
 
 
 def test_the_first_quantum_follows_what_a_step_costs_but_not_below_its_bound() -> None:
-    order = SkipJoinMlfq(StepCost(0.01, 1e-4, 0, 0), MlfqRules(0.02, follows_cost=True))
+    order = SkipJoinMlfq(StepCost(0.01, 1e-4, 0, 0), SchedulerConfig(quantum_s=0.02))
     early = Job("early", 0.0, prompt_len=300, max_new_tokens=100)
     order.add(early, 0.0)
     assert (order.quantum_s(1), order.level(early)) == (0.02, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from core.config.scheduling import SchedulerConfig
 from core.messages.plans import FinishedSequence, Plan, SlotProgress, StepReport, WorkerReady, WorkerState
 from core.request import Request, SamplingParams, SequenceStatus
 from policies.compose import build_scheduler

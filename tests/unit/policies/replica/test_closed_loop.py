@@ -13,6 +13,7 @@ from collections import Counter, deque
 
 import pytest
 
+from core.config.scheduling import SchedulerConfig
 from core.messages.plans import Plan, StepReport, WorkerReady, WorkerState
 from core.messages.requests import Key
 from core.request import Origin, Request, SamplingParams
@@ -65,7 +66,9 @@ class Loop:
 
     def start_scheduler(self) -> None:
         """The first one, or one in the place of another that died with all it knew and had not said."""
-        self.scheduler = build_scheduler("fcfs", self.limits, PolicySettings(SchedulerConfig(watermark=self.watermark, max_gap_ms=0.0)))
+        self.scheduler = build_scheduler(
+            "fcfs", self.limits, PolicySettings(SchedulerConfig(watermark=self.watermark, max_gap_ms=0.0))
+        )
         self.plan: Plan | None = None
         self.reports: list[StepReport] = []
         self.take_over()

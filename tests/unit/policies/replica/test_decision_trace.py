@@ -351,7 +351,7 @@ def test_the_last_that_ended_are_kept() -> None:
     assert len(view._just_ended) == MAX_ENDED, "nor are those kept for ever that cannot be explained"
     newest = ended[0]
     assert (newest.response_id, newest.choice, newest.reason) == (f"cmpl-{3 * MAX_ENDED - 1}", 1, "stop")
-    assert (newest.output_len, newest.predicted_len, newest.took_s) == (2, 4.0, 2.5)
+    assert (newest.output_len, newest.predicted_len, newest.took_s, newest.ago_s) == (2, 4.0, 2.5, h.now - 3.5)
 
 
 def test_a_request_whose_client_left_is_among_those_that_ended() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from benchmarks.decisions.deep_queue import arrivals
+from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.messages.plans import FinishedSequence, WorkerReady
 from core.request import Request, SequenceStatus
 from policies.compose import build_batch_scheduler, build_scheduler, is_batch_mode
@@ -106,7 +108,9 @@ def test_ranks_are_worked_out_only_while_a_request_waits(monkeypatch: pytest.Mon
         return rank(costs, weights)
 
     monkeypatch.setattr(gittins, "gittins_rank", counted)
-    scheduler = build_scheduler("farsight", SchedulerLimits(4, 2), PolicySettings(cost=A100_7B.cost))
+    scheduler = build_scheduler(
+        "farsight", SchedulerLimits(4, 2), PolicySettings(SchedulerConfig(max_gap_ms=0.0), cost=A100_7B.cost)
+    )
     ended: list[str] = []
     shape = ReplicaShape(4000, BLOCK_SIZE, 0, 4, 512, look_every=1)
     replica = Replica(
@@ -152,7 +156,8 @@ STORY = 3_000
 
 def most_of_an_end(preset: str, num_waiting: int, batch_size: int) -> int:
     """The most bytecodes of an event that lets a replica pull."""
-    settings = BatchSettings(20_000, lambda size, prompt, output: size * prompt * 1e-5 + output * 0.02, num_bins=6)
+    batch = BatchConfig(num_bins=6, max_wait_s=math.inf)
+    settings = BatchSettings(20_000, lambda size, prompt, output: size * prompt * 1e-5 + output * 0.02, batch)
     scheduler = build_batch_scheduler(preset, replace(settings, max_num_seqs=batch_size))
     running: list[PlaceRequests] = []
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from core.config.scheduling import SchedulerConfig
 from core.costs import StepCost
 from core.forecast import QUANTILES, Forecast
 from core.messages.cache import CachedRun, KVCacheEvent, StartedRequest
@@ -183,7 +184,9 @@ def test_stalled_requests_give_up_their_kv_where_somebody_waits_for_it() -> None
 def test_in_a_plan_decodes_come_before_prefills_whatever_their_rank() -> None:
     """They need one token of the step's budget each, which a prefill before them would use up."""
     h = Harness()
-    h.scheduler = build_scheduler("fastserve", SchedulerLimits(8, 0), PolicySettings(SchedulerConfig(watermark=1.0, max_gap_ms=0.0)))
+    h.scheduler = build_scheduler(
+        "fastserve", SchedulerLimits(8, 0), PolicySettings(SchedulerConfig(watermark=1.0, max_gap_ms=0.0))
+    )
     h.handle(WorkerConnected(state()))
     h.arrive(request("old", out=16))
     h.report(1, dataclasses.replace(running("old", 1, 2), ran_s=100.0))

@@ -8,7 +8,6 @@ import pytest
 
 from core.config.scheduling import SchedulerConfig
 from core.costs import StepCost
-from policies.compose import configured_settings
 from policies.settings import MlfqRules, PolicySettings
 from simulator.cluster.records import Record
 from simulator.cluster.replica import ReplicaShape
@@ -16,20 +15,20 @@ from simulator.traffic.workload import SimRequest
 from tests.unit.policies.closed_loops import CLIENTS, LONG, PLACES, one_replica, run_beside
 
 COST = StepCost(base_s=0.010, prefill_token_s=0.1e-3, decode_seq_s=0.1e-3, context_token_s=0.0)
-RULES = MlfqRules(quantum_s=0.02, starve_limit_s=0.5)
+CONFIG = SchedulerConfig(quantum_s=0.02, starve_limit_s=0.5, watermark=1.0, max_gap_ms=0.0)
 OUTPUT_LEN = 12
-TURN_S = CLIENTS / PLACES * (RULES.quantum_s + COST.prefill_s(PLACES * 32))
+TURN_S = CLIENTS / PLACES * (CONFIG.quantum_s + COST.prefill_s(PLACES * 32))
 """Who is promoted waits for a quantum of everybody else, so many at once, each after its prefill."""
 
 
 @pytest.mark.parametrize("preset", ["fastserve", "fastserve-defer", "fastserve-reactive", "fastserve-recompute"])
 def test_a_long_request_ends_within_its_bound(preset: str) -> None:
-    settings = PolicySettings(SchedulerConfig(watermark=1.0, max_gap_ms=0.0), cost=COST, mlfq=RULES)
+    settings = PolicySettings(CONFIG, cost=COST, mlfq=MlfqRules(follows_cost=False))
     fleet = one_replica(preset, settings, standby_slots=8, clients=CLIENTS)
     long, overloaded_until = run_beside(fleet, 700, replace(LONG, output_len=OUTPUT_LEN))
     assert long.finished_at < overloaded_until, "the overload has to last"
-    assert max(long.ttft_s, long.max_gap_s) <= RULES.starve_limit_s + TURN_S
-    assert long.jct_s <= OUTPUT_LEN * (RULES.starve_limit_s + TURN_S)
+    assert max(long.ttft_s, long.max_gap_s) <= CONFIG.starve_limit_s + TURN_S
+    assert long.jct_s <= OUTPUT_LEN * (CONFIG.starve_limit_s + TURN_S)
 
 
 SLOW = StepCost(base_s=0.040, prefill_token_s=0.4e-3, decode_seq_s=0.4e-3, context_token_s=0.0)
@@ -46,8 +45,7 @@ def one_among_short(preset: str, gamma: float) -> tuple[Record, float]:
 
 @pytest.mark.parametrize("preset", ["farsight", "farsight-mean"])
 def test_no_preset_of_ours_starves_a_long_request(preset: str) -> None:
-    record, overloaded_until = one_among_short(preset, PolicySettings().gamma)
-    assert configured_settings(SchedulerConfig()).gamma == PolicySettings().gamma, "live and simulated"
+    record, overloaded_until = one_among_short(preset, SchedulerConfig().gamma)
     assert overloaded_until > record.arrival.arrived_at + PATIENCE_S, "the overload has to last"
     assert record.ttft_s < PATIENCE_S / 4
     assert record.max_gap_s < PATIENCE_S / 4

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from core.config.load import make_config
 from core.errors import FarsightError, InvalidValueError
+from services.cli import app
 from services.commands.front import front_tables
 from services.launch.launch import EMBEDDED_MODEL, EMBEDDED_NAME
 
@@ -117,3 +120,11 @@ def test_a_llama_cpp_that_says_nonsense_gets_defaults(props: Any, monkeypatch: p
     monkeypatch.setitem(LLAMA_CPP, "/props", props)
     config, _ = fronted("http://l")
     assert (config.replica[0].max_model_len, config.replica[0].max_num_seqs) == (4096, 128)
+
+
+def test_a_server_that_is_busy_may_be_given_longer() -> None:
+    """One that computes in the process that answers, as llama-cpp-python's, has accepted and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        url = f"http://127.0.0.1:{busy.getsockname()[1]}"
+        found = CliRunner().invoke(app, ["front", url, "--probe-timeout", "1"])
+    assert f"no server answers at {url} within 1 s; it may be busy; --probe-timeout waits longer" in found.output
