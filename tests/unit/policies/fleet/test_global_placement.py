@@ -16,6 +16,7 @@ from policies.fleet.events import (
     AskCache,
     GlobalEvent,
     KVCacheChanged,
+    PlaceRequests,
     ReplicaAway,
     ReplicaDraining,
     ReplicaGone,
@@ -27,7 +28,7 @@ from policies.fleet.events import (
 from policies.fleet.scheduler import GlobalScheduler
 from policies.placement.base import NUM_RECENT, Choice, Placement, PlacementStats, ReplicaLoad
 from policies.placement.e2 import E2Router
-from policies.replica.events import ForecastsArrived, RequestsAborted
+from policies.replica.events import ForecastsArrived, RequestsAborted, RequestsArrived
 from tests.unit.policies.e2_desk import LINEAR
 from tests.unit.policies.global_table import arrive, handle, ready, request, router
 
@@ -43,7 +44,7 @@ class Listener(Placement):
     def choose(self, request: Request, prefix: Sequence[int], loads: tuple[ReplicaLoad, ...], now: float) -> Choice:
         self.heard.append(("choose", request.request_id, tuple(prefix), now))
         self.loads.append(loads)
-        return Choice(loads[0].name, "first")
+        return Choice(loads[0].name, "first", 4 * len(prefix), 4 * bool(prefix))
 
     def replica_up(self, name: str, capacity: int) -> None:
         self.heard.append(("up", name, capacity))
@@ -82,10 +83,13 @@ def test_placement_hears_of_every_new_life_once() -> None:
     assert placement.heard == [("up", "a", 400), ("up", "a", 400), ("gone", "a")]
 
 
-def test_placement_gets_the_hashes_that_a_request_came_with() -> None:
+def test_placement_gets_the_hashes_that_a_request_came_with_and_the_replica_what_it_should_find() -> None:
     scheduler, placement = listener(block_size=4)
-    arrive(scheduler, replace(request("r", prompt=9), prefix_hashes=(5, 6)), request("s", prompt=9))
+    both = replace(request("r", prompt=9), prefix_hashes=(5, 6)), request("s", prompt=9)
+    (placed,) = handle(scheduler, RequestsArrived(both))
     assert placement.heard == [("choose", "r", (5, 6), 0.0), ("choose", "s", (), 0.0)]
+    assert isinstance(placed, PlaceRequests)
+    assert [each.expected_cached_len for each in placed.requests] == [4, 0], "of two blocks one is still computed"
 
 
 def test_placement_hears_how_each_request_ends() -> None:

@@ -56,6 +56,7 @@ def test_mass_above_everything_seen_is_the_limit_of_the_job() -> None:
     assert history.quantiles(np.array([0.5, 0.51])).tolist() == [2, 5]
     drawn = history.sample_above(np.random.default_rng(0), ints(0, 2, 5), ints(30, 30, 30), 20_000)
     assert (drawn[:, 0] == 30).mean() == pytest.approx(0.5, abs=0.02)
+    assert (history.sample(np.random.default_rng(0), 20_000) == 2).mean() == pytest.approx(0.5, abs=0.02)
     assert (drawn[:, 1:] == 30).all()
 
 

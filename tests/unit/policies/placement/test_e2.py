@@ -192,7 +192,8 @@ def test_measured_steps_replace_the_prices() -> None:
 def test_a_start_after_the_window_leaves_the_load_alone() -> None:
     desk = Desk(router_of("a", config=replace(BARE, window_s=10.0)), "a")
     desk.place(path(0, 100))
-    desk.router.started("r1", 20, 0.0, 11.0)
+    for name in ("r1", "unknown"):
+        desk.router.started(name, 20, 0.0, 11.0)
     desk.router.check_integrity()
     assert desk.router.load.prefill_s[0] == 0.0
 

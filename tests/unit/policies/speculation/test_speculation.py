@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from policies.speculation.base import SPECULATIONS, SpeculationContext
 from policies.speculation.ngram import MAX_DRAFTS, MOST_WAIT, NgramDrafter, NgramSpeculation
 from policies.speculation.price import LEAST_PRICE, PLAIN_EVERY, StepPrice
 from policies.speculation.purse import ALLOWANCE, FULL, OWN_FULL, RESERVE_FULL, Purse
@@ -16,7 +17,9 @@ CHEAP = 0.1
 
 
 def drafter() -> NgramDrafter:
-    return NgramSpeculation().open()
+    speculation = SPECULATIONS.find("ngram").build(SpeculationContext())
+    assert isinstance(speculation, NgramSpeculation)
+    return speculation.open()
 
 
 def ids(text: str) -> list[int]:
