@@ -191,7 +191,7 @@ def admitted(admission: str, **settings: Any) -> int:
 
 
 def test_the_mlfq_has_the_quanta_and_levels_of_the_configuration() -> None:
-    config = SchedulerConfig(preset="fastserve", quantum_s=0.5, quantum_ratio=3.0, num_levels=2, starve_limit_s=7.0)
+    config = SchedulerConfig(preset="fastserve", quantum_s=0.5, quantum_ratio=3.0, num_levels=3, starve_limit_s=7.0)
     order = configured_scheduler(config, 4).order
     assert isinstance(order, SkipJoinMlfq)
     assert order.config == config

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from services.cli import _print_status
+from services.cli import _print_status, print_processes
 from services.progress import StatusLine, progress_bar, status_line
 from services.words import counted
 
@@ -97,6 +97,16 @@ def status_row(name: str, **fields: str) -> dict[str, Any]:
     who = {"name": name, "kind": "ModelWorker", "pid": 7, "node": "here", "state": "ready", "queue": 0}
     rest = {"last_step_age_s": None, "restarts": 2, "url": "", "breaker": "", "degraded": "", "last_end": ""}
     return {**who, **rest, **fields}
+
+
+def test_what_each_process_uses_is_told_with_what_it_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    before = [{"pid": 7, "name": "ComponentHost", "cpu_s": 1.0, "memory_bytes": 2**20}]
+    after = [before[0] | {"cpu_s": 1.5}, {"pid": 8, "name": "raylet", "cpu_s": 9.0, "memory_bytes": 2**22}]
+    print_processes(before, after, [status_row("worker-0"), status_row("router")])
+    raylet, host, total = [line.split() for line in capsys.readouterr().out.splitlines() if "%" in line]
+    assert [word for word in raylet if word[0].isalnum()] == ["raylet", "8", "0.0%", "4"], "it has just begun"
+    assert [word for word in host if word[0].isalnum()] == ["ComponentHost", "7", "worker-0,", "router", "25.0%", "1"]
+    assert [word for word in total if word[0].isalnum()] == ["all", "25.0%", "5"]
 
 
 def test_why_a_process_was_replaced_or_is_degraded_is_told_where_one_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,15 +60,11 @@ class House:
     """A machine, and what it has placed where."""
 
     def __init__(self, preset: str = "magnus-vs", replicas: str = "a", wait_s: float = 0.0, **settings: Any) -> None:
-        usual = {"memory_tokens": math.inf, "serving_time_s": lambda size, prompt, output: 0.5 * output}
-        own = usual | {
-            name: settings.pop(name) for name in ("memory_tokens", "edges", "max_num_seqs") if name in settings
-        }
-        batch = BatchConfig(**({"max_wait_s": math.inf} | settings))
-        edges = {"edges": None if "num_bins" in settings else (0.0, math.inf)}
-        self.machine: BatchScheduler = build_batch_scheduler(
-            preset, BatchSettings(**(edges | own), batch=batch), wait_s
-        )
+        own: dict[str, Any] = {"edges": None if "num_bins" in settings else (0.0, math.inf), "memory_tokens": math.inf}
+        own |= {name: settings.pop(name) for name in ("memory_tokens", "edges", "max_num_seqs") if name in settings}
+        own["batch"] = BatchConfig(**({"max_wait_s": math.inf} | settings))
+        served = BatchSettings(serving_time_s=lambda size, prompt, output: 0.5 * output, **own)
+        self.machine: BatchScheduler = build_batch_scheduler(preset, served, wait_s)
         self.now = 0.0
         for name in replicas:
             self.tell(ReplicaUp(name, ready()))
@@ -159,9 +155,7 @@ def test_forecasts_that_come_late_make_the_batches_that_they_would_have_made_in_
     names = [f"r{index}" for index in range(len(lens))]
     batches = []
     for late in (False, True):
-        house = House(
-            preset, batch_size=4, wma_threshold=150, edges=(0.0, 8.0, 20.0, math.inf), num_bins=0, max_wait_s=9
-        )
+        house = House(preset, batch_size=4, wma_threshold=150, edges=(0.0, 8.0, 20.0, math.inf), max_wait_s=9)
         house.tell(HistoryLearned(forecast(20.0)))
         house.arrive(*(request(f"x{index}", out=20) for index in range(4)))
         house.now = 9.0

@@ -128,7 +128,7 @@ def test_a_story_says_why_a_batch_holds_no_more_and_ran_first() -> None:
 
 
 def test_a_bin_tells_its_edges() -> None:
-    bins = build_batcher("multi-bin", replace(SETTINGS, batch_size=1))
+    bins = build_batcher("multi-bin", replace(SETTINGS, batch=replace(SETTINGS.batch, batch_size=1)))
     bins.add(make_job("short", 50, 20.0), 0.0)
     bins.add(make_job("long", 50, 200.0), 0.0)
     stories = [bins.story(batch, 0.0) for batch in (bins.pull(0.0), bins.pull(0.0)) if batch is not None]
@@ -137,7 +137,7 @@ def test_a_bin_tells_its_edges() -> None:
 
 
 def test_company_in_a_bin_is_of_the_bin_as_far_as_it_has_room() -> None:
-    bins = build_batcher("multi-bin", replace(SETTINGS, batch_size=3))
+    bins = build_batcher("multi-bin", replace(SETTINGS, batch=replace(SETTINGS.batch, batch_size=3)))
     for number in range(3):
         bins.add(make_job(f"short{number}", 50, 20.0), 0.0)
     batch = bins.pull(0.0)

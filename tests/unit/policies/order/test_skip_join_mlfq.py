@@ -16,6 +16,7 @@ from core.errors import IntegrityError
 from policies.interfaces import Job, Order
 from policies.order.fcfs import Fcfs
 from policies.order.skip_join_mlfq import SkipJoinMlfq
+from policies.settings import MlfqRules
 from tests.unit.policies.mlfq_server import Server, jobs, unit_mlfq
 
 FIG_6 = (5, 2), (1, 2), (2, 2)
@@ -29,11 +30,11 @@ def ids(order: Order) -> list[str]:
     ("order", "kills", "completions"),
     [
         (Fcfs(), False, (6, 8, 11)),
-        (unit_mlfq(skip_join=False), False, (9, 10, 11)),
+        (unit_mlfq(mlfq="no-preemption"), False, (9, 10, 11)),
         (unit_mlfq(), False, (11, 4, 5)),
         (unit_mlfq(strict=True), False, (11, 2, 5)),
         (unit_mlfq(demotes_to_front=True), False, (11, 2, 5)),
-        (unit_mlfq(skip_join=False, kills=True), True, (19, 6, 13)),
+        (unit_mlfq(mlfq="preemption"), True, (19, 6, 13)),
     ],
     ids=["fcfs", "naive", "skip-join", "strict", "demotes-to-front", "naive-kill"],
 )
@@ -166,7 +167,7 @@ def test_the_last_of_a_given_number_of_levels_has_no_bound() -> None:
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_quantum_that_was_used_in_parts_is_used_up(strict: bool) -> None:
     """Eight times 0.1 is 1.1e-16 less than 0.8: no iteration fits into the rest, and each would be cut off at once."""
-    order = unit_mlfq(quantum_s=0.8, skip_join=False, kills=True, strict=strict)
+    order = unit_mlfq(quantum_s=0.8, mlfq="preemption", strict=strict)
     (job,) = jobs((4, 1))
     order.add(job, 0.0)
     for i in range(8):
@@ -212,12 +213,15 @@ def test_without_promotion_a_stream_of_short_jobs_starves_a_long_one() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.booleans(), st.booleans(), st.sampled_from([None, 1, 3]))
-def test_bookkeeping_and_ranks_hold_under_random_use(
-    seed: int, skip_join: bool, to_front: bool, num_levels: int | None
-) -> None:
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(["skip-join", "no-preemption"]),
+    st.booleans(),
+    st.sampled_from([0, 1, 3]),
+)
+def test_bookkeeping_and_ranks_hold_under_random_use(seed: int, mlfq: str, to_front: bool, num_levels: int) -> None:
     rng = np.random.default_rng(seed)
-    order = unit_mlfq(skip_join=skip_join, demotes_to_front=to_front, num_levels=num_levels, starve_limit_s=12.0)
+    order = unit_mlfq(mlfq=mlfq, demotes_to_front=to_front, num_levels=num_levels, starve_limit_s=12.0)
     known: list[Job] = []
     numbers = itertools.count()
     now = 0.0
@@ -317,6 +321,7 @@ def test_the_first_quantum_follows_what_a_step_costs_but_not_below_its_bound() -
     order.check_integrity()
     order.price(StepCost(0.001, 1e-4, 0, 0), 1000)
     assert order.quantum_s(1) == 0.02
-    fixed = SkipJoinMlfq(StepCost(0.01, 1e-4, 0, 0))
+    config = SchedulerConfig(quantum_s=0.01)
+    fixed = SkipJoinMlfq(StepCost(0.01, 1e-4, 0, 0), config, MlfqRules(follows_cost=False))
     fixed.price(StepCost(0.1, 1e-4, 0, 0), 1000)
     assert fixed.quantum_s(1) == 0.01

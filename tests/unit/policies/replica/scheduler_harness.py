@@ -18,7 +18,7 @@ from policies.replica.events import (
     WorkerReported,
 )
 from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
-from policies.settings import PolicySettings
+from policies.settings import MlfqRules, PolicySettings
 
 READY = WorkerReady("w", num_blocks=10, block_size=4, max_model_len=40, pool_limited=True, vocab_size=100)
 
@@ -74,7 +74,9 @@ class Harness:
         self.handle(WorkerConnected(worker or state()))
 
     def build(self, preset: str, limits: SchedulerLimits, kv: str) -> ReplicaScheduler:
-        return build_scheduler(preset, limits, PolicySettings(SchedulerConfig(watermark=1.0, max_gap_ms=0.0)), kv=kv)
+        config = SchedulerConfig(watermark=1.0, max_gap_ms=0.0, quantum_s=0.01)
+        settings = PolicySettings(config, mlfq=MlfqRules(follows_cost=False))
+        return build_scheduler(preset, limits, settings, kv=kv)
 
     def handle(self, event: Event) -> list[Instruction]:
         """What is said beside plans."""

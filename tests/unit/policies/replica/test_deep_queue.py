@@ -156,8 +156,8 @@ STORY = 3_000
 
 def most_of_an_end(preset: str, num_waiting: int, batch_size: int) -> int:
     """The most bytecodes of an event that lets a replica pull."""
-    batch = BatchConfig(num_bins=6, max_wait_s=math.inf)
-    settings = BatchSettings(20_000, lambda size, prompt, output: size * prompt * 1e-5 + output * 0.02, batch)
+    config = BatchConfig(num_bins=6, max_wait_s=math.inf)
+    settings = BatchSettings(20_000, lambda size, prompt, output: size * prompt * 1e-5 + output * 0.02, config)
     scheduler = build_batch_scheduler(preset, replace(settings, max_num_seqs=batch_size))
     running: list[PlaceRequests] = []
 

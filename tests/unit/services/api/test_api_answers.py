@@ -294,6 +294,7 @@ async def test_status(client: Client, backend: ScriptedBackend) -> None:
     learnt = {"kind": "length-predictor words", "version": 3, "created_at": 1.7e9, "score": 12.5}
     status = {"actors": [row], "kv": kv | {"recomputed_tokens": 9}, "queue_delay_s": 1.25}
     status |= {"learnt": [learnt | {"num_examples": 4000, "current": True}], "emulated": None, "no_forecasts": None}
+    status |= {"processes": []}
     assert (await client.get("/status")).json() == status
     said: dict[str, Any] = {"emulated": "a100-7b", "no_forecasts": "Preset fcfs makes none."}
     backend.model = dataclasses.replace(backend.model, **said)

@@ -21,7 +21,7 @@ from PIL import Image
 
 import services
 from actors.runtime.hosts import num_gpus
-from actors.runtime.names import by_host, wanted_components
+from actors.runtime.names import by_host, host_of, wanted_components
 from core.config.actors import ActorsConfig
 from core.config.engine import EngineConfig
 from core.config.load import FarsightConfig
@@ -105,6 +105,16 @@ def test_emulated_devices_share_processes_where_there_are_many_and_models_that_c
     assert resolve_placement(config) == resolved
     with pytest.raises(ConfigError, match=r"actors\.placement"):
         resolve_placement(FarsightConfig(actors=ActorsConfig(placement="packed")))
+
+
+@pytest.mark.parametrize(("preset", "resolved", "host"), [("fcfs", "together", "control"), ("magnus", "fused", None)])
+def test_a_predictor_that_reads_no_prompts_has_no_process_of_its_own_on_a_small_machine(
+    preset: str, resolved: str, host: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.launch.launch.usable_processors", lambda: 2)
+    placement = resolve_placement(FarsightConfig(scheduler=SchedulerConfig(preset=preset)))
+    assert (placement, host_of("length-predictor-0", placement)) == (resolved, host or "length-predictor-0")
+    assert host_of("worker-0", placement) == "worker-0"
 
 
 def test_sixteen_workers_share_a_process() -> None:

@@ -240,7 +240,7 @@ def test_sentencepiece_tokenizers(space, tmp_path):
 def test_the_embedded_models_tokenizer_and_template(tmp_path):
     theirs = load_model_texts(EMBEDDED)
     raw = json.loads((EMBEDDED / "tokenizer_config.json").read_text())
-    roles = {"bos": "<s>", "eos": "</s>", "pad": "<pad>", "sep": "<sep>"}
+    roles: dict[str, Any] = {"bos": "<s>", "eos": "</s>", "pad": "<pad>", "sep": "<sep>"}
     path = save(tmp_path, theirs.tokenizer, "gpt-2", add_bos=True, template=raw["chat_template"], **roles)
     ours = load_model_texts(path)
     assert_same(ours.tokenizer, theirs.tokenizer)
