@@ -270,15 +270,17 @@ class RequestTable:
 
     def accept(self, requests: Iterable[Request]) -> tuple[list[Request], list[GlobalInstruction]]:
         """Those that are no duplicate deliveries, and the aborts of earlier attempts; the caller places or queues."""
-        fresh, superseded = [], []
+        fresh: dict[str, Request] = {}
+        superseded = []
         for request in requests:
-            known = self.attempt_of(request.request_id)
+            earlier = fresh.get(request.request_id)  # of the same message
+            known = self.attempt_of(request.request_id) if earlier is None else earlier.attempt
             if known is not None and known >= request.attempt:
                 continue
-            if known is not None:
+            if earlier is None and known is not None:
                 superseded.append((request.request_id, known))
-            fresh.append(request)
-        return fresh, self.abort(superseded)
+            fresh[request.request_id] = request
+        return list(fresh.values()), self.abort(superseded)
 
     def fitting(self, request: Request) -> tuple[ReplicaLoad, ...]:
         """Those of ``loads()`` that hold the request at its longest; usually all, and then ``loads()`` itself."""

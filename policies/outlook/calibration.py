@@ -178,7 +178,7 @@ class _Window:
             self._took_s[number % WINDOW] = 0.0
 
     def latest(self, raw: _Window, now: float) -> FloatArray:
-        """Of the latest predictions those that have ended or are later than their p90.
+        """Returns the latest predictions that have ended or are later than their p90.
 
         Shape (n, 3): the instant that settled each, seconds as a multiple of its p90, and of that in ``raw``.
         """

@@ -55,7 +55,7 @@ async def test_a_slow_client_rests_its_own_sequence_only(system: System, client:
         others = await asyncio.gather(*(read(client, index, 100) for index in range(1, len(PROMPTS))))
         for index, other in enumerate(others, 1):
             truth.check(index, other, 100)
-        assert stream.num_tokens == num_made, "it went on although nobody reads"
+        assert stream.num_tokens == num_made, "it went on although no client reads"
         await eventually(lambda: _counts_one(client), "router and ingress count the one that rests")
         status = await patient_rows(client)
         worker = worker_name(stream.replica)

@@ -10,7 +10,7 @@ import pytest
 
 from lab.embedded_model.tasks import TASKS, Example, Task, held_out_examples
 from services.launch.launch import EMBEDDED_MODEL, EMBEDDED_NAME
-from tests.e2e.server import one_ingress, start_server
+from tests.e2e.server import Server, one_ingress, start_server
 from tests.unit.engine.gguf_files import write_gguf
 
 NUM_EXAMPLES = 20
@@ -41,6 +41,15 @@ def wrong_answers(base_url: str, model: str, examples: list[Example]) -> list[tu
 def test_held_out_inputs_are_answered_right(base_url: str, model_name: str, task: Task) -> None:
     wrong = wrong_answers(base_url, model_name, held_out_examples(task, NUM_EXAMPLES, seed=7))
     assert NUM_EXAMPLES - len(wrong) >= MIN_RIGHT, wrong
+
+
+def test_status_tells_what_every_process_uses(server: Server) -> None:
+    status = server.get("/status")
+    used = {row["pid"]: row for row in status["processes"]}
+    assert {row["name"] for row in used.values()} >= {"farsight", "raylet", "gcs_server", "ServeController"}
+    assert {row["pid"] for row in status["actors"]} <= used.keys()
+    assert all(row["memory_bytes"] > 0 for row in used.values() if row["name"] != "ended")
+    assert sum(row["cpu_s"] for row in used.values()) > 1.0
 
 
 @pytest.mark.parametrize(("kind", "most_wrong"), [("int8", 0), ("gguf", 2)])

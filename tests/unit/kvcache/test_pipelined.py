@@ -42,7 +42,7 @@ def test_the_running_sequences_are_dealt_out_to_the_stages() -> None:
     prefilled(worker, *"abcde")
     first, second = begin(worker), begin(worker)
     assert (names(first), names(second)) == (["a", "b", "c"], ["d", "e"])
-    assert worker.next_batch() is None, "everybody is in a step"
+    assert worker.next_batch() is None, "all are in a step"
     worker.commit(first)
     assert names(begin(worker)) == ["a", "b", "c"]
     worker = make(2)

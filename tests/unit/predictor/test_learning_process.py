@@ -118,7 +118,7 @@ def test_a_fit_that_takes_too_long_is_killed() -> None:
     assert pid is not None
     process.stop()
     process.stop()
-    assert is_gone(pid) and process.poll(1.0) == FitEnd(None, "the fit was stopped"), "nobody wants it any more"
+    assert is_gone(pid) and process.poll(1.0) == FitEnd(None, "the fit was stopped"), "it is wanted no more"
 
 
 def test_what_cannot_be_sent_to_a_child_fails_at_once_and_leaves_no_file_open() -> None:

@@ -251,4 +251,4 @@ def test_bins_are_learned_from_forecasts_that_come_late() -> None:
     assert batcher.edges == (10.0, 30.0, 50.0)
     batcher.foresee([(make_job("gone", 5, 7.0), made_forecast(8.0))], 3.0)
     batcher.check_integrity()
-    assert batcher.edges == (10.0, 30.0, 50.0), "nobody of that length was counted"
+    assert batcher.edges == (10.0, 30.0, 50.0), "no job of that length was counted"

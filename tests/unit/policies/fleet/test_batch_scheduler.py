@@ -223,7 +223,7 @@ def test_a_bin_that_waits_for_company_is_due_while_somebody_is_idle() -> None:
     house.now = 1.0
     assert placed(house.tell(TimePassed())) == [("a", ["r1"])]
     house.arrive(request("r2"))
-    assert house.machine.next_due_at is None, "nobody could run it"
+    assert house.machine.next_due_at is None, "no replica could run it"
 
 
 def test_memory_of_the_smallest_worker_bounds_the_batches() -> None:

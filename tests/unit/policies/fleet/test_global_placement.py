@@ -26,7 +26,7 @@ from policies.fleet.events import (
     StepsPriced,
 )
 from policies.fleet.scheduler import GlobalScheduler
-from policies.placement.base import NUM_RECENT, Choice, Placement, PlacementStats, ReplicaLoad
+from policies.placement.base import NUM_RECENT, Choice, LeastWork, Placement, PlacementStats, ReplicaLoad
 from policies.placement.e2 import E2Router
 from policies.replica.events import ForecastsArrived, RequestsAborted, RequestsArrived
 from tests.unit.policies.e2_desk import LINEAR
@@ -123,6 +123,14 @@ def test_placement_hears_of_forecasts_starts_and_prices_of_what_is_here() -> Non
     for event in (ForecastsArrived(made), RequestsStarted(started), *events):
         assert scheduler.handle(event, 3.0) == []
     assert placement.heard == [("foreseen", "r", 20.0, 3.0), ("started", "r", 8, 0.5, 3.0), ("priced", "a", A100_7B)]
+
+
+def test_of_two_attempts_in_one_message_only_the_later_one_is_queued() -> None:
+    scheduler = GlobalScheduler(LeastWork())
+    arrive(scheduler, request("r"), request("s"), request("r", attempt=1), request("r"))
+    placed = scheduler.handle(ReplicaUp("a", ready()), 1.0)
+    (found,) = [each for each in placed if isinstance(each, PlaceRequests)]
+    assert [(each.request_id, each.attempt) for each in found.requests] == [("r", 1), ("s", 0)]
 
 
 def noticed(*seqs: int, whole: int = 0, incarnation: str = "w1", replica: str = "a") -> KVCacheChanged:

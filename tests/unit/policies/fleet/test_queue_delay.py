@@ -78,7 +78,7 @@ def test_what_cannot_be_said_is_not() -> None:
     assert queue_delay_s(outlook(9, cost=None), 1) is None
     assert queue_delay_s(outlook(9, kv_tokens=0), 1) is None
     assert queue_delay_s(outlook(0), 0) is None
-    assert queue_delay_s(outlook(0, cost=None), 1) == 0.0, "nobody is before it"
+    assert queue_delay_s(outlook(0, cost=None), 1) == 0.0, "none is before it"
 
 
 @pytest.mark.parametrize("joins", [True, False])
