@@ -403,15 +403,14 @@ class NativeBackend:
     Torch gets one thread: its pool would spin on the cores of those threads after each of its operations.
 
     Attributes:
-        handle: The model, for what its threads do beside steps.
+        model: It; its threads may do other work between steps.
     """
 
     def __init__(
         self, config: DecoderConfig, weights: ModelWeights, pool: KVPool, max_len: int, num_threads: int = 1
     ) -> None:
-        self._model = NativeModel(config, weights, pool, max_len, num_threads)
+        self.model = NativeModel(config, weights, pool, max_len, num_threads)
         self.cut_off_at_s = math.inf
-        self.handle = self._model.handle
         self._block_size = pool.block_size
         self._config = config
         self._last_norm = weights.norm
@@ -429,14 +428,14 @@ class NativeBackend:
         """See ``engine.steps.backends.StepBackend.run``."""
         step = build_native_step(batch, order, sequences, self._block_size, more_rows)
         if not with_hidden:
-            logits, best = self._model.forward(step, cut_off_at_s=self.cut_off_at_s)
+            logits, best = self.model.forward(step, cut_off_at_s=self.cut_off_at_s)
             return StepLogits(logits, best.tolist())
         hidden = torch.empty(len(step.sample_rows), self._config.hidden_size)
-        logits, best = self._model.forward(step, hidden, self.cut_off_at_s)
+        logits, best = self.model.forward(step, hidden, self.cut_off_at_s)
         return StepLogits(logits, best.tolist(), last_hidden(hidden, self._config, self._last_norm))
 
     def run_ready(self, inputs: DecodeInputs) -> StepLogits:
         """See ``engine.steps.backends.ReadyBackend.run_ready``."""
         sample_rows = np.arange(len(inputs.items), dtype=np.int64)
-        logits, best = self._model.forward(NativeStep(inputs.rows, inputs.lengths, inputs.tables, sample_rows))
+        logits, best = self.model.forward(NativeStep(inputs.rows, inputs.lengths, inputs.tables, sample_rows))
         return StepLogits(logits, best.tolist())

@@ -13,6 +13,7 @@ from torch import Tensor
 from core.messages.tokens import TokenLogprobs
 from core.request import SamplingParams
 from engine.native.library import load_library
+from engine.native.model import NativeModel
 from engine.sampling.logit_adjustments import TokenHistory, forbidden_ids
 from engine.sampling.sampler import Sampler
 from engine.sampling.token_masks import MaskedRows
@@ -28,6 +29,10 @@ _DRAW = np.dtype(  # FsDraw
         *((name, np.float32) for name in ("repetition", "presence", "frequency")),
     ]
 )
+
+_FIELDS = {name: name for name in ("temperature", "top_p", "min_p", "seed")} | {
+    name: f"{name}_penalty" for name in ("repetition", "presence", "frequency")
+}
 
 
 class _Sample(Structure):
@@ -61,23 +66,20 @@ class _Draws:
         self.tokens = np.empty(len(rows), dtype=np.int64)
         self._penalized = [place for place, row in enumerate(rows) if params[row].penalizes]
         self._restricted = [place for place, row in enumerate(rows) if params[row].min_tokens or params[row].bad_words]
-        for place, row in enumerate(rows):
-            self._set(self.draws[place], params[row], row)
-
-    def _set(self, draw: Any, param: SamplingParams, row: int) -> None:
-        for name in ("temperature", "top_p", "min_p", "seed"):
-            draw[name] = getattr(param, name)
-        draw["row"] = row
-        draw["top_k"] = min(param.top_k, _LARGEST_TOP_K)
-        draw["repetition"] = param.repetition_penalty
-        draw["presence"], draw["frequency"] = param.presence_penalty, param.frequency_penalty
-        if param.logit_bias:
-            ids, biases = zip(*param.logit_bias, strict=True)
-            draw["biased"], draw["num_biased"] = self._keep(np.array(ids, dtype=np.int32)), len(ids)
-            draw["biases"] = self._keep(np.array(biases, dtype=np.float32))
-        if param.allowed_token_ids:
-            draw["allowed"] = self._keep(np.array(param.allowed_token_ids, dtype=np.int32))
-            draw["num_allowed"] = len(param.allowed_token_ids)
+        chosen = [params[row] for row in rows]
+        draws = self.draws
+        for name, of_params in _FIELDS.items():
+            draws[name] = [getattr(param, of_params) for param in chosen]
+        draws["row"] = rows
+        draws["top_k"] = [min(param.top_k, _LARGEST_TOP_K) for param in chosen]
+        for draw, param in zip(draws, chosen, strict=True):
+            if param.logit_bias:
+                ids, biases = zip(*param.logit_bias, strict=True)
+                draw["biased"], draw["num_biased"] = self._keep(np.array(ids, dtype=np.int32)), len(ids)
+                draw["biases"] = self._keep(np.array(biases, dtype=np.float32))
+            if param.allowed_token_ids:
+                draw["allowed"] = self._keep(np.array(param.allowed_token_ids, dtype=np.int32))
+                draw["num_allowed"] = len(param.allowed_token_ids)
 
     def _keep(self, array: NDArray[Any]) -> int:
         self._kept.append(array)
@@ -111,13 +113,13 @@ class NativeSampler(Sampler):
     """Like ``Sampler``, for float32 logits in the host's memory.
 
     Args:
-        model: Handle of a model whose threads draw; None for the caller's alone. Only one thread at a time may use it.
+        model: Its threads choose; None for the caller's alone. Only one thread at a time may use it.
 
     Raises:
         NativeUnavailable: There is no compiler.
     """
 
-    def __init__(self, eos_token_ids: tuple[int, ...] = (), model: c_void_p | None = None) -> None:
+    def __init__(self, eos_token_ids: tuple[int, ...] = (), model: NativeModel | None = None) -> None:
         super().__init__(eos_token_ids)
         self._library: CDLL = load_library()
         self._model = model
@@ -172,5 +174,5 @@ class NativeSampler(Sampler):
 
     def _call(self, name: str, arguments: Structure) -> None:
         """Calls a function of the library; the one thing that can fail is memory."""
-        if getattr(self._library, name)(self._model, byref(arguments)):
+        if getattr(self._library, name)(None if self._model is None else self._model.handle, byref(arguments)):
             raise MemoryError(f"{name}: out of memory")

@@ -238,7 +238,7 @@ def _keep_top_p(scores: Tensor, logits: Tensor, nucleus: list[tuple[int, float]]
     rows = torch.tensor([row for row, _ in nucleus], device=scores.device)
     tail_mass = torch.tensor([1 - top_p for _, top_p in nucleus], dtype=torch.float64, device=scores.device)
     chosen = scores[rows]
-    order = logits[rows].sort(stable=True).indices
+    order = logits[rows].masked_fill_(chosen == float("-inf"), float("-inf")).sort(stable=True).indices
     ascending = chosen.gather(1, order)
     # In double precision: sums of float32 depend on their order, which differs between devices.
     dropped = ascending.softmax(-1, dtype=torch.float64).cumsum(-1) <= tail_mass[:, None]

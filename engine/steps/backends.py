@@ -219,7 +219,7 @@ def make_sampler(backend: StepBackend, eos_token_ids: tuple[int, ...], name: str
         name: As in ``make_backend``.
     """
     if isinstance(backend, NativeBackend):
-        return NativeSampler(eos_token_ids, backend.handle)
+        return NativeSampler(eos_token_ids, backend.model)
     if name == "auto":
         with contextlib.suppress(NativeUnavailable):
             return NativeSampler(eos_token_ids)
