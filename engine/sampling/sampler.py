@@ -233,7 +233,7 @@ def _keep_top_k(scores: Tensor, logits: Tensor, limited: list[tuple[int, int]]) 
 def _keep_top_p(scores: Tensor, logits: Tensor, nucleus: list[tuple[int, float]]) -> None:
     """Drops the least likely tokens as long as their mass together is at most 1 - p; the likeliest stays.
 
-    Of tokens with the same logit those of lower ids go first, as in transformers.
+    Where logits are equal, tokens of lower ids go first.
     """
     rows = torch.tensor([row for row, _ in nucleus], device=scores.device)
     tail_mass = torch.tensor([1 - top_p for _, top_p in nucleus], dtype=torch.float64, device=scores.device)

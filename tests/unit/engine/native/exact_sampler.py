@@ -29,7 +29,7 @@ def weights_of(x: np.ndarray, top: np.float32, temperature: float) -> np.ndarray
 
 
 def block_sums(weights: np.ndarray) -> list[float]:
-    """Of each block of tokens: lane by lane, then the upper half of the lanes to the lower half, down to one."""
+    """The sums of blocks of tokens: lane by lane, then the upper half of the lanes to the lower half, down to one."""
     sums = []
     for first in range(0, len(weights), BLOCK):
         block = weights[first : first + BLOCK].astype(np.float64)

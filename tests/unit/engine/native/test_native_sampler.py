@@ -223,7 +223,7 @@ def test_the_roundings_are_those_of_the_contract(vocab_size: int) -> None:
 
 
 def test_ties_at_the_border_of_the_nucleus() -> None:
-    """Of equal logits those of the lowest ids go, as many as in transformers; at the border of top-k all stay."""
+    """Where logits are equal, the lowest ids go, as many as in transformers; at the border of top-k all stay."""
     row = torch.zeros(64)
     for options, kept in (
         ({"top_p": 0.5}, range(32, 64)),
