@@ -17,6 +17,7 @@ from core.messages.tokens import TokenLogprobs
 from core.request import Request, SamplingParams
 from engine.pooled_rows import PooledRows
 from engine.text.stop_strings import StopStrings
+from engine.token_counts import TokenCounts
 from engine.vision.spans import ImageInputs, SequenceImages
 from kvcache import SequenceState
 from policies.speculation.base import Drafter
@@ -118,6 +119,7 @@ class Sequence(SequenceState):
     sampling: SamplingParams = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)
     _named_ids: list[int] = field(init=False, repr=False)
+    _counts: TokenCounts | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.sampling = self.request.sampling
@@ -195,6 +197,13 @@ class Sequence(SequenceState):
         if matcher is not None:
             matcher.advance(self.token_ids[self.prompt_len + matcher.num_tokens :])
         return matcher
+
+    def token_counts(self) -> TokenCounts:
+        """Returns how often it holds each of its known tokens. One thread at a time."""
+        if self._counts is None:
+            self._counts = TokenCounts(self.token_ids, self.prompt_len)
+        self._counts.advance(self.token_ids)
+        return self._counts
 
     def allowed_drafts(self, drafts: SequenceOf[int]) -> SequenceOf[int]:
         """The guessed tokens before the first that the grammar forbids. Between steps."""

@@ -92,4 +92,43 @@ struct FsStep {
   const float* given_sin;
   double cut_off_at_s;         // of the steady clock: no further layer begins after it
 };
+
+// How the token of one row is chosen (SamplingParams); engine/native/sampler.py lays it out.
+struct FsDraw {
+  double temperature, top_p, min_p;  // temperature 0: greedy
+  uint64_t seed;
+  int64_t position;
+  int64_t row;            // of the logits
+  const int32_t* seen;    // tokens so far, each once
+  const int32_t* counts;  // how often the output holds each
+  int64_t num_seen;       // 0 where nothing is penalised
+  const int32_t* biased;
+  const float* biases;
+  int64_t num_biased;
+  const int32_t* allowed;
+  int64_t num_allowed;    // 0: all
+  const int32_t* forbidden;
+  int64_t num_forbidden;
+  const uint8_t* mask;    // a bit for each token, 1 if it is allowed; whole words of 16 bits; or none
+  int32_t top_k;          // 0: all
+  float repetition, presence, frequency;
+};
+
+struct FsSample {
+  const float* logits;  // [rows, vocab]; not changed
+  const FsDraw* draws;
+  int64_t* tokens;  // [num_rows]
+  int32_t vocab, num_rows;
+};
+
+// Log probabilities of one token of each row and of the likeliest ones.
+struct FsLog {
+  const float* logits;  // [rows, vocab]
+  const int64_t* rows;  // [num_rows], of the logits
+  const int64_t* tokens;
+  const int32_t* num_top;
+  int32_t* ids;   // [num_rows, width]
+  float* values;  // [num_rows, 1 + width]: of the token, then of the likeliest
+  int32_t vocab, num_rows, width;
+};
 }

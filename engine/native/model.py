@@ -205,6 +205,9 @@ class NativeModel:
         max_len: Longest sequence to be run, in tokens.
         num_threads: Threads that compute a step, the caller's included.
 
+    Attributes:
+        handle: The model, as the library's functions take it; it lives as long as this object.
+
     Raises:
         NativeUnavailable: there is no compiler.
         MemoryError: the weights do not fit a second time.
@@ -222,19 +225,19 @@ class NativeModel:
         self._keep: list[Any] = [pool, weights.embedding, weights.positions]
         self._logits = torch.empty(0, config.vocab_size)
         self._best = np.empty(0, dtype=np.int64)
-        self._handle = c_void_p()
+        self.handle = c_void_p()
         self._dtype = weights.embedding.dtype
         self._angles = RowAngles.of(config.rotary, max_len)
         self._tables = {rotary: self._rotary_tables(rotary) for rotary in set(config.layer_rotaries)}
-        self._call("fs_create", byref(self._config(config, weights, pool, num_threads)), byref(self._handle))
-        weakref.finalize(self, self._library.fs_destroy, self._handle)
+        self._call("fs_create", byref(self._config(config, weights, pool, num_threads)), byref(self.handle))
+        weakref.finalize(self, self._library.fs_destroy, self.handle)
         for index, layer in enumerate(weights.layers):
             packed = self._layer(layer, config, pool, index)
-            self._call("fs_add_layer", self._handle, byref(packed))
+            self._call("fs_add_layer", self.handle, byref(packed))
         lm_head = weights.lm_head
         whole = Linear(lm_head, None) if isinstance(lm_head, Tensor) else lm_head
         head = self._linear(dataclasses.replace(whole, bias=weights.head_bias))
-        self._call("fs_set_head", self._handle, byref(self._norm(weights.norm)), byref(head))
+        self._call("fs_set_head", self.handle, byref(self._norm(weights.norm)), byref(head))
 
     def forward(
         self, step: NativeStep, hidden: Tensor | None = None, cut_off_at_s: float = math.inf
@@ -274,7 +277,7 @@ class NativeModel:
             *(None,) * 4 if given is None else given.addresses,
             cut_off_at_s,
         )
-        self._call("fs_step", self._handle, byref(arguments))
+        self._call("fs_step", self.handle, byref(arguments))
         return self._logits[:num_samples], self._best[:num_samples]
 
     def _call(self, name: str, *arguments: Any) -> None:
@@ -397,13 +400,16 @@ def _address(array: np.ndarray) -> int:
 class NativeBackend:
     """One compiled call, without the interpreter's lock, on threads of its own.
 
-    Torch gets one thread: its pool would spin on the cores of those threads after each operation of the sampler.
+    Torch gets one thread: its pool would spin on the cores of those threads after each of its operations.
+
+    Attributes:
+        model: It; its threads may do other work between steps.
     """
 
     def __init__(
         self, config: DecoderConfig, weights: ModelWeights, pool: KVPool, max_len: int, num_threads: int = 1
     ) -> None:
-        self._model = NativeModel(config, weights, pool, max_len, num_threads)
+        self.model = NativeModel(config, weights, pool, max_len, num_threads)
         self.cut_off_at_s = math.inf
         self._block_size = pool.block_size
         self._config = config
@@ -422,14 +428,14 @@ class NativeBackend:
         """See ``engine.steps.backends.StepBackend.run``."""
         step = build_native_step(batch, order, sequences, self._block_size, more_rows)
         if not with_hidden:
-            logits, best = self._model.forward(step, cut_off_at_s=self.cut_off_at_s)
+            logits, best = self.model.forward(step, cut_off_at_s=self.cut_off_at_s)
             return StepLogits(logits, best.tolist())
         hidden = torch.empty(len(step.sample_rows), self._config.hidden_size)
-        logits, best = self._model.forward(step, hidden, self.cut_off_at_s)
+        logits, best = self.model.forward(step, hidden, self.cut_off_at_s)
         return StepLogits(logits, best.tolist(), last_hidden(hidden, self._config, self._last_norm))
 
     def run_ready(self, inputs: DecodeInputs) -> StepLogits:
         """See ``engine.steps.backends.ReadyBackend.run_ready``."""
         sample_rows = np.arange(len(inputs.items), dtype=np.int64)
-        logits, best = self._model.forward(NativeStep(inputs.rows, inputs.lengths, inputs.tables, sample_rows))
+        logits, best = self.model.forward(NativeStep(inputs.rows, inputs.lengths, inputs.tables, sample_rows))
         return StepLogits(logits, best.tolist())

@@ -16,6 +16,7 @@
 #include "kv_plain.h"
 #include "model.h"
 #include "rows.h"
+#include "sampler.h"
 
 using namespace farsight;
 
@@ -432,6 +433,15 @@ int32_t fs_step(void* handle, const FsStep* step) {
     else
       m.config.kv_int8 ? run<F32, Int8Kv>(m, *step) : run<F32, PlainKv<F32>>(m, *step);
   });
+}
+
+// The team of a model computes, or the caller's thread alone where there is no model.
+int32_t fs_sample(void* handle, const FsSample* sample) {
+  return guarded([&] { sample_rows(handle ? &static_cast<Model*>(handle)->team : nullptr, *sample); });
+}
+
+int32_t fs_log(void* handle, const FsLog* log) {
+  return guarded([&] { log_rows(handle ? &static_cast<Model*>(handle)->team : nullptr, *log); });
 }
 
 void fs_destroy(void* handle) { delete static_cast<Model*>(handle); }

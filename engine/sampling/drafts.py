@@ -14,14 +14,26 @@ from core.request import SamplingParams
 from engine.sampling.logit_adjustments import TokenHistory
 from engine.sampling.sampler import NO_TOKEN
 from engine.sequence import Sequence
+from engine.token_counts import TokenCounts
 from kvcache import StepItem
 
 
 class DraftedHistory(NamedTuple):
-    """The tokens before a guess: those known, and the guesses before it."""
+    """The tokens before a guess: those of a history, and the guesses before it."""
 
-    token_ids: list[int]
-    prompt_len: int
+    known: TokenHistory
+    drafts: tuple[int, ...]
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [*self.known.token_ids, *self.drafts]
+
+    @property
+    def prompt_len(self) -> int:
+        return self.known.prompt_len
+
+    def token_counts(self) -> TokenCounts:
+        return self.known.token_counts().plus(self.drafts)
 
 
 class SampledRows(NamedTuple):
@@ -44,14 +56,8 @@ def sampled_rows(items: SequenceOf[StepItem], sequences: Mapping[str, Sequence])
         for count in range(1, len(item.drafts) + 1):
             rows.params.append(sequence.sampling)
             rows.positions.append(known + count)
-            rows.histories.append(_history(sequence, item.drafts[:count]))
+            rows.histories.append(DraftedHistory(sequence, item.drafts[:count]))
     return rows
-
-
-def _history(sequence: Sequence, drafts: tuple[int, ...]) -> TokenHistory:
-    if not sequence.sampling.adjusts:
-        return sequence  # which nothing reads
-    return DraftedHistory([*sequence.token_ids, *drafts], sequence.prompt_len)
 
 
 def tokens_that_stand(drawn: SequenceOf[int], drafts: SequenceOf[int]) -> list[int]:

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from core.request import SamplingParams
+from engine.token_counts import TokenCounts
 
 
 class TokenHistory(Protocol):
@@ -24,6 +26,8 @@ class TokenHistory(Protocol):
 
     @property
     def prompt_len(self) -> int: ...
+
+    def token_counts(self) -> TokenCounts: ...
 
 
 def adjust_logits(
@@ -44,8 +48,8 @@ def adjust_logits(
     scores = logits.clone()
     penalized = [row for row, param in enumerate(params) if param.penalizes]
     if penalized:
-        _penalize_repetition(scores, [(row, params[row], histories[row]) for row in penalized])
-        _penalize_output(scores, [(row, params[row], histories[row]) for row in penalized])
+        counts = [histories[row].token_counts() for row in penalized]
+        _penalize(scores, penalized, [params[row] for row in penalized], counts)
     biased = [row for row, param in enumerate(params) if param.logit_bias]
     if biased:
         ids = [[token_id for token_id, _ in params[row].logit_bias] for row in biased]
@@ -53,37 +57,28 @@ def adjust_logits(
         places = _places(scores, biased, ids)
         scores.view(-1).index_add_(0, places, torch.tensor(biases, dtype=scores.dtype, device=scores.device))
     _keep_allowed(scores, params)
-    _forbid_words(scores, params, histories)
-    _forbid_ends(scores, params, histories, eos_token_ids)
+    for row, param in enumerate(params):
+        if param.bad_words or param.min_tokens:
+            forbidden = forbidden_ids(param, histories[row], eos_token_ids)
+            scores[row, torch.tensor(forbidden, dtype=torch.int64, device=scores.device)] = float("-inf")
+    # What is forbidden hides no NaN: the model is at fault then, whatever the request forbids.
+    scores.masked_fill_(~logits.amax(-1, keepdim=True).isfinite(), float("nan"))
     return scores
 
 
-_Row = tuple[int, SamplingParams, TokenHistory]
-
-
-def _penalize_repetition(scores: Tensor, rows: list[_Row]) -> None:
-    """As transformers' ``RepetitionPenaltyLogitsProcessor``, over prompt and output."""
-    rows = [each for each in rows if each[1].repetition_penalty != 1]
-    if not rows:
-        return
-    ids = [history.token_ids for _, _, history in rows]
-    places = _places(scores, [row for row, _, _ in rows], ids)
-    factors = _repeated(scores, [param.repetition_penalty for _, param, _ in rows], ids)
+def _penalize(scores: Tensor, rows: list[int], params: list[SamplingParams], counts: list[TokenCounts]) -> None:
+    """Repetition as transformers' ``RepetitionPenaltyLogitsProcessor``, over prompt and output; presence and frequency
+    as OpenAI defines them, over the output.
+    """
+    ids = [each.ids.tolist() for each in counts]
+    places = _places(scores, rows, ids)
+    times = torch.from_numpy(np.concatenate([each.counts for each in counts])).to(scores)
+    factors = _repeated(scores, [param.repetition_penalty for param in params], ids)
     flat = scores.view(-1)
     found = flat[places]
-    flat[places] = torch.where(found < 0, found * factors, found / factors)  # a token twice: the same value twice
-
-
-def _penalize_output(scores: Tensor, rows: list[_Row]) -> None:
-    """As OpenAI defines presence and frequency penalties, over the output."""
-    rows = [each for each in rows if each[1].presence_penalty or each[1].frequency_penalty]
-    ids = [history.token_ids[history.prompt_len :] for _, _, history in rows]
-    if not any(ids):
-        return
-    places = _places(scores, [row for row, _, _ in rows], ids)
-    flat = scores.view(-1)
-    flat[places] = flat[places] - _repeated(scores, [param.presence_penalty for _, param, _ in rows], ids)
-    flat.index_add_(0, places, _repeated(scores, [param.frequency_penalty for _, param, _ in rows], ids), alpha=-1)
+    found = torch.where(found < 0, found * factors, found / factors)
+    found -= _repeated(scores, [param.presence_penalty for param in params], ids) * (times > 0)
+    flat[places] = found - _repeated(scores, [param.frequency_penalty for param in params], ids) * times
 
 
 def _keep_allowed(scores: Tensor, params: Sequence[SamplingParams]) -> None:
@@ -95,27 +90,15 @@ def _keep_allowed(scores: Tensor, params: Sequence[SamplingParams]) -> None:
             scores[row, ids] = kept
 
 
-def _forbid_words(scores: Tensor, params: Sequence[SamplingParams], histories: Sequence[TokenHistory]) -> None:
-    """Forbids the last token of each word whose other tokens the output ends with."""
-    for row, param in enumerate(params):
-        if not param.bad_words:
-            continue
-        output = histories[row].token_ids[histories[row].prompt_len :]
+def forbidden_ids(param: SamplingParams, history: TokenHistory, eos_token_ids: tuple[int, ...]) -> list[int]:
+    """Returns the last token of each bad word whose other tokens the output ends with, and ends that come too early."""
+    ids: list[int] = []
+    if param.bad_words:
+        output = history.token_ids[history.prompt_len :]
         ids = [word[-1] for word in param.bad_words if len(word) == 1 or tuple(output[1 - len(word) :]) == word[:-1]]
-        if ids:
-            scores[row, torch.tensor(ids, dtype=torch.int64, device=scores.device)] = float("-inf")
-
-
-def _forbid_ends(
-    scores: Tensor, params: Sequence[SamplingParams], histories: Sequence[TokenHistory], eos_token_ids: tuple[int, ...]
-) -> None:
-    rows, ids = [], []
-    for row, param in enumerate(params):
-        if param.min_tokens > 0 and len(histories[row].token_ids) - histories[row].prompt_len < param.min_tokens:
-            rows.append(row)
-            ids.append([*param.stop_token_ids, *(eos_token_ids if param.eos_ends else ())])
-    if rows:
-        scores.view(-1)[_places(scores, rows, ids)] = float("-inf")
+    if len(history.token_ids) - history.prompt_len < param.min_tokens:
+        ids += [*param.stop_token_ids, *(eos_token_ids if param.eos_ends else ())]
+    return ids
 
 
 def _places(scores: Tensor, rows: list[int], ids: list[list[int]]) -> Tensor:

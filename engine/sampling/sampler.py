@@ -1,4 +1,6 @@
-"""From logits to the next tokens and, where asked for, to their log probabilities before any adjustment.
+"""From logits to the next tokens and, where asked for, to their log probabilities before any adjustment: by torch.
+
+The compiled step brings a sampler of its own (``engine.native.sampler``), of the same law (ADR 94).
 
 A draw is a function of (seed, position), the logits and the tokens so far alone: no generator state, so a sequence that
 is preempted, moved to another worker or batched with others draws the same tokens.
@@ -19,6 +21,7 @@ from core.request import SamplingParams
 from engine.sampling.logged_tokens import NoToken
 from engine.sampling.logit_adjustments import TokenHistory, adjust_logits
 from engine.sampling.no_token import why_no_token
+from engine.sampling.token_masks import MaskedRows
 from engine.sequence import Sequence
 from kvcache import StepBatch
 
@@ -88,6 +91,7 @@ class Sampler:
         positions: SequenceOf[int],
         histories: SequenceOf[TokenHistory] = (),
         best: list[int] | None = None,
+        masks: MaskedRows | None = None,
     ) -> list[int]:
         """The next token of each row; ``NO_TOKEN`` where there is none, which does not affect the other rows.
 
@@ -97,7 +101,10 @@ class Sampler:
             positions: Index of each new token in its sequence, prompt included.
             histories: One a row; read where params adjust logits, and only needed if some do.
             best: Result of ``likeliest``, if it is known already; rows of ``plain`` params then cost nothing.
+            masks: What grammars allow; of rows whose params look back.
         """
+        if masks is not None:
+            logits = masks.apply(logits)
         special = [row for row, param in enumerate(params) if not param.plain]
         if len(special) == len(params):
             return self._choose(logits, params, positions, histories)
@@ -157,8 +164,32 @@ class Sampler:
         tokens: list[int] = found.masked_fill_(totals.isnan(), NO_TOKEN).tolist()
         return tokens
 
-    def why_no_token(self, logits: Tensor, param: SamplingParams, history: TokenHistory) -> NoToken:
-        """Why ``sample`` gives a row ``NO_TOKEN``; ``logits`` are those of the row, float32 ``[vocab]``."""
+    def token_logprobs(
+        self, logits: Tensor, rows: SequenceOf[int], tokens: SequenceOf[int], num_top: SequenceOf[int]
+    ) -> list[TokenLogprobs]:
+        """Log probabilities of one token for each of some rows and of the ``num_top`` likeliest of the row.
+
+        Args:
+            logits: float32 ``[any, vocab]``.
+        """
+        found: list[TokenLogprobs] = []
+        for start in range(0, len(rows), _CHUNK_ROWS):
+            part = slice(start, start + _CHUNK_ROWS)
+            chosen = logits[torch.tensor(rows[part], device=logits.device)]
+            found += _chunk_logprobs(chosen, tokens[part], num_top[part])
+        return found
+
+    def prompt_logprobs(self, logits: Tensor, first: int, rows: PromptRows, sequence: Sequence) -> list[TokenLogprobs]:
+        """Log probabilities of the tokens of a prompt that rows are about, the first of which is ``logits[first]``."""
+        tokens = sequence.token_ids[rows.position + 1 : rows.position + 1 + rows.num_rows]
+        places = range(first, first + rows.num_rows)
+        return self.token_logprobs(logits, places, tokens, [sequence.sampling.logprobs or 0] * rows.num_rows)
+
+    def why_no_token(
+        self, logits: Tensor, row: int, param: SamplingParams, history: TokenHistory, masks: MaskedRows | None = None
+    ) -> NoToken:
+        """Why ``sample`` gives a row ``NO_TOKEN``; ``logits`` are those of the step, float32 ``[rows, vocab]``."""
+        logits = (logits if masks is None else masks.apply(logits))[row]
         scores = adjust_logits(logits[None], [param], [history], self._eos_token_ids)[0]
         return why_no_token(logits, scores, param, history)
 
@@ -179,32 +210,36 @@ def warp_logits(logits: Tensor, params: SequenceOf[SamplingParams]) -> Tensor:
     vocab_size = logits.shape[-1]
     limited = [(row, param.top_k) for row, param in enumerate(params) if 0 < param.top_k < vocab_size]
     if limited:
-        _keep_top_k(scores, limited)
+        _keep_top_k(scores, logits, limited)
     nucleus = [(row, param.top_p) for row, param in enumerate(params) if param.top_p < 1]
     if nucleus:
-        _keep_top_p(scores, nucleus)
+        _keep_top_p(scores, logits, nucleus)
     floored = [(row, param.min_p) for row, param in enumerate(params) if param.min_p > 0]
     if floored:
         _keep_min_p(scores, floored)
     return scores
 
 
-def _keep_top_k(scores: Tensor, limited: list[tuple[int, int]]) -> None:
-    """Drops tokens that score less than the k-th best; ties with the k-th stay."""
+def _keep_top_k(scores: Tensor, logits: Tensor, limited: list[tuple[int, int]]) -> None:
+    """Drops tokens whose logits are below the k-th best; ties with the k-th stay."""
     rows = torch.tensor([row for row, _ in limited], device=scores.device)
     ranks = torch.tensor([top_k - 1 for _, top_k in limited], device=scores.device)
-    chosen = scores[rows]
+    chosen = logits[rows]
     best = chosen.topk(max(top_k for _, top_k in limited)).values
     threshold = best.gather(1, ranks[:, None])
-    scores[rows] = chosen.masked_fill_(chosen < threshold, float("-inf"))
+    scores[rows] = scores[rows].masked_fill_(chosen < threshold, float("-inf"))
 
 
-def _keep_top_p(scores: Tensor, nucleus: list[tuple[int, float]]) -> None:
-    """Drops the least likely tokens as long as their mass together is at most 1 - p; the likeliest stays."""
+def _keep_top_p(scores: Tensor, logits: Tensor, nucleus: list[tuple[int, float]]) -> None:
+    """Drops the least likely tokens as long as their mass together is at most 1 - p; the likeliest stays.
+
+    Where logits are equal, tokens of lower ids go first.
+    """
     rows = torch.tensor([row for row, _ in nucleus], device=scores.device)
     tail_mass = torch.tensor([1 - top_p for _, top_p in nucleus], dtype=torch.float64, device=scores.device)
     chosen = scores[rows]
-    ascending, order = chosen.sort()
+    order = logits[rows].masked_fill_(chosen == float("-inf"), float("-inf")).sort(stable=True).indices
+    ascending = chosen.gather(1, order)
     # In double precision: sums of float32 depend on their order, which differs between devices.
     dropped = ascending.softmax(-1, dtype=torch.float64).cumsum(-1) <= tail_mass[:, None]
     dropped[:, -1] = False
@@ -226,19 +261,6 @@ _CHUNK_ROWS = 64
 
 _LOWEST = -9999.0
 """Replaces a log probability that is NaN, which the wire refuses."""
-
-
-def token_logprobs(logits: Tensor, tokens: SequenceOf[int], num_top: SequenceOf[int]) -> list[TokenLogprobs]:
-    """Log probabilities of one token for each row and of the ``num_top`` likeliest of the row.
-
-    Args:
-        logits: float32 ``[rows, vocab]``.
-    """
-    found: list[TokenLogprobs] = []
-    for start in range(0, len(tokens), _CHUNK_ROWS):
-        rows = slice(start, start + _CHUNK_ROWS)
-        found += _chunk_logprobs(logits[rows], tokens[rows], num_top[rows])
-    return found
 
 
 def _chunk_logprobs(logits: Tensor, tokens: SequenceOf[int], num_top: SequenceOf[int]) -> list[TokenLogprobs]:
@@ -296,11 +318,3 @@ def find_prompt_rows(batch: StepBatch, order: list[int], sequences: Mapping[str,
                 found.append(PromptRows(i, known, row + known - item.start, count))
         row += item.num_tokens
     return found
-
-
-def prompt_logprobs(logits: Tensor, rows: PromptRows, sequence: Sequence) -> list[TokenLogprobs]:
-    """Log probabilities of the tokens that the rows are about; ``logits`` of the rows, float32 ``[num_rows,
-    vocab]``.
-    """
-    tokens = sequence.token_ids[rows.position + 1 : rows.position + 1 + rows.num_rows]
-    return token_logprobs(logits, tokens, [sequence.sampling.logprobs or 0] * rows.num_rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -21,7 +22,8 @@ from engine.kv.kv_pool import KVPool
 from engine.models.model import DecoderModel, last_hidden
 from engine.native.library import NativeUnavailable
 from engine.native.model import NativeBackend, matrix_problem, native_problem
-from engine.sampling.sampler import StepLogits
+from engine.native.sampler import NativeSampler
+from engine.sampling.sampler import Sampler, StepLogits
 from engine.sequence import Sequence
 from engine.steps.decode_graphs import Capture, DecodeGraphs
 from kvcache import StepBatch
@@ -208,6 +210,20 @@ def make_backend(
     _refuse_int8(pool, problem)
     logger.warning("steps are computed by torch operations, several times slower than compiled: %s", problem)
     return TorchBackend(config, weights, pool, max_len)
+
+
+def make_sampler(backend: StepBackend, eos_token_ids: tuple[int, ...], name: str = "torch") -> Sampler:
+    """The sampler beside a backend: compiled beside a compiled one, and where ``auto`` computes by torch on the CPU.
+
+    Args:
+        name: As in ``make_backend``.
+    """
+    if isinstance(backend, NativeBackend):
+        return NativeSampler(eos_token_ids, backend.model)
+    if name == "auto":
+        with contextlib.suppress(NativeUnavailable):
+            return NativeSampler(eos_token_ids)
+    return Sampler(eos_token_ids)
 
 
 def _refuse_int8(pool: KVPool, why: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,19 +24,11 @@ from engine.pooled_rows import PooledRows
 from engine.sampling.drafts import sampled_rows, tokens_that_stand
 from engine.sampling.logged_tokens import ItemLogprobs, LoggedTokens, NoToken
 from engine.sampling.pooled import RowsToPool, find_rows_to_pool, pool_rows
-from engine.sampling.sampler import (
-    NO_TOKEN,
-    PromptRows,
-    Sampler,
-    StepLogits,
-    find_prompt_rows,
-    prompt_logprobs,
-    token_logprobs,
-)
-from engine.sampling.token_masks import TokenMasks, begin_masks
+from engine.sampling.sampler import NO_TOKEN, PromptRows, Sampler, StepLogits, find_prompt_rows
+from engine.sampling.token_masks import MaskedRows, begin_masks
 from engine.sequence import Sequence
 from engine.step_fault import StepFault
-from engine.steps.backends import ReadyBackend, StepBackend, make_backend
+from engine.steps.backends import ReadyBackend, StepBackend, make_backend, make_sampler
 from engine.steps.careful_steps import CarefulSteps, fault_of
 from kvcache import StepBatch, StepItem
 
@@ -70,6 +63,7 @@ class ModelRunner:
         backend: Computes the steps over the pool.
         max_model_len: Tokens a sequence may reach.
         careful: Runs steps that the device has no memory for in parts; None where they fail.
+        sampler: Chooses the tokens; by default that of the backend.
         is_lost: Whether the device has become unusable for this process; asked after a step has failed.
     """
 
@@ -89,7 +83,7 @@ class ModelRunner:
         self.max_model_len = max_model_len
         self._careful = careful
         self._is_lost = is_lost
-        self._sampler = sampler or Sampler(config.eos_token_ids)
+        self.sampler = sampler or make_sampler(backend, config.eos_token_ids)
         self._ready: _Ready | None = None
         self._pads = Sequence.of(Request(_PADS, 0, "", (0,) * max_model_len, SamplingParams(1)))
 
@@ -136,7 +130,7 @@ class ModelRunner:
         steps = make_backend(backend, config, weights, pool, max_model_len, num_threads)
         if found and not bits and isinstance(steps, NativeBackend):
             tell_of_rounding(found)
-        return cls(config, pool, steps, max_model_len)
+        return cls(config, pool, steps, max_model_len, make_sampler(steps, config.eos_token_ids, backend))
 
     def begin(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> None:
         """Does nothing: there is one step at a time."""
@@ -240,8 +234,8 @@ class ModelRunner:
             self._sample(step, ready.order, ready.batch, sequences, found, masks)
         return found if found.tells_more else list(found)
 
-    def _begin_masks(self, items: list[StepItem], sequences: Mapping[str, Sequence]) -> TokenMasks | None:
-        return begin_masks(items, sequences, self.config.vocab_size, on_cpu=self.pool.device.type == "cpu")
+    def _begin_masks(self, items: list[StepItem], sequences: Mapping[str, Sequence]) -> Future[MaskedRows] | None:
+        return begin_masks(items, sequences, self.config.vocab_size)
 
     def _with_padding(
         self, batch: StepBatch, sequences: Mapping[str, Sequence]
@@ -284,12 +278,12 @@ class ModelRunner:
         batch: StepBatch,
         sequences: Mapping[str, Sequence],
         found: LoggedTokens,
-        masks: TokenMasks | None = None,
+        masks: Future[MaskedRows] | None = None,
     ) -> None:
         """Adds the tokens of these items, log probabilities of the output, and why an item has no token."""
         params, positions, histories = sampled_rows([batch.items[i] for i in items], sequences)
-        kept = None if masks is None else masks.apply(step.logits, params)
-        sampled = self._sampler.sample(step.logits, params, positions, histories, step.best)
+        masked = None if masks is None else masks.result()
+        sampled = self.sampler.sample(step.logits, params, positions, histories, step.best, masked)
         logged: list[tuple[int, int]] = []  # row and item
         row = 0
         for i in items:
@@ -299,8 +293,10 @@ class ModelRunner:
             elif problem := sequences[batch.items[i].request_id].image_problem:
                 found.failures[i] = NoToken(problem, Fault.SERVICE)
             elif sampled[row] == NO_TOKEN:
-                why = None if masks is None else masks.problems.get(row)
-                found.failures[i] = why or self._sampler.why_no_token(step.logits[row], params[row], histories[row])
+                why = None if masked is None else masked.problems.get(row)
+                found.failures[i] = why or self.sampler.why_no_token(
+                    step.logits, row, params[row], histories[row], masked
+                )
             else:
                 found[i] = sampled[row]
                 if drafts:
@@ -308,8 +304,6 @@ class ModelRunner:
                 if params[row].logprobs is not None:
                     logged.append((row, i))
             row += 1 + len(drafts)
-        if kept is not None:
-            kept.restore(step.logits)
         if logged:
             self._log_tokens(step.logits, logged, params, sampled, found)
 
@@ -323,8 +317,8 @@ class ModelRunner:
     ) -> None:
         """Adds the log probabilities of the first token of each of these (row, item)."""
         rows = [row for row, _ in logged]
-        chosen = logits[torch.tensor(rows, device=logits.device)]
-        each = token_logprobs(chosen, [sampled[row] for row in rows], [params[row].logprobs or 0 for row in rows])
+        tokens, num_top = [sampled[row] for row in rows], [params[row].logprobs or 0 for row in rows]
+        each = self.sampler.token_logprobs(logits, rows, tokens, num_top)
         for (_, i), output in zip(logged, each, strict=True):
             found.logprobs.setdefault(i, ItemLogprobs()).output = output
 
@@ -337,8 +331,7 @@ class ModelRunner:
         first = 0
         for part in prompts:
             sequence = sequences[batch.items[part.item].request_id]
-            rows = logits[first : first + part.num_rows]
-            found[part.item] = ItemLogprobs(prompt=prompt_logprobs(rows, part, sequence))
+            found[part.item] = ItemLogprobs(prompt=self.sampler.prompt_logprobs(logits, first, part, sequence))
             first += part.num_rows
         return found
 

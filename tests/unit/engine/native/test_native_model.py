@@ -83,7 +83,7 @@ def test_a_matrix_that_fits_nowhere(tiny_model_dir: Path, columns: int, error: t
     layer = _Layer()
     layer.qkv.n, layer.qkv.k = 2**31 - 64, columns
     with pytest.raises(error, match=f"fs_add_layer: .*({text})"):
-        backend._model._call("fs_add_layer", backend._model._handle, byref(layer))
+        backend.model._call("fs_add_layer", backend.model.handle, byref(layer))
     driver = Driver(made)
     driver.add("a", [5, 6, 7])
     assert len(driver.step(a=3)) == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +21,7 @@ from engine.attention.step_sizes import StepSizes
 from engine.attention.torch_attention import TorchAttention
 from engine.checkpoint.weights import load_weights
 from engine.sampling.logged_tokens import LoggedTokens
-from engine.sampling.sampler import NO_TOKEN, Sampler, likeliest
+from engine.sampling.sampler import NO_TOKEN, likeliest
 from engine.steps.backends import GraphBackend
 from engine.steps.careful_steps import CarefulSteps
 from engine.steps.decode_graphs import Capture
@@ -30,21 +29,12 @@ from engine.steps.model_runner import ModelRunner
 from services.launch.launch import EMBEDDED_MODEL
 from tests.unit.engine.conftest import POISON
 from tests.unit.engine.driver import Driver
+from tests.unit.engine.sampling.samplers import History, MakeSampler, each_sampler, params
 
 VOCAB = 40
 EOS = (2,)
 INF = math.inf
 ALL_IDS = tuple(range(VOCAB))
-
-
-@dataclass
-class History:
-    token_ids: list[int]
-    prompt_len: int
-
-
-def params(**options: Any) -> SamplingParams:
-    return SamplingParams(**{"max_new_tokens": 50} | options)
 
 
 NORMAL = [
@@ -85,10 +75,11 @@ def break_row(row: torch.Tensor, changes: dict[int, float]) -> None:
         row[token_id] = value
 
 
-@settings(max_examples=300)
+@each_sampler
+@settings(max_examples=150)
 @given(extreme_params, breakage, st.integers(0, len(NORMAL)), st.integers(0, 2**32 - 1), st.booleans())
 def test_a_hostile_row_changes_no_other_and_never_raises(
-    hostile: SamplingParams, changes: dict[int, float], place: int, seed: int, known: bool
+    make_sampler: MakeSampler, hostile: SamplingParams, changes: dict[int, float], place: int, seed: int, known: bool
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(len(NORMAL) + 1, VOCAB, generator=generator)
@@ -96,7 +87,7 @@ def test_a_hostile_row_changes_no_other_and_never_raises(
     history = History(torch.randint(0, VOCAB, (12,), generator=generator).tolist(), 8)
     chosen = [*NORMAL[:place], hostile, *NORMAL[place:]]
     others = [row for row in range(len(chosen)) if row != place]
-    sampler = Sampler(EOS)
+    sampler = make_sampler(EOS)
 
     def sample(rows: Sequence[int]) -> list[int]:
         best = likeliest(logits[rows]).tolist() if known else None
@@ -109,7 +100,7 @@ def test_a_hostile_row_changes_no_other_and_never_raises(
     found = together[place]
     assert found == NO_TOKEN or 0 <= found < VOCAB
     if found == NO_TOKEN:
-        failure = sampler.why_no_token(logits[place], hostile, history)
+        failure = sampler.why_no_token(logits, place, hostile, history)
         assert failure.reason.startswith("output token 4 cannot be chosen: ")
         assert (failure.fault is Fault.MODEL) == (not math.isfinite(logits[place].amax()))
     else:
@@ -119,6 +110,7 @@ def test_a_hostile_row_changes_no_other_and_never_raises(
         assert found not in forbidden
 
 
+@each_sampler
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
     ("changes", "options", "fault", "words"),
@@ -139,22 +131,28 @@ def test_a_hostile_row_changes_no_other_and_never_raises(
     ],
 )
 def test_a_row_without_a_token_is_told_why(
-    temperature: float, changes: dict[int, float], options: dict[str, Any], fault: Fault, words: str
+    make_sampler: MakeSampler,
+    temperature: float,
+    changes: dict[int, float],
+    options: dict[str, Any],
+    fault: Fault,
+    words: str,
 ) -> None:
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
     break_row(logits[0], changes)
     history = History([3, 4, 5], 2)
     param = params(temperature=temperature, **options)
-    sampler = Sampler(EOS)
+    sampler = make_sampler(EOS)
     assert sampler.sample(logits, [param], [3], [history]) == [NO_TOKEN]
-    failure = sampler.why_no_token(logits[0], param, history)
+    failure = sampler.why_no_token(logits, 0, param, history)
     assert failure.fault is fault and words in failure.reason
 
 
-def test_tokens_of_no_likelihood_are_no_fault() -> None:
+@each_sampler
+def test_tokens_of_no_likelihood_are_no_fault(make_sampler: MakeSampler) -> None:
     logits = torch.full((2, VOCAB), -INF)
     logits[:, 9] = -3e38
-    assert Sampler().sample(logits, [params(), params(temperature=1.0, top_p=0.1)], [0, 0]) == [9, 9]
+    assert make_sampler().sample(logits, [params(), params(temperature=1.0, top_p=0.1)], [0, 0]) == [9, 9]
 
 
 # Whole steps, of a model that computes NaN for a sequence that holds one token

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +22,13 @@ from core.request import Request, SamplingParams
 from engine.build import build_worker
 from engine.engine import Engine
 from engine.sampling.logit_adjustments import adjust_logits
-from engine.sampling.sampler import Sampler, warp_logits
+from engine.sampling.sampler import warp_logits
 from engine.worker import Worker
+from tests.unit.engine.sampling.samplers import History, MakeSampler, each_sampler, params
 from tests.unit.engine.small_models import load_reference
 
 VOCAB = 61
 EOS = (2, 7)
-
-
-@dataclass
-class History:
-    token_ids: list[int]
-    prompt_len: int
-
-
-def params(**options: Any) -> SamplingParams:
-    return SamplingParams(**{"max_new_tokens": 50} | options)
 
 
 def adjusted_by_transformers(row: torch.Tensor, param: SamplingParams, history: History) -> torch.Tensor:
@@ -107,10 +97,11 @@ def test_min_p_is_that_of_transformers(min_p: float) -> None:
     assert torch.equal(ours == -torch.inf, theirs == -torch.inf)
 
 
-def test_a_row_draws_the_same_alone_and_among_others(mixed: Any) -> None:
+@each_sampler
+def test_a_row_draws_the_same_alone_and_among_others(mixed: Any, make_sampler: MakeSampler) -> None:
     logits, chosen, histories = mixed
     positions = [len(history.token_ids) for history in histories]
-    sampler = Sampler(EOS)
+    sampler = make_sampler(EOS)
     together = sampler.sample(logits, chosen, positions, histories)
     argmax = logits.argmax(-1).tolist()
     assert sampler.sample(logits, chosen, positions, histories, best=argmax) == together
@@ -119,23 +110,25 @@ def test_a_row_draws_the_same_alone_and_among_others(mixed: Any) -> None:
         assert alone == [together[row]]
 
 
-def test_plain_rows_take_what_is_known_and_touch_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Sampler, "_choose", None)
-    assert Sampler().sample(None, [params()] * 3, [1, 2, 3], best=[4, 5, 6]) == [4, 5, 6]  # type: ignore[arg-type]
+@each_sampler
+def test_plain_rows_take_what_is_known_and_touch_no_logits(make_sampler: MakeSampler) -> None:
+    assert make_sampler().sample(None, [params()] * 3, [1, 2, 3], best=[4, 5, 6]) == [4, 5, 6]  # type: ignore[arg-type]
 
 
-def test_greedy_rows_are_greedy_over_adjusted_logits() -> None:
+@each_sampler
+def test_greedy_rows_are_greedy_over_adjusted_logits(make_sampler: MakeSampler) -> None:
     logits = torch.tensor([[1.0, 2.0, 3.0, 2.5]] * 3)
     histories = [History([2], 1), History([0, 2], 1), History([0], 1)]
     chosen = [params(repetition_penalty=2.0), params(presence_penalty=0.6), params(logit_bias=((0, 9.0),))]
-    assert Sampler().sample(logits, chosen, [1, 2, 1], histories) == [3, 3, 0]
+    assert make_sampler().sample(logits, chosen, [1, 2, 1], histories) == [3, 3, 0]
 
 
-def test_an_end_comes_neither_before_min_tokens_nor_never() -> None:
+@each_sampler
+def test_an_end_comes_neither_before_min_tokens_nor_never(make_sampler: MakeSampler) -> None:
     logits = torch.tensor([[0.0, 1.0, 9.0, 2.0]] * 2)
     chosen = [params(min_tokens=3)] * 2
     histories = [History([1] * 6, 4), History([1] * 7, 4)]
-    assert Sampler((2,)).sample(logits, chosen, [6, 7], histories) == [3, 2]
+    assert make_sampler((2,)).sample(logits, chosen, [6, 7], histories) == [3, 2]
 
 
 # The whole engine, on a tiny model
