@@ -84,7 +84,7 @@ WRONG = [
     ("[model]\nmin_replicas = 0", "model.min_replicas", ">= 1"),
     ("[model]\ntarget_queue_delay_s = 0", "model.target_queue_delay_s", "> 0"),
     ("[model]\nscale_down_after_s = -1", "model.scale_down_after_s", "> 0"),
-    ('[actors]\nplacement = "fuse"', "actors.placement", "one of auto, fused, split"),
+    ('[actors]\nplacement = "fuse"', "actors.placement", "one of auto, together, fused, split"),
     ("[actors]\nlength_predictors = 0", "actors.length_predictors", ">= 1"),
     ("[actors]\nserving_time_estimators = 0", "actors.serving_time_estimators", ">= 1"),
     ("[actors]\nserving_time_estimators = 1.0", "actors.serving_time_estimators", "type int"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.unit.engine.native.exact_fma import F32, fma
+from tests.unit.engine.native.exact_step import F32, fma
 
 LANES, BLOCK = 16, 512
 
