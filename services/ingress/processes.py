@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import psutil
 
+from actors.runtime.names import RUN_DIR_VARIABLE
 from core.messages.status import ProcessUse
 
-_COMMANDS = ("farsight", "template_process", "body_workers", "what_if_process", "raylet", "gcs_server", "haproxy")
+_COMMANDS = ("template_process", "body_workers", "what_if_process", "raylet", "gcs_server", "haproxy")
 _RAY = {"dashboard.py": "dashboard", "agent.py": "agent", "main.py": "runtime-env agent"}
 
 
@@ -18,24 +20,30 @@ def processes_here() -> tuple[ProcessUse, ...]:
     Memory is proportional (PSS): what processes share is divided among them, so that a sum is right. It takes a few
     milliseconds for each process.
     """
-    return tuple(_use(process) for process in _family())
+    return tuple(_use(process, name) for process, name in _family())
 
 
-def _family() -> Iterator[psutil.Process]:
-    """The raylet that started this process and all that it started; under ``farsight serve``, that command's."""
+def _family() -> Iterator[tuple[psutil.Process, str]]:
+    """The raylet that started this process and all that it started; in a cluster of ``farsight serve``, that command's.
+
+    That command is the parent of the raylet and of the GCS. A raylet of another node, or of ``ray start``, has none.
+    """
     for ancestor in psutil.Process().parents():
         if ancestor.name() == "raylet":
-            above = ancestor.parent()
-            top = above if above is not None and _name(above) == "farsight" else ancestor
-            yield top
-            yield from top.children(recursive=True)
+            above = ancestor.parent() if RUN_DIR_VARIABLE in os.environ else None
+            is_ours = above is not None and any(child.name() == "gcs_server" for child in above.children())
+            top, name = (above, "farsight") if above is not None and is_ours else (ancestor, "")
+            yield top, name
+            yield from ((child, "") for child in top.children(recursive=True))
 
 
-def _use(process: psutil.Process) -> ProcessUse:
+def _use(process: psutil.Process, name: str) -> ProcessUse:
     try:
         with process.oneshot():
             spent = process.cpu_times()
-            return ProcessUse(process.pid, _name(process), spent.user + spent.system, process.memory_full_info().pss)
+            return ProcessUse(
+                process.pid, name or _name(process), spent.user + spent.system, process.memory_full_info().pss
+            )
     except psutil.Error:  # it has just ended
         return ProcessUse(process.pid, "ended", 0.0, 0)
 

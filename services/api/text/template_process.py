@@ -8,11 +8,10 @@ beyond ``MAX_BYTES``. It can write no file, and its environment holds no keys. T
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import msgpack
 
 from core.child_process import (
     ChildLost,
@@ -130,13 +129,12 @@ def _asked(child: LimitedChild, data: bytes) -> Any:
 
 
 def _packed(value: Any) -> bytes:
-    """Text that has no UTF-8 form may stand in a message."""
-    data: bytes = msgpack.packb(value, unicode_errors="surrogatepass")
-    return data
+    """As JSON, which holds what clients may send: integers of any size, text that has no UTF-8 form."""
+    return json.dumps(value).encode()
 
 
 def _unpacked(data: bytes) -> Any:
-    return msgpack.unpackb(data, unicode_errors="surrogatepass")
+    return json.loads(data)
 
 
 def _answer(work: Callable[[], Any]) -> bytes:

@@ -128,6 +128,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+async def test_integers_of_any_size_may_stand_in_a_schema(client: Client) -> None:
+    tool = {"name": "f", "input_schema": {"type": "object", "minProperties": 2**64, "maxProperties": 2**200}}
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "tools": [tool]}
+    assert (await ok(client, "/v1/messages/count_tokens", **body))["input_tokens"] > 0
+
+
 @pytest.mark.parametrize(("fields", "words"), REFUSED)
 async def test_errors_have_the_shape_of_anthropic(client: Client, fields: dict[str, Any], words: str) -> None:
     response = await client.post("/v1/messages", json={**ASK, **fields})
