@@ -40,10 +40,8 @@ def _family() -> Iterator[tuple[psutil.Process, str]]:
 def _use(process: psutil.Process, name: str) -> ProcessUse:
     try:
         with process.oneshot():
-            spent = process.cpu_times()
-            return ProcessUse(
-                process.pid, name or _name(process), spent.user + spent.system, process.memory_full_info().pss
-            )
+            spent, memory = process.cpu_times(), process.memory_full_info()
+            return ProcessUse(process.pid, name or _name(process), spent.user + spent.system, memory.pss)
     except psutil.Error:  # it has just ended
         return ProcessUse(process.pid, "ended", 0.0, 0)
 
