@@ -42,7 +42,8 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def upgraded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("upgraded")
-    flags = ("--replicas", "2", "--dtype", "float32", "--threads", "1")
+    # A predictor in a process of its own shows by its lives that it has started again.
+    flags = ("--replicas", "2", "--dtype", "float32", "--threads", "1", "--placement", "fused")
     # Two ingress replicas send new requests to new weights some milliseconds apart.
     server = start_server(folder / "log", *flags, *one_ingress(folder))
     yield server
