@@ -32,6 +32,8 @@ from services.one_line_errors import OneLineErrors, failing_in_one_line, naming_
 from services.server_address import HostOption, PortOption, UrlOption, address_of
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from services.commands.scaling import ServerChange
 
 STATUS_TIMEOUT_S = 5.0
@@ -250,8 +252,17 @@ def status(
         print_processes(before, body["processes"], body["actors"])
 
 
-def _print_status(actors: list[dict[str, Any]], learned: list[dict[str, Any]]) -> None:
+def _wide_console() -> Console:
+    """A pipe has no width; 200 columns avoid cut cells."""
     from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 200
+    return console
+
+
+def _print_status(actors: list[dict[str, Any]], learned: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     table = Table("name", "kind", "pid", "node", "state", "queue", "last step")
@@ -261,9 +272,7 @@ def _print_status(actors: list[dict[str, Any]], learned: list[dict[str, Any]]) -
         state = "degraded" if row["degraded"] and row["state"] == "ready" else row["state"]
         cells = [row["name"], row["kind"], row["pid"], row["node"], state, row["queue"], shown]
         table.add_row(*map(str, cells))
-    console = Console()
-    if not console.is_terminal:
-        console.width = 200  # A pipe has no width; 200 columns avoid cut cells.
+    console = _wide_console()
     console.print(table)
     degraded = [row for row in actors if row["degraded"]]
     if degraded:
@@ -296,7 +305,6 @@ def _print_status(actors: list[dict[str, Any]], learned: list[dict[str, Any]]) -
 
 def print_processes(before: list[dict[str, Any]], after: list[dict[str, Any]], actors: list[dict[str, Any]]) -> None:
     """Prints what each process used between two looks ``MEASURED_S`` apart, and its memory."""
-    from rich.console import Console
     from rich.table import Table
 
     if not after:
@@ -309,10 +317,7 @@ def print_processes(before: list[dict[str, Any]], after: list[dict[str, Any]], a
         table.add_row(row["name"], str(row["pid"]), hosted, f"{share:.1%}", f"{row['memory_bytes'] / 2**20:.0f}")
     memory = sum(row["memory_bytes"] for row in after) / 2**20
     table.add_row("all", "", "", f"{sum(shares):.1%}", f"{memory:.0f}")
-    console = Console()
-    if not console.is_terminal:
-        console.width = 200
-    console.print(table)
+    _wide_console().print(table)
 
 
 TokenOption = Annotated[str | None, typer.Option(help="Admin token; default: FARSIGHT_ADMIN_TOKEN, or the run file's.")]
