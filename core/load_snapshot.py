@@ -19,7 +19,7 @@ class Demand:
         cached_tokens: Known tokens that are believed to be in the prefix cache of their replica.
         output_tokens: Predicted tokens that are still to come.
         output_variance: Variance of that sum by the laws of the lengths, in tokens squared.
-        num_wishing: Requests that have a deadline or an SLO, and so go before the others once they can wait no longer.
+        num_with_targets: Requests that have a deadline or an SLO, and so go before the others once they can wait no longer.
     """
 
     num_requests: int
@@ -29,7 +29,7 @@ class Demand:
     cached_tokens: float
     output_tokens: float
     output_variance: float = 0.0
-    num_wishing: int = 0
+    num_with_targets: int = 0
 
     def scaled(self, share: float) -> Demand:
         """So much of it, 0 to 1, in the same mixture; on as many replicas."""
@@ -41,7 +41,7 @@ class Demand:
             self.cached_tokens * share,
             self.output_tokens * share,
             self.output_variance * share,
-            round(self.num_wishing * share),
+            round(self.num_with_targets * share),
         )
 
 

@@ -78,7 +78,7 @@ def is_flex(priority: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a client wants of its stream, in seconds; infinity for no wish.
+    """What a client wants of its stream, in seconds; infinity for no target.
 
     Attributes:
         ttft_s: From the receipt to the first token.
@@ -333,7 +333,7 @@ class Request:
         output_ids: What the client has already got from earlier attempts (a resumed request); usually empty.
         origin: Answer that it belongs to; None if its decisions need not be explained.
         priority: Lower goes first, whatever the policies say; from about ``FLEX`` on it takes what is left.
-        deadline_s: Its last token is wanted so many seconds after a scheduler gets it; None for no such wish.
+        deadline_s: Its last token is wanted so many seconds after a scheduler gets it; None for no such target.
         forecast: Forecast of the whole output length; None if it did not come in time.
         expected_cached_len: Prompt tokens that its replica is believed to have in its prefix cache.
         prefix_hashes: Chained hashes of the prompt's full blocks (``kvcache.block_manager``), made by the ingress;
@@ -341,7 +341,7 @@ class Request:
         cache_salt: Only requests of the same salt share cached prefixes.
         model_version: Version of the weights that it runs on, all its attempts alike.
         source: None where no replica asks for it (``[[replica]] prompt``), or the client sent token ids.
-        tenant: Who is charged for its steps; empty where no API keys are in use. The door sets it, no client can.
+        tenant: Who is charged for its steps; empty where no API keys are in use. access control sets it, no client can.
         weight: Share of the tenant relative to the others'; > 0.
         slo: From when a scheduler gets the request, as ``deadline_s``.
         images: The images among its prompt's tokens, in their order.
@@ -407,7 +407,7 @@ class Request:
         return self.deadline_s is not None or self.slo is not NO_SLO
 
     def aged(self, age_s: float) -> Request:
-        """As a scheduler gets it so many seconds after it was received: what is left of its client's wishes."""
+        """As a scheduler gets it so many seconds after it was received: what is left of its client's targets."""
         if not self.wants_speed:
             return self
         deadline_s = None if self.deadline_s is None else max(0.0, self.deadline_s - age_s)

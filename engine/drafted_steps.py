@@ -11,7 +11,7 @@ from typing import NamedTuple
 from engine.sequence import Sequence
 from kvcache import PlanExecutor, StepBatch, StepItem
 from policies.speculation.base import Speculation
-from policies.speculation.purse import Purse
+from policies.speculation.guess_budget import GuessBudget
 
 SAMPLE = 4
 """So many of the requests that have won nothing are looked at in a step, others each time."""
@@ -26,7 +26,7 @@ LOOK_RATE = 0.1
 """Weight of one step's looks in what the next are believed to cost."""
 
 MOST_PAUSE = 63
-"""Most steps in a row that are not looked at, while the purse fills."""
+"""Most steps in a row that are not looked at, while the budget fills."""
 
 PLAIN_SHARE = 16
 """One in so many of the steps that are not looked at is measured."""
@@ -65,7 +65,7 @@ class DraftedSteps:
         self._policy = policy
         self._clock = clock
         self.counts = DraftCounts()
-        self._purse = Purse()
+        self._budget = GuessBudget()
         self._look_cost = FIRST_LOOK
         self._next_look = 0  # where the looks of the next step begin
         self._pause = 0  # steps that are not looked at now
@@ -82,15 +82,15 @@ class DraftedSteps:
         if price == math.inf:
             return True
         needed = price + self._look_cost
-        purse = self._purse
-        if purse.common >= min(needed, purse.full(num_seqs)) or (purse.owners and self._has_owner(price)):
+        budget = self._budget
+        if budget.common >= min(needed, budget.full(num_seqs)) or (budget.owners and self._has_owner(price)):
             return False
-        self._pause = min(MOST_PAUSE, purse.steps_until(needed, num_seqs))
-        purse.earn(num_seqs, 1 + self._pause)
+        self._pause = min(MOST_PAUSE, budget.steps_until(needed, num_seqs))
+        budget.earn(num_seqs, 1 + self._pause)
         return True
 
     def _has_owner(self, price: float) -> bool:
-        return any(self._purse.left(each) >= price for each in self._purse.owners)
+        return any(self._budget.left(each) >= price for each in self._budget.owners)
 
     def with_drafts(self, batch: StepBatch, sequences: Mapping[str, Sequence], executor: PlanExecutor) -> StepBatch:
         """The step with guesses behind the single tokens that it computes, as many as limits and blocks allow."""
@@ -98,7 +98,7 @@ class DraftedSteps:
         if self.rests(len(items)):
             return batch
         began_s = self._clock()
-        self._purse.earn(len(items))
+        self._budget.earn(len(items))
         price = self._policy.price(len(items))
         drafted = None
         left = executor.limits.max_batch_tokens - batch.num_tokens
@@ -110,10 +110,10 @@ class DraftedSteps:
                 drafted = drafted or list(items)
                 drafted[i] = item.with_drafts(tuple(drafts))
                 left -= len(drafts)
-                self._purse.pay(item.request_id, price * len(drafts))
+                self._budget.pay(item.request_id, price * len(drafts))
         cost = min(MOST_LOOK, self._policy.tokens(len(items), self._clock() - began_s))
         self._look_cost += LOOK_RATE * (cost - self._look_cost)
-        self._purse.pay_look(cost, barren=drafted is None)
+        self._budget.pay_look(cost, barren=drafted is None)
         return batch if drafted is None else StepBatch(tuple(drafted), batch.padding)
 
     def _drafts(self, item: StepItem, sequence: Sequence, price: float) -> SequenceOf[int]:
@@ -125,16 +125,16 @@ class DraftedSteps:
         drafts = sequence.drafter.draft(sequence.token_ids, price)
         if drafts and sequence.matcher is not None:
             drafts = sequence.allowed_drafts(drafts)
-        return drafts[: self._purse.most_guesses(item.request_id, price)]
+        return drafts[: self._budget.most_guesses(item.request_id, price)]
 
     def _places(self, items: tuple[StepItem, ...], price: float) -> list[int]:
         """The items of a step to look at: those that can pay guesses themselves, and a sample of the others."""
-        purse, num = self._purse, len(items)
-        if purse.owners:  # of requests that have ended as well
-            purse.keep({item.request_id for item in items})
-        owners = purse.owners
+        budget, num = self._budget, len(items)
+        if budget.owners:  # of requests that have ended as well
+            budget.keep({item.request_id for item in items})
+        owners = budget.owners
         sampled = range(0)
-        if purse.common >= price:
+        if budget.common >= price:
             sampled = range(self._next_look, self._next_look + min(SAMPLE, num))
             self._next_look = sampled.stop % num
         places = {i % num for i in sampled}
@@ -157,6 +157,6 @@ class DraftedSteps:
             num_right = sum(further.values())
             self.counts = DraftCounts(drafts + num_drafts, tokens + num_drafted, accepted + num_right)
             for request_id, num in further.items():
-                self._purse.win(request_id, num, len(batch.items))
+                self._budget.win(request_id, num, len(batch.items))
         if num_known - num_drafted == len(batch.items):
             self._policy.observe(len(batch.items), num_drafted, duration_s)

@@ -15,7 +15,7 @@ from actors.runtime.peer import Site
 from core.config.load import FarsightConfig, load_config
 from core.errors import ConfigError, FarsightError
 from policies.compose import check_scheduler
-from services.launch.door import check_door
+from services.launch.access import check_access
 from services.launch.launch import default_ingress_replicas, find_model, find_site, ingress_app, start_components
 
 ANSWER_TIMEOUT_S = 10.0
@@ -43,7 +43,7 @@ def app(args: dict[str, Any]) -> Any:
     """
     config = config_from_tables(args)
     check_scheduler(config.scheduler)  # Refuse a wrong preset name before anything starts.
-    for note in check_door(config, os.environ, proxy_host()):
+    for note in check_access(config, os.environ, proxy_host()):
         logger.warning(note)
     site = find_site(config, find_model(config))
     running = running_site(site.namespace)

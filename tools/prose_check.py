@@ -1,4 +1,4 @@
-"""Checks what no linter does: words of comments, messages and pages, sizes of files and folders, names of classes.
+"""Checks what no linter does: words of prose, verbs of docstrings, sizes of files and folders, names of classes.
 
     python -m tools.prose_check             # fails where a room has more findings than are recorded
     python -m tools.prose_check --list      # every finding
@@ -35,6 +35,18 @@ WORDS = re.compile(
 BEGINNING = re.compile(r"(?:^\W*|[.:!?]\s+)(Of)\b", re.MULTILINE)
 """A sentence that begins with the preposition; a capital one elsewhere begins no sentence."""
 
+THIRD_PERSON = re.compile(r"[A-Z][a-z]+s\b(?!['-])")
+NO_VERBS = frozenset(  # noqa: SIM905, a list would have a line for each
+    "Activations Always Arguments Arrays Arrivals As Attempts Batches Bins Blocks Bytes Characters Class Columns "
+    "Components Constants Continuous Coroutines Cosines Decisions Defaults Deltas Directories Elements Embeddings "
+    "Equations Estimators Events Exceptions Experts Features Fields Harmless Ids Indices Ingress Instructions Items "
+    "Its Jobs Keys Kinds Layers Lengths Less Lines Logits Messages Newcomers Norms Orders Outputs Pairs Parameters "
+    "Parts Perhaps Pixels Points Positions Prefixes Processors Quantiles Queries Radians Rankings Replicas Requests "
+    "Residents Rows Seconds Slots Slopes Sources Statistics Tables Tensors Texts This Thus Tokens Unless Values "
+    "Vectors Victims Weights Widths Windows Workers".split()
+)
+"""Words in s with which docstrings began that are no verbs in the third person."""
+
 MAX_COLUMNS, MAX_LINES, MAX_FILES = 120, 500, 20
 
 
@@ -62,6 +74,8 @@ def findings(root: Path) -> list[Finding]:
         where = path.relative_to(root)
         for line, sentence in texts(text):
             found += _prose(where, line, sentence)
+        if where.parts[0] != "tests":
+            found += _verbs(where, text)
         if (lines := text.count("\n")) > MAX_LINES:
             found.append(Finding(f"lines/{where}", str(where), f"{lines} lines, at most {MAX_LINES}", lines))
     for path in pages:
@@ -94,6 +108,20 @@ def _prose(where: Path, line: int, text: str) -> list[Finding]:
         for rule, pattern in rules
         for match in pattern.finditer(text)
     ]
+
+
+def _verbs(where: Path, source: str) -> list[Finding]:
+    """Returns the docstrings of functions that begin with anything but a verb; a property's may name what it is."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or not (text := ast.get_docstring(node)):
+            continue
+        decorators = {name.id for name in node.decorator_list if isinstance(name, ast.Name)}
+        verb = THIRD_PERSON.match(text)
+        if not decorators & {"property", "cached_property"} and (verb is None or verb[0] in NO_VERBS):
+            room = "/".join(where.parent.parts[: 2 if where.parts[0] == "services" else 1])
+            found.append(Finding(f"verbs/{room}", f"{where}:{node.lineno}", text.split("\n")[0]))
+    return found
 
 
 def _around(text: str, match: re.Match[str]) -> str:

@@ -40,7 +40,7 @@ class SupervisorCalls(Protocol):
         """Answers when every replica runs the new weights. Raises FarsightError: none does, or one is under way."""
 
     @message()
-    async def attend(self, report: IngressReport) -> IngressOrders:
+    async def report_ingress(self, report: IngressReport) -> IngressOrders:
         """An ingress replica lives, and asks what it should do."""
 
     @message()

@@ -63,13 +63,13 @@ class LengthLearner:
     def __init__(
         self,
         log_store: LogStoreCalls,
-        shelf: ModelRegistry,
+        registry: ModelRegistry,
         current: TrainedModel,
         use: Callable[[TrainedModel], None],
         settings: PredictorConfig,
     ) -> None:
         self._log_store = log_store
-        self._shelf = shelf
+        self._registry = registry
         self._current = current
         self._use = use
         self._feature_set = feature_set(current)
@@ -149,5 +149,5 @@ class LengthLearner:
 
     async def _save(self) -> None:
         if self._unsaved is not None:
-            await self._shelf.put(*self._unsaved)
+            await self._registry.put(*self._unsaved)
             self._unsaved = None

@@ -61,7 +61,7 @@ class TextForecasts:
         self._text_model = predictor.encoder
         self._history = history
         self._feature_set = feature_set(artefact)
-        self._shelf = ModelRegistry(log_store, artefact, context.registry)
+        self._registry = ModelRegistry(log_store, artefact, context.registry)
         self._server = ForecastServer(predictor, self._settings.cpu_share, context.degraded)
         self._outbox = LogOutbox(log_store.append_forecasts, ForecastRecords, context.degraded)
         self._version = _version(context.registry)
@@ -97,7 +97,7 @@ class TextForecasts:
         """Coroutines that must run as long as it serves."""
         work = [self._server.run(), self._outbox.run()]
         if self._settings.learn and can_be_retrained(self._artefact):
-            learner = LengthLearner(self._log_store, self._shelf, self._artefact, self._use, self._settings)
+            learner = LengthLearner(self._log_store, self._registry, self._artefact, self._use, self._settings)
             work.append(learner.run() if self._is_learner else self._keep_up())
         return work
 
@@ -124,7 +124,7 @@ class TextForecasts:
 
     async def _look_for_newer(self) -> None:
         try:
-            newest = await self._shelf.newest(int(self._artefact.metadata["version"]))
+            newest = await self._registry.newest(int(self._artefact.metadata["version"]))
         except PeerLost:
             return
         if newest is not None:

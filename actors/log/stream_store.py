@@ -8,7 +8,7 @@ import time
 from prometheus_client import CollectorRegistry, Gauge
 
 from actors.calls.log_store import StreamStoreCalls
-from actors.log.stream_shelf import StreamShelf
+from actors.log.stored_streams import StoredStreams
 from actors.runtime.component import Component, ComponentContext
 from core.messages.resumable import StreamChanges, StreamFound, StreamName, StreamState, StreamVerdicts
 
@@ -21,7 +21,7 @@ class StreamStore(Component, StreamStoreCalls):
     def __init__(self, context: ComponentContext) -> None:
         super().__init__(context)
         server = context.config.server
-        self._shelf = StreamShelf(server.max_stream_bytes_per_tenant, server.max_stream_bytes, time.monotonic())
+        self._streams = StoredStreams(server.max_stream_bytes_per_tenant, server.max_stream_bytes, time.monotonic())
         self._num_streams, self._num_bytes = _gauges(context.registry)
 
     @property
@@ -30,16 +30,16 @@ class StreamStore(Component, StreamStoreCalls):
         return 0
 
     async def change(self, changes: StreamChanges) -> StreamVerdicts:
-        verdicts = self._shelf.change(changes, time.monotonic())
-        self._num_streams.set(len(self._shelf))
-        self._num_bytes.set(self._shelf.num_bytes)
+        verdicts = self._streams.change(changes, time.monotonic())
+        self._num_streams.set(len(self._streams))
+        self._num_bytes.set(self._streams.num_bytes)
         return verdicts
 
     async def find(self, name: StreamName) -> StreamFound:
-        return self._shelf.find(name.stream_id, time.monotonic())
+        return self._streams.find(name.stream_id, time.monotonic())
 
     async def take(self, name: StreamName) -> StreamState | None:
-        return self._shelf.take(name.stream_id, time.monotonic())
+        return self._streams.take(name.stream_id, time.monotonic())
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Watches that a host goes on, and ends it when it does not; its keeper then starts it again."""
+"""Watches that a host goes on, and ends it when it does not; the task that watches it then starts it again."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ from policies.replica.events import (
     WorkerReported,
 )
 from policies.replica.live_view import SchedulerWatch
-from policies.replica.offload_desk import OffloadTally
+from policies.replica.offload_client import OffloadTally
 
 SAY_AGAIN_S = 1.0
 """The Router hears of the replica at least this often, so that a new one knows it soon."""

@@ -89,7 +89,7 @@ class Supervisor(Component, SupervisorCalls):
         self._counts = initial_counts(context.config, sees=self._site.sees)
         self._store = ClusterStore(self._site.namespace)
         self._homes = Homes(self._store, on_gpu=context.config.engine.device == "cuda")
-        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._watches: dict[str, asyncio.Task[None]] = {}
         self._started: dict[str, asyncio.Future[None]] = {}
         self._restarts = ComponentRestarts(context.registry)
         self._scaling = asyncio.Lock()
@@ -120,7 +120,7 @@ class Supervisor(Component, SupervisorCalls):
         self._keep_wanted()
         self._started[self._own] = asyncio.get_running_loop().create_future()
         # Not awaited here: this process takes no other components before the Supervisor has started.
-        self._keepers[self._own] = self._watched(self._start_own())
+        self._watches[self._own] = self._watched(self._start_own())
         for replica in self._counts.draining:
             self.spawn(self._finish_drain(replica))
         if self._upgrade.is_under_way:
@@ -132,9 +132,9 @@ class Supervisor(Component, SupervisorCalls):
         self.spawn(again_and_again(self._history.run, HISTORY_PAUSE_S))  # a fault in it is no reason to start again
 
     async def stop(self) -> None:
-        for task in self._keepers.values():
+        for task in self._watches.values():
             task.cancel()
-        await asyncio.gather(*self._keepers.values(), return_exceptions=True)
+        await asyncio.gather(*self._watches.values(), return_exceptions=True)
         await super().stop()
 
     async def started(self) -> None:
@@ -184,7 +184,7 @@ class Supervisor(Component, SupervisorCalls):
         # It goes on without the caller, which may end meanwhile.
         return await asyncio.shield(asyncio.create_task(self._begin_upgrade(order)))
 
-    async def attend(self, report: IngressReport) -> IngressOrders:
+    async def report_ingress(self, report: IngressReport) -> IngressOrders:
         drain_s = self._ingresses.report(report, time.monotonic())
         upgrade, state = self._upgrade, self._upgrade.state
         return IngressOrders(drain_s, state.current, state.oldest, upgrade.switch_in_s(), upgrade.limits())
@@ -282,9 +282,9 @@ class Supervisor(Component, SupervisorCalls):
     def _keep_wanted(self) -> None:
         """Starts a task for every other wanted host that has none."""
         for host in self._wanted():
-            if host not in self._keepers and host != self._own:
+            if host not in self._watches and host != self._own:
                 self._started[host] = asyncio.get_running_loop().create_future()
-                self._keepers[host] = self._watched(self._keep(host))
+                self._watches[host] = self._watched(self._keep(host))
 
     def _watched(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs ``work`` as a task; if it raises, the Supervisor fails and is restarted."""
@@ -303,7 +303,7 @@ class Supervisor(Component, SupervisorCalls):
                 await self._add(host, handle)
 
     async def _add_own(self) -> None:
-        """Adds the components that share this process; the keeper of this process keeps them as well."""
+        """Adds the components that share this process; the watch of this process keeps them as well."""
         if self._own not in self._wanted():
             return
         handle = find_host(self._own, self._site.namespace)
@@ -387,11 +387,11 @@ class Supervisor(Component, SupervisorCalls):
         host = host_of(component, self._site.placement)
         handle = find_host(host, self._site.namespace)
         if handle is None:
-            return  # its keeper starts it
+            return  # its watch starts it
         if host == component:
-            ray.kill(handle)  # its keeper starts it again
+            ray.kill(handle)  # its watch starts it again
             return
-        with contextlib.suppress(RayActorError):  # its process has died; its keeper starts all of it again
+        with contextlib.suppress(RayActorError):  # its process has died; its watch starts all of it again
             await handle.remove.remote(component)
             await self._add(host, handle)
 
@@ -484,10 +484,10 @@ class Supervisor(Component, SupervisorCalls):
             if handle is not None:
                 await handle.remove.remote(component)
             return
-        keeper = self._keepers.pop(host, None)
+        watch = self._watches.pop(host, None)
         self._started.pop(host, None)
-        if keeper is not None:
-            keeper.cancel()
+        if watch is not None:
+            watch.cancel()
         if handle is not None:
             ray.kill(handle)
             await until_gone(host, self._site.namespace)

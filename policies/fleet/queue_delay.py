@@ -92,14 +92,14 @@ class Prediction:
 
 
 def predict(outlook: LoadSnapshot, request: Request, level: float) -> Prediction | None:
-    """When a request with a wish would have its tokens, with a probability of ``level``; None where nothing is known.
+    """When a request with a target would have its tokens, with a probability of ``level``; None where nothing is known.
 
-    Only requests with wishes count as before it: the others give way to it in the end.
+    Only requests with targets count as before it: the others give way to it in the end.
     """
     demand, cost = outlook.demand, outlook.cost
     if cost is None or not outlook.num_replicas:
         return None
-    share = demand.num_wishing / demand.num_requests if demand.num_requests else 1.0
+    share = demand.num_with_targets / demand.num_requests if demand.num_requests else 1.0
     delay = delay_law(replace(outlook, demand=demand.scaled(share)), outlook.num_replicas)
     if delay is None:
         return None

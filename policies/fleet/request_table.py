@@ -36,7 +36,7 @@ class Entry:
         known_len: Tokens of its prompt, and of its output in earlier attempts, when it was placed.
         expected_len: Output tokens predicted beyond these, at most ``most_len``.
         variance: How uncertain that is, in tokens squared.
-        wishes: Whether its client has said by when it wants tokens.
+        has_target: Whether its client has said by when it wants tokens.
     """
 
     attempt: int
@@ -49,7 +49,7 @@ class Entry:
     expected_len: float = 0.0
     most_len: float = 0.0
     variance: float = 0.0
-    wishes: bool = False
+    has_target: bool = False
 
     @property
     def hit_len(self) -> int:
@@ -265,7 +265,8 @@ class RequestTable:
             cached_tokens=sum(entry.hit_len for entry in placed),
             output_tokens=sum(entry.expected_len for entry in placed) + sum(map(self._expected_len, waiting)),
             output_variance=sum(entry.variance for entry in placed) + sum(map(self._variance, waiting)),
-            num_wishing=sum(entry.wishes for entry in placed) + sum(request.wants_speed for request in waiting),
+            num_with_targets=sum(entry.has_target for entry in placed)
+            + sum(request.wants_speed for request in waiting),
         )
 
     def accept(self, requests: Iterable[Request]) -> tuple[list[Request], list[GlobalInstruction]]:
@@ -330,7 +331,7 @@ class RequestTable:
             expected_len=self._expected_len(request),
             most_len=request.max_total_len - request.known_len,
             variance=self._variance(request),
-            wishes=request.wants_speed,
+            has_target=request.wants_speed,
         )
         self._enter(request.request_id, entry, self._work(request))
 

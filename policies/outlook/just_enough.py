@@ -71,7 +71,7 @@ class ServicePace:
 
 
 class JustEnough:
-    """Finds the jobs that can wait no longer. O(jobs with a wish) every ``LOOK_S``, else O(1).
+    """Finds the jobs that can wait no longer. O(jobs with a target) every ``LOOK_S``, else O(1).
 
     Args:
         laws: What is known of the tokens still to come.
@@ -84,36 +84,36 @@ class JustEnough:
     def __init__(self, laws: RemainingLaws, lead_s: float) -> None:
         self.due: dict[str, ScheduledRequest] = {}
         self._laws, self._lead_s = laws, lead_s
-        self._wishing: dict[str, ScheduledRequest] = {}
+        self._with_targets: dict[str, ScheduledRequest] = {}
         self._began: dict[str, float] = {}  # when their first tokens were seen
         self._looks_at = math.inf
         self._longest = 0.0  # prompt of late, in tokens
 
     def add(self, job: ScheduledRequest, now: float) -> None:
-        """A job has come, with a wish or without."""
+        """A job has come, with a target or without."""
         self._longest = max(FADING * self._longest, min(job.missing_len, MOST_PROMPT))
         if job.request.wants_speed:
-            self._wishing[job.request_id] = job
+            self._with_targets[job.request_id] = job
             self._looks_at = now
 
     def remove(self, request_id: str) -> None:
         """A job has left; unknown ones are ignored."""
-        if self._wishing or self.due:
-            self._wishing.pop(request_id, None)
+        if self._with_targets or self.due:
+            self._with_targets.pop(request_id, None)
             self.due.pop(request_id, None)
             self._began.pop(request_id, None)
 
     def is_to_look(self, now: float) -> bool:
         """Whether ``became_due`` would look."""
-        return bool(self._wishing) and now >= self._looks_at
+        return bool(self._with_targets) and now >= self._looks_at
 
     def became_due(self, pace: ServicePace, now: float) -> list[tuple[ScheduledRequest, float]]:
         """Jobs that can wait no longer since now, and their latest starts."""
-        jobs = list(self._wishing.values())
+        jobs = list(self._with_targets.values())
         latest = self.latest_starts(jobs, pace, now)
         found = [(job, at) for job, at in zip(jobs, latest, strict=True) if at <= now]
         for job, _ in found:
-            self.due[job.request_id] = self._wishing.pop(job.request_id)
+            self.due[job.request_id] = self._with_targets.pop(job.request_id)
         self._looks_at = min(min((at for at in latest if at > now), default=math.inf), now + LOOK_S)
         return found
 

@@ -23,7 +23,7 @@ UNKNOWN_OUTPUT_LEN = 256.0
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ReplicaJobs:
     """The jobs of a replica as its scheduler has them.
 
     Attributes:
@@ -68,17 +68,17 @@ class PromiseMaker:
         """Lengths are learned from now on, as after a first question."""
         self._is_asked = True
 
-    def promise(self, arrived: Iterable[Job], standing: Standing, cost: StepCost, now: float) -> list[Outlook]:
+    def promise(self, arrived: Iterable[Job], jobs_here: ReplicaJobs, cost: StepCost, now: float) -> list[Outlook]:
         """When jobs that have just come will end; their ends are learned from. All from one roll-out."""
         self._is_asked = True
         jobs = list(arrived)
         for job in jobs:
-            self._arrived(job, len(standing.running), now)
-        return self._outlooks(jobs, standing, cost, now, keeps=True)
+            self._arrived(job, len(jobs_here.running), now)
+        return self._outlooks(jobs, jobs_here, cost, now, keeps=True)
 
-    def outlook(self, jobs: Sequence[Job], standing: Standing, cost: StepCost, now: float) -> list[Outlook]:
+    def outlook(self, jobs: Sequence[Job], jobs_here: ReplicaJobs, cost: StepCost, now: float) -> list[Outlook]:
         """The same for jobs that have been here for a while; nothing is kept."""
-        return self._outlooks(jobs, standing, cost, now, keeps=False)
+        return self._outlooks(jobs, jobs_here, cost, now, keeps=False)
 
     def ended(self, job: Job, now: float, *, censored: bool) -> None:
         """A job has ended; ``censored``: it was cut off, so its natural length is unknown."""
@@ -101,13 +101,18 @@ class PromiseMaker:
         self._beside.add(num_running)
 
     def _outlooks(
-        self, jobs: Sequence[Job], standing: Standing, cost: StepCost, now: float, *, keeps: bool
+        self, jobs: Sequence[Job], jobs_here: ReplicaJobs, cost: StepCost, now: float, *, keeps: bool
     ) -> list[Outlook]:
         state = QueueState(
-            standing.running, standing.waiting, standing.num_waiting, self._max_num_seqs, cost, self._traffic(cost, now)
+            jobs_here.running,
+            jobs_here.waiting,
+            jobs_here.num_waiting,
+            self._max_num_seqs,
+            cost,
+            self._traffic(cost, now),
         )
         roll_out = RollOut(state, self.laws)
-        placed = {job.request_id for job in standing.running}
+        placed = {job.request_id for job in jobs_here.running}
         found = []
         for job in jobs:
             waits = job.request_id not in placed

@@ -21,7 +21,7 @@ from kvcache.cache_journal import CacheMirror
 from policies.budget.step_budget import NO_BUDGET, StepBudget
 from policies.interfaces import ReplicaPolicies, ScheduledRequest
 from policies.outlook.just_enough import JustEnough, ServicePace
-from policies.outlook.promises import Outlook, PromiseMaker, Standing
+from policies.outlook.promises import Outlook, PromiseMaker, ReplicaJobs
 from policies.outlook.rollout import MAX_LISTED
 from policies.replica.decision_trace import Account, DecisionTrace, promise_facts
 from policies.replica.events import (
@@ -60,7 +60,7 @@ from policies.replica.facts import (
     TurnsChanged,
 )
 from policies.replica.mirror import WorkerMirror
-from policies.replica.offload_desk import OffloadDesk, OffloadTally
+from policies.replica.offload_client import OffloadClient, OffloadTally
 from policies.replica.planner import ReplicaPlans
 from policies.replica.step_selector import StepSelector
 from policies.tenancy.fair_shares import FairShares
@@ -81,7 +81,7 @@ class SchedulerLimits:
             plans take no time.
         budget: How many prompt tokens a step may carry beside streams.
         gives_way: As in ``StepSelector``.
-        offload_deadline_s: As in ``OffloadDesk``: 0 where nothing answers, or where an answer takes no time.
+        offload_deadline_s: As in ``OffloadClient``: 0 where nothing answers, or where an answer takes no time.
     """
 
     max_num_seqs: int
@@ -109,9 +109,9 @@ class ReplicaScheduler:
         self._promises = PromiseMaker(limits.max_num_seqs)
         self._just_enough = JustEnough(self._promises.laws, limits.grant_lead_s)
         due, gives_way = self._just_enough.due, limits.gives_way
-        self._desk = desk = OffloadDesk(limits.offload_deadline_s)
+        self._offload = offload = OffloadClient(limits.offload_deadline_s)
         self.selector = StepSelector(
-            policies, limits.max_num_seqs, mirror, shares, due=due, gives_way=gives_way, desk=desk
+            policies, limits.max_num_seqs, mirror, shares, due=due, gives_way=gives_way, offload=offload
         )
         self._planner = ReplicaPlans(policies.order, limits.budget, limits.grant_lead_s, mirror)
 
@@ -159,7 +159,7 @@ class ReplicaScheduler:
     @property
     def offload_tally(self) -> OffloadTally:
         """Who has decided about KV so far."""
-        return self._desk.tally
+        return self._offload.tally
 
     @property
     def cache(self) -> CacheMirror:
@@ -186,7 +186,7 @@ class ReplicaScheduler:
         jobs, cost = self._here(request_ids), self._planner.cost
         if cost is None or not jobs or self._mirror.worker is None:
             return []
-        outlooks = self._promises.promise(jobs, self._standing(now), cost, now)
+        outlooks = self._promises.promise(jobs, self._replica_jobs(now), cost, now)
         promises = [_promise(job, outlook) for job, outlook in zip(jobs, outlooks, strict=True)]
         for made in promises:
             self._trace.promised(made, now)
@@ -207,29 +207,29 @@ class ReplicaScheduler:
         jobs, cost = self._here(request_ids), self._planner.cost
         if cost is None or not jobs or self._mirror.worker is None:
             return []
-        outlooks = self._promises.outlook(jobs, self._standing(now), cost, now)
+        outlooks = self._promises.outlook(jobs, self._replica_jobs(now), cost, now)
         return [_promise(job, outlook) for job, outlook in zip(jobs, outlooks, strict=True)]
 
     def _here(self, request_ids: Iterable[str]) -> list[ScheduledRequest]:
         requests = self._mirror.requests
         return [requests[request_id] for request_id in request_ids if request_id in requests]
 
-    def _standing(self, now: float) -> Standing:
+    def _replica_jobs(self, now: float) -> ReplicaJobs:
         waiting = list(itertools.islice(self.selector.waiting(now), MAX_LISTED))
-        return Standing(tuple(self.selector.running), waiting, self._mirror.num_waiting)
+        return ReplicaJobs(tuple(self.selector.running), waiting, self._mirror.num_waiting)
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
         """Books the event, decides, tells the worker; nothing else mutates. ``now``: seconds of a monotonic clock."""
         if isinstance(event, PromisesAsked):
             return [PromisesMade(tuple(self.promise(event.request_ids, now)))]
         out: list[Instruction] = []
-        self._desk.look(now)
+        self._offload.look(now)
         for said in itertools.chain(self._book(event, now), self._decide(event, now), self._tell(now)):
             if isinstance(said, Fact):
                 self._trace.observe(said, now)  # when it happens, and nowhere else
             else:
                 out.append(said)
-        question = self._desk.take_question()
+        question = self._offload.take_question()
         if question is not None:
             out.append(AskOffload(question))
         return out + self._trace.settle(self._mirror.worker is not None, now)
@@ -255,7 +255,7 @@ class ReplicaScheduler:
             case WorkerLost():
                 return self._lose_all()
             case OffloadUnanswered(seq, lost):
-                (self._desk.unanswered if lost else self._desk.late)(seq)
+                (self._offload.unanswered if lost else self._offload.late)(seq)
         return ()
 
     def _book_arrivals(self, event: RequestsArrived, now: float) -> Iterator[Fact | Instruction]:
@@ -365,7 +365,7 @@ class ReplicaScheduler:
             self._exit(tracked)
             self._promises.left(tracked.request_id)
         self._mirror.lose_worker()
-        self._desk.forget()
+        self._offload.forget()
         self.selector.running = []
         self._planner.begin_anew()
 
@@ -446,7 +446,7 @@ class ReplicaScheduler:
         if self._mirror.worker is None:
             return
         if isinstance(event, OffloadOrdered):
-            question = self._desk.answer(event.orders, now)
+            question = self._offload.answer(event.orders, now)
             fits = question is None or (yield from self.selector.obey(question, event.orders, now))
         else:
             self._hurry(now)

@@ -17,7 +17,7 @@ from policies.order.offload_orders import ask
 from policies.replica import flex
 from policies.replica.facts import Admitted, Evicted, Fact, NotAdmitted
 from policies.replica.mirror import WorkerMirror
-from policies.replica.offload_desk import OffloadDesk
+from policies.replica.offload_client import OffloadClient
 from policies.replica.order_check import standing_orders
 from policies.tenancy.fair_shares import FairShares
 
@@ -181,7 +181,7 @@ class StepSelector:
         shares: Puts what the order ranks into the order of the tenants' turns.
         due: Jobs that can wait no longer, by id, as they are at each scheduling point.
         gives_way: Whether jobs step aside for those that are due, and flex jobs for all others; not inside a batch.
-        desk: Says who decides about KV.
+        offload: Says who decides about KV.
 
     Attributes:
         running: Those of the admitted that are to execute, best first.
@@ -197,7 +197,7 @@ class StepSelector:
         *,
         due: Mapping[str, ScheduledRequest] = MappingProxyType({}),
         gives_way: bool = True,
-        desk: OffloadDesk | None = None,
+        offload: OffloadClient | None = None,
     ) -> None:
         self.order, self.admission, self.kv = policies.order, policies.admission, policies.kv
         self.running: list[Job] = []
@@ -207,7 +207,7 @@ class StepSelector:
         self._shares = shares
         self._due = due
         self._gives_way = gives_way
-        self._desk = desk or OffloadDesk(0.0)
+        self._offload = offload or OffloadClient(0.0)
         self._lets_start = False  # the latest point has given a place to a newcomer
 
     def choose(self, now: float) -> Generator[Fact, None, bool]:
@@ -237,7 +237,7 @@ class StepSelector:
     def obey(self, question: OffloadQuestion, orders: OffloadOrders, now: float) -> Generator[Fact, None, bool]:
         """The KVOffloadManager's answer, as far as it still fits; as ``choose``, of which it is the second half."""
         view = self._mirror.view(self.running)
-        tally = self._desk.tally
+        tally = self._offload.tally
         tally.answered += 1
         if orders.break_off:
             moves = KvMoves(break_off=self.kv.is_due(view))
@@ -249,15 +249,15 @@ class StepSelector:
 
     def _moves(self, view: KvView, now: float) -> KvMoves | None:
         """The moves of this point; None while the KVOffloadManager is asked, and ``obey`` follows."""
-        desk = self._desk
-        if desk.waits:
+        offload = self._offload
+        if offload.waits:
             return None
-        is_due = desk.deadline_s > 0 and self.kv.is_due(view)
-        if desk.asks and is_due:
-            desk.put(ask(desk.next_seq(), view, self.order, now), now)
-        if not desk.decides_alone:
-            return None if desk.waits else KvMoves()
-        desk.tally.alone += is_due
+        is_due = offload.deadline_s > 0 and self.kv.is_due(view)
+        if offload.asks and is_due:
+            offload.put(ask(offload.next_seq(), view, self.order, now), now)
+        if not offload.decides_alone:
+            return None if offload.waits else KvMoves()
+        offload.tally.alone += is_due
         return self.kv.moves(view, now)
 
     def _finish(self, moves: KvMoves, now: float) -> Generator[Fact, None, bool]:

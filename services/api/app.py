@@ -11,9 +11,9 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from core.errors import FarsightError
 from core.exposition import OPEN_METRICS_TYPE, PLAIN_TYPE, accepts_open_metrics
 from core.messages.placement import PlacementView
+from services.api.access.access_control import AccessControl
 from services.api.access.caller import may_observe
-from services.api.access.door import Door
-from services.api.access.install import install_door, route_paths, routes_of, usage_routes
+from services.api.access.install import install_access_control, route_paths, routes_of, usage_routes
 from services.api.access.metered import MeteredGenerator
 from services.api.admin import Administration, admin_routes
 from services.api.answers.beam_search import search
@@ -57,7 +57,7 @@ from services.api.readiness import DrainGate, Readiness
 from services.api.requests import Generation, check_model, generation_of
 from services.api.schemas import ChatCompletionRequest, CompletionRequest
 from services.api.shedding import Reason, Shed
-from services.api.streams.keeper import StreamKeeper
+from services.api.streams.manager import StreamManager
 from services.api.streams.routes import ResumableStreams, stream_routes, wants_resumable
 from services.api.text.prompts import PromptEncoder
 from services.api.tokens import token_routes
@@ -92,10 +92,10 @@ def build_app(
     *,
     operator: Operator | None = None,
     shares_across_keys: bool = True,
-    door: Door | None = None,
+    access: AccessControl | None = None,
     workers: BodyWorkers | None = None,
     readiness: Readiness | None = None,
-    keeper: StreamKeeper | None = None,
+    manager: StreamManager | None = None,
     shed: Reason | None = None,
     spans: SpanExporter | None = None,
     batches: Batches | None = None,
@@ -110,10 +110,10 @@ def build_app(
         administration: The admin token and its rights; without it all admin routes refuse.
         operator: Knows the components; without it there are no routes and pages for operators.
         shares_across_keys: Whether requests of different tenants, or bearer keys, share cached prefixes.
-        door: Asks for keys and counts for tenants; without one every request comes in.
+        access: Asks for keys and counts for tenants; without one every request comes in.
         workers: Read large bodies; without them a thread of this process does.
         readiness: What is known of the Supervisor and of a drain; without it there is neither.
-        keeper: Runs resumable streams; without one, streams are not resumable.
+        manager: Runs resumable streams; without one, streams are not resumable.
         shed: Asked of each request for tokens before its body is read; without it none is refused so early.
         spans: Takes the spans of requests; without one there are none.
         batches: Keeps files, batches and responses of clients; without it there are none.
@@ -131,12 +131,12 @@ def build_app(
     if operator is not None:
         # First: open pages ask again and again, and routes are tried in turn.
         _add(app, live_routes(generator, operator))
-    if door is not None:
-        generator = MeteredGenerator(generator, door, shares_prefixes=shares_across_keys)
-        _add(app, usage_routes(door, _ERRORS))
-        shares_across_keys = shares_across_keys or not door.is_open  # a caller's tenant is in the salt already
+    if access is not None:
+        generator = MeteredGenerator(generator, access, shares_prefixes=shares_across_keys)
+        _add(app, usage_routes(access, _ERRORS))
+        shares_across_keys = shares_across_keys or not access.is_open  # a caller's tenant is in the salt already
     _add(app, _model_routes(generator))
-    streams = None if keeper is None else ResumableStreams(keeper, generator, encoder.texts, door)
+    streams = None if manager is None else ResumableStreams(manager, generator, encoder.texts, access)
     _add(app, token_routes(generator, encoder, _ERRORS, shares_across_keys=shares_across_keys))
     calls = VectorCalls(generator, encoder, shares_across_keys=shares_across_keys)
     _add(app, vector_routes(calls, _ERRORS))
@@ -163,8 +163,8 @@ def build_app(
     app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes, larger=larger)
     if shed is not None:
         app.add_middleware(Shed, reason=shed, readiness=readiness, max_body_bytes=max_body_bytes)
-    if door is not None:
-        install_door(app, door)
+    if access is not None:
+        install_access_control(app, access)
     if spans is not None:
         app.add_middleware(Tracing, exporter=spans)
     app.add_middleware(Slashes)

@@ -16,7 +16,7 @@ from core.messages.series import RecentDecisions
 from core.messages.status import StatusReply
 from core.messages.tokens import TokenDelta
 from core.request import Request
-from services.api.pictures.placing import Sight
+from services.api.pictures.placing import ImageInput
 from services.api.text.prompts import PromptText
 
 R = TypeVar("R")
@@ -39,7 +39,7 @@ class ModelInfo:
         no_forecasts: Why requests get no forecasts of their own, and what makes them; empty if they get them.
         version: Version of the weights that new requests run on.
         abilities: What it can do.
-        sight: How it sees; None if it reads text alone.
+        image_input: How it sees; None if it reads text alone.
         root: Directory or file of the model and its tokenizer on the server's machine, for clients that may know it;
             empty where there is none.
     """
@@ -56,7 +56,7 @@ class ModelInfo:
     abilities: Abilities = field(default_factory=Abilities)
     aliases: tuple[str, ...] = ()
     end_ids: tuple[int, ...] = ()
-    sight: Sight | None = None
+    image_input: ImageInput | None = None
     root: str = ""
 
     @property

@@ -110,12 +110,12 @@ async def with_pictures(backend: Generator, generation: Generation, salt: str) -
         ApiError, InvalidValueError: A picture that cannot be read, or a prompt that does not fit with it.
         CapacityError: Too many pictures wait.
     """
-    sight = backend.model.sight
-    if not generation.pictures or sight is None:
+    image_input = backend.model.image_input
+    if not generation.pictures or image_input is None:
         return generation
     images = await backend.see(generation.pictures, salt)
     [prompt] = generation.prompts
-    prompt = placed(prompt, images, sight)
+    prompt = placed(prompt, images, image_input)
     room = check_prompt_len("messages", prompt.prompt_len, backend.model)
     most = prompt.sampling.max_new_tokens
     if most > room and generation.limit_field:
@@ -136,14 +136,14 @@ async def prompt_ids_of(body: ChatTurn, backend: Generator, encoder: PromptEncod
     Raises:
         ApiError, InvalidValueError, CapacityError: As ``with_pictures``.
     """
-    sight = backend.model.sight
-    rendered = await encoder.render_chat_soon(prompt_of_chat(body, sight))
+    image_input = backend.model.image_input
+    rendered = await encoder.render_chat_soon(prompt_of_chat(body, image_input))
     ids = await asyncio.to_thread(encoder.encode_rendered, rendered)
     pictures = pictures_of(message.content for message in body.messages or ())
-    if not pictures or sight is None:
+    if not pictures or image_input is None:
         return ids
-    check_places(ids, len(pictures), sight)
-    return expanded(ids, await backend.see(pictures, salt), sight)[0]
+    check_places(ids, len(pictures), image_input)
+    return expanded(ids, await backend.see(pictures, salt), image_input)[0]
 
 
 def shown_choices(generation: Generation, results: Sequence[ChoiceResult]) -> list[ChoiceResult]:

@@ -32,18 +32,18 @@ class Readiness:
     def __init__(self, silence_s: float = math.inf, now: Callable[[], float] = time.monotonic) -> None:
         self._silence_s = silence_s
         self._now = now
-        self._attended_at = now()
+        self._heard_at = now()
         self.is_draining = False
         self.num_open = 0
 
-    def attended(self) -> None:
+    def heard_supervisor(self) -> None:
         """The Supervisor has answered."""
-        self._attended_at = self._now()
+        self._heard_at = self._now()
 
     @property
     def is_supervised(self) -> bool:
         """Whether the Supervisor has answered of late."""
-        return self._now() - self._attended_at < self._silence_s
+        return self._now() - self._heard_at < self._silence_s
 
     def problem(self, *, healthy: bool) -> ApiError | None:
         """Why the process is not ready; None if it is.

@@ -18,7 +18,7 @@ from services.api.beams.fields import BeamParams
 from services.api.errors import ApiError
 from services.api.fields import shown
 from services.api.pictures.collecting import check_pictures, check_places, pictures_of
-from services.api.pictures.placing import Sight
+from services.api.pictures.placing import ImageInput
 from services.api.schemas import ChatCompletionRequest, ChatTurn, CompletionRequest, SamplingFields
 from services.api.structured import Constraint
 from services.api.text.echo import Echo, last_turn
@@ -159,7 +159,7 @@ async def generation_of(
     """
     if isinstance(body, ChatCompletionRequest):
         check_generates(body.model, model)
-        text = await encoder.render_chat_soon(prompt_of_chat(body, model.sight))
+        text = await encoder.render_chat_soon(prompt_of_chat(body, model.image_input))
         if len(text) < _THREAD_FROM_CHARS and body.constraint is None and not body.tools:
             return _of_chat(body, text, model, encoder)
         return await asyncio.to_thread(_of_chat, body, text, model, encoder)
@@ -180,7 +180,7 @@ def make_generation(
     check_generates(body.model, model)
     if isinstance(body, CompletionRequest):
         return _of_completion(body, model, encoder)
-    return _of_chat(body, encoder.render_chat(prompt_of_chat(body, model.sight)), model, encoder)
+    return _of_chat(body, encoder.render_chat(prompt_of_chat(body, model.image_input)), model, encoder)
 
 
 def _of_completion(body: CompletionRequest, model: ModelInfo, encoder: PromptEncoder) -> Generation:
@@ -244,18 +244,18 @@ def _truncated(prompt_ids: tuple[int, ...], body: SamplingFields, model: ModelIn
     return prompt_ids[:kept] if body.truncation_side == "right" else prompt_ids[-kept:]
 
 
-def prompt_of_chat(body: ChatTurn, sight: Sight | None = None) -> ChatPrompt:
+def prompt_of_chat(body: ChatTurn, image_input: ImageInput | None = None) -> ChatPrompt:
     """The messages, their tools and where they end, as the encoder renders them.
 
     Raises:
         InvalidValueError: There are pictures, and the model does not see, or too many.
     """
-    check_pictures((message.content for message in body.messages or ()), sight)
+    check_pictures((message.content for message in body.messages or ()), image_input)
     end = ChatEnd.NEW_TURN if body.add_generation_prompt is not False else ChatEnd.AFTER_MESSAGES
     if body.continue_final_message:
         end = ChatEnd.IN_FINAL_MESSAGE
     return ChatPrompt(
-        _messages(body), end, body.shown_tools, body.template_arguments, "" if sight is None else sight.text
+        _messages(body), end, body.shown_tools, body.template_arguments, "" if image_input is None else image_input.text
     )
 
 
@@ -272,8 +272,8 @@ def _of_chat(body: ChatCompletionRequest, text: str, model: ModelInfo, encoder: 
     pictures = pictures_of(message.content for message in body.messages)
     if pictures and body.truncate_prompt_tokens is not None:
         raise InvalidValueError("truncate_prompt_tokens", body.truncate_prompt_tokens, "null beside pictures")
-    if pictures and model.sight is not None:
-        check_places(prompt_ids, len(pictures), model.sight)
+    if pictures and model.image_input is not None:
+        check_places(prompt_ids, len(pictures), model.image_input)
     room = check_prompt_len("messages", len(prompt_ids), model)
     limit = None
     if body.max_completion_tokens is not None:

@@ -32,11 +32,11 @@ from services.api.fields import (
     NeutralOnly,
     refused,
 )
+from services.api.latency_targets import TargetFields
 from services.api.pictures.content import MixedContent, check_content
 from services.api.strict import StrictModel
 from services.api.structured import Constraint, ResponseFormat, SchemaOrText, StructuredOutputs, constraint_of
 from services.api.tools.fields import MAX_CALLS, MAX_SCHEMA_DEPTH, ToolCall, ToolFields
-from services.api.wishes import WishFields
 from tokenization.grammars.rewriting import nesting
 
 MAX_THINKING_TOKENS = 2**31 - 1
@@ -140,7 +140,7 @@ class StreamOptions(StrictModel):
     continuous_usage_stats: bool | None = Field(None, description="Extension; every chunk says the usage so far.")
 
 
-class SamplingFields(BeamFields, WishFields):
+class SamplingFields(BeamFields, TargetFields):
     """The fields that both endpoints share."""
 
     model: str | None = Field(None, description="A name that is served here; the first of them if not given.")

@@ -87,7 +87,7 @@ def token_routes(
         """Takes a large body where pictures make it large."""
 
         async def handle_large(self, request: Request, body: bytes) -> Response:
-            if self.path_format != "/tokenize" or backend.model.sight is None:
+            if self.path_format != "/tokenize" or backend.model.image_input is None:
                 return await super().handle_large(request, body)
             reply = await reply_to(await read_whole(TokenizeRequest, body), request)
             return JSONResponse(reply.model_dump(mode="json"))

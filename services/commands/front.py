@@ -11,7 +11,7 @@ import typer
 
 from core.config.load import make_config
 from core.errors import ConfigError, FarsightError
-from services.api.access.door import API_KEY_VARIABLE
+from services.api.access.access_control import API_KEY_VARIABLE
 from services.commands.ask import ask
 from services.commands.front_servers import (
     TAKES_TOKENS,

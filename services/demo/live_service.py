@@ -16,7 +16,7 @@ import aiohttp
 import psutil
 
 from core.errors import FarsightError
-from services.api.access.door import API_KEY_VARIABLE
+from services.api.access.access_control import API_KEY_VARIABLE
 from services.demo.settings import to_toml
 from services.run_file import ADMIN_TOKEN_VARIABLE
 

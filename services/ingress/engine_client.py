@@ -135,7 +135,7 @@ class EngineClient:
         """Starts the background pumps, on the event loop that serves requests."""
         self._port = await self._health.start()
         work = [self._pump_outgoing, self._pump_announcements, self._log.run, self._traces.run]
-        if self.model.sight is not None:
+        if self.model.image_input is not None:
             work.append(self._images.run)
         if self._keep is not None:
             work.append(self._keep)

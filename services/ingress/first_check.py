@@ -15,8 +15,8 @@ from core.errors import CapacityError
 from core.load_snapshot import Demand, LoadSnapshot
 from core.messages.requests import AnnounceReply, IngressLoad
 from core.request import Request
+from policies.fleet.latency_targets import TargetCheck
 from policies.fleet.queue_delay import ended_after_s, queue_delay_s
-from policies.fleet.wishes import WishCheck
 
 RETRY_AFTER_S = 1.0
 """Where nothing is known of what requests take."""
@@ -68,7 +68,7 @@ class CountedRequest:
         num_tokens: Output tokens so far.
         output_len: Output tokens that it will have; None if it may end at any token. A forecast is no such number: with
             forecasts that err by half, those that run end less as predicted than evenly.
-        wish_s: Predicted time to the first token of a request with a wish; 0 without one.
+        target_predicted_s: Predicted time to the first token of a request with a target; 0 without one.
     """
 
     request: Request
@@ -77,7 +77,7 @@ class CountedRequest:
     expected_s: float
     num_tokens: int = 0
     output_len: float | None = None
-    wish_s: float = 0.0
+    target_predicted_s: float = 0.0
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
@@ -111,7 +111,7 @@ class FirstCheck:
         self._unplaced: set[CountedRequest] = set()
         self._unheard: set[CountedRequest] = set()  # which the Router may not have known when it last spoke of its load
         self._running: set[CountedRequest] = set()
-        self._wishes, self._wish_s = WishCheck(), 0.0
+        self._targets, self._predicted_s = TargetCheck(), 0.0
         self._predicted_s = self._waited_s = 0.0  # sums in which older waits fade
         self._errors: deque[float] = deque()  # waits less what was expected, in seconds, in order of time ...
         self._ordered: list[float] = []  # ... and of size
@@ -176,7 +176,7 @@ class FirstCheck:
             self._rejected(error.bound)
             raise
         expected_s = self.correction * predicted_s
-        admitted = CountedRequest(request, key, predicted_s, expected_s, wish_s=self._wish_s)
+        admitted = CountedRequest(request, key, predicted_s, expected_s, target_predicted_s=self._predicted_s)
         self._count(key, request, 1)
         self._unplaced.add(admitted)
         self._unheard.add(admitted)
@@ -192,7 +192,7 @@ class FirstCheck:
             tokens = self._own_tokens[key] + self._others_tokens[key]
             most = limits.max_queued_requests_per_key, limits.max_queued_tokens_per_key
             self._check(num, tokens, prompt_len, " of your tenant", *most)
-        self._check_wishes(request)
+        self._check_targets(request)
         return self._check_delay()
 
     def free_places(self) -> int:
@@ -203,12 +203,12 @@ class FirstCheck:
             return 0
         return max(0, outlook.num_replicas * outlook.max_num_seqs - self.in_flight[0])
 
-    def _check_wishes(self, request: Request) -> None:
+    def _check_targets(self, request: Request) -> None:
         """A request that cannot have its tokens by when its client wants them is refused at once."""
-        self._wish_s = 0.0
+        self._predicted_s = 0.0
         if not request.wants_speed or self._outlook is None:
             return
-        missed, self._wish_s = self._wishes.look(self._outlook, request)
+        missed, self._predicted_s = self._targets.look(self._outlook, request)
         if missed is not None:
             raise TooMuch("deadline", missed.message, max(RETRY_AFTER_S, missed.late_s))
 
@@ -220,8 +220,8 @@ class FirstCheck:
         """A request had its first tokens so long after it was admitted."""
         self._running.add(admitted)
         admitted.num_tokens += num_tokens
-        if admitted.wish_s:
-            self._wishes.errors.add(admitted.wish_s, waited_s)
+        if admitted.target_predicted_s:
+            self._targets.errors.add(admitted.target_predicted_s, waited_s)
         predicted_s = admitted.predicted_s
         if predicted_s > 0 and predicted_s >= min(_LEAST_PREDICTED_S, self.limits.max_wait_s / 10):
             self._note_error(waited_s - admitted.expected_s)
@@ -360,7 +360,7 @@ def _changed(seen: LoadSnapshot, request: Request, num: int) -> LoadSnapshot:
         demand.cached_tokens,
         max(0.0, demand.output_tokens + num * output_len),
         max(0.0, demand.output_variance * (1 + num / before)) if before else 0.0,
-        max(0, demand.num_wishing + num * request.wants_speed),
+        max(0, demand.num_with_targets + num * request.wants_speed),
     )
     return dataclasses.replace(seen, demand=changed)
 

@@ -25,27 +25,27 @@ from engine.checkpoint.encoder_config import abilities_of
 from engine.vision.geometry import load_geometry
 from estimator.device_profile import profile_label
 from policies.compose import forecasting_presets, predicts_requests
-from services.api.access.door import Door, door_settings
+from services.api.access.access_control import AccessControl, access_settings
 from services.api.access.metered import MeteredGenerator
 from services.api.admin import Administration
 from services.api.app import build_app
 from services.api.backend import ModelInfo
+from services.api.batches.files import Files
 from services.api.batches.records import Batches
 from services.api.batches.running import BatchRunner, RunningPlace
-from services.api.batches.shelf import Files
 from services.api.body_workers import BodyWorkers
 from services.api.middleware import LoopPace
-from services.api.pictures.placing import Sight
+from services.api.pictures.placing import ImageInput
 from services.api.readiness import Readiness
-from services.api.streams.keeper import StreamKeeper
+from services.api.streams.manager import StreamManager
 from services.api.text.prompts import PromptEncoder
 from services.api.text.settings import text_settings
 from services.api.tracing.exporter import SpanExporter
-from services.ingress.attendance import SUPERVISED_S, Attendance
 from services.ingress.engine_client import EngineClient
 from services.ingress.line_forecasts import line_forecasts
 from services.ingress.liveness import Liveness, publish
 from services.ingress.paced_http import pace_http
+from services.ingress.supervisor_link import SUPERVISED_S, SupervisorLink
 from services.ingress.tenants import TenantExchange
 from services.ingress.traffic import TrafficReports
 from services.proxy.haproxy import PROXY_DIRECTORY_VARIABLE
@@ -89,31 +89,31 @@ class Ingress:
         server = self._site.config.server
         client = await open_client(self._site, serve.get_replica_context().replica_id.unique_id)
         readiness = Readiness(SUPERVISED_S)
-        attendance = Attendance(self._site.peers(), readiness, client.open_requests)
-        await attendance.join()
-        self._attending = asyncio.create_task(again_and_again(attendance.run, LOOK_AGAIN_S))
+        link = SupervisorLink(self._site.peers(), readiness, client.open_requests)
+        await link.join()
+        self._reporting = asyncio.create_task(again_and_again(link.run, LOOK_AGAIN_S))
         await self._tell_liveness(client, readiness)
         leave_full_collections_to_us()
         collect = functools.partial(collect_when_quiet, lambda: client.num_open + len(pace) <= QUIET_REQUESTS)
         self._collecting = asyncio.create_task(again_and_again(collect, LOOK_AGAIN_S))
         reports = TrafficReports(self._site.peers(), client.tally, client.ingress_id)
         self._reporting = asyncio.create_task(again_and_again(reports.run, LOOK_AGAIN_S))
-        door = self._make_door(client)
+        access = self._make_access_control(client)
         limits = connection_limits(server, behind_haproxy=PROXY_DIRECTORY_VARIABLE in os.environ)
 
         def refusal() -> CapacityError | None:
             """Before it is parsed; not where keys have to be looked at first, or a drain is the reason."""
-            return client.first_check.shed(len(pace)) if door.is_open and not readiness.is_draining else None
+            return client.first_check.shed(len(pace)) if access.is_open and not readiness.is_draining else None
 
         # Ray Serve starts its server in this process once the application is built.
         pace_http(pace, limits, refusal, server.max_body_bytes)
-        keeper = StreamKeeper(self._site.peers().stream_store())
-        self._keeping = asyncio.create_task(again_and_again(keeper.run, LOOK_AGAIN_S))
-        shares = server.prefix_sharing == "all" or (server.prefix_sharing == "auto" and door.is_open)
+        manager = StreamManager(self._site.peers().stream_store())
+        self._keeping = asyncio.create_task(again_and_again(manager.run, LOOK_AGAIN_S))
+        shares = server.prefix_sharing == "all" or (server.prefix_sharing == "auto" and access.is_open)
         workers = BodyWorkers(self._site.model_dir, text_settings(self._site.config.model))
         batches = self._make_batches()
         if batches is not None:
-            self._running = asyncio.create_task(self._run_batches(batches, client, door, workers, shares=shares))
+            self._running = asyncio.create_task(self._run_batches(batches, client, access, workers, shares=shares))
         return build_app(
             client,
             self._encoder,
@@ -121,10 +121,10 @@ class Ingress:
             self._administration,
             operator=client.overview,
             shares_across_keys=shares,
-            door=door,
+            access=access,
             workers=workers,
             readiness=readiness,
-            keeper=keeper,
+            manager=manager,
             shed=client.first_check.shed,
             spans=self._spans(client),
             batches=batches,
@@ -144,23 +144,25 @@ class Ingress:
         return Batches(Files(self._site.peers().log_store(), settings)) if settings.max_file_bytes else None
 
     async def _run_batches(
-        self, batches: Batches, client: EngineClient, door: Door, workers: BodyWorkers, *, shares: bool
+        self, batches: Batches, client: EngineClient, access: AccessControl, workers: BodyWorkers, *, shares: bool
     ) -> None:
         """Runs the lines of batches on an application that asks for no key: each line belongs to its batch's tenant."""
         server = self._site.config.server
-        metered = MeteredGenerator(client, door, shares_prefixes=shares)
+        metered = MeteredGenerator(client, access, shares_prefixes=shares)
         app = build_app(metered, self._encoder, server.max_body_bytes, workers=workers)
         forecast_lines = line_forecasts(client, self._encoder)
-        place = RunningPlace(app, door.caller_of, client.first_check.free_places, server.max_body_bytes, forecast_lines)
-        runner = BatchRunner(batches, place, uuid.uuid4().hex[:12], uses_keys=not door.is_open)
+        place = RunningPlace(
+            app, access.caller_of, client.first_check.free_places, server.max_body_bytes, forecast_lines
+        )
+        runner = BatchRunner(batches, place, uuid.uuid4().hex[:12], uses_keys=not access.is_open)
         await again_and_again(runner.run, LOOK_AGAIN_S)
 
-    def _make_door(self, client: EngineClient) -> Door:
-        """The door, which counts tenants together with the other ingress replicas from now on."""
+    def _make_access_control(self, client: EngineClient) -> AccessControl:
+        """Access control, which counts tenants together with the other ingress replicas from now on."""
         config = self._site.config
         # Under `serve deploy` the address is the cluster's, and unknown here.
         on_loopback = self._administration.scales_ingress and is_loopback(config.server.host)
-        settings = door_settings(
+        settings = access_settings(
             config.access,
             os.environ,
             self._administration.token,
@@ -168,10 +170,10 @@ class Ingress:
             behind_haproxy=PROXY_DIRECTORY_VARIABLE in os.environ,
         )
         exchange = TenantExchange(self._site.peers())
-        door = Door(settings, client.registry, usage=exchange.usage)
-        if not door.is_open:
-            self._exchanging = asyncio.create_task(again_and_again(lambda: exchange.run(door), LOOK_AGAIN_S))
-        return door
+        access = AccessControl(settings, client.registry, usage=exchange.usage)
+        if not access.is_open:
+            self._exchanging = asyncio.create_task(again_and_again(lambda: exchange.run(access), LOOK_AGAIN_S))
+        return access
 
     @staticmethod
     async def _tell_liveness(client: EngineClient, readiness: Readiness) -> None:
@@ -186,12 +188,12 @@ class Ingress:
 
 async def open_client(site: Site, ingress_id: str = "") -> EngineClient:
     """Returns a started client, once a replica is up; ``ingress_id`` as for ``EngineClient``."""
-    keeper = asyncio.create_task(keep_supervisor(site))  # the Router may be waiting for one
+    supervising = asyncio.create_task(keep_supervisor(site))  # the Router may be waiting for one
     try:
         served = await _wait_for_model(site)
     finally:
-        keeper.cancel()
-        await asyncio.gather(keeper, return_exceptions=True)
+        supervising.cancel()
+        await asyncio.gather(supervising, return_exceptions=True)
     ready = served.ready
     model = ModelInfo(
         name=site.config.model.name,
@@ -205,7 +207,7 @@ async def open_client(site: Site, ingress_id: str = "") -> EngineClient:
         emulated=profile_label(site.config.engine.profile),
         no_forecasts=why_no_forecasts(site.config),
         abilities=served_abilities(site),
-        sight=served_sight(site),
+        image_input=served_image_input(site),
         root=site.model_dir,
     )
     client = EngineClient(
@@ -237,13 +239,13 @@ def served_abilities(site: Site) -> Abilities:
     return abilities_of(Path(site.model_dir))
 
 
-def served_sight(site: Site) -> Sight | None:
+def served_image_input(site: Site) -> ImageInput | None:
     """How the replicas of our own engine see; None if they do not."""
     geometry = load_geometry(Path(site.model_dir)) if site.sees else None
     if geometry is None:
         return None
     text = f"{geometry.before}{geometry.placeholder}{geometry.after}"
-    return Sight(text, geometry.placeholder_id, site.config.images.max_per_request)
+    return ImageInput(text, geometry.placeholder_id, site.config.images.max_per_request)
 
 
 async def _wait_for_model(site: Site) -> ServedModel:

@@ -9,7 +9,7 @@ import uuid
 from actors.runtime.peer import PeerBook, PeerLost
 from core.errors import FarsightError
 from core.messages.tenants import TenantReport, TenantUsage
-from services.api.access.door import Door
+from services.api.access.access_control import AccessControl
 
 EXCHANGE_S = 0.25
 """Seconds between two reports while tenants send requests."""
@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 class TenantExchange:
-    """Reports the counts of a door, and corrects its budgets by the answers.
+    """Reports the counts of access control, and corrects its budgets by the answers.
 
-    While no Supervisor answers, the door goes on by what it knows; the next report holds everything since.
+    While no Supervisor answers, access control goes on by what it knows; the next report holds everything since.
 
     Args:
         ingress_id: Names this life of the ingress replica.
@@ -33,29 +33,29 @@ class TenantExchange:
         self._ingress_id = ingress_id or uuid.uuid4().hex
         self._epoch = ""
 
-    async def run(self, door: Door) -> None:
+    async def run(self, access: AccessControl) -> None:
         """Reports until it is cancelled."""
         while True:
-            await self.exchange(door)
+            await self.exchange(access)
             await asyncio.sleep(EXCHANGE_S)
 
-    async def exchange(self, door: Door) -> None:
+    async def exchange(self, access: AccessControl) -> None:
         """One report, if there is anything to report."""
-        counts = tuple(door.take_due())
+        counts = tuple(access.take_due())
         if not counts:
             return
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 answer = await self._supervisor.count_tenants(TenantReport(self._ingress_id, self._epoch, counts))
         except (PeerLost, TimeoutError):
-            door.not_reported(counts)
+            access.not_reported(counts)
             return
         except FarsightError:
-            door.not_reported(counts)
+            access.not_reported(counts)
             logger.exception("the Supervisor took no counts of tenants")
             return
         self._epoch = answer.epoch
-        door.correct(answer, counts)
+        access.correct(answer, counts)
 
     async def usage(self) -> tuple[TenantUsage, ...]:
         """Sums of all tenants over all ingress replicas.

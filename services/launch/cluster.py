@@ -22,8 +22,8 @@ from core.config.access import AccessConfig
 from core.config.server import ServerConfig
 from core.errors import FarsightError
 from core.processors import usable_processors
+from services.launch.access import write_tls_file
 from services.launch.daemons import watched_daemons
-from services.launch.door import write_tls_file
 from services.launch.signals import StopSignal
 from services.launch.stages import Stages, StartTimedOut
 from services.proxy.haproxy import haproxy_environment

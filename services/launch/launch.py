@@ -26,10 +26,10 @@ from core.errors import ConfigError, InvalidValueError
 from core.processors import numa_nodes, usable_processors
 from estimator.device_profile import profile_label, resolve_device
 from policies.compose import check_scheduler, predicts_requests
-from services.api.access.door import API_KEY_VARIABLE
+from services.api.access.access_control import API_KEY_VARIABLE
+from services.launch.access import absolute_paths, check_access
 from services.launch.backends import check_replicas, look_for_servers
 from services.launch.cluster import ServiceFailed, private_cluster
-from services.launch.door import absolute_paths, check_door
 from services.launch.draining import drain
 from services.launch.log_lines import PROCESS, print_line, printed_log_lines
 from services.launch.machine import check_gpus, check_own_gpus, check_port
@@ -39,7 +39,7 @@ from services.launch.stages import Stages
 from services.launch.starting import LOOK_S, StartingComponents
 from services.launch.welcome import Example, welcome
 from services.progress import status_line
-from services.proxy.haproxy import HAProxyKeeper, choose_proxy
+from services.proxy.haproxy import HAProxyRunner, choose_proxy
 from services.run_file import ADMIN_TOKEN_VARIABLE, published
 
 EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded_model"
@@ -192,12 +192,12 @@ class Service:
 
     Args:
         site: The service to run.
-        keeper: Runs HAProxy; None where Ray Serve's own proxy is in front.
+        runner: Runs HAProxy; None where Ray Serve's own proxy is in front.
     """
 
-    def __init__(self, site: Site, keeper: HAProxyKeeper | None = None) -> None:
+    def __init__(self, site: Site, runner: HAProxyRunner | None = None) -> None:
         self._site = site
-        self._keeper = keeper
+        self._runner = runner
         self._ingress_replicas = site.config.server.ingress_replicas or default_ingress_replicas()
 
     def start(self, stages: Stages) -> None:
@@ -228,14 +228,14 @@ class Service:
         from ray import serve
 
         with stages.stage("Ingress", lambda: f"processes to take requests (of {self._ingress_replicas})") as stage:
-            if self._keeper is not None:
-                self._keeper.follow()  # not before: two threads that import ray.serve at once break it
+            if self._runner is not None:
+                self._runner.follow()  # not before: two threads that import ray.serve at once break it
             while (app := serve.status().applications[APP_NAME]).status != "RUNNING":
                 if app.status in _FAILED_APP:
                     raise ServiceFailed(f"the ingress cannot start: {app.message}")
                 stages.check(stage)
                 time.sleep(LOOK_S)
-            wait_routed(stages, stage, self._keeper)
+            wait_routed(stages, stage, self._runner)
             stage.outcome = f"{self._ingress_replicas} of {self._ingress_replicas} ready"
 
     def _run_ingress(self) -> None:
@@ -375,7 +375,7 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
             print_line(line)
 
     check_scheduler(config.scheduler)  # Refuse a wrong preset name before anything starts.
-    notes = check_door(config, os.environ)
+    notes = check_access(config, os.environ)
     check_own_gpus(config)
     check_port(config.server.host, config.server.port)
     model = find_model(config)
@@ -394,10 +394,10 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
     with (
         private_cluster(stop, stages=stages, proxy=proxy, server=config.server, access=site.config.access),
         printed_log_lines(Path(os.environ[RUN_DIR_VARIABLE]), print_log_line),
-        front_proxy(config.server, proxy, stop) as keeper,
+        front_proxy(config.server, proxy, stop) as runner,
     ):
         send_log_lines(PROCESS, config.server.log_format)
-        service = Service(site, keeper)
+        service = Service(site, runner)
         service.start(stages)
         stop.running()
         url = f"{'https' if config.access.tls_cert else 'http'}://{config.server.host}:{config.server.port}"

@@ -16,7 +16,7 @@ from core.errors import FarsightError
 from services.launch.signals import StopSignal
 from services.launch.stages import Stages, StartStage
 from services.launch.starting import LOOK_S
-from services.proxy.haproxy import PROXY_DIRECTORY_VARIABLE, RAY_PORT_VARIABLE, HAProxyKeeper
+from services.proxy.haproxy import PROXY_DIRECTORY_VARIABLE, RAY_PORT_VARIABLE, HAProxyRunner
 from services.proxy.haproxy_config import IngressServer, read_liveness
 from services.proxy.ports import LOOPBACK
 
@@ -31,21 +31,21 @@ _REPLICA = "SERVE_REPLICA::"
 
 
 @contextlib.contextmanager
-def front_proxy(server: ServerConfig, proxy: str, stop: StopSignal) -> Iterator[HAProxyKeeper | None]:
+def front_proxy(server: ServerConfig, proxy: str, stop: StopSignal) -> Iterator[HAProxyRunner | None]:
     """Our HAProxy, which answers 503 until there are ingress replicas; None where Ray Serve's own proxy is in front."""
     if proxy != "haproxy":
         yield None
         return
-    import ray.serve.context  # noqa: F401, the keeper's thread and this one may not be the first to import it at once
+    import ray.serve.context  # noqa: F401, the runner's thread and this one may not be the first to import it at once
 
     directory = Path(os.environ[PROXY_DIRECTORY_VARIABLE])
-    keeper = HAProxyKeeper(directory, server, lambda: ingress_servers(directory))
-    stop.keeps(keeper.halt)
-    keeper.start()
+    runner = HAProxyRunner(directory, server, lambda: ingress_servers(directory))
+    stop.keeps(runner.halt)
+    runner.start()
     try:
-        yield keeper
+        yield runner
     finally:
-        keeper.stop()
+        runner.stop()
 
 
 def ingress_servers(directory: Path) -> list[IngressServer] | None:
@@ -71,7 +71,7 @@ def ingress_servers(directory: Path) -> list[IngressServer] | None:
     return found
 
 
-def wait_routed(stages: Stages, stage: StartStage, keeper: HAProxyKeeper | None) -> None:
+def wait_routed(stages: Stages, stage: StartStage, runner: HAProxyRunner | None) -> None:
     """Waits until the proxy forwards requests to the running ingress.
 
     Raises:
@@ -80,10 +80,10 @@ def wait_routed(stages: Stages, stage: StartStage, keeper: HAProxyKeeper | None)
     from ray.serve.context import _get_global_client
 
     client: Any = _get_global_client()
-    while keeper is not None and not keeper.routes():
+    while runner is not None and not runner.routes():
         stages.check(stage)
         time.sleep(LOOK_S)
-    while keeper is None:
+    while runner is None:
         try:
             client.wait_for_proxies_serving(wait_for_applications_running=True)
             return

@@ -1,4 +1,4 @@
-"""Our HAProxy in front of Ray Serve: its settings, and a keeper that holds its listening socket and starts it again."""
+"""Our HAProxy in front of Ray Serve: its settings, and a runner that holds its listening socket and starts it again."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def haproxy_environment(directory: Path, ports: range) -> dict[str, str]:
     """The variables that must be in the environment before Ray is imported.
 
     Ray Serve does not start HAProxy: a HAProxy of its own it looks after too slowly. It only makes each ingress replica
-    an HTTP server (direct ingress), and our keeper sends clients there. Ray's own proxy, which it insists on, listens
+    an HTTP server (direct ingress), and our runner sends clients there. Ray's own proxy, which it insists on, listens
     on the loopback interface and gets no client.
 
     Args:
@@ -141,7 +141,7 @@ def listening_socket(host: str, port: int, write_s: float) -> socket.socket:
     return listener
 
 
-class HAProxyKeeper:
+class HAProxyRunner:
     """Runs HAProxy with the present ingress replicas as its servers, from ``start`` to ``stop``.
 
     It lives in the process of ``farsight serve``, whose death ends the service anyway. When HAProxy dies, the next one

@@ -40,7 +40,7 @@ def as_flex(arrival: SimRequest) -> SimRequest:
 
 
 def told(arrival: SimRequest, **fields: float) -> SimRequest:
-    """With a forecast that is right, and wishes."""
+    """With a forecast that is right, and targets."""
     forecast = Forecast(arrival.output_len, (float(arrival.output_len),) * len(QUANTILES), 100, "test", 0)
     return dataclasses.replace(arrival, forecast=forecast, **fields)  # type: ignore[arg-type]
 
@@ -100,9 +100,9 @@ def test_a_deadline_that_can_be_met_is_met_and_no_sooner_than_needed(preset: str
     """Overload: without deadlines most of these requests would end too late."""
     plain = traffic(3, 100, 16.0)
     by_s = {each.request_id: 1.5 + 1.5 * served_alone_s(each, 0.02) for each in plain[40::6]}
-    wishing = [told(each, deadline_s=by_s[each.request_id]) if each.request_id in by_s else each for each in plain]
+    with_targets = [told(each, deadline_s=by_s[each.request_id]) if each.request_id in by_s else each for each in plain]
     roomy = dataclasses.replace(EXPERIMENT.under(preset), kv_tokens=30_000)
-    done = {record.arrival.request_id: record for record in run(roomy, wishing).recorder.done}
+    done = {record.arrival.request_id: record for record in run(roomy, with_targets).recorder.done}
     without = {record.arrival.request_id: record for record in run(roomy, plain).recorder.done}
     late = [name for name, most_s in by_s.items() if done[name].jct_s > most_s]
     assert not late, [(done[name].jct_s, by_s[name]) for name in late]
@@ -116,7 +116,9 @@ def test_a_deadline_that_can_be_met_is_met_and_no_sooner_than_needed(preset: str
 def test_a_time_to_the_first_token_that_can_be_met_is_met(preset: str) -> None:
     plain = traffic(4, 80, 12.0)
     names = {each.request_id for each in plain[::8]}
-    wishing = [dataclasses.replace(each, slo=Slo(ttft_s=1.0)) if each.request_id in names else each for each in plain]
+    with_targets = [
+        dataclasses.replace(each, slo=Slo(ttft_s=1.0)) if each.request_id in names else each for each in plain
+    ]
     roomy = dataclasses.replace(EXPERIMENT.under(preset), kv_tokens=30_000)
-    records = run(roomy, wishing).recorder.done
+    records = run(roomy, with_targets).recorder.done
     assert max(record.ttft_s for record in records if record.arrival.request_id in names) <= 1.0

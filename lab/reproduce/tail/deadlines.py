@@ -25,8 +25,8 @@ from lab.reproduce.paper_settings import UNBOUND
 from lab.reproduce.rows import Own, Reproduction, Row, at_least
 from policies.compose import build_scheduler
 from policies.fleet.events import GlobalEvent, GlobalInstruction, HistoryLearned, RequestsEnded, RequestsStarted
+from policies.fleet.latency_targets import TargetCheck
 from policies.fleet.scheduler import GlobalScheduler
-from policies.fleet.wishes import WishCheck
 from policies.lengths.history import LengthHistory
 from policies.placement.base import LeastWork
 from policies.replica.events import RefuseRequest, RequestsAborted, RequestsArrived
@@ -55,7 +55,7 @@ class HonestRouter(GlobalScheduler):
     def __init__(self, shape: FleetShape) -> None:
         super().__init__(LeastWork())
         self._shape = shape
-        self._check = WishCheck()
+        self._check = TargetCheck()
         self._predicted_s: dict[str, float] = {}
         self._prompts: dict[str, int] = {}
         self._lengths, self._num_ended = LengthHistory(window=1000), 0
@@ -121,7 +121,7 @@ class InTime:
     in_time: int
 
 
-def wishing(arrivals: Iterable[SimRequest]) -> list[SimRequest]:
+def with_targets(arrivals: Iterable[SimRequest]) -> list[SimRequest]:
     return [dataclasses.replace(each, slo=SLO) for each in arrivals]
 
 
@@ -159,7 +159,7 @@ def hindsight(cell: CombinedCell, arrivals: list[SimRequest]) -> InTime:
 
 
 def cell_rows(cell: CombinedCell, preset: str) -> list[Row]:
-    arrivals = wishing(cell.arrivals(SEED, 0))
+    arrivals = with_targets(cell.arrivals(SEED, 0))
     known, found = hindsight(cell, arrivals), honest(cell, arrivals, preset)
     row = partial(Row, "deadlines", f"{cell.name} {cell.load:g}, {preset}")
     note = f"{found.num:,} of {len(arrivals):,} admitted, hindsight {known.in_time:,}"

@@ -9,8 +9,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from policies.tenancy.budgets import Excess, LocalBudget
+from services.api.access.access_control import AccessControl, in_flight
 from services.api.access.caller import CURRENT, SCOPE_KEY
-from services.api.access.door import Door, in_flight
 from services.api.access.failures import MAX_SLOWED, SLOW_S
 from services.api.access.keys import Caller, Role
 from services.api.access.presented import ConflictingKeys, client_address, host_of, presented_key
@@ -35,9 +35,9 @@ class Gate:
         roles: The roles that the application's routes ask for.
     """
 
-    def __init__(self, app: ASGIApp, door: Door, roles: RouteRoles) -> None:
+    def __init__(self, app: ASGIApp, access: AccessControl, roles: RouteRoles) -> None:
         self._app = app
-        self._door = door
+        self._access = access
         self._roles = roles
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,7 +64,7 @@ class Gate:
             await self._app(scope, receive, send)
 
     def _check_host(self, scope: Scope) -> None:
-        allowed = self._door.settings.hosts
+        allowed = self._access.settings.hosts
         if not allowed:
             return
         host = host_of(scope["headers"])
@@ -78,19 +78,19 @@ class Gate:
     async def _caller(self, scope: Scope) -> Caller | None:
         """Whose key the request carries; None where none is needed."""
         access = self._roles.of(scope)
-        if self._door.is_open or access is Everyone.PUBLIC:
+        if self._access.is_open or access is Everyone.PUBLIC:
             return None
         try:
             key = presented_key(scope["headers"])
         except ConflictingKeys:
-            self._door.failed("conflicting")
+            self._access.failed("conflicting")
             message = "The request holds several API keys that differ; expected one."
             raise _unauthorized(message, "conflicting_api_keys") from None
-        caller = self._door.find(key)
+        caller = self._access.find(key)
         if caller is None:
             await self._refuse(key, scope)
         elif access is not Everyone.ANY_KEY and access not in caller.roles:
-            self._door.failed("role")
+            self._access.failed("role")
             message = f"The API key {caller.name!r} has not the role {access.value!r} that {scope['path']} asks for."
             raise ApiError(message, status=403, kind="permission_error", code="insufficient_role")
         return caller
@@ -98,13 +98,13 @@ class Gate:
     async def _refuse(self, key: bytes, scope: Scope) -> None:
         """Raises the error for a missing or wrong key; late, after many wrong ones."""
         if not key:
-            self._door.failed("missing")
+            self._access.failed("missing")
             message = "The API key is missing; expected the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
             raise _unauthorized(message, "missing_api_key")
-        self._door.failed("wrong")
-        address = client_address(scope, behind_haproxy=self._door.settings.behind_haproxy)
-        failures = self._door.failures
-        wait_s = failures.add(address, self._door.now())
+        self._access.failed("wrong")
+        address = client_address(scope, behind_haproxy=self._access.settings.behind_haproxy)
+        failures = self._access.failures
+        wait_s = failures.add(address, self._access.now())
         if wait_s > 0:
             if failures.num_slowed < MAX_SLOWED:
                 failures.num_slowed += 1
@@ -122,14 +122,14 @@ class Gate:
     async def _serve(self, caller: Caller, scope: Scope, receive: Receive, send: Send) -> None:
         """A request that the tenant's limits count."""
         resumes = scope["path"].startswith(STREAMS_PATH)
-        budget, excess = self._door.admit(caller.tenant, resumes=resumes)
-        headers = limit_headers(budget, self._door.now())
+        budget, excess = self._access.admit(caller.tenant, resumes=resumes)
+        headers = limit_headers(budget, self._access.now())
         if excess is not None:
             await _too_much(caller, excess, headers).response()(scope, receive, send)
             return
         if headers:
             send = _with_headers(send, headers)
-        with in_flight(budget, self._door.now):
+        with in_flight(budget, self._access.now):
             await self._app(scope, receive, send)
 
 

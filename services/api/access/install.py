@@ -1,4 +1,4 @@
-"""Puts a door in front of an application."""
+"""Puts access control in front of an application."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from core.messages.tenants import TenantUsage
+from services.api.access.access_control import AccessControl
 from services.api.access.caller import CURRENT
-from services.api.access.door import Door
 from services.api.access.gate import Gate
 from services.api.access.keys import Role
 from services.api.access.roles import RouteRoles
@@ -49,14 +49,14 @@ class UsageReply(BaseModel):
     data: list[UsageOfTenant]
 
 
-def usage_routes(door: Door, errors: dict[int | str, dict[str, Any]]) -> APIRouter:
+def usage_routes(access: AccessControl, errors: dict[int | str, dict[str, Any]]) -> APIRouter:
     """A key sees its own tenant; a key with the role ``observe`` or ``admin`` sees all tenants."""
     router = APIRouter(prefix="/v1", tags=["operation"], responses=errors)
 
     @router.get("/usage")
     async def usage() -> UsageReply:
         caller = CURRENT.get()
-        rows = await door.usage()
+        rows = await access.usage()
         if caller is not None and Role.OBSERVE not in caller.roles:
             rows = tuple(row for row in rows if row.tenant == caller.tenant.name)
         return UsageReply(data=[_row(row) for row in rows])
@@ -69,13 +69,13 @@ def _row(row: TenantUsage) -> UsageOfTenant:
     return UsageOfTenant(**counts, gpu_seconds=round(row.gpu_s, GPU_SECONDS_DIGITS))
 
 
-def install_door(app: FastAPI, door: Door) -> None:
-    """Every request passes the door before anything else reads it; call it when the application has all its routes."""
-    app.add_middleware(functools.partial(Gate, door=door, roles=RouteRoles(route_paths(app))))
-    if door.settings.origins:
+def install_access_control(app: FastAPI, access: AccessControl) -> None:
+    """Every request passes access control before anything else reads it; call it when the application has all its routes."""
+    app.add_middleware(functools.partial(Gate, access=access, roles=RouteRoles(route_paths(app))))
+    if access.settings.origins:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=list(door.settings.origins),
+            allow_origins=list(access.settings.origins),
             allow_methods=["GET", "POST"],
             allow_headers=["authorization", "content-type", "x-api-key", "x-farsight-resumable", "last-event-id"],
             expose_headers=_EXPOSED,
@@ -104,6 +104,6 @@ def routes_of(app: FastAPI) -> list[Route]:
     for route in every(app.routes):
         original, path = getattr(route, "original_route", route), getattr(route, "path", None)
         if not isinstance(original, Route) or not isinstance(path, str):
-            raise TypeError(f"the door knows no role for {original!r}; expected a route with a path of its own")
+            raise TypeError(f"access control knows no role for {original!r}; expected a route with a path of its own")
         routes.append(route)
     return routes

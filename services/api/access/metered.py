@@ -10,15 +10,15 @@ from core.errors import CapacityError, InvalidValueError
 from core.messages.images import EncodedImage, ImageFile
 from core.messages.tokens import TokenDelta
 from core.request import Request
+from services.api.access.access_control import AccessControl
 from services.api.access.caller import CURRENT
-from services.api.access.door import Door
 from services.api.access.keys import Caller
 from services.api.access.presented import owner_of, salt_of
 from services.api.backend import Generator, ModelInfo
 from services.api.generate import first_cached_len
+from services.api.latency_targets import PRIORITY_TIER
 from services.api.requests import Generation
 from services.api.text.prompts import PromptText
-from services.api.wishes import PRIORITY_TIER
 
 
 class MeteredGenerator:
@@ -28,9 +28,9 @@ class MeteredGenerator:
         shares_prefixes: Whether tenants share cached prefixes with each other.
     """
 
-    def __init__(self, generator: Generator, door: Door, *, shares_prefixes: bool) -> None:
+    def __init__(self, generator: Generator, access: AccessControl, *, shares_prefixes: bool) -> None:
         self._generator = generator
-        self._door = door
+        self._access = access
         self._shares_prefixes = shares_prefixes
 
     @property
@@ -74,7 +74,7 @@ class MeteredGenerator:
                 async for delta in deltas:
                     yield delta
             return
-        budget, now = self._door.budget(caller.tenant), self._door.now
+        budget, now = self._access.budget(caller.tenant), self._access.now
         output, gpu_s = 0, 0.0
         try:
             async with aclosing(deltas):
@@ -89,7 +89,7 @@ class MeteredGenerator:
             raise
         finally:
             budget.spend(now(), prompt=prompt)
-            self._door.metrics.spent(caller.tenant.name, prompt, output, gpu_s)
+            self._access.metrics.spent(caller.tenant.name, prompt, output, gpu_s)
 
     async def see(self, files: Sequence[ImageFile], salt: str) -> tuple[EncodedImage, ...]:
         """As ``Generator.see``; what is kept of a picture is shared as cached prefixes are."""

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from core.kept import KeptObject, ObjectName, ObjectQuery, PutObject
-from services.api.batches.shelf import BATCH, LINES, RUN, Files, not_found
+from services.api.batches.files import BATCH, LINES, RUN, Files, not_found
 from services.api.errors import ApiError
 
 WINDOW_S = 24 * 3600.0
@@ -92,7 +92,7 @@ class Batches:
 
     def __init__(self, files: Files) -> None:
         self.files = files
-        self.shelf = files.shelf
+        self.store = files.store
 
     async def create(
         self, owner: str, endpoint: str, input_file_id: str, metadata: Metadata | None, output_age_s: float | None
@@ -114,9 +114,9 @@ class Batches:
         )
         name = f"batch_{token}"
         # The run first: a batch without one would never begin, and a run without its batch is dropped.
-        await self.shelf.put_object(PutObject(KeptObject(RUN, name, "", now, 0.0, 1, 0, b"{}")))
+        await self.store.put_object(PutObject(KeptObject(RUN, name, "", now, 0.0, 1, 0, b"{}")))
         kept = KeptObject(BATCH, name, owner, now, now + WINDOW_S + most, 1, 0, pack(record))
-        await self.shelf.put_object(PutObject(kept))
+        await self.store.put_object(PutObject(kept))
         return StoredBatch(kept, record)
 
     async def find(self, owner: str, batch_id: str) -> StoredBatch:
@@ -131,11 +131,11 @@ class Batches:
 
     async def look(self, batch_id: str) -> StoredBatch | None:
         """A batch of any owner."""
-        kept = (await self.shelf.find_object(ObjectName(BATCH, batch_id))).kept
+        kept = (await self.store.find_object(ObjectName(BATCH, batch_id))).kept
         return None if kept is None else unpack(kept)
 
     async def list(self, owner: str, limit: int, after: str = "") -> tuple[StoredBatch, ...]:
-        page = await self.shelf.list_objects(ObjectQuery(BATCH, owner, limit, newest_first=True, after=after))
+        page = await self.store.list_objects(ObjectQuery(BATCH, owner, limit, newest_first=True, after=after))
         return tuple(map(unpack, page.objects))
 
     async def change(self, batch_id: str, how: Callable[[BatchRecord], BatchRecord | None]) -> StoredBatch | None:
@@ -152,7 +152,7 @@ class Batches:
             if changed is None or changed == found.record:
                 return found
             kept = replace(found.kept, revision=found.kept.revision + 1, record=pack(changed))
-            if (await self.shelf.put_object(PutObject(kept))).stored:
+            if (await self.store.put_object(PutObject(kept))).stored:
                 return StoredBatch(kept, changed)
 
     async def cancel(self, owner: str, batch_id: str) -> StoredBatch:
@@ -183,7 +183,7 @@ class Batches:
             message = f"batch_id: the batch is {found.record.status}, expected one that has ended; cancel it first"
             raise ApiError(message, status=409, param="batch_id", code="batch_not_ended")
         for kind in (LINES, BATCH):
-            await self.shelf.drop_object(ObjectName(kind, batch_id))
+            await self.store.drop_object(ObjectName(kind, batch_id))
 
 
 _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")

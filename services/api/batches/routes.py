@@ -11,10 +11,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from core.kept import KeptObject
 from services.api.access.caller import tenant_name
+from services.api.batches.files import MAX_FILENAME_BYTES, Files, file_record, file_reply
 from services.api.batches.lines import URLS
 from services.api.batches.multipart import FormPart, parse_form
 from services.api.batches.records import Batches, batch_reply
-from services.api.batches.shelf import MAX_FILENAME_BYTES, Files, file_record, file_reply
 from services.api.errors import ApiError
 from services.api.middleware import JsonRoute
 from services.api.strict import StrictModel

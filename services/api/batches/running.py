@@ -30,11 +30,11 @@ from core.kept import (
 )
 from services.api.access.caller import CURRENT
 from services.api.access.keys import Caller
+from services.api.batches.files import LINES, PART_BYTES, RUN, FileRecord
 from services.api.batches.lines import BatchLine, LineChecker, LineResult, unsent
 from services.api.batches.order import ForecastLines, LongestFirst
 from services.api.batches.records import WINDOW_S, BatchError, Batches, BatchRecord, StoredBatch, batch_tier
 from services.api.batches.sender import LineSender, RetryPolicy, ServiceStalled
-from services.api.batches.shelf import LINES, PART_BYTES, RUN, FileRecord
 from services.api.errors import ApiError
 
 LEASE_S = 10.0
@@ -108,7 +108,7 @@ class BatchRunner:
         look_s: float = LOOK_S,
     ) -> None:
         self._batches = batches
-        self._shelf = batches.shelf
+        self._store = batches.store
         self._place = place
         self._name = name
         self._uses_keys = uses_keys
@@ -140,11 +140,11 @@ class BatchRunner:
     async def _look(self) -> None:
         if time.monotonic() - self._swept_at >= SWEEP_S:
             self._swept_at = time.monotonic()
-            await self._shelf.drop_expired(DropExpired(self._now))
+            await self._store.drop_expired(DropExpired(self._now))
         self._tasks = {name: task for name, task in self._tasks.items() if not task.done()}
         if len(self._tasks) >= MAX_AT_ONCE:
             return
-        for run in (await self._shelf.list_objects(ObjectQuery(RUN, "", 1000))).objects:
+        for run in (await self._store.list_objects(ObjectQuery(RUN, "", 1000))).objects:
             if run.object_id in self._tasks or len(self._tasks) >= MAX_AT_ONCE:
                 continue
             held = _Lease(self._batches, run, self._name)
@@ -179,7 +179,7 @@ class BatchRunner:
         if not batch.record.ended:
             job = _Job(self._batches, self._place, self._room, batch)
             await job.run(self._retry, uses_keys=self._uses_keys)
-        await self._shelf.drop_object(ObjectName(LINES, held.batch_id))
+        await self._store.drop_object(ObjectName(LINES, held.batch_id))
         await held.drop()
 
 
@@ -217,13 +217,13 @@ class _Lease:
         until = self._batches.files.now() + LEASE_S
         record = json.dumps({"holder": self._name, "until": until}).encode()
         changed = replace(self._run, revision=self._run.revision + 1, record=record)
-        if not (await self._batches.shelf.put_object(PutObject(changed))).stored:
+        if not (await self._batches.store.put_object(PutObject(changed))).stored:
             return False
         self._run, self._until = changed, until
         return True
 
     async def drop(self) -> None:
-        await self._batches.shelf.drop_object(ObjectName(RUN, self.batch_id))
+        await self._batches.store.drop_object(ObjectName(RUN, self.batch_id))
 
 
 class _Job:
@@ -258,7 +258,7 @@ class _Job:
         )
         expires_at = self._deadline + self._files.settings.max_age_s
         kept = KeptObject(LINES, self._batch_id, self._owner, self._files.now(), expires_at, 1, 0, b"{}")
-        await self._batches.shelf.put_object(PutObject(kept))
+        await self._batches.store.put_object(PutObject(kept))
         await self._run_lines(lines, LineSender(self._place.app, retry))
         await self._finish(lines)
 
@@ -272,7 +272,7 @@ class _Job:
 
     async def _done(self) -> set[int]:
         query = PartsQuery(LINES, self._batch_id, 0, 0, only_indices=True)
-        return {part.index for part in (await self._batches.shelf.read_parts(query)).parts}
+        return {part.index for part in (await self._batches.store.read_parts(query)).parts}
 
     async def _run_lines(self, lines: list[BatchLine], sender: LineSender) -> None:
         """Runs the lines without a result; returns when they have one, or when the batch is to end."""
@@ -336,7 +336,7 @@ class _Job:
             if not group:
                 continue
             parts = [ObjectPart(index, _marked(result)) for index, result in group]
-            await self._batches.shelf.add_parts(AddParts(LINES, self._batch_id, tuple(parts)))
+            await self._batches.store.add_parts(AddParts(LINES, self._batch_id, tuple(parts)))
             num_done += len(group)
             num_failed += sum(result.failed for _, result in group)
             counts = {"completed": max(0, num_done - num_failed), "failed": num_failed}
@@ -378,13 +378,13 @@ class _Job:
                 )
                 for index in missing[first : first + 1000]
             ]
-            await self._batches.shelf.add_parts(AddParts(LINES, self._batch_id, tuple(parts)))
+            await self._batches.store.add_parts(AddParts(LINES, self._batch_id, tuple(parts)))
 
     async def _content(self, mark: bytes, counts: dict[bytes, int]) -> AsyncGenerator[bytes, None]:
         """The results that belong to one file, in the order of the lines; counts them."""
         index = 0
         while parts := (
-            await self._batches.shelf.read_parts(PartsQuery(LINES, self._batch_id, index, PART_BYTES))
+            await self._batches.store.read_parts(PartsQuery(LINES, self._batch_id, index, PART_BYTES))
         ).parts:
             index = parts[-1].index + 1
             for part in parts:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from core.kept import KeptObject, ObjectName, PutObject
-from services.api.batches.shelf import UPLOADING_S, Files, not_found
+from services.api.batches.files import UPLOADING_S, Files, not_found
 from services.api.dialects.responses_writer import ResponseWriter
 from services.api.errors import ApiError, as_api_error
 
@@ -39,7 +39,7 @@ class StoredResponses:
     """
 
     def __init__(self, files: Files) -> None:
-        self._shelf = files.shelf
+        self._store = files.store
         self._settings = files.settings
         self._now = files.now
 
@@ -55,7 +55,7 @@ class StoredResponses:
         now, most = self._now(), self._settings.max_owner_bytes
         size = len(json.dumps(items))
         begun = KeptObject(RESPONSE, response_id, owner, now, now + UPLOADING_S, 1, size, b"")
-        verdict = await self._shelf.put_object(PutObject(begun, most))
+        verdict = await self._store.put_object(PutObject(begun, most))
         if not verdict.stored:
             has = f"{size} bytes beside the {verdict.owner_bytes} that you have stored"
             message = f"store: got {has}, expected at most {most} together; delete files or responses"
@@ -81,7 +81,7 @@ class StoredResponses:
             len(record),
             record,
         )
-        await self._shelf.put_object(PutObject(whole))
+        await self._store.put_object(PutObject(whole))
 
     async def find(self, owner: str, response_id: str, field: str = "response_id") -> StoredResponse:
         """
@@ -92,7 +92,7 @@ class StoredResponses:
             ApiError: 404: the owner has no such response.
             FarsightError: The log cannot be reached now.
         """
-        kept = (await self._shelf.find_object(ObjectName(RESPONSE, response_id))).kept
+        kept = (await self._store.find_object(ObjectName(RESPONSE, response_id))).kept
         if kept is None or kept.owner != owner or kept.expires_at <= self._now() or not kept.record:
             raise not_found("response", response_id, field)
         return StoredResponse(**json.loads(kept.record))
@@ -103,7 +103,7 @@ class StoredResponses:
             ApiError, FarsightError: As ``find``.
         """
         await self.find(owner, response_id)
-        await self._shelf.drop_object(ObjectName(RESPONSE, response_id))
+        await self._store.drop_object(ObjectName(RESPONSE, response_id))
 
 
 @dataclass(frozen=True, slots=True)

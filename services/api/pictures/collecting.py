@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from core.errors import InvalidValueError
 from core.messages.images import ImageFile
 from services.api.pictures.content import MixedContent, Picture
-from services.api.pictures.placing import Sight
+from services.api.pictures.placing import ImageInput
 
 Content = str | MixedContent | None
 
@@ -20,25 +20,25 @@ def pictures_of(contents: Iterable[Content]) -> tuple[ImageFile, ...]:
     )
 
 
-def check_pictures(contents: Iterable[Content], sight: Sight | None) -> None:
+def check_pictures(contents: Iterable[Content], image_input: ImageInput | None) -> None:
     """
     Raises:
         InvalidValueError: There are pictures, and nothing sees them, or more than are taken.
     """
     for number, (place, part) in enumerate(_places(contents)):
-        if sight is None:
+        if image_input is None:
             raise InvalidValueError(part.field or f"{place}.type", "a picture", "'text': text alone is read here")
-        if number == sight.max_per_request:
+        if number == image_input.max_per_request:
             expected = f"at most {number} pictures in a request (images.max_per_request)"
             raise InvalidValueError(part.field or place, f"picture {number + 1}", expected)
 
 
-def check_places(prompt_ids: Sequence[int], num_pictures: int, sight: Sight) -> None:
+def check_places(prompt_ids: Sequence[int], num_pictures: int, image_input: ImageInput) -> None:
     """
     Raises:
         InvalidValueError: The chat template has not made one place for each picture.
     """
-    found = prompt_ids.count(sight.placeholder_id)
+    found = prompt_ids.count(image_input.placeholder_id)
     if found != num_pictures:
         shown = f"{num_pictures} pictures, for which the chat template makes {found} places"
         raise InvalidValueError("messages", shown, "a place in the prompt for each picture")

@@ -9,16 +9,16 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from services.api.access.access_control import AccessControl
 from services.api.access.caller import CURRENT
-from services.api.access.door import Door
 from services.api.access.presented import sent_key
 from services.api.answers.sse import EventStream
 from services.api.backend import Generator
 from services.api.errors import ApiError
 from services.api.fields import shown
 from services.api.requests import Generation
-from services.api.streams.keeper import Hold, StreamKeeper, hold_nothing
 from services.api.streams.live import EventWriter, LiveStream, events_seen
+from services.api.streams.manager import Hold, StreamManager, hold_nothing
 from services.api.text.token_texts import TokenTexts
 
 RESUMABLE_HEADER = "X-Farsight-Resumable"
@@ -51,32 +51,34 @@ class ResumableStreams:
     """Answers with resumable streams.
 
     Args:
-        door: Counts requests whose clients are gone; None where nothing is counted.
+        access: Counts requests whose clients are gone; None where nothing is counted.
     """
 
-    def __init__(self, keeper: StreamKeeper, backend: Generator, texts: TokenTexts, door: Door | None = None) -> None:
-        self._keeper = keeper
+    def __init__(
+        self, manager: StreamManager, backend: Generator, texts: TokenTexts, access: AccessControl | None = None
+    ) -> None:
+        self._manager = manager
         self._backend = backend
         self._texts = texts
-        self._door = door
+        self._access = access
 
     def begin(self, generation: Generation, headers: Mapping[str, str]) -> Response:
         """The answer to a request that asks for one."""
         identity, tenant = _identity(headers)
-        return self._answer(self._keeper.start(self._backend, generation, identity, tenant, self._hold()), 0)
+        return self._answer(self._manager.start(self._backend, generation, identity, tenant, self._hold()), 0)
 
     async def resume(self, stream_id: str, headers: Mapping[str, str]) -> Response:
         """The events behind ``Last-Event-ID``; 204 if the client has them all.
 
         Raises:
-            ApiError: As for ``StreamKeeper.resume``; 400 for a wrong ``Last-Event-ID``.
+            ApiError: As for ``StreamManager.resume``; 400 for a wrong ``Last-Event-ID``.
         """
         if not _STREAM_ID.fullmatch(stream_id):
             message = f"There is no stream {shown(stream_id)!r}; expected the id in the header {STREAM_HEADER}."
             raise ApiError(message, status=404, code="stream_not_found")
         identity, _ = _identity(headers)
         after = events_seen(stream_id, headers.get("Last-Event-ID", ""))
-        return self._answer(await self._keeper.resume(stream_id, identity, self._backend, self._hold()), after)
+        return self._answer(await self._manager.resume(stream_id, identity, self._backend, self._hold()), after)
 
     def _answer(self, live: LiveStream, after: int) -> Response:
         stream_id = live.state.stream_id
@@ -85,10 +87,10 @@ class ResumableStreams:
 
     def _hold(self) -> Hold:
         """Counts a request of the caller that goes on without a client."""
-        caller, door = CURRENT.get(), self._door
-        if caller is None or door is None:
+        caller, access = CURRENT.get(), self._access
+        if caller is None or access is None:
             return hold_nothing
-        budget, now = door.budget(caller.tenant), door.now
+        budget, now = access.budget(caller.tenant), access.now
 
         def hold() -> Callable[[], None]:
             budget.hold(now())

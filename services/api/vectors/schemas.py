@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, Field, PlainValidator, model_validator
 
 from services.api.fields import COMMON_NEUTRAL, NeutralOnly, refused
+from services.api.latency_targets import TargetFields
 from services.api.schemas import check_prompt
-from services.api.wishes import WishFields
 
 MAX_INPUTS = 2048
 """Texts of one request."""
@@ -23,7 +23,7 @@ Input = Annotated[
 ]
 
 
-class PrefillFields(WishFields):
+class PrefillFields(TargetFields):
     """What all three share."""
 
     neutral: ClassVar[Mapping[str, NeutralOnly]] = {

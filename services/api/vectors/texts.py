@@ -129,8 +129,8 @@ def _request(
     ids: tuple[int, ...], pooling: str, body: PrefillFields, model: ModelInfo, *, second_at: int = 0
 ) -> Request:
     sampling = SamplingParams(1, pooling=pooling, second_at=second_at)
-    wishes = {"priority": body.request_priority, "deadline_s": body.deadline_s, "slo": body.request_slo}
-    return unnamed_request(ids, sampling, model_version=model.version, **wishes)
+    targets = {"priority": body.request_priority, "deadline_s": body.deadline_s, "slo": body.request_slo}
+    return unnamed_request(ids, sampling, model_version=model.version, **targets)
 
 
 async def compute(

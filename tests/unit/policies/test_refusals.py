@@ -32,7 +32,7 @@ from policies.placement.e2 import E2Router
 from policies.placement.e2_forecast import E2Forecast
 from policies.placement.oracle_partition import OraclePartition
 from policies.settings import MlfqRules
-from tests.unit.policies.e2_desk import LINEAR
+from tests.unit.policies.e2_driver import LINEAR
 from tests.unit.policies.mlfq_server import UNIT_COST, unit_mlfq
 
 PRICE = DecodePrice(UNIT_COST, 64, 10_000)

@@ -51,6 +51,25 @@ def test_sentences_that_begin_with_of(text: str, line: int, tmp_path: Path) -> N
     assert (found.entry, found.place) == ("of/engine", f"engine/kv/a.py:{line}")
 
 
+@pytest.mark.parametrize(
+    ("text", "is_found"),
+    [
+        ("Frees a block.", False),
+        ("The block that is free.", True),
+        ("Tokens of it.", True),
+        ("Frees' block.", True),
+        ("Free a block.", True),
+    ],
+)
+@pytest.mark.parametrize(("room", "entry"), [("kvcache", "kvcache"), ("services/ingress", "services/ingress")])
+def test_docstrings_begin_with_verbs(text: str, room: str, entry: str, *, is_found: bool, tmp_path: Path) -> None:
+    body = (
+        f'class A:\n    @property\n    def p(self):\n        """The p."""\n\n    def f(self):\n        """{text}"""\n'
+    )
+    found = findings(tree(tmp_path, {f"{room}/a.py": body, "tests/a.py": body}))
+    assert [(each.entry, each.place) for each in found] == [(f"verbs/{entry}", f"{room}/a.py:6")] * is_found
+
+
 def test_sizes(tmp_path: Path) -> None:
     files = {f"core/m{i}.py": "" for i in range(21)} | {"tests/long.py": "\n" * 501, "core/full.py": "\n" * 500}
     found = findings(tree(tmp_path, files | {"README.md": "a" * 121 + "\n" + "a" * 120}))

@@ -141,7 +141,7 @@ async def test_a_damaged_version_gives_way_to_the_one_before(tmp_path: Path, art
         assert reader is not None
         first = reader._artefact
         for version in (2, 3):
-            await reader._shelf.put(replace(first, metadata={**first.metadata, "version": version}), 1.0)
+            await reader._registry.put(replace(first, metadata={**first.metadata, "version": version}), 1.0)
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("UPDATE artefacts SET data = zeroblob(100) WHERE version = 3")
     async with opened(path=str(path)) as store, predicting(store, artefact) as component:

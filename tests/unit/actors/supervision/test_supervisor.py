@@ -33,7 +33,7 @@ async def test_it_names_no_weights_and_no_numbers_that_are_not_those_of_the_serv
 
     async def get(_: ClusterStore, key: str) -> bytes | None:
         with pytest.raises(PeerLost):
-            await supervisor.answer("attend", report)
+            await supervisor.answer("report_ingress", report)
         with pytest.raises(PeerLost):
             await supervisor.answer("counts", b"")
         return stored.get(key)
@@ -48,7 +48,7 @@ async def test_it_names_no_weights_and_no_numbers_that_are_not_those_of_the_serv
     monkeypatch.setattr(Supervisor, "_add_own", _nothing)
     try:
         await supervisor.start()
-        orders = decode(await supervisor.answer("attend", report), IngressOrders)
+        orders = decode(await supervisor.answer("report_ingress", report), IngressOrders)
         counts = decode(await supervisor.answer("counts", b""), ComponentCounts)
     finally:
         await supervisor.stop()

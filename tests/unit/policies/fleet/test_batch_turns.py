@@ -29,7 +29,7 @@ def job(tenant: str, number: int, now: float = 0.0) -> Job:
     return replace(made, tenant=tenant)
 
 
-class Desk:
+class Driver:
     """One worker that pulls batch after batch, each of which takes a second."""
 
     def __init__(self, preset: str) -> None:
@@ -55,43 +55,45 @@ class Desk:
 def test_a_flood_does_not_delay_the_other_tenant(preset: str) -> None:
     """300 requests of one tenant wait already; the other's 8 are served within the window, not behind them. What fills
     their batches takes no time of its own."""
-    desk = Desk(preset)
+    driver = Driver(preset)
     for number in range(300):
-        desk.turns.add(job("flood", number), desk.now)
-    desk.serve()
+        driver.turns.add(job("flood", number), driver.now)
+    driver.serve()
     for number in range(8):
-        desk.turns.add(job("calm", number, desk.now), desk.now)
-    desk.turns.check_integrity()
+        driver.turns.add(job("calm", number, driver.now), driver.now)
+    driver.turns.check_integrity()
     calm: set[str] = set()
     num_batches = 0
     while len(calm) < 8:
-        batch = desk.serve()
+        batch = driver.serve()
         assert batch, "requests wait and the worker gets nothing"
         num_batches += 1
         calm |= {name for name in batch if name.startswith("calm")}
     assert num_batches <= 9, "as many as without what fills them"
-    while desk.serve():
+    while driver.serve():
         pass
     if preset == "multi-bin":  # its last bins are not full
-        assert desk.turns.num_waiting == 308 - len(desk.done)
-        desk.batcher.flush(desk.now)
-        while desk.serve():
+        assert driver.turns.num_waiting == 308 - len(driver.done)
+        driver.batcher.flush(driver.now)
+        while driver.serve():
             pass
-    assert sorted(desk.done) == sorted({*(f"flood{number}" for number in range(300)), *(f"calm{n}" for n in range(8))})
+    assert sorted(driver.done) == sorted(
+        {*(f"flood{number}" for number in range(300)), *(f"calm{n}" for n in range(8))}
+    )
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_room_that_the_window_leaves_is_filled_by_what_makes_the_batch_no_longer(preset: str) -> None:
     """A long request of the calm tenant has its turn; all of the flood that there is room for goes with it."""
-    desk = Desk(preset)
+    driver = Driver(preset)
     for number in range(200):
-        desk.turns.add(replace(make_job(f"flood{number}", 50, 150.0), tenant="flood"), 0.0)
-    desk.serve()
-    desk.turns.add(replace(make_job("calm", 50, 150.0), tenant="calm"), desk.now)
-    batch = desk.serve()
+        driver.turns.add(replace(make_job(f"flood{number}", 50, 150.0), tenant="flood"), 0.0)
+    driver.serve()
+    driver.turns.add(replace(make_job("calm", 50, 150.0), tenant="calm"), driver.now)
+    batch = driver.serve()
     while "calm" not in batch:
         assert len(batch) == 8
-        batch = desk.serve()
+        batch = driver.serve()
     assert len(batch) == 8
 
 
@@ -151,27 +153,27 @@ def test_company_in_a_bin_is_of_the_bin_as_far_as_it_has_room() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_one_tenant_is_batched_as_without_turns(preset: str) -> None:
-    desk, plain = Desk(preset), build_batcher(preset, SETTINGS)
+    driver, plain = Driver(preset), build_batcher(preset, SETTINGS)
     batches: list[list[str]] = []
     for number in range(100):
-        desk.turns.add(job("one", number), 0.0)
+        driver.turns.add(job("one", number), 0.0)
         plain.add(job("one", number), 0.0)
         if number % 9 == 0:
-            batches.append(names(plain.pull(desk.now)))
-            assert desk.serve() == batches[-1]
+            batches.append(names(plain.pull(driver.now)))
+            assert driver.serve() == batches[-1]
     assert sum(map(len, batches)) > 50
 
 
 def test_a_request_that_leaves_is_in_no_place() -> None:
-    desk = Desk("magnus-vs")
+    driver = Driver("magnus-vs")
     jobs = [job(tenant, number) for number in range(60) for tenant in ("a", "b")]
     for each in jobs:
-        desk.turns.add(each, 0.0)
+        driver.turns.add(each, 0.0)
     for each in jobs[::3]:
-        desk.batcher.remove(each.request_id)
-        desk.turns.remove(each.request_id, 0.0)
-        desk.turns.check_integrity()
-    while desk.serve():
+        driver.batcher.remove(each.request_id)
+        driver.turns.remove(each.request_id, 0.0)
+        driver.turns.check_integrity()
+    while driver.serve():
         pass
-    assert len(desk.done) == len(jobs) - len(jobs[::3])
-    assert desk.turns.num_waiting == 0
+    assert len(driver.done) == len(jobs) - len(jobs[::3])
+    assert driver.turns.num_waiting == 0

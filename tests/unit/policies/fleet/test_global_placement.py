@@ -29,7 +29,7 @@ from policies.fleet.scheduler import GlobalScheduler
 from policies.placement.base import NUM_RECENT, Choice, LeastWork, Placement, PlacementStats, ReplicaLoad
 from policies.placement.e2 import E2Router
 from policies.replica.events import ForecastsArrived, RequestsAborted, RequestsArrived
-from tests.unit.policies.e2_desk import LINEAR
+from tests.unit.policies.e2_driver import LINEAR
 from tests.unit.policies.global_table import arrive, handle, ready, request, router
 
 

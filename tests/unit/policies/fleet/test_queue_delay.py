@@ -10,8 +10,8 @@ from core.costs import StepCost
 from core.forecast import QUANTILES, Forecast
 from core.load_snapshot import Demand, LoadSnapshot
 from core.request import NO_SLO, Request, SamplingParams, Slo
+from policies.fleet.latency_targets import LEVEL, MIN_WAITS, TargetCheck, WaitErrors, missed_target
 from policies.fleet.queue_delay import delay_law, predict, queue_delay_s
-from policies.fleet.wishes import LEVEL, MIN_WAITS, WaitErrors, WishCheck, missed_wish
 
 FLAT = StepCost(base_s=0.010, prefill_token_s=0.0, decode_seq_s=0.0, context_token_s=0.0)
 """Only steps cost something, so every figure can be worked out by hand."""
@@ -103,9 +103,9 @@ COST = StepCost(0.010, 0.0001, 0.0, 0.0)
 EMPTY = LoadSnapshot(Demand(0, 0, 0, 0, 0, 0), 1, 4, 10_000, joins=True, cost=COST)
 
 
-def busy(num: int, *, wishing: int, variance: float = 0.0) -> LoadSnapshot:
+def busy(num: int, *, with_targets: int, variance: float = 0.0) -> LoadSnapshot:
     """So many requests of 100 prompt tokens and 100 output tokens; four run at once."""
-    demand = Demand(num, 0, 1, 100.0 * num, 0, 100.0 * num, variance * num, wishing)
+    demand = Demand(num, 0, 1, 100.0 * num, 0, 100.0 * num, variance * num, with_targets)
     return dataclasses.replace(EMPTY, demand=demand)
 
 
@@ -134,15 +134,15 @@ def test_a_length_that_is_not_certain_counts_with_its_quantile() -> None:
 
 
 def test_the_delay_is_as_uncertain_as_the_lengths() -> None:
-    sharp, vague = (delay_law(busy(40, wishing=0, variance=variance), 1) for variance in (0.0, 2500.0))
+    sharp, vague = (delay_law(busy(40, with_targets=0, variance=variance), 1) for variance in (0.0, 2500.0))
     assert sharp is not None and vague is not None
-    assert sharp.mean_s == vague.mean_s == queue_delay_s(busy(40, wishing=0), 1)
+    assert sharp.mean_s == vague.mean_s == queue_delay_s(busy(40, with_targets=0), 1)
     assert sharp.sd_s == 0.0 < vague.sd_s
     assert vague.quantile(0.5) == vague.mean_s < vague.quantile(0.9)
 
 
-def test_only_those_with_wishes_are_before_a_request_with_one() -> None:
-    alone, crowd = (predict(busy(40, wishing=wishing), request(), LEVEL) for wishing in (1, 40))
+def test_only_those_with_targets_are_before_a_request_with_one() -> None:
+    alone, crowd = (predict(busy(40, with_targets=with_targets), request(), LEVEL) for with_targets in (1, 40))
     assert alone is not None and crowd is not None
     assert alone.ttft_s < 0.1 < crowd.ttft_s
 
@@ -156,15 +156,15 @@ def test_only_those_with_wishes_are_before_a_request_with_one() -> None:
         (request(deadline_s=1.1, slo=Slo(0.04, 0.02)), ""),
     ],
 )
-def test_the_first_wish_that_cannot_be_had_is_named(wanted: Request, words: str) -> None:
+def test_the_first_target_that_cannot_be_had_is_named(wanted: Request, words: str) -> None:
     predicted = predict(EMPTY, wanted, LEVEL)
     assert predicted is not None
-    missed = missed_wish(wanted, predicted)
+    missed = missed_target(wanted, predicted)
     assert (missed.message if missed else "") == words
 
 
 def test_errors_of_late_correct_what_is_predicted() -> None:
-    check = WishCheck()
+    check = TargetCheck()
     wanted = request(slo=Slo(ttft_s=0.05))
     assert check.look(EMPTY, wanted)[0] is None
     for _ in range(MIN_WAITS):
@@ -180,4 +180,4 @@ def test_errors_of_late_correct_what_is_predicted() -> None:
 
 def test_where_nothing_is_measured_nothing_is_refused() -> None:
     for unknown in (dataclasses.replace(EMPTY, cost=None), dataclasses.replace(EMPTY, num_replicas=0)):
-        assert WishCheck().look(unknown, request(deadline_s=1e-6)) == (None, 0.0)
+        assert TargetCheck().look(unknown, request(deadline_s=1e-6)) == (None, 0.0)

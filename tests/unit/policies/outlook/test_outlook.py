@@ -13,7 +13,7 @@ from core.forecast import QUANTILES, Forecast
 from policies.interfaces import Job
 from policies.outlook.calibration import MIN_ALL, WINDOW, OnlineCalibration, Raw, survival_quantile
 from policies.outlook.laws import RemainingLaws, drawn
-from policies.outlook.promises import PromiseMaker, Standing
+from policies.outlook.promises import PromiseMaker, ReplicaJobs
 from policies.outlook.rollout import MAX_LISTED, MAX_TURNS, QueueState, RecentTraffic, RollOut, StepPace, starts
 
 FLAT = StepCost(base_s=0.01, prefill_token_s=0.0, decode_seq_s=0.0, context_token_s=0.0)
@@ -267,11 +267,11 @@ def test_after_a_burst_a_request_alone_is_told_what_it_takes_alone(pause_s: floa
     maker, beside = PromiseMaker(PLACES), [promised_job(f"r{number}") for number in range(PLACES)]
     burst = [promised_job(f"b{number}") for number in range(200)]
     for number, each in enumerate(burst):
-        maker.promise([each], Standing(beside, [], 0), COST, 0.02 * number)
+        maker.promise([each], ReplicaJobs(beside, [], 0), COST, 0.02 * number)
     for each in burst:
         each.output_len = 50
         maker.ended(each, 13.0, censored=False)
     maker.calibration = OnlineCalibration()
     alone = promised_job("alone")
-    (told,) = maker.promise([alone], Standing([alone], [], 0), COST, 13.0 + pause_s)
+    (told,) = maker.promise([alone], ReplicaJobs([alone], [], 0), COST, 13.0 + pause_s)
     assert 1.0 < told.p50_s < 2.0, "the past burst counts no more"

@@ -17,7 +17,7 @@ from policies.placement.e2_forecast import INITIAL_OUTPUT_LEN, E2Forecast, Forec
 from policies.placement.e2_profiles import Regressions
 from policies.placement.prefix_tree import Path, PrefixNode
 from tests.unit.policies.batch_jobs import seeds
-from tests.unit.policies.e2_desk import BARE, path
+from tests.unit.policies.e2_driver import BARE, path
 from tests.unit.policies.global_table import forecast
 from tests.unit.policies.naive_trie import NaiveTrie, path_of
 from tests.unit.policies.plain_work import PlainRequest, PlainWork
@@ -206,7 +206,7 @@ CAPACITY = 3000
 STEPS = StepCost(base_s=0.01, prefill_token_s=1e-3, decode_seq_s=1e-3, context_token_s=1e-6)
 
 
-class ForecastDesk:
+class ForecastDriver:
     """Places requests, named in order, on replicas that hold ``capacity`` tokens; a block is one token."""
 
     def __init__(self, names: str = "ab", capacity: int = 100_000, cost: StepCost = STEPS) -> None:
@@ -237,81 +237,81 @@ class ForecastDesk:
 
 
 def test_of_two_idle_replicas_the_one_that_caches_the_prefix() -> None:
-    desk = ForecastDesk()
-    desk.place(path(0, 100), only="b")
-    desk.start(1)
-    desk.end(1)
-    choice = desk.place(path(0, 120))
+    driver = ForecastDriver()
+    driver.place(path(0, 100), only="b")
+    driver.start(1)
+    driver.end(1)
+    choice = driver.place(path(0, 120))
     assert (choice.replica, choice.reason, choice.hit_len) == ("b", "hit", 100)
     assert choice.prefill_s == pytest.approx(STEPS.prefill_s(20)) and choice.cost_s == choice.prefill_s
 
 
 def test_a_forecast_that_comes_later_moves_those_that_follow() -> None:
-    desk = ForecastDesk()
+    driver = ForecastDriver()
     for num, name in ((1, "a"), (2, "b")):
-        desk.place(path(1000 * num, 10), mean=None, only=name)
-        desk.start(num)
-    assert desk.place(path(5000, 10), mean=900.0).replica == "a"
-    desk.end(3)
-    desk.placement.foreseen("r1", forecast(800.0), 0.0)
-    desk.placement.foreseen("r2", forecast(20.0), 0.0)
-    assert desk.place(path(6000, 10), mean=900.0).replica == "b"
+        driver.place(path(1000 * num, 10), mean=None, only=name)
+        driver.start(num)
+    assert driver.place(path(5000, 10), mean=900.0).replica == "a"
+    driver.end(3)
+    driver.placement.foreseen("r1", forecast(800.0), 0.0)
+    driver.placement.foreseen("r2", forecast(20.0), 0.0)
+    assert driver.place(path(6000, 10), mean=900.0).replica == "b"
 
 
 def test_without_a_forecast_the_outputs_of_all_replicas_tell() -> None:
-    desk = ForecastDesk()
-    assert desk.place(path(0, 10), mean=None).predicted_len == INITIAL_OUTPUT_LEN
-    assert desk.place(path(100, 10), mean=None, most=30).predicted_len == 30
-    desk.end(1, output_len=40)
-    desk.end(2, output_len=20)
-    assert desk.place(path(200, 10), mean=None).predicted_len == 30
+    driver = ForecastDriver()
+    assert driver.place(path(0, 10), mean=None).predicted_len == INITIAL_OUTPUT_LEN
+    assert driver.place(path(100, 10), mean=None, most=30).predicted_len == 30
+    driver.end(1, output_len=40)
+    driver.end(2, output_len=20)
+    assert driver.place(path(200, 10), mean=None).predicted_len == 30
 
 
 def test_a_resumed_request_is_expected_to_make_the_rest() -> None:
-    desk = ForecastDesk()
+    driver = ForecastDriver()
     request = Request("r", 1, "i", (1,) * 10, SamplingParams(100), (2,) * 30, forecast=forecast(80.0))
-    assert desk.placement.choose(request, path(0, 40), desk.loads, 0.0).predicted_len == 50.0
+    assert driver.placement.choose(request, path(0, 40), driver.loads, 0.0).predicted_len == 50.0
 
 
 def test_room_for_a_prompt_is_made_where_it_costs_least() -> None:
-    desk = ForecastDesk(capacity=100)
-    desk.place(path(0, 80), only="a", mean=1.0)
-    desk.start(1)
-    desk.end(1)
-    choice = desk.place(path(1000, 50), mean=1.0, only="a")
+    driver = ForecastDriver(capacity=100)
+    driver.place(path(0, 80), only="a", mean=1.0)
+    driver.start(1)
+    driver.end(1)
+    choice = driver.place(path(1000, 50), mean=1.0, only="a")
     assert choice.evict_s == pytest.approx(STEPS.prefill_s(30, 50)), "30 of 80 tokens, which one of one request used"
-    desk.end(2)
-    assert desk.place(path(2000, 50), mean=1.0).replica == "b"
+    driver.end(2)
+    assert driver.place(path(2000, 50), mean=1.0).replica == "b"
 
 
 def test_measured_prices_replace_the_prior() -> None:
-    desk = ForecastDesk()
+    driver = ForecastDriver()
     slow = StepCost(0.1, 2e-3, 5e-3, 0.0)
-    desk.place(path(0, 10), mean=100.0, only="a")
-    desk.start(1)
-    desk.placement.priced("a", slow)
-    desk.placement.check_integrity()
-    choice = desk.place(path(1000, 50), mean=100.0, only="a", now=0.0)
+    driver.place(path(0, 10), mean=100.0, only="a")
+    driver.start(1)
+    driver.placement.priced("a", slow)
+    driver.placement.check_integrity()
+    choice = driver.place(path(1000, 50), mean=100.0, only="a", now=0.0)
     assert choice.prefill_s == pytest.approx(2 * slow.prefill_s(50))
     assert choice.decode_s == pytest.approx(2 * 100 * slow.decode_seq_s)
 
 
 def test_a_replica_that_comes_again_has_nothing_and_one_that_is_gone_gets_nothing() -> None:
-    desk = ForecastDesk()
+    driver = ForecastDriver()
     for _ in range(3):
-        desk.place(path(0, 100), only="a", mean=900.0)
-    desk.start(1)
-    desk.placement.replica_up("a", 100_000)
-    desk.placement.check_integrity()
-    choice = desk.place(path(0, 100), only="a")
+        driver.place(path(0, 100), only="a", mean=900.0)
+    driver.start(1)
+    driver.placement.replica_up("a", 100_000)
+    driver.placement.check_integrity()
+    choice = driver.place(path(0, 100), only="a")
     assert (choice.hit_len, choice.queue_s, choice.decode_s) == (0, 0.0, 0.0)
-    desk.end(1)  # of the life before: heard late, and changes nothing
-    desk.placement.replica_gone("a")
-    desk.placement.replica_gone("nobody")
-    desk.placement.check_integrity()
-    desk.placement.replica_up("c", 100_000)
-    desk.loads = (desk.loads[1], ReplicaLoad("c", 0, 0.0))
-    assert {desk.place(path(100 * i, 100)).replica for i in range(4)} == {"b", "c"}
+    driver.end(1)  # of the life before: heard late, and changes nothing
+    driver.placement.replica_gone("a")
+    driver.placement.replica_gone("nobody")
+    driver.placement.check_integrity()
+    driver.placement.replica_up("c", 100_000)
+    driver.loads = (driver.loads[1], ReplicaLoad("c", 0, 0.0))
+    assert {driver.place(path(100 * i, 100)).replica for i in range(4)} == {"b", "c"}
 
 
 def brute_force_cost_s(work: PlainWork, slot: int, prompt_len: int, hit_len: int, length: float) -> float:
@@ -329,7 +329,7 @@ def brute_force_cost_s(work: PlainWork, slot: int, prompt_len: int, hit_len: int
 @pytest.mark.parametrize("seed", seeds(4, nightly=4))
 def test_every_decision_with_forecasts_is_that_of_brute_force(seed: int) -> None:
     rng = random.Random(seed)
-    desk, work, now = ForecastDesk("abc", CAPACITY), PlainWork(STEPS), 0.0
+    driver, work, now = ForecastDriver("abc", CAPACITY), PlainWork(STEPS), 0.0
     cached: dict[str, set[int]] = {name: set() for name in "abc"}
     for _ in range(60):
         now += rng.expovariate(1 / 0.2)
@@ -340,26 +340,26 @@ def test_every_decision_with_forecasts_is_that_of_brute_force(seed: int) -> None
         if action < 0.3 and waiting:
             name = rng.choice(waiting)
             each = work.requests[name]
-            desk.placement.started(name, each.prompt_len - each.own_len, 0.0, now)
+            driver.placement.started(name, each.prompt_len - each.own_len, 0.0, now)
             each.started = True
         elif action < 0.5 and running:
             name = rng.choice(running)
-            desk.placement.ended(name, 10, now)
+            driver.placement.ended(name, 10, now)
             del work.requests[name]
         else:
             kind, own = rng.randrange(4), rng.randint(1, 40)
-            prefix = path(1000 * kind, 60) + path(10_000 + 100 * desk.num, own)
+            prefix = path(1000 * kind, 60) + path(10_000 + 100 * driver.num, own)
             length = float(rng.randint(1, 300))
             hits = {name: 60 if kind in cached[name] else 0 for name in "abc"}
             costs = {
                 name: brute_force_cost_s(work, slot, len(prefix), hits[name], length) for slot, name in enumerate("abc")
             }
-            choice = desk.place(prefix, length, now)
+            choice = driver.place(prefix, length, now)
             assert choice.cost_s == pytest.approx(costs[choice.replica], rel=1e-6, abs=1e-9)
             assert choice.cost_s <= min(costs.values()) + 1e-9
             cached[choice.replica].add(kind)
             prefill_s = STEPS.prefill_s(len(prefix) - choice.hit_len, choice.hit_len)
-            work.requests[f"r{desk.num}"] = PlainRequest(
+            work.requests[f"r{driver.num}"] = PlainRequest(
                 "abc".index(choice.replica), len(prefix), len(prefix) - choice.hit_len, length, prefill_s
             )
-        desk.placement.check_integrity()
+        driver.placement.check_integrity()

@@ -143,7 +143,7 @@ def test_a_due_request_takes_a_place_of_its_own_tenant_only() -> None:
     assert h.admitted[:2] == ["a0", "b0"], "it keeps its place behind the others, and goes on"
 
 
-def test_a_wish_that_can_wait_changes_nothing() -> None:
+def test_a_target_that_can_wait_changes_nothing() -> None:
     h = Harness(max_num_seqs=1, standby_slots=2)
     h.handle(CostLearned(StepCost(0.01, 0.0, 0.0, 0.0)))
     h.handle(RequestsArrived((request("a"), request("b"), replace(request("c"), slo=Slo(ttft_s=60.0)))))

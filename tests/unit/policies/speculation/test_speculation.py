@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import pytest
 
 from policies.speculation.base import SPECULATIONS, SpeculationContext
+from policies.speculation.guess_budget import ALLOWANCE, FULL, OWN_FULL, RESERVE_FULL, GuessBudget
 from policies.speculation.ngram import MAX_DRAFTS, MOST_WAIT, NgramDrafter, NgramSpeculation
 from policies.speculation.price import LEAST_PRICE, PLAIN_EVERY, StepPrice
-from policies.speculation.purse import ALLOWANCE, FULL, OWN_FULL, RESERVE_FULL, Purse
 
 CHEAP = 0.1
 
@@ -192,86 +192,86 @@ PRICE = 0.25
 LOOK = 0.05
 
 
-def rich() -> Purse:
+def rich() -> GuessBudget:
     """After a long run of right guesses."""
-    purse = Purse()
+    budget = GuessBudget()
     for _ in range(100):
-        purse.win("a copy", 16, 1)
-    return purse
+        budget.win("a copy", 16, 1)
+    return budget
 
 
-def lost_by_wrong_guesses(purse: Purse, num_tokens: int) -> float:
+def lost_by_wrong_guesses(budget: GuessBudget, num_tokens: int) -> float:
     """Tokens that guesses cost over so many steps of one sequence, each of another request."""
     lost = 0.0
     for number in range(num_tokens):
-        purse.earn(1)
-        num_guesses = purse.most_guesses(str(number), PRICE)
-        if purse.common < PRICE:
+        budget.earn(1)
+        num_guesses = budget.most_guesses(str(number), PRICE)
+        if budget.common < PRICE:
             continue
-        purse.pay(str(number), num_guesses * PRICE)
-        purse.pay_look(LOOK, barren=not num_guesses)
+        budget.pay(str(number), num_guesses * PRICE)
+        budget.pay_look(LOOK, barren=not num_guesses)
         lost += num_guesses * PRICE + LOOK
     return lost
 
 
-def test_wrong_guesses_lose_the_common_purse_and_the_allowance() -> None:
-    assert lost_by_wrong_guesses(Purse(), 1000) <= FULL + 1000 * ALLOWANCE + LOOK
-    assert lost_by_wrong_guesses(Purse(), 1000) >= 1000 * ALLOWANCE
+def test_wrong_guesses_lose_the_common_budget_and_the_allowance() -> None:
+    assert lost_by_wrong_guesses(GuessBudget(), 1000) <= FULL + 1000 * ALLOWANCE + LOOK
+    assert lost_by_wrong_guesses(GuessBudget(), 1000) >= 1000 * ALLOWANCE
     most = (1 + RESERVE_FULL) * FULL + 1000 * ALLOWANCE + LOOK
     assert lost_by_wrong_guesses(rich(), 1000) <= most, "after a change of task one reserve more"
 
 
 def test_looks_that_find_nothing_empty_the_reserve_before_they_have_spent_it() -> None:
-    purse = rich()
+    budget = rich()
     lost = 0.0
     for _ in range(1000):
-        purse.earn(1)
-        if purse.common >= PRICE:
-            purse.pay_look(LOOK, barren=True)
+        budget.earn(1)
+        if budget.common >= PRICE:
+            budget.pay_look(LOOK, barren=True)
             lost += LOOK
     assert lost <= FULL + 1000 * ALLOWANCE + LOOK + 0.1 * RESERVE_FULL * FULL
 
 
 def test_a_request_pays_from_what_it_has_won_first() -> None:
-    purse = Purse()
-    purse.win("a", 3, 1)
-    assert purse.common == FULL, "it was full"
-    assert purse.left("a") == FULL + 3
-    assert purse.left("b") == FULL
-    purse.pay("a", 2.0)
-    assert (purse.common, purse.left("a")) == (FULL, FULL + 1)
-    purse.pay("a", 1.5)
-    assert (purse.common, purse.left("a")) == (FULL - 0.5, FULL - 0.5)
-    assert not purse.owners
+    budget = GuessBudget()
+    budget.win("a", 3, 1)
+    assert budget.common == FULL, "it was full"
+    assert budget.left("a") == FULL + 3
+    assert budget.left("b") == FULL
+    budget.pay("a", 2.0)
+    assert (budget.common, budget.left("a")) == (FULL, FULL + 1)
+    budget.pay("a", 1.5)
+    assert (budget.common, budget.left("a")) == (FULL - 0.5, FULL - 0.5)
+    assert not budget.owners
 
 
-def test_what_is_won_fills_the_common_purse_first_and_no_purse_beyond_its_limit() -> None:
-    purse = Purse()
-    purse.pay("b", 1.0)
-    purse.win("a", 1, 1)
-    assert (purse.common, list(purse.owners)) == (FULL, [])
-    purse.win("a", 1000, 1)
-    assert purse.left("a") == FULL + OWN_FULL
-    purse.keep({"b"})
-    assert purse.left("a") == FULL
+def test_what_is_won_fills_the_common_budget_first_and_no_budget_beyond_its_limit() -> None:
+    budget = GuessBudget()
+    budget.pay("b", 1.0)
+    budget.win("a", 1, 1)
+    assert (budget.common, list(budget.owners)) == (FULL, [])
+    budget.win("a", 1000, 1)
+    assert budget.left("a") == FULL + OWN_FULL
+    budget.keep({"b"})
+    assert budget.left("a") == FULL
 
 
-def test_a_reserve_fills_the_common_purse_faster() -> None:
-    poor, purse = Purse(), rich()
-    for each in (poor, purse):
+def test_a_reserve_fills_the_common_budget_faster() -> None:
+    poor, budget = GuessBudget(), rich()
+    for each in (poor, budget):
         each.pay("x", FULL)
         assert each.common == 0
-    assert purse.steps_until(0.3, 1) < 2
+    assert budget.steps_until(0.3, 1) < 2
     assert poor.steps_until(0.3, 1) == pytest.approx(0.3 / ALLOWANCE, abs=1)
-    purse.earn(1)
-    assert purse.common == pytest.approx(0.3 + ALLOWANCE)
+    budget.earn(1)
+    assert budget.common == pytest.approx(0.3 + ALLOWANCE)
 
 
-def test_the_steps_until_are_of_the_sequences_in_flight_and_end_where_the_purse_is_full() -> None:
-    purse = Purse()
-    purse.pay("x", FULL)
-    num = purse.steps_until(99.0, 8)
-    assert num == int(purse.full(8) / (8 * ALLOWANCE))
-    purse.earn(8, num + 1)
-    assert purse.common == pytest.approx(purse.full(8))
-    assert purse.steps_until(99.0, 8) == 0
+def test_the_steps_until_are_of_the_sequences_in_flight_and_end_where_the_budget_is_full() -> None:
+    budget = GuessBudget()
+    budget.pay("x", FULL)
+    num = budget.steps_until(99.0, 8)
+    assert num == int(budget.full(8) / (8 * ALLOWANCE))
+    budget.earn(8, num + 1)
+    assert budget.common == pytest.approx(budget.full(8))
+    assert budget.steps_until(99.0, 8) == 0

@@ -95,7 +95,7 @@ class ScriptedBackend:
         self.keys: list[str] = []
         self.is_healthy = True
         self.origins: list[Origin | None] = []
-        self.wishes: list[tuple[float | None, Slo]] = []
+        self.targets: list[tuple[float | None, Slo]] = []
         self.traces: list[RequestTrace] = []
         self.scaled: list[tuple[str, int]] = []
         self.scale_error: Exception | None = None
@@ -121,7 +121,7 @@ class ScriptedBackend:
         self.texts.append(text)
         self.origins.append(request.origin)
         self.priorities.append(request.priority)
-        self.wishes.append((request.deadline_s, request.slo))
+        self.targets.append((request.deadline_s, request.slo))
         self.salts.append(request.cache_salt)
         self.images.append(request.images)
         self.keys.append(key)

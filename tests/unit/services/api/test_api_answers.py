@@ -93,18 +93,18 @@ async def test_sampling_fields_reach_the_backend(client: Client, backend: Script
     assert [(each.top_k, each.stop) for _, each in backend.calls[2:]] == [(0, ()), (VOCAB_SIZE, ()), (0, ("x",))]
 
 
-async def test_wishes_of_a_request_reach_the_backend(client: Client, backend: ScriptedBackend) -> None:
-    wishes: list[dict[str, Any]] = [
+async def test_targets_of_a_request_reach_the_backend(client: Client, backend: ScriptedBackend) -> None:
+    targets: list[dict[str, Any]] = [
         {"priority": -3, "n": 2, "deadline_s": 3, "slo": {"ttft": 0.5}, "cache_salt": "tenant"},
         {"priority": None, "slo": {"tpot": 0.1, "ttft": None}, "cache_salt": None},
         {"priority": 7, "slo": None},
         {},
     ]
     for base in (COMPLETION, CHAT):
-        for given in wishes:
+        for given in targets:
             assert (await _post(client, base, "key", **given)).status_code == 200
     assert backend.priorities == [-3, -3, 0, 7, 0] * 2
-    assert backend.wishes == [*[(3.0, Slo(ttft_s=0.5))] * 2, (None, Slo(tpot_s=0.1)), *[(None, NO_SLO)] * 2] * 2
+    assert backend.targets == [*[(3.0, Slo(ttft_s=0.5))] * 2, (None, Slo(tpot_s=0.1)), *[(None, NO_SLO)] * 2] * 2
     assert backend.salts == ["tenant", "tenant", "", "", ""] * 2
 
 

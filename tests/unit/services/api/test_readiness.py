@@ -50,7 +50,7 @@ async def test_a_service_that_nobody_watches_is_unhealthy(http: Client, readines
     for path in ("/health", "/health/ready"):
         reply = await http.get(path)
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "unhealthy")
-    readiness.attended()
+    readiness.heard_supervisor()
     for path in ("/health", "/health/ready"):
         assert (await http.get(path)).status_code == 200
 

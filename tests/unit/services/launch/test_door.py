@@ -12,7 +12,7 @@ from core.config.server import ServerConfig
 from core.errors import ConfigError
 from services.api.access.key_file import KeyFile, changed_key_file
 from services.api.access.keys import Role, make_key
-from services.launch.door import absolute_paths, check_door, write_tls_file
+from services.launch.access import absolute_paths, check_access, write_tls_file
 from services.launch.proxy import http_options
 from services.proxy.haproxy import RAY_PORT_VARIABLE
 from services.proxy.haproxy_config import TLS_FILE
@@ -34,42 +34,42 @@ def key_file(folder: Path) -> Path:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.8.8.8"])
 def test_the_loopback_interface_needs_no_key(host: str) -> None:
-    assert check_door(configured(host), {}) == []
+    assert check_access(configured(host), {}) == []
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "example.org"])
 def test_any_other_address_needs_one(host: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"server\.host.*farsight keys add NAME --key-file"):
-        check_door(configured(host), {})
-    (clear,) = check_door(configured(host), {"FARSIGHT_API_KEY": GOOD_KEY})
+        check_access(configured(host), {})
+    (clear,) = check_access(configured(host), {"FARSIGHT_API_KEY": GOOD_KEY})
     assert "clear text" in clear
-    assert check_door(configured(host, key_file=str(key_file(tmp_path))), {}) == [clear]
-    every_client, clear = check_door(configured(host, insecure=True), {})
+    assert check_access(configured(host, key_file=str(key_file(tmp_path))), {}) == [clear]
+    every_client, clear = check_access(configured(host, insecure=True), {})
     assert "every client" in every_client
     certificate = make_certificate(tmp_path)
     tls = {"tls_cert": str(certificate), "tls_key": str(tmp_path / "key.pem")}
-    assert check_door(configured(host, **tls), {"FARSIGHT_API_KEY": GOOD_KEY}) == []
+    assert check_access(configured(host, **tls), {"FARSIGHT_API_KEY": GOOD_KEY}) == []
 
 
 @pytest.mark.parametrize("key", ["short", "k" * 15, "has a space in its text", "ключ" * 8, "k" * 20 + "\n"])
 def test_a_key_that_cannot_be_used_is_refused_and_not_shown(key: str) -> None:
     with pytest.raises(ConfigError, match="FARSIGHT_API_KEY") as caught:
-        check_door(configured(), {"FARSIGHT_API_KEY": key})
+        check_access(configured(), {"FARSIGHT_API_KEY": key})
     assert key not in str(caught.value)
 
 
 def test_the_key_file_must_hold_a_key_and_be_closed_to_others(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     with pytest.raises(ConfigError, match=r"access\.key_file.*farsight keys add"):
-        check_door(configured(key_file=str(path)), {})
+        check_access(configured(key_file=str(path)), {})
     with changed_key_file(path):
         pass
     with pytest.raises(ConfigError, match="a file with a key"):
-        check_door(configured(key_file=str(path)), {})
+        check_access(configured(key_file=str(path)), {})
     path = key_file(tmp_path)
     path.chmod(0o640)
     with pytest.raises(ConfigError, match="chmod 600"):
-        check_door(configured(key_file=str(path)), {})
+        check_access(configured(key_file=str(path)), {})
 
 
 def test_certificate_and_key_must_belong_together(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_certificate_and_key_must_belong_together(tmp_path: Path) -> None:
     certificate, other = make_certificate(tmp_path), make_certificate(tmp_path / "other")
     for cert, key in ((certificate, other.with_name("key.pem")), (tmp_path / "none.pem", certificate)):
         with pytest.raises(ConfigError, match=r"access\.tls_cert"):
-            check_door(configured(tls_cert=str(cert), tls_key=str(key)), {})
+            check_access(configured(tls_cert=str(cert), tls_key=str(key)), {})
     with pytest.raises(ConfigError, match=r"access\.tls_key"):
         configured(tls_cert=str(certificate))
 
@@ -123,6 +123,6 @@ def test_a_wrong_setting_is_named(setting: dict[str, object]) -> None:
 def test_a_deployment_to_other_machines_needs_a_key() -> None:
     """Under ``serve deploy`` the address is the cluster's, whatever ``server.host`` says."""
     with pytest.raises(ConfigError, match=r"http_options.host: got '0.0.0.0', expected 127.0.0.1, or keys"):
-        check_door(configured("127.0.0.1"), {}, "0.0.0.0")
-    assert len(check_door(configured("127.0.0.1"), {"FARSIGHT_API_KEY": GOOD_KEY}, "0.0.0.0")) == 1
-    assert check_door(configured("127.0.0.1"), {}, "127.0.0.1") == []
+        check_access(configured("127.0.0.1"), {}, "0.0.0.0")
+    assert len(check_access(configured("127.0.0.1"), {"FARSIGHT_API_KEY": GOOD_KEY}, "0.0.0.0")) == 1
+    assert check_access(configured("127.0.0.1"), {}, "127.0.0.1") == []

@@ -64,21 +64,21 @@ def test_connections_are_bounded_by_the_files_that_may_be_open(
 def test_it_ends_with_the_process_that_keeps_it(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from core.config.server import ServerConfig\n"
-        "from services.proxy.haproxy import HAProxyKeeper\n"
-        f"HAProxyKeeper(Path({str(tmp_path)!r}), ServerConfig(port={free_port()}), list).start(); time.sleep(1000)"
+        "from services.proxy.haproxy import HAProxyRunner\n"
+        f"HAProxyRunner(Path({str(tmp_path)!r}), ServerConfig(port={free_port()}), list).start(); time.sleep(1000)"
     )
     found: list[psutil.Process] = []
-    with subprocess.Popen([sys.executable, "-c", code]) as keeper:
+    with subprocess.Popen([sys.executable, "-c", code]) as runner:
 
         def started() -> bool:
-            children = psutil.Process(keeper.pid).children()
+            children = psutil.Process(runner.pid).children()
             found[:] = [child for child in children if Path(child.exe()).name == "haproxy"]  # ``setpriv`` becomes it
             return bool(found)
 
         try:
-            _until(lambda: started() or keeper.poll() is not None)
+            _until(lambda: started() or runner.poll() is not None)
         finally:
-            keeper.kill()
+            runner.kill()
     (haproxy,) = found
     _until(lambda: _has_ended(haproxy))
 

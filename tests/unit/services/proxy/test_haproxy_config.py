@@ -1,4 +1,4 @@
-"""What our HAProxy does, and its keeper when it dies or the ingress replicas change."""
+"""What our HAProxy does, and its runner when it dies or the ingress replicas change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import pytest
 
 from core.config.server import ServerConfig
 from services.proxy import haproxy
-from services.proxy.haproxy import FIND_S, PROXY_DIRECTORY_VARIABLE, HAProxyKeeper, frontend_limits, listening_socket
+from services.proxy.haproxy import FIND_S, PROXY_DIRECTORY_VARIABLE, HAProxyRunner, frontend_limits, listening_socket
 from services.proxy.haproxy_config import CLIENT_HEADER, TLS_FILE, FrontendSettings, IngressServer, config_text
 from tests.free_ports import free_port
 from tests.unit.services.certificates import make_certificate
@@ -80,7 +80,7 @@ def upstream() -> Iterator[list[int]]:
 
 
 class Kept:
-    """A running keeper; ``servers`` are the ingress replicas that it is told."""
+    """A running runner; ``servers`` are the ingress replicas that it is told."""
 
     def __init__(self, folder: Path, servers: list[IngressServer], head_timeout_s: float = LIMIT_S) -> None:
         self.servers = servers
@@ -94,16 +94,16 @@ class Kept:
             idle_timeout_s=LIMIT_S,
             write_timeout_s=LIMIT_S,
         )
-        self.keeper = HAProxyKeeper(folder, server, lambda: self.servers, "100ms", SILENCE_S)
+        self.runner = HAProxyRunner(folder, server, lambda: self.servers, "100ms", SILENCE_S)
 
     def __enter__(self) -> Kept:
-        self.keeper.start()
-        self.keeper.follow()
-        self.until(self.keeper.routes if self.servers else lambda: self.keeper.pid)
+        self.runner.start()
+        self.runner.follow()
+        self.until(self.runner.routes if self.servers else lambda: self.runner.pid)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.keeper.stop()
+        self.runner.stop()
 
     def until(self, holds: Callable[[], object]) -> None:
         deadline = time.monotonic() + LONG_S
@@ -204,10 +204,10 @@ def test_a_client_cannot_say_another_address(kept: Kept) -> None:
 def test_the_frontend_alone_listens_on_the_address_of_the_service(kept: Kept) -> None:
     """It inherits its socket; everything else in the configuration is on the loopback interface."""
     binds = [line.strip() for line in kept.config.splitlines() if "bind " in line]
-    assert binds == [f"bind fd@{kept.keeper._listener.fileno()}"]
+    assert binds == [f"bind fd@{kept.runner._listener.fileno()}"]
     servers = [line.split()[2] for line in kept.config.splitlines() if line.startswith("    server ")]
     assert all(address.startswith("127.0.0.1:") for address in servers)
-    haproxy = psutil.Process(kept.keeper.pid)
+    haproxy = psutil.Process(kept.runner.pid)
     listening = {each.laddr.port for each in haproxy.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
     assert listening == {kept.port}
 
@@ -236,7 +236,7 @@ def test_without_replicas_it_answers_503(tmp_path: Path, upstream: list[int]) ->
         status, kind, body = running.ask("/health")
         assert (status, kind, is_openai_error(body)) == (503, "application/json", True)
         running.servers = [IngressServer("abc123", "127.0.0.1", *upstream)]
-        running.until(running.keeper.routes)
+        running.until(running.runner.routes)
         assert running.ask()[0] == 200
         running.servers = []  # a controller that has just started knows none
         time.sleep(3 * FIND_S)
@@ -247,24 +247,24 @@ def test_its_death_costs_no_request(kept: Kept) -> None:
     """The listening socket outlives it: connections wait there for the next one."""
     pids = set()
     for _ in range(5):
-        pids.add(pid := kept.keeper.pid)
+        pids.add(pid := kept.runner.pid)
         os.kill(pid, signal.SIGKILL)
         assert kept.ask()[0] == 200
-        kept.until(lambda pid=pid: kept.keeper.pid not in (0, pid))  # type: ignore[misc]
+        kept.until(lambda pid=pid: kept.runner.pid not in (0, pid))  # type: ignore[misc]
     assert len(pids) == 5
-    assert kept.keeper.num_starts >= 6
+    assert kept.runner.num_starts >= 6
 
 
 def test_one_that_stands_still_is_replaced(kept: Kept) -> None:
-    pid = kept.keeper.pid
+    pid = kept.runner.pid
     os.kill(pid, signal.SIGSTOP)
     kept.until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     assert kept.ask()[0] == 200  # the request waits in the listening socket
-    kept.until(lambda: kept.keeper.pid not in (0, pid))
+    kept.until(lambda: kept.runner.pid not in (0, pid))
     assert not psutil.pid_exists(pid)
 
 
-def test_none_starts_once_the_keeper_was_told_to_halt(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_none_starts_once_the_runner_was_told_to_halt(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even where a start is under way at that moment: what ends the service kills what it finds, and looks once."""
     under_way, goes_on = threading.Event(), threading.Event()
 
@@ -274,18 +274,18 @@ def test_none_starts_once_the_keeper_was_told_to_halt(kept: Kept, monkeypatch: p
         return config_text(*arguments)
 
     monkeypatch.setattr(haproxy, "config_text", slowly)
-    os.kill(kept.keeper.pid, signal.SIGKILL)
+    os.kill(kept.runner.pid, signal.SIGKILL)
     assert under_way.wait(LONG_S)
-    halting = threading.Thread(target=kept.keeper.halt)
+    halting = threading.Thread(target=kept.runner.halt)
     halting.start()
     halting.join(0.2)
     assert halting.is_alive(), "a HAProxy may still start"
     goes_on.set()
     halting.join(LONG_S)
-    num_starts = kept.keeper.num_starts
-    kept.keeper._threads[0].join(LONG_S)
-    assert kept.keeper.num_starts == num_starts
-    assert kept.keeper.pid == 0
+    num_starts = kept.runner.num_starts
+    kept.runner._threads[0].join(LONG_S)
+    assert kept.runner.num_starts == num_starts
+    assert kept.runner.pid == 0
 
 
 class RawReplica:
@@ -329,7 +329,7 @@ def test_a_body_that_is_sent_on_after_the_answer_leaves_no_connection(tmp_path: 
         Kept(tmp_path, [IngressServer("a", "127.0.0.1", replica.port, upstream[1])]) as kept,
         ExitStack() as clients,
     ):
-        haproxy_process = psutil.Process(kept.keeper.pid)
+        haproxy_process = psutil.Process(kept.runner.pid)
 
         def held() -> int:
             found = haproxy_process.net_connections("tcp")
@@ -371,11 +371,11 @@ def test_a_change_of_replicas_ends_no_answer(kept: Kept, upstream: list[int]) ->
     Upstream.delays[f"{upstream[0]} /slow"] = 1.0
     found: list[int] = []
     asking = threading.Thread(target=lambda: found.append(kept.ask("/slow")[0]))
-    before = kept.keeper.pid
+    before = kept.runner.pid
     asking.start()
     time.sleep(0.2)
     kept.servers = [*kept.servers, IngressServer("def", "127.0.0.1", upstream[1])]
-    kept.until(lambda: kept.keeper.pid not in (0, before))
+    kept.until(lambda: kept.runner.pid not in (0, before))
     asking.join()
     assert found == [200]
     assert " def 127.0.0.1:" in kept.config
@@ -383,8 +383,8 @@ def test_a_change_of_replicas_ends_no_answer(kept: Kept, upstream: list[int]) ->
 
 
 def test_nothing_of_it_is_left_when_it_stops(kept: Kept) -> None:
-    pid = kept.keeper.pid
-    kept.keeper.stop()
+    pid = kept.runner.pid
+    kept.runner.stop()
     assert not psutil.pid_exists(pid)
     with pytest.raises(OSError):
         kept.ask()
@@ -402,14 +402,14 @@ def test_the_settings_become_limits(tmp_path: Path) -> None:
 
 
 def test_a_process_that_is_abandoned_leaves_no_haproxy_and_starts_none(tmp_path: Path) -> None:
-    """All its children are killed while the keeper looks on, and nothing is said of it."""
+    """All its children are killed while the runner looks on, and nothing is said of it."""
     port = free_port()
     code = (
         "import logging, time; from pathlib import Path; from core.config.server import ServerConfig\n"
         "from services.launch.proxy import front_proxy; from services.launch.signals import StopSignal\n"
         "stop = StopSignal()\n"
-        f"with front_proxy(ServerConfig(port={port}), 'haproxy', stop) as keeper:\n"
-        "    while not keeper.pid: time.sleep(0.01)\n"
+        f"with front_proxy(ServerConfig(port={port}), 'haproxy', stop) as runner:\n"
+        "    while not runner.pid: time.sleep(0.01)\n"
         "    stop.starting(lambda: time.sleep(0.5))\n"
         "    stop.abandon(3)\n"
     )

@@ -1,4 +1,4 @@
-"""A door with keys in front of the real application over real HTTP; the backend is scripted."""
+"""A access with keys in front of the real application over real HTTP; the backend is scripted."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from core.config.files import FilesConfig
-from services.api.access.door import Door, DoorSettings
+from services.api.access.access_control import AccessControl, AccessSettings
 from services.api.access.key_file import KeyFile, changed_key_file
 from services.api.access.keys import Role, Tenant, make_key
 from services.api.admin import Administration
+from services.api.batches.files import Files
 from services.api.batches.records import Batches
-from services.api.batches.shelf import Files
-from services.api.streams.keeper import StreamKeeper
+from services.api.streams.manager import StreamManager
 from services.api.text.prompts import PromptEncoder
 from tests.free_ports import free_port
 from tests.unit.services.api.api_support import MODEL, ScriptedBackend, whole_app
-from tests.unit.services.api.batches.kept_support import SqliteShelf
+from tests.unit.services.api.batches.kept_support import SqliteObjects
 from tests.unit.services.api.streams.stream_support import ShelfStore
 
 LONG_S = 120.0
@@ -52,7 +52,7 @@ class GuardedServer:
     port: int
     key_file: Path
     keys: dict[str, str]
-    door: Door
+    access: AccessControl
     registry: CollectorRegistry
     backend: ScriptedBackend = field(default_factory=ScriptedBackend)
     clock: Clock = field(default_factory=Clock)
@@ -81,18 +81,18 @@ def guarded_server(folder: Path, encoder: PromptEncoder, **settings: object) -> 
     keys = {role.value: add_key(path, role.value, role) for role in Role}
     keys |= {name: add_key(path, name, tenant=Tenant("acme", priority_min=5)) for name in ("acme-1", "acme-2")}
     clock, registry, backend = Clock(), CollectorRegistry(), ScriptedBackend()
-    made = DoorSettings(key_file=path, admin_token=ADMIN_TOKEN, **settings)  # type: ignore[arg-type]
-    door = Door(made, registry, now=clock)
-    shelf = SqliteShelf(folder / "log.sqlite")
+    made = AccessSettings(key_file=path, admin_token=ADMIN_TOKEN, **settings)  # type: ignore[arg-type]
+    access = AccessControl(made, registry, now=clock)
+    store = SqliteObjects(folder / "log.sqlite")
     app = whole_app(
         backend,
         encoder,
         100_000,
         Administration(ADMIN_TOKEN),
         shares_across_keys=False,
-        door=door,
-        keeper=StreamKeeper(ShelfStore()),
-        batches=Batches(Files(shelf, FilesConfig())),
+        access=access,
+        manager=StreamManager(ShelfStore()),
+        batches=Batches(Files(store, FilesConfig())),
     )
     config = uvicorn.Config(app, port=free_port(), log_level="error", lifespan="off")
     server = uvicorn.Server(config)
@@ -102,9 +102,9 @@ def guarded_server(folder: Path, encoder: PromptEncoder, **settings: object) -> 
     while not server.started:
         assert time.monotonic() < deadline and thread.is_alive()
         time.sleep(0.01)
-    yield GuardedServer(app, config.port, path, keys, door, registry, backend, clock)
+    yield GuardedServer(app, config.port, path, keys, access, registry, backend, clock)
     server.should_exit = True
     thread.join(LONG_S)
     # In a thread of its own: the thread of a browser's test runs an event loop.
     with ThreadPoolExecutor(1) as closing:
-        closing.submit(asyncio.run, shelf.log.close()).result(LONG_S)
+        closing.submit(asyncio.run, store.log.close()).result(LONG_S)

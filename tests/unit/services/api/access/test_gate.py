@@ -17,7 +17,7 @@ import pytest
 
 from core.config.access import AccessConfig
 from core.request import FLEX
-from services.api.access.door import Door, DoorSettings, door_settings
+from services.api.access.access_control import AccessControl, AccessSettings, access_settings
 from services.api.access.failures import MAX_ADDRESSES, MAX_SLOWED, SLOW_S, Failures
 from services.api.access.install import route_paths
 from services.api.access.key_file import KeyFile, changed_key_file
@@ -353,26 +353,26 @@ def test_hundreds_of_wrong_keys_are_slowed_and_right_ones_are_not(tmp_path: Path
         assert int(late.headers["retry-after"]) >= 1
         assert http.get("/v1/models", headers=server.bearer("serve")).status_code == 200
         assert server.registry.get_sample_value("farsight:failed_keys_total", {"reason": "wrong"}) == 250
-        assert (len(server.door.failures), server.door.failures.num_slowed) == (1, 0)
+        assert (len(server.access.failures), server.access.failures.num_slowed) == (1, 0)
 
 
 async def test_only_so_many_answers_are_held_back_at_once(
     encoder: PromptEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[float] = []
-    door = Door(DoorSettings(api_key="k" * 32, failures_per_minute=1), now=lambda: 0.0)
-    client = open_client(encoder, door)
+    access = AccessControl(AccessSettings(api_key="k" * 32, failures_per_minute=1), now=lambda: 0.0)
+    client = open_client(encoder, access)
 
     async def hold(seconds: float) -> None:
         held.append(seconds)
-        assert door.failures.num_slowed == 1
+        assert access.failures.num_slowed == 1
 
     with monkeypatch.context() as patched:
         # Not `asyncio.sleep` itself: the server of other tests sleeps in a thread of this process.
         patched.setattr("services.api.access.gate.asyncio", SimpleNamespace(sleep=hold))
         codes = [(await client.get("/v1/models", headers={"x-api-key": "x"})).status_code for _ in range(3)]
         assert (codes, held) == ([401, 429, 429], [SLOW_S, SLOW_S])
-        door.failures.num_slowed = MAX_SLOWED
+        access.failures.num_slowed = MAX_SLOWED
         assert (await client.get("/v1/models", headers={"x-api-key": "x"})).status_code == 429
         assert len(held) == 2
         assert (await client.get("/v1/models", headers={"x-api-key": "k" * 32})).status_code == 200
@@ -390,8 +390,8 @@ def test_failures_are_kept_in_bounded_memory() -> None:
     assert MAX_SLOWED < 1000
 
 
-def open_client(encoder: PromptEncoder, door: Door | None = None, **settings: Any) -> httpx.AsyncClient:
-    app = whole_app(ScriptedBackend(), encoder, door=door or Door(DoorSettings(**settings)))
+def open_client(encoder: PromptEncoder, access: AccessControl | None = None, **settings: Any) -> httpx.AsyncClient:
+    app = whole_app(ScriptedBackend(), encoder, access=access or AccessControl(AccessSettings(**settings)))
     return client_on(app, host="localhost")
 
 
@@ -421,7 +421,7 @@ async def test_a_name_that_is_not_allowed_is_refused(encoder: PromptEncoder) -> 
 def test_the_loopback_interface_without_keys_allows_its_own_names(
     access: dict[str, Any], environment: dict[str, str], host: str, hosts: tuple[str, ...]
 ) -> None:
-    assert door_settings(AccessConfig(**access), environment, loopback_host=host).hosts == hosts
+    assert access_settings(AccessConfig(**access), environment, loopback_host=host).hosts == hosts
 
 
 async def test_without_keys_everything_stays_open_but_administration(encoder: PromptEncoder) -> None:
@@ -447,7 +447,7 @@ async def test_origins_are_allowed_by_setting_alone(encoder: PromptEncoder) -> N
 
 
 async def test_other_protocols_are_not_served(encoder: PromptEncoder) -> None:
-    app = whole_app(ScriptedBackend(), encoder, door=Door(DoorSettings(api_key="k" * 32)))
+    app = whole_app(ScriptedBackend(), encoder, access=AccessControl(AccessSettings(api_key="k" * 32)))
     sent: list[Any] = []
 
     async def send(message: Any) -> None:

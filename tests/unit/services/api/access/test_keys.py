@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from core.errors import FarsightError
-from services.api.access.door import Door, DoorSettings
+from services.api.access.access_control import AccessControl, AccessSettings
 from services.api.access.key_file import KeyFile, changed_key_file, read_key_file
 from services.api.access.keys import MAX_KEY_LEN, KeyRing, Role, Tenant, make_key, record_of
 from services.api.access.roles import Access, Everyone, RouteRoles
@@ -186,7 +186,7 @@ async def test_only_operators_learn_where_the_model_lies(encoder: PromptEncoder,
 
     async def roots(key_file: Path | None, key: str = "") -> set[str | None]:
         client = client_on(
-            whole_app(backend, encoder, door=Door(DoorSettings(key_file=key_file))), **{"x-api-key": key}
+            whole_app(backend, encoder, access=AccessControl(AccessSettings(key_file=key_file))), **{"x-api-key": key}
         )
         listed = (await client.get("/v1/models")).json()["data"]
         return {each["root"] for each in [*listed, (await client.get(f"/v1/models/{MODEL}")).json()]}

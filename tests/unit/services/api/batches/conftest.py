@@ -10,17 +10,17 @@ import httpx
 import pytest
 
 from core.config.files import FilesConfig
-from services.api.access.door import Door, DoorSettings
+from services.api.access.access_control import AccessControl, AccessSettings
 from services.api.access.metered import MeteredGenerator
 from services.api.app import build_app
+from services.api.batches.files import Files
 from services.api.batches.records import Batches
 from services.api.batches.running import BatchRunner, RunningPlace
 from services.api.batches.sender import RetryPolicy
-from services.api.batches.shelf import Files
 from services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.access.access_support import add_key
 from tests.unit.services.api.api_support import ScriptedBackend
-from tests.unit.services.api.batches.kept_support import SqliteShelf
+from tests.unit.services.api.batches.kept_support import SqliteObjects
 
 
 class WallClock:
@@ -43,16 +43,16 @@ class BatchService:
     backend: ScriptedBackend
     batches: Batches
     clock: WallClock
-    door: Door
+    access: AccessControl
     keys: dict[str, str]
     client: httpx.AsyncClient
     encoder: PromptEncoder
     free_places: list[int]
 
     def runner(self, name: str = "one", backend: ScriptedBackend | None = None) -> BatchRunner:
-        metered = MeteredGenerator(backend or self.backend, self.door, shares_prefixes=True)
+        metered = MeteredGenerator(backend or self.backend, self.access, shares_prefixes=True)
         app = build_app(metered, self.encoder)
-        place = RunningPlace(app, self.door.caller_of, lambda: self.free_places[0], 100_000)
+        place = RunningPlace(app, self.access.caller_of, lambda: self.free_places[0], 100_000)
         retry = RetryPolicy(give_up_s=30, first_delay_s=0.01, max_delay_s=0.05)
         return BatchRunner(self.batches, place, name, uses_keys=bool(self.keys), retry=retry, look_s=0.01)
 
@@ -64,14 +64,14 @@ Serve = Callable[..., BatchService]
 
 
 @pytest.fixture
-async def shelf(tmp_path: Path) -> AsyncIterator[SqliteShelf]:
-    shelf = SqliteShelf(tmp_path / "log.sqlite")
-    yield shelf
-    await shelf.log.close()
+async def store(tmp_path: Path) -> AsyncIterator[SqliteObjects]:
+    store = SqliteObjects(tmp_path / "log.sqlite")
+    yield store
+    await store.log.close()
 
 
 @pytest.fixture
-def serve(shelf: SqliteShelf, encoder: PromptEncoder, tmp_path: Path) -> Serve:
+def serve(store: SqliteObjects, encoder: PromptEncoder, tmp_path: Path) -> Serve:
     texts = encoder
 
     def make(
@@ -82,12 +82,12 @@ def serve(shelf: SqliteShelf, encoder: PromptEncoder, tmp_path: Path) -> Serve:
     ) -> BatchService:
         clock = WallClock()
         keys = {name: add_key(tmp_path / "keys.json", name) for name in tenants}
-        door = Door(DoorSettings(key_file=tmp_path / "keys.json" if tenants else None))
-        batches = Batches(Files(shelf, FilesConfig(**settings), clock))
+        access = AccessControl(AccessSettings(key_file=tmp_path / "keys.json" if tenants else None))
+        batches = Batches(Files(store, FilesConfig(**settings), clock))
         backend = backend or ScriptedBackend()
-        app = build_app(backend, encoder, 100_000, door=door, batches=batches)
+        app = build_app(backend, encoder, 100_000, access=access, batches=batches)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         client = httpx.AsyncClient(transport=transport, base_url="http://test")
-        return BatchService(backend, batches, clock, door, keys, client, encoder, [MANY_PLACES])
+        return BatchService(backend, batches, clock, access, keys, client, encoder, [MANY_PLACES])
 
     return make

@@ -22,7 +22,7 @@ from core.kept import (
 )
 
 
-class SqliteShelf:
+class SqliteObjects:
     """Opens its file when it is first asked, and counts the results of lines that are written."""
 
     def __init__(self, path: Path) -> None:

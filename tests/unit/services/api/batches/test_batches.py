@@ -24,7 +24,7 @@ from services.api.batches.running import LEASE_S, BatchRunner
 from services.api.text.prompts import PromptEncoder, PromptText
 from tests.unit.services.api.api_support import HELLO, ScriptedBackend
 from tests.unit.services.api.batches.conftest import BatchService, Serve
-from tests.unit.services.api.batches.kept_support import SqliteShelf
+from tests.unit.services.api.batches.kept_support import SqliteObjects
 from tests.unit.services.api.batches.test_files import library
 from tests.unit.services.api.pictures.test_pictures import FILE, PARTS, chat, image, seeing_backend, seeing_dir, text
 
@@ -99,13 +99,13 @@ async def test_the_openai_library(serve: Serve) -> None:
         await client.batches.retrieve(batch_id)
 
 
-async def test_another_replica_goes_on_and_no_line_is_answered_twice(serve: Serve, shelf: SqliteShelf) -> None:
+async def test_another_replica_goes_on_and_no_line_is_answered_twice(serve: Serve, store: SqliteObjects) -> None:
     """The first replica is cut off in the midst, as by ``kill -9``: it gives nothing back."""
     service = serve(batch_in_flight=4)
     batch_id = await begin(service, lines(60))
     async with running(service.runner("first", Stopping(after=37))):
-        await shelf.have_lines(32)
-    kept = (await shelf.read_parts(PartsQuery("lines", batch_id, 0, 0, only_indices=True))).parts
+        await store.have_lines(32)
+    kept = (await store.read_parts(PartsQuery("lines", batch_id, 0, 0, only_indices=True))).parts
     assert len(kept) < 60
     service.clock.now += LEASE_S + 1
     second = ScriptedBackend()
@@ -150,11 +150,11 @@ async def test_lines_wait_while_others_do(serve: Serve) -> None:
         await until(service, batch_id, "completed")
 
 
-async def test_a_cancelled_batch_keeps_what_it_has(serve: Serve, shelf: SqliteShelf) -> None:
+async def test_a_cancelled_batch_keeps_what_it_has(serve: Serve, store: SqliteObjects) -> None:
     service = serve(backend=Stopping(after=5), batch_in_flight=1)
     batch_id = await begin(service, lines(20))
     async with running(service.runner()):
-        await shelf.have_lines(5)
+        await store.have_lines(5)
         assert (await library(service).batches.cancel(batch_id)).status == "cancelling"
         batch = await until(service, batch_id, "cancelled")
     assert len(await output(service, batch.output_file_id)) == 5

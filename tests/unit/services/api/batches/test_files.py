@@ -12,13 +12,13 @@ from openai.types.responses import Response
 
 from core.errors import FarsightError
 from core.kept import DropExpired, KeptObject, ObjectName, PutObject, PutVerdict
+from services.api.batches.files import PART_BYTES
 from services.api.batches.multipart import parse_form
-from services.api.batches.shelf import PART_BYTES
 from services.api.dialects.stored import RESPONSE
 from services.api.errors import ApiError
 from tests.unit.services.api.api_support import MODEL, ScriptedBackend, delta, ok
 from tests.unit.services.api.batches.conftest import BatchService, Serve
-from tests.unit.services.api.batches.kept_support import SqliteShelf
+from tests.unit.services.api.batches.kept_support import SqliteObjects
 
 LINE = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "hi"}}\n'
 
@@ -94,7 +94,7 @@ async def test_what_has_expired_is_not_there(serve: Serve) -> None:
     with pytest.raises(openai.NotFoundError):
         await client.files.retrieve(made.id)
     assert (await client.files.list()).data == []
-    await service.batches.shelf.drop_expired(DropExpired(service.clock.now))
+    await service.batches.store.drop_expired(DropExpired(service.clock.now))
     service.clock.now -= 5000
     with pytest.raises(openai.NotFoundError):
         await client.files.content(made.id)
@@ -260,9 +260,9 @@ async def test_what_is_stored_counts_for_the_quota_and_expires(serve: Serve) -> 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_log_that_fails_is_an_error(serve: Serve, shelf: SqliteShelf, stream: bool) -> None:
+async def test_a_log_that_fails_is_an_error(serve: Serve, store: SqliteObjects, stream: bool) -> None:
     service = serve()
-    put, kept = shelf.put_object, []
+    put, kept = store.put_object, []
 
     async def fails(order: PutObject) -> PutVerdict:
         if order.kept.revision == 2:
@@ -270,7 +270,7 @@ async def test_a_log_that_fails_is_an_error(serve: Serve, shelf: SqliteShelf, st
         kept.append(order.kept)
         return await put(order)
 
-    shelf.put_object = fails  # type: ignore[method-assign]
+    store.put_object = fails  # type: ignore[method-assign]
     answer = await service.client.post(PATH, json={"input": "hi", "store": True, "stream": stream})
     if stream:
         last = json.loads(answer.text.strip().split("\n\n")[-1].split("data: ")[1])
@@ -279,5 +279,5 @@ async def test_a_log_that_fails_is_an_error(serve: Serve, shelf: SqliteShelf, st
     else:
         assert answer.status_code >= 500
     begun: KeptObject = kept[0]
-    assert (await shelf.find_object(ObjectName(RESPONSE, begun.object_id))).kept == begun
+    assert (await store.find_object(ObjectName(RESPONSE, begun.object_id))).kept == begun
     assert (await service.client.get(f"{PATH}/{begun.object_id}")).status_code == 404

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from core.images import digest_of
 from services.api.app import build_app
 from services.api.body_workers import BodyWorkers
-from services.api.pictures.placing import Sight
+from services.api.pictures.placing import ImageInput
 from services.api.text.prompts import ChatPrompt, PromptEncoder
 from tests.unit.services.api.api_support import (
     IMAGE_TOKENS,
@@ -78,8 +78,8 @@ def placeholder_id(folder: Path) -> int:
 
 def seeing_backend(folder: Path, max_model_len: int = MAX_MODEL_LEN) -> ScriptedBackend:
     backend = ScriptedBackend()
-    sight = Sight("<|image|>", placeholder_id(folder), max_per_request=3)
-    backend.model = dataclasses.replace(backend.model, sight=sight, max_model_len=max_model_len)
+    image_input = ImageInput("<|image|>", placeholder_id(folder), max_per_request=3)
+    backend.model = dataclasses.replace(backend.model, image_input=image_input, max_model_len=max_model_len)
     return backend
 
 

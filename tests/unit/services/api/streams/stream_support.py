@@ -8,15 +8,15 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.log.stream_shelf import StreamShelf
+from actors.log.stored_streams import StoredStreams
 from core.errors import FarsightError
 from core.messages.resumable import StreamChanges, StreamFound, StreamName, StreamState, StreamVerdicts
 from core.messages.tokens import TokenDelta
 from core.request import Request
 from services.api.requests import Generation, generation_of
 from services.api.schemas import ChatCompletionRequest, CompletionRequest
-from services.api.streams.keeper import StreamKeeper
 from services.api.streams.live import EventWriter, LiveStream
+from services.api.streams.manager import StreamManager
 from services.api.text.prompts import PromptEncoder, PromptText
 from tests.unit.services.api.api_support import LONG_S, MODEL, ScriptedBackend
 
@@ -61,11 +61,11 @@ class ShelfStore:
         self.now = 1000.0
         self.away = False
         self._tenant_bytes = tenant_bytes
-        self.shelf = StreamShelf(tenant_bytes, MANY_BYTES, self.now - 100)
+        self.streams = StoredStreams(tenant_bytes, MANY_BYTES, self.now - 100)
 
     def die(self) -> None:
         """A successor begins with nothing."""
-        self.shelf = StreamShelf(self._tenant_bytes, MANY_BYTES, self.now)
+        self.streams = StoredStreams(self._tenant_bytes, MANY_BYTES, self.now)
 
     def _check(self) -> None:
         if self.away:
@@ -74,17 +74,17 @@ class ShelfStore:
     async def change(self, changes: StreamChanges) -> StreamVerdicts:
         await asyncio.sleep(0)
         self._check()
-        return self.shelf.change(changes, self.now)
+        return self.streams.change(changes, self.now)
 
     async def find(self, name: StreamName) -> StreamFound:
         await asyncio.sleep(0)
         self._check()
-        return self.shelf.find(name.stream_id, self.now)
+        return self.streams.find(name.stream_id, self.now)
 
     async def take(self, name: StreamName) -> StreamState | None:
         await asyncio.sleep(0)
         self._check()
-        return self.shelf.take(name.stream_id, self.now)
+        return self.streams.take(name.stream_id, self.now)
 
 
 @dataclass
@@ -128,14 +128,14 @@ class Replica:
     """One ingress replica."""
 
     def __init__(self, store: ShelfStore, backend: PacedBackend, encoder: PromptEncoder, resume_s: float) -> None:
-        self.keeper = StreamKeeper(store, resume_s)
+        self.manager = StreamManager(store, resume_s)
         self.backend = backend
         self._encoder = encoder
-        self._running: asyncio.Task[None] | None = asyncio.create_task(self.keeper.run())
+        self._running: asyncio.Task[None] | None = asyncio.create_task(self.manager.run())
 
     async def start(self, **fields: Any) -> LiveStream:
         generation = await self.generation(**fields)
-        return self.keeper.start(self.backend, generation, KEY, "tenant")
+        return self.manager.start(self.backend, generation, KEY, "tenant")
 
     async def generation(self, *, chat: bool = False, **fields: object) -> Generation:
         shape = {"model": MODEL, "stream": True, "temperature": 0, "max_tokens": 8}
@@ -149,7 +149,7 @@ class Replica:
         return made.named(b"", str)
 
     async def resume(self, stream_id: str, key: str = KEY) -> LiveStream:
-        return await self.keeper.resume(stream_id, key, self.backend)
+        return await self.manager.resume(stream_id, key, self.backend)
 
     def read(self, live: LiveStream, after: int = 0) -> Reader:
         reader = Reader()
@@ -173,8 +173,8 @@ class Replica:
         self._running.cancel()
         await asyncio.gather(self._running, return_exceptions=True)
         self._running = None
-        for live in list(self.keeper._streams.values()):
-            self.keeper._lose(live)
+        for live in list(self.manager._streams.values()):
+            self.manager._lose(live)
 
 
 @dataclass

@@ -14,7 +14,7 @@ from core.messages.resumable import StreamChanges, StreamVerdicts
 from core.messages.tokens import TokenDelta
 from core.request import Request
 from services.api.errors import ApiError
-from services.api.streams import keeper
+from services.api.streams import manager
 from services.api.streams.live import EventWriter, LiveStream
 from services.api.text.prompts import PromptEncoder, PromptText
 from tests.unit.services.api.api_support import until
@@ -135,7 +135,7 @@ async def test_a_replica_whose_stream_was_taken_ends_its_run(side: HttpSide) -> 
     side.backend.allow(2)
     await first.finish()
     assert json.loads(first.data[-1])["error"]["code"] == "stream_superseded"
-    assert len(one.keeper) == 0
+    assert len(one.manager) == 0
     side.backend.allow(100)
     await second.finish()
     first.events.pop()
@@ -146,7 +146,7 @@ async def test_a_replica_whose_stream_was_taken_ends_its_run(side: HttpSide) -> 
 async def test_a_verdict_about_a_stream_that_was_taken_back_meanwhile_ends_nothing(
     side: HttpSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "KEEP_S", 0.01)
+    monkeypatch.setattr(manager, "KEEP_S", 0.01)
     one, other = side.replica(), side.replica()
     live = await one.start()
     await until(live.show)
@@ -194,11 +194,11 @@ async def test_a_stream_ends_when_no_client_comes_back(side: HttpSide) -> None:
     replica = side.replica(resume_s=0.05)
     live, reader = await begun(side, replica, 1)
     await asyncio.sleep(0.1)
-    assert len(replica.keeper) == 1
+    assert len(replica.manager) == 1
     await reader.leave()
     await until(lambda: side.backend.num_closed == 1)
-    await until(lambda: len(side.store.shelf) == 0)
-    assert len(replica.keeper) == 0
+    await until(lambda: len(side.store.streams) == 0)
+    assert len(replica.manager) == 0
     with pytest.raises(ApiError, match="There is no stream"):
         await replica.resume(live.state.stream_id)
 
@@ -210,7 +210,7 @@ async def test_a_client_that_leaves_before_the_first_event_ends_the_run(side: Ht
     reader = replica.read(live)
     await until(lambda: side.backend.num_opened == 1 and live.num_readers)
     await reader.leave()
-    await until(lambda: side.backend.num_closed == 1 and len(side.store.shelf) == 0)
+    await until(lambda: side.backend.num_closed == 1 and len(side.store.streams) == 0)
 
 
 async def test_a_stream_whose_headers_went_out_goes_on_without_a_log_where_there_is_no_room(
@@ -232,7 +232,7 @@ async def test_a_refused_request_leaves_nothing(side: HttpSide) -> None:
     side.backend.failure = CapacityError("full", 2.0)
     reader = await replica.read(await replica.start()).finish()
     assert isinstance(reader.error, CapacityError)
-    await until(lambda: len(side.store.shelf) == 0 and len(replica.keeper) == 0)
+    await until(lambda: len(side.store.streams) == 0 and len(replica.manager) == 0)
 
 
 @pytest.mark.parametrize("num_events", [0, 3])
@@ -244,7 +244,7 @@ async def test_a_stream_that_was_refused_when_it_was_taken_waits_for_another_try
     side.backend.failure = CapacityError("full", 2.0)
     for _ in range(2):
         assert isinstance((await resumed(other, stream_id, num_events)).error, CapacityError)
-        await until(lambda: len(other.keeper) == 0)
+        await until(lambda: len(other.manager) == 0)
     side.backend.failure = None
     side.backend.allow(8)
     assert_whole(first, await resumed(other, stream_id, num_events))
@@ -288,8 +288,8 @@ async def test_a_tenants_bytes_are_bounded(encoder: PromptEncoder) -> None:
         side.backend.allow(100)
         assert_whole(await reader.finish(), num_tokens=40)
         assert not live.is_buffered
-        assert side.store.shelf.num_bytes <= 1500
-        assert len(replica.keeper) == 0
+        assert side.store.streams.num_bytes <= 1500
+        assert len(replica.manager) == 0
         with pytest.raises(ApiError, match="There is no stream"):
             await replica.resume(live.state.stream_id)
         large = {"n": 8, "stop": [character * 250 for character in "abcd"]}
@@ -316,14 +316,14 @@ async def test_a_client_that_reads_slowly_delays_no_other_and_misses_nothing(sid
 async def test_a_new_store_is_told_of_many_streams_in_several_messages(
     side: HttpSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "ENTRIES_PER_MESSAGE", 10)
+    monkeypatch.setattr(manager, "ENTRIES_PER_MESSAGE", 10)
     replica = side.replica()
     side.backend.allow(100)
     lives = [await replica.start() for _ in range(5)]
     for live in lives:
         assert_whole(await replica.read(live).finish())
     side.store.die()
-    await until(lambda: len(side.store.shelf) == 5)
+    await until(lambda: len(side.store.streams) == 5)
     await replica.die()
     other = side.replica()
     for live in lives:

@@ -16,10 +16,10 @@ import httpx
 import pytest
 from starlette.types import Message
 
-from services.api.access.door import Door, DoorSettings
+from services.api.access.access_control import AccessControl, AccessSettings
 from services.api.access.keys import Role, Tenant
 from services.api.answers import sse
-from services.api.streams.keeper import StreamKeeper
+from services.api.streams.manager import StreamManager
 from services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.access.access_support import add_key
 from tests.unit.services.api.api_support import MODEL, client_on, until, whole_app
@@ -31,13 +31,13 @@ BODY = {"model": MODEL, "prompt": "hello", "max_tokens": 4, "stream": True, "tem
 
 @dataclass
 class Service:
-    """Two ingress replicas over one store; ``door`` of the first."""
+    """Two ingress replicas over one store; ``access`` of the first."""
 
     clients: list[httpx.AsyncClient]
     backend: PacedBackend
     keys: dict[str, str]
-    doors: list[Door]
-    keepers: list[StreamKeeper]
+    accesses: list[AccessControl]
+    managers: list[StreamManager]
     store: ShelfStore
 
     def bearer(self, name: str) -> dict[str, str]:
@@ -90,13 +90,13 @@ async def service(request: pytest.FixtureRequest, encoder: PromptEncoder, tmp_pa
         "b": add_key(path, "b"),
         "observe": add_key(path, "observe", Role.OBSERVE),
     }
-    settings = DoorSettings(key_file=path if request.param == "keys" else None)
+    settings = AccessSettings(key_file=path if request.param == "keys" else None)
     backend, store = PacedBackend(), ShelfStore()
-    doors, keepers = [Door(settings) for _ in range(2)], [StreamKeeper(store) for _ in range(2)]
-    apps = [whole_app(backend, encoder, door=doors[i], keeper=keepers[i]) for i in range(2)]
+    accesses, managers = [AccessControl(settings) for _ in range(2)], [StreamManager(store) for _ in range(2)]
+    apps = [whole_app(backend, encoder, access=accesses[i], manager=managers[i]) for i in range(2)]
     clients = [client_on(app) for app in apps]
-    running = [asyncio.create_task(keeper.run()) for keeper in keepers]
-    yield Service(clients, backend, keys, doors, keepers, store)
+    running = [asyncio.create_task(manager.run()) for manager in managers]
+    yield Service(clients, backend, keys, accesses, managers, store)
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
@@ -188,10 +188,10 @@ async def test_only_the_tenant_that_began_a_stream_finds_it(service: Service) ->
         for wrong in (stream_id[:-1], stream_id + "0", stream_id.upper(), "..%2f..%2fstatus", "%00", "x" * 5000):
             assert (await service.resume(wrong, "b", replica=replica)).status_code == 404
     same_tenant = (await service.resume(stream_id, "a2")).status_code
-    assert same_tenant == (404 if service.doors[0].is_open else 200)
+    assert same_tenant == (404 if service.accesses[0].is_open else 200)
     without = (await service.resume(stream_id)).status_code
-    assert without == (404 if service.doors[0].is_open else 401)
-    if not service.doors[0].is_open:
+    assert without == (404 if service.accesses[0].is_open else 401)
+    if not service.accesses[0].is_open:
         assert (await service.resume(stream_id, "observe")).status_code == 403
     assert (await service.resume(stream_id, "a")).status_code == 200
 
@@ -211,18 +211,18 @@ async def test_a_wrong_last_event_id_is_400(service: Service, last: str) -> None
 
 async def test_a_request_without_a_client_counts_as_in_flight(service: Service) -> None:
     """``max_in_flight`` is 1: a tenant cannot run more by leaving its streams."""
-    if service.doors[0].is_open:
+    if service.accesses[0].is_open:
         pytest.skip("nothing is counted without keys")
     service.backend.allow(1)
     began = asyncio.create_task(service.begin("a"))
-    await until(lambda: any(live.is_shown for live in service.keepers[0]._streams.values()))
-    (stream_id,) = service.keepers[0]._streams
+    await until(lambda: any(live.is_shown for live in service.managers[0]._streams.values()))
+    (stream_id,) = service.managers[0]._streams
     began.cancel()
     await asyncio.gather(began, return_exceptions=True)
     refused = await service.clients[0].post("/v1/completions", json=BODY, headers=service.bearer("a2"))
     assert error_of(refused) == (429, "rate_limit_exceeded")
     service.backend.allow(3)
-    await until(lambda: service.keepers[0]._streams[stream_id].ended)
+    await until(lambda: service.managers[0]._streams[stream_id].ended)
     service.backend.allow(4)
     admitted = await service.clients[0].post("/v1/completions", json=BODY, headers=service.bearer("a2"))
     assert admitted.status_code == 200
@@ -231,17 +231,17 @@ async def test_a_request_without_a_client_counts_as_in_flight(service: Service) 
 
 
 async def test_a_continued_stream_counts_each_token_once(service: Service) -> None:
-    if service.doors[0].is_open:
+    if service.accesses[0].is_open:
         pytest.skip("nothing is counted without keys")
     service.backend.allow(2)
     began = asyncio.create_task(service.begin("b"))
-    await until(lambda: any(live.num_stored == 2 for live in service.keepers[0]._streams.values()))
-    (stream_id,) = service.keepers[0]._streams
+    await until(lambda: any(live.num_stored == 2 for live in service.managers[0]._streams.values()))
+    (stream_id,) = service.managers[0]._streams
     service.backend.allow(100)  # the first replica may take some before it hears that the stream was taken
     reply = await service.resume(stream_id, "b", f"{stream_id}-2")
     assert len(events_of(reply.content)) >= 1
     await asyncio.gather(began, return_exceptions=True)
-    used = [door.budget(Tenant("b")).counts(door.now()) for door in service.doors]
+    used = [access.budget(Tenant("b")).counts(access.now()) for access in service.accesses]
     prompts = [counts.prompt_tokens for counts in used]
     assert prompts[0] > 0
     assert prompts[1] == 0

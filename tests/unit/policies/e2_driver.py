@@ -1,4 +1,4 @@
-"""An E2 router for tests, and a desk that gives it requests."""
+"""An E2 router for tests, and a driver that gives it requests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def path(start: int, num: int) -> Path:
     return tuple(range(start, start + num))
 
 
-class Desk:
+class Driver:
     """Gives a router requests under names of its own."""
 
     def __init__(self, router: E2Router, names: str = "ab") -> None:

@@ -39,7 +39,7 @@ class WaitErrors:
 
 
 @dataclass(frozen=True, slots=True)
-class MissedWish:
+class MissedTarget:
     """Why a request is refused.
 
     Attributes:
@@ -50,23 +50,23 @@ class MissedWish:
     late_s: float
 
 
-def missed_wish(request: Request, predicted: Prediction) -> MissedWish | None:
-    """The first of its wishes that a request cannot have; None where it can have all."""
+def missed_target(request: Request, predicted: Prediction) -> MissedTarget | None:
+    """The first of its targets that a request cannot have; None where it can have all."""
     slo = request.slo
     deadline_s = math.inf if request.deadline_s is None else request.deadline_s
-    wishes = (
+    targets = (
         ("slo.ttft", "time to the first token", predicted.ttft_s, slo.ttft_s),
         ("slo.tpot", "time of each further token", predicted.tpot_s, slo.tpot_s),
         ("deadline_s", "time to the end", predicted.end_s, deadline_s),
     )
-    for field, what, seconds, wanted_s in wishes:
+    for field, what, seconds, wanted_s in targets:
         if seconds > wanted_s:
-            return MissedWish(f"predicted {what}: {seconds:.3g} s, {field} is {wanted_s:g} s", seconds - wanted_s)
+            return MissedTarget(f"predicted {what}: {seconds:.3g} s, {field} is {wanted_s:g} s", seconds - wanted_s)
     return None
 
 
-class WishCheck:
-    """Whether requests can have their wishes, by what is predicted and how that held of late.
+class TargetCheck:
+    """Whether requests can have their targets, by what is predicted and how that held of late.
 
     Attributes:
         errors: How the predictions held.
@@ -75,9 +75,9 @@ class WishCheck:
     def __init__(self) -> None:
         self.errors = WaitErrors()
 
-    def look(self, outlook: LoadSnapshot, request: Request) -> tuple[MissedWish | None, float]:
-        """The wish that it cannot have, and its predicted time to the first token, raw; 0 if none is known."""
+    def look(self, outlook: LoadSnapshot, request: Request) -> tuple[MissedTarget | None, float]:
+        """The target that it cannot have, and its predicted time to the first token, raw; 0 if none is known."""
         raw = predict(outlook, request, LEVEL)
         if raw is None:
             return None, 0.0
-        return missed_wish(request, raw.later(self.errors.factor)), raw.ttft_s
+        return missed_target(request, raw.later(self.errors.factor)), raw.ttft_s

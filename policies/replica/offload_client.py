@@ -23,7 +23,7 @@ class OffloadTally:
     refused: int = 0
 
 
-class OffloadDesk:
+class OffloadClient:
     """One question at a time. A manager that has missed a deadline is asked on, and not waited for until it answers
     within the deadline again.
 

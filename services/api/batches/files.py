@@ -37,7 +37,7 @@ UPLOADING_S = 3600.0
 MAX_FILENAME_BYTES = 255
 
 
-class Shelf(Protocol):
+class ObjectStore(Protocol):
     """The log store, as ``actors.calls.log_store`` describes it. Every method may raise FarsightError."""
 
     async def put_object(self, order: PutObject) -> PutVerdict: ...
@@ -70,8 +70,8 @@ class Files:
         clock: Unix seconds.
     """
 
-    def __init__(self, shelf: Shelf, settings: FilesConfig, clock: Callable[[], float] = time.time) -> None:
-        self.shelf = shelf
+    def __init__(self, store: ObjectStore, settings: FilesConfig, clock: Callable[[], float] = time.time) -> None:
+        self.store = store
         self.settings = settings
         self.now = clock
 
@@ -107,17 +107,17 @@ class Files:
         """
         now, most = self.now(), self.settings.max_owner_bytes if bounded else 0
         begun = KeptObject(FILE, file_id, owner, now, now + UPLOADING_S, 1, record.num_bytes, _pack(record))
-        verdict = await self.shelf.put_object(PutObject(begun, most))
+        verdict = await self.store.put_object(PutObject(begun, most))
         if not verdict.stored and not verdict.revision:
             raise over_quota(verdict.owner_bytes, record.num_bytes, most)
         if verdict.revision == 1:
             num_bytes = index = 0
             async for part in _parts(chunks):
-                await self.shelf.add_parts(AddParts(FILE, file_id, (ObjectPart(index, part),)))
+                await self.store.add_parts(AddParts(FILE, file_id, (ObjectPart(index, part),)))
                 index, num_bytes = index + 1, num_bytes + len(part)
             packed = _pack(replace(record, num_bytes=num_bytes, whole=True))
             whole = replace(begun, expires_at=expires_at, revision=2, num_bytes=num_bytes, record=packed)
-            await self.shelf.put_object(PutObject(whole))
+            await self.store.put_object(PutObject(whole))
         return await self.find(owner, file_id)
 
     async def find(self, owner: str, file_id: str) -> KeptObject:
@@ -125,7 +125,7 @@ class Files:
         Raises:
             ApiError: 404: the owner has no such file.
         """
-        kept = (await self.shelf.find_object(ObjectName(FILE, file_id))).kept
+        kept = (await self.store.find_object(ObjectName(FILE, file_id))).kept
         if kept is None or kept.owner != owner or self._is_over(kept) or not file_record(kept).whole:
             raise not_found("file", file_id)
         return kept
@@ -134,7 +134,7 @@ class Files:
         self, owner: str, limit: int, *, after: str = "", newest_first: bool = True
     ) -> tuple[KeptObject, ...]:
         query = ObjectQuery(FILE, owner, limit, newest_first, after)
-        found = (await self.shelf.list_objects(query)).objects
+        found = (await self.store.list_objects(query)).objects
         return tuple(kept for kept in found if file_record(kept).whole and not self._is_over(kept))
 
     async def content(self, owner: str, file_id: str) -> AsyncGenerator[bytes, None]:
@@ -146,7 +146,7 @@ class Files:
         kept = await self.find(owner, file_id)
         left, index = file_record(kept).num_bytes, 0
         while left > 0:
-            page = (await self.shelf.read_parts(PartsQuery(FILE, file_id, index, PART_BYTES))).parts
+            page = (await self.store.read_parts(PartsQuery(FILE, file_id, index, PART_BYTES))).parts
             if not page or page[0].index != index:
                 raise FarsightError(f"{file_id} was deleted while it was read")
             for part in page:
@@ -164,7 +164,7 @@ class Files:
             ApiError: As ``find``.
         """
         await self.find(owner, file_id)
-        await self.shelf.drop_object(ObjectName(FILE, file_id))
+        await self.store.drop_object(ObjectName(FILE, file_id))
 
     def _is_over(self, kept: KeptObject) -> bool:
         return 0 < kept.expires_at <= self.now()

@@ -74,7 +74,7 @@ class _Unattended:
         self._release = _nothing
 
 
-class StreamKeeper:
+class StreamManager:
     """The streams that this ingress replica runs.
 
     Args:

@@ -10,7 +10,7 @@ from core.request import FLEX, NO_SLO, Slo
 from services.api.fields import MAX_PRIORITY, refused
 from services.api.strict import StrictModel
 
-MAX_WISH_S = 86_400.0
+MAX_TARGET_S = 86_400.0
 """Longest time that a client may name, in seconds: a day."""
 
 PRIORITY_TIER = -1
@@ -22,15 +22,18 @@ Tier = Literal["default", "priority", "flex"]
 class SloFields(StrictModel):
     """What a client wants of its stream; seconds."""
 
-    ttft: float | None = Field(None, gt=0, le=MAX_WISH_S, description="From the receipt to the first token.")
-    tpot: float | None = Field(None, gt=0, le=MAX_WISH_S, description="Between two tokens after that, in the mean.")
+    ttft: float | None = Field(None, gt=0, le=MAX_TARGET_S, description="From the receipt to the first token.")
+    tpot: float | None = Field(None, gt=0, le=MAX_TARGET_S, description="Between two tokens after that, in the mean.")
 
 
-class WishFields(StrictModel):
+class TargetFields(StrictModel):
     """Deadlines, and OpenAI's tiers."""
 
     deadline_s: float | None = Field(
-        None, gt=0, le=MAX_WISH_S, description="Extension; seconds from the receipt within which the answer is to end."
+        None,
+        gt=0,
+        le=MAX_TARGET_S,
+        description="Extension; seconds from the receipt within which the answer is to end.",
     )
     slo: SloFields | None = Field(None, description="Extension; times of tokens that are to be kept.")
     service_tier: Literal["auto", "default", "priority", "flex"] | None = Field(
@@ -41,7 +44,7 @@ class WishFields(StrictModel):
     )
 
     @model_validator(mode="after")
-    def _check_tier(self) -> WishFields:
+    def _check_tier(self) -> TargetFields:
         if self.service_tier == "priority" and self.priority is not None:
             raise refused(".priority", self.priority, "null where service_tier is 'priority', which is one itself")
         return self

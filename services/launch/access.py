@@ -12,7 +12,7 @@ from core.config.access import AccessConfig
 from core.config.load import FarsightConfig
 from core.config.server import is_loopback
 from core.errors import ConfigError, FarsightError
-from services.api.access.door import API_KEY_VARIABLE
+from services.api.access.access_control import API_KEY_VARIABLE
 from services.api.access.key_file import read_key_file
 from services.proxy.haproxy_config import TLS_FILE
 
@@ -30,7 +30,7 @@ _MAKE_A_KEY_THERE = (
 )
 
 
-def check_door(config: FarsightConfig, environment: Mapping[str, str], deployed_at: str = "") -> list[str]:
+def check_access(config: FarsightConfig, environment: Mapping[str, str], deployed_at: str = "") -> list[str]:
     """Checks keys, key file and TLS files; returns what the operator should know.
 
     Args:

@@ -10,7 +10,7 @@ from actors.runtime.peer import LOOK_AGAIN_S, PeerBook, PeerLost
 from core.messages.drains import IngressOrders, IngressReport
 from services.api.readiness import Readiness
 
-ATTEND_S = 0.5
+REPORT_S = 0.5
 """Seconds between two reports."""
 
 SUPERVISED_S = 5.0
@@ -38,7 +38,7 @@ class Streams(Protocol):
     def end_streams(self, reason: str) -> None: ...
 
 
-class Attendance:
+class SupervisorLink:
     """Reports to the Supervisor until it is cancelled.
 
     Once it has heard that the service drains, it refuses new requests for the rest of its life, and ends at the time it
@@ -60,7 +60,7 @@ class Attendance:
     async def join(self) -> None:
         """Returns once a Supervisor has answered: before that the weights for new requests are not known. While others
         wait for a switch of weights, it waits as well."""
-        while not await self.attend() or self._switches:  # noqa: ASYNC110, it asks another process
+        while not await self.report() or self._switches:  # noqa: ASYNC110, it asks another process
             await asyncio.sleep(LOOK_AGAIN_S)
 
     @property
@@ -69,10 +69,10 @@ class Attendance:
 
     async def run(self) -> None:
         while True:
-            await self.attend()
-            await asyncio.sleep(ATTEND_S)
+            await self.report()
+            await asyncio.sleep(REPORT_S)
 
-    async def attend(self) -> bool:
+    async def report(self) -> bool:
         """One report; whether the Supervisor has answered."""
         readiness = self._readiness
         report = IngressReport(
@@ -84,8 +84,8 @@ class Attendance:
         )
         try:
             async with asyncio.timeout(SUPERVISED_S):
-                orders = await self._supervisor.attend(report)
-                readiness.attended()
+                orders = await self._supervisor.report_ingress(report)
+                readiness.heard_supervisor()
                 self._streams.use_limits(orders.limits)
                 await self._use_weights(orders)
         except (PeerLost, TimeoutError):

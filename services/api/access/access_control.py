@@ -1,4 +1,4 @@
-"""What all requests of one process share at the door: keys, budgets of tenants, failures, metrics."""
+"""What all requests of one process share at access control: keys, budgets of tenants, failures, metrics."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ Usage = Callable[[], Awaitable[tuple[TenantUsage, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
-class DoorSettings:
-    """How a door is made.
+class AccessSettings:
+    """How access control is made.
 
     Attributes:
         key_file: None without one.
@@ -65,14 +65,14 @@ class DoorSettings:
         return self.key_file is not None or bool(self.api_key)
 
 
-def door_settings(
+def access_settings(
     access: AccessConfig,
     environment: Mapping[str, str],
     admin_token: str = "",
     *,
     loopback_host: str = "",
     behind_haproxy: bool = False,
-) -> DoorSettings:
+) -> AccessSettings:
     """The settings from the configuration and the environment.
 
     Args:
@@ -83,7 +83,7 @@ def door_settings(
     hosts = listed(access.allowed_hosts.lower())
     if not hosts and loopback_host and key_file is None and not api_key:
         hosts = (*LOOPBACK_HOSTS, loopback_host)
-    return DoorSettings(
+    return AccessSettings(
         key_file,
         api_key,
         admin_token,
@@ -94,7 +94,7 @@ def door_settings(
     )
 
 
-class Door:
+class AccessControl:
     """Decides who may come in; one object for each process that serves HTTP.
 
     Args:
@@ -107,7 +107,7 @@ class Door:
 
     def __init__(
         self,
-        settings: DoorSettings,
+        settings: AccessSettings,
         registry: CollectorRegistry | None = None,
         now: Clock = time.monotonic,
         usage: Usage | None = None,
@@ -121,7 +121,7 @@ class Door:
         self._looked_at = -RELOAD_S
         self._keys = KeyRing()
         self._budgets: dict[str, LocalBudget] = {}
-        self.metrics = DoorMetrics(registry or CollectorRegistry())
+        self.metrics = AccessMetrics(registry or CollectorRegistry())
         if settings.uses_keys:
             self._load()
 
@@ -210,8 +210,8 @@ class Door:
         return tuple(_own_usage(budget.counts(self.now())) for _, budget in sorted(self._budgets.items()))
 
 
-class DoorMetrics:
-    """Series of the door; a tenant beyond ``MAX_TENANT_LABELS`` is counted as ``other``."""
+class AccessMetrics:
+    """Series of access control; a tenant beyond ``MAX_TENANT_LABELS`` is counted as ``other``."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.failed_keys = Counter(
@@ -255,7 +255,7 @@ class DoorMetrics:
         return label
 
 
-def _static_records(settings: DoorSettings) -> tuple[KeyRecord, ...]:
+def _static_records(settings: AccessSettings) -> tuple[KeyRecord, ...]:
     records = []
     if settings.api_key:
         records.append(record_of(settings.api_key, "api-key", "default", (Role.SERVE, Role.OBSERVE)))

@@ -12,10 +12,10 @@ from core.errors import FarsightError
 from core.messages.drains import IngressOrders, IngressReport
 from core.messages.tenants import TenantBudgets, TenantReport, TenantUsages
 from policies.tenancy.budgets import SharedBudgets
-from services.api.access.door import Door, DoorSettings
+from services.api.access.access_control import AccessControl, AccessSettings
 from services.api.access.keys import Tenant
 from services.api.readiness import Readiness
-from services.ingress.attendance import STOPPED, SUPERVISED_S, Attendance
+from services.ingress.supervisor_link import STOPPED, SUPERVISED_S, SupervisorLink
 from services.ingress.tenants import TenantExchange
 
 
@@ -29,7 +29,7 @@ class Overseer:
     def supervisor(self) -> Overseer:
         return self
 
-    async def attend(self, report: IngressReport) -> IngressOrders:
+    async def report_ingress(self, report: IngressReport) -> IngressOrders:
         if self.orders is None:
             raise PeerLost("supervisor")
         self.reports.append(report)
@@ -62,36 +62,36 @@ class OpenStreams:
         self.ended.append(reason)
 
 
-def replica() -> tuple[Overseer, Readiness, Clock, OpenStreams, Attendance]:
+def replica() -> tuple[Overseer, Readiness, Clock, OpenStreams, SupervisorLink]:
     overseer, clock, streams = Overseer(), Clock(), OpenStreams()
     readiness = Readiness(SUPERVISED_S, clock)
-    return overseer, readiness, clock, streams, Attendance(cast(PeerBook, overseer), readiness, streams)
+    return overseer, readiness, clock, streams, SupervisorLink(cast(PeerBook, overseer), readiness, streams)
 
 
 async def test_who_hears_no_supervisor_is_not_supervised() -> None:
-    overseer, readiness, clock, _, attendance = replica()
+    overseer, readiness, clock, _, link = replica()
     overseer.orders = None
     clock.now = SUPERVISED_S
-    await attendance.attend()
+    await link.report()
     assert not readiness.is_supervised
     overseer.orders = IngressOrders()
-    await attendance.attend()
+    await link.report()
     assert readiness.is_supervised and not readiness.is_draining
 
 
 async def test_an_order_is_kept_without_the_supervisor_and_ends_what_is_left() -> None:
-    overseer, readiness, _, streams, attendance = replica()
+    overseer, readiness, _, streams, link = replica()
     readiness.num_open = 2
     overseer.orders = IngressOrders(1000.0)
-    await attendance.attend()
+    await link.report()
     overseer.orders = IngressOrders()  # of a new Supervisor that knows nothing of it yet
-    await attendance.attend()
+    await link.report()
     assert readiness.is_draining and not streams.ended
     assert [report.is_draining for report in overseer.reports] == [False, True]
     overseer.orders = IngressOrders(0.0)
-    await attendance.attend()
+    await link.report()
     overseer.orders = IngressOrders(500.0)
-    await attendance.attend()
+    await link.report()
     await asyncio.sleep(0.01)
     assert streams.ended == [STOPPED]
 
@@ -99,34 +99,34 @@ async def test_an_order_is_kept_without_the_supervisor_and_ends_what_is_left() -
 async def test_replicas_that_hear_of_new_weights_one_after_the_other_switch_at_one_instant() -> None:
     """The one that hears first waits; one that begins meanwhile takes no request before; one that hears late does so
     at once."""
-    overseer, _, _, first, attendance = replica()
+    overseer, _, _, first, link = replica()
     overseer.orders = IngressOrders(model_version=1, switch_in_s=1000.0)
-    await attendance.attend()
+    await link.report()
     assert first.model_version == 0
     newcomer, _, _, streams, beginning = replica()
     newcomer.orders = overseer.orders
     joining = asyncio.create_task(beginning.join())
     overseer.orders = IngressOrders(model_version=1, switch_in_s=0.01)
-    await attendance.attend()
+    await link.report()
     assert first.model_version == 0 and not joining.done()
-    assert attendance._switch is not None
-    await attendance._switch
+    assert link._switch is not None
+    await link._switch
     assert first.model_version == 1
     newcomer.orders = IngressOrders(model_version=1)
     await joining
     assert streams.model_version == 1
     overseer.orders = IngressOrders(model_version=1, switch_in_s=500.0, oldest_version=1)
-    await attendance.attend()
+    await link.report()
     assert (first.model_version, first.oldest_served) == (1, 1), "it has switched already"
 
 
 async def test_new_requests_follow_the_weights_that_the_supervisor_names() -> None:
-    overseer, _, _, streams, attendance = replica()
+    overseer, _, _, streams, link = replica()
     overseer.orders = IngressOrders(model_version=2, oldest_version=1)
-    await attendance.join()
+    await link.join()
     assert (streams.model_version, streams.oldest_served) == (2, 1)
     streams.oldest_version = 1
-    await attendance.attend()
+    await link.report()
     assert [(each.model_version, each.oldest_version) for each in overseer.reports] == [(0, 0), (2, 1)]
 
 
@@ -156,13 +156,13 @@ class SupervisorAway:
         return TenantUsages(self.shared.usage(0.0))
 
 
-def exchanging(supervisor: SupervisorAway) -> tuple[Door, TenantExchange]:
+def exchanging(supervisor: SupervisorAway) -> tuple[AccessControl, TenantExchange]:
     exchange = TenantExchange(cast(PeerBook, supervisor))
-    return Door(DoorSettings(api_key="k" * 32), now=lambda: 0.0, usage=exchange.usage), exchange
+    return AccessControl(AccessSettings(api_key="k" * 32), now=lambda: 0.0, usage=exchange.usage), exchange
 
 
-def admitted(door: Door, count: int) -> int:
-    return sum(door.admit(TENANT)[1] is None for _ in range(count))
+def admitted(access: AccessControl, count: int) -> int:
+    return sum(access.admit(TENANT)[1] is None for _ in range(count))
 
 
 @pytest.mark.parametrize("error", [PeerLost("gone"), TimeoutError(), FarsightError("a defect")])
@@ -185,18 +185,18 @@ async def test_what_was_not_heard_is_said_again(error: Exception) -> None:
 async def test_without_a_supervisor_a_door_goes_on_alone() -> None:
     supervisor = SupervisorAway()
     supervisor.error = PeerLost("gone")
-    door, exchange = exchanging(supervisor)
-    assert admitted(door, 20) == 10
-    await exchange.exchange(door)
-    assert [(row.tenant, row.requests, row.rejected) for row in await door.usage()] == [("t", 10, 10)]
+    access, exchange = exchanging(supervisor)
+    assert admitted(access, 20) == 10
+    await exchange.exchange(access)
+    assert [(row.tenant, row.requests, row.rejected) for row in await access.usage()] == [("t", 10, 10)]
 
 
 async def test_nothing_is_reported_while_nothing_happens() -> None:
     supervisor = SupervisorAway()
-    door, exchange = exchanging(supervisor)
-    await exchange.exchange(door)
-    budget, _ = door.admit(TENANT)
+    access, exchange = exchanging(supervisor)
+    await exchange.exchange(access)
+    budget, _ = access.admit(TENANT)
     budget.done(0.0)
-    await exchange.exchange(door)
-    await exchange.exchange(door)
+    await exchange.exchange(access)
+    await exchange.exchange(access)
     assert len(supervisor.reports) == 1

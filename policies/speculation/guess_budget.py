@@ -1,6 +1,6 @@
-"""What guessing may lose: guesses are bets, which are paid from a purse.
+"""What guessing may lose: guesses are bets, which are paid from a budget.
 
-Estimates of how often guesses are right come too late for the first requests of another kind of task. A purse bounds
+Estimates of how often guesses are right come too late for the first requests of another kind of task. A budget bounds
 what they lose, whatever the estimates say.
 """
 
@@ -12,36 +12,36 @@ ALLOWANCE = 0.006
 """Tokens that guessing may lose for each token of the steps that go by."""
 
 FULL = 1.5
-"""Most tokens that the common purse holds for a single sequence in flight ..."""
+"""Most tokens that the common budget holds for a single sequence in flight ..."""
 
 FULL_FOR_EACH = 1 / 4
 """... and for each further one."""
 
 OWN_FULL = 8.0
-"""Most tokens that a request's own purse holds."""
+"""Most tokens that a request's own budget holds."""
 
 KEPT = 0.5
-"""What the first guesses of a request leave of the common purse, so that several can be wrong."""
+"""What the first guesses of a request leave of the common budget, so that several can be wrong."""
 
 RESERVE_FULL = 5.0
-"""Most tokens of the reserve, as a multiple of those of the common purse."""
+"""Most tokens of the reserve, as a multiple of those of the common budget."""
 
 TRICKLE = 0.3
-"""Tokens that go from the reserve to the common purse for each token of the steps that go by, where there is room."""
+"""Tokens that go from the reserve to the common budget for each token of the steps that go by, where there is room."""
 
 BARREN = 0.8
 """What a look without a guess worth its price leaves of the reserve."""
 
 
-class Purse:
+class GuessBudget:
     """Tokens that guesses may still cost: in common, and for each request what its own right guesses have brought.
 
-    A token is worth the time that a sequence waits for one. The common purse receives ``ALLOWANCE`` for each token, up
+    A token is worth the time that a sequence waits for one. The common budget receives ``ALLOWANCE`` for each token, up
     to a limit of little more than one token; it pays for the looks and for the first guesses of each request. What
-    right guesses bring fills the common purse first, then the request's own, which pays for further guesses of this
-    request, and a reserve, from which the common purse fills faster while requests go on to repeat themselves. So a
-    copy is guessed in growing strides, a request loses no more than it has won and the common purse holds, and after a
-    change of task all requests together lose no more than the allowance, a common purse and a reserve, of which each
+    right guesses bring fills the common budget first, then the request's own, which pays for further guesses of this
+    request, and a reserve, from which the common budget fills faster while requests go on to repeat themselves. So a
+    copy is guessed in growing strides, a request loses no more than it has won and the common budget holds, and after a
+    change of task all requests together lose no more than the allowance, a common budget and a reserve, of which each
     look that finds nothing takes a fifth.
     """
 
@@ -57,12 +57,12 @@ class Purse:
 
     @property
     def owners(self) -> Collection[str]:
-        """The requests with purses of their own."""
+        """The requests with budgets of their own."""
         return self._own.keys()
 
     @staticmethod
     def full(num_seqs: int) -> float:
-        """Most tokens that the common purse holds while so many sequences are in flight."""
+        """Most tokens that the common budget holds while so many sequences are in flight."""
         return FULL + FULL_FOR_EACH * (num_seqs - 1)
 
     def left(self, request_id: str) -> float:
@@ -77,7 +77,7 @@ class Purse:
         return max(1, int((left - max(0.0, self._common) * KEPT) / price))
 
     def steps_until(self, common: float, num_seqs: int) -> int:
-        """Steps of so many sequences that go by, at least, before the common purse holds so much."""
+        """Steps of so many sequences that go by, at least, before the common budget holds so much."""
         rate = ALLOWANCE + TRICKLE if self._reserve > 0 else ALLOWANCE
         return max(0, int((min(common, self.full(num_seqs)) - self._common) / (rate * num_seqs)))
 
@@ -91,7 +91,7 @@ class Purse:
         self._reserve -= moved
 
     def pay(self, request_id: str, tokens: float) -> None:
-        """Takes the price of a request's guesses, from its own purse first."""
+        """Takes the price of a request's guesses, from its own budget first."""
         own = self._own.pop(request_id, 0.0)
         if own > tokens:
             self._own[request_id] = own - tokens
@@ -118,5 +118,5 @@ class Purse:
             self._reserve = min(RESERVE_FULL * self.full(num_seqs), self._reserve + rest)
 
     def keep(self, request_ids: Collection[str]) -> None:
-        """Forgets the purses of all other requests."""
+        """Forgets the budgets of all other requests."""
         self._own = {request_id: own for request_id, own in self._own.items() if request_id in request_ids}

@@ -36,7 +36,7 @@ class _Kept:
         self.num_bytes = ENTRY_BYTES + len(self.state.record) + _size(self.entries)
 
 
-class StreamShelf:
+class StoredStreams:
     """Streams by id, within bounds of bytes for each tenant and for all together.
 
     Args:
