@@ -19,7 +19,8 @@ class Demand:
         cached_tokens: Known tokens that are believed to be in the prefix cache of their replica.
         output_tokens: Predicted tokens that are still to come.
         output_variance: Variance of that sum by the laws of the lengths, in tokens squared.
-        num_with_targets: Requests that have a deadline or an SLO, and so go before the others once they can wait no longer.
+        num_with_targets: Requests that have a deadline or an SLO, and so go before the others once they can wait no
+            longer.
     """
 
     num_requests: int

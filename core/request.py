@@ -341,7 +341,7 @@ class Request:
         cache_salt: Only requests of the same salt share cached prefixes.
         model_version: Version of the weights that it runs on, all its attempts alike.
         source: None where no replica asks for it (``[[replica]] prompt``), or the client sent token ids.
-        tenant: Who is charged for its steps; empty where no API keys are in use. access control sets it, no client can.
+        tenant: Who is charged for its steps; empty where no API keys are in use. Access control sets it, no client can.
         weight: Share of the tenant relative to the others'; > 0.
         slo: From when a scheduler gets the request, as ``deadline_s``.
         images: The images among its prompt's tokens, in their order.

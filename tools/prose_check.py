@@ -36,14 +36,14 @@ BEGINNING = re.compile(r"(?:^\W*|[.:!?]\s+)(Of)\b", re.MULTILINE)
 """A sentence that begins with the preposition; a capital one elsewhere begins no sentence."""
 
 THIRD_PERSON = re.compile(r"[A-Z][a-z]+s\b(?!['-])")
-NO_VERBS = frozenset(  # noqa: SIM905, a list would have a line for each
+NO_VERBS = (
     "Activations Always Arguments Arrays Arrivals As Attempts Batches Bins Blocks Bytes Characters Class Columns "
     "Components Constants Continuous Coroutines Cosines Decisions Defaults Deltas Directories Elements Embeddings "
     "Equations Estimators Events Exceptions Experts Features Fields Harmless Ids Indices Ingress Instructions Items "
     "Its Jobs Keys Kinds Layers Lengths Less Lines Logits Messages Newcomers Norms Orders Outputs Pairs Parameters "
     "Parts Perhaps Pixels Points Positions Prefixes Processors Quantiles Queries Radians Rankings Replicas Requests "
     "Residents Rows Seconds Slots Slopes Sources Statistics Tables Tensors Texts This Thus Tokens Unless Values "
-    "Vectors Victims Weights Widths Windows Workers".split()
+    "Vectors Victims Weights Widths Windows Workers"
 )
 """Words in s with which docstrings began that are no verbs in the third person."""
 
@@ -118,7 +118,7 @@ def _verbs(where: Path, source: str) -> list[Finding]:
             continue
         decorators = {name.id for name in node.decorator_list if isinstance(name, ast.Name)}
         verb = THIRD_PERSON.match(text)
-        if not decorators & {"property", "cached_property"} and (verb is None or verb[0] in NO_VERBS):
+        if not decorators & {"property", "cached_property"} and (verb is None or verb[0] in NO_VERBS.split()):
             room = "/".join(where.parent.parts[: 2 if where.parts[0] == "services" else 1])
             found.append(Finding(f"verbs/{room}", f"{where}:{node.lineno}", text.split("\n")[0]))
     return found

@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class Slashes:
-    """Takes ``/v1/models/`` for ``/v1/models``. It stands outside of access control, so that both ask for the same key."""
+    """Takes ``/v1/models/`` for ``/v1/models``; stands outside of access control, so that both ask for the same key."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""What all requests of one process share at access control: keys, budgets of tenants, failures, metrics."""
+"""What all requests of one process share in access control: keys, budgets of tenants, failures, metrics."""
 
 from __future__ import annotations
 

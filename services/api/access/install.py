@@ -70,7 +70,7 @@ def _row(row: TenantUsage) -> UsageOfTenant:
 
 
 def install_access_control(app: FastAPI, access: AccessControl) -> None:
-    """Every request passes access control before anything else reads it; call it when the application has all its routes."""
+    """Lets every request pass access control before anything else reads it; the application has all its routes."""
     app.add_middleware(functools.partial(Gate, access=access, roles=RouteRoles(route_paths(app))))
     if access.settings.origins:
         app.add_middleware(

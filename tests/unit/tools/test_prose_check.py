@@ -63,11 +63,9 @@ def test_sentences_that_begin_with_of(text: str, line: int, tmp_path: Path) -> N
 )
 @pytest.mark.parametrize(("room", "entry"), [("kvcache", "kvcache"), ("services/ingress", "services/ingress")])
 def test_docstrings_begin_with_verbs(text: str, room: str, entry: str, *, is_found: bool, tmp_path: Path) -> None:
-    body = (
-        f'class A:\n    @property\n    def p(self):\n        """The p."""\n\n    def f(self):\n        """{text}"""\n'
-    )
+    body = f'class A:\n    @property\n    def p(self):\n        """The p."""\n    def f(self):\n        """{text}"""\n'
     found = findings(tree(tmp_path, {f"{room}/a.py": body, "tests/a.py": body}))
-    assert [(each.entry, each.place) for each in found] == [(f"verbs/{entry}", f"{room}/a.py:6")] * is_found
+    assert [(each.entry, each.place) for each in found] == [(f"verbs/{entry}", f"{room}/a.py:5")] * is_found
 
 
 def test_sizes(tmp_path: Path) -> None:
