@@ -67,8 +67,8 @@ class SchedulerConfig:
         offload_deadline_ms: Milliseconds that the Scheduler waits for the KVOffloadManager to say whose KV moves; then
             it decides by the same rule alone, and waits again once the manager answers in time. 0 never asks.
         event_log: Directory in which every Scheduler, and in batch mode the Batcher, records the events and
-            instructions of its state machine; ``python -m services.commands.conformance`` replays them to a fresh one.
-            Empty records nothing.
+            instructions of its state machine; ``python -m services.commands.conformance`` replays them. Empty
+            records nothing.
     """
 
     preset: str = DEFAULT_PRESET

@@ -1,4 +1,4 @@
-"""The child that reads picture files: ``python -m engine.vision.decoder_process PIXELS SIDE CPU_S BYTES SOCKET``.
+"""Reads picture files in a child: ``python -m engine.vision.decoder_process PIXELS SIDE CPU_S BYTES SOCKET``.
 
 See ``engine.vision.decoder``. Imports Pillow and nothing of a model.
 """

@@ -216,7 +216,7 @@ async def _generation(reply: bytes) -> Generation:
 
 
 def main() -> None:
-    """Reads bodies until the other end closes: ``python -m services.api.body_workers MODEL TEMPLATE FORMAT SOCKET``."""
+    """Reads bodies until the socket closes: ``python -m services.api.body_workers MODEL TEMPLATE FORMAT SOCKET``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     with contextlib.suppress(OSError):
         os.nice(_NICE)

@@ -1,4 +1,4 @@
-"""``python -m services.commands.conformance FILE...``: do replayed event logs of live machines give the same?"""
+"""``python -m services.commands.conformance FILE...``: do replayed event logs of machines give the same?"""
 
 from __future__ import annotations
 

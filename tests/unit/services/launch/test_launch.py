@@ -164,7 +164,8 @@ def test_a_gguf_file_is_named_without_its_ending(tmp_path: Path) -> None:
 
 def test_the_check_of_a_model_loads_neither_torch_nor_ray() -> None:
     code = (
-        "import sys; from core.config.load import load_config; from services.launch.launch import find_model;"
+        "import sys; from core.config.load import load_config;"
+        "from services.launch.launch import find_model;"
         "find_model(load_config(None, {})); assert not {'torch', 'ray', 'gguf'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(services.__file__).parents[1])

@@ -406,7 +406,8 @@ def test_a_process_that_is_abandoned_leaves_no_haproxy_and_starts_none(tmp_path:
     port = free_port()
     code = (
         "import logging, time; from pathlib import Path; from core.config.server import ServerConfig\n"
-        "from services.launch.proxy import front_proxy; from services.launch.signals import StopSignal\n"
+        "from services.launch.proxy import front_proxy\n"
+        "from services.launch.signals import StopSignal\n"
         "stop = StopSignal()\n"
         f"with front_proxy(ServerConfig(port={port}), 'haproxy', stop) as runner:\n"
         "    while not runner.pid: time.sleep(0.01)\n"
