@@ -2,9 +2,9 @@
 
 Split conformal prediction over a sliding window (Papadopoulos et al., "Inductive Confidence Machines for
 Regression", ECML 2002; Gibbs and Candès, "Adaptive Conformal Inference Under Distribution Shift", NeurIPS 2021, for
-changing laws): a quantile is multiplied by the quantile of what earlier ones should have been multiplied by. The
-roll-out gives the shape, this gives the coverage. When more of the latest answers are late than chance explains, the
-p90 widens at once, before the window has followed.
+changing laws): a quantile is multiplied by the quantile of the factors that earlier predictions should have had. The
+roll-out gives the shape, the correction gives the coverage. When more of the latest answers are late than chance
+explains, the p90 widens at once, before the window has followed.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ BoolArray = NDArray[np.bool_]
 
 LEVELS = (0.5, 0.9)
 WINDOW = 1000
-"""Predictions of one kind that are kept: several times as many as are in flight, whose ages are all that is known."""
+"""Latest predictions kept of each kind: several times as many as are in flight, of which only the ages are known."""
 
 MIN_ENDS = 40
-"""A kind of which fewer have ended is corrected by all ends together ..."""
+"""A kind with fewer ended jobs is corrected by the ended jobs of all kinds ..."""
 
 MIN_ALL = 20
-"""... and below so many ends there is no correction."""
+"""... and with fewer ended jobs of all kinds there is no correction."""
 
 RECENT_ENDS = 100
-"""So many ends are the period from which corrections are taken, and the least width of an interval."""
+"""Number of latest ends that span the period from which corrections and the least width of an interval are taken."""
 
 LATEST = 20
-"""So many of the latest answers, ended or later than their p90, show at once that a load has changed ..."""
+"""Number of latest answers, ended or later than their p90, that show at once that a load has changed ..."""
 
 ALARM = 0.005
-"""... if so many of them are late as would be with this probability, each with a tenth."""
+"""... if chance, with a tenth of the answers late, makes as many late with less than this probability."""
 
 LEAST_S = 1e-6
 
 WIDE = 2.5
-"""From this ratio of the two quantiles on, a prediction is of another kind."""
+"""Ratio of p90 to p50 above which a prediction is of another kind."""
 
 
 class Kind(NamedTuple):
-    """What predictions are corrected together.
+    """The kind of a prediction; predictions of one kind are corrected together.
 
     Attributes:
         waits: The job had no place.
-        octave: Whole logarithm of the median, base 2.
-        wide: The two quantiles are far apart.
+        octave: log2 of the median in seconds, rounded down.
+        wide: p90 is more than ``WIDE`` times the median.
     """
 
     waits: bool
@@ -74,14 +74,14 @@ class Raw(NamedTuple):
 class OnlineCalibration:
     """Factors of predicted quantiles, from the latest predictions.
 
-    A prediction counts from the start: while its job goes on, its age is a lower bound (Kaplan-Meier). With ended jobs
-    alone the short ones would count first, and the factors were too small whenever traffic changes.
+    A prediction counts from the start: while its job goes on, its age is a lower bound (Kaplan-Meier). From ended jobs
+    alone, short jobs would count first, and the factors would be too small after each change of traffic.
     """
 
     def __init__(self) -> None:
         self._all = _Window()
-        self._told = (_Window(), _Window())  # what was said, to jobs with a place and to jobs that waited
-        self._said = _Window()  # the same of all jobs, each in the slot that it has in ``_all``
+        self._told = (_Window(), _Window())  # corrected predictions: of jobs with a place, of jobs that waited
+        self._said = _Window()  # corrected predictions of all jobs, in the same slots as in ``_all``
         self._kinds: dict[Kind, _Window] = {}
         self._open: dict[str, tuple[tuple[_Window, int], ...]] = {}
         self._factors: dict[Kind, tuple[float, float]] = {}  # as of one instant
@@ -91,24 +91,24 @@ class OnlineCalibration:
         self._lateness = (-math.inf, 0.0)  # as of one instant
 
     def begin(self, job_id: str, raw: Raw, now: float) -> None:
-        """A job was predicted."""
+        """Records a prediction of the job's end, raw and corrected."""
         own = self._kinds.setdefault(raw.kind, _Window())
         self._open[job_id] = tuple((window, window.begin(raw[:2], now)) for window in (self._all, own))
         said = self._before_alarm(raw, now)
         self._open[job_id] += tuple((each, each.begin(said, now)) for each in (self._told[raw.waits], self._said))
 
     def end(self, job_id: str, now: float) -> None:
-        """The job has ended; unknown ones are ignored."""
+        """Records that the job has ended; unknown ids are ignored."""
         for window, number in self._open.pop(job_id, ()):
             window.end(number, now)
 
     def drop(self, job_id: str) -> None:
-        """The job has left before its end, which says nothing."""
+        """Stops counting the prediction of a job that has left before its end."""
         for window, number in self._open.pop(job_id, ()):
             window.drop(number)
 
     def corrected(self, raw: Raw, now: float) -> tuple[float, float]:
-        """(p50, p90) in seconds; O(WINDOW) for the first of a kind at an instant."""
+        """Returns the corrected (p50, p90) in seconds; O(WINDOW) for the first call of a kind at an instant."""
         p50_s, p90_s = self._before_alarm(raw, now)
         if now != self._lateness[0]:
             self._lateness = now, lateness(self._said.latest(self._all, now))
@@ -124,7 +124,7 @@ class OnlineCalibration:
         return p50_s, max(p50_s, p90_s, p50_s * self._spread(raw.waits, now))
 
     def _spread(self, waits: bool, now: float) -> float:
-        """What nine of ten jobs took at most, of the last hundred, as a multiple of the median that they were told."""
+        """Returns the 0.9 quantile of (time taken / corrected median) over the last hundred jobs; 1 before any end."""
         if now != self._spreads_at:
             self._spreads, self._spreads_at = {}, now
         spread = self._spreads.get(waits)
@@ -173,14 +173,14 @@ class _Window:
             self._ends.append(now)
 
     def drop(self, number: int) -> None:
-        """A lower bound of 0 weighs nothing."""
+        """Makes the prediction weigh nothing: gives its time the lower bound 0."""
         if number >= self._num - WINDOW:
             self._took_s[number % WINDOW] = 0.0
 
     def latest(self, raw: _Window, now: float) -> FloatArray:
         """Returns the latest predictions that have ended or are later than their p90.
 
-        Shape (n, 3): the instant that settled each, seconds as a multiple of its p90, and of that in ``raw``.
+        Shape (n, 3): the instant that settled each; its seconds as a multiple of its p90; as a multiple of the raw p90.
         """
         slots = np.arange(max(0, self._num - 4 * LATEST), self._num) % WINDOW
         began_at, p90_s, took_s = self._began_at[slots], self._predicted[slots, 1], self._took_s[slots]
@@ -192,10 +192,9 @@ class _Window:
         return found
 
     def factor(self, column: int, level: float, now: float) -> float:
-        """What predictions in a column have to be multiplied by, for a share ``level`` of ends to lie below them.
+        """Returns the factor that puts a share ``level`` of ends below the predictions in a column.
 
-        Each job counts from the beginning of the period of the latest ends on: what it had taken before is the past of
-        another load.
+        Each job counts from the beginning of the period of the latest ends: its time before belongs to another load.
         """
         num = min(self._num, WINDOW)
         took_s, began_at, predicted_s = self._took_s[:num], self._began_at[:num], self._predicted[:num, column]
@@ -211,10 +210,10 @@ class _Window:
 
 
 def lateness(settled: FloatArray) -> float:
-    """What a p90 of the roll-out has to be multiplied by at once, as the latest answers are late too often for chance.
+    """Returns the factor of the roll-out's p90s when the latest answers are late more often than chance explains.
 
-    Looks back over each number of them up to ``LATEST``, and takes the most that nine tenths of a stretch with an alarm
-    took; 0 without one.
+    Tests the latest 1, 2, ... ``LATEST`` answers for an alarm. The factor is the largest 0.9 quantile of (seconds / raw
+    p90) over the stretches with an alarm; 0 without an alarm.
 
     Args:
         settled: As ``_Window.latest`` gives them.
@@ -227,7 +226,7 @@ def lateness(settled: FloatArray) -> float:
 
 
 def _alarm_at(num: int) -> int:
-    """The least number of late ones of ``num`` that chance does not explain."""
+    """Returns the least number of late answers among ``num`` that chance does not explain."""
     late = 1.0 - LEVELS[1]
     chances = [math.comb(num, each) * late**each * (1.0 - late) ** (num - each) for each in range(num + 1)]
     return next((each for each in range(num + 1) if sum(chances[each:]) < ALARM), num + 1)
@@ -239,9 +238,9 @@ _ALARM_AT = np.array([_alarm_at(num) for num in range(1, LATEST + 1)])
 def survival_quantile(
     values: FloatArray, is_exact: BoolArray, level: float, entered: FloatArray | None = None
 ) -> float:
-    """The Kaplan-Meier quantile of values of which some are lower bounds; linear between exact values.
+    """Returns the Kaplan-Meier quantile of values, some of them lower bounds; linear between exact values.
 
-    One more value to come is counted as the largest, as split conformal prediction does.
+    As in split conformal prediction, one further value counts as the largest.
 
     Args:
         values: Shape (n,).

@@ -1,9 +1,8 @@
-"""Requests whose clients have said by when they want tokens get just enough service: they wait as others do, until they
-can wait no longer.
+"""Just enough service for requests with latency targets: they wait as others do until their latest start.
 
-The latest start of a job is the instant from which on it still ends in time if it is served at once and as long as the
-upper quantile of its law (the idea of JITServe, arXiv 2504.20068). From then on it goes before the others of its tenant
-and class; before that it has the rank that the preset's order gives it.
+The latest start of a job is the last instant at which the job still meets its target if it is served at once and its
+length is the upper quantile of its law (the idea of JITServe, arXiv 2504.20068). From then on the job goes before the
+others of its tenant and class; before that it has the rank that the preset's order gives it.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ from policies.interfaces import Job, ScheduledRequest
 from policies.outlook.laws import FloatArray, RemainingLaws, drawn
 
 LEVEL = 0.9
-"""Quantile of a job's length that it has to be in time for."""
+"""Quantile of a job's length with which the job must still meet its target."""
 
 LOOK_S = 0.1
-"""Latest starts are worked out again after so many seconds: lengths, prices and neighbours change."""
+"""Most seconds until latest starts are computed again: lengths, prices and neighbours change."""
 
 STEPS_AHEAD = 2
-"""Steps with a long prompt before its latest start that a job is due: one is under way, another may have begun."""
+"""Steps with a long prompt by which a job is due before its latest start: one is under way, another may begin."""
 
 MOST_PROMPT = 2048
-"""Prompt tokens of a step: few devices take more at once."""
+"""Most prompt tokens of a step that are allowed for: few devices take more at once."""
 
 SLOWER = 1.1
-"""Steps may take so many times as long as they do now: prompts of newcomers come in bursts."""
+"""Factor on the seconds of a step as of now: prompts of newcomers come in bursts."""
 
 FADING = 0.99
-"""Share of the longest prompt that is left at each arrival."""
+"""Factor by which the remembered longest prompt shrinks at each arrival."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +42,8 @@ class ServicePace:
 
     Attributes:
         cost: What a step costs.
-        step_s: Seconds of a step as the running jobs have measured it, or as it costs beside them if that is longer;
-            ``SLOWER`` times that.
+        step_s: Seconds of a step: the mean that the running jobs had, or the cost of a step with one job more,
+            whichever is longer, times ``SLOWER``.
     """
 
     cost: StepCost
@@ -52,7 +51,7 @@ class ServicePace:
 
     @classmethod
     def beside(cls, running: Sequence[Job], cost: StepCost, most: int) -> ServicePace:
-        """One job more than those that run, of ``most`` at most."""
+        """Returns the pace of one job beside those that run, with at most ``most`` jobs in a step."""
         num = min(most, len(running) + 1)
         contexts = sum(job.prompt_len + job.output_len for job in running)
         step_s = cost.step_s(0, num, contexts * num // max(1, len(running)))
@@ -64,51 +63,51 @@ class ServicePace:
         return cls(cost, SLOWER * max(step_s, ran_s / tokens if tokens else 0.0))
 
     def prompt_s(self, job: Job) -> float:
-        """Until its prompt is computed."""
+        """Returns the seconds until the job's prompt is computed; 0 if the job decodes."""
         if job.decodes:
             return 0.0
         return self.cost.prefill_s(job.missing_len, min(job.cached_len, job.prompt_len))
 
 
 class JustEnough:
-    """Finds the jobs that can wait no longer. O(jobs with a target) every ``LOOK_S``, else O(1).
+    """Finds the jobs whose latest start has come. O(jobs with a target) every ``LOOK_S``, else O(1).
 
     Args:
-        laws: What is known of the tokens still to come.
+        laws: Laws of the tokens still to come.
         lead_s: Seconds between a decision and the worker's next step.
 
     Attributes:
-        due: Jobs that can wait no longer, by id.
+        due: Jobs whose latest start has come, by id.
     """
 
     def __init__(self, laws: RemainingLaws, lead_s: float) -> None:
         self.due: dict[str, ScheduledRequest] = {}
         self._laws, self._lead_s = laws, lead_s
         self._with_targets: dict[str, ScheduledRequest] = {}
-        self._began: dict[str, float] = {}  # when their first tokens were seen
+        self._began: dict[str, float] = {}  # instants at which first tokens were seen
         self._looks_at = math.inf
-        self._longest = 0.0  # prompt of late, in tokens
+        self._longest = 0.0  # longest recent prompt, in tokens
 
     def add(self, job: ScheduledRequest, now: float) -> None:
-        """A job has come, with a target or without."""
+        """Adds a job that has come, with or without a target."""
         self._longest = max(FADING * self._longest, min(job.missing_len, MOST_PROMPT))
         if job.request.wants_speed:
             self._with_targets[job.request_id] = job
             self._looks_at = now
 
     def remove(self, request_id: str) -> None:
-        """A job has left; unknown ones are ignored."""
+        """Removes a job that has left; unknown ids are ignored."""
         if self._with_targets or self.due:
             self._with_targets.pop(request_id, None)
             self.due.pop(request_id, None)
             self._began.pop(request_id, None)
 
     def is_to_look(self, now: float) -> bool:
-        """Whether ``became_due`` would look."""
+        """Returns whether it is time to call ``became_due``."""
         return bool(self._with_targets) and now >= self._looks_at
 
     def became_due(self, pace: ServicePace, now: float) -> list[tuple[ScheduledRequest, float]]:
-        """Jobs that can wait no longer since now, and their latest starts."""
+        """Moves the jobs whose latest start has come into ``due``; returns them with their latest starts."""
         jobs = list(self._with_targets.values())
         latest = self.latest_starts(jobs, pace, now)
         found = [(job, at) for job, at in zip(jobs, latest, strict=True) if at <= now]
@@ -118,7 +117,7 @@ class JustEnough:
         return found
 
     def latest_starts(self, jobs: Sequence[ScheduledRequest], pace: ServicePace, now: float) -> list[float]:
-        """The instant from which on each of these jobs cannot wait."""
+        """Returns the latest start of each job, as an instant."""
         tokens = self._tokens([job for job in jobs if job.request.deadline_s is not None])
         margin_s = self._lead_s + STEPS_AHEAD * (pace.step_s + pace.cost.prefill_token_s * self._longest)
         return [self._latest(job, tokens.get(job.request_id, 0.0), pace, now) - margin_s for job in jobs]

@@ -1,4 +1,4 @@
-"""Laws of the tokens that jobs have still to generate, whatever the order of the replica knows of them."""
+"""Laws (distributions) of the tokens that jobs have still to generate, for any order of the replica."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 
 REFRESH_ENDS = 50
-"""Ends after which the history's half of all laws is taken again ..."""
+"""Ends after which the history's half of all laws is computed again ..."""
 
 MIN_ENDS = 20
-"""... the first time after so many."""
+"""... and ends after which it is first computed."""
 
 
 class _Row(NamedTuple):
-    """The whole law of one job, as ``policies.lengths.law.merged`` gives it, and what it was made from."""
+    """The whole law of one job, as ``policies.lengths.law.merged`` gives it, and its sources."""
 
     points: FloatArray
     from_forecast: BoolArray
@@ -48,7 +48,7 @@ class RemainingLaws:
         self._rows: dict[str, _Row] = {}
 
     def learn(self, job: Job, *, censored: bool) -> None:
-        """A job has ended; ``censored``: it was cut off."""
+        """Learns the length of an ended job; ``censored``: the job was cut off."""
         self.forget(job.request_id)
         if job.forecast is not None and self._points is not None and not censored:
             self.gate.observe(length_law.forecast_points(job.forecast), self._points, job.output_len)
@@ -59,11 +59,11 @@ class RemainingLaws:
             self._version += 1
 
     def forget(self, request_id: str) -> None:
-        """The job has left."""
+        """Forgets the law of a job that has left."""
         self._rows.pop(request_id, None)
 
     def remaining(self, jobs: Sequence[Job]) -> tuple[FloatArray, FloatArray]:
-        """Tokens still to come and their probabilities, shapes (n, 64), rising in each row; O(64 n)."""
+        """Returns the tokens still to come, rising in each row, and their probabilities; shapes (n, 64). O(64 n)."""
         rows = self._current(jobs)
         generated = np.array([job.output_len for job in jobs], np.float64)
         limits = np.array([job.max_new_tokens for job in jobs], np.float64)
@@ -71,7 +71,7 @@ class RemainingLaws:
         return length_law.remaining(points, from_forecast, self.gate.omega, generated, limits)
 
     def _current(self, jobs: Sequence[Job]) -> list[_Row]:
-        """The rows of jobs; those that are out of date are worked out together."""
+        """Returns the rows of jobs; recomputes outdated rows together."""
         rows = [self._rows.get(job.request_id) for job in jobs]
         version = self._version
         old = [
@@ -87,7 +87,7 @@ class RemainingLaws:
         return [row for row in rows if row is not None]
 
     def _own(self, job: Job, row: _Row | None) -> FloatArray:
-        """The forecast's half of a job's law."""
+        """Returns the forecast's half of a job's law."""
         if job.forecast is None:
             return length_law.UNKNOWN if self._points is not None else np.ceil(length_law.LEVELS * job.max_new_tokens)
         if row is not None and row.forecast is job.forecast:
@@ -96,7 +96,7 @@ class RemainingLaws:
 
 
 def drawn(tokens: FloatArray, weights: FloatArray, levels: FloatArray) -> FloatArray:
-    """The lengths at given levels of each law; O(64 n s).
+    """Returns the lengths at given levels of each law; O(64 n s).
 
     Args:
         tokens: Shape (n, 64), rising in each row.

@@ -1,4 +1,4 @@
-"""What a replica's scheduler tells of the ends of its requests, and what it learns from them."""
+"""Predictions of a replica's scheduler when its requests end, and what it learns from their ends."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from policies.outlook.laws import RemainingLaws
 from policies.outlook.rollout import QueueState, RecentTraffic, RollOut
 
 NUM_ARRIVALS = 32
-"""Arrivals from which the rate is taken, and how many run beside a newcomer: load changes within seconds."""
+"""Latest arrivals from which the arrival rate and the usual batch size are taken: load changes within seconds."""
 
 MEMORY = 300.0
-"""Arrivals, or ends, over which means of lengths are taken."""
+"""Latest arrivals, or ends, over which mean lengths are taken."""
 
 UNKNOWN_OUTPUT_LEN = 256.0
-"""Tokens of an output before any has ended."""
+"""Mean output tokens assumed before any job has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class Outlook:
 
 
 class PromiseMaker:
-    """Predicts when jobs end, and compares with when they do.
+    """Predicts when jobs end, and corrects later predictions by the actual ends.
 
-    Nothing is learned before the first question, so that a scheduler that is never asked pays nothing.
+    Learns nothing before the first question, so that a scheduler that is never asked pays nothing.
 
     Args:
         max_num_seqs: Places of the replica.
@@ -65,11 +65,11 @@ class PromiseMaker:
         self._outputs = _RunningMean()
 
     def listen(self) -> None:
-        """Lengths are learned from now on, as after a first question."""
+        """Begins to learn lengths, as a first question does."""
         self._is_asked = True
 
     def promise(self, arrived: Iterable[Job], jobs_here: ReplicaJobs, cost: StepCost, now: float) -> list[Outlook]:
-        """When jobs that have just come will end; their ends are learned from. All from one roll-out."""
+        """Returns when newly arrived jobs will end, from one roll-out; records this to learn from their ends."""
         self._is_asked = True
         jobs = list(arrived)
         for job in jobs:
@@ -77,11 +77,11 @@ class PromiseMaker:
         return self._outlooks(jobs, jobs_here, cost, now, keeps=True)
 
     def outlook(self, jobs: Sequence[Job], jobs_here: ReplicaJobs, cost: StepCost, now: float) -> list[Outlook]:
-        """The same for jobs that have been here for a while; nothing is kept."""
+        """Returns when jobs that arrived earlier will end; records nothing."""
         return self._outlooks(jobs, jobs_here, cost, now, keeps=False)
 
     def ended(self, job: Job, now: float, *, censored: bool) -> None:
-        """A job has ended; ``censored``: it was cut off, so its natural length is unknown."""
+        """Learns from a job that has ended; ``censored``: it was cut off, so its natural length is unknown."""
         if not self._is_asked:
             return
         self.laws.learn(job, censored=censored)
@@ -89,7 +89,7 @@ class PromiseMaker:
         self.calibration.end(job.request_id, now)
 
     def left(self, request_id: str) -> None:
-        """A job has left without an end."""
+        """Forgets a job that has left without an end."""
         self.calibration.drop(request_id)
         self.laws.forget(request_id)
 
@@ -125,7 +125,7 @@ class PromiseMaker:
 
     def _traffic(self, cost: StepCost, now: float) -> RecentTraffic:
         arrivals = self._arrivals
-        span_s = now - arrivals[0] if len(arrivals) > 1 else 0.0  # a silence since the last one counts
+        span_s = now - arrivals[0] if len(arrivals) > 1 else 0.0  # until now, so that a pause lowers the rate
         rate = (len(arrivals) - 1) / span_s if span_s > 0 else 0.0
         prefill_s = cost.prefill_token_s * self._prompts.mean + cost.prefill_pair_s * self._pairs.mean
         return RecentTraffic(rate, self._beside.mean, self._outputs.mean or UNKNOWN_OUTPUT_LEN, prefill_s)

@@ -1,11 +1,11 @@
-"""The queue of a replica, rolled forward: when does each of those that wait begin, and when does a job end.
+"""The queue of a replica, rolled forward: when each waiting job begins, and when a job ends.
 
 ``NUM_SCENARIOS`` scenarios run at once. In each, every job has one length of its law (the levels are stratified and
 shuffled by a fixed table, so that equal states give equal answers). Time is counted in steps: each running job
-generates a token a step, and the best of those that wait takes the first place that becomes free. Steps become seconds
-by the measured cost of a step, at the number of sequences that is expected meanwhile, less the share of time that
-prompts of newcomers take. Two things are left out, since the online correction (``calibration``) finds them: that later
-arrivals may overtake, and that a place is memory as much as a slot.
+generates a token a step, and the best waiting job takes the first place that becomes free. Steps become seconds by the
+measured cost of a step, at the number of sequences that is expected meanwhile, less the share of time that prompts of
+newcomers take. Two effects are left to the online correction (``calibration``): later arrivals may overtake, and a
+place needs memory as well as a slot.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ FloatArray = NDArray[np.float64]
 
 NUM_SCENARIOS = 16
 MAX_LISTED = 128
-"""Waiting jobs, and running ones, that are rolled one by one. Beyond them the roll-out is coarse."""
+"""Most waiting jobs, and most running jobs, that are rolled one by one. With more, the roll-out is coarse."""
 
 MAX_TURNS = 32
-"""The listed jobs begin in at most so many turns, several at a time where more of them wait."""
+"""Most turns in which the listed jobs begin; if more jobs wait, several begin in one turn."""
 
 MAX_TAX = 0.8
-"""Largest share of the time that prompts of newcomers are taken to need."""
+"""Largest share of time that prompts of newcomers are assumed to take."""
 
 _LEVELS: FloatArray = np.array(
     [(np.random.default_rng(row).permutation(NUM_SCENARIOS) + 0.5) / NUM_SCENARIOS for row in range(MAX_LISTED)]
@@ -40,7 +40,7 @@ _LEVELS: FloatArray = np.array(
 
 @dataclass(frozen=True, slots=True)
 class RecentTraffic:
-    """What came and ran lately.
+    """Recent arrivals and running jobs, as means.
 
     Attributes:
         rate: Arrivals a second.
@@ -57,15 +57,15 @@ class RecentTraffic:
 
 @dataclass(frozen=True, slots=True)
 class QueueState:
-    """What a roll-out starts from.
+    """The state that a roll-out starts from.
 
     Attributes:
-        running: Those with a place.
-        waiting: Those without, best first by the order of the replica; at most ``MAX_LISTED``.
-        num_waiting: All that wait, listed or not.
-        max_num_seqs: Places at most.
+        running: Jobs with a place.
+        waiting: Jobs without a place, best first by the order of the replica; at most ``MAX_LISTED``.
+        num_waiting: Number of all waiting jobs, listed or not.
+        max_num_seqs: Most jobs with a place.
         cost: Measured cost of a step.
-        traffic: What newcomers are expected to be like.
+        traffic: Recent traffic; newcomers are expected to be like it.
     """
 
     running: Sequence[Job]
@@ -81,7 +81,7 @@ class QueueState:
 
 
 class StepPace:
-    """Seconds of a step while a job runs: the number of those beside it goes from the present to the usual one."""
+    """Seconds of a step while a job runs: the batch size goes from the present to the usual one."""
 
     def __init__(self, state: QueueState) -> None:
         cost, traffic = state.cost, state.traffic
@@ -102,7 +102,7 @@ class StepPace:
 
     @property
     def full_s(self) -> float:
-        """Seconds of a step beside as many as now, without prompts."""
+        """Seconds of a step with as many jobs as now, without prompts."""
         return self._base_s + self._seq_s * self._now
 
     @property
@@ -111,7 +111,7 @@ class StepPace:
         return self.full_s / self._tax
 
     def decode_s(self, tokens: FloatArray) -> FloatArray:
-        """Seconds of so many tokens of one job, elementwise."""
+        """Returns the seconds that one job takes for this many tokens, elementwise."""
         lives = np.maximum(tokens, 1.0) / self._output_len
         beside = self._usual + (self._now - self._usual) * -np.expm1(-lives) / lives
         seconds: FloatArray = tokens * (self._base_s + self._seq_s * beside) / self._tax
@@ -128,7 +128,7 @@ class RollOut:
         self._starts: FloatArray | None = None
 
     def end_s(self, job: Job, *, waits: bool) -> FloatArray:
-        """Equally likely seconds until the job ends, rising; shape (k,)."""
+        """Returns equally likely times until the job ends, in seconds, rising; shape (k,)."""
         tokens, weights = self._laws.remaining([job])
         run_s = self._pace.decode_s(equiprobable(tokens[0], weights[0]))
         if not job.decodes:
@@ -139,7 +139,7 @@ class RollOut:
         return np.sort((start_s[:, None] + run_s[None, :]).ravel())
 
     def _start_steps(self, job: Job) -> FloatArray:
-        """Steps until the job begins, one number a scenario."""
+        """Returns the steps until the job begins, one number a scenario."""
         if self._starts is None:
             self._starts = self._roll()
         place = self._place_of.get(job.request_id)
@@ -152,26 +152,26 @@ class RollOut:
         return last + behind * each
 
     def _roll(self) -> FloatArray:
-        """Steps until each of the listed begins, shape (n, NUM_SCENARIOS)."""
+        """Returns the steps until each listed job begins, shape (n, NUM_SCENARIOS)."""
         state = self._state
         waiting = self._drawn(state.waiting) + 1.0  # a step for its prompt
         running = state.running[:: -(-len(state.running) // MAX_LISTED) or 1]
         seats = self._drawn(running) if running else np.zeros((state.max_num_seqs, NUM_SCENARIOS))
         if len(running) < len(state.running):
-            waiting = waiting * len(running) / len(state.running)  # fewer places, so each is free the sooner
+            waiting = waiting * len(running) / len(state.running)  # fewer seats: shorter stays keep the rate
         return starts(seats, waiting)
 
     def _drawn(self, jobs: Sequence[Job]) -> FloatArray:
-        """A remaining length of each in each scenario, shape (n, NUM_SCENARIOS)."""
+        """Returns a remaining length of each job in each scenario, shape (n, NUM_SCENARIOS)."""
         return drawn(*self._laws.remaining(jobs), _LEVELS[: len(jobs)]) if jobs else np.zeros((0, NUM_SCENARIOS))
 
 
 def starts(seats: FloatArray, waiting: FloatArray) -> FloatArray:
-    """When each of a queue takes the first free seat; O(n seats / group) for n that wait.
+    """Returns when each job of a queue takes the first free seat; O(n seats / group) for n waiting jobs.
 
     Args:
         seats: When each seat becomes free, shape (seats, scenarios).
-        waiting: How long each keeps its seat, first of the queue first, shape (n, scenarios).
+        waiting: How long each job keeps its seat, in the order of the queue, shape (n, scenarios).
 
     Returns:
         Shape (n, scenarios).

@@ -51,7 +51,7 @@ class Choice:
     pending_len: int = 0
 
     def facts(self) -> Facts:
-        """All fields by name."""
+        """Returns all fields by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
@@ -71,14 +71,14 @@ class LoadChoice(Choice):
 
 
 class PlacementStats:
-    """What a dashboard shows of placements: counts by reason, of which there are few, and the last ``NUM_RECENT``."""
+    """Placements as a dashboard shows them: counts by reason (reasons are few), and the last ``NUM_RECENT``."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._recent: deque[RecentPlacement] = deque(maxlen=NUM_RECENT)
 
     def add(self, request: Request, choice: Choice, placed_at: float) -> None:
-        """A request was placed, at so many seconds since the epoch."""
+        """Counts a placed request; ``placed_at`` is in seconds since the epoch."""
         self._counts[choice.reason] += 1
         self._recent.appendleft(
             RecentPlacement(placed_at, choice.replica, choice.reason, request.known_len, choice.hit_len)
@@ -90,11 +90,11 @@ class PlacementStats:
         return self._counts.total()
 
     def reasons(self) -> tuple[ReasonCount, ...]:
-        """The commonest first."""
+        """Returns the counts by reason, the largest first."""
         return tuple(ReasonCount(*each) for each in self._counts.most_common())
 
     def recent(self) -> tuple[RecentPlacement, ...]:
-        """The newest first."""
+        """Returns the recent placements, the newest first."""
         return tuple(self._recent)
 
 
@@ -120,32 +120,32 @@ class Placement(ABC):
         """
 
     def replica_up(self, name: str, capacity: int) -> None:
-        """A life of the replica's worker begins, with room for ``capacity`` KV tokens; earlier knowledge is void."""
+        """Begins a life of the replica's worker, with room for ``capacity`` KV tokens; earlier knowledge is void."""
 
     def replica_gone(self, name: str) -> None:
-        """The replica will not come back. Unknown names are ignored."""
+        """Forgets a replica that will not come back; unknown names are ignored."""
 
     def started(self, request_id: str, cached_len: int, queue_s: float, now: float) -> None:
-        """A request has run for the first time, ``queue_s`` after its placement, with ``cached_len`` tokens cached."""
+        """Books the first run of a request, ``queue_s`` after its placement, with ``cached_len`` tokens cached."""
 
     def foreseen(self, request_id: str, forecast: Forecast, now: float) -> None:
-        """A new forecast of a request in flight, which was placed without one or with another one."""
+        """Books a new forecast of a request in flight, which was placed without a forecast or with another one."""
 
     def ended(self, request_id: str, output_len: int | None, now: float) -> None:
-        """A request is no longer in flight. ``output_len`` is None if its output is incomplete."""
+        """Books that a request is no longer in flight; ``output_len`` is None if its output is incomplete."""
 
     def noticed(self, replica: str, notice: KVCacheEvent) -> None:
-        """The replica's cached blocks, of ``block_size`` tokens, have changed; a worker life's first event is whole."""
+        """Applies a change of cached blocks, of ``block_size`` tokens; the first event of a worker life is whole."""
 
     def priced(self, replica: str, cost: StepCost) -> None:
-        """The measured step cost of the replica is new or has changed."""
+        """Sets the measured step cost of the replica, which is new or has changed."""
 
     def show(self, view: ReplicaView) -> ReplicaView:
-        """``view`` with this policy's own numbers about the replica added."""
+        """Returns ``view`` with this policy's own numbers about the replica added."""
         return view
 
     def busiest_prefixes(self, limit: int) -> tuple[PrefixView, ...]:
-        """The ``limit`` nodes of the prefix tree with the most recent requests, each after its parent."""
+        """Returns the ``limit`` nodes of the prefix tree that most recent requests go through, parents first."""
         return ()
 
 
@@ -154,13 +154,13 @@ PLACEMENTS: Parts[Placement, PolicySettings] = Parts("scheduler.placement")
 
 
 class RoundRobin(Placement):
-    """Each request goes to the next replica. O(1)."""
+    """Sends each request to the next replica. O(1)."""
 
     def __init__(self) -> None:
         self._next = 0
 
     def choose(self, request: Request, prefix: Sequence[int], loads: tuple[ReplicaLoad, ...], now: float) -> Choice:
-        """The replica for this request, of those given (never empty)."""
+        """Returns the next of ``loads`` (never empty)."""
         chosen = loads[self._next % len(loads)].name
         self._next += 1
         return Choice(chosen, "in turn")
@@ -168,15 +168,15 @@ class RoundRobin(Placement):
 
 @PLACEMENTS.register("round-robin")
 def build_round_robin(settings: PolicySettings) -> RoundRobin:
-    """Replicas in turn."""
+    """Sends requests to the replicas in turn."""
     return RoundRobin()
 
 
 class LeastWork(Placement):
-    """Goes where the fewest tokens are outstanding; of equals the first. O(replicas)."""
+    """Sends a request to the replica with the fewest outstanding tokens; to the first among equals. O(replicas)."""
 
     def choose(self, request: Request, prefix: Sequence[int], loads: tuple[ReplicaLoad, ...], now: float) -> Choice:
-        """The replica for this request, of those given (never empty)."""
+        """Returns the replica of ``loads`` (never empty) with the fewest outstanding tokens."""
         least, most = min(loads, key=_work), max(loads, key=_work)
         return LoadChoice(
             least.name,
@@ -193,5 +193,5 @@ def _work(load: ReplicaLoad) -> float:
 
 @PLACEMENTS.register("least-work")
 def build_least_work(settings: PolicySettings) -> LeastWork:
-    """The replica with the fewest outstanding tokens."""
+    """Sends a request to the replica with the fewest outstanding tokens."""
     return LeastWork()

@@ -44,7 +44,7 @@ class E2Choice(Choice):
 
 
 def key_portion(spans: Sequence[int]) -> int:
-    """Which node of a path is the key portion: the deepest with more tokens than all before it together (section 3).
+    """Returns the index of the key portion: the deepest node with more tokens than all before it together (section 3).
 
     Args:
         spans: Lengths of the path's nodes from the root on, at least one, each above 0.
@@ -93,7 +93,7 @@ class E2Router(Placement):
     def place(
         self, request_id: str, prefix: Path, prompt_len: int, loads: tuple[ReplicaLoad, ...], now: float
     ) -> E2Choice:
-        """Algorithm 1, with only the fields of the request that it uses. The request must not be in flight."""
+        """Runs Algorithm 1 with only the fields of the request that it uses. The request must not be in flight."""
         query = self.prefixes.match(request_id, prefix, prompt_len, loads, now)
         self._scaling.advance(now)
         cached = query.matched[-1].end * self.block_size if query.matched else 0
@@ -107,16 +107,16 @@ class E2Router(Placement):
         return E2Choice(self._slots.names[slot], reason, *hits, load_s, evict_s, placed.prefill_s)
 
     def replica_up(self, name: str, capacity: int) -> None:
-        """A worker life begins with room for ``capacity`` KV tokens and an empty cache. O(nodes)."""
+        """Begins a worker life with room for ``capacity`` KV tokens and an empty cache. O(nodes)."""
         self.prefixes.replica_up(name, capacity)
 
     def replica_gone(self, name: str) -> None:
-        """The replica will not come back. Unknown names are ignored. O(nodes)."""
+        """Forgets a replica that will not come back; unknown names are ignored. O(nodes)."""
         self.prefixes.replica_gone(name)
 
     def started(self, request_id: str, cached_len: int, queue_s: float, now: float) -> None:
-        """A request has run for the first time and found so many tokens cached: corrects its load, and corrects the
-        tree if the replica sends no KV cache events.
+        """Corrects the load of a request whose first run found ``cached_len`` tokens cached; corrects the tree too if
+        the replica sends no KV cache events.
         """
         placed = self.prefixes.started(request_id, cached_len, now)
         if placed is None or placed.key is None or not self.config.autoscale:
@@ -127,7 +127,7 @@ class E2Router(Placement):
             self._replicate(placed.key)
 
     def ended(self, request_id: str, output_len: int | None, now: float) -> None:
-        """A request is no longer in flight; None if its output is incomplete. O(nodes of its path)."""
+        """Books that a request is no longer in flight; None if its output is incomplete. O(nodes of its path)."""
         self.prefixes.ended(request_id, output_len, now)
 
     def noticed(self, replica: str, notice: KVCacheEvent) -> None:
@@ -143,11 +143,13 @@ class E2Router(Placement):
         return self.prefixes.show(view)
 
     def busiest_prefixes(self, limit: int) -> tuple[PrefixView, ...]:
-        """The nodes with the most requests placed within the window."""
+        """Returns the nodes with the most requests placed within the window."""
         return self.prefixes.busiest(limit)
 
     def _exploit(self, query: Query) -> tuple[int, str]:
-        """The cheapest replica that caches the longest node of the match, or to which its prefix was replicated."""
+        """Returns the slot, and the reason: the cheapest replica that caches the longest node of the match or to which
+        a matched prefix was replicated; the lightest replica if that one is too heavy.
+        """
         holders = max(query.matched, key=lambda node: len(node.span)).replicas
         for node in query.matched:
             holders |= node.assigned
@@ -163,7 +165,7 @@ class E2Router(Placement):
         return self._cost.cheapest(query, self._slots.open_mask), "explore"
 
     def _decode_heavy(self) -> int | None:
-        """The replica with the largest decode share, which has arithmetic to spare; None if the shares are alike."""
+        """Returns the replica with the largest decode share, so with arithmetic to spare; None if shares are alike."""
         loads_s = self.load.prefill_s + self.load.decode_s
         used = (loads_s > 0) & (self._slots.closed == 0)
         ratios = np.divide(self.load.decode_s, loads_s, out=np.full(len(loads_s), -1.0), where=used)
@@ -173,20 +175,20 @@ class E2Router(Placement):
         return slot
 
     def _relief_of(self, slot: int) -> int | None:
-        """The lightest replica, if this one is too heavy and has enough requests to judge by (load shift)."""
+        """Returns the lightest replica if this one is too heavy and has enough requests to judge by (load shift)."""
         config = self.config
         if not config.rebalance or self.load.num_requests[slot] < config.rebalance_after:
             return None
         return self._lighter_than(slot)
 
     def _lighter_than(self, slot: int) -> int | None:
-        """The lightest replica, if this one has more than T_hbal times its load."""
+        """Returns the lightest replica if this one has more than T_hbal times its load, else None."""
         loads_s = self.load.prefill_s + self.load.decode_s
         lightest = int((loads_s + self._slots.closed).argmin())
         return lightest if loads_s[slot] > self.config.rebalance_ratio * loads_s[lightest] else None
 
     def _replicate(self, prefix: PrefixNode) -> None:
-        """Prefix autoscaling: lets the prefix's requests go to the lightest replica that does not have it yet."""
+        """Lets requests of the prefix go to the lightest replica that does not have it yet (prefix autoscaling)."""
         loads_s = self.load.prefill_s + self.load.decode_s + self._slots.closed
         loads_s[bits(prefix.replicas | prefix.assigned, len(loads_s))] = np.inf
         lightest = int(loads_s.argmin())
@@ -205,5 +207,5 @@ def _key_of(matched: list[PrefixNode]) -> PrefixNode:
 
 @PLACEMENTS.register("e2", uses_prefixes=True)
 def build_e2(settings: PolicySettings) -> E2Router:
-    """Preble's E2: exploit the cached prefix or explore a lighter replica."""
+    """Exploits the cached prefix or explores a lighter replica: Preble's E2."""
     return E2Router(from_step_cost(settings.cost), settings.block_size, settings.placement)

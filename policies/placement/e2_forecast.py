@@ -27,8 +27,8 @@ from policies.placement.residual_work import RequestLengths, ResidualWork
 from policies.settings import PolicySettings
 
 WINDOW_S = 180.0
-"""Seconds over which uses of a prefix weigh against its eviction, and over which the mean output length is taken that
-replaces a missing forecast; H of Preble."""
+"""Seconds for which uses of a prefix weigh against its eviction (H of Preble), and over which the mean output length is
+taken that replaces a missing forecast."""
 
 INITIAL_OUTPUT_LEN = 200.0
 """Output tokens assumed without a forecast and before any request has ended."""
@@ -36,12 +36,12 @@ INITIAL_OUTPUT_LEN = 200.0
 
 @dataclass(frozen=True, slots=True)
 class ForecastChoice(Choice):
-    """``reason`` is hit or miss. The seconds are delays of the request and of those on the replica, by cause.
+    """``reason`` is hit or miss. The seconds are delays, by cause, of this request and the others on the replica.
 
     Attributes:
         queue_s: Prefill of earlier prompts on the replica, which the request waits for.
         prefill_s: Prefill of its own prompt, counted for itself and for each request that it delays.
-        decode_s: Steps that it shares with others, counted for itself and for them.
+        decode_s: Steps shared with other requests, counted for this one and for the others.
         evict_s: Recomputation of the prefixes that must be evicted to make room, counted as ``prefill_s``.
         memory_s: Wait until the predicted memory peak fits.
         predicted_len: Predicted output tokens that are still to come.
@@ -100,7 +100,7 @@ class E2Forecast(Placement):
         loads: tuple[ReplicaLoad, ...],
         now: float,
     ) -> ForecastChoice:
-        """``choose`` with only the fields of the request that it uses. The request must not be in flight.
+        """Does as ``choose``, with only the fields of the request that it uses. The request must not be in flight.
 
         Args:
             output_len: The predicted output length.
@@ -117,7 +117,7 @@ class E2Forecast(Placement):
         )
 
     def replica_up(self, name: str, capacity: int) -> None:
-        """A worker life begins with room for ``capacity`` KV tokens and an empty cache."""
+        """Begins a worker life with room for ``capacity`` KV tokens and an empty cache."""
         slot = self.prefixes.replica_up(name, capacity)
         if slot < len(self.work.queued_s):
             self.work.clear(slot)
@@ -125,24 +125,24 @@ class E2Forecast(Placement):
             self.work.add_replica()
 
     def replica_gone(self, name: str) -> None:
-        """The replica will not come back. Unknown names are ignored."""
+        """Forgets a replica that will not come back; unknown names are ignored."""
         slot = self.prefixes.replica_gone(name)
         if slot is not None:
             self.work.clear(slot)
 
     def started(self, request_id: str, cached_len: int, queue_s: float, now: float) -> None:
-        """A request has run for the first time: it produces tokens from now on."""
+        """Books the first run of a request: it produces tokens from now on."""
         placed = self.prefixes.started(request_id, cached_len, now)
         if placed is not None:
             self.work.advance(now)
             self.work.start(request_id, placed.prompt_len - cached_len)
 
     def foreseen(self, request_id: str, forecast: Forecast, now: float) -> None:
-        """A forecast of a request that was placed without one."""
+        """Books a forecast of a request that was placed without one or with another one."""
         self.work.predict(request_id, forecast.mean)
 
     def ended(self, request_id: str, output_len: int | None, now: float) -> None:
-        """A request is no longer in flight; None if its output is incomplete."""
+        """Books that a request is no longer in flight; None if its output is incomplete."""
         if self.prefixes.ended(request_id, output_len, now) is not None:
             self.work.advance(now)
             self.work.remove(request_id)
@@ -163,13 +163,13 @@ class E2Forecast(Placement):
         return self.prefixes.show(view)
 
     def busiest_prefixes(self, limit: int) -> tuple[PrefixView, ...]:
-        """The nodes with the most requests placed within the window."""
+        """Returns the nodes with the most requests placed within the window."""
         return self.prefixes.busiest(limit)
 
     def _cheapest(self, query: Query, length: float) -> tuple[int, tuple[float, float, float, float, float]]:
-        """The cheapest slot, and the terms of its price in the order of ``ForecastChoice``.
+        """Returns the cheapest slot and the terms of its price, in the order of ``ForecastChoice``.
 
-        Evictions and memory are priced only where the other terms alone could still win: both are never below 0.
+        Evictions and memory are priced only where the other terms alone could still win: neither is ever below 0.
         """
         work, prefixes = self.work, self.prefixes
         delayed = 1 + work.num_requests  # requests that its prefill delays: those that wait now will run beside it
@@ -190,7 +190,7 @@ class E2Forecast(Placement):
         return slot, (float(work.queued_s[slot]), float(prefill_s[slot]), float(decode_s[slot]), evict_s, memory_s)
 
     def _meeting_s(self, prompt_len: int, length: float) -> Floats:
-        """By slot, the delay of shared steps: each of two requests slows the other by its own share of the step."""
+        """Returns, by slot, the delay of shared steps: of two requests each slows the other by its share of a step."""
         cost = self._cost
         steps, context_steps = self.work.meetings(length)
         step_s = 2 * cost.decode_seq_s + cost.context_token_s * prompt_len
@@ -204,5 +204,5 @@ class E2Forecast(Placement):
 
 @PLACEMENTS.register("e2-forecast", uses_prefixes=True, reads_forecasts=True)
 def build_e2_forecast(settings: PolicySettings) -> E2Forecast:
-    """E2 priced with predicted work."""
+    """Prices replicas as E2 does, but by predicted work."""
     return E2Forecast(settings.cost, settings.block_size, settings.placement.max_tree_bytes)

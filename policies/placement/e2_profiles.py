@@ -25,10 +25,10 @@ class Regressions:
 
 
 def from_step_cost(cost: StepCost) -> Regressions:
-    """Those of a step cost: prefill by tokens and what they attend to, decoding by the context that each token reads.
+    """Derives PT and DT from a step cost: PT from tokens and what they attend to, DT from the context each token reads.
 
-    What a step costs in any case (``base_s``) is no part of DT: the sequences of a batch share it, and one sequence
-    more does not raise it. Counted for each it would be most of the load, and loads would be numbers of requests.
+    The fixed cost of a step (``base_s``) is no part of DT: the sequences of a batch share this cost, and one sequence
+    more does not raise it. Counted for each sequence it would be most of the load, which would then count requests.
     """
 
     def decode_s(output_len: float, context_len: float) -> float:
@@ -38,9 +38,9 @@ def from_step_cost(cost: StepCost) -> Regressions:
 
 
 def _mistral_7b_a6000(new: int, context: int) -> float:
-    """Constants of the authors' implementation (WukLab/preble), milliseconds before the division.
+    """Returns PT with the constants of the authors' implementation (WukLab/preble), which are in milliseconds.
 
-    It halves the attention term where few of the KV entries are unique; here they count as unique.
+    The authors halve the attention term where few of the KV entries are unique; here all entries count as unique.
     """
     if new >= 384:
         linear = 0.10842571 * new + 4.2098

@@ -33,7 +33,7 @@ class Query:
         return self.path[-1].end if self.path else 0
 
     def hit_end(self, slot: int) -> int:
-        """Elements of the path that the replica caches."""
+        """Returns the number of elements of the path that the replica caches."""
         for node in reversed(self.matched):
             if node.replicas >> slot & 1:
                 return node.end
@@ -43,8 +43,8 @@ class Query:
 class LoadCost:
     """L + M + P of a request on a replica.
 
-    L is the load of the replica within the window, M the time to compute again what must be evicted to fit the
-    request, P the time to compute what the replica does not cache of it. Its decoding costs the same everywhere.
+    L is the load of the replica within the window. M is the time to compute again the prefixes that must be evicted to
+    fit the request. P is the time to compute the uncached part of its prompt. Decoding costs the same everywhere.
 
     Args:
         prefill_s: PT: (tokens computed, tokens of context at their end) -> seconds.
@@ -77,10 +77,10 @@ class LoadCost:
         self._prefill_s = regressions.prefill_s
 
     def cheapest(self, query: Query, among: int) -> int:
-        """The slot of the mask ``among`` (never empty) where the request costs least.
+        """Returns the slot of the mask ``among`` (never empty) where the request costs least.
 
-        M is priced only where L + P alone could still win, which changes nothing: M is never negative. O(nodes matched
-        + those evicted) and some numpy operations over all replicas.
+        M is priced only where L + P alone could still win, which gives the same slot: M is never negative. O(nodes
+        matched + nodes evicted) and some numpy operations over all replicas.
         """
         costs = self.prefill_by_slot(query)
         costs += self._load.prefill_s
@@ -106,7 +106,7 @@ class LoadCost:
         return min(tied) if self._ties is None else int(self._ties.choice(sorted(tied)))
 
     def prefill_by_slot(self, query: Query) -> Floats:
-        """P by slot. A replica that caches a node caches all before it, so deeper nodes overwrite earlier values."""
+        """Returns P by slot. A replica that caches a node caches all before it, so deeper nodes overwrite values."""
         prompt_len, matched = query.prompt_len, query.matched
         costs = np.empty(len(self._slots.names))
         costs.fill(self._prefill_s(prompt_len, prompt_len))
@@ -121,9 +121,9 @@ class LoadCost:
         return costs
 
     def evict_s(self, slot: int, query: Query) -> float:
-        """M: sum of PT(len_j) N_j over the nodes j that make room, N_j the share of the replica's requests using j.
+        """Returns M: the sum of PT(len_j) N_j over evicted nodes j; N_j is the share of the replica's requests using j.
 
-        Both count requests within the window (the second version of the paper; the first counts requests, not shares).
+        The share is of requests within the window (second version of the paper; the first one counts requests).
         """
         short = self._tree.num_cached[slot] + query.end - query.hit_end(slot) - self.capacity[slot]
         if short <= 0:
@@ -136,6 +136,6 @@ class LoadCost:
         return total_s / max(1, self._load.num_requests[slot])
 
     def prefill_s(self, slot: int, query: Query) -> float:
-        """P on one replica."""
+        """Returns P on one replica."""
         lacking = query.prompt_len - query.hit_end(slot) * self._block_size
         return self._prefill_s(lacking, query.prompt_len)

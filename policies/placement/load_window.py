@@ -14,9 +14,9 @@ from policies.placement.replica_slots import Floats
 class LoadWindow:
     """GPU-seconds of the requests placed on each replica within the window: L_i = sum of PT(missed_r) + DT_r.
 
-    DT_r is that of the mean output length seen on the replica within the window (``initial_output_len`` where there is
-    none) over the request's context. DT is linear in both, so the sum is the number of requests times DT at the mean
-    context: every update is O(1).
+    DT_r is DT at the mean output length seen on the replica within the window (``initial_output_len`` without any) and
+    at the request's context. DT is linear in both, so the sum is the number of requests times DT at the mean context:
+    every update is O(1).
 
     Attributes:
         num_requests: By replica.
@@ -93,7 +93,7 @@ class LoadWindow:
         self._outputs = deque(output for output in self._outputs if output[1] != replica)
 
     def mean_output_len(self, replica: int) -> float:
-        """Mean output length of the requests that ended there within the window."""
+        """Returns the mean output length of the requests that ended there within the window."""
         num = self._num_outputs[replica]
         return self._output_lens[replica] / num if num else self._initial_output_len
 

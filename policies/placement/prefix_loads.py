@@ -164,7 +164,7 @@ class PrefixLoads:
         return mean
 
     def _hits(self, query: Query, slot: int) -> tuple[int, int]:
-        """Tokens that the request will find cached when it starts, and how many of them are still being computed.
+        """Returns the tokens that the request will find cached at its start, and how many of them are yet to compute.
 
         The requests that compute them were placed earlier and run first. The last prompt token is always computed.
         """
@@ -174,7 +174,7 @@ class PrefixLoads:
         return min(end, most) * self._block_size, (min(end, most) - min(cached, most)) * self._block_size
 
     def _left_end(self, query: Query, slot: int) -> int:
-        """Elements of the path that remain after the evictions that earlier requests cause. O(evicted nodes)."""
+        """Returns the elements of the path that remain after evictions by earlier requests. O(evicted nodes)."""
         excess = self.tree.num_cached[slot] - self.cost.capacity[slot]
         if excess <= 0 or not self._informed >> slot & 1:  # without KV cache events, ``enter`` evicted them at once
             return query.end
@@ -182,7 +182,7 @@ class PrefixLoads:
         return next((node.end - going[node] for node in query.matched if node in going), query.end)
 
     def replica_up(self, name: str, capacity: int) -> int:
-        """A worker life begins with room for ``capacity`` KV tokens and an empty cache; returns its slot. O(nodes)."""
+        """Begins a worker life with room for ``capacity`` KV tokens and an empty cache; returns its slot. O(nodes)."""
         slot = self.slots.find(name)
         if slot is not None:
             self._clear(slot)
@@ -197,7 +197,7 @@ class PrefixLoads:
         return slot
 
     def replica_gone(self, name: str) -> int | None:
-        """The replica will not come back. Returns the slot that it had; None if it is unknown. O(nodes)."""
+        """Forgets a replica that will not come back; returns the slot that it had, None if unknown. O(nodes)."""
         slot = self.slots.find(name)
         if slot is not None:
             self._clear(slot)
@@ -206,8 +206,8 @@ class PrefixLoads:
         return slot
 
     def started(self, request_id: str, cached_len: int, now: float) -> PlacedRequest | None:
-        """A request has run for the first time and found so many tokens cached: corrects its load, and corrects the
-        tree if the replica sends no KV cache events.
+        """Corrects the load of a request whose first run found ``cached_len`` tokens cached; corrects the tree too if
+        the replica sends no KV cache events.
 
         Returns:
             The request; None if it is not in flight.
@@ -226,7 +226,7 @@ class PrefixLoads:
         return placed
 
     def ended(self, request_id: str, output_len: int | None, now: float) -> PlacedRequest | None:
-        """A request is no longer in flight; ``output_len`` is None if its output is incomplete. O(nodes of its path).
+        """Books that a request is no longer in flight; None if its output is incomplete. O(nodes of its path).
 
         Returns:
             The request; None if it was not in flight.
@@ -272,7 +272,7 @@ class PrefixLoads:
         return replace(view, prefill_s=prefill_s, decode_s=decode_s, cached_tokens=cached_tokens)
 
     def busiest(self, limit: int) -> tuple[PrefixView, ...]:
-        """The ``limit`` nodes that most requests of the window go through."""
+        """Returns the ``limit`` nodes that most requests of the window go through."""
         return busiest_prefixes(self.tree, self.slots.names, self._block_size, limit)
 
     def advance(self, now: float) -> None:

@@ -55,7 +55,7 @@ class PrefixScaling:
                 del self._queueing[prefix]
 
     def doubled(self, prefix: PrefixNode) -> bool:
-        """Whether requests of the later half waited, on average, at least twice as long as those of the earlier one."""
+        """Returns whether the mean wait of the later half's requests is at least twice that of the earlier half."""
         queueing = self._queueing.get(prefix)
         if queueing is None or not queueing.num_early or not queueing.num_late:
             return False

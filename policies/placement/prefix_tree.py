@@ -107,7 +107,7 @@ class RadixTree:
         return len(self.num_cached) - 1
 
     def match_prefix(self, path: Path) -> Match:
-        """The longest prefix of ``path`` in the tree, on any replica. O(its length)."""
+        """Finds the longest prefix of ``path`` in the tree, on any replica. O(its length)."""
         nodes: list[PrefixNode] = []
         node = self.root
         while node.end < len(path):
@@ -121,7 +121,7 @@ class RadixTree:
         return Match(nodes, 0)
 
     def insert(self, path: Path) -> list[PrefixNode]:
-        """The nodes of exactly this path, from the root on; splits and adds nodes as needed.
+        """Returns the nodes of exactly this path, from the root on; splits and adds nodes as needed.
 
         A new node belongs to no replica: call ``hold`` before anything else. O(length).
         """
@@ -138,7 +138,7 @@ class RadixTree:
         return nodes
 
     def path_to(self, element: int) -> Path | None:
-        """The path that ends with this element; None if it is not in the tree. O(length)."""
+        """Returns the path that ends with this element; None if the element is not in the tree. O(length)."""
         node: PrefixNode | None = self._places.get(element)
         if node is None:
             return None
@@ -148,7 +148,7 @@ class RadixTree:
         return tuple(itertools.chain.from_iterable(reversed(parts)))
 
     def caches(self, element: int, replica: int) -> bool:
-        """Whether the replica is believed to cache the element now or once its requests in flight have run. O(1)."""
+        """Returns whether the replica is believed to cache the element, now or after its requests in flight. O(1)."""
         node = self._places.get(element)
         return node is not None and bool(node.replicas >> replica & 1)
 
@@ -176,7 +176,7 @@ class RadixTree:
             copy.num_recent += 1
 
     def release(self, end: PrefixNode, replica: int) -> None:
-        """A request whose path ends at ``end`` is no longer in flight: the last access of its path. O(nodes)."""
+        """Ends a request in flight whose path ends at ``end``: the last access of its path. O(nodes)."""
         node: PrefixNode | None = end
         while node is not None and node is not self.root:
             parent, copy = node.parent, node.copies[replica]
@@ -191,7 +191,7 @@ class RadixTree:
             node = parent
 
     def forget(self, end: PrefixNode, replica: int) -> None:
-        """A request whose path ends at ``end`` has left the window. O(nodes)."""
+        """Removes a request whose path ends at ``end`` from the window. O(nodes)."""
         node: PrefixNode | None = end
         while node is not None and node is not self.root:
             parent, copy = node.parent, node.copies[replica]
@@ -201,7 +201,7 @@ class RadixTree:
             node = parent
 
     def lru(self, replica: int, num: int, keep: Collection[PrefixNode] = ()) -> Iterator[tuple[Copy, int]]:
-        """What the replica would evict to free ``num`` elements: (copy, elements from its end), the oldest first.
+        """Yields what the replica would evict to free ``num`` elements: (copy, elements from its end), oldest first.
 
         Args:
             keep: Nodes that are about to be used and are not evicted.
@@ -276,7 +276,7 @@ class RadixTree:
                 self._lose(node.copies[replica], replica)
 
     def evict(self, path: Path, replica: int) -> None:
-        """The replica no longer caches the last element of ``path``, nor anything after it; unknown paths are ignored.
+        """Uncaches the last element of ``path`` and everything after it on the replica; unknown paths are ignored.
 
         Nodes that its requests in flight go through become pending again. O(length and nodes below).
         """
@@ -295,7 +295,7 @@ class RadixTree:
         self._uncache(node, replica)
 
     def correct(self, end: PrefixNode, replica: int, hit_len: int) -> None:
-        """A request in flight found only ``hit_len`` elements of its path cached.
+        """Corrects the tree after a request in flight found only ``hit_len`` elements of its path cached.
 
         Branches that leave its path after ``hit_len`` cannot be cached either and are removed, except where other
         requests in flight use them. Its own path stays, since the request computes it now. O(removed nodes and their
@@ -343,14 +343,14 @@ class RadixTree:
         return upper
 
     def _give_up(self, copy: Copy, replica: int) -> None:
-        """No request in flight computes the rest of a pending node any more: keeps only its cached part."""
+        """Keeps only the cached part of a pending node whose rest no request in flight computes any more."""
         if copy.stored:
             upper = self._split(copy.node, copy.stored)
             _link_after(upper.copies[replica], _older(self._oldest[replica]))
         self._uncache_one(copy, replica)
 
     def _uncache(self, node: PrefixNode, replica: int) -> None:
-        """The replica no longer caches the node and the nodes below it."""
+        """Marks the node and the nodes below it as no longer cached on the replica."""
         cached = [each for each in _subtree(node, replica) if each.replicas >> replica & 1]
         for each in reversed(cached):
             self._lose(each.copies[replica], replica)
@@ -372,7 +372,7 @@ class RadixTree:
         self._drop_if_unused(copy, replica)
 
     def _drop_if_unused(self, copy: Copy, replica: int) -> None:
-        """Section 4.2: removes a node that no replica caches and no request in the window has used."""
+        """Removes a node that no replica caches and no request in the window has used (section 4.2)."""
         node = copy.node
         if copy.ref_count or copy.num_recent or node.replicas >> replica & 1:
             return
@@ -446,7 +446,7 @@ class RadixTree:
 
 
 def _common_len(path: Path, start: int, span: Path) -> int:
-    """Leading elements that ``span`` shares with ``path`` from ``start`` on."""
+    """Counts the leading elements that ``span`` shares with ``path`` from ``start`` on."""
     for num, (mine, other) in enumerate(zip(path[start:], span, strict=False)):
         if mine != other:
             return num
@@ -454,7 +454,7 @@ def _common_len(path: Path, start: int, span: Path) -> int:
 
 
 def _subtree(node: PrefixNode, replica: int | None = None) -> Iterator[PrefixNode]:
-    """The node and all below it, parents first; with ``replica``, only nodes that it caches or will cache."""
+    """Yields the node and all below it, parents first; with ``replica``, only nodes that it caches or will cache."""
     stack = [node]
     while stack:
         node = stack.pop()

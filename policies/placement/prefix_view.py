@@ -11,9 +11,9 @@ from policies.placement.prefix_tree import PrefixNode, RadixTree
 
 
 def busiest_prefixes(tree: RadixTree, names: Sequence[str], block_size: int, limit: int) -> tuple[PrefixView, ...]:
-    """The ``limit`` nodes with the most recent requests, each after its parent.
+    """Returns the ``limit`` nodes that most recent requests go through, each after its parent.
 
-    A node is never busier than its parent, so only children of shown nodes are visited: O(those).
+    A node is never busier than its parent, so only children of shown nodes are visited: O(visited nodes).
 
     Args:
         names: Names of the replicas, by their numbers in the tree.
@@ -37,7 +37,7 @@ def _busiest(root: PrefixNode, limit: int) -> set[PrefixNode]:
 
 
 def _in_order(node: PrefixNode, shown: set[PrefixNode], depth: int = 0) -> Iterator[tuple[PrefixNode, int]]:
-    """Depth first, the busiest child first."""
+    """Yields the shown nodes below ``node`` with their depths, depth first, the busiest child first."""
     for child in sorted(shown.intersection(node.children.values()), key=_num_recent, reverse=True):
         yield child, depth
         yield from _in_order(child, shown, depth + 1)

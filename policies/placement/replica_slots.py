@@ -65,11 +65,11 @@ class ReplicaSlots:
 
 
 def is_single(mask: int) -> bool:
-    """Whether at most one bit is set."""
+    """Returns whether at most one bit is set."""
     return not mask & (mask - 1)
 
 
 def bits(mask: int, num_slots: int) -> npt.NDArray[np.bool_]:
-    """By slot, whether its bit is set."""
+    """Returns, by slot, whether its bit is set."""
     octets = np.frombuffer(mask.to_bytes(-(-num_slots // 8), "little"), np.uint8)
     return np.unpackbits(octets, count=num_slots, bitorder="little").view(np.bool_)

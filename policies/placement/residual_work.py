@@ -38,7 +38,7 @@ class RequestLengths:
     most: int
 
     def left_of(self, output_len: float) -> float:
-        """Tokens still to come, at least 1, of a whole output with this predicted length."""
+        """Returns the tokens still to come, at least 1, of a whole output with this predicted length."""
         return max(1.0, min(output_len - self.had_len, float(self.most)))
 
 
@@ -113,7 +113,7 @@ class ResidualWork:
             self.remove(request_id)
 
     def advance(self, now: float) -> None:
-        """O(slots)."""
+        """Advances the token clocks to ``now``. O(slots)."""
         if now > self._now:
             self._clocks += (now - self._now) / self._steps_s
             self._now = now
@@ -142,7 +142,7 @@ class ResidualWork:
         self._queue(slot, prefill_s)
 
     def start(self, request_id: str, own_len: int) -> None:
-        """The request has its first token; ``own_len`` is the number of prompt tokens that it computed."""
+        """Books the first token of a request, which computed ``own_len`` prompt tokens itself."""
         seat = self._seats[request_id]
         if seat.has_started:
             return
@@ -162,7 +162,7 @@ class ResidualWork:
             self._is_current = False
 
     def remove(self, request_id: str) -> None:
-        """The request is no longer in flight."""
+        """Removes a request that is no longer in flight."""
         seat = self._seats.pop(request_id)
         at = seat.slot, seat.seat
         self._held[at] = False
@@ -176,7 +176,7 @@ class ResidualWork:
             self._queue(seat.slot, -seat.prefill_s)
 
     def remaining(self) -> Floats:
-        """Expected remaining output tokens of each request, 0 on free seats; shape (slots, seats).
+        """Returns the expected remaining output tokens of each request, 0 on free seats; shape (slots, seats).
 
         A request that has outlived its forecast is expected to produce a quarter of its output so far again, at least
         ``MIN_REMAINING`` tokens (as in ``policies.lengths.law.remaining``).
@@ -196,15 +196,15 @@ class ResidualWork:
         self._is_current = True
 
     def meetings(self, length: float) -> tuple[Floats, Floats]:
-        """By slot, the steps that its requests share with a request of ``length`` output tokens, summed over the
-        requests, and the same sum weighted with the context of each."""
+        """Returns, by slot, the steps that its requests share with a request of ``length`` output tokens, summed over
+        the requests, and the same sum weighted with the context of each."""
         shared = np.minimum(self.remaining(), length)
         return np.vecdot(shared, self._ones), np.vecdot(shared, self._context_lens)
 
     def memory_wait_s(self, slot: int, own_len: int, length: float, capacity: int) -> float:
-        """Seconds until the request fits into the replica's memory; 0 if it fits now. O(n log n).
+        """Returns the seconds until the request fits into the replica's memory; 0 if it fits now. O(n log n).
 
-        It fits once the requests that end first have freed as many tokens as the predicted peak of all requests
+        The request fits once those that end first have freed as many tokens as the predicted peak of all requests
         (Past-Future, section 3.3) exceeds ``capacity``.
         """
         all_left, held = self.remaining()[slot], self._held[slot]

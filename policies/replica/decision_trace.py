@@ -1,7 +1,7 @@
-"""What a replica's scheduler remembers of its decisions about each request, so that they can be explained.
+"""The memory of a replica's scheduler of its decisions about each request, so that they can be explained.
 
-The scheduler hands every fact and nothing else to its one observer, ``DecisionTrace``, which notes it with the numbers
-of the parts in the account of the request. The kinds of decisions and the names of numbers are a contract.
+The scheduler hands every fact and nothing else to its one observer, ``DecisionTrace``, which notes the fact with the
+numbers of the parts in the account of the request. The kinds of decisions and the names of numbers are a contract.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from policies.replica.facts import (
 from policies.tenancy.fair_shares import FairShares
 
 MAX_DECISIONS = 64
-"""Of one request: the first half of them and the latest; those between are counted only."""
+"""Most decisions noted of one request: the first half of this number and the latest; the rest is only counted."""
 
 MAX_IN_ALL = 100_000
-"""Beyond so many no more are noted, only counted."""
+"""Most decisions noted of all requests together; further ones are only counted."""
 
 _Known = dict[str, float | str]
 
 
 @dataclass(slots=True)
 class Account:
-    """All that was decided about one attempt on one replica.
+    """All decisions about one attempt on one replica.
 
     Attributes:
-        placement: What the Router says of why it came here; ``core.decisions``, packed.
-        decisions: On the scheduler's clock, each packed at once: many small objects that live long are dear to collect.
-        num_left_out: Those that there was no room for.
+        placement: The Router's reasons for the replica; ``core.decisions``, packed.
+        decisions: On the scheduler's clock, each packed at once: small long-lived objects are dear to garbage-collect.
+        num_left_out: Decisions that there was no room for.
     """
 
     request: Request
@@ -77,14 +77,14 @@ class Accounts:
         return request_id in self._open
 
     def open(self, request: Request, placement: bytes = b"") -> bool:
-        """Whether an account of the request begins here and now."""
+        """Opens an account of the request; returns False if there is one already or no ``origin`` is known."""
         if request.origin is None or request.request_id in self._open:
             return False
         self._open[request.request_id] = Account(request, placement)
         return True
 
     def note(self, request_id: str, kind: str, now: float, facts: Facts) -> None:
-        """A decision about a request; of one without an account there is nothing to note."""
+        """Notes a decision about a request; ignores requests without an account."""
         account = self._open.get(request_id)
         if account is None:
             return
@@ -99,7 +99,7 @@ class Accounts:
         account.decisions.append(self._packer.pack(kind, now, facts))
 
     def close(self, request_id: str) -> None:
-        """The request is here no more."""
+        """Closes the account of a request that has left, if there is one."""
         account = self._open.pop(request_id, None)
         if account is not None:
             self._num_noted -= len(account.decisions)
@@ -110,18 +110,18 @@ class Accounts:
         return bool(self._closed)
 
     def pop_closed(self) -> list[Account]:
-        """Accounts closed since this was last asked."""
+        """Returns the accounts closed since the last call."""
         closed, self._closed = self._closed, []
         return closed
 
     def of(self, response_id: str) -> Iterator[Account]:
-        """The open accounts of one answer. O(requests)."""
+        """Yields the open accounts of one answer. O(requests)."""
         for account in self._open.values():
             if account.request.origin is not None and account.request.origin.response_id == response_id:
                 yield account
 
     def check_integrity(self, known: set[str]) -> None:
-        """Raises IntegrityError unless every account is of a request that is known, and the bounds hold."""
+        """Raises IntegrityError unless every account is of a known request, and the bounds hold."""
         if not self._open.keys() <= known:
             raise IntegrityError(f"accounts of requests that are not here: {self._open.keys() - known}")
         num_noted = sum(len(account.decisions) for account in self._open.values())
@@ -132,7 +132,7 @@ class Accounts:
 class DecisionTrace:
     """Observes what a replica's scheduler books and decides, and asks the parts for their numbers then, and only then.
 
-    Of a request without an account nothing is asked.
+    For a request without an account, no part is asked.
 
     Args:
         max_num_seqs: As in ``SchedulerLimits``.
@@ -171,7 +171,7 @@ class DecisionTrace:
         }
 
     def observe(self, fact: Fact, now: float) -> None:
-        """Notes it in the account of its request, if that has one."""
+        """Notes the fact in the account of its request, if there is one."""
         self._observers[type(fact)](fact, now)
 
     def _arrived(self, fact: Arrived, _: float) -> None:
@@ -285,12 +285,12 @@ class DecisionTrace:
         self.accounts.close(scheduled.request_id)
 
     def promised(self, made: Promise, now: float) -> None:
-        """It was told when the request will end."""
+        """Notes the promise in the account of its request, if there is one."""
         if made.request_id in self.accounts:
             self.accounts.note(made.request_id, "promised", now, promise_facts(made))
 
     def settle(self, has_worker: bool, now: float) -> list[Instruction]:
-        """After a scheduling point: why those who came got no place; what was decided about those who are gone."""
+        """Ends a scheduling point: notes why new requests got no place; returns the accounts of requests that left."""
         if self._fresh:
             self._explain_waits(has_worker, now)
         return [account_closed(account) for account in self.accounts.pop_closed()] if self.accounts.has_closed else []
@@ -307,7 +307,7 @@ class DecisionTrace:
         self._fresh.clear()
 
     def _waited(self, scheduled: ScheduledRequest, now: float) -> _Known:
-        """A wait is over: how long it was."""
+        """Ends a wait of the request; returns its seconds as a fact."""
         waited_s = now - scheduled.waits_since
         scheduled.waited_s += waited_s
         scheduled.waits_for = ""
@@ -324,7 +324,7 @@ class DecisionTrace:
         self.accounts.note(job.request_id, kind, now, facts)
 
     def _standing(self, facts: _Known, job: Job, now: float) -> _Known:
-        """``facts``, with how many have a place and how many wait, and where the order has the job."""
+        """Adds to ``facts`` the numbers of requests with a place and waiting, and the job's numbers from the order."""
         num_admitted = len(self._admitted)
         facts["num_admitted"], facts["num_waiting"] = num_admitted, len(self._requests) - num_admitted
         facts.update(self._order.explain(job, now))
@@ -333,7 +333,7 @@ class DecisionTrace:
 
 
 def forecast_facts(forecast: Forecast) -> _Known:
-    """A forecast as named numbers: its mean, its quantiles as ``q50_tokens``, and where it comes from."""
+    """Returns a forecast as named numbers: its mean, its quantiles as ``q50_tokens``, and its source."""
     facts: _Known = {"source": forecast.source, "version": forecast.version, "num_samples": forecast.num_samples}
     facts["mean_tokens"] = forecast.mean
     for level, value in zip(QUANTILES, forecast.quantiles, strict=True):
@@ -342,7 +342,7 @@ def forecast_facts(forecast: Forecast) -> _Known:
 
 
 def promise_facts(made: Promise) -> _Known:
-    """A promise as named numbers; ``coarse`` only where it is."""
+    """Returns a promise as named numbers; ``coarse`` only where the promise is."""
     facts: _Known = {"p50_s": made.p50_s, "p90_s": made.p90_s}
     if made.coarse:
         facts["coarse"] = 1
@@ -350,7 +350,7 @@ def promise_facts(made: Promise) -> _Known:
 
 
 def account_closed(account: Account) -> AccountClosed:
-    """What of an account is passed on."""
+    """Returns the instruction that passes an account on."""
     request = account.request
     assert request.origin is not None
     parts = (account.placement, b"".join(account.decisions), account.num_left_out)

@@ -1,4 +1,4 @@
-"""What a replica's scheduler hears, and what it answers."""
+"""Events that a replica's scheduler handles, and instructions with which it answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class WorkerConnected:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """The worker is gone, and everything shipped to it; their ingress replicas resume them elsewhere."""
+    """The worker is gone, with all requests shipped to it; their ingress replicas resume these elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,9 @@ class WorkerReported:
 
 @dataclass(frozen=True, slots=True)
 class StepsRan:
-    """Each of these has decoded ``num_steps`` tokens in ``duration_s`` seconds since the scheduler last heard of it.
+    """Each request has decoded ``num_steps`` tokens in ``duration_s`` seconds since the scheduler last heard of it.
 
-    The short form of a report in which nothing else has changed; a later report says it again.
+    The short form of a report in which nothing else has changed; a later report says the same again.
 
     Attributes:
         services: As in ``StepReport``, with these steps.
@@ -68,7 +68,7 @@ class StepsRan:
 
 @dataclass(frozen=True, slots=True)
 class ForecastsArrived:
-    """Output lengths of requests that came without; those that are not here any more are passed over."""
+    """Forecasts of requests that came without one; requests that have left are ignored."""
 
     made: tuple[ForecastMade, ...]
 
@@ -119,15 +119,15 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class SendPlan:
-    """Send this to the worker; a newer one supersedes it."""
+    """Send this plan to the worker; a newer plan supersedes it."""
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
 class AskOffload:
-    """Ask the KVOffloadManager. ``OffloadOrdered`` brings the answer, ``OffloadUnanswered`` comes where none has by the
-    deadline. Plans go on meanwhile; those of before the answer move no KV."""
+    """Ask the KVOffloadManager. ``OffloadOrdered`` brings the answer; ``OffloadUnanswered`` comes if there is none by
+    the deadline. Plans go on meanwhile; plans before the answer move no KV."""
 
     question: OffloadQuestion
 
@@ -144,24 +144,24 @@ class RefuseRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestStarted:
-    """A request has run for the first time; said once, before its end."""
+    """A request has run for the first time; sent once, before its end."""
 
     started: StartedRequest
 
 
 @dataclass(frozen=True, slots=True)
 class CacheTold:
-    """News of the worker's prefix cache; said once, in order, and before the ends of those who filled it."""
+    """News of the worker's prefix cache; sent once, in order, and before the ends of the requests that filled it."""
 
     notice: KVCacheEvent
 
 
 @dataclass(frozen=True, slots=True)
 class RequestEnded:
-    """A request reached its end in the worker; said once.
+    """A request reached its end in the worker; sent once.
 
     Attributes:
-        forecast: The one that it had, within its limit; None without one.
+        forecast: The request's forecast, within its limit; None without one.
     """
 
     finished: FinishedSequence
@@ -172,14 +172,14 @@ class RequestEnded:
 
 @dataclass(frozen=True, slots=True)
 class BatchBroken:
-    """A batch ran out of memory: these, all that was here, are forgotten and have to be run in smaller batches."""
+    """A batch ran out of memory: these requests, all that were here, are forgotten and must run in smaller batches."""
 
     keys: tuple[Key, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AccountClosed:
-    """What was decided about a request that is here no more; for whoever keeps a journal."""
+    """All decisions about a request that has left, for a journal."""
 
     request_id: str
     attempt: int

@@ -1,4 +1,4 @@
-"""What a replica's scheduler has booked and decided, one fact at a time, for the observer of it (``DecisionTrace``)."""
+"""Facts that a replica's scheduler has booked or decided, one at a time, for their observer (``DecisionTrace``)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from policies.interfaces import Job, ScheduledRequest
 
 @dataclass(slots=True, eq=False)
 class Fact:
-    """Something that the scheduler has booked or decided about a request, as it happens.
+    """A fact that the scheduler has booked or decided about a request, as it happens.
 
-    What the parts say of it is asked when it is observed: an ``Evicted`` before its KV is ordered away.
+    The parts are asked for their numbers when the fact is observed: of an ``Evicted`` before its KV is ordered away.
     """
 
 
 @dataclass(slots=True, eq=False)
 class Arrived(Fact):
-    """A request has come, at ``at``: before now where it has waited through a change of workers."""
+    """A request came at the instant ``at``: before now if it has waited through a change of workers."""
 
     scheduled: ScheduledRequest
     placement: bytes
@@ -37,32 +37,32 @@ class TurnedAway(Fact):
 
 @dataclass(slots=True, eq=False)
 class Adopted(Fact):
-    """The worker had it before this scheduler came; how it got there is not known any more."""
+    """The worker had the request before this scheduler came; how it got there is no longer known."""
 
     scheduled: ScheduledRequest
 
 
 @dataclass(slots=True, eq=False)
 class Predicted(Fact):
-    """Its forecast has come after it."""
+    """The forecast of a request has come after the request."""
 
     scheduled: ScheduledRequest
 
 
 @dataclass(slots=True, eq=False)
 class NotAdmitted(Fact):
-    """Admission has said no to these; noted once a wait."""
+    """Admission has refused these jobs; noted once a wait."""
 
     jobs: list[Job]
 
 
 @dataclass(slots=True, eq=False)
 class Admitted(Fact):
-    """It has a place.
+    """A request has got a place.
 
     Attributes:
         returns: Its KV comes back from the host ...
-        ahead: ... ahead of its turn, for the KV policy has called it back.
+        ahead: ... ahead of its turn, as the KV policy has called it back.
     """
 
     scheduled: ScheduledRequest
@@ -72,14 +72,14 @@ class Admitted(Fact):
 
 @dataclass(slots=True, eq=False)
 class StartedAlone(Fact):
-    """The worker has started it by itself, as a standby."""
+    """The worker has started a standby by itself."""
 
     scheduled: ScheduledRequest
 
 
 @dataclass(slots=True, eq=False)
 class TurnsChanged(Fact):
-    """Who was to execute until now, and who is from now on: a place alone is no turn."""
+    """The requests that were to execute until now, and those from now on: a place alone is no turn."""
 
     before: list[str]
     after: list[str]
@@ -87,7 +87,7 @@ class TurnsChanged(Fact):
 
 @dataclass(slots=True, eq=False)
 class Evicted(Fact):
-    """It is about to lose its place; its KV is moved to the host, or dropped."""
+    """A request is about to lose its place; its KV is moved to the host, or dropped."""
 
     scheduled: ScheduledRequest
     to_host: bool
@@ -96,14 +96,14 @@ class Evicted(Fact):
 
 @dataclass(slots=True, eq=False)
 class HostFull(Fact):
-    """The worker had no room on the host for its KV, or none to move."""
+    """The worker had no room on the host for the request's KV, or no KV to move."""
 
     scheduled: ScheduledRequest
 
 
 @dataclass(slots=True, eq=False)
 class Left(Fact):
-    """It is here no more, though it had not ended; ``why`` is the kind of the decision."""
+    """A request has left before its end; ``why`` is the kind of the decision."""
 
     scheduled: ScheduledRequest
     why: str
@@ -111,7 +111,7 @@ class Left(Fact):
 
 @dataclass(slots=True, eq=False)
 class EndReached(Fact):
-    """It has reached its end in the worker."""
+    """A request has reached its end in the worker."""
 
     scheduled: ScheduledRequest
     status: SequenceStatus

@@ -1,4 +1,4 @@
-"""What is on a replica now, drawn up for the operator's pages from the books of its scheduler; decides nothing."""
+"""The present state of a replica for the operator's pages, from the books of its scheduler; decides nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from policies.replica.events import AccountClosed, RequestEnded
 from policies.replica.scheduler import ReplicaScheduler
 
 MAX_ENDS = 50
-"""Requests of which a view tells when they will end: about 3 ms of CPU."""
+"""Most requests for which a view predicts the end: about 3 ms of CPU."""
 
 MAX_POINTS = 64
 MAX_ENDED = 50
@@ -49,7 +49,7 @@ class SchedulerWatch:
         self._just_ended: dict[str, RequestEnded] = {}
 
     def ended(self, end: RequestEnded) -> None:
-        """A request has ended; ``closed`` says of which answer it was."""
+        """Books the end of a request; ``closed`` tells its answer later."""
         length = float(end.finished.output_len)
         self._mean_len = length if self._mean_len is None else self._mean_len + FORGETTING * (length - self._mean_len)
         self._just_ended[end.finished.request_id] = end
@@ -59,7 +59,7 @@ class SchedulerWatch:
             del self._just_ended[next(iter(self._just_ended))]
 
     def closed(self, account: AccountClosed) -> None:
-        """The decisions about a request are complete."""
+        """Lists a request that has left, now that the decisions about it are complete."""
         end = self._just_ended.pop(account.request_id, None)
         if end is None:
             self._note_abandoned(account)
@@ -95,10 +95,10 @@ class SchedulerWatch:
         self._ended.appendleft((decisions[-1].at, ended))
 
     def of(self, now: float, max_rows: int) -> ReplicaLive:
-        """The replica now.
+        """Returns the present state of the replica.
 
         Args:
-            max_rows: Requests listed at most; 0 lists none, nor those that have ended.
+            max_rows: Most requests listed; with 0, ended requests are not listed either.
         """
         machine = self._machine
         admitted = machine.admitted
@@ -117,7 +117,7 @@ class SchedulerWatch:
         )
 
     def _curve(self, admitted: list[ScheduledRequest]) -> tuple[MemoryPoint, ...]:
-        """Equations (2) and (3) of Past-Future over the forecasts, thinned; it begins with what is held now."""
+        """Returns equations (2) and (3) of Past-Future over the forecasts, thinned; begins with the memory held now."""
         if not admitted:
             return ()
         base = np.array([each.known_len for each in admitted], np.int64)
@@ -132,10 +132,10 @@ class SchedulerWatch:
         return MemoryPoint(0, int(base.sum())), *(MemoryPoint(ahead, highest[ahead]) for ahead in kept)
 
     def _remaining_len(self, each: ScheduledRequest) -> int:
-        """Predicted tokens to come, at least 1 and within its limit.
+        """Returns the predicted tokens to come, at least 1 and within the request's limit.
 
-        By its forecast: to the mean, or beyond that to the next quantile. Else the mean length of those that ended,
-        whatever it has generated: without a forecast lengths are taken to be memoryless.
+        With a forecast: the tokens to its mean, or beyond that to the next quantile. Else the mean length of ended
+        requests, however long the output is already: without a forecast, lengths are taken to be memoryless.
         """
         most = each.max_new_tokens - each.output_len
         if each.forecast is None:

@@ -1,4 +1,4 @@
-"""What a replica's scheduler has on its books: its requests, and its worker as last reported and since ordered."""
+"""The books of a replica's scheduler: its requests, and its worker as last reported and since ordered."""
 
 from __future__ import annotations
 
@@ -17,36 +17,35 @@ from policies.interfaces import Job, KvView, ScheduledRequest, make_scheduled
 _WHOLE = (SequenceStatus.FINISHED_STOPPED, SequenceStatus.FINISHED_LENGTH)
 
 NUM_REMEMBERED = 4096
-"""Ended requests that a Scheduler still knows when asked: the last tokens may be on their way to the ingress."""
+"""Most ended requests that a Scheduler still knows when asked: their last tokens may be on the way to the ingress."""
 
 LOOK_UPS = 64
-"""Requests looked up at one report at most: about half a millisecond. Where a change concerns more, the oldest come
-first."""
+"""Most requests looked up at one report: about half a millisecond. If a change concerns more, the oldest come first."""
 
 _Boundary = tuple[int, int]
 """The last cached block of a prompt and the first that is not; ``NO_PARENT`` where there is none."""
 
 
 class WorkerMirror:
-    """The worker is the truth. What it has been ordered to do counts as done here, though it may not know yet.
+    """The worker as known here. The worker is the truth; orders count as done here before the worker knows them.
 
-    A report costs O(what it tells + those with a place or with KV on the host), however many wait.
+    A report costs O(its contents + requests with a place or with KV on the host), however many wait.
 
     Args:
-        changed: Told of each job whose KV or hits are different by what is booked here; ``Order.changed``.
+        changed: Called with each job whose KV or hits have changed here; ``Order.changed``.
 
     Attributes:
-        scheduled: All requests, by id.
-        admitted: Those with a place, in order of admission.
-        flex: Those that take what the others leave.
-        hosted: Those with KV on the host, or on its way there.
-        shipped: Those that a plan of this lease has named.
+        requests: All requests, by id.
+        admitted: Requests with a place, in order of admission.
+        flex: Requests that take what the others leave.
+        hosted: Requests with KV on the host, or on its way there.
+        shipped: Requests that a plan of this lease has named.
         worker: None while there is none.
-        cache: The worker's, where its reports tell of it.
-        report_seq: Of the latest report.
-        plan_seq: Of the latest plan.
-        short_blocks: As last reported.
-        stale: There is something to tell the worker, whoever is to execute.
+        cache: The worker's prefix cache, where its reports tell of it.
+        report_seq: Number of the latest report.
+        plan_seq: Number of the latest plan.
+        short_blocks: As in ``StepReport``, from the latest report.
+        stale: The worker must be sent a plan, whichever requests are to execute.
     """
 
     def __init__(self, changed: Callable[[Job], None]) -> None:
@@ -64,11 +63,11 @@ class WorkerMirror:
         self._changed = changed
         self._hits = ReplicaHits(self.cache, changed)
         self._numbers = itertools.count()
-        self._undelivered: dict[str, ScheduledRequest] = {}  # shipped, and the worker may not have them yet
+        self._undelivered: dict[str, ScheduledRequest] = {}  # shipped; the worker may not have them yet
         self._recent: dict[Key, None] = {}  # ended lately, oldest first
         self._shared_blocks = 0  # as last reported
         self._on_host = 0  # blocks of all in ``hosted``
-        self._leaving: set[str] = set()  # those in ``hosted`` that are on their way there
+        self._leaving: set[str] = set()  # those in ``hosted`` on their way to the host
         self._applied_plan_seq = 0  # the worker's plan in force at the last report
         self._preempted_in = 0  # plan that carries the latest preemption: older pressure is already answered
         self._services: dict[str, float] = {}  # the worker's sums by tenant, as last told
@@ -79,7 +78,7 @@ class WorkerMirror:
         return len(self.requests) - len(self.admitted)
 
     def end(self, scheduled: ScheduledRequest, finished: FinishedSequence) -> None:
-        """A sequence has ended on the worker, perhaps before any report of its progress."""
+        """Books the end of a sequence on the worker, perhaps before any report of its progress."""
         scheduled.end(finished.output_len, finished.ran_s)
         if finished.status in _WHOLE:
             self.prefilled(scheduled, scheduled.prompt_len)
@@ -98,27 +97,27 @@ class WorkerMirror:
 
     @property
     def is_answering(self) -> bool:
-        """A preemption or an offload is on its way: what is short now will not be then."""
+        """A preemption or an offload is on its way and will end the present shortage."""
         return not self.preemption_is_known or bool(self._leaving)
 
     def resting(self) -> tuple[Key, ...]:
-        """All that is here, if it all waits for clients that do not read: else nothing."""
+        """Returns the keys of all requests if all wait for clients that do not read, else nothing."""
         if not all(each.stalled for each in self.requests.values()):
             return ()
         return self.keys()
 
     def keys(self) -> tuple[Key, ...]:
-        """The keys of all that is here."""
+        """Returns the keys of all requests."""
         return tuple((each.request_id, each.request.attempt) for each in self.requests.values())
 
     def knows(self, key: Key) -> bool:
-        """Whether this attempt, or a later one of the request, is here, or it has ended lately."""
+        """Returns whether this attempt, or a later one of the request, is here, or this attempt has ended lately."""
         request_id, attempt = key
         scheduled = self.requests.get(request_id)
         return (scheduled is not None and scheduled.request.attempt >= attempt) or key in self._recent
 
     def remember(self, key: Key) -> None:
-        """This attempt has ended."""
+        """Remembers that this attempt has ended."""
         self._recent[key] = None
         if len(self._recent) > NUM_REMEMBERED:
             del self._recent[next(iter(self._recent))]
@@ -140,7 +139,7 @@ class WorkerMirror:
         return scheduled
 
     def connect(self, state: WorkerState, now: float) -> None:
-        """Another worker, or one that outlived another Scheduler: what it holds is here, and nothing else."""
+        """Takes over a new worker, or one that outlived another Scheduler: its requests, and no others, are here."""
         self.lose_worker()
         self.worker, self.lease = state.ready, state.lease
         self._services = {each.tenant: each.gpu_s for each in state.report.services}  # an earlier Scheduler's
@@ -157,7 +156,7 @@ class WorkerMirror:
         self.stale = True
 
     def lose_worker(self) -> None:
-        """It is gone, and all that was here."""
+        """Forgets the worker and all requests."""
         self.worker = None
         self.cache = CacheMirror()
         self._hits = ReplicaHits(self.cache, self._changed)
@@ -168,7 +167,10 @@ class WorkerMirror:
             table.clear()
 
     def apply_report(self, report: StepReport) -> bool:
-        """Takes over what a report says of the worker as a whole; False, and nothing, if it is old or a stranger's."""
+        """Takes over what a report says of the whole worker.
+
+        Returns False and changes nothing if the report is stale, from another worker or under another lease.
+        """
         worker = self.worker
         if worker is None or report.worker_incarnation != worker.worker_incarnation or report.lease != self.lease:
             return False
@@ -184,7 +186,7 @@ class WorkerMirror:
         return True
 
     def apply_services(self, services: Iterable[TenantService]) -> list[tuple[str, float]]:
-        """GPU-seconds that tenants have had since they were last told of."""
+        """Takes over the tenants' sums; returns (tenant, GPU-seconds since the last sum) where a sum has grown."""
         grown = []
         for each in services:
             more_s = each.gpu_s - self._services.get(each.tenant, 0.0)
@@ -194,7 +196,7 @@ class WorkerMirror:
         return grown
 
     def apply_progress(self, scheduled: ScheduledRequest, progress: SlotProgress) -> float:
-        """Takes over what a report says of one request; seconds that it has run since the one before."""
+        """Takes over what a report says of one request; returns the seconds that it ran since the report before."""
         assert self.worker is not None
         believed_len = scheduled.cached_len
         ran_s = scheduled.update(progress, self.worker.block_size)
@@ -207,18 +209,18 @@ class WorkerMirror:
         return ran_s
 
     def apply_notices(self, notices: Iterable[KVCacheEvent]) -> list[KVCacheEvent]:
-        """Those that are news. What is cached has changed then, and so may have what those find who wait."""
+        """Returns the cache events not seen before and looks up the requests whose cached part may have changed."""
         return self._hits.apply(notices, self.requests)
 
     def ship(self, scheduled: ScheduledRequest) -> None:
-        """The latest plan names it, and carries it unless the worker is known to have it."""
+        """Books that the latest plan names the request, and carries it unless the worker is known to have it."""
         if scheduled.shipped_in is None:
             scheduled.shipped_in = self.plan_seq
             self.shipped[scheduled.request_id] = scheduled
             self._undelivered[scheduled.request_id] = scheduled
 
     def drop_kv(self, scheduled: ScheduledRequest, *, answers: bool = True) -> None:
-        """Its KV is ordered dropped, wherever it is; ``answers``: because memory is short."""
+        """Books that the request's KV is ordered dropped, wherever it is; ``answers``: because memory is short."""
         scheduled.drop_kv()
         self._changed(scheduled)
         if scheduled.residency is Residency.HOST:
@@ -229,7 +231,7 @@ class WorkerMirror:
             self.mark_preemption()
 
     def move(self, scheduled: ScheduledRequest, residency: Residency) -> None:
-        """Its KV is ordered to the host, or back."""
+        """Books that the request's KV is ordered to the host, or back."""
         scheduled.told = None
         scheduled.residency = residency
         scheduled.num_moves += 1
@@ -239,11 +241,11 @@ class WorkerMirror:
             self.mark_preemption()
 
     def mark_preemption(self) -> None:
-        """The next plan makes blocks free: until it is in force, what is short has its answer."""
+        """Notes that the next plan frees blocks: until it is in force, the reported shortage counts as answered."""
         self._preempted_in = self.plan_seq + 1
 
     def recount_host(self, scheduled: ScheduledRequest) -> None:
-        """What it has on the host may have changed."""
+        """Counts the request's blocks on the host again, which may have changed."""
         num_blocks = scheduled.blocks_on_host
         if not num_blocks and not scheduled.counted_on_host:
             return
@@ -263,19 +265,19 @@ class WorkerMirror:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the pool, with those that sequences share counted for each."""
+        """Blocks of the pool; a block that sequences share counts once for each."""
         assert self.worker is not None
         return self.worker.num_blocks + self._shared_blocks
 
     def capacity(self) -> int:
-        """KV tokens that jobs may hold: the pool, with what they share counted for each, less unused ends of blocks."""
+        """Returns the KV tokens that jobs may hold: ``num_blocks`` in tokens, less the unused ends of blocks."""
         assert self.worker is not None
         size = self.worker.block_size
         ends = sum([-(each.prompt_len + each.output_len) % size for each in self.admitted.values()])
         return self.num_blocks * size - ends
 
     def view(self, running: list[Job]) -> KvView:
-        """Where KV is if these are to execute. What is to leave counts as gone; what is to come is still needed."""
+        """Returns where KV is if these jobs execute. KV ordered away counts as gone; KV yet to come is still needed."""
         worker = self.worker
         assert worker is not None
         size = worker.block_size
@@ -318,15 +320,16 @@ class WorkerMirror:
 
 
 class ReplicaHits:
-    """Looks up only those whose prompt's cached part may have grown or shrunk.
+    """Looks up the cached parts of prompts, but only where a part may have grown or shrunk.
 
-    Who is cached has its predecessors. So the cached part of a prompt changes only if its last block is evicted or the
-    first block after it is stored: requests are found by these two. A report costs O(what it tells + ``LOOK_UPS``).
+    The predecessors of a cached block are cached too. So the cached part of a prompt changes only if its last block is
+    evicted or the first block after it is stored: requests are found by these two. A report costs O(its contents +
+    ``LOOK_UPS``).
 
     Args:
-        cache: What the worker caches.
-        changed: Told of each job whose hits have changed.
-        block_size: Of the worker's.
+        cache: The blocks that the worker caches.
+        changed: Called with each job whose hits have changed.
+        block_size: Tokens of a block of the worker.
     """
 
     def __init__(self, cache: CacheMirror, changed: Callable[[Job], None], block_size: int = 1) -> None:
@@ -345,21 +348,21 @@ class ReplicaHits:
         return len(self._due)
 
     def add(self, scheduled: ScheduledRequest) -> None:
-        """A request has come, and the cache is known."""
+        """Looks up a request that has come while the cache is known."""
         self._look_up(scheduled)
 
     def remove(self, request_id: str) -> None:
-        """A request is gone; unknown ones are fine."""
+        """Forgets a request that has left; unknown ids are ignored."""
         self._due.pop(request_id, None)
         self._reported.pop(request_id, None)
         self._take_out(request_id)
 
     def reported(self, scheduled: ScheduledRequest) -> None:
-        """The worker has said what this one found."""
+        """Notes that the worker has reported the request's hits: they are looked up when it waits again."""
         self._reported[scheduled.request_id] = scheduled
 
     def apply(self, notices: Iterable[KVCacheEvent], everyone: Mapping[str, ScheduledRequest]) -> list[KVCacheEvent]:
-        """Those notices that are news; looks up whom they concern.
+        """Returns the events not seen before; looks up the requests that they concern.
 
         Args:
             everyone: All requests by id, the oldest first.
@@ -381,13 +384,13 @@ class ReplicaHits:
         return news
 
     def _look_up(self, scheduled: ScheduledRequest) -> None:
-        """At least one token of a prompt is always computed."""
+        """Looks up the cached length of the request's prompt, of which at least one token is always computed."""
         hashes, job, size = scheduled.request.prefix_hashes, scheduled, self._block_size
         if len(hashes) != job.prompt_len // size:
             return
         num_cached = self._cache.num_cached(hashes)
         self._put(scheduled, _boundary(hashes, num_cached))
-        if scheduled.num_blocks:  # what it found has been said
+        if scheduled.num_blocks:  # the worker has reported its hits
             self._reported[job.request_id] = scheduled
             return
         self._reported.pop(job.request_id, None)
@@ -417,7 +420,7 @@ class ReplicaHits:
                     del table[name]
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError unless everybody who is not due is where the cache says."""
+        """Raises IntegrityError unless each request that is not due has the boundary that the cache gives."""
         for request_id, boundary in self._boundaries.items():
             for table, name in zip((self._by_last, self._by_next), boundary, strict=True):
                 if name != NO_PARENT and request_id not in table.get(name, {}):

@@ -1,4 +1,4 @@
-"""Who decides about KV at a scheduling point: the KVOffloadManager while it answers in time, else the Scheduler."""
+"""Tracks who decides about KV at a scheduling point: the KVOffloadManager if it answers in time, else the Scheduler."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from core.messages.kv import OffloadOrders, OffloadQuestion
 
 @dataclass(slots=True)
 class OffloadTally:
-    """Scheduling points with KV to move, and what became of the orders; the numbers only rise.
+    """Counts of scheduling points with KV to move, and of orders that came to nothing; the numbers only rise.
 
     Attributes:
-        answered: Decided by the KVOffloadManager; ``alone``: by the Scheduler.
+        answered: Points decided by the KVOffloadManager; ``alone``: by the Scheduler.
         late: Questions without an answer by the deadline.
-        refused: Orders that did not fit the state any more when they came.
+        refused: Orders that no longer fitted the state when they came.
     """
 
     answered: int = 0
@@ -24,8 +24,8 @@ class OffloadTally:
 
 
 class OffloadClient:
-    """One question at a time. A manager that has missed a deadline is asked on, and not waited for until it answers
-    within the deadline again.
+    """Asks the KVOffloadManager one question at a time. A manager that has missed a deadline is still asked, but not
+    waited for until it answers within the deadline again.
 
     Args:
         deadline_s: Seconds that an answer may take; with 0 nothing is asked.
@@ -65,27 +65,27 @@ class OffloadClient:
         return self._seq
 
     def put(self, question: OffloadQuestion, now: float) -> None:
-        """This is asked now."""
+        """Opens a question, which is still to be sent."""
         self._asked = self._unsent = question
         self._asked_at = now
 
     def take_question(self) -> OffloadQuestion | None:
-        """The question that is yet to be sent; said once."""
+        """Returns the question that is still to be sent, once; None if there is none."""
         question, self._unsent = self._unsent, None
         return question
 
     def look(self, now: float) -> None:
-        """Time has passed."""
+        """Stops waiting for the open question if its deadline has passed."""
         if self.waits and now - self._asked_at >= self.deadline_s:
             self._fall_silent()
 
     def late(self, seq: int) -> None:
-        """That question has not been answered by the deadline."""
+        """Stops waiting for this question, which was not answered by the deadline."""
         if self.waits and self._is_open(seq):
             self._fall_silent()
 
     def answer(self, orders: OffloadOrders, now: float) -> OffloadQuestion | None:
-        """The question, if these are the orders that are waited for."""
+        """Closes the question that these orders answer; returns it if they are waited for and in time, else None."""
         question = self._asked
         if question is None or orders.seq != question.seq:
             return None
@@ -95,14 +95,14 @@ class OffloadClient:
         return question if waited and in_time else None
 
     def unanswered(self, seq: int) -> None:
-        """The answer to that question will not come: the manager is gone."""
+        """Closes this question and stops waiting: its answer will not come, since the manager is gone."""
         if self._is_open(seq):
             if self.waits:
                 self._fall_silent()
             self._asked = self._unsent = None
 
     def forget(self) -> None:
-        """The worker is another one: an open question is about nothing that is."""
+        """Drops an open question, which was about an earlier worker."""
         self._asked = self._unsent = None
 
     def _is_open(self, seq: int) -> bool:

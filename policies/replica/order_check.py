@@ -1,4 +1,4 @@
-"""Which of the KVOffloadManager's orders still fit when they come: the Scheduler's books may have changed meanwhile."""
+"""Finds the KVOffloadManager's orders that still fit when they come: the Scheduler's books may have changed by then."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from policies.interfaces import Job, KvMoves, KvView, ScheduledRequest
 def standing_orders(
     question: OffloadQuestion, orders: OffloadOrders, view: KvView, requests: Mapping[str, ScheduledRequest]
 ) -> tuple[KvMoves, int]:
-    """The orders that stand, and the number of those that do not. O(jobs in the question and in the view).
+    """Returns the orders that stand, and the number of those that do not. O(jobs in the question and in the view).
 
-    A request that has been called to execute since stays, and so does one whose room is needed no more; none comes back
-    into room that has been promised since. If nothing has changed, all orders stand.
+    A request that was called to execute since the question stays on the device, and so does a request whose room is no
+    longer needed. No request comes back into room that was promised since. If nothing has changed, all orders stand.
 
     Args:
-        question: What was known when the orders were made; ``view``: what is known now.
-        requests: All that are here, by id.
+        question: The state when the orders were made; ``view``: the state now.
+        requests: All requests here, by id.
     """
     check = _Check(question, view, requests)
     offload, drop = check.victims(orders)
@@ -39,8 +39,8 @@ class _Check:
         self._surplus = (view.free - view.needed) - (question.free - question.needed)
 
     def victims(self, orders: OffloadOrders) -> tuple[list[Job], list[Job]]:
-        """Those to be moved to the host and those to be dropped. What has become free since is taken off from the
-        last of them, and first from those that would have to compute their KV again.
+        """Returns the jobs to be moved to the host and those to be dropped. Room that became free since the question
+        spares the last of them, and first of all jobs to be dropped, which would have to compute their KV again.
         """
         host_free = self._view.host_free
         offload: list[Job] = []
@@ -71,7 +71,7 @@ class _Check:
         return needed[::-1]
 
     def returns(self, orders: OffloadOrders, spare: int) -> Iterator[Job]:
-        """Those on the host that are called back, while there is room for them; tokens."""
+        """Yields the jobs on the host that are called back, while they fit into ``spare`` tokens."""
         size = self._view.block_size
         for request_id in dict.fromkeys(orders.upload):
             if request_id not in self._hosted:

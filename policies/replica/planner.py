@@ -1,4 +1,4 @@
-"""What a replica's worker is told: plans, and how far each of them lets a request go."""
+"""Writes the plans for a replica's worker, and decides how far each plan lets a request go."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from policies.replica.mirror import WorkerMirror
 class ReplicaPlans:
     """Writes a plan when there is something new to say.
 
-    Each is a full snapshot: the admitted requests in rank order, then the standbys that may take the place of whoever
-    ends before the next plan comes (design section 3, rules 1-5).
+    Each plan is a full snapshot: the admitted requests in rank order, then the standbys that may take the place of a
+    request that ends before the next plan comes (design section 3, rules 1-5).
 
     Args:
-        order: How long a job may run before it is looked at again.
-        budget: How many prompt tokens may go beside streams.
+        order: Sets how long a job may run before the order looks at it again.
+        budget: Sets how many prompt tokens may go beside streams.
         grant_lead_s: As in ``SchedulerLimits``.
 
     Attributes:
-        cost: What steps cost; None before anything has been measured.
+        cost: Cost of steps; None before any step has been measured.
     """
 
     def __init__(self, order: Order, budget: StepBudget, grant_lead_s: float, mirror: WorkerMirror) -> None:
         self.cost: StepCost | None = None
         self._order, self._budget = order, budget
         self._grant_lead_s = grant_lead_s
-        self._least_slice_s = 2 * grant_lead_s  # a plan needs some of a slice to come
+        self._least_slice_s = 2 * grant_lead_s  # part of a slice passes until a plan comes
         self._mirror = mirror
         self._standby: list[str] = []
-        self._sent: list[str] = []  # those that the latest plan lets execute
-        self._contended = False  # whether anybody else wanted to execute by then
+        self._sent: list[str] = []  # requests that the latest plan lets execute
+        self._contended = False  # whether other requests wanted to execute then
 
     def begin_anew(self) -> None:
-        """No worker has a plan."""
+        """Forgets the latest plan, since no worker has one."""
         self._standby, self._sent = [], []
 
     def said(self) -> list[str]:
-        """Those that the latest plan lets execute, as far as they still have their places."""
+        """Returns the requests that the latest plan lets execute and that still have their places."""
         return [request_id for request_id in self._sent if request_id in self._mirror.admitted]
 
     def is_due(self, running: list[Job], standby: list[str]) -> bool:
-        """Whether a plan of these would say anything new."""
+        """Returns whether a plan of these requests would say anything new."""
         mirror = self._mirror
         return (
             mirror.stale
@@ -58,11 +58,11 @@ class ReplicaPlans:
         )
 
     def write(self, running: list[Job], standby: list[str], reserve_blocks: int) -> Plan:
-        """The next plan.
+        """Writes the next plan.
 
         Args:
-            running: Who is to execute, best first.
-            standby: Who may start when there is room, best first.
+            running: Jobs that are to execute, best first.
+            standby: Requests that may start when there is room, best first.
             reserve_blocks: As in ``Plan``.
         """
         mirror = self._mirror
@@ -92,7 +92,7 @@ class ReplicaPlans:
         slots += [self._slot(each, decode_s, standby=False) for rid, each in admitted.items() if rid not in taken]
         slots += [self._slot(scheduled[rid], decode_s, standby=True) for rid in self._standby]
         named = {slot.request_id for slot in slots}
-        # Shipped earlier and pushed out of the standby window by preempted ones: still the worker's to keep.
+        # Shipped earlier and pushed out of the standby window by preempted requests: the worker still keeps them.
         kept = [each for rid, each in self._mirror.shipped.items() if rid not in named]
         kept.sort(key=_number)
         return slots + [self._slot(each, decode_s, standby=True) for each in kept]
@@ -102,7 +102,7 @@ class ReplicaPlans:
             self._mirror.ship(scheduled)
         if scheduled.residency is Residency.HOST and self._is_away(scheduled):
             assert scheduled.slot is not None
-            return scheduled.slot  # it does not run there, whatever it is granted
+            return scheduled.slot  # no request runs there, whatever its grant
         scheduled.granted_len = self._grant(scheduled, decode_s)
         cut_off_at_s = self._cut_off_at_s(scheduled)
         last = scheduled.slot
@@ -125,18 +125,18 @@ class ReplicaPlans:
 
     @staticmethod
     def _is_away(scheduled: ScheduledRequest) -> bool:
-        """Whether its KV is on the host, and the worker has the payload, now as when the last slot was written."""
+        """Returns whether, as when the last slot was written, the KV is on the host and the worker has the payload."""
         last = scheduled.slot
         if last is None or last.residency is not Residency.HOST or last.num_moves != scheduled.num_moves:
             return False
         return last.standby and last.request is None and last.num_preemptions == scheduled.num_preemptions
 
     def _is_contended(self, running: list[Job]) -> bool:
-        """Whether anybody else wants to execute."""
+        """Returns whether other requests want to execute."""
         return len(running) < len(self._mirror.requests)
 
     def _grants_are_used_up(self, running: list[Job]) -> bool:
-        """Whether a job that is to execute has come near the end of what the latest plan grants it."""
+        """Returns whether a job that is to execute has come near the end of its grant in the latest plan."""
         scheduled = self._mirror.requests
         lead = self._lead(self._decode_s(running))
         for job in running:
@@ -146,33 +146,33 @@ class ReplicaPlans:
         return False
 
     def _is_cut_off(self) -> bool:
-        """Whether one with a place has used up the seconds of its slot: without another plan it would stand still."""
+        """Returns whether a request with a place has used up its slot's seconds: it stands still until a new plan."""
         if not self._order.cuts_off:
             return False
         admitted = [(each.slot, each.ran_s) for each in self._mirror.admitted.values()]
         return any(slot is not None and 0 < slot.cut_off_at_s <= ran_s for slot, ran_s in admitted)
 
     def _cut_off_at_s(self, scheduled: ScheduledRequest) -> float:
-        """As in ``Slot``. Where no other request wants its place, nothing is cut off."""
+        """Returns ``Slot.cut_off_at_s``; 0, for no cut-off, where no other request wants the place."""
         if not self._order.cuts_off or not self._contended:
             return 0.0
         return scheduled.ran_s + max(self._order.slice_s(scheduled), self._least_slice_s)
 
     def _lead(self, decode_s: float | None) -> int:
-        """Tokens that a job may generate before the next plan comes."""
+        """Returns the tokens that a job may generate before the next plan comes."""
         return 0 if decode_s is None else math.ceil(self._grant_lead_s / decode_s)
 
     def _decode_s(self, running: list[Job]) -> float | None:
-        """Seconds of a step of all that are to execute; None before anything has been measured."""
+        """Returns the seconds of a step of all jobs that are to execute; None before any step has been measured."""
         if self.cost is None:
             return None
         context_len = sum([job.prompt_len + job.output_len for job in running])
-        return self.cost.step_s(0, max(1, len(running)), max(1, context_len))  # one price may be all there is
+        return self.cost.step_s(0, max(1, len(running)), max(1, context_len))  # other prices may be 0
 
     def _grant(self, scheduled: ScheduledRequest, decode_s: float | None) -> int:
-        """Total length up to which it may go on before the order looks at it again; its next step at least.
+        """Returns the total length that the request may reach, at least its next step, before the order looks again.
 
-        Where nobody else wants its place there is nothing to look at: whoever comes brings a new plan.
+        Where no other request wants the place, the order need not look: a newcomer brings a new plan.
         """
         most, job = scheduled.max_total_len, scheduled
         if decode_s is None or self.cost is None or not self._contended:
@@ -188,7 +188,7 @@ class ReplicaPlans:
 
 
 def _says(slot: Slot, scheduled: ScheduledRequest, cut_off_at_s: float, *, standby: bool) -> bool:
-    """Whether the slot says what another would say now: most of a plan is as in the one before."""
+    """Returns whether the slot says what a new slot would say: most of a plan is as in the plan before."""
     return (
         slot.length_to == scheduled.granted_len
         and slot.standby == standby

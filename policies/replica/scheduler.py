@@ -1,7 +1,7 @@
 """The scheduler of one model replica: a state machine, ``handle(event, now) -> [Instruction]``.
 
-An event goes one way: it is booked (``WorkerMirror``), from the books it is decided whose turn it is
-(``StepSelector``), and the worker is told (``ReplicaPlans``). ``DecisionTrace`` observes.
+An event goes one way: ``WorkerMirror`` books the event, ``StepSelector`` decides from the books whose turn it is, and
+``ReplicaPlans`` tells the worker. ``DecisionTrace`` observes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from policies.replica.step_selector import StepSelector
 from policies.tenancy.fair_shares import FairShares
 
 COST_CHANGE = 0.05
-"""A price that differs by more than this share is another one."""
+"""Share by which a step cost must differ to count as changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +74,11 @@ class SchedulerLimits:
     """Bounds on what a plan holds.
 
     Attributes:
-        max_num_seqs: Admitted requests at most; the worker's own bound of a step.
+        max_num_seqs: Most admitted requests; the worker's own bound of a step.
         standby_slots: Requests shipped ahead so that a place never stays empty for a round trip.
-        grant_lead_s: Grants are renewed when less than this is left of one, so that nobody rests between the end of a
-            grant and the plan that follows the report of it; they last twice as long at least. 0 where reports and
-            plans take no time.
+        grant_lead_s: A grant is renewed when less than this many seconds are left, so that no request waits between
+            the end of its grant and the plan that follows the report of it; a grant lasts at least twice as long. 0
+            where reports and plans take no time.
         budget: How many prompt tokens a step may carry beside streams.
         gives_way: As in ``StepSelector``.
         offload_deadline_s: As in ``OffloadClient``: 0 where nothing answers, or where an answer takes no time.
@@ -143,7 +143,7 @@ class ReplicaScheduler:
         return list(self._mirror.admitted.values())
 
     def waiting(self, now: float) -> Iterator[ScheduledRequest]:
-        """Requests that wait for a place, best first. Needs a worker."""
+        """Returns the requests that wait for a place, best first, lazily. Needs a worker."""
         return (self._mirror.requests[job.request_id] for job in self.selector.waiting(now))
 
     @property
@@ -153,33 +153,33 @@ class ReplicaScheduler:
 
     @property
     def num_preemptions(self) -> int:
-        """Ordered so far, of all requests."""
+        """Preemptions ordered so far, of all requests."""
         return self.selector.num_preemptions
 
     @property
     def offload_tally(self) -> OffloadTally:
-        """Who has decided about KV so far."""
+        """Counts of who has decided about KV so far."""
         return self._offload.tally
 
     @property
     def cache(self) -> CacheMirror:
-        """The worker's, where its reports tell of it."""
+        """The worker's prefix cache, where its reports tell of it."""
         return self._mirror.cache
 
     def resting(self) -> tuple[Key, ...]:
-        """All that is here, if it all waits for clients that do not read: else nothing."""
+        """Returns the keys of all requests if all wait for clients that do not read, else nothing."""
         return self._mirror.resting()
 
     def unknown(self, keys: Iterable[Key]) -> tuple[Key, ...]:
-        """Those of these attempts that are neither here nor ended lately."""
+        """Returns the attempts of ``keys`` that are neither here nor ended lately."""
         return tuple(key for key in keys if not self._mirror.knows(key))
 
     def accounts(self, response_id: str) -> Iterator[Account]:
-        """What has been decided so far about the requests of an answer that are here. O(requests)."""
+        """Yields the decisions so far about those requests of an answer that are here. O(requests)."""
         return self._trace.accounts.of(response_id)
 
     def promise(self, request_ids: Iterable[str], now: float) -> list[Promise]:
-        """When requests that have just come will end; none before steps have been measured.
+        """Returns when newly arrived requests will end; nothing before steps have been measured.
 
         Changes no decision: only later promises learn from these. Costs at most about a millisecond a call.
         """
@@ -193,7 +193,7 @@ class ReplicaScheduler:
         return promises
 
     def progress(self, request_id: str, now: float) -> Facts:
-        """State, tokens so far and predicted end of a request that is here, as named numbers."""
+        """Returns state, tokens so far and predicted end of a request that is here, as named numbers."""
         scheduled = self._mirror.requests[request_id]
         state = "running" if request_id in self._mirror.admitted else "waiting"
         tokens = {"output_tokens": scheduled.output_len, "prefilled_tokens": scheduled.prefilled_len}
@@ -203,7 +203,7 @@ class ReplicaScheduler:
         return facts
 
     def outlook(self, request_ids: Iterable[str], now: float) -> list[Promise]:
-        """When requests that are here will end, as of now; changes nothing."""
+        """Returns when requests that are here will end, as of now; changes nothing."""
         jobs, cost = self._here(request_ids), self._planner.cost
         if cost is None or not jobs or self._mirror.worker is None:
             return []
@@ -326,7 +326,7 @@ class ReplicaScheduler:
         self.shares.remove(scheduled)
 
     def _connect(self, state: WorkerState, now: float) -> Iterator[Fact | Instruction]:
-        """Takes over what the worker holds, in its order and ahead of what arrived meanwhile; both go on at once."""
+        """Takes over the worker's requests, in its order and ahead of later arrivals; both go on at once."""
         mirror = self._mirror
         waiting = [each for rid, each in mirror.requests.items() if rid not in mirror.admitted]
         newcomers = [*mirror.admitted.values(), *waiting]
@@ -342,7 +342,7 @@ class ReplicaScheduler:
         yield from self._book_report(state.report, now)
 
     def _learn_cost(self, cost: StepCost) -> None:
-        """The order hears of prices that have changed: every rank is worked out again then."""
+        """Sets the step cost if it has changed; the order then computes every rank again."""
         if self._planner.cost is None or not cost.is_like(self._planner.cost, COST_CHANGE):
             self._planner.cost = cost
             self._price()
@@ -396,7 +396,7 @@ class ReplicaScheduler:
             self.shares.charge(tenant, gpu_s)
 
     def _book_place(self, scheduled: ScheduledRequest, progress: SlotProgress) -> Iterator[Fact]:
-        """A place that the worker has given by itself, or an offload that it has refused."""
+        """Books a place that the worker has given by itself, or an offload that it has refused."""
         mirror = self._mirror
         if progress.num_preemptions < scheduled.num_preemptions or progress.num_moves < scheduled.num_moves:
             return  # it does not know the latest orders yet
@@ -405,7 +405,7 @@ class ReplicaScheduler:
                 mirror.admitted[progress.request_id] = scheduled  # a standby
                 yield StartedAlone(scheduled)
         elif progress.residency is Residency.DEVICE:
-            # There was no room on the host, or nothing to move: its KV is dropped like that of any preempted one.
+            # There was no room on the host, or no KV to move: the KV is dropped as at any preemption.
             scheduled.residency, scheduled.told = Residency.DEVICE, None
             yield HostFull(scheduled)
             mirror.drop_kv(scheduled)
@@ -432,7 +432,7 @@ class ReplicaScheduler:
         self._mirror.end(scheduled, finished)
         yield EndReached(scheduled, finished.status)
         censored = finished.status is not SequenceStatus.FINISHED_STOPPED
-        if not scheduled.request.prefill_only:  # its length is none that an output may have
+        if not scheduled.request.prefill_only:  # its length is no sample of output lengths
             self.order.learn(scheduled, censored=censored)
             self.admission.learn(finished.output_len, censored=censored)
             self._promises.ended(scheduled, now, censored=censored)
@@ -455,7 +455,7 @@ class ReplicaScheduler:
             yield from self._break_off()
 
     def _hurry(self, now: float) -> None:
-        """Those that can wait no longer go first from now on."""
+        """Lets jobs whose latest start has come go first from now on."""
         cost = self._planner.cost
         if cost is None or not self._just_enough.is_to_look(now):
             return
@@ -466,7 +466,7 @@ class ReplicaScheduler:
             self.order.add(job, now)
 
     def _break_off(self) -> Iterator[Fact | Instruction]:
-        """Forgets everything; what the worker has of it is free at the next step boundary."""
+        """Forgets all requests; their memory on the worker is free at the next step boundary."""
         keys = self._mirror.keys()
         for request_id, _ in keys:
             yield from self._forget(request_id, "batch_broken")

@@ -1,4 +1,4 @@
-"""Whose turn it is on a replica: who has a place, who of them executes next, and who gives way."""
+"""Decides whose turn it is on a replica: which requests have a place, which of them execute next, which give way."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Selection:
     """Jobs to execute next, best first, and those of them that were not admitted before.
 
     Attributes:
-        refused: Whom admission has said no to.
+        refused: Jobs that admission has refused.
         displaced: Flex jobs whose KV is in the way of others.
     """
 
@@ -39,9 +39,9 @@ class Selection:
 
 @dataclass(slots=True)
 class Selector:
-    """Walks jobs in rank order and takes those that have room; tokens.
+    """Walks jobs in rank order and takes those that have room; sizes are in tokens.
 
-    An admitted job goes on while what is taken fits the pool as it is now. Any other needs the admission's consent;
+    An admitted job goes on while all taken jobs fit the pool as it is now. Any other job needs the admission's consent;
     the walk ends with the first refusal, so that no job of lower rank overtakes.
 
     Attributes:
@@ -68,11 +68,11 @@ class Selector:
         """Walks the jobs.
 
         Args:
-            ranked: Those that want to execute, best first, read as far as needed.
-            admitted: Ids of those that have their place already.
-            fixed: Jobs whose memory nobody can have, whether they are taken or not; None if everybody's can be taken.
-            holders: Those of ``ranked`` that are admitted or have KV, best first: where no job without KV may start,
-                the walk goes on with these alone, so that it does not pass by all that wait.
+            ranked: Jobs that want to execute, best first, read as far as needed.
+            admitted: Ids of jobs that have their place already.
+            fixed: Jobs whose memory cannot be taken, whether they are selected or not; None if all memory can be taken.
+            holders: Jobs of ``ranked`` that are admitted or have KV, best first: where no job without KV may start,
+                the walk goes on with these alone, so that it does not pass all waiting jobs.
         """
         selection = Selection()
         self._untold = []
@@ -85,7 +85,7 @@ class Selector:
         for job in walk:
             if len(running) >= self.max_num_seqs:
                 return selection
-            if job.request_id in admitted:  # most of those that the walk reads
+            if job.request_id in admitted:  # most jobs that the walk reads
                 if not may_move or self._keeps(job):
                     running.append(job)
                 else:
@@ -99,20 +99,20 @@ class Selector:
             return selection
         passed = {each.request_id for each in (*running, *selection.refused, *left_out)}
         last = self._consider_holders(holders(), passed, selection, admitted, may_move)
-        if not selection.running:  # those that the host holds do not want to run
+        if not selection.running:  # jobs with KV on the host do not want to run
             barred = [job, *self._barred_before(last, walk, admitted)]
             selection.newcomers = [each for each in barred if self._admits(each)]
             selection.running = list(selection.newcomers)
         return selection
 
     def _is_barred(self, job: Job, admitted: Collection[str]) -> bool:
-        """Those that the host holds come before those without KV, or it stays full for ever."""
+        """Returns whether a job without KV must wait for jobs with KV on the host, which else stays full for ever."""
         if job.computed_len or job.host_len or job.request_id in admitted:
             return False
         return job.known_len > self._room_to_start()
 
     def _consider(self, job: Job, selection: Selection, admitted: Collection[str], may_move: bool) -> bool:
-        """Takes the job if it has room; False if the walk ends with it."""
+        """Takes the job if it has room; returns False if the walk ends with this job."""
         if job.request_id in admitted:
             if not may_move or self._keeps(job):
                 selection.running.append(job)
@@ -127,7 +127,7 @@ class Selector:
     def _consider_holders(
         self, holders: Iterable[Job], passed: set[str], selection: Selection, admitted: Collection[str], may_move: bool
     ) -> Job | None:
-        """Goes on with those that have KV; the job that the walk ends with, if it does."""
+        """Continues the walk with jobs that have KV; returns the job whose refusal ends it, if any."""
         for job in holders:
             if job.request_id in passed or self._is_barred(job, admitted):
                 continue
@@ -138,7 +138,7 @@ class Selector:
         return None
 
     def _barred_before(self, last: Job | None, walk: Iterator[Job], admitted: Collection[str]) -> Iterator[Job]:
-        """Those that the walk has left out, but for the first of them, as many as there are places."""
+        """Yields the barred jobs of the rest of the walk before ``last``; with the first one, at most one a place."""
         before = itertools.takewhile(lambda job: job is not last, walk)
         barred = (job for job in before if self._is_barred(job, admitted))
         return itertools.islice(barred, self.max_num_seqs - 1)
@@ -149,7 +149,7 @@ class Selector:
         return self._start_room
 
     def _keeps(self, job: Job) -> bool:
-        """Those admitted jobs that may be moved out stay that fit with one token more each."""
+        """Keeps a job that may be moved out if all kept jobs fit with one token more each; returns whether it stays."""
         used = self._used + job.prompt_len + job.output_len + 1
         if used > self.capacity and self._used:
             return False
@@ -174,18 +174,18 @@ class Selector:
 
 
 class StepSelector:
-    """Asks the parts at each scheduling point, and books what follows from their answers.
+    """Asks the parts at each scheduling point, and books the consequences of their answers.
 
     Args:
         max_num_seqs: As in ``SchedulerLimits``.
         shares: Puts what the order ranks into the order of the tenants' turns.
-        due: Jobs that can wait no longer, by id, as they are at each scheduling point.
+        due: Jobs whose latest start has come, by id; read at each scheduling point.
         gives_way: Whether jobs step aside for those that are due, and flex jobs for all others; not inside a batch.
         offload: Says who decides about KV.
 
     Attributes:
-        running: Those of the admitted that are to execute, best first.
-        num_preemptions: Ordered so far, of all requests.
+        running: Admitted jobs that are to execute, best first.
+        num_preemptions: Preemptions ordered so far, of all requests.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class StepSelector:
         self._lets_start = False  # the latest point has given a place to a newcomer
 
     def choose(self, now: float) -> Generator[Fact, None, bool]:
-        """A scheduling point, while there is a worker; False if all that is here has to go: a batch has no room."""
+        """Decides a scheduling point, with a worker; returns False if all jobs here must go: a batch has no room."""
         mirror = self._mirror
         at_once = self._all_at_once()
         if at_once is not None:
@@ -235,7 +235,7 @@ class StepSelector:
         return (yield from self._finish(KvMoves(), now))
 
     def obey(self, question: OffloadQuestion, orders: OffloadOrders, now: float) -> Generator[Fact, None, bool]:
-        """The KVOffloadManager's answer, as far as it still fits; as ``choose``, of which it is the second half."""
+        """Carries out the KVOffloadManager's orders that still fit; the second half of ``choose``, with its result."""
         view = self._mirror.view(self.running)
         tally = self._offload.tally
         tally.answered += 1
@@ -248,7 +248,7 @@ class StepSelector:
         return (yield from self._finish(moves, now))
 
     def _moves(self, view: KvView, now: float) -> KvMoves | None:
-        """The moves of this point; None while the KVOffloadManager is asked, and ``obey`` follows."""
+        """Returns the moves of this point; None while the KVOffloadManager is asked, and ``obey`` follows."""
         offload = self._offload
         if offload.waits:
             return None
@@ -270,7 +270,7 @@ class StepSelector:
         return True
 
     def waiting(self, now: float) -> Iterator[Job]:
-        """Who waits for a place and could use it, best first."""
+        """Returns the jobs that wait for a place and could use it, best first, lazily."""
         admitted, scheduled = self._mirror.admitted, self._mirror.requests
 
         def waits(job: Job) -> bool:
@@ -279,20 +279,20 @@ class StepSelector:
         return self._shares.ranked(self.order, now, waits, admitted.values())
 
     def standbys(self, num: int, now: float) -> list[str]:
-        """Those that a worker may start by itself, best first."""
+        """Returns the ids of requests that the worker may start by itself, best first."""
         if not self._mirror.num_waiting:
             return []
         return [job.request_id for job in itertools.islice(self._firm(self.waiting(now)), num)]
 
     def reserve_blocks(self) -> int:
-        """Blocks that the worker's own starts leave free for growth: none where KV can be made to leave for it."""
+        """Returns the blocks that the worker's own starts leave free for growth; 0 where KV can be evicted instead."""
         worker = self._mirror.worker
         if worker is None or self.kv.evicts:
             return 0
         return -(-self.admission.reserve(worker.num_blocks * worker.block_size) // worker.block_size)
 
     def _all_at_once(self) -> list[Job] | None:
-        """All that are here, where no request waits and memory suffices: few clients pay for no ranks."""
+        """Returns all jobs if no request waits and memory suffices, so that few clients pay for no ranks; else None."""
         mirror = self._mirror
         if mirror.num_waiting or mirror.short_blocks or mirror.flex or self._due:
             return None
@@ -305,7 +305,7 @@ class StepSelector:
         return sorted(running, key=lambda job: job.urgency)  # the last gives way if the worker runs short of blocks
 
     def _select(self, now: float) -> Selection:
-        """Who is to execute next; those that rest are left out."""
+        """Selects the jobs to execute next; jobs whose clients do not read are left out."""
         awake: list[Job] = [each for each in self._mirror.admitted.values() if not each.stalled]
         if not (self._gives_way and self._mirror.flex):
             return self._walk(awake, now)
@@ -351,22 +351,22 @@ class StepSelector:
             mirror.flex[job.request_id].rests = False
 
     def _firm_waits(self, now: float) -> bool:
-        """Whether a firm job has no place."""
+        """Returns whether a firm job waits for a place."""
         best = next(self.waiting(now), None)
         return best is not None and not best.is_flex
 
     def _walk(self, residents: list[Job], now: float) -> Selection:
-        """Who of the firm is to execute next.
+        """Selects the firm jobs to execute next.
 
         Args:
-            residents: Those with a place.
+            residents: Jobs with a place.
         """
         mirror = self._mirror
         admitted = mirror.admitted
-        if mirror.short_blocks > 0:  # the last of them lose their KV: those of the tenant that is furthest ahead
+        if mirror.short_blocks > 0:  # the last lose their KV: those of the tenant that is furthest ahead
             residents = self._shares.arranged(residents)
         if not self.order.preemptive and (mirror.num_waiting == 0 or (mirror.is_answering and not self.kv.evicts)):
-            return Selection(self._due_first(residents))  # freed blocks are for those that they were freed for
+            return Selection(self._due_first(residents))  # freed blocks are for the jobs that needed them
         selector = Selector(
             self.admission,
             self._max_num_seqs,
@@ -389,7 +389,7 @@ class StepSelector:
         return self.kv.start_room(self._mirror.view(residents))
 
     def _fixed(self) -> list[Job]:
-        """Those with a place whose memory is not to be had."""
+        """Returns the jobs with a place whose memory cannot be taken."""
         jobs = self._mirror.admitted.values()
         return [job for job in jobs if not job.is_flex] if self._yields_to_firm else list(jobs)
 
@@ -398,7 +398,7 @@ class StepSelector:
         return self._gives_way and bool(self._mirror.flex)
 
     def _firm(self, ranked: Iterator[Job]) -> Iterator[Job]:
-        """Rankings have all flex jobs behind the firm ones."""
+        """Leaves out flex jobs, which every ranking has behind the firm ones, if they yield."""
         return itertools.takewhile(lambda job: not job.is_flex, ranked) if self._yields_to_firm else ranked
 
     @staticmethod
@@ -408,10 +408,10 @@ class StepSelector:
         return sorted(residents, key=_deadline)
 
     def _aside(self, residents: list[Job]) -> tuple[list[Job], list[Job]]:
-        """Residents step aside for jobs of their tenant that are due and wait while there is no place.
+        """Lets residents step aside for waiting jobs of their tenant that are due, while there is no place.
 
         Returns:
-            Residents and due jobs, best first; those that stepped aside: they keep what they have, and go on as soon
+            Residents and due jobs, best first; and the jobs that stepped aside, which keep their KV and go on as soon
             as there is a place.
         """
         admitted = self._mirror.admitted
@@ -428,7 +428,7 @@ class StepSelector:
         return first, aside[::-1]
 
     def _holders(self, now: float) -> list[Job]:
-        """Those with a place or with KV that do not rest, best first."""
+        """Returns the jobs with a place or with KV whose clients read, best first."""
         mirror = self._mirror
         jobs = [each for each in (mirror.admitted | mirror.hosted).values() if not each.stalled]
         if self._yields_to_firm:
@@ -456,7 +456,7 @@ class StepSelector:
         return Admitted(scheduled, returns, ahead)
 
     def _preempt(self, job: Job, to: Residency, *, answers: bool = True) -> Iterator[Fact]:
-        """It gives up its place; its KV is moved to the host, or dropped wherever it is.
+        """Takes the job's place away; its KV is moved to the host, or dropped wherever it is.
 
         Args:
             answers: As in ``WorkerMirror.drop_kv``.
@@ -475,7 +475,7 @@ class StepSelector:
             mirror.drop_kv(scheduled, answers=answers)
 
     def _make_way(self, now: float) -> Iterator[Fact]:
-        """Where somebody waits, sequences that rest give up their KV and their places: their clients do not read."""
+        """Takes KV and places from jobs whose clients do not read, if other jobs wait."""
         mirror = self._mirror
         resting = [each for each in mirror.admitted.values() if each.stalled]
         if resting and mirror.preemption_is_known and next(self.waiting(now), None) is not None:
@@ -486,7 +486,7 @@ class StepSelector:
                 yield from self._preempt(job, Residency.HOST if fits else Residency.DEVICE)
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError unless those that are to execute have places."""
+        """Raises IntegrityError unless all jobs that are to execute have places."""
         if not {job.request_id for job in self.running} <= self._mirror.admitted.keys():
             raise IntegrityError("a request that is not admitted is to execute")
 

@@ -1,7 +1,7 @@
 """The interface of parts that guess tokens, which the steps of a worker verify, and their table.
 
-A step computes guesses as further rows of a sequence. A guess that turns out right saves the sequence a step; one that
-turns out wrong has cost a row. Outputs do not depend on guesses.
+A step computes guesses as further rows of a sequence. A right guess saves the sequence a step; a wrong guess has cost a
+row. Outputs do not depend on guesses.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class Drafter(ABC):
 
     @abstractmethod
     def draft(self, token_ids: Sequence[int], price: float) -> Sequence[int]:
-        """Guesses that are worth their price, in order, perhaps none. Asked before each step that decodes the request.
+        """Returns guesses worth their price, in order, perhaps none. Called before each step that decodes the request.
 
         Args:
-            token_ids: Prompt and output so far. They show what became of the guesses before.
-            price: As ``Speculation.price`` has it for the step.
+            token_ids: Prompt and output so far; they also show which earlier guesses were right.
+            price: ``Speculation.price`` of the step.
         """
 
 
@@ -31,22 +31,22 @@ class Speculation(ABC):
 
     @abstractmethod
     def open(self) -> Drafter:
-        """What guesses for a request from now on."""
+        """Makes the drafter of a request."""
 
     @abstractmethod
     def price(self, num_seqs: int) -> float:
-        """What a guessed token costs in a step that decodes so many sequences: in tokens that would have come instead.
+        """Returns the price of a guessed token in a step of ``num_seqs`` sequences, in tokens that it displaces.
 
-        A guess is worth it if it is right with a higher probability. Infinity: nothing is to be guessed in this step.
+        A guess is worth its price if it is right with a higher probability. Infinity: no guesses in this step.
         """
 
     @abstractmethod
     def observe(self, num_seqs: int, num_drafts: int, duration_s: float) -> None:
-        """A step that decoded ``num_seqs`` sequences and verified ``num_drafts`` guesses took so many seconds."""
+        """Books the seconds of a step that decoded ``num_seqs`` sequences and verified ``num_drafts`` guesses."""
 
     @abstractmethod
     def tokens(self, num_seqs: int, seconds: float) -> float:
-        """Tokens that steps of so many sequences bring in so many seconds; 0 while no such step was measured."""
+        """Returns the tokens that steps of ``num_seqs`` sequences bring in this time; 0 before one was measured."""
 
 
 @dataclass(frozen=True, slots=True)

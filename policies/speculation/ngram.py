@@ -1,9 +1,9 @@
 """Guesses that a request's output repeats its prompt or itself, with the same edits: prompt lookup that resumes.
 
-Saxena, "Prompt Lookup Decoding" (2023): the tokens after an earlier occurrence of the last n ones are the guess. After
-SuffixDecoding (Oliaro et al., 2024), its length follows from how likely the match makes each token. New is what happens
-where a copy breaks off: it resumes behind an insertion, a deletion or a replacement, and the same edit is expected
-where the copy meets the same token again.
+Saxena, "Prompt Lookup Decoding" (2023): the tokens after an earlier occurrence of the last n tokens are the guesses.
+After SuffixDecoding (Oliaro et al., 2024), their number follows from how likely the match makes each token. New here: a
+copy that breaks off resumes behind an insertion, a deletion or a replacement, and the same edit is expected where the
+copy meets the same token again.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from policies.speculation.base import SPECULATIONS, Drafter, Speculation, Specul
 from policies.speculation.price import StepPrice
 
 NUM_CHARACTERS = 0x110000
-"""Unicode's."""
+"""Code points of Unicode."""
 
 MAX_DRAFTS = 16
 """Most tokens guessed for a sequence in a step."""
 
 LONGEST_MATCH = 4
-"""An earlier occurrence of so many last tokens is searched first, then of fewer."""
+"""Last tokens of which an earlier occurrence is searched first; then fewer are tried."""
 
 RESUME_WITHIN = 8
-"""A copy that broke off resumes at most so many tokens away in its source ..."""
+"""Most tokens of its source that a copy that broke off may skip when it resumes ..."""
 
 RESUME_FOR = 8
-"""... and so many tokens later in the output."""
+"""... and most output tokens after the break until then."""
 
 FORWARD = 64
-"""A match is searched so many tokens behind the latest copy first, then from the end."""
+"""Tokens behind the latest copy in which a match is searched first; then the search goes back from the end."""
 
 MARGIN = 0.25
-"""Tokens that guesses must be expected to bring beyond the price of their rows: a step with guesses takes the host
-longer, however few they are."""
+"""Tokens that guesses must be expected to bring beyond the price of their rows: any step with guesses takes the host
+longer."""
 
 MAX_EDITS = 256
-"""Edits that are remembered of a request; then they are learned again."""
+"""Most edits remembered of a request; then all are forgotten and learned again."""
 
 MOST_WAIT = 15
 """Most tokens that a request waits for its next guess after guesses that were not worth it."""
@@ -52,19 +52,19 @@ _CONFIRMED = 3
 """The first right token after a resumption or an edit counts as a match of this length."""
 
 _SHARED_WEIGHT = 4.0
-"""Guesses that what is known from all requests counts for in the estimate of one."""
+"""Guesses that the estimate over all requests counts for in the estimate of one request."""
 
 _RATE = 0.01
-"""Weight of a guess in what is known from all requests."""
+"""Weight of a guess in the estimate over all requests."""
 
 
 def match_class(length: int) -> int:
-    """Class of a match of this length; each has its own estimate of how often its next token is right."""
+    """Returns the class of a match of this length; each class has its own estimate of how often guesses are right."""
     return _CLASS_OF_MATCH[length] if length < len(_CLASS_OF_MATCH) else _LONG
 
 
 class Edit(NamedTuple):
-    """What came in place of a source's next token: ``inserted``, and the source went on ``skipped`` tokens later."""
+    """In place of a source's next token came ``inserted``; the copy went on ``skipped`` tokens later in the source."""
 
     inserted: tuple[int, ...]
     skipped: int
@@ -78,7 +78,7 @@ class CopyState:
         source: Index of the next token that is not inserted.
         length: Tokens of the match in front of it.
         kind: The next token's class.
-        insert: Tokens that come before it.
+        insert: Inserted tokens that come before the next token of the source.
         edited_at: Where in the source the latest edit began; below 0 where the next token is not of an edit.
     """
 
@@ -89,7 +89,7 @@ class CopyState:
     edited_at: int = -1
 
     def advance(self, token_ids: Sequence[int], edits: Mapping[int, Edit]) -> None:
-        """The next token was the right one."""
+        """Moves on after the next token came as expected."""
         if self.insert:
             self.insert = self.insert[1:]
             return
@@ -106,11 +106,11 @@ class CopyState:
 class NgramDrafter(Drafter):
     """Guesses for one request.
 
-    A guess is also made where it is not worth its price; only then nothing is verified. The tokens that come show
-    whether it would have been right, so that the estimates hold for all guesses.
+    A guess is also made where it is not worth its price; then it is not verified. The tokens that come show whether it
+    was right, so that the estimates hold for all guesses.
 
     Args:
-        shares: How often guesses of each class are right, over all requests; it is kept up to date.
+        shares: How often guesses of each class are right, over all requests; updated in place.
     """
 
     __slots__ = (
@@ -135,17 +135,17 @@ class NgramDrafter(Drafter):
         self._copy: CopyState | None = None
         self._guessed_at = 0  # index of the token that the copy guesses
         self._resume = -1  # where a copy broke off in its source; below 0 there is none
-        self._broke_at = 0  # and in the output
-        self._broke_length = 0  # of its match
-        self._latest = -1  # the same, kept when the copy has resumed or is too long ago to resume
+        self._broke_at = 0  # where it broke off in the output
+        self._broke_length = 0  # length of its match
+        self._latest = -1  # as ``_resume``, but kept when the copy has resumed or is too long ago to resume
         self._edits: dict[int, Edit] = {}  # by the token of the source that did not come
-        self._next = 0  # tokens from which on it guesses again
+        self._next = 0  # number of tokens from which on it guesses again
         self._misses = 0
         self._right = [0.0] * len(_FIRST_SHARES)
         self._tried = [0.0] * len(_FIRST_SHARES)
 
     def draft(self, token_ids: Sequence[int], price: float) -> Sequence[int]:
-        """See ``Drafter.draft``. O(tokens) in compiled code, 4 bytes a token; a step reads the KV of each of them."""
+        """Does as ``Drafter.draft``. O(tokens) in compiled code, 4 bytes a token: little beside the KV a step reads."""
         num = len(token_ids)
         if num < self._next:
             return ()
@@ -166,7 +166,7 @@ class NgramDrafter(Drafter):
         return drafts
 
     def _judge(self, copy: CopyState, token_ids: Sequence[int]) -> None:
-        """Compares the last guess with what came; the copy goes on, or breaks off."""
+        """Compares the last guess with the tokens that came; the copy goes on, or breaks off."""
         for at in range(self._guessed_at, len(token_ids)):
             kind = copy.kind
             right = token_ids[at] == (copy.insert[0] if copy.insert else token_ids[copy.source])
@@ -179,11 +179,11 @@ class NgramDrafter(Drafter):
                 self._break_off(copy, at)
                 return
             if copy.source > at:
-                self._copy = None  # an edit has skipped what is known
+                self._copy = None  # an edit has skipped beyond the known tokens
                 return
 
     def _goes_on_unedited(self, copy: CopyState, token_ids: Sequence[int], at: int) -> bool:
-        """Whether a guess was wrong because its source came without the edit; such an edit is forgotten."""
+        """Returns whether a guess was wrong because its source came without the edit; forgets such an edit."""
         if copy.edited_at < 0:
             return False
         token = token_ids[copy.edited_at]
@@ -197,14 +197,14 @@ class NgramDrafter(Drafter):
         return came
 
     def _break_off(self, copy: CopyState, at: int) -> None:
-        """The copy may resume, unless a longer one is still expected to, or it never was one."""
+        """Ends the copy; it may resume unless a longer copy is still expected to, or its match was below 2 tokens."""
         self._copy = None
         if copy.length >= (2 if self._resume < 0 else self._broke_length):
             self._latest = self._resume = copy.source
             self._broke_at, self._broke_length = at, copy.length
 
     def _find(self, token_ids: Sequence[int]) -> CopyState | None:
-        """Where the last tokens occurred before."""
+        """Returns a copy from where the last tokens occurred before; None if they did not."""
         text, num = self._text, len(token_ids)
         for length in range(min(LONGEST_MATCH, num - 1), 0, -1):
             tail = text[num - length :]
@@ -218,7 +218,7 @@ class NgramDrafter(Drafter):
         return None
 
     def _resumed(self, token_ids: Sequence[int]) -> CopyState | None:
-        """The copy that broke off, behind the edit that the last tokens have ended; the edit is remembered."""
+        """Returns the copy that broke off, behind the edit that the last tokens have ended; remembers the edit."""
         text, num, resume, broke_at = self._text, len(token_ids), self._resume, self._broke_at
         if num - broke_at > RESUME_FOR:
             self._resume = -1
@@ -238,14 +238,14 @@ class NgramDrafter(Drafter):
         self._resume = -1
 
     def _worthwhile(self, copy: CopyState, token_ids: Sequence[int], price: float) -> Sequence[int]:
-        """The guesses that are right with a probability above the price, if together they bring enough."""
+        """Returns the guesses that are right with a probability above the price, if together they bring ``MARGIN``."""
         probability = self._share(copy.kind)
         expected = 0.0
         ahead = CopyState(copy.source, copy.length, copy.kind, copy.insert, copy.edited_at)
         drafts: list[int] = []
         while probability > price and len(drafts) < MAX_DRAFTS:
             if ahead.source >= len(token_ids):
-                ahead.source = copy.source  # the output repeats what it has just begun to repeat
+                ahead.source = copy.source  # the guesses have reached the end: the source repeats
             drafts.append(ahead.insert[0] if ahead.insert else token_ids[ahead.source])
             ahead.advance(token_ids, self._edits)
             expected += probability - price
@@ -253,13 +253,13 @@ class NgramDrafter(Drafter):
         return drafts if expected >= MARGIN else ()
 
     def _share(self, kind: int) -> float:
-        """How often a guess of this class is right for this request."""
+        """Returns how often a guess of this class is right for this request."""
         shared = self._shares[kind] * _SHARED_WEIGHT
         return (self._right[kind] + shared) / (self._tried[kind] + _SHARED_WEIGHT)
 
 
 def _characters(token_ids: Sequence[int]) -> str:
-    """A character for each token. Beyond Unicode's last two tokens share one, and a guess may be wrong."""
+    """Returns a character for each token. Tokens beyond Unicode share characters, so that a guess may be wrong."""
     try:
         return "".join(map(chr, token_ids))
     except ValueError:

@@ -9,29 +9,29 @@ FIRST_PRICE = 0.3
 """Price until a step with guesses has been measured."""
 
 LEAST_PRICE = 0.03
-"""Where further rows seem to cost nothing: what it takes to guess is not measured."""
+"""Price where further rows seem to cost nothing: the cost of guessing itself is not measured."""
 
 RATE = 0.02
-"""Share of a step's seconds by which one measurement moves an estimate at most, once there are many."""
+"""Share of a step's seconds by which one of many measurements moves an estimate at most."""
 
 FIRST_RATE = 0.2
-"""The same for the first measurement; in between it falls with their number."""
+"""The same share for the first measurement; it then falls as 1 / (number of measurements)."""
 
 FULL_ERROR = 0.1
-"""An error of this share of the step moves an estimate as far as any larger one: a step may have been held up."""
+"""An error of this share of the step moves an estimate as far as any larger error: a step may have been held up."""
 
 FORGET = 0.99
-"""What a step without guesses leaves of a measured price above the first, so that one too high for any guess falls
-until it is measured again."""
+"""Factor by which a step without guesses shrinks a measured price above ``FIRST_PRICE``: a price too high for any guess
+falls until it is measured again."""
 
 FORGOTTEN = 4
-"""A price that was partly forgotten is measured again as fast as after so many measurements."""
+"""A price that was partly forgotten is measured again as fast as after this many measurements."""
 
 TOO_FAST = 0.7
-"""A step this share of its estimate long shows that the estimate was of steps that were held up."""
+"""A step shorter than this share of its estimate shows that the estimate was of steps that were held up."""
 
 PLAIN_EVERY = 32
-"""After so many steps with guesses one goes without, so that there is something to compare with."""
+"""Steps with guesses after which one step goes without, so that there is a step to compare with."""
 
 _FINE = 16
 _COARSE = 8
@@ -43,8 +43,8 @@ class _Steps:
 
     Attributes:
         step_s: Seconds of one.
-        num: How many were measured.
-        since: Steps with guesses since the latest.
+        num: Number of measured steps.
+        since: Steps with guesses since the latest step without.
     """
 
     step_s: float
@@ -53,12 +53,12 @@ class _Steps:
 
 
 class StepPrice:
-    """Steps without guesses give the seconds of a step of each size, the others the seconds of a further row.
+    """Learns the seconds of a step of each size from steps without guesses, the seconds of a further row from the rest.
 
-    Were both learned from both, steps with ever the same number of guesses could not tell them apart. The seconds of a
-    row hold for all sizes of steps; its price does not, since many sequences share what a step costs in any case.
+    If both were learned from all steps, steps with always the same number of guesses could not tell them apart. The
+    seconds of a row hold for all sizes of steps; its price does not, since many sequences share a step's fixed cost.
 
-    ``add`` and ``ratio`` are O(1); there are as many entries as sizes of steps, from 16 on one for each eight.
+    ``add`` and ``ratio`` are O(1); there is one entry for each size of steps, from 16 on one for each eight sizes.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class StepPrice:
             steps = self._steps[_key(num_seqs)] = _Steps(duration_s)
         steps.num, steps.since = steps.num + 1, 0
         if duration_s < TOO_FAST * steps.step_s:
-            self._row_s *= duration_s / steps.step_s  # which was measured in the same bad time
+            self._row_s *= duration_s / steps.step_s  # measured while steps were held up too
             steps.step_s = duration_s
         steps.step_s += _move(duration_s - steps.step_s, steps.step_s, steps.num)
         if self._row_s * num_seqs > FIRST_PRICE * steps.step_s:
@@ -88,7 +88,7 @@ class StepPrice:
             self._num_drafted = min(self._num_drafted, FORGOTTEN)
 
     def _add_rows(self, num_drafts: int, rows_s: float, token_s: float) -> None:
-        """Guesses took so many seconds where a token of a sequence takes ``token_s``."""
+        """Books that ``num_drafts`` guesses took ``rows_s`` where a token of a sequence takes ``token_s``."""
         if self._row_s < 0:
             self._row_s = FIRST_PRICE * token_s
         self._num_drafted += 1
@@ -96,7 +96,7 @@ class StepPrice:
         self._row_s = max(0.0, row_s)
 
     def ratio(self, num_seqs: int) -> float:
-        """Seconds of a guessed row, as a share of the step's seconds for each of its sequences.
+        """Returns the seconds of a guessed row, as a share of the step's seconds for each of its sequences.
 
         Infinity where a step without guesses has to be measured.
         """
@@ -106,7 +106,7 @@ class StepPrice:
         return self._price(num_seqs, steps.step_s)
 
     def tokens(self, num_seqs: int, seconds: float) -> float:
-        """Tokens that steps of so many sequences bring in so many seconds; 0 while no such step was measured."""
+        """Returns the tokens that steps of ``num_seqs`` sequences bring in this time; 0 before one was measured."""
         steps = self._steps.get(_key(num_seqs))
         return 0.0 if steps is None else seconds / steps.step_s * num_seqs
 
@@ -115,7 +115,7 @@ class StepPrice:
 
 
 def _move(error_s: float, scale_s: float, num: int) -> float:
-    """How far the ``num``-th measurement moves an estimate that is off by ``error_s``."""
+    """Returns how far, in seconds, the ``num``-th measurement moves an estimate that is off by ``error_s``."""
     share = max(-1.0, min(1.0, error_s / (FULL_ERROR * scale_s)))
     return max(RATE, FIRST_RATE / num) * scale_s * share
 

@@ -1,9 +1,9 @@
 """Limits of tenants, counted over all ingress replicas without a wait for one of them.
 
 Each ingress replica decides by a copy of the tenant's budget (``LocalBudget``) and reports its counts four times a
-second; ``SharedBudgets``, in the Supervisor, puts the counts together and answers with what is left. What two replicas
-admit between two reports is admitted twice at most and then owed: the budget goes below zero, and the tenant waits
-until it has filled again. So in any W minutes the replicas together admit at most
+second; ``SharedBudgets``, in the Supervisor, adds up the counts and answers with the units left. Units that both of two
+replicas admit between two reports are admitted twice at most and then owed: the budget goes below zero, and the tenant
+waits until it has filled again. So in any W minutes the replicas together admit at most
 
     limit * (W + 1) + what arrived at the other replicas within one exchange
 
@@ -26,7 +26,7 @@ from core.messages.tenants import (
 
 MINUTE_S = 60.0
 FORGET_IN_FLIGHT_S = 5.0
-"""Requests in flight at an ingress replica that has not reported for so long are no longer counted: it has died."""
+"""Seconds without a report after which an ingress replica counts as dead, and its requests in flight do not count."""
 
 
 class Bucket:
@@ -52,14 +52,14 @@ class Bucket:
             self.level -= units
 
     def set_limit(self, limit: int, now: float) -> None:
-        """What has been used stays used."""
+        """Sets a new limit; units already used stay used."""
         self.refill(now)
         if limit != self.limit:
             self.level = self.level + limit - self.limit if self.limit else float(limit)
             self.limit = limit
 
     def wait_s(self, units: float, now: float) -> float:
-        """Seconds until so many units are there; 0 if they are."""
+        """Returns the seconds until this many units are there; 0 if they are."""
         self.refill(now)
         missing = units - self.level
         return missing * MINUTE_S / self.limit if self.limit and missing > 0 else 0.0
@@ -71,8 +71,8 @@ class Excess:
 
     Attributes:
         what: ``requests``, ``tokens`` or ``in_flight``.
-        retry_after_s: Seconds until a request would be admitted if no other came; requests in flight end when they
-            end, so for these it is 1.
+        retry_after_s: Seconds until a request would be admitted if no other came; 1 for ``in_flight``, since the ends
+            of requests in flight are unknown.
     """
 
     what: str
@@ -81,7 +81,7 @@ class Excess:
 
 
 class LocalBudget:
-    """One tenant at one ingress replica: counts, and what is left as far as this replica knows."""
+    """One tenant at one ingress replica: counts, and the units left as far as this replica knows."""
 
     def __init__(self, tenant: str, limits: TenantLimits, now: float) -> None:
         self.tenant = tenant
@@ -102,11 +102,11 @@ class LocalBudget:
             self.tokens.set_limit(limits.tokens_per_minute, now)
 
     def admit(self, now: float, *, resumes: bool = False) -> Excess | None:
-        """Counts a request that begins; returns None if it may. ``done`` ends an admitted one.
+        """Counts a request that begins; returns None if it may, else the limit exceeded. ``done`` ends an admitted one.
 
         Args:
             resumes: The request reads on a stream whose own request is in flight already (``hold``), so the limit of
-                requests in flight does not refuse it.
+                requests in flight does not apply.
         """
         self.is_due, self.used_at = True, now
         excess = self._excess(now, resumes=resumes)
@@ -131,17 +131,17 @@ class LocalBudget:
         return None
 
     def hold(self, now: float) -> None:
-        """A request that was counted goes on without its client: in flight once more, until ``done``."""
+        """Counts a request that goes on without its client as in flight once more, until ``done``."""
         self.in_flight += 1
         self.is_due, self.used_at = True, now
 
     def done(self, now: float) -> None:
-        """A request of the tenant has ended."""
+        """Books the end of a request of the tenant."""
         self.in_flight -= 1
         self.is_due, self.used_at = True, now
 
     def spend(self, now: float, *, prompt: int = 0, output: int = 0, cached: int = 0, gpu_s: float = 0.0) -> None:
-        """Tokens and GPU-seconds of a request; ``cached`` tokens are part of its prompt and count as the others."""
+        """Books tokens and GPU-seconds of a request; ``cached`` tokens are part of its prompt and count in full."""
         self._prompt_tokens += prompt
         self._output_tokens += output
         self._cached_tokens += cached
@@ -167,7 +167,7 @@ class LocalBudget:
         )
 
     def correct(self, budget: TenantBudget, reported: TenantCounts, now: float) -> None:
-        """Takes over what the Supervisor knows, less what was used here since the report."""
+        """Takes over the Supervisor's budget, less the units used here since the report."""
         used = self._prompt_tokens + self._output_tokens - reported.prompt_tokens - reported.output_tokens
         self.requests.refill(now)
         self.tokens.refill(now)
@@ -180,7 +180,7 @@ class LocalBudget:
 class _SharedTenant:
     """One tenant over all ingress replicas; the last report of each with its instant.
 
-    A replica that has ended keeps its entry, for the usage: there are as many as ingress replicas were started.
+    A replica that has ended keeps its entry, for the usage: one entry for each ingress replica ever started.
     """
 
     requests: Bucket
@@ -191,7 +191,7 @@ class _SharedTenant:
 class SharedBudgets:
     """All tenants, over all ingress replicas.
 
-    Reports hold counts since the replica's start, so one that comes twice changes nothing.
+    Reports hold counts since the replica's start, so a report that comes twice changes nothing.
 
     Args:
         epoch: Names this life of the Supervisor.
@@ -202,7 +202,7 @@ class SharedBudgets:
         self._tenants: dict[str, _SharedTenant] = {}
 
     def report(self, report: TenantReport, now: float) -> TenantBudgets:
-        """Counts what is new in the report, and answers what is left."""
+        """Counts the units new in the report; returns the budgets that are left."""
         budgets = tuple(self._count(report, counts, now) for counts in report.counts)
         return TenantBudgets(self._epoch, budgets)
 
@@ -232,7 +232,7 @@ class SharedBudgets:
         return TenantBudget(counts.tenant, tenant.requests.level, tenant.tokens.level, elsewhere)
 
     def usage(self, now: float) -> tuple[TenantUsage, ...]:
-        """Every tenant, in order of name."""
+        """Returns the usage of every tenant, in order of name."""
         return tuple(self._usage(name, tenant, now) for name, tenant in sorted(self._tenants.items()))
 
     @staticmethod

@@ -2,7 +2,7 @@
 
 The rule is that of the Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024):
 each tenant has a counter of the service it got, the least counter is served next, and a tenant that comes back begins
-at the least counter of those who are there, so that nothing is saved up. Its unit here is GPU-seconds of the dominant
+at the least counter of the present tenants, so that no credit is saved up. The unit here is GPU-seconds of the dominant
 share (``core.costs.row_shares``, as the worker measures them) over the tenant's weight.
 
 docs/policies/fair_shares.md states the bound on the difference between two tenants, and proves it.
@@ -21,12 +21,12 @@ from core.errors import IntegrityError
 from policies.interfaces import Job, Order, RanksSome
 
 AHEAD_S = 1.0
-"""Seconds that a walk counts ahead for each job that runs or that it names, by the job's share of the replica. So free
-slots are divided, and shares that differ are evened out within about so many seconds instead of all at once."""
+"""Seconds that a walk counts ahead for each job that runs or is yielded, by the job's share of the replica. So free
+slots are divided, and shares that differ are evened out within about this time instead of all at once."""
 
 FEW = 64
-"""A tenant with so many jobs at most has them ranked alone, where the order can: the walk does not look for them among
-all jobs."""
+"""Most jobs of a tenant that are ranked by themselves, where the order can: the walk then does not search for them
+among all jobs."""
 
 Wanted = Callable[[Job], bool]
 
@@ -41,20 +41,20 @@ class ServiceCounters:
         self._idle: dict[str, float] = {}
 
     def __getitem__(self, tenant: str) -> float:
-        """Counter of an active tenant."""
+        """Returns the counter of an active tenant."""
         return self._active[tenant]
 
     def __len__(self) -> int:
-        """Active tenants."""
+        """Returns the number of active tenants."""
         return len(self._active)
 
     def enter(self, tenant: str) -> None:
-        """The tenant has its first job: its counter rises to the least of the active ones if it is below that."""
+        """Activates a tenant at its first job; raises its counter to the least active counter if it is below that."""
         self._raise_floor()
         self._active[tenant] = max(self._idle.pop(tenant, 0.0), self._floor)
 
     def leave(self, tenant: str) -> None:
-        """The tenant's last job has gone. It keeps what it was served beyond the others, and no credit."""
+        """Deactivates a tenant whose last job has gone; keeps the service it got beyond the others, and no credit."""
         counter = self._active.pop(tenant)
         self._idle[tenant] = counter
         if not self._active:
@@ -63,11 +63,11 @@ class ServiceCounters:
         self._idle = {name: value for name, value in self._idle.items() if value > self._floor}
 
     def set_weight(self, tenant: str, weight: float) -> None:
-        """What has been counted stays as it is."""
+        """Sets a tenant's weight; service already counted stays as it is."""
         self._weights[tenant] = weight
 
     def charge(self, tenant: str, gpu_s: float) -> None:
-        """Adds service that the tenant got, of jobs that are here or have left."""
+        """Adds service that the tenant got for jobs that are here or have left."""
         scaled = self.scaled(tenant, gpu_s)
         if tenant in self._active:
             self._active[tenant] += scaled
@@ -75,7 +75,7 @@ class ServiceCounters:
             self._idle[tenant] = max(self._idle.get(tenant, 0.0), self._floor) + scaled
 
     def scaled(self, tenant: str, gpu_s: float) -> float:
-        """The service as the tenant's counter counts it."""
+        """Returns the service as the tenant's counter counts it: over the tenant's weight."""
         return gpu_s / self._weights.get(tenant, 1.0)
 
     def _raise_floor(self) -> None:
@@ -116,7 +116,7 @@ class FairShares:
         return len(self._num_jobs) > 1
 
     def add(self, job: Job) -> None:
-        """A job has arrived; it is not here yet."""
+        """Adds a job that has arrived and is not here yet."""
         tenant = job.tenant
         self.counters.set_weight(tenant, job.weight)
         if tenant not in self._num_jobs:
@@ -126,7 +126,7 @@ class FairShares:
         self._classes.setdefault(job.priority, {}).setdefault(tenant, {})[job.request_id] = job
 
     def remove(self, job: Job) -> None:
-        """A job has ended or was aborted; unknown ones are ignored."""
+        """Removes a job that has ended or was aborted; unknown jobs are ignored."""
         tenant, priority = job.tenant, job.priority
         tenants = self._classes.get(priority)
         jobs = None if tenants is None else tenants.get(tenant)
@@ -144,19 +144,19 @@ class FairShares:
             self.counters.leave(tenant)
 
     def charge(self, tenant: str, gpu_s: float) -> None:
-        """Steps have run for jobs of the tenant, whether these are still here or not."""
+        """Charges the tenant for steps that ran for its jobs, whether these are still here or not."""
         self.counters.charge(tenant, gpu_s)
 
     def share(self, job: Job) -> float:
-        """The larger of the job's shares of KV memory and slots, at most 1."""
+        """Returns the larger of the job's shares of KV memory and slots, at most 1."""
         kv_share = job.known_len / self.capacity if self.capacity else 0.0
         return min(1.0, max(kv_share, self._slot_share))
 
     def ranked(self, order: Order, now: float, wanted: Wanted, running: Iterable[Job] = ()) -> Iterator[Job]:
-        """The wanted jobs, best first, lazily.
+        """Returns the wanted jobs, best first, lazily.
 
         Args:
-            order: Ranks all jobs that are here. It has the smaller priorities first among those that are wanted.
+            order: Ranks all jobs that are here, smaller priorities first among the wanted ones.
             running: Jobs that run whatever is decided: they count for their tenants as if they had run on.
         """
         if not self.is_shared:
@@ -164,7 +164,7 @@ class FairShares:
         return self._by_class(order, now, wanted, running)
 
     def arranged(self, jobs: Collection[Job]) -> list[Job]:
-        """These jobs, which an order has ranked, by class and by their tenants' turns."""
+        """Sorts jobs that an order has ranked by class and by their tenants' turns."""
         if not self.is_shared:
             return list(jobs)
         turns = _Turns(self, ())
@@ -178,17 +178,17 @@ class FairShares:
         return arranged
 
     def explain(self, job: Job) -> Facts:
-        """The counter of the job's tenant, where there are others."""
+        """Returns the counter of the job's tenant if several tenants have jobs here, else nothing."""
         if not self.is_shared or job.tenant not in self._num_jobs:
             return {}
         return {"tenant_service_s": self.counters[job.tenant]}
 
     def ahead_s(self, job: Job) -> float:
-        """What a walk counts for a job that runs or is to run."""
+        """Returns the service that a walk counts ahead for a job that runs or is to run."""
         return self.counters.scaled(job.tenant, self._ahead_s * self.share(job))
 
     def standing(self) -> dict[str, float]:
-        """Counter of each tenant that has jobs here."""
+        """Returns the counter of each tenant that has jobs here."""
         return {tenant: self.counters[tenant] for tenant in self._num_jobs}
 
     def _by_class(self, order: Order, now: float, wanted: Wanted, running: Iterable[Job]) -> Iterator[Job]:
@@ -202,8 +202,7 @@ class FairShares:
 
     @staticmethod
     def _queue(order: Order, now: float, wanted: Wanted, jobs: Mapping[str, Job], reader: _Reader) -> Iterator[Job]:
-        """One tenant's wanted jobs of one class, as the order ranks them; nothing is done before the first is asked
-        for."""
+        """Yields one tenant's wanted jobs of one class, as the order ranks them; does no work before the first read."""
         if len(jobs) > FEW:
             job = next(iter(jobs.values()))
             yield from reader.read(job.priority, job.tenant)
@@ -217,7 +216,7 @@ class FairShares:
             yield from itertools.islice(reader.read(few[0].priority, few[0].tenant), len(few))
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError unless the tenants with jobs are those that the counters take for active."""
+        """Raises IntegrityError unless the tenants with jobs are those with active counters."""
         counted: dict[str, int] = {}
         for tenants in self._classes.values():
             for tenant, jobs in tenants.items():
@@ -229,7 +228,7 @@ class FairShares:
 
 
 class _Turns:
-    """One walk: whose turn it is, from class to class."""
+    """One walk over the jobs: keeps count of the tenants' turns from class to class."""
 
     def __init__(self, shares: FairShares, running: Iterable[Job]) -> None:
         self._shares = shares
@@ -238,7 +237,7 @@ class _Turns:
             self._standing[job.tenant] += shares.ahead_s(job)
 
     def take(self, queues: dict[str, Iterator[Job]]) -> Iterator[Job]:
-        """All jobs of these tenants: the first of the least served, then as if that job had run ahead, and so on."""
+        """Yields all jobs of these tenants: always the least served tenant's next, which then counts as run ahead."""
         standing = self._standing
         heap = [(standing[tenant], tenant) for tenant in queues]
         heapq.heapify(heap)
@@ -254,7 +253,7 @@ class _Turns:
 
 
 class _Reader:
-    """Reads a ranking once for several readers, each of whom wants the jobs of one tenant and class."""
+    """Reads a ranking once for several readers, each of which wants the jobs of one tenant and class."""
 
     def __init__(self, ranked: Iterator[Job]) -> None:
         self._ranked = ranked
@@ -262,7 +261,7 @@ class _Reader:
         self._next: Job | None = None
 
     def read(self, priority: int, tenant: str) -> Iterator[Job]:
-        """The tenant's jobs of the class, lazily; it ends where a later class begins."""
+        """Returns the tenant's jobs of the class, lazily; ends where a later class begins."""
         return iter(partial(self._one, priority, tenant), None)
 
     def _one(self, priority: int, tenant: str) -> Job | None:
