@@ -43,7 +43,7 @@ NO_VERBS = (
     "Its Jobs Keys Kinds Layers Lengths Less Lines Logits Messages Newcomers Norms Orders Outputs Pairs Parameters "
     "Parts Perhaps Pixels Points Positions Prefixes Processors Quantiles Queries Radians Rankings Replicas Requests "
     "Residents Rows Seconds Slots Slopes Sources Statistics Tables Tensors Texts This Thus Tokens Unless Values "
-    "Vectors Victims Weights Widths Windows Workers"
+    "Accounts Vectors Victims Weights Widths Windows Workers"
 )
 """Words in s with which docstrings began that are no verbs in the third person."""
 

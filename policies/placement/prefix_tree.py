@@ -442,7 +442,7 @@ class RadixTree:
             )
         for node in order:
             if node.parent in place and place[node.parent] < place[node]:
-                raise IntegrityError(f"replica {replica}: a node is older than what hangs on it")
+                raise IntegrityError(f"replica {replica}: a node was used longer ago than a node below it")
 
 
 def _common_len(path: Path, start: int, span: Path) -> int:

@@ -309,14 +309,16 @@ class WorkerMirror:
         if self._on_host != sum(each.blocks_on_host for each in self.hosted.values()):
             raise IntegrityError("the blocks on the host are counted wrong")
         if self._leaving != {rid for rid, each in self.hosted.items() if each.is_leaving}:
-            raise IntegrityError("those on their way to the host are not those that are known to be")
+            raise IntegrityError("the requests on their way to the host differ from those booked so")
         for request_id, scheduled in self.requests.items():
             if scheduled.delivered and scheduled.shipped_in is None:
                 raise IntegrityError(f"{request_id}: delivered but never shipped")
             if scheduled.known_len > scheduled.max_total_len:
                 raise IntegrityError(f"{request_id}: longer than it may be")
             if (scheduled.blocks_on_host > 0) != (request_id in self.hosted):
-                raise IntegrityError(f"{request_id}: on the host and not known to be, or the other way round")
+                raise IntegrityError(
+                    f"{request_id}: on the host and not booked there, or booked there and not on the host"
+                )
 
 
 class ReplicaHits:
@@ -431,7 +433,7 @@ class ReplicaHits:
                     hashes = scheduled.request.prefix_hashes
                     actual = _boundary(hashes, self._cache.num_cached(hashes))
                     if request_id not in self._due and self._boundaries[request_id] != actual:
-                        raise IntegrityError(f"{request_id}: its cached part has changed and nobody has looked")
+                        raise IntegrityError(f"{request_id}: its cached part has changed and was not looked up again")
 
 
 def _boundary(hashes: tuple[int, ...], num_cached: int) -> _Boundary:
