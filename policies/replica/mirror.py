@@ -317,7 +317,7 @@ class WorkerMirror:
                 raise IntegrityError(f"{request_id}: longer than it may be")
             if (scheduled.blocks_on_host > 0) != (request_id in self.hosted):
                 raise IntegrityError(
-                    f"{request_id}: on the host and not booked there, or booked there and not on the host"
+                    f"{request_id}: on the host, but not booked as such, or booked but not there"
                 )
 
 
