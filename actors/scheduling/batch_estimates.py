@@ -58,7 +58,7 @@ class EstimatedTimes:
         return padded_batch_s(self._cost, *shape) if estimate_s is None else estimate_s
 
     def look(self) -> None:
-        """Requests new estimates, after an event that may have formed or changed batches."""
+        """Wakes ``run`` after an event that may have formed or changed batches."""
         self._news.set()
 
     def ended(self, batch: BatchEnded) -> None:

@@ -408,7 +408,7 @@ class Supervisor(Component, SupervisorCalls):
             await self._store.put(_COUNTS, encode(counts))
 
     async def _finish_drain(self, replica: str) -> None:
-        """Ends a replica's processes when its requests have ended or its time is over, unless the drain is cancelled."""
+        """Ends a replica's processes when its requests or its time have ended, unless the drain is cancelled."""
 
         def goes_on() -> bool:
             return replica in self._counts.draining

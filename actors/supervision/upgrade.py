@@ -116,7 +116,7 @@ class RollingUpgrade:
         return ServedWeights(state.current, state.dir_of(state.current))
 
     def site_of(self, name: str, site: Site) -> Site:
-        """Returns the site that a host or component starts with; worker, rank and Scheduler get the replica's version."""
+        """Returns the site that a host or component starts with; a part of a replica gets that replica's version."""
         rank = rank_of(name)
         if rank is not None:
             version = self.state.of(rank[0])
@@ -226,7 +226,7 @@ class RollingUpgrade:
         await self._save(self.state.ended())
 
     async def _renew_readers(self) -> None:
-        """Restarts the components that read changed settings; LengthPredictors forget output lengths of other weights."""
+        """Restarts the components that read changed settings; LengthPredictors forget lengths under other weights."""
         for component in wanted_components(self._counts()):
             if kind_of(component) in self.state.renewed:
                 await self._renew(component)
