@@ -1,4 +1,4 @@
-"""Exceptions on our own sockets: a record ``[code, text, fields]`` of plain values, never a pickle."""
+"""Exceptions on the sockets between components: a record ``[code, text, fields]`` of plain values, never a pickle."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class WorkerCalls(TokenCalls, Protocol):
 
     @message(long=True)
     async def push_plan(self, plan: Plan) -> None:
-        """Applies at the next step boundary."""
+        """Applies a plan at the next step boundary."""
 
     @message(long=True)
     async def poll_report(self, poll: ReportPoll) -> StepReport:

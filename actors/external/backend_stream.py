@@ -1,4 +1,4 @@
-"""One request at an external server: turns its chunks into the deltas of our token path."""
+"""One request at an external server: turns its chunks into the deltas of the token path."""
 
 from __future__ import annotations
 

@@ -16,10 +16,10 @@ MAX_SEED = 2**63 - 1
 """The largest seed that every server accepts."""
 
 MAX_MESSAGE = 300
-"""Characters of a server's error text that are passed on."""
+"""Most characters of a server's error text that are passed on."""
 
 MAX_EVENT_BYTES = 1 << 20
-"""Longest event of a stream."""
+"""Most bytes of an event of a stream."""
 
 DONE = b"[DONE]"
 
@@ -85,7 +85,7 @@ class ServerCall:
 
 
 Decode = Callable[[Sequence[int], Sequence[int]], str]
-"""(preceding token ids, token ids) -> text of the latter."""
+"""(preceding token ids, token ids) -> text of the second ids."""
 
 
 def _traceparent(request: Request) -> str:
@@ -229,7 +229,7 @@ def _told(body: dict[str, Any]) -> BackendFailed:
 
 
 def _usage(raw: Any) -> TokenUsage | None:
-    """Returns the usage; None if the server left it out or it is malformed."""
+    """Returns the usage, as far as it is well formed; None without a count of completion tokens."""
     if not isinstance(raw, dict) or type(raw.get("completion_tokens")) is not int:
         return None
     details = raw.get("prompt_tokens_details")

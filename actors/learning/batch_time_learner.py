@@ -1,4 +1,4 @@
-"""How long batches take: learned from what ran, kept in the log."""
+"""Learns the duration of batches from batches that ran; the log keeps the versions."""
 
 from __future__ import annotations
 

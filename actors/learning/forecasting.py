@@ -1,4 +1,4 @@
-"""Answers to "how long will it be?", several at a time, in a thread, within a share of one core."""
+"""Forecasts of output lengths, several at a time, in a thread, within a share of one core."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ POLL_S = 0.5
 """Seconds between two checks whether a fit has ended."""
 
 PAGE = 250
-"""Examples read at once."""
+"""Most examples read at once."""
 
 FIT_TIMEOUT_S = 600.0
 """Seconds after which a fit is given up."""

@@ -277,7 +277,7 @@ class LogStore(Component, LogStoreCalls):
             failure: str | None = None
             try:
                 await self._commit([record for records, _ in batch for record in records])
-            except Exception as error:  # whatever it is, the writer goes on and every waiting sender gets the error
+            except Exception as error:  # after any error the writer goes on, and every waiting sender gets the error
                 failure = str(error)
             for records, done in batch:
                 self._queue -= len(records)

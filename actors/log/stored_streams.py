@@ -116,7 +116,7 @@ class StoredStreams:
         kept = self._streams[added.stream_id]
         if added.start > len(kept.entries):
             return "unknown"
-        fresh = added.entries[len(kept.entries) - added.start :]  # the rest came with a message that is repeated
+        fresh = added.entries[len(kept.entries) - added.start :]  # the rest came with an earlier message
         num_bytes = _size(fresh)
         tenant = kept.state.tenant
         self._touch(added.stream_id, now)

@@ -26,7 +26,7 @@ class StreamStore(Component, StreamStoreCalls):
 
     @property
     def queue(self) -> int:
-        """0: streams that are kept for their clients are no work that waits."""
+        """0: kept streams are not work that waits."""
         return 0
 
     async def change(self, changes: StreamChanges) -> StreamVerdicts:

@@ -1,4 +1,4 @@
-"""A few small values that outlive every process of ours: in the key-value store of the Ray head."""
+"""Small values that outlive every process of Farsight: in the key-value store of the Ray head."""
 
 from __future__ import annotations
 

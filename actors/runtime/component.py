@@ -57,7 +57,7 @@ class ComponentContext:
 
     @property
     def index(self) -> str:
-        """What follows the last dash of the name: the replica, or the number among several of a kind."""
+        """The part of the name after the last dash: the replica, or the number among several of a kind."""
         return self.name.rpartition("-")[2]
 
 

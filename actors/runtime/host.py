@@ -171,7 +171,7 @@ class ComponentHost(HostCalls):
         return self._restarts
 
     async def ended(self) -> None:
-        """Raises the exception that broke a component; never returns. A caller thus also notices the process's death."""
+        """Raises the exception that broke a component; never returns. Its caller also sees the process die."""
         await self._broken.wait()
         assert self._failure is not None
         raise self._failure

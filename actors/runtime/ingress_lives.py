@@ -32,13 +32,13 @@ async def gone_ingresses(ingress_ids: Collection[str]) -> frozenset[str]:
 
 
 def without_actor(ingress_ids: Iterable[str], actor_names: Iterable[str]) -> frozenset[str]:
-    """Returns the ids that end no name: Ray Serve names a replica's actor after the application, ``#`` and its id."""
+    """Returns the ids without a living actor: Ray Serve ends the name of a replica's actor with ``#`` and the id."""
     living = {name.rpartition("#")[2] for name in actor_names}
     return frozenset(ingress_ids) - living
 
 
 def _actor_names() -> list[str]:
-    import ray  # Ray reads its settings when it is imported: not before they are made
+    import ray  # not at the top: Ray reads its settings at import
 
     if not ray.is_initialized():  # else the call would start Ray
         raise FarsightError("this process is not connected to Ray")

@@ -20,7 +20,7 @@ from typing import Any
 from actors.runtime.names import RUN_DIR_VARIABLE
 
 ROOMS = ("actors", "core", "engine", "estimator", "kvcache", "policies", "predictor", "services", "tokenization")
-"""Packages whose loggers are ours."""
+"""Packages of Farsight, whose loggers send lines."""
 
 SOCKET_NAME = "log.sock"
 MAX_LINE = 8192
@@ -94,7 +94,7 @@ class LineHandler(logging.Handler):
             return
         try:
             self._socket.sendto(line.encode("utf-8", "replace"), self._path)
-        except OSError:  # no reader, or it is behind
+        except OSError:  # there is no reader, or the reader is behind
             self._lost += 1
         else:
             self._lost = 0

@@ -36,7 +36,7 @@ JCT_BUCKETS_S = (
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 TOKEN_BUCKETS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
-"""1, 2, 5 … 500,000. vLLM ends at the model's context; here every process has the same, so that they can be summed."""
+"""1, 2, 5 … 500,000. vLLM ends at the model's context; here all processes have equal buckets, which can be summed."""
 
 STEP_TOKEN_BUCKETS = (1.0, *(float(2**power) for power in range(3, 15)))
 """1, 8, 16 … 16,384."""
@@ -246,7 +246,7 @@ class EngineMetrics:
 
 
 class OffloadMetrics:
-    """Who decides about the KV of a replica, by its Scheduler's count, and the idle target of its KVOffloadManager."""
+    """Decisions about the KV of a replica by deciding component, and the idle target of its KVOffloadManager."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str, engine: str) -> None:
         self._labels: Mapping[str, str] = {"model_name": model_name, "engine": engine}
@@ -303,7 +303,7 @@ class BackendMetrics:
 
 
 class BatchMetrics:
-    """What is measured of batches where idle workers pull them; one object per registry and model."""
+    """What is measured of batches that idle workers pull; one object per registry and model."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         labels = {"model_name": model_name}
@@ -381,7 +381,7 @@ class RequestMetrics:
         success = _family(
             registry, Counter, "vllm:request_success", "Requests that ended.", (*_LABELS, "finished_reason")
         )
-        # All of them from the start: a series that begins at 1 has no increase to see.
+        # All reasons from the start: a series that begins at 1 shows no increase.
         self._ended = {reason: success.labels(**labels, finished_reason=reason) for reason in FINISH_REASONS}
         about = "Requests whose clients left before the end, before or after the first token."
         abandoned = _family(registry, Counter, "farsight:abandoned_requests", about, (*_LABELS, "when"))
@@ -450,7 +450,7 @@ class RequestMetrics:
         self.tally.finished(reason, jct_s)
 
     def rejected(self, reason: str) -> None:
-        """Counts a request refused by a full service, for ``max_num_queued_reqs`` or ``max_num_queued_tokens`` (vLLM)."""
+        """Counts a request refused by a full service; vLLM: ``max_num_queued_reqs`` or ``max_num_queued_tokens``."""
         self._rejections.labels(**self._labels, reason=reason).inc()
         self.tally.rejected += 1
 

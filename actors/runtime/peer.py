@@ -92,7 +92,7 @@ class PeerBook:
     Args:
         placement: As ``host_of`` takes it.
         local: The components of this process by name; may grow and shrink.
-        host: The name of this process among the hosts; empty outside of them.
+        host: The name of this process among the hosts; empty if it is not a host.
         delay_s: Seconds by which every message and its answer are held back, to measure that nothing waits for them.
         namespace: Ray namespace of the actors' names.
     """
@@ -189,7 +189,7 @@ class PeerBook:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Known to every process of the service.
+    """What every process of the service knows about it.
 
     Attributes:
         config: ``model.name`` is the name that clients use.
@@ -197,7 +197,7 @@ class Site:
         placement: As ``host_of`` takes it.
         namespace: Ray namespace of the actors' names.
         detached: Whether the actors outlive the job that started them.
-        model_version: Number of the weights in ``model_dir`` since the service started; requests run on one alone.
+        model_version: Number of the weights in ``model_dir`` since the start; a request runs on one version only.
         sees: Whether the model reads pictures.
         model_since: Earliest time at which a request on these weights may have come in, in seconds since the epoch.
     """

@@ -74,7 +74,7 @@ class RemoteActor:
                 return await self._send(component, method, data)
         except TimeoutError as error:
             if not deadline.expired():
-                raise  # the answer itself
+                raise  # a TimeoutError that the component raised
             raise PeerLost(f"{component} has not answered {method} for {REPLY_S:.0f} s") from error
 
     async def _send(self, component: str, method: str, data: bytes) -> Any:
@@ -131,7 +131,7 @@ class RemoteActor:
         try:
             return await getattr(handle, method).remote(*args)
         except (RayActorError, ActorUnschedulableError, ObjectLostError) as error:
-            # ActorUnschedulableError: the node was lost before the start. ObjectLostError: it was lost with a long answer.
+            # The node of the actor was lost: before the start (ActorUnschedulableError), or with a long answer in it.
             if self._handle is handle:
                 self._handle = None
             raise PeerLost(self._host) from error

@@ -1,4 +1,4 @@
-"""How long batches take, as the ServingTimeEstimators have said."""
+"""The durations of batches that the ServingTimeEstimators predict."""
 
 from __future__ import annotations
 
@@ -122,4 +122,4 @@ class EstimatedTimes:
             self._known_s.update(zip(shapes, answer.seconds, strict=True))
             self._current.update(shapes)
             return
-        await asyncio.sleep(PAUSE_S)  # each event would ask again
+        await asyncio.sleep(PAUSE_S)  # otherwise each event would ask again

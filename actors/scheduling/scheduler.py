@@ -84,7 +84,7 @@ MAX_SAMPLES = 256
 """Most step samples that wait for the estimators; beyond it the oldest are dropped."""
 
 MAX_LIVE_ROWS = 500
-"""Requests in one answer to the operator's pages."""
+"""Most requests in one answer to the operator's pages."""
 
 
 class Scheduler(Component, SchedulerCalls):
@@ -269,7 +269,7 @@ class Scheduler(Component, SchedulerCalls):
         return request_trace(account, self.name, time.time() - time.monotonic(), ended=ended)
 
     async def _lease(self) -> None:
-        """Takes the worker over, follows its reports until it is lost, and waits for the next one."""
+        """Takes over the worker, follows its reports until it is lost, and waits for the next worker."""
         while True:
             try:
                 state = await self._worker.connect()

@@ -42,17 +42,17 @@ from policies.tenancy.budgets import SharedBudgets
 
 TICK_S = 1.0
 TIMEOUT_S = 0.8
-"""A component that does not answer within this time is left out of this second."""
+"""Seconds after which a component that has not answered is left out of a point."""
 
 FRESH_S = 2.5
 """Most seconds since an observation that is told: pages show a stopped component within 5 s and ask every 2 s."""
 
 MAX_REPLICAS = 64
 REPLICA_COLUMNS = ("requests", "work_tokens", "waiting", "kv_used")
-"""Lines of a replica: with ``MAX_REPLICAS`` of them 2.4 MB."""
+"""Columns of each replica; ``MAX_REPLICAS`` replicas take 2.4 MB."""
 
 MAX_SHOWN = 16
-"""Replicas in one answer."""
+"""Most replicas in one answer."""
 
 R = TypeVar("R")
 

@@ -3,8 +3,8 @@
 No state of this process needs to survive. A new Supervisor finds living actors by their names and adopts them. The
 desired numbers and the restart counts are in the cluster's key-value store, because an actor that died together with
 the previous Supervisor can no longer be found by name. The Supervisor restarts actors itself and does not use Ray's
-``max_restarts``: for a restarting actor Ray fails callers only when it is back, a second later; for a dead one within
-15 ms.
+``max_restarts``: for a restarting actor Ray fails callers only when the actor is back, a second later; for a dead
+actor within 15 ms.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ logger = logging.getLogger(__name__)
 
 
 class Supervisor(Component, SupervisorCalls):
-    """Runs one task for each host, which starts, watches and restarts it."""
+    """Runs one task for each host; the task starts, watches and restarts the host."""
 
     kind = "Supervisor"
 
@@ -436,7 +436,7 @@ class Supervisor(Component, SupervisorCalls):
                 logger.exception("the upgrade that an earlier Supervisor began has failed")
 
     async def _run_upgrade(self) -> None:
-        """Raises FarsightError once all replicas run the old weights again."""
+        """Runs the upgrade, repeating failed steps; raises FarsightError when every replica is on the old version."""
         while True:
             try:
                 return await self._upgrade.run()
@@ -454,7 +454,7 @@ class Supervisor(Component, SupervisorCalls):
             except FarsightError:  # the replica cannot start
                 await self._change(before)
                 raise
-        with contextlib.suppress(PeerLost):  # a new Router does not know that it drained
+        with contextlib.suppress(PeerLost):  # a new Router does not know that the replica drained
             await self.context.peers.router().end_drain(ReplicaName(replica))
 
     async def _drain(self, replica: str, drain_s: float, goes_on: Callable[[], bool]) -> None:

@@ -22,7 +22,7 @@ BATCHES = (1, 2, 4)
 
 
 class Tower(Protocol):
-    """``engine.vision.model.VisionModel``, or what emulates it."""
+    """``engine.vision.model.VisionModel``, or its emulation."""
 
     def prepare(self, rgb: np.ndarray) -> PreparedImage: ...
 
@@ -38,7 +38,7 @@ def measure_tower(tower: Tower, rounds: int, clock: Callable[[], float] = time.p
     """
     batches = _batches(tower)
     for batch in batches:
-        tower.encode(batch)  # the first of a shape is slower
+        tower.encode(batch)  # the first batch of a shape is slower
     cost = EncodingCost(stall_s=0.0)
     for _ in range(max(rounds, -(-MIN_SAMPLES // len(batches)))):
         for batch in batches:

@@ -231,7 +231,7 @@ class ModelWorker(Component, WorkerCalls):
         return self._steps.locked
 
     async def _run(self) -> None:
-        """Steps whenever there is something to run."""
+        """Runs steps whenever there is something to run; never returns."""
         assert self._steps is not None
         while True:
             self._wake.clear()

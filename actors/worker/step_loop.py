@@ -61,7 +61,7 @@ class StepBounds:
 
     @property
     def cost(self) -> StepCost | None:
-        """What steps cost, as learned by the last call of ``bound_s``; None before that."""
+        """The costs of steps, as learned by the last call of ``bound_s``; None before that."""
         return self._profile.cost()
 
     def bound_s(self, step: StepSample | None) -> float:
@@ -172,7 +172,7 @@ class StepLoop:
             self._orphaned.add(ingress_id)
 
     def run(self) -> None:
-        """Steps until nothing can run.
+        """Runs steps until nothing can run.
 
         Raises:
             RankLost: The worker is one of several ranks, and another has gone.
@@ -207,7 +207,7 @@ class StepLoop:
                 step = self._book(unbooked)
                 self._begin_steps(begun)
             unbooked = None
-            # The event loop wakes and wants the interpreter: only now, that the next step is about to leave it.
+            # Wakes the event loop, which needs the interpreter: only now, when the next step is about to release it.
             self._on_step(step)
             self._tell_aborted()
 
@@ -289,6 +289,6 @@ class StepLoop:
         try:
             return self._worker.execute(batch), None
         except RankLost:
-            raise  # not these requests' fault: they are resumed in another life
+            raise  # not the fault of these requests, which are resumed in another life
         except Exception as error:  # whatever torch raises ends the step's requests, not the worker
             return [], error
