@@ -248,7 +248,7 @@ def status(
             typer.echo(f"Emulated device ({body['emulated']}): answers are made up.")
         if body["queue_delay_s"] is not None:
             typer.echo(f"Predicted queue delay for a new request: {body['queue_delay_s']:.2f} s")
-        _print_status(body["actors"], body["learnt"])
+        _print_status(body["actors"], body["learned"])
         print_processes(before, body["processes"], body["actors"])
 
 

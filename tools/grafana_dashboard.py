@@ -153,7 +153,7 @@ PANELS = (
         "Deaths",
         "Restarts of components in the last hour. Streams go on meanwhile.",
         "short",
-        (("{{piece}}", "increase(farsight:piece_restarts[1h]) > 0"),),
+        (("{{component}}", "increase(farsight:component_restarts[1h]) > 0"),),
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Exceptions on our own sockets: a record ``[code, text, fields]`` of plain values, never a pickle."""
+"""Exceptions on the sockets between components: a record ``[code, text, fields]`` of plain values, never a pickle."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from core.errors import (
 )
 
 MAX_TEXT = 16_384
-"""Characters of an exception's text that cross; the rest is cut off."""
+"""Most characters of an exception's text that are sent; the rest is cut off."""
 
 MAX_VALUE = 200
-"""Characters of a refused value that cross; as many as its text shows."""
+"""Most characters of a refused value that are sent; as many as the error's text shows."""
 
 Record = list[Any]
 
 
 class RemoteError(Exception):
-    """A component raised what no table names: a defect of its own.
+    """Stands for an exception of a component whose type is not in the table: a defect of that component.
 
     Args:
-        kind: Name of the exception's type there.
-        text: What it said.
+        kind: Name of the exception's type in that component.
+        text: Text of the exception.
     """
 
     def __init__(self, kind: str, text: str) -> None:
@@ -39,7 +39,7 @@ class RemoteError(Exception):
 
 
 class _Shown:
-    """Stands for a value that did not cross; looks like it in texts."""
+    """Stands for a value that was not sent, only its text; has the same ``repr``."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -49,7 +49,7 @@ class _Shown:
 
 
 class PeerLost(FarsightError):
-    """The process of the component is gone, or not there yet; whether it took the message is unknown."""
+    """The component's process has ended or has not started; whether it received the message is unknown."""
 
 
 _KINDS: dict[str, type[Exception]] = {
@@ -69,7 +69,7 @@ _UNKNOWN = "unknown"
 
 
 def write_failure(error: Exception) -> Record:
-    """What the caller is sent. A type that is not in the table crosses as its nearest base that is."""
+    """Encodes an exception for the caller. A type that is not in the table is sent as its nearest base that is."""
     code = next((_CODES[kind] for kind in type(error).__mro__ if kind in _CODES), _UNKNOWN)
     text, fields = _clean(str(error))[:MAX_TEXT], list[Any]()
     if isinstance(error, CapacityError):
@@ -82,7 +82,7 @@ def write_failure(error: Exception) -> Record:
 
 
 def _value(value: Any) -> tuple[bool, Any]:
-    """Whether the value crosses as it is, and else its text."""
+    """Returns (True, the value) if the value can be sent as it is, else (False, its text)."""
     plain = value is None or type(value) in (bool, float) or (type(value) is int and -(2**63) <= value < 2**64)
     if plain or (type(value) is bytes and len(value) <= MAX_VALUE):
         return True, value
@@ -93,12 +93,12 @@ def _value(value: Any) -> tuple[bool, Any]:
 
 
 def _clean(text: str) -> str:
-    """Without lone surrogates, which cannot be encoded."""
+    """Replaces lone surrogates, which UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode()
 
 
 def read_failure(record: Any) -> Exception:
-    """The exception that a record tells of; one that is malformed is itself a ``RemoteError``."""
+    """Returns the exception that a record encodes; a malformed record gives a ``RemoteError``."""
     try:
         code, text, fields = record
         if type(code) is not str or type(text) is not str:

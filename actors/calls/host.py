@@ -1,4 +1,4 @@
-"""What a process that hosts components answers for all of them; no decision depends on it."""
+"""Messages to a process that hosts components, about all of them; no decision depends on the answers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class HostCalls(Protocol):
 
     @message()
     async def rows(self) -> ComponentRows:
-        """Every component here as it is now."""
+        """Returns the current status of every component of the process."""
 
     @message()
     async def activity(self, query: NamesQuery) -> Activities:
-        """Those named, as they are now, with what each has done since it began."""
+        """Returns the current status of the named components of the process and their counts since their start."""
 
     @message()
     async def recent(self, query: NamesQuery) -> RecentReply:
-        """The last decisions of those named."""
+        """Returns the last decisions of the named components of the process."""

@@ -1,4 +1,4 @@
-"""What the learners answer."""
+"""Messages to the learners."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class LengthPredictorCalls(Protocol):
 
     @message(long=True)
     async def predict(self, questions: ForecastQuestions) -> Forecasts:
-        """One forecast a question; raises FarsightError where nothing was trained."""
+        """Returns one forecast per question; raises FarsightError if the predictor has no model or the model fails."""
 
     @message()
     async def forecast(self) -> Forecast:
-        """The distribution of output lengths in the log; it never waits for the log."""
+        """Returns the distribution of output lengths in the log as last read; never waits for the log."""
 
 
 class ServingTimeEstimatorCalls(Protocol):
@@ -34,16 +34,16 @@ class ServingTimeEstimatorCalls(Protocol):
 
     @message()
     async def observe(self, samples: StepSamples) -> ReplicaStepProfile | None:
-        """Measured steps of one replica; answers what its steps cost, None before enough are measured."""
+        """Takes measured steps of one replica; returns the cost of its steps, None until enough are measured."""
 
     @message()
     async def profile(self) -> StepProfileReply:
-        """What steps cost, by replica in the order in which they were first heard of."""
+        """Returns the step costs of each replica, in the order in which the replicas first sent steps."""
 
     @message()
     async def estimate_batches(self, shapes: BatchShapes) -> BatchEstimates:
-        """Seconds of each of these batches (Magnus III-D)."""
+        """Returns the estimated duration of each batch, in seconds (Magnus III-D)."""
 
     @message()
     async def observe_batches(self, batches: ServedBatchTimes) -> None:
-        """Batches that have ended, to learn from."""
+        """Takes batches that have ended, as training examples."""

@@ -1,4 +1,4 @@
-"""What the LogStore and the StreamStore answer."""
+"""Messages to the LogStore and the StreamStore."""
 
 from __future__ import annotations
 
@@ -36,83 +36,83 @@ from core.messages.resumable import StreamChanges, StreamFound, StreamName, Stre
 
 
 class LogStoreCalls(Protocol):
-    """Every method raises FarsightError while the log cannot be had; then the message may be repeated."""
+    """Every method raises FarsightError while the log is unavailable; the sender may then repeat the message."""
 
     @message()
     async def append(self, finished: FinishedRequests) -> None:
-        """Answers when they are on disk."""
+        """Appends finished requests; returns when they are on disk."""
 
     @message()
     async def append_forecasts(self, forecasts: ForecastRecords) -> None:
-        """Answers when they are on disk."""
+        """Appends forecasts; returns when they are on disk."""
 
     @message()
     async def append_batches(self, batches: FinishedBatches) -> None:
-        """Answers when they are on disk."""
+        """Appends finished batches; returns when they are on disk."""
 
     @message()
     async def append_traces(self, traces: RequestTraces) -> None:
-        """Answers when they are on disk."""
+        """Appends traces; returns when they are on disk."""
 
     @message()
     async def read(self, query: LogQuery) -> LogPage:
-        """Finished requests after a row."""
+        """Returns the finished requests after the row of the query."""
 
     @message()
     async def read_examples(self, query: LogQuery) -> ExamplePage:
-        """Requests with the forecast that was made for them; rows count examples."""
+        """Returns finished requests, each with the forecast made for it; the row numbers count these examples."""
 
     @message()
     async def read_batches(self, query: LogQuery) -> BatchPage:
-        """Finished batches after a row; rows count batches."""
+        """Returns the finished batches after the row of the query; the row numbers count batches."""
 
     @message()
     async def read_traces(self, query: TraceQuery) -> RequestTraces:
-        """The decisions behind one answer; none for an answer that is not known."""
+        """Returns the decisions behind one response; none if the log does not know the response."""
 
     @message()
     async def put_artefact(self, artefact: Artefact) -> None:
-        """Keeps a version; it is not current by that. Raises MessageError if its version is not above all others."""
+        """Stores an artefact without making it current. Raises MessageError unless its version is the highest."""
 
     @message()
     async def set_current(self, name: ArtefactName) -> None:
-        """That version, and no other of its kind, is current. Raises MessageError for one that is not kept."""
+        """Makes a version the only current one of its kind. Raises MessageError if that version is not stored."""
 
     @message()
     async def read_artefact(self, name: ArtefactName) -> ArtefactReply:
-        """A version, by default the current one."""
+        """Returns one version of an artefact, by default the current version."""
 
     @message()
     async def artefacts(self) -> ArtefactList:
-        """All versions that are kept, without their data."""
+        """Returns all stored versions without their data."""
 
     @message()
     async def put_object(self, order: PutObject) -> PutVerdict:
-        """Keeps a new object, or the next revision of one."""
+        """Stores a new object or the next revision of an object."""
 
     @message()
     async def find_object(self, name: ObjectName) -> ObjectReply:
-        """A kept object, without its parts."""
+        """Returns a kept object without its parts."""
 
     @message()
     async def list_objects(self, query: ObjectQuery) -> ObjectPage:
-        """Kept objects of one owner."""
+        """Returns the kept objects of one owner."""
 
     @message()
     async def drop_object(self, name: ObjectName) -> ObjectPage:
-        """Drops an object with its parts; answers what it was, or nothing if it was not there."""
+        """Drops an object with its parts; returns the dropped object, or an empty page if there was none."""
 
     @message()
     async def add_parts(self, order: AddParts) -> None:
-        """Adds parts of an object; answers when they are on disk."""
+        """Adds parts of an object; returns when they are on disk."""
 
     @message()
     async def read_parts(self, query: PartsQuery) -> PartsPage:
-        """Parts of an object, from one on."""
+        """Returns parts of an object, beginning with the part that the query names."""
 
     @message()
     async def drop_expired(self, order: DropExpired) -> None:
-        """Drops every kept object whose time is over."""
+        """Drops every kept object that has expired."""
 
 
 class StreamStoreCalls(Protocol):
@@ -120,12 +120,12 @@ class StreamStoreCalls(Protocol):
 
     @message()
     async def change(self, changes: StreamChanges) -> StreamVerdicts:
-        """Writes down what an ingress replica tells of the streams that it runs."""
+        """Stores what an ingress replica reports about the streams that it runs."""
 
     @message()
     async def find(self, name: StreamName) -> StreamFound:
-        """Whether a stream is known, and whose it is."""
+        """Returns whether a stream is known, and its owner."""
 
     @message()
     async def take(self, name: StreamName) -> StreamState | None:
-        """The whole stream, for the ingress replica that runs it from now on; nothing if it is not known."""
+        """Hands a whole stream to the ingress replica that continues it; returns None if the stream is unknown."""

@@ -21,7 +21,7 @@ F = TypeVar("F", bound=Callable[..., Coroutine[Any, Any, Any]])
 R = TypeVar("R")
 
 Meter = Callable[[], AbstractContextManager[None]]
-"""Makes a context that measures what is done inside."""
+"""Makes a context manager that measures the work done inside."""
 
 _MARK = "_farsight_message"
 
@@ -30,14 +30,15 @@ class Peer(Protocol):
     """One other component, as the transport sees it."""
 
     async def call(self, method: str, data: bytes = b"", *, long: bool = False) -> Any:
-        """Its answer, usually ``bytes``; messages to the same peer arrive in order.
+        """Sends a message; returns the answer, usually ``bytes``. Messages to the same peer arrive in order.
 
         Args:
-            long: The answer may take as long as there is nothing to tell; else it is due within ``remote.REPLY_S``.
+            long: The answer may take any time, until there is something to report; else it is due within
+                ``remote.REPLY_S``.
 
         Raises:
-            PeerLost: it is gone. The next call looks for its successor.
-            MessageError: it did not understand.
+            PeerLost: The peer is gone. The next call looks for its successor.
+            MessageError: The peer refused the message as malformed.
         """
         ...
 
@@ -47,9 +48,9 @@ class Message:
     """One method of a contract.
 
     Attributes:
-        request: Type of its argument; None if it takes none.
-        reply: Type of its answer; None if it answers with nothing.
-        is_optional: Whether it may answer with nothing, too.
+        request: Type of the argument; None if the method takes none.
+        reply: Type of the answer; None if the method returns nothing.
+        is_optional: Whether the method may return None instead of a ``reply``.
         is_long: As ``message(long=...)``; ``keep_packed`` as ``message(packed=...)``.
     """
 
@@ -61,14 +62,14 @@ class Message:
     keep_packed: bool
 
     def read_request(self, data: bytes) -> tuple[Any, ...]:
-        """The handler's arguments; raises MessageError."""
+        """Decodes the handler's arguments; raises MessageError."""
         return () if self.request is None else (decode(data, self.request, keep_packed=self.keep_packed),)
 
     def write_reply(self, reply: Any) -> bytes:
         return b"" if reply is None and (self.is_optional or self.reply is None) else encode(reply)
 
     def read_reply(self, data: bytes) -> Any:
-        """What the handler returned; raises MessageError."""
+        """Decodes what the handler returned; raises MessageError."""
         return None if self.reply is None or (self.is_optional and not data) else decode(data, self.reply)
 
 
@@ -76,7 +77,8 @@ def message(*, long: bool = False, packed: bool = False) -> Callable[[F], F]:
     """Declares a method of a contract: ``async def name(self, request: Request) -> Reply``.
 
     Args:
-        long: Its answer may take as long as there is nothing to tell, a model loads or requests drain.
+        long: The answer may take any time: until there is something to report, a model has loaded or requests have
+            drained.
         packed: The handler only counts the tokens in the request and passes them on: they stay ``PackedInts``.
     """
 
@@ -89,7 +91,7 @@ def message(*, long: bool = False, packed: bool = False) -> Callable[[F], F]:
 
 @functools.cache
 def declared(kind: Any) -> dict[str, Message]:
-    """The messages that a component class answers, or that a contract names, by method."""
+    """Returns the messages that a component class answers or a contract declares, by method name."""
     found = {}
     for base in kind.__mro__:
         for name, value in vars(base).items():
@@ -100,10 +102,10 @@ def declared(kind: Any) -> dict[str, Message]:
 
 @functools.cache
 def message_of(function: Callable[..., Any]) -> Message:
-    """What a declared method takes and answers.
+    """Returns the message of a declared method, with the types of its argument and answer.
 
     Raises:
-        TypeError: it takes more than one argument.
+        TypeError: The method takes more than one argument.
     """
     is_long, keep_packed = getattr(function, _MARK)
     hints = typing.get_type_hints(function)
@@ -125,7 +127,7 @@ class _Stub:
 
 
 def stub(contract: Any, peer: Peer, meter: Meter | None = None) -> Any:
-    """An object that has the methods of the contract and sends their messages to the peer.
+    """Makes an object that has the methods of the contract and sends their messages to the peer.
 
     The contract is ``Any`` because mypy accepts no protocol where a class is wanted; ``PeerBook`` gives stubs types.
 
@@ -163,9 +165,9 @@ class Asked(Generic[R]):
     """A question to a component through the handle of its Ray actor, by a thread without an event loop.
 
     Args:
-        handle: Of the actor that hosts the component.
-        method: Of a contract, such as ``SupervisorCalls.counts``.
-        request: Its argument; None if it takes none.
+        handle: Handle of the actor that hosts the component.
+        method: A method of a contract, such as ``SupervisorCalls.counts``.
+        request: The method's argument; None if it takes none.
     """
 
     def __init__(
@@ -176,6 +178,6 @@ class Asked(Generic[R]):
         self.ref: Any = handle.call.remote(component, self._message.name, data)
 
     def read(self, data: bytes) -> R:
-        """The answer, from what ``ray.get(asked.ref)`` returns."""
+        """Decodes the answer from the bytes that ``ray.get(asked.ref)`` returns."""
         reply: R = self._message.read_reply(data)
         return reply

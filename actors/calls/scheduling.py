@@ -1,4 +1,4 @@
-"""What the Router, the replicas' Schedulers and their KV offload managers answer."""
+"""Messages to the Router, the replicas' Schedulers and their KV offload managers."""
 
 from __future__ import annotations
 
@@ -23,95 +23,95 @@ class RouterCalls(Protocol):
 
     @message(packed=True)
     async def submit(self, submit: Submit) -> SubmitReply:
-        """New or resumed requests of one ingress replica; answers where each of them is, or why it is refused."""
+        """Takes new or resumed requests of one ingress replica; returns the place of each, or why it is refused."""
 
     @message()
     async def foresee(self, forecasts: ForecastsMade) -> None:
-        """Predicted output lengths of requests that were submitted before."""
+        """Takes predicted output lengths of requests that were submitted before."""
 
     @message()
     async def outlook(self) -> LoadSnapshot:
-        """What is in flight and what the replicas can take."""
+        """Returns the requests in flight and the capacity of the replicas."""
 
     @message()
     async def explain(self, query: TraceQuery) -> RequestTraces:
-        """The decisions behind an answer that the Router and every Scheduler know."""
+        """Returns the decisions behind one response that the Router and the Schedulers know."""
 
     @message()
     async def abort(self, aborted: Keys) -> None:
-        """Attempts whose clients are gone."""
+        """Aborts attempts whose clients have disconnected."""
 
     @message()
     async def left_waiting(self) -> LeftWaiting:
-        """Requests whose clients left before a replica took them, for the operator's pages."""
+        """Returns the last requests whose clients left before any replica took them, for the operator's pages."""
 
     @message()
     async def announce(self, announced: Announce) -> AnnounceReply:
-        """All that is open at an ingress replica; answers what of it is lost, refused or newly placed."""
+        """Takes all open streams of an ingress replica; returns which are lost, refused or newly placed."""
 
     @message()
     async def introduce(self, row: ComponentStatus) -> None:
-        """An ingress replica's own row in the status."""
+        """Takes an ingress replica's own row of the status."""
 
     @message()
     async def ingress_rows(self) -> ComponentRows:
-        """The ingress replicas that the Router has heard of lately."""
+        """Returns the status rows of the ingress replicas that the Router has heard from lately."""
 
     @message()
     async def model(self) -> ServedModel | None:
-        """What the replicas serve; None before any replica is up."""
+        """Returns the limits of the served model; None before any replica is up."""
 
     @message()
     async def replica_state(self, state: ReplicaState) -> None:
-        """A Scheduler's replica: whether it is up, and what it refused or lost late."""
+        """Takes a replica's state: whether it is up, and requests that it refused or lost after their placement."""
 
     @message()
     async def replica_news(self, news: ReplicaNews) -> None:
-        """What has started, ended or been cached on a replica."""
+        """Takes the requests that started or ended on a replica, and changes of its prefix cache."""
 
     @message()
     async def replica_loads(self) -> ReplicaLoads:
-        """What is on each replica, for the history of the service."""
+        """Returns the load of each replica, for the history of the service."""
 
     @message()
     async def placement(self) -> PlacementView:
-        """How requests are placed, for the operator's page."""
+        """Returns how requests are placed, for the operator's page."""
 
     @message()
     async def drain(self, name: ReplicaName) -> InFlight:
-        """Nothing new goes to that replica; answers how many requests are still on it."""
+        """Stops new placements on a replica; returns the number of requests still on it."""
 
     @message()
     async def end_drain(self, name: ReplicaName) -> None:
-        """That replica takes requests again."""
+        """Resumes placements on a replica."""
 
     @message()
     async def forget(self, name: ReplicaName) -> None:
-        """That replica will not come back."""
+        """Drops a replica that will not come back."""
 
 
 class ReplicaCalls(Protocol):
-    """What stands for a replica, as the Router sees it: a Scheduler, or the backend of another server."""
+    """What the Router asks of a replica: of its Scheduler, or of the backend of an external server."""
 
     @message()
     async def submit(self, submit: Submit) -> Refusals:
-        """Requests placed on this replica; answers those that it refuses at once, usually none."""
+        """Takes requests placed on this replica; returns the ones that it refuses at once, usually none."""
 
     @message()
     async def foresee(self, forecasts: ForecastsMade) -> None:
-        """Predicted output lengths of requests that were placed here."""
+        """Takes predicted output lengths of requests that were placed on this replica."""
 
     @message()
     async def abort(self, aborted: Keys) -> None:
-        """These attempts and earlier ones of the same requests are forgotten."""
+        """Aborts these attempts and earlier attempts of the same requests."""
 
     @message()
     async def unknown(self, asked: Keys) -> Keys:
-        """Those of these attempts that are not here."""
+        """Returns which of these attempts are not on this replica."""
 
     @message()
     async def explain(self, query: TraceQuery) -> RequestTraces:
-        """Decisions behind an answer: of requests that are here, and of those whose record is not in the log yet."""
+        """Returns the decisions behind one response: of requests on this replica and of traces not yet in the log."""
 
 
 class SchedulerCalls(ReplicaCalls, Protocol):
@@ -119,11 +119,11 @@ class SchedulerCalls(ReplicaCalls, Protocol):
 
     @message()
     async def cached(self) -> CacheReply:
-        """All that the replica's worker caches."""
+        """Returns the whole prefix cache of the replica's worker."""
 
     @message()
     async def live(self, query: LiveQuery) -> ReplicaLive:
-        """What is on the replica now, for the operator's pages."""
+        """Returns the requests on the replica now, for the operator's pages."""
 
 
 class KVOffloadCalls(Protocol):
@@ -131,12 +131,12 @@ class KVOffloadCalls(Protocol):
 
     @message()
     async def observe(self, report: StepReport) -> None:
-        """A report of the replica's worker, from its Scheduler."""
+        """Takes a report of the replica's worker, from its Scheduler."""
 
     @message()
     async def decide(self, question: OffloadQuestion) -> OffloadOrders:
-        """Whose KV goes out and comes back; asked by the replica's Scheduler."""
+        """Chooses the requests whose KV is offloaded, dropped or uploaded; asked by the replica's Scheduler."""
 
     @message()
     async def usage(self) -> KVUsage:
-        """Where the KV of the replica is, and how much has moved."""
+        """Returns where the KV of the replica is, and how much KV has moved."""

@@ -1,4 +1,4 @@
-"""What the Supervisor answers."""
+"""Messages to the Supervisor."""
 
 from __future__ import annotations
 
@@ -17,39 +17,41 @@ class SupervisorCalls(Protocol):
 
     @message(long=True)
     async def started(self) -> None:
-        """Answers once every component has started once; raises FarsightError if one cannot start."""
+        """Returns once every component has started once; raises FarsightError if a component cannot start."""
 
     @message()
     async def start_state(self) -> StartState:
-        """How far ``started`` is."""
+        """Returns which hosts have started and which ones ``started`` still waits for."""
 
     @message()
     async def counts(self) -> ComponentCounts:
-        """How many components of each kind there should be."""
+        """Returns the desired number of components of each kind."""
 
     @message(long=True)
     async def scale(self, scale: Scale) -> ComponentCounts:
-        """Answers when all is up, or drained and gone. Raises MessageError: an unknown kind or an impossible number."""
+        """Sets the number of components of a kind; returns when they are ready or removed. Raises MessageError for an
+        unknown kind or an impossible number."""
 
     @message(long=True)
     async def drain_replica(self, order: DrainReplica) -> ComponentCounts:
-        """Answers when the replica is out, or back. Raises MessageError: there is none, or none would be left."""
+        """Takes a replica out or back; returns when done. Raises MessageError if it is unknown or the last one left."""
 
     @message(long=True)
     async def upgrade(self, order: Upgrade) -> ServedWeights:
-        """Answers when every replica runs the new weights. Raises FarsightError: none does, or one is under way."""
+        """Rolls out new weights or settings; returns when every replica runs them. Raises FarsightError if the upgrade
+        fails, so that every replica runs the old version again, or if another upgrade is under way."""
 
     @message()
     async def report_ingress(self, report: IngressReport) -> IngressOrders:
-        """An ingress replica lives, and asks what it should do."""
+        """Takes an ingress replica's sign of life; returns its orders."""
 
     @message()
     async def drain_service(self, order: DrainService) -> DrainProgress:
-        """Has every ingress replica refuse new requests; says how far that is. To be repeated."""
+        """Has every ingress replica refuse new requests; returns the progress. The caller repeats the message."""
 
     @message()
     async def count_tenants(self, report: TenantReport) -> TenantBudgets:
-        """What is left for each tenant in the report, over all ingress replicas."""
+        """Returns the budget left for each tenant in the report, over all ingress replicas."""
 
     @message()
     async def tenant_usage(self) -> TenantUsages:
@@ -57,20 +59,20 @@ class SupervisorCalls(Protocol):
 
     @message()
     async def count_traffic(self, counts: TrafficCounts) -> None:
-        """What an ingress replica has counted, for the history of the service."""
+        """Takes the counts of an ingress replica, for the history of the service."""
 
     @message()
     async def seen(self) -> SeenService | None:
-        """The service as it was when the last second ended; None if that is not known of all of it."""
+        """Returns the last observation of the service; None if the observation is old or incomplete."""
 
     @message()
     async def series(self, query: SeriesQuery) -> SeriesReply:
-        """The history of the service."""
+        """Returns the history of the service."""
 
     @message()
     async def replica_series(self, query: SeriesQuery) -> TableReply:
-        """The loads of the replicas over time."""
+        """Returns the loads of the replicas over time."""
 
     @message()
     async def component_series(self, query: ComponentsQuery) -> ComponentsReply:
-        """Queues, rates, health and restarts of the components of a kind over time."""
+        """Returns queues, rates, health and restarts of the components of a kind over time."""

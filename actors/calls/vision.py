@@ -1,4 +1,4 @@
-"""What an ImageEncoder answers."""
+"""Messages to an ImageEncoder."""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ class ImageEncoderCalls(Protocol):
 
     @message(long=True)
     async def encode(self, order: EncodeImages) -> EncodedImages:
-        """The rows of each picture, or why it has none."""
+        """Returns the rows of each picture, or why the picture has none."""

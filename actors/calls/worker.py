@@ -1,4 +1,4 @@
-"""What computes answers: the ModelWorker, and the backend of another server in its place."""
+"""Messages to a ModelWorker, or to the backend of an external server in its place."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class RankTicket:
 
 
 class TokenCalls(Protocol):
-    """Where ingress replicas fetch tokens."""
+    """What ingress replicas fetch tokens from."""
 
     @message(long=True)
     async def poll_tokens(self, poll: TokenPoll) -> TokenBatches:
-        """Acknowledges tokens and waits for more; after a while it answers with none."""
+        """Acknowledges tokens and waits for more; returns none after a while without new tokens."""
 
 
 class WorkerCalls(TokenCalls, Protocol):
@@ -32,15 +32,15 @@ class WorkerCalls(TokenCalls, Protocol):
 
     @message(long=True)
     async def gather(self) -> RankTicket:
-        """Where the other ranks of the replica are to come to; waits until rank 0 listens."""
+        """Waits until rank 0 listens; returns the address to which the other ranks of the replica connect."""
 
     @message(long=True)
     async def connect(self) -> WorkerState:
-        """A Scheduler takes over, and waits until the model is loaded."""
+        """Gives the calling Scheduler a new lease; returns when the model is loaded."""
 
     @message(long=True)
     async def push_plan(self, plan: Plan) -> None:
-        """Applies at the next step boundary."""
+        """Applies a plan at the next step boundary."""
 
     @message(long=True)
     async def poll_report(self, poll: ReportPoll) -> StepReport:

@@ -58,10 +58,10 @@ from policies.replica.events import (
 )
 
 SAY_AGAIN_S = 1.0
-"""The Router gets the replica's state at least this often, in seconds, so that a new Router soon knows it."""
+"""Seconds after which the Router gets the replica's state again, so that a new Router soon knows the replica."""
 
 NEWS_S = 0.05
-"""Starts and ends of requests are collected for so many seconds and reported to the Router in one message."""
+"""Seconds for which starts and ends of requests are collected before one message reports them to the Router."""
 
 LOOK_S = 0.25
 """Seconds between two ``ProbeTick`` events to the state machine, and between two counts of the queues."""
@@ -327,7 +327,7 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
             await wait_for(self._news_due, SAY_AGAIN_S if told else LOOK_AGAIN_S)
 
     async def _tell_events(self) -> None:
-        """Reports starts and ends. One lost with a Router does no harm: its successor asks the ingress replicas."""
+        """Reports starts and ends of requests. A report may be lost with a Router: its successor asks the ingress."""
         while True:
             await self._events_due.wait()
             await asyncio.sleep(NEWS_S)
@@ -338,7 +338,7 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
 
     @staticmethod
     async def _try(call: Awaitable[None]) -> bool:
-        """Whether the Router received the message."""
+        """Returns whether the Router received the message."""
         try:
             await call
         except PeerLost:
@@ -346,7 +346,7 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
         return True
 
     async def _watch_ingresses(self) -> None:
-        """Aborts requests of ingress replicas that have died. One that is silent is asked about; it may be busy."""
+        """Aborts requests of ingress replicas that have died. Ray is asked about a silent one, which may be busy."""
         while True:
             await asyncio.sleep(TICK_S)
             for ingress_id in await self.context.gone(self._channels.silent(self._machine.ingress_ids)):

@@ -1,4 +1,4 @@
-"""One request at an external server: turns its chunks into the deltas of our token path."""
+"""One request at an external server: turns its chunks into the deltas of the token path."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class BackendStream:
         self._usage: TokenUsage | None = None
 
     def take(self, chunk: Chunk) -> TokenDelta | None:
-        """The delta of a chunk; None if it has no text. Finish reason and usage are kept for ``end``."""
+        """Returns the delta of a chunk; None if it has no text. Keeps finish reason and usage for ``end``."""
         self._finish_reason = chunk.finish_reason or self._finish_reason
         self._usage = chunk.usage or self._usage
         return self._delta(chunk.text, 1) if chunk.text else None
 
     def end(self) -> TokenDelta:
-        """The last delta; it corrects the token count and tells how many prompt tokens were cached."""
+        """Returns the last delta, which corrects the token count and gives the number of cached prompt tokens."""
         begun_at, missing = len(self.request.output_ids), 0
         if self._usage is not None:
             missing = max(0, begun_at + self._usage.completion_tokens - self._output_len)

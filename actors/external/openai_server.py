@@ -42,13 +42,13 @@ _PROBE_CHAT = PromptSource(messages=(("user", "a"),))
 _PROBE_TEXT = PromptSource("a")
 
 MAX_PAGE_BYTES = 1 << 20
-"""Most of a list of models, or of a page of health, that is read."""
+"""Most bytes that are read of a list of models or of a health page."""
 
 MAX_REFUSAL_BYTES = 16_384
 
 
 def find_api_key(config: ReplicaConfig) -> str:
-    """The API key of a replica; empty if none is configured.
+    """Returns the API key of a replica; empty if none is configured.
 
     Raises:
         ConfigError: The environment variable is not set.
@@ -61,7 +61,7 @@ def find_api_key(config: ReplicaConfig) -> str:
 
 
 class Reading:
-    """Whether the client of a stream reads. While it does not, we do not read from the server either.
+    """Whether the client of a stream reads. While the client does not, Farsight does not read from the server either.
 
     The connection's buffers then fill and the server pauses, as it would for a slow client of its own.
     """
@@ -112,7 +112,7 @@ class OpenAIServer:
             await self._session.close()
 
     async def complete(self, request: Request, reading: Reading) -> AsyncGenerator[Chunk, None]:
-        """The chunks of one completion; the last non-empty one has the finish reason or the usage.
+        """Yields the chunks of one completion; the last non-empty chunk has the finish reason or the usage.
 
         Raises:
             BackendFailed: The answer did not end, or came too slowly.
@@ -177,7 +177,7 @@ class OpenAIServer:
         return by_tokens(request, self.model)
 
     async def _check_health(self) -> None:
-        """``GET /health``. A server that answers that it has no such path is not asked again."""
+        """Sends ``GET /health``. A server that answers that it has no such path is not asked again."""
         try:
             await self._get("/health", may_lack=True)
         except BackendFailed as error:
@@ -205,7 +205,7 @@ class OpenAIServer:
         headers = {"Content-Type": "application/json"}
         if call.traceparent:
             headers["traceparent"] = call.traceparent
-        # Where a server sends us is no address that an operator has named: it might be one of the inner network.
+        # No redirects: the server could name an address that no operator has configured, as in the inner network.
         return self._session.post(url, data=json.dumps(call.body), headers=headers, allow_redirects=False)
 
 
@@ -245,9 +245,10 @@ class _Reply:
 
 
 async def _in_time(work: Any, due_at: float, message: str) -> Any:
-    """
+    """Waits for ``work`` until ``due_at``.
+
     Raises:
-        BackendFailed: the network failed, or the time is up.
+        BackendFailed: The network failed, or the time is up.
     """
     try:
         async with asyncio.timeout_at(due_at):

@@ -16,10 +16,10 @@ MAX_SEED = 2**63 - 1
 """The largest seed that every server accepts."""
 
 MAX_MESSAGE = 300
-"""Characters of a server's error text that are passed on."""
+"""Most characters of a server's error text that are passed on."""
 
 MAX_EVENT_BYTES = 1 << 20
-"""Longest event of a stream."""
+"""Most bytes of an event of a stream."""
 
 DONE = b"[DONE]"
 
@@ -31,7 +31,7 @@ CHATS = "/v1/chat/completions"
 
 
 class BackendFailed(FarsightError):
-    """The external server did not do what it was asked."""
+    """The external server did not do what it was asked to do."""
 
     def __init__(self, failure: ServerFailure) -> None:
         self.failure = failure
@@ -85,7 +85,7 @@ class ServerCall:
 
 
 Decode = Callable[[Sequence[int], Sequence[int]], str]
-"""(preceding token ids, token ids) -> text of the latter."""
+"""(preceding token ids, token ids) -> text of the second ids."""
 
 
 def _traceparent(request: Request) -> str:
@@ -93,7 +93,7 @@ def _traceparent(request: Request) -> str:
 
 
 def by_tokens(request: Request, model: str) -> ServerCall:
-    """A completion whose prompt is token ids, so that both sides mean the same tokens.
+    """Makes a completion request whose prompt is token ids, so that both sides mean the same tokens.
 
     The output of an earlier attempt is appended to the prompt and subtracted from the limits. All sampling parameters
     are sent, neutral values too, because some servers have other defaults (vLLM takes them from the model's
@@ -108,7 +108,7 @@ def by_tokens(request: Request, model: str) -> ServerCall:
 
 
 def by_text(request: Request, model: str, decode: Decode) -> ServerCall:
-    """A chat or a completion as the client wrote it: OpenAI's own fields, and extensions only if they are not neutral.
+    """Makes a chat or completion request from the client's text: OpenAI's own fields, and extensions if not neutral.
 
     Args:
         decode: Decodes a prompt that came as token ids, and output of an earlier attempt.
@@ -131,7 +131,7 @@ def by_text(request: Request, model: str, decode: Decode) -> ServerCall:
 
 
 def _sampling(request: Request) -> dict[str, Any]:
-    """Fields that every server supports."""
+    """Makes the fields that every server supports."""
     sampling = request.sampling
     body: dict[str, Any] = {
         "max_tokens": sampling.max_new_tokens - len(request.output_ids),
@@ -152,7 +152,7 @@ def _sampling(request: Request) -> dict[str, Any]:
 
 
 def _extensions(request: Request) -> dict[str, Any]:
-    """Fields that vLLM has added, and other servers after it."""
+    """Makes the fields that vLLM has added and other servers have copied."""
     sampling = request.sampling
     body: dict[str, Any] = {
         "top_k": sampling.top_k or -1,
@@ -177,7 +177,7 @@ class EventReader:
         self._rest = b""
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The data of each event that is complete now; comments and other fields are left out.
+        """Yields the data of each event that ``data`` completes; skips comments and other fields.
 
         Raises:
             BackendFailed: An event has no end.
@@ -220,7 +220,7 @@ def parse_chunk(data: bytes, model: str) -> Chunk:
 
 
 def _told(body: dict[str, Any]) -> BackendFailed:
-    """An error event within a stream. Some servers (vLLM) report there what the HTTP status can no longer tell."""
+    """Reads an error event in a stream. Some servers (vLLM) report there what the HTTP status can no longer tell."""
     error = body["error"]
     message = f"the server reports: {error_message(body)}"
     code = error.get("code") if isinstance(error, dict) else None
@@ -229,7 +229,7 @@ def _told(body: dict[str, Any]) -> BackendFailed:
 
 
 def _usage(raw: Any) -> TokenUsage | None:
-    """The usage, as far as it is well formed; servers may leave it out."""
+    """Returns the usage, as far as it is well formed; None without a count of completion tokens."""
     if not isinstance(raw, dict) or type(raw.get("completion_tokens")) is not int:
         return None
     details = raw.get("prompt_tokens_details")
@@ -238,7 +238,7 @@ def _usage(raw: Any) -> TokenUsage | None:
 
 
 def find_model(data: bytes, model: str) -> ListedModel:
-    """The model of that name in the answer to ``GET /v1/models``.
+    """Finds the model of that name in the answer to ``GET /v1/models``.
 
     Raises:
         BackendFailed: The list is malformed, or does not name the model.
@@ -255,7 +255,7 @@ def find_model(data: bytes, model: str) -> ListedModel:
 
 
 def refusal(status: int, data: bytes, *, may_lack: bool = False) -> ServerFailure:
-    """The fault behind a reply with another status than 200.
+    """Returns the fault behind a reply whose status is not 200.
 
     Args:
         may_lack: The requested path is optional for a server.
@@ -273,7 +273,7 @@ def refusal(status: int, data: bytes, *, may_lack: bool = False) -> ServerFailur
 
 
 def error_message(body: dict[str, Any]) -> str:
-    """The message of an error object, in OpenAI's form or in the plain form of older servers."""
+    """Returns the message of an error object, in OpenAI's form or in the plain form of older servers."""
     error = body.get("error")
     if isinstance(error, dict):
         error = error.get("message")

@@ -14,7 +14,7 @@ from core.messages.log import Artefact, ArtefactName
 from predictor.applications.reading import SECRET_BYTES
 
 KIND = "application-keys"
-"""Kind of the artefact that holds it, in its only version."""
+"""Kind of the artefact whose only version holds the secret."""
 
 _NAME = ArtefactName(KIND, 1)
 
@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 
 
 async def application_secret(log_store: LogStoreCalls) -> bytes:
-    """The secret that the log holds; the first that asks writes it.
+    """Returns the secret that the log holds; the first predictor that asks writes the secret.
 
-    While the log cannot be had, the predictor waits for it for some seconds, and then takes a secret of its own. What
-    it learns serves until it ends: the name of its features holds the name of the secret, so that they mix with no
-    others.
+    While the log is unavailable, a predictor waits for some seconds and then takes a secret of its own. What this
+    predictor learns is lost when it ends: the name of its features contains the name of the secret, so that these
+    features are not mixed with others.
     """
     own = secrets.token_bytes(SECRET_BYTES)
     for _ in range(NUM_TRIES):

@@ -1,4 +1,4 @@
-"""How long batches take: learned from what ran, kept in the log."""
+"""Learns the duration of batches from batches that ran; the log keeps the versions."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ KIND = "batch-times"
 """Kind of the artefact."""
 
 LOOK_S = 2.0
-"""How often it is seen whether learning is due."""
+"""Seconds between two checks whether learning is due."""
 
 NUM_SCORED = 200
-"""Estimates that a version's score is the mean error of."""
+"""Number of estimates whose mean error is a version's score."""
 
 logger = logging.getLogger(__name__)
 
 
 class BatchTimeLearner:
-    """A ``BatchTimes`` with what it needs around it: step costs of the same component, versions in the log store.
+    """Feeds a ``BatchTimes`` with step costs and ended batches, and keeps its versions in the log store.
 
-    Every ServingTimeEstimator hears of every batch and learns by itself. The first one stores each version that has
-    learned something, so that the next process goes on from there.
+    Every ServingTimeEstimator hears of every batch and learns by itself. The first estimator stores each version that
+    has learned something, and a later process continues from that version.
 
     Raises:
         ConfigError: The artefact that the configuration names cannot be read.
@@ -64,22 +64,22 @@ class BatchTimeLearner:
         self._times.price(cost)
 
     def estimates_s(self, shapes: Sequence[BatchShape]) -> list[float]:
-        """Seconds of each batch."""
+        """Returns the estimated seconds of each batch."""
         return self._times.estimates_s([(each.num_requests, each.batch_len, each.generation_len) for each in shapes])
 
     def ended(self, batch: ServedBatchTime) -> None:
-        """A batch has run to its end."""
+        """Takes a batch that has run to its end as an example."""
         shape = batch.shape
         try:
             served = ServedBatch(shape.num_requests, shape.batch_len, shape.generation_len, batch.duration_s)
         except InvalidValueError:
-            return  # it generated nothing
+            return  # the batch generated nothing
         self._times.observe(served)
         self._num_observed += 1
         self._errors_s.append(abs(batch.estimated_s - batch.duration_s))
 
     async def run(self) -> None:
-        """Until cancelled. While the log store is away nothing is lost: the next version holds what this one would."""
+        """Learns until cancelled. While the log store is away nothing is lost: a later version holds all of it."""
         is_loaded = await self._load()
         while True:
             await asyncio.sleep(LOOK_S)
@@ -88,11 +88,11 @@ class BatchTimeLearner:
                 await self._learn()
 
     async def _load(self) -> bool:
-        """Goes on from what an earlier life has learned; False if that cannot be known yet."""
+        """Loads what an earlier process has learned; returns False while the log store does not answer."""
         try:
             artefact = (await self._log_store.read_artefact(ArtefactName(KIND))).artefact
         except FarsightError:
-            return False  # it is not there, or has not opened its file yet
+            return False  # the log store is not there, or has not opened its file yet
         if artefact is not None:
             try:
                 times = await asyncio.to_thread(BatchTimes.from_bytes, artefact.data, self._cost, self._how)
@@ -113,7 +113,7 @@ class BatchTimeLearner:
             await self._save()
 
     async def _save(self) -> None:
-        """Stores what is known as the next version, and makes it the current one."""
+        """Stores what is known as the next version and makes that version current."""
         score = sum(self._errors_s) / len(self._errors_s) if self._errors_s else None
         note = "learned while serving; the score is the mean error of the estimates before, in seconds"
         try:
@@ -124,7 +124,7 @@ class BatchTimeLearner:
             await self._log_store.put_artefact(artefact)
             await self._log_store.set_current(ArtefactName(KIND, version))
         except PeerLost:
-            return  # it comes back
+            return  # the log store will be back
         except FarsightError:
             logger.exception("%s could not be stored", KIND)
             return
@@ -132,7 +132,7 @@ class BatchTimeLearner:
 
 
 def _trained(directory: str, cost: StepCost, learning: BatchLearning) -> BatchTimes:
-    """What ``farsight train --estimator`` has learned; without it, one that knows no batch."""
+    """Loads what ``farsight train --estimator`` has learned; without a directory, starts from no batch."""
     if not directory:
         return BatchTimes(cost, learning=learning)
     try:

@@ -1,4 +1,4 @@
-"""Answers to "how long will it be?", several at a time, in a thread, within a share of one core."""
+"""Forecasts of output lengths, several at a time, in a thread, within a share of one core."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ForecastServer:
     Args:
         predictor: The version that serves; ``swap`` replaces it between batches.
         cpu_share: Share of one core that full forecasts may take; beyond it forecasts use fewer features.
-        degraded: Is told so, and when the model fails.
+        degraded: Is notified when fewer features are used and when the model fails.
     """
 
     def __init__(self, predictor: TextPredictor, cpu_share: float, degraded: Degraded) -> None:
@@ -60,7 +60,7 @@ class ForecastServer:
         self.predictor = predictor
 
     async def answer(self, questions: Sequence[ForecastQuestion]) -> list[ForecastAnswer]:
-        """One answer for each question.
+        """Returns one answer for each question.
 
         Raises:
             FarsightError: The model failed on the batch that holds them.
@@ -76,7 +76,7 @@ class ForecastServer:
             self._num_open -= len(questions)
 
     async def run(self) -> None:
-        """Serves until cancelled. An exception in a batch is raised to the callers of its questions."""
+        """Serves until cancelled. An exception in a batch is raised in the callers of its questions."""
         loop = asyncio.get_running_loop()
         while True:
             batch = [await self._asked.get()]

@@ -40,10 +40,10 @@ POLL_S = 0.5
 """Seconds between two checks whether a fit has ended."""
 
 PAGE = 250
-"""Examples read at once."""
+"""Most examples read at once."""
 
 FIT_TIMEOUT_S = 600.0
-"""A fit that takes more seconds is given up."""
+"""Seconds after which a fit is given up."""
 
 _END = 2**63 - 1
 """A row number above that of any log."""
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 
 class LengthLearner:
-    """Reads examples from the log; periodically fits a new version to those that were predicted badly.
+    """Reads examples from the log; periodically fits a new version to the examples that were predicted badly.
 
     Args:
         current: The version that serves.
@@ -103,7 +103,7 @@ class LengthLearner:
     async def _read(self) -> None:
         if self._row is None:
             last_row = (await self._page(_END, 0)).last_row
-            # What ended before an untrained one came, or came back, are its first examples.
+            # The requests that ended before an untrained predictor started are its first examples.
             self._row = max(last_row - 2 * MAX_OWN_EXAMPLES, 0) if is_untrained(self._current) else last_row
         while True:
             page = await self._page(self._row, PAGE)
@@ -116,7 +116,7 @@ class LengthLearner:
         return await self._log_store.read_examples(LogQuery(after_row, limit))
 
     def _outcome(self, example: LoggedExample) -> PredictionOutcome[Sample] | None:
-        """None if the request has no logged features, or features of another set."""
+        """Makes a training outcome; None if the request has no logged features or features of another set."""
         forecast, finished = example.forecast, example.finished
         if forecast.feature_set != self._feature_set or len(forecast.features) != 4 * self._width:
             return None

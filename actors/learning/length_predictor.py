@@ -28,7 +28,7 @@ PERIOD_S = 1.0
 """Seconds between two reads of the log."""
 
 WINDOW = 1000
-"""Finished requests that a forecast rests on."""
+"""Number of finished requests that a forecast is computed from."""
 
 PAGE = 1000
 """Records read at once: decoding them holds up the event loop for about 6 ms."""
@@ -58,7 +58,7 @@ class LengthPredictor(Component, LengthPredictorCalls):
         self._show()
 
     async def start(self) -> None:
-        """Loads the artefact of ``farsight train`` if one is configured, or the one that it learned from its traffic.
+        """Loads the artefact of ``farsight train`` if one is configured, else the version learned from own traffic.
 
         Raises:
             ConfigError: The artefact or its encoder cannot be loaded.
@@ -149,5 +149,5 @@ class LengthPredictor(Component, LengthPredictorCalls):
 
 @functools.cache
 def _gauge(registry: CollectorRegistry) -> Gauge:
-    """One for each registry: a predictor may be stopped and another one started in the same process."""
+    """Makes one gauge for each registry: a process may stop a predictor and start another."""
     return Gauge("farsight:forecast_mean_tokens", "Expected output length of a request.", registry=registry)

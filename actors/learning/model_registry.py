@@ -30,7 +30,7 @@ class ModelRegistry:
         self._broken: set[int] = set()
 
     async def newest(self, above: int) -> TrainedModel | None:
-        """The current version if it is above ``above``; if it is damaged, the newest intact one between the two.
+        """Returns the newest intact version above ``above`` and not above the current version; None if there is none.
 
         Raises:
             PeerLost: The log store does not answer.
@@ -73,5 +73,5 @@ class ModelRegistry:
 
 @functools.cache
 def _errors(registry: CollectorRegistry) -> Counter:
-    """One for each registry: a predictor may be stopped and another one started in the same process."""
+    """Makes one counter for each registry: a process may stop a predictor and start another."""
     return Counter("farsight:forecast_artefact_errors", "Versions of a predictor that were damaged.", registry=registry)

@@ -24,7 +24,7 @@ from estimator.step_profile import StepProfile
 from policies.compose import is_batch_mode
 
 PAUSE_S = 2.0
-"""After a fault in learning: estimates are answered meanwhile."""
+"""Seconds of pause after a fault in learning; estimates are answered meanwhile."""
 
 TERMS = ("step", "prefill_token", "decode_seq", "context_token", "prefill_pair")
 """Names of the coefficients, in the order of ``StepProfile.coefficients``."""
@@ -33,7 +33,7 @@ TERMS = ("step", "prefill_token", "decode_seq", "context_token", "prefill_pair")
 class ServingTimeEstimator(Component, ServingTimeEstimatorCalls):
     """Keeps one step-time profile for each replica, and in batch mode the nearest neighbours of Magnus.
 
-    The Schedulers send the samples of steps, the Batcher batches that have ended.
+    The Schedulers send samples of steps; the Batcher sends batches that have ended.
     """
 
     kind = "ServingTimeEstimator"
@@ -90,7 +90,7 @@ def _row(replica: str, profile: StepProfile) -> ReplicaStepProfile:
 
 @functools.cache
 def _gauge(registry: CollectorRegistry) -> Gauge:
-    """One for each registry: several estimators may share a process, and each has its own replicas."""
+    """Makes one gauge for each registry: several estimators, each with its own replicas, may share a process."""
     return Gauge(
         "farsight:step_profile_seconds",
         "Fitted seconds of a step, and of each unit of work in it.",

@@ -34,7 +34,7 @@ from predictor.text_predictor import TextPredictor
 logger = logging.getLogger(__name__)
 
 KEEP_UP_S = 5.0
-"""Seconds between two looks for a newer version, by a predictor that does not learn itself."""
+"""Seconds between two searches for a newer version, by a predictor that does not learn itself."""
 
 
 class TextForecasts:
@@ -72,7 +72,7 @@ class TextForecasts:
     async def load(
         cls, context: ComponentContext, log_store: LogStoreCalls, history: HistoryPredictor
     ) -> TextForecasts:
-        """Loads the configured artefact, else begins an own one; or the newest version learned from it since.
+        """Loads the configured artefact, or makes an untrained one; uses the newest version learned from it since.
 
         Raises:
             ConfigError: The artefact or its encoder cannot be loaded.
@@ -94,7 +94,7 @@ class TextForecasts:
         return forecasts
 
     def work(self) -> list[Coroutine[Any, Any, None]]:
-        """Coroutines that must run as long as it serves."""
+        """Returns the coroutines that must run as long as the predictor serves."""
         work = [self._server.run(), self._outbox.run()]
         if self._settings.learn and can_be_retrained(self._artefact):
             learner = LengthLearner(self._log_store, self._registry, self._artefact, self._use, self._settings)
@@ -107,7 +107,7 @@ class TextForecasts:
         return self._server.num_open
 
     async def answer(self, questions: Sequence[ForecastQuestion]) -> list[Forecast]:
-        """One forecast for each question; logs them together with their features."""
+        """Returns one forecast for each question; logs the forecasts together with their features."""
         answers = await self._server.answer(questions)
         now = time.time()
         for question, answer in zip(questions, answers, strict=True):
@@ -139,7 +139,7 @@ class TextForecasts:
 
 @functools.cache
 def _version(registry: CollectorRegistry) -> Gauge:
-    """One for each registry: a predictor may be stopped and another one started in the same process."""
+    """Makes one gauge for each registry: a process may stop a predictor and start another."""
     return Gauge("farsight:forecast_version", "Version of the predictor that serves.", registry=registry)
 
 
@@ -171,7 +171,7 @@ def _begin_with_encoder(settings: PredictorConfig, weights: str) -> tuple[Traine
 
 
 def _record(request_id: str, made_at: float, answer: ForecastAnswer, features: str) -> ForecastRecord:
-    """The log record of a forecast. Wide features are left out: no learner trains on them."""
+    """Makes the log record of a forecast. Wide features are left out: no learner trains on them."""
     forecast = answer.forecast
     fits = len(answer.features) <= 4 * MAX_FEATURES
     return ForecastRecord(

@@ -20,14 +20,14 @@ class KeptBackend(Protocol):
     """Every operation takes effect as a whole or not at all, and is durable when it returns."""
 
     async def put(self, order: PutObject) -> PutVerdict:
-        """Stores an object, or its next revision."""
+        """Stores an object or its next revision."""
 
     async def find(self, name: ObjectName) -> KeptObject | None: ...
 
     async def list(self, query: ObjectQuery) -> tuple[KeptObject, ...]: ...
 
     async def drop(self, name: ObjectName) -> bool:
-        """Drops an object with its parts; whether it was there."""
+        """Drops an object with its parts; returns whether the object was there."""
 
     async def add_parts(self, order: AddParts) -> None: ...
 
@@ -41,7 +41,7 @@ MAX_INDICES = 1_000_000
 
 
 def within(rows: list[tuple[int, bytes]], max_bytes: int) -> tuple[ObjectPart, ...]:
-    """The first parts, with no more than ``max_bytes`` together; at least one if there is one."""
+    """Returns the first parts that together have at most ``max_bytes``; at least one part if there is any."""
     found: list[ObjectPart] = []
     total = 0
     for index, data in rows:

@@ -1,7 +1,7 @@
 """Kept objects on the Redis server of the log. Every operation is one script, so that all of it happens or nothing.
 
-A hash holds the objects under ``kind:id``; a sorted set for each kind and owner has their ids by time of creation; one
-of all has those that expire; a hash for each object holds its parts; a hash counts the bytes of owners.
+A hash holds the objects under ``kind:id``. A sorted set for each kind and owner has the ids by time of creation, and
+one sorted set has all objects that expire. A hash for each object holds its parts; a hash counts the bytes of owners.
 """
 
 from __future__ import annotations

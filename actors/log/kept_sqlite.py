@@ -31,7 +31,7 @@ _Session = Callable[[], AbstractAsyncContextManager[aiosqlite.Connection]]
 class KeptSqlite:
     """
     Args:
-        transaction, reading: The log's: the connection, while no other operation uses it.
+        transaction, reading: Contexts of the log that give its connection while no other operation uses it.
     """
 
     def __init__(self, transaction: _Session, reading: _Session) -> None:

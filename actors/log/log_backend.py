@@ -45,7 +45,7 @@ class Retention:
 
     Attributes:
         max_rows: Most records of each kind; the oldest are dropped.
-        max_artefacts: Most versions of each kind of artefact; the newest are kept, and the current one.
+        max_artefacts: Most versions of each kind of artefact; the newest versions and the current one are kept.
     """
 
     max_rows: int
@@ -57,7 +57,7 @@ class LogBackend(Protocol):
 
     Attributes:
         errors: Exceptions that every operation may raise when the storage fails.
-        kept: What clients have left in the same storage.
+        kept: Objects of clients in the same storage.
     """
 
     errors: tuple[type[Exception], ...]
@@ -66,7 +66,7 @@ class LogBackend(Protocol):
     def kept(self) -> KeptBackend: ...
 
     async def open(self) -> None:
-        """Opens the log; creates it if there is none, and migrates a log of an earlier version.
+        """Opens the log; creates a missing log and migrates a log of an earlier version.
 
         Raises:
             ConfigError: The place holds something else, or the storage must not be trusted with a log.
@@ -76,22 +76,22 @@ class LogBackend(Protocol):
         """Closes the log; allowed if it was never opened."""
 
     async def write(self, records: Sequence[Record]) -> dict[str, int]:
-        """Appends records that are new, drops the oldest beyond the limit; returns the number of new ones by kind."""
+        """Appends new records and drops the oldest beyond the limit; returns the number of new records by kind."""
 
     async def read_requests(self, query: LogQuery) -> LogPage:
-        """O(records read)."""
+        """Returns the finished requests after a row. O(records read)."""
 
     async def read_examples(self, query: LogQuery) -> ExamplePage:
-        """O(records read)."""
+        """Returns the examples after a row. O(records read)."""
 
     async def read_batches(self, query: LogQuery) -> BatchPage:
-        """O(records read)."""
+        """Returns the finished batches after a row. O(records read)."""
 
     async def read_traces(self, response_id: str) -> tuple[RequestTrace, ...]:
-        """The traces of the requests behind an answer, in order of ``trace_id``. O(log records + found)."""
+        """Returns the traces of the requests behind a response, by ``trace_id``. O(log records + found)."""
 
     async def put_artefact(self, artefact: Artefact) -> bool:
-        """Stores a new version, drops the oldest ones beyond the limit; False if this very version is stored already.
+        """Stores a new version and drops the oldest beyond the limit; returns False if the version is stored already.
 
         Raises:
             MessageError: A later version has been stored, or this version with another content.
@@ -105,23 +105,23 @@ class LogBackend(Protocol):
         """
 
     async def artefact(self, kind: str, version: int | None) -> Artefact | None:
-        """A version, or the current one; None if there is none."""
+        """Returns one version, or the current version for None; None if it is not stored."""
 
     async def artefacts(self) -> tuple[ArtefactInfo, ...]:
-        """All stored versions, by kind and version."""
+        """Returns all stored versions, ordered by kind and version."""
 
     async def num_bytes(self) -> int | None:
-        """Stored size in bytes; None if it is expensive to determine."""
+        """Returns the stored size in bytes; None if the size is expensive to determine."""
 
 
 def values(record: Record | Artefact) -> tuple[Any, ...]:
-    """The fields of a record, its key first."""
+    """Returns the fields of a record, its key first."""
     found: tuple[Any, ...] = _GETTERS[type(record)](record)
     return found
 
 
 def trace_range(response_id: str) -> tuple[str, str]:
-    """Bounds of the trace ids of an answer: from the first, inclusive, to the second, exclusive."""
+    """Returns the bounds of the trace ids of a response: from the first, inclusive, to the second, exclusive."""
     return f"{response_id}/", f"{response_id}0"
 
 
@@ -133,12 +133,12 @@ def check_integers(record: Record | Artefact, field: str) -> None:
 
 
 def version_refused(version: int, last_version: int) -> MessageError:
-    """The error for an artefact that would change or precede a stored version."""
+    """Makes the error for an artefact that would change or precede a stored version."""
     return MessageError("Artefact.version", version, f"a version above {last_version}, the last of its kind")
 
 
 def version_unknown(kind: str, version: int) -> MessageError:
-    """The error for a version that is not stored and so cannot become the current one."""
+    """Makes the error for a version that is not stored and so cannot become the current version."""
     return MessageError("ArtefactName.version", version, f"a version of {kind} that is kept")
 
 

@@ -21,10 +21,10 @@ PAGE = 1000
 """Most records in one message."""
 
 MAX_UNLOGGED = 20_000
-"""Most records that wait; beyond it the oldest are lost."""
+"""Most records that wait; beyond this number the oldest are lost."""
 
 LOST_SHOWN_S = 60.0
-"""How long the status says that records were lost."""
+"""Seconds for which the status says that records were lost."""
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +33,12 @@ Message = TypeVar("Message")
 
 
 class LogOutbox(Generic[Record, Message]):
-    """Keeps records until the log store has written them; it writes a record that is sent twice only once.
+    """Keeps records until the log store has written them; the store writes a record that is sent twice only once.
 
     Args:
         send: The method of the log store, such as ``peers.log_store().append``.
         message: Makes a message from records.
-        degraded: Is told while records wait because of a fault, and when some are lost.
+        degraded: Is notified while records wait because of a fault, and when records are lost.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class LogOutbox(Generic[Record, Message]):
         return len(self._records)
 
     def __iter__(self) -> Iterator[Record]:
-        """The waiting records."""
+        """Iterates over the waiting records, oldest first."""
         return iter(self._records)
 
     def add(self, record: Record) -> None:
@@ -70,10 +70,10 @@ class LogOutbox(Generic[Record, Message]):
         self._due.set()
 
     async def run(self) -> None:
-        """Sends records until cancelled; those that cannot be written now (full disk, Redis restart) are sent later.
+        """Sends records until cancelled; records that cannot be written now (full disk, Redis restart) are sent later.
 
         Raises:
-            MessageError: The log store refuses a record; it would refuse it again.
+            MessageError: The log store refuses a record, and would refuse it again.
         """
         told = False
         while True:
@@ -86,7 +86,7 @@ class LogOutbox(Generic[Record, Message]):
                 except PeerLost:
                     self._note_waiting("the log store is not there")
                     self._due.set()
-                    break  # it will be back
+                    break  # the log store will be back
                 except MessageError:
                     raise
                 except FarsightError as error:

@@ -198,7 +198,7 @@ class RedisLog:
         return tuple(sorted(found, key=lambda each: (each.kind, each.version)))
 
     async def num_bytes(self) -> None:
-        """None: a server tells the size of one key at a time, or of all its databases."""
+        """Returns None: a server reports the size of one key or of all its databases, not of a log."""
 
     async def _page(self, stream: str, kind: Callable[..., T], query: LogQuery) -> tuple[int, tuple[T, ...]]:
         found, written = await self._read([stream, _LAST], _after(query))
@@ -206,14 +206,14 @@ class RedisLog:
 
 
 def without_password(url: str) -> str:
-    """The URL without its password, to be shown."""
+    """Removes the password and the query from a URL, so that it can be shown."""
     parts = urlsplit(url)
     _, at, host = parts.netloc.rpartition("@")
     return urlunsplit(parts._replace(netloc=f"***@{host}" if at else host, query=""))
 
 
 async def _greet(connection: Any) -> None:
-    """The checks at the beginning of every new connection.
+    """Checks the server at the beginning of every new connection.
 
     Raises:
         UntrustworthyServerError: The server must not be trusted with a log.
@@ -258,7 +258,7 @@ def _after(query: LogQuery) -> list[int]:
 
 
 def _last_row(found: list[Any], written: bytes, query: LogQuery) -> int:
-    """The last row of a page; the first half of a stream entry's id is its row."""
+    """Returns the last row of a page; the first half of a stream entry's id is the row."""
     return int(found[-1][0].partition(b"-")[0]) if found else min(query.after_row, int(written))
 
 

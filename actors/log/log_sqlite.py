@@ -194,7 +194,7 @@ class SqliteLog:
     async def _page(
         self, sql: str, table: str, query: LogQuery, make: Callable[[_Row], T]
     ) -> tuple[int, tuple[T, ...]]:
-        """The last row of a page, and its records, which ``make`` builds from the columns after the row number."""
+        """Reads a page: its last row and its records, which ``make`` builds from the columns after the row number."""
         async with self._reading() as connection:
             rows = list(await connection.execute_fetchall(sql, (min(query.after_row, MAX_INT), query.limit)))
             written = await _scalar(connection, _LAST_ROW, (table,))
@@ -233,7 +233,7 @@ class SqliteLog:
 
 
 async def _open(path: Path) -> aiosqlite.Connection:
-    """A connection to the log at ``path``; creates the file if there is none, and leaves a foreign file unchanged."""
+    """Connects to the log at ``path``; creates a missing file and leaves a foreign file unchanged."""
     connection = await aiosqlite.connect(path, isolation_level=None)
     try:
         await _prepare(connection, path)
@@ -246,7 +246,7 @@ async def _open(path: Path) -> aiosqlite.Connection:
 
 
 async def _prepare(connection: aiosqlite.Connection, path: Path) -> None:
-    """Migrates an empty file or one of an earlier version to this version in one transaction; refuses others."""
+    """Migrates an empty file or a log of an earlier version in one transaction; refuses other files."""
     await connection.execute("BEGIN IMMEDIATE")
     application_id = await _scalar(connection, "PRAGMA application_id")
     version = await _scalar(connection, "PRAGMA user_version")
@@ -264,7 +264,7 @@ async def _prepare(connection: aiosqlite.Connection, path: Path) -> None:
 
 
 async def _scalar(connection: aiosqlite.Connection, sql: str, parameters: Sequence[Any] = ()) -> int:
-    """The number that ``sql`` selects; 0 if it selects no row or NULL."""
+    """Returns the number that ``sql`` selects; 0 for no row or NULL."""
     rows = list(await connection.execute_fetchall(sql, parameters))
     return int(rows[0][0] or 0) if rows else 0
 
@@ -274,7 +274,7 @@ def _drop_oldest(table: str) -> str:
 
 
 def _parameters(record: Record) -> _Row:
-    """A record as the parameters of its insert."""
+    """Returns the parameters with which a record is inserted."""
     row = values(record)
     if isinstance(record, ForecastRecord):
         return *row[:_QUANTILES], json.dumps(row[_QUANTILES]), *row[_QUANTILES + 1 :]

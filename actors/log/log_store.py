@@ -59,7 +59,7 @@ MAX_PAGE = 10_000
 """Most records in one page, whatever the query's limit."""
 
 MAX_EXAMPLES = 250
-"""Most examples in one ``ExamplePage``: decoding and encoding so many blocks the event loop for about 6 ms."""
+"""Most examples in one ``ExamplePage``: decoding and encoding this many blocks the event loop for about 6 ms."""
 
 MAX_OBJECTS = 1000
 """Most kept objects in one page."""
@@ -71,7 +71,7 @@ MAX_COMMIT = 10_000
 class LogStore(Component, LogStoreCalls):
     """Writes records of served requests and artefacts learned from them, and serves them to the learners.
 
-    There is one writer: messages that arrive during a commit go into the next commit together, so that many ingress
+    One task writes: messages that arrive during a commit go into the next commit together, so that many ingress
     replicas share one sync to disk. Records are identified by their ids and artefacts by their versions: a message
     whose answer was lost may be repeated and changes nothing.
 
@@ -137,22 +137,22 @@ class LogStore(Component, LogStoreCalls):
         await self._append(batches.records, "FinishedBatches")
 
     async def read(self, query: LogQuery) -> LogPage:
-        """At most ``MAX_PAGE`` records.
+        """Returns at most ``MAX_PAGE`` records.
 
-        If there are none after ``after_row``, ``last_row`` is ``after_row``, but at most the last row ever written. So
-        a reader that is ahead of the log notices that the log was replaced, and a query after row ``2**63 - 1`` returns
+        Without records after ``after_row``, ``last_row`` is ``after_row``, but at most the last row ever written. So a
+        reader that is ahead of the log notices that the log was replaced, and a query after row ``2**63 - 1`` returns
         the end of the log.
         """
         with self._open("read") as backend:
             return await backend.read_requests(_limited(query, MAX_PAGE))
 
     async def read_examples(self, query: LogQuery) -> ExamplePage:
-        """At most ``MAX_EXAMPLES``."""
+        """Returns at most ``MAX_EXAMPLES`` examples."""
         with self._open("read") as backend:
             return await backend.read_examples(_limited(query, MAX_EXAMPLES))
 
     async def read_batches(self, query: LogQuery) -> BatchPage:
-        """At most ``MAX_PAGE`` records."""
+        """Returns at most ``MAX_PAGE`` records."""
         with self._open("read") as backend:
             return await backend.read_batches(_limited(query, MAX_PAGE))
 
@@ -239,7 +239,7 @@ class LogStore(Component, LogStoreCalls):
 
     @contextlib.contextmanager
     def _open(self, verb: str) -> Iterator[LogBackend]:
-        """The backend; its errors are raised as FarsightError."""
+        """Yields the backend; raises its errors as FarsightError."""
         if self._backend is None or self._closing:
             raise FarsightError(f"{self.name} is closed")
         with self._telling(verb, self._backend):
@@ -267,7 +267,7 @@ class LogStore(Component, LogStoreCalls):
             await done
 
     async def _write(self) -> None:
-        """Commits the waiting messages together, again and again."""
+        """Commits the waiting messages together; never returns."""
         while True:
             batch = [await self._inbox.get()]
             num_records = len(batch[0][0])
@@ -277,7 +277,7 @@ class LogStore(Component, LogStoreCalls):
             failure: str | None = None
             try:
                 await self._commit([record for records, _ in batch for record in records])
-            except Exception as error:  # whatever it is, the writer goes on and every waiting sender gets the error
+            except Exception as error:  # after any error the writer goes on, and every waiting sender gets the error
                 failure = str(error)
             for records, done in batch:
                 self._queue -= len(records)
@@ -316,7 +316,7 @@ def _limited(query: LogQuery, max_limit: int) -> LogQuery:
 
 @functools.cache
 def _num_records(registry: CollectorRegistry) -> Counter:
-    """One for each registry: a store may be stopped and another one started in the same process."""
+    """Makes one counter for each registry: a process may stop a store and start another."""
     return Counter("farsight:log_records", "Records written to the log, by kind.", ["kind"], registry=registry)
 
 

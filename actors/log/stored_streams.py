@@ -15,13 +15,13 @@ from core.messages.resumable import (
 )
 
 KEEP_S = 60.0
-"""A stream that no ingress replica has spoken of for so long is dropped."""
+"""Seconds after which a stream that no ingress replica has mentioned is dropped."""
 
 FILLING_S = 5.0
-"""After its start the store may not know every stream: ingress replicas tell it each second what they run."""
+"""Seconds after its start in which the store may not know every stream: ingress replicas report each second."""
 
 ENTRY_BYTES = 64
-"""What an entry costs beside its own bytes."""
+"""Bytes that an entry costs beside its own."""
 
 
 @dataclass(slots=True)
@@ -40,8 +40,8 @@ class StoredStreams:
     """Streams by id, within bounds of bytes for each tenant and for all together.
 
     Args:
-        tenant_bytes, total_bytes: The bounds. A tenant's oldest ended streams give way to what it writes; if that is
-            not enough, the stream that asks for more room is dropped.
+        tenant_bytes, total_bytes: The bounds. A tenant's oldest ended streams are dropped for its new entries; if that
+            is not enough, the stream that needs more room is dropped.
         now: Seconds on the caller's clock.
     """
 
@@ -57,7 +57,7 @@ class StoredStreams:
         return len(self._streams)
 
     def change(self, changes: StreamChanges, now: float) -> StreamVerdicts:
-        """Writes down what an ingress replica tells."""
+        """Stores the changes that an ingress replica reports; returns the streams for which it could not."""
         self._expire(now)
         unknown: list[str] = []
         taken: list[str] = []
@@ -85,7 +85,7 @@ class StoredStreams:
         return StreamFound(kept.state.epoch, kept.state.owner)
 
     def take(self, stream_id: str, now: float) -> StreamState | None:
-        """The whole stream under a new epoch, for the ingress replica that runs it from now on; None if unknown."""
+        """Returns the whole stream under a new epoch, for the ingress replica that continues it; None if unknown."""
         self._expire(now)
         kept = self._streams.get(stream_id)
         if kept is None:
@@ -116,7 +116,7 @@ class StoredStreams:
         kept = self._streams[added.stream_id]
         if added.start > len(kept.entries):
             return "unknown"
-        fresh = added.entries[len(kept.entries) - added.start :]  # the rest came with a message that is repeated
+        fresh = added.entries[len(kept.entries) - added.start :]  # the rest came with an earlier message
         num_bytes = _size(fresh)
         tenant = kept.state.tenant
         self._touch(added.stream_id, now)
@@ -136,7 +136,7 @@ class StoredStreams:
         return "taken" if kept.state.epoch > told.epoch else ""
 
     def _make_room(self, tenant: str, num_bytes: int, for_id: str) -> bool:
-        """Whether there is room now, after the tenant's oldest ended streams have given way."""
+        """Drops the tenant's oldest ended streams until there is room; returns whether there is room now."""
         if not self._exceeds(tenant, num_bytes):
             return True
         streams = self._streams.items()

@@ -1,4 +1,4 @@
-"""Keeps the logs of resumable streams outside of the HTTP side, so that they outlive every process of it."""
+"""Keeps the logs of resumable streams outside of the ingress, so that they outlive every ingress process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from core.messages.resumable import StreamChanges, StreamFound, StreamName, Stre
 
 
 class StreamStore(Component, StreamStoreCalls):
-    """Holds everything in memory: the ingress replicas that run the streams tell a new store what they have."""
+    """Holds all streams in memory: the ingress replicas that run them report them to a new store."""
 
     kind = "StreamStore"
 
@@ -26,7 +26,7 @@ class StreamStore(Component, StreamStoreCalls):
 
     @property
     def queue(self) -> int:
-        """0: streams that are kept for their clients are no work that waits."""
+        """0: kept streams are not work that waits."""
         return 0
 
     async def change(self, changes: StreamChanges) -> StreamVerdicts:
@@ -44,7 +44,7 @@ class StreamStore(Component, StreamStoreCalls):
 
 @functools.cache
 def _gauges(registry: CollectorRegistry) -> tuple[Gauge, Gauge]:
-    """One pair for each registry: a store may be stopped and another one started in the same process."""
+    """Makes one pair of gauges for each registry: a process may stop a store and start another."""
     streams = Gauge("farsight:resumable_streams", "Resumable streams that the store keeps.", registry=registry)
     num_bytes = Gauge("farsight:resumable_stream_bytes", "Bytes that their logs take.", registry=registry)
     return streams, num_bytes

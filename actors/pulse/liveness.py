@@ -1,7 +1,7 @@
 """Judges whether a process hangs, by its answers and by the activity of its threads. No clock, no I/O.
 
 On a busy machine lateness alone proves nothing. A thread that meanwhile has neither computed nor waited for a processor
-or the disk proves much: it is stopped, or it waits for something that does not come.
+or the disk is strong evidence: the thread is stopped, or waits for something that does not come.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ PATIENCE = 10.0
 START_S = 600.0
 """Seconds that a process which has never answered may take to come up.
 
-One that answered while it was starting gets this time too, or a tenth of it if its thread stands still: a library as
-large as torch, while another thread loads it, blocks each thread that needs the system's loader.
+A process that answered while it was starting gets this time too, or a tenth of it if its thread stands still: while
+one thread loads a library as large as torch, each thread that needs the system's loader is blocked.
 """
 
 MAX_LATE = 2.0
-"""A look counts for at most so many periods, so that a late watcher does not condemn the process."""
+"""A reading counts for at most so many periods, so that a late watcher does not condemn the process."""
 
 
 class Stillness:
-    """Measures how long an answer has been due, and for how much of that time its thread has stood still."""
+    """Measures how long an answer has been due, and for how much of that time the answering thread has stood still."""
 
     def __init__(self) -> None:
         self.due_s = 0.0
@@ -66,10 +66,10 @@ class HostJudge:
         self._work: dict[str, tuple[int, Stillness]] = {}
 
     def look(self, now: float, pulse: Pulse | None, clock: ThreadClock | None) -> str:
-        """Why the process must be replaced; empty if it need not be.
+        """Returns why the process must be replaced; empty if it need not be.
 
         Args:
-            pulse: Its answer since the last look; None if there was none.
+            pulse: The answer of the process since the last look; None if there was none.
             clock: Present clock of the thread that answers; None if it cannot be read.
         """
         passed_s = 0.0 if self._looked_at is None else min(now - self._looked_at, MAX_LATE * self._period_s)
@@ -86,7 +86,7 @@ class HostJudge:
         return f"no answer for {self._silence.due_s:.1f} s{how}"
 
     def _stuck(self, work: tuple[Work, ...], passed_s: float) -> str:
-        """Which component is stuck in a unit of work, and how; empty if none is."""
+        """Returns which component is stuck in a unit of work, and how; empty if none is."""
         before, self._work = self._work, {}
         for each in work:
             count, stillness = before.get(each.name, (None, Stillness()))

@@ -16,17 +16,17 @@ _BEGAN, _STATE = 19, 0
 
 _RUNNABLE = ("R", "D")
 """States of a thread that computes or waits for a processor (R), or that waits for the disk (D), as for a page of the
-program that the system has dropped from memory: on a busy machine that takes seconds, and proves no hang."""
+program that the system has dropped from memory: on a busy machine such a wait takes seconds and proves no hang."""
 
 
 def own_life(node_id: str) -> ProcessLife:
-    """The identity of this process; the calling thread is recorded as the one that answers."""
+    """Returns the identity of this process; records the calling thread as the thread that answers."""
     pid = os.getpid()
     return ProcessLife(node_id, pid, _began(pid), threading.get_native_id())
 
 
 def read_clock(pid: int, thread_id: int) -> ThreadClock | None:
-    """The clock of a thread; None if there is no such thread, or the system does not tell."""
+    """Reads the clock of a thread; None if there is no such thread or the system does not provide the clock."""
     folder = _PROC / str(pid) / "task" / str(thread_id)
     try:
         computed_ns, waited_ns, _ = (folder / "schedstat").read_text().split()
@@ -37,18 +37,18 @@ def read_clock(pid: int, thread_id: int) -> ThreadClock | None:
 
 
 def clock_of(life: ProcessLife) -> ThreadClock | None:
-    """The clock of the thread that answers; None if the process has ended."""
+    """Reads the clock of the thread that answers; None if the process has ended."""
     clock = read_clock(life.pid, life.thread_id)
     return clock if clock is not None and is_alive(life) else None
 
 
 def is_alive(life: ProcessLife) -> bool:
-    """Whether this very process, on this machine, still exists; a later process with its pid does not count."""
+    """Returns whether this process still exists on this machine; a later process with the same pid does not count."""
     return life.began != 0 and _began(life.pid) == life.began
 
 
 def kill(life: ProcessLife) -> None:
-    """Kills this very process on this machine, also if it is stopped; does nothing if it has ended."""
+    """Kills this process on this machine, also if it is stopped; does nothing if it has ended."""
     if is_alive(life):
         with contextlib.suppress(ProcessLookupError):
             os.kill(life.pid, signal.SIGKILL)

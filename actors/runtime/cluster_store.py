@@ -1,4 +1,4 @@
-"""A few small values that outlive every process of ours: in the key-value store of the Ray head."""
+"""Small values that outlive every process of Farsight: in the key-value store of the Ray head."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ class ClusterStore:
     """Values by key.
 
     Args:
-        namespace: Of Ray; each has values of its own.
+        namespace: Ray namespace; each namespace has values of its own.
     """
 
     def __init__(self, namespace: str) -> None:
         self._prefix = f"farsight/{namespace}/"
 
     async def get(self, key: str) -> bytes | None:
-        """None if there is no such value."""
+        """Returns a value; None if there is none under the key."""
         value: bytes | None = await asyncio.to_thread(_kv()._internal_kv_get, self._prefix + key)
         return value
 
     async def put(self, key: str, value: bytes) -> None:
-        """In the place of an earlier value."""
+        """Stores a value in place of an earlier one."""
         await asyncio.to_thread(_kv()._internal_kv_put, self._prefix + key, value)
 
     async def remove(self, key: str) -> None:
-        """Harmless where there is no such value."""
+        """Removes a value; does nothing if there is none under the key."""
         await asyncio.to_thread(_kv()._internal_kv_del, self._prefix + key)
 
     async def clear(self) -> None:
@@ -35,7 +35,7 @@ class ClusterStore:
 
 
 def _kv() -> Any:
-    """Ray reads its settings when it is imported: not before they are made."""
+    """Imports Ray only on first use: Ray reads its settings at import, and they must have been made before."""
     from ray.experimental import internal_kv
 
     return internal_kv

@@ -1,5 +1,5 @@
-"""What every logical component is: a plain object with a name, messages in, a state that can be looked at; and which
-class answers for which name."""
+"""The base class of logical components, plain objects with a name that take messages and show their state; and which
+class belongs to which name."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from core.messages.pulse import Work
 from policies.compose import is_batch_mode
 
 MAX_RECENT = 20
-"""Decisions that a component keeps for people who look."""
+"""Most decisions that a component keeps for the operator's pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComponentContext:
-    """What a component is given.
+    """What a component is made from.
 
     Attributes:
-        name: Such as ``scheduler-0``.
-        restarts: How often the supervisor has started it again.
+        name: Name of the component, such as ``scheduler-0``.
+        restarts: How often the Supervisor has started the component again.
         peers: Finds the other components, in this process or elsewhere.
-        registry: Where its metrics go; served by its process under /metrics.
-        degraded: Why it works less well than it should; its status and its metrics show it.
-        gone: Tells which silent ingress replicas have died.
+        registry: Registry of the component's metrics; its process serves them under /metrics.
+        degraded: Why the component works less well than it should; shown in its status and metrics.
+        gone: Returns which silent ingress replicas have died.
         count_refused: Called with (component, method, field) for every message that is refused.
     """
 
@@ -57,7 +57,7 @@ class ComponentContext:
 
     @property
     def index(self) -> str:
-        """What follows the last dash of the name: the replica, or the number among several of a kind."""
+        """The part of the name after the last dash: the replica, or the number among several of a kind."""
         return self.name.rpartition("-")[2]
 
 
@@ -78,10 +78,10 @@ class Component:
         return self.context.name
 
     async def answer(self, method: str, data: bytes) -> bytes:
-        """Decodes a message, gives it to its handler and encodes what that returns.
+        """Decodes a message, gives it to its handler and encodes what the handler returns.
 
         Raises:
-            MessageError: no contract declares the method, or the component does not understand the message.
+            MessageError: No contract declares the method, or the component does not understand the message.
         """
         self._num_answered += 1
         kind: Any = type(self)
@@ -96,16 +96,16 @@ class Component:
             raise
 
     async def start(self) -> None:
-        """Begins its work; raises FarsightError if it cannot."""
+        """Begins the component's work; raises FarsightError if it cannot."""
 
     async def stop(self) -> None:
-        """Ends its tasks and closes what it has open."""
+        """Ends the component's tasks and closes what it has open."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs something as long as the component lives; if it ends by itself, the component has failed."""
+        """Runs ``work`` as long as the component lives; if ``work`` ends by itself, the component has failed."""
         task = asyncio.create_task(work)
         task.add_done_callback(self._task_ended)
         self._tasks.append(task)
@@ -122,35 +122,35 @@ class Component:
 
     @property
     def queue(self) -> int:
-        """Requests or records that it holds."""
+        """Number of requests or records that the component holds."""
         return 0
 
     @property
     def last_step_age_s(self) -> float | None:
-        """Seconds since it last did what it exists for; None if never."""
+        """Seconds since the component last did what it exists for; None if never."""
         return None
 
     @property
     def work(self) -> Work | None:
-        """What it is at, if that may hang while it still answers; None while it waits for something to do."""
+        """The unit of work under way, if it may hang while the component still answers; None while idle."""
         return None
 
     @property
     def work_done(self) -> Mapping[str, float]:
-        """What it has done since it began, by names that people read; the operator's pages show the rates."""
+        """Counts of work done since the start, by names that people read; the operator's pages show the rates."""
         return {}
 
     @property
     def num_answered(self) -> int:
-        """Messages since it began."""
+        """Messages answered since the start."""
         return self._num_answered
 
     def note(self, kind: str, **facts: float | str) -> None:
-        """Keeps a decision for people who look: no text of clients, and nothing that costs more than to remember."""
+        """Keeps a decision for the operator's pages: no text of clients, and no facts that are costly to compute."""
         self._noted.append(Decision(kind, time.time(), facts))
 
     def recent(self) -> Iterable[Decision]:
-        """The last decisions, oldest first; instants in seconds since the epoch."""
+        """Returns the last decisions, oldest first; instants in seconds since the epoch."""
         return self.noted
 
     @property
@@ -195,18 +195,18 @@ _CLASSES = {
 
 
 _BATCHER = "actors.scheduling.batcher:Batcher"
-"""What takes requests in, under the Router's name, where idle workers pull them in batches."""
+"""The class that takes requests in, under the Router's name, if idle workers pull them in batches."""
 
 
 def component_class(name: str, config: FarsightConfig) -> type[Component]:
-    """The class of the component of that name, such as ``scheduler-0``."""
+    """Imports and returns the class of the component of that name, such as ``scheduler-0``."""
     module, _, attribute = _path(name, config).partition(":")
     found: type[Component] = getattr(importlib.import_module(module), attribute)
     return found
 
 
 def kind_of(name: str, config: FarsightConfig) -> str:
-    """The kind of the component of that name, without importing it."""
+    """Returns the kind of the component of that name, without importing its class."""
     return _path(name, config).partition(":")[2]
 
 

@@ -15,7 +15,7 @@ HEALTHY_STATES = frozenset({"ready", "draining"})
 """A draining component still does its work; a probe must not have it killed."""
 
 SHUTDOWN_S = 1.0
-"""How long ``stop`` waits for answers that are being sent."""
+"""Seconds for which ``stop`` waits for answers that are being sent."""
 
 _FIELDS = ("name", "kind", "state", "queue", "last_step_age_s", "restarts", "pid", "degraded")
 
@@ -24,8 +24,8 @@ class HealthServer:
     """Serves the components of one process on a port that the system chooses.
 
     Args:
-        registry: What ``/metrics`` shows.
-        rows: The components of this process as they are now; called in the event loop, so it must not block.
+        registry: The metrics that ``/metrics`` shows.
+        rows: Returns the status of the components of this process; called in the event loop, so it must not block.
         host: The address to listen on.
     """
 
@@ -38,7 +38,7 @@ class HealthServer:
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> int:
-        """Begins to listen, once in its life; returns the port.
+        """Begins to listen; returns the port. Called once.
 
         Raises:
             OSError: The address cannot be listened on.
@@ -57,7 +57,7 @@ class HealthServer:
         return port
 
     async def stop(self) -> None:
-        """Closes the port and every connection; harmless where nothing was started."""
+        """Closes the port and every connection; does nothing if the server was not started."""
         runner, self._runner = self._runner, None
         if runner is not None:
             await runner.cleanup()
@@ -65,7 +65,9 @@ class HealthServer:
     async def _healthz(self, request: web.Request) -> web.Response:
         rows = self._rows()
         healthy = all(row.state in HEALTHY_STATES for row in rows)
-        return web.json_response({"pieces": [_fields(row) for row in rows]}, status=200 if healthy else 503)
+        fields = [_fields(row) for row in rows]
+        # `pieces` is the old name, kept until version 0.3.
+        return web.json_response({"components": fields, "pieces": fields}, status=200 if healthy else 503)
 
     async def _metrics(self, request: web.Request) -> web.Response:
         open_metrics = accepts_open_metrics(request.headers.get("Accept", ""))

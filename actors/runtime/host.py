@@ -1,4 +1,4 @@
-"""The Ray actor: a process that hosts components. One component each under ``split``, several under ``fused``."""
+"""The Ray actor: a process that hosts components, one under ``split`` and several under ``fused``."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class ComponentHost(HostCalls):
     """Hosts components and passes messages on to them.
 
     Args:
-        host: Its own name among the hosts (``actors.runtime.names.host_of``).
-        restarts: How often the supervisor has started this host again.
-        last_end: Why it had to, the last time.
+        host: Name of this host (``actors.runtime.names.host_of``).
+        restarts: How often the Supervisor has started this host again.
+        last_end: Why the Supervisor last started this host again.
     """
 
     def __init__(self, host: str, site: Site, restarts: int, last_end: str = "") -> None:
@@ -61,20 +61,20 @@ class ComponentHost(HostCalls):
         self._port = 0
         self._lock = asyncio.Lock()
         self._address: str | None = None
-        self._listener: asyncio.Server | None = None  # uvloop closes one that nobody holds
+        self._listener: asyncio.Server | None = None  # uvloop closes a listener without references
         self._listening = asyncio.Lock()
         self._beating: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
         self._broken = asyncio.Event()
 
     async def add(self, names: list[str], sites: Mapping[str, Site] | None = None) -> None:
-        """Hosts and starts these components; those it has already stay as they are. Returns when they have started.
+        """Hosts and starts these components; returns when they have started. Components already here stay as they are.
 
         Args:
-            sites: By name, what a component starts with in place of the host's own site.
+            sites: By component name, the site that it starts with in place of the host's own site.
 
         Raises:
-            FarsightError: one of them cannot start.
+            FarsightError: A component cannot start.
         """
         async with self._lock:
             if not self._port:
@@ -91,14 +91,14 @@ class ComponentHost(HostCalls):
                     raise
 
     async def remove(self, name: str) -> None:
-        """Ends a component."""
+        """Ends a component; does nothing if it is not here."""
         async with self._lock:
             component = self._components.pop(name, None)
             if component is not None:
                 await component.stop()
 
     async def close(self) -> None:
-        """Ends every component and answers nobody any more, for a process that goes on without them."""
+        """Ends every component and stops answering, for a process that goes on without components."""
         for name in list(self._components):
             await self.remove(name)
         await self._health.stop()
@@ -111,8 +111,8 @@ class ComponentHost(HostCalls):
         """Gives a message to a component.
 
         Raises:
-            PeerLost: it is not here, or not yet.
-            MessageError: the message is refused, which is counted; nothing else happens.
+            PeerLost: The component is not here, or not yet.
+            MessageError: The message is refused, which is counted; nothing else happens.
         """
         if name == HOST:
             return await self._answer(method, data)
@@ -128,33 +128,33 @@ class ComponentHost(HostCalls):
         return message.write_reply(await getattr(self, method)(*message.read_request(data)))
 
     async def local_address(self) -> tuple[str, str]:
-        """The node's id, and where callers on it find a socket that takes what ``call`` takes."""
+        """Returns the node's id and the socket address where callers on this node may send what ``call`` takes."""
         async with self._listening:
             if self._address is None:
                 self._address, self._listener = await listen(self.call)
         return ray.get_runtime_context().get_node_id(), self._address
 
     async def pulse(self) -> bytes:
-        """``Pulse``: that it answers, and what its components are at."""
+        """Returns an encoded ``Pulse``: a sign of life, and the work under way in the components."""
         components = self._components.values()
         at = (each.work for each in components)
         starting = any(each.state == "starting" for each in components)
         return encode(Pulse(own_life(own_node()), tuple(work for work in at if work is not None), starting))
 
     async def site(self) -> Site:
-        """What it was started with."""
+        """Returns the site that the host was started with."""
         return self._site
 
     async def rows(self) -> ComponentRows:
-        """Every component here."""
+        """Returns the status of every component here."""
         return ComponentRows(tuple(self._rows()))
 
     async def activity(self, query: NamesQuery) -> Activities:
-        """Those named, and what each has done."""
+        """Returns the status and counts of the named components that are here."""
         return Activities(tuple(Activity(self._row(each), _counts(each)) for each in self._named(query)))
 
     async def recent(self, query: NamesQuery) -> RecentReply:
-        """The last decisions of those named."""
+        """Returns the last decisions of the named components that are here."""
         return RecentReply(
             tuple(RecentDecisions(each.name, pack_decisions(each.recent())) for each in self._named(query))
         )
@@ -163,23 +163,23 @@ class ComponentHost(HostCalls):
         return [self._components[name] for name in query.names if name in self._components]
 
     async def metrics(self) -> str:
-        """What /metrics shows, for readers that cannot reach the port of this process."""
+        """Returns what /metrics shows, for readers that cannot reach the port of this process."""
         return generate_latest(self._registry).decode()
 
     async def restarts(self) -> int:
-        """How often this host had been started before."""
+        """Returns how often this host had been started before."""
         return self._restarts
 
     async def ended(self) -> None:
-        """Never returns; raises what broke a component. Whoever awaits this sees the process die."""
+        """Raises the exception that broke a component; never returns. Its caller also sees the process die."""
         await self._broken.wait()
         assert self._failure is not None
         raise self._failure
 
     async def _begin_beating(self) -> None:
-        """Lets watchers tell an event loop that hangs from one that messages do not reach: this one always turns."""
+        """Lets watchers tell an event loop that hangs from one without messages: this task makes the loop turn."""
         self._beating = asyncio.create_task(self._beat())
-        if ray.is_initialized():  # from then on, watchers read the clock of this event loop
+        if ray.is_initialized():  # from now on watchers read the clock of this event loop's thread
             await Lives(self._site.namespace).put(self._host)
 
     async def _beat(self) -> None:
@@ -196,7 +196,7 @@ class ComponentHost(HostCalls):
 
     def _component_failed(self, failed: asyncio.Future[None]) -> None:
         self._failure = failed.exception()
-        logger.error("a component has failed", exc_info=self._failure)  # whoever watches may be another component here
+        logger.error("a component has failed", exc_info=self._failure)  # its watcher may be in this process
         self._broken.set()
 
     def _rows(self) -> list[ComponentStatus]:

@@ -1,5 +1,5 @@
-"""Creating and ending the actors that host components. Detached: they outlive whoever created them, but not the
-cluster."""
+"""Creating and ending the actors that host components. These actors are detached: they outlive the process that created
+them, but not the cluster."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from actors.runtime.rank_groups import rank_options
 from actors.runtime.watching import watched
 
 CREATE_TIMEOUT_S = 30.0
-"""For the name of a dead actor to come free."""
+"""Seconds within which the name of a dead actor must become free."""
 
 
 def find_host(host: str, namespace: str) -> Any | None:
-    """Its handle, if it lives."""
+    """Returns the handle of a host; None if the host does not live."""
     try:
         return ray.get_actor(actor_name(host), namespace=namespace)
     except ValueError:
@@ -30,28 +30,28 @@ def find_host(host: str, namespace: str) -> Any | None:
 
 
 async def until_gone(host: str, namespace: str) -> None:
-    """Waits until its name is free: who finds the dead actor by it would take it for one that cannot start."""
+    """Waits until a host's name is free: a caller that found the dead actor would think that it cannot start."""
     deadline = time.monotonic() + CREATE_TIMEOUT_S
     while find_host(host, namespace) is not None and time.monotonic() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(LOOK_AGAIN_S)
 
 
 def create_host(host: str, site: Site, restarts: int, node_id: str = "", last_end: str = "") -> Any:
-    """A handle of that host; of two callers at once both get the same one.
+    """Creates a host and returns its handle; concurrent callers get the same host.
 
     Args:
-        node_id: Where it is to live; empty for the head. If that is lost meanwhile, every call of the handle raises
+        node_id: Node of the host; empty for the head. If the node is lost meanwhile, every call of the handle raises
             ``ActorUnschedulableError``. One of several ranks lives where its replica's placement group is.
-        last_end: Why it is started again.
+        last_end: Why the host is started again.
 
     Raises:
-        ValueError: the name still belongs to a dead actor; try again.
+        ValueError: The name still belongs to a dead actor; try again.
     """
     # Handles are Any: Ray adds methods at run time that no type describes.
     host_class: Any = ray.remote(ComponentHost)
     placed = {
-        "num_gpus": num_gpus(host, site),  # without any, Ray hides them all from the process
-        # Not soft: to that Ray pays no heed where an actor needs no resources (2.60).
+        "num_gpus": num_gpus(host, site),  # for 0, Ray hides all GPUs from the process
+        # Not soft: Ray (2.60) ignores a soft affinity of an actor that needs no resources.
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id or head_node(living_nodes()), soft=False),
     }
     options: Any = host_class.options(
@@ -68,17 +68,17 @@ def create_host(host: str, site: Site, restarts: int, node_id: str = "", last_en
 
 
 def num_gpus(host: str, site: Site) -> int:
-    """GPUs of its own that a host needs."""
+    """Returns the number of GPUs that a host needs for itself."""
     if host.startswith(IMAGE_ENCODER):
         return int(site.config.images.device == "cuda")
     return int(site.config.engine.device == "cuda" and host.startswith(worker_name("")))
 
 
 async def recreate_host(host: str, site: Site, restarts: int, node_id: str = "", last_end: str = "") -> Any:
-    """Creates it as soon as the name of its predecessor is free; the rest as for ``create_host``.
+    """Creates a host as soon as the name of its predecessor is free; arguments as for ``create_host``.
 
     Raises:
-        TimeoutError: it does not come free.
+        TimeoutError: The name does not become free within ``CREATE_TIMEOUT_S``.
     """
     async with asyncio.timeout(CREATE_TIMEOUT_S):
         while True:
@@ -89,9 +89,9 @@ async def recreate_host(host: str, site: Site, restarts: int, node_id: str = "",
 
 
 async def keep_supervisor(site: Site) -> None:
-    """Sees to it that there is a Supervisor, and that it goes on, which sees to everything else. Never returns.
+    """Starts the Supervisor if there is none and restarts it when it ends or hangs; never returns.
 
-    Every process that speaks to clients does this, so it takes the loss of all of them to lose the Supervisor too.
+    Every process that speaks to clients does this, so the Supervisor is only lost if all of these processes are lost.
     """
     host = host_of(SUPERVISOR, site.placement)
     restarts, last_end = 0, ""
@@ -104,14 +104,14 @@ async def keep_supervisor(site: Site) -> None:
                 await handle.ended.remote()
             except ray.exceptions.RayActorError:
                 last_end = watch.verdict or "its process died"
-                await asyncio.sleep(LOOK_AGAIN_S)  # its name may stay with the dead one for a moment
+                await asyncio.sleep(LOOK_AGAIN_S)  # its name may stay with the dead actor for a moment
             except ray.exceptions.RayTaskError as error:
                 last_end = str(error.cause)
-                ray.kill(handle)  # a component in it has failed: it is started again
+                ray.kill(handle)  # a component in it has failed: the next turn starts it again
 
 
 def list_hosts(namespace: str) -> list[str]:
-    """The names of all hosts that live."""
+    """Returns the names of all hosts that live."""
     prefix = actor_name("")
     actors = ray.util.list_named_actors(all_namespaces=True)
     mine = [actor["name"] for actor in actors if actor["namespace"] == namespace]

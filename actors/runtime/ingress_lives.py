@@ -1,4 +1,5 @@
-"""Which ingress replicas have died. Ray says so, of their processes; a silence does not: a busy one may be silent."""
+"""Which ingress replicas have died. Ray knows which processes have ended; silence proves nothing: a busy replica may be
+silent."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from core.errors import FarsightError
 logger = logging.getLogger(__name__)
 
 Gone = Callable[[Collection[str]], Awaitable[frozenset[str]]]
-"""Returns those of some ingress replicas, each silent at the moment, whose processes have ended."""
+"""Takes ingress replicas that are silent at the moment; returns the ones whose processes have ended."""
 
 
 async def all_gone(ingress_ids: Collection[str]) -> frozenset[str]:
-    """Stands for ``gone_ingresses`` in a process without Ray, where each client that is silent has been closed."""
+    """Replaces ``gone_ingresses`` in a process without Ray, where each client that is silent has been closed."""
     return frozenset(ingress_ids)
 
 
@@ -31,14 +32,14 @@ async def gone_ingresses(ingress_ids: Collection[str]) -> frozenset[str]:
 
 
 def without_actor(ingress_ids: Iterable[str], actor_names: Iterable[str]) -> frozenset[str]:
-    """Returns the ids that end no name: Ray Serve names a replica's actor after the application, ``#`` and its id."""
+    """Returns the ids without a living actor: Ray Serve ends the name of a replica's actor with ``#`` and the id."""
     living = {name.rpartition("#")[2] for name in actor_names}
     return frozenset(ingress_ids) - living
 
 
 def _actor_names() -> list[str]:
-    import ray  # Ray reads its settings when it is imported: not before they are made
+    import ray  # not at the top: Ray reads its settings at import
 
-    if not ray.is_initialized():  # else the question itself would start a Ray
+    if not ray.is_initialized():  # else the call would start Ray
         raise FarsightError("this process is not connected to Ray")
     return [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]

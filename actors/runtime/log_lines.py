@@ -1,7 +1,7 @@
 """Lines of the service's log: each process sends its own to the process of ``farsight serve``, which prints them.
 
-A line holds what a component says of itself, never a prompt or an answer: of an exception it names the type and the
-place, not the message, which may quote a client's text.
+A line holds what a component reports about itself, never a prompt or an answer: an exception appears with its type and
+place, not with its message, which may quote a client's text.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any
 from actors.runtime.names import RUN_DIR_VARIABLE
 
 ROOMS = ("actors", "core", "engine", "estimator", "kvcache", "policies", "predictor", "services", "tokenization")
-"""Packages whose loggers are ours."""
+"""Packages of Farsight, whose loggers send lines."""
 
 SOCKET_NAME = "log.sock"
 MAX_LINE = 8192
-"""Characters of a line; the rest of a longer one is left out."""
+"""Most characters of a line; the rest of a longer line is left out."""
 
 _MAX_MESSAGE = 2000
 
 
 def log_fields(record: logging.LogRecord, process: str) -> dict[str, Any]:
-    """What a line says, in the order of its keys; the fields of ``extra={"fields": {...}}`` come last."""
+    """Returns the fields of a line, in order; the fields of ``extra={"fields": {...}}`` come last."""
     fields: dict[str, Any] = {
         "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
         "level": record.levelname.lower(),
@@ -47,12 +47,12 @@ def log_fields(record: logging.LogRecord, process: str) -> dict[str, Any]:
 
 
 def as_json(fields: Mapping[str, Any]) -> str:
-    """One line; characters that a terminal would obey are escaped."""
+    """Formats one line as JSON; control characters, which a terminal would obey, are escaped."""
     return json.dumps(fields)[:MAX_LINE]
 
 
 def as_text(fields: Mapping[str, Any]) -> str:
-    """The same line for a reader: time, level, process, message, then the other fields as ``name=value``."""
+    """Formats one line as text: time, level, process, message, then the other fields as ``name=value``."""
     known = ("at", "level", "process", "logger", "message")
     others = "".join(f" {name}={value}" for name, value in fields.items() if name not in known)
     line = f"{fields['at'][11:23]} {fields['level']} {fields['process']}: {fields['message']}{others}"
@@ -65,7 +65,7 @@ FORMATS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {"text": as_text, "j
 class LineHandler(logging.Handler):
     """Sends each line to the socket in the directory of a private cluster, else to stderr; never waits for a reader.
 
-    A reader that is behind loses lines, and the next line that it gets says how many (``lost``).
+    A reader that is behind loses lines; the next line that reaches it has the number of lost lines (``lost``).
 
     Args:
         process: Name of this process in its lines.
@@ -94,7 +94,7 @@ class LineHandler(logging.Handler):
             return
         try:
             self._socket.sendto(line.encode("utf-8", "replace"), self._path)
-        except OSError:  # no reader, or it is behind
+        except OSError:  # there is no reader, or the reader is behind
             self._lost += 1
         else:
             self._lost = 0
@@ -105,7 +105,7 @@ class LineHandler(logging.Handler):
 
 
 def send_log_lines(process: str, log_format: str) -> None:
-    """From now on the loggers of this process that are ours send their lines; what was set before is replaced."""
+    """Makes Farsight's loggers of this process send their lines; replaces an earlier setting."""
     send_no_log_lines()
     directory = os.environ.get(RUN_DIR_VARIABLE)
     handler = LineHandler(process, log_format, Path(directory) if directory else None)
@@ -114,7 +114,7 @@ def send_log_lines(process: str, log_format: str) -> None:
 
 
 def send_no_log_lines() -> None:
-    """Ends what ``send_log_lines`` began."""
+    """Undoes ``send_log_lines``."""
     for logger in map(logging.getLogger, ROOMS):
         for handler in [each for each in logger.handlers if isinstance(each, LineHandler)]:
             logger.removeHandler(handler)

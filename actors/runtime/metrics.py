@@ -1,6 +1,6 @@
 """What Farsight measures for Prometheus, under the names and buckets of vLLM where vLLM has one.
 
-Every counter has one owner: what the ingress counts, no worker counts again. A family is made once per registry,
+Every counter has one owner: no worker counts again what the ingress counts. A family is made once per registry,
 since several components of one process may write to it.
 """
 
@@ -36,7 +36,7 @@ JCT_BUCKETS_S = (
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 TOKEN_BUCKETS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
-"""1, 2, 5 … 500,000. vLLM ends at the model's context; here every process has the same, so that they can be summed."""
+"""1, 2, 5 … 500,000. vLLM ends at the model's context; here all processes have equal buckets, which can be summed."""
 
 STEP_TOKEN_BUCKETS = (1.0, *(float(2**power) for power in range(3, 15)))
 """1, 8, 16 … 16,384."""
@@ -83,7 +83,7 @@ def show_degraded(registry: CollectorRegistry, found: Callable[[], Iterable[tupl
     """Shows ``farsight:degraded`` among a process's metrics.
 
     Args:
-        found: The components of the process as they are now, by name.
+        found: Returns the present components of the process: (name, degraded).
     """
     registry.register(cast(Any, _DegradedMetrics(found)))
 
@@ -91,11 +91,11 @@ def show_degraded(registry: CollectorRegistry, found: Callable[[], Iterable[tupl
 class EngineMetrics:
     """What one replica's scheduler and worker measure, each through an object of its own.
 
-    A series appears with the first call that writes it, so a process shows nothing that it does not own: who never
+    A series appears with the first call that writes it, so a process shows only its own series: a process that never
     calls ``step`` has no steps.
 
     Args:
-        model_name: As clients call the model.
+        model_name: Name of the model for clients.
         engine: The replica.
     """
 
@@ -175,12 +175,12 @@ class EngineMetrics:
         )
 
     def set_queues(self, running: int, waiting: int) -> None:
-        """Requests that run and that wait now."""
+        """Sets the numbers of requests that run and that wait."""
         self._running.labels(**self._labels).set(running)
         self._waiting.labels(**self._labels).set(waiting)
 
     def set_kv(self, usage: KVUsage) -> None:
-        """Where KV is now."""
+        """Sets the KV blocks in use on device and host and in flight, and the sizes of the pools."""
         used = usage.num_blocks - usage.free_blocks
         self._kv_usage.labels(**self._labels).set(used / usage.num_blocks if usage.num_blocks else 0.0)
         on_host = usage.num_host_blocks - usage.free_host_blocks
@@ -190,7 +190,7 @@ class EngineMetrics:
             self._kv_pool_blocks.labels(**self._labels, place=place).set(num_blocks)
 
     def kv_moved(self, moved: KVTraffic) -> None:
-        """So much more has moved; zeros at the start show the series."""
+        """Adds KV traffic since the last call; zeros at the start show the series."""
         for way, num, num_bytes in (
             ("offload", moved.offloads, moved.offloaded_bytes),
             ("upload", moved.uploads, moved.uploaded_bytes),
@@ -201,40 +201,40 @@ class EngineMetrics:
         self._recomputed_tokens.labels(**self._labels).inc(moved.recomputed_tokens)
 
     def set_cache_config(self, block_size: int, num_gpu_blocks: int) -> None:
-        """The pool of the worker's present life; an earlier one's is forgotten."""
+        """Sets the size of the KV pool, in place of that of the worker's earlier life."""
         self._cache_config.remove_by_labels(dict(self._labels))
         sizes = {"block_size": str(block_size), "num_gpu_blocks": str(num_gpu_blocks)}
         self._cache_config.labels(**self._labels, **sizes).set(1)
 
     def step(self, num_tokens: int) -> None:
-        """One step that computed so many tokens."""
+        """Counts one step that computed ``num_tokens``."""
         self._step_tokens.labels(**self._labels).observe(num_tokens)
 
     def scheduled(self, cpu_s: float) -> None:
-        """The scheduler has computed for so long."""
+        """Adds CPU seconds of the scheduler."""
         self._scheduling_cpu.labels(**self._labels).inc(cpu_s)
 
     def started(self, queue_s: float) -> None:
-        """A request has run for the first time, so long after its arrival."""
+        """Records a request's first step, ``queue_s`` seconds after its arrival at the replica."""
         self._queue_time.labels(**self._labels).observe(queue_s)
 
     def prefix_cache(self, queries: int, hits: int) -> None:
-        """So many more prompt tokens were looked for and found; zeros at the start show the series."""
+        """Adds prompt tokens looked up and found in the prefix cache; zeros at the start show the series."""
         self._prefix_queries.labels(**self._labels).inc(queries)
         self._prefix_hits.labels(**self._labels).inc(hits)
 
     def drafted(self, drafts: int, tokens: int, accepted: int) -> None:
-        """So many more guesses, of so many tokens, of which so many were right; zeros at the start show the series."""
+        """Adds drafts, their tokens and the accepted tokens since the last call; zeros at the start show the series."""
         self._drafts.labels(**self._labels).inc(drafts)
         self._draft_tokens.labels(**self._labels).inc(tokens)
         self._accepted_tokens.labels(**self._labels).inc(accepted)
 
     def preempted(self, n: int = 1) -> None:
-        """``n`` sequences were preempted; 0 at the start makes the first one visible to ``increase()``."""
+        """Adds ``n`` preempted sequences; 0 at the start makes the first one visible to ``increase()``."""
         self._preemptions.labels(**self._labels).inc(n)
 
     def remove(self) -> None:
-        """Forgets this replica, which is not served any more: its gauges must not stand still."""
+        """Removes all series of this replica, which is not served any more: its gauges would keep their last values."""
         for family in (
             *(self._running, self._waiting, self._queue_time, self._kv_usage, self._cache_config),
             *(self._preemptions, self._step_tokens, self._prefix_queries, self._prefix_hits),
@@ -246,7 +246,7 @@ class EngineMetrics:
 
 
 class OffloadMetrics:
-    """Who decides about the KV of a replica, by its Scheduler's count, and the idle target of its KVOffloadManager."""
+    """Decisions about the KV of a replica by deciding component, and the idle target of its KVOffloadManager."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str, engine: str) -> None:
         self._labels: Mapping[str, str] = {"model_name": model_name, "engine": engine}
@@ -260,7 +260,7 @@ class OffloadMetrics:
         self._idle_target = _family(registry, Gauge, "farsight:idle_target_tokens", text, _LABELS)
 
     def decided(self, manager: int, scheduler: int, late: int, refused: int) -> None:
-        """So many more since the last call."""
+        """Adds decisions of manager and Scheduler, late answers and refused orders since the last call."""
         self._decisions.labels(**self._labels, by="manager").inc(manager)
         self._decisions.labels(**self._labels, by="scheduler").inc(scheduler)
         self._late.labels(**self._labels).inc(late)
@@ -270,13 +270,13 @@ class OffloadMetrics:
         self._idle_target.labels(**self._labels).set(num_tokens)
 
     def remove(self) -> None:
-        """Forgets this replica."""
+        """Removes all series of this replica."""
         for family in (self._decisions, self._late, self._refused, self._idle_target):
             family.remove_by_labels(dict(self._labels))
 
 
 class BackendMetrics:
-    """What is measured of a replica that is another server, beside its queues (``EngineMetrics.set_queues``)."""
+    """What is measured of a replica that is an external server, beside its queues (``EngineMetrics.set_queues``)."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str, replica: str) -> None:
         self._labels: Mapping[str, str] = {"model_name": model_name, "engine": replica}
@@ -284,7 +284,7 @@ class BackendMetrics:
             registry,
             Gauge,
             "farsight:backend_state",
-            "Of another server's circuit breaker: 1 for the state it is in. Requests go there while it is closed.",
+            "State of another server's circuit breaker: 1 for the one it is in. Requests go there while it is closed.",
             (*_LABELS, "state"),
         )
         self._failures = _family(
@@ -298,12 +298,12 @@ class BackendMetrics:
             self._state.labels(**self._labels, state=each.value).set(each is state)
 
     def failed(self, kind: str) -> None:
-        """One failure of a kind (``FAILURE_KINDS``)."""
+        """Counts one failure of a kind (``FAILURE_KINDS``)."""
         self._failures.labels(**self._labels, kind=kind).inc()
 
 
 class BatchMetrics:
-    """What is measured of batches where idle workers pull them; one object per registry and model."""
+    """What is measured of batches that idle workers pull; one object per registry and model."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         labels = {"model_name": model_name}
@@ -324,15 +324,15 @@ class BatchMetrics:
         self._waiting.set(num_requests)
 
     def started(self, num_requests: int) -> None:
-        """A worker has pulled a batch of so many."""
+        """Records that a worker has pulled a batch of ``num_requests``."""
         self._size.observe(num_requests)
 
     def ended(self, serving_time_s: float) -> None:
-        """A batch has ended; everybody in it by itself."""
+        """Records the duration of a batch that has ended."""
         self._serving.observe(serving_time_s)
 
     def split(self, n: int) -> None:
-        """``n`` batches ran out of memory; 0 at the start makes the first one visible to ``increase()``."""
+        """Adds ``n`` batches that ran out of memory; 0 at the start makes the first one visible to ``increase()``."""
         self._splits.inc(n)
 
 
@@ -381,7 +381,7 @@ class RequestMetrics:
         success = _family(
             registry, Counter, "vllm:request_success", "Requests that ended.", (*_LABELS, "finished_reason")
         )
-        # All of them from the start: a series that begins at 1 has no increase to see.
+        # All reasons from the start: a series that begins at 1 shows no increase.
         self._ended = {reason: success.labels(**labels, finished_reason=reason) for reason in FINISH_REASONS}
         about = "Requests whose clients left before the end, before or after the first token."
         abandoned = _family(registry, Counter, "farsight:abandoned_requests", about, (*_LABELS, "when"))
@@ -392,22 +392,22 @@ class RequestMetrics:
         self._labels = labels
 
     def first_token(self, ttft_s: float, n: int = 1, exemplar: dict[str, str] | None = None) -> None:
-        """The first output of a request has come, ``n`` tokens of it; once a request, whatever its attempts.
+        """Records the first output of a request, of ``n`` tokens; called once per request, whatever its attempts.
 
         Args:
-            exemplar: Labels by which the request is found again, of 128 characters at most.
+            exemplar: Labels by which the request is found again, at most 128 characters.
         """
         self._ttft.observe(ttft_s, exemplar)
         self.tally.first_token(ttft_s, n)
         self._generation_tokens.inc(n)
 
     def prompt(self, n: int, *, outside: bool) -> None:
-        """The prompt of a request, of ``n`` tokens, has been computed; ``outside``: by another server."""
+        """Counts a computed prompt of ``n`` tokens; ``outside``: computed by an external server."""
         self._prompt_tokens.inc(n)
         self.tally.prompt(n, outside=outside)
 
     def tokens(self, gap_s: float, n: int) -> None:
-        """``n`` further tokens came together, ``gap_s`` after the ones before.
+        """Records ``n`` further tokens that came together, ``gap_s`` seconds after the tokens before.
 
         Counted as ``n`` gaps of equal length: workers send several tokens in one message when they are fast, and
         the mean must not depend on that.
@@ -428,14 +428,14 @@ class RequestMetrics:
         ttft_s: float | None = None,
         exemplar: dict[str, str] | None = None,
     ) -> None:
-        """A request has ended, also one that failed or was left by its client; lengths in tokens.
+        """Records the end of a request, also of a failed or abandoned one; lengths in tokens.
 
         Args:
-            ttft_s: None where no token came.
+            ttft_s: Seconds to the first token; None if no token came.
             exemplar: As for ``first_token``.
 
         Raises:
-            KeyError: ``reason`` is none of ``FINISH_REASONS``.
+            KeyError: ``reason`` is not one of ``FINISH_REASONS``.
         """
         self._ended[reason].inc()
         if reason == "abort":
@@ -450,13 +450,13 @@ class RequestMetrics:
         self.tally.finished(reason, jct_s)
 
     def rejected(self, reason: str) -> None:
-        """The service was full; vLLM's reasons are ``max_num_queued_reqs`` and ``max_num_queued_tokens``."""
+        """Counts a request refused by a full service; vLLM: ``max_num_queued_reqs`` or ``max_num_queued_tokens``."""
         self._rejections.labels(**self._labels, reason=reason).inc()
         self.tally.rejected += 1
 
 
 class QueueDelay:
-    """How long a new request would wait, as the Router predicts it; one object per registry and model."""
+    """The wait of a new request that the Router predicts; one object per registry and model."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         text = "Predicted wait of a request that came now; NaN as long as that cannot be said."
@@ -471,27 +471,30 @@ class RefusedMessages:
     """Messages between components that were malformed, of another version or otherwise refused."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        labels = ("piece", "method", "field")
+        labels = ("component", "piece", "method", "field")  # `piece` is the old name of `component`, until version 0.3
         self._refused = _family(registry, Counter, "farsight:refused_messages", "Messages refused unread.", labels)
 
     def count(self, component: str, method: str, field: str) -> None:
-        """``component`` refused what was sent to ``method`` because of ``field``; places in lists are not told
-        apart."""
-        self._refused.labels(component, method, _INDEX.sub("[]", field)).inc()
+        """Counts a message to ``method`` that ``component`` refused because of ``field``, without its list indices."""
+        self._refused.labels(component, component, method, _INDEX.sub("[]", field)).inc()
 
 
 class ComponentRestarts:
-    """How often each component was started again."""
+    """The number of restarts of each component."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._restarts = _family(
-            registry, Gauge, "farsight:piece_restarts", "How often a component was started again.", ("piece",)
+            registry, Gauge, "farsight:component_restarts", "How often a component was started again.", ("component",)
         )
+        old = "The old name of farsight:component_restarts, until version 0.3."
+        self._alias = _family(registry, Gauge, "farsight:piece_restarts", old, ("piece",))
 
     def set(self, component: str, restarts: int) -> None:
-        """As in ``ComponentStatus.restarts``."""
+        """Sets the restarts of a component, as in ``ComponentStatus.restarts``."""
         self._restarts.labels(component).set(restarts)
+        self._alias.labels(component).set(restarts)
 
     def remove(self, component: str) -> None:
-        """Forgets a component that is no longer wanted."""
-        self._restarts.remove_by_labels({"piece": component})
+        """Removes the series of a component that is not wanted any more."""
+        self._restarts.remove_by_labels({"component": component})
+        self._alias.remove_by_labels({"piece": component})

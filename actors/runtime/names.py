@@ -1,4 +1,4 @@
-"""Which components there should be, how they and their actors are called, and which actor hosts which component."""
+"""Which components there should be, the names of components and actors, and which actor hosts which component."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from core.messages.status import ComponentCounts
 NAMESPACE = "farsight"
 
 RUN_DIR_VARIABLE = "FARSIGHT_RUN_DIR"
-"""In the environment of every process of a private cluster: its directory."""
+"""Environment variable with the directory of a private cluster, set in every process of the cluster."""
 
 ROUTER = "router"
 LOG_STORE = "log-store"
 STREAM_STORE = "stream-store"
 SUPERVISOR = "supervisor"
 HOST = "host"
-"""Who answers for a process as a whole: no component has this name."""
+"""Addresses a process as a whole: no component has this name."""
 
 CONTROL = "control"
-"""The one actor that hosts every component of ``placement = "fused"``, "together" or "packed", that is not listed in
-``_ALONE``, or ``_ALONE_TOGETHER``."""
+"""The actor that, except under ``split``, hosts every component whose kind is not listed in ``_ALONE``, or under
+``together`` in ``_ALONE_TOGETHER``."""
 
 PACKED_WORKERS = 16
 """Workers of emulated devices that share a process under ``placement = "packed"``."""
 
 BACKENDS = "backends"
-"""The one that, unless they are ``split``, talks to all other servers."""
+"""The actor that, except under ``split``, hosts the backends of all external servers."""
 
 LENGTH_PREDICTOR = "length-predictor"
-"""The kind, as ``kind_of`` names it."""
+"""The kind of the LengthPredictors, as ``kind_of`` returns it."""
 
 IMAGE_ENCODER = "image-encoder"
-"""The kind of those that turn pictures into rows."""
+"""The kind of the ImageEncoders, which turn pictures into rows."""
 
 _ALONE_TOGETHER = ("worker", "rank", IMAGE_ENCODER)
 _ALONE = (*_ALONE_TOGETHER, LENGTH_PREDICTOR)
@@ -39,12 +39,12 @@ _BACKEND = "backend-"
 
 
 def backend_name(index: int) -> str:
-    """Of a replica that is another server, and of the one piece that stands for its scheduler and its worker."""
+    """Returns the name of a replica that is an external server, and of the component that represents it."""
     return f"{_BACKEND}{index}"
 
 
 def is_backend(replica: str) -> bool:
-    """Whether that replica is another server."""
+    """Returns whether a replica is an external server."""
     return replica.startswith(_BACKEND)
 
 
@@ -53,12 +53,12 @@ def worker_name(replica: str) -> str:
 
 
 def rank_name(replica: str, rank: int) -> str:
-    """Of ranks 1, 2 ... of a replica; rank 0 is its worker."""
+    """Returns the name of rank 1, 2 ... of a replica; rank 0 is the replica's worker."""
     return f"rank-{replica}.{rank}"
 
 
 def rank_of(host: str) -> tuple[str, int] | None:
-    """The replica and the rank that a host is; None if it computes nothing."""
+    """Returns the replica and the rank that a host runs; None if the host is neither worker nor rank."""
     kind, _, index = host.rpartition("-")
     if kind == "worker":
         return index, 0
@@ -75,7 +75,7 @@ def kv_offload_manager_name(replica: str) -> str:
 
 
 def kind_of(component: str) -> str:
-    """Its name without its number: ``router``, ``worker``, ``length-predictor``."""
+    """Returns a component's name without its number: ``router``, ``worker``, ``length-predictor``."""
     head, _, index = component.rpartition("-")
     return head if index[:1].isdigit() else component
 
@@ -93,13 +93,13 @@ def image_encoder_name(index: int) -> str:
 
 
 def replica_of(component: str) -> str:
-    """The replica that a component belongs to; empty for components of the whole service."""
+    """Returns the replica that a component belongs to; empty for components of the whole service."""
     kind, _, index = component.rpartition("-")
     return index if kind in ("worker", "scheduler", "kv-offload-manager") else ""
 
 
 def host_of(component: str, placement: str) -> str:
-    """The name of the actor that hosts a component under ``together``, ``fused``, ``split`` or ``packed``."""
+    """Returns the name of the actor that hosts a component under ``together``, ``fused``, ``split`` or ``packed``."""
     if placement == "packed" and component.startswith("worker-"):
         return f"workers-{int(component.rpartition('-')[2]) // PACKED_WORKERS}"
     if placement == "split" or component.startswith(_ALONE_TOGETHER if placement == "together" else _ALONE):
@@ -108,7 +108,7 @@ def host_of(component: str, placement: str) -> str:
 
 
 def actor_name(host: str) -> str:
-    """As Ray knows it."""
+    """Returns the name of a host's actor in Ray."""
     return f"farsight-{host}"
 
 
@@ -119,11 +119,11 @@ SCALABLE = {
     IMAGE_ENCODER: "image_encoders",
     "ingress": "ingress_replicas",
 }
-"""What can be scaled, and its field of ``ComponentCounts``."""
+"""Kinds that can be scaled, with their fields of ``ComponentCounts``."""
 
 
 def initial_counts(config: FarsightConfig, *, sees: bool = False) -> ComponentCounts:
-    """As configured. ``ingress_replicas`` is 0 until another number is asked for than Ray Serve was given.
+    """Returns the configured numbers. ``ingress_replicas`` is 0 until a number other than Ray Serve's is requested.
 
     Args:
         sees: Whether the model reads pictures.
@@ -136,18 +136,18 @@ def initial_counts(config: FarsightConfig, *, sees: bool = False) -> ComponentCo
 
 
 def replica_components(replica: str, num_ranks: int = 1) -> list[str]:
-    """The components of one replica; the ranks of its model last, since they are what takes long to start."""
+    """Returns the components of one replica; worker and ranks come last, since they take long to start."""
     ranks = [rank_name(replica, rank) for rank in range(1, num_ranks)]
     return [scheduler_name(replica), kv_offload_manager_name(replica), worker_name(replica), *ranks]
 
 
 def own_replicas(counts: ComponentCounts) -> list[str]:
-    """The replicas of our own engine that should have processes."""
+    """Returns the replicas of Farsight's own engine that should have processes."""
     return [replica for replica in map(str, range(counts.replicas)) if replica not in counts.drained]
 
 
 def wanted_components(counts: ComponentCounts, num_ranks: int = 1) -> list[str]:
-    """Every component but the Supervisor and the ingress replicas.
+    """Returns every component that should run, except the Supervisor and the ingress replicas.
 
     Args:
         num_ranks: Ranks of each replica (``DecoderConfig.num_ranks``).
@@ -163,7 +163,7 @@ def wanted_components(counts: ComponentCounts, num_ranks: int = 1) -> list[str]:
 
 
 def by_host(components: list[str], placement: str) -> dict[str, list[str]]:
-    """The components of each host, in their order."""
+    """Groups components by host, in order."""
     hosts: dict[str, list[str]] = {}
     for component in components:
         hosts.setdefault(host_of(component, placement), []).append(component)

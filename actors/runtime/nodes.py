@@ -1,7 +1,7 @@
 """On which node of the cluster a host is created.
 
-Replicas spread over the nodes, each with all of its components on one of them, where messages are cheap and one
-loss is the loss of one replica. Everything else is on the head, without which there is no cluster anyway.
+Replicas spread over the nodes. All components of a replica are on one node, so that messages are cheap and the
+loss of a node breaks only its own replicas. Everything else is on the head, without which there is no cluster anyway.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class ClusterNode:
     """A node that lives.
 
     Attributes:
-        computes: Whether it has any CPU or GPU for Ray. A head that is to do nothing else is started without.
-        num_gpus: For Ray, used and free.
+        computes: Whether Ray has any CPU or GPU there. A head that is to do nothing else is started without.
+        num_gpus: GPUs that Ray has there, used and free.
     """
 
     node_id: str
@@ -40,7 +40,7 @@ class ClusterNode:
 
 
 def living_nodes() -> list[ClusterNode]:
-    """Of the cluster of this process."""
+    """Returns the living nodes of this process's cluster."""
     found = []
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     for node in nodes:
@@ -52,19 +52,20 @@ def living_nodes() -> list[ClusterNode]:
 
 
 def head_node(nodes: Sequence[ClusterNode]) -> str:
-    """The id of the head; empty if it is not among them."""
+    """Returns the id of the head; empty if the head is not among the nodes."""
     return next((node.node_id for node in nodes if node.is_head), "")
 
 
 def choose_node(replica: str, homes: Mapping[str, str], nodes: Sequence[ClusterNode], *, on_gpu: bool = False) -> str:
-    """The id of the node that a replica is to live on.
+    """Returns the id of the node that a replica is to live on.
 
-    Its home as long as that lives, else the node that is home to the fewest; of equals one that is not the head.
+    The replica's home as long as that node lives, else the node that is home to the fewest replicas; among equal nodes
+    one that is not the head.
 
     Args:
         homes: Node ids by replica, as chosen before.
-        nodes: All that live.
-        on_gpu: A replica needs a GPU of its own: it goes where one is left, if there is one.
+        nodes: All living nodes.
+        on_gpu: Whether each replica needs a GPU of its own; nodes with a GPU left are then preferred.
     """
     if homes.get(replica) in {node.node_id for node in nodes}:
         return homes[replica]
@@ -77,17 +78,17 @@ def choose_node(replica: str, homes: Mapping[str, str], nodes: Sequence[ClusterN
 
 @dataclass(frozen=True, slots=True)
 class ReplicaHomes:
-    """What a Supervisor leaves to its successor: (replica, id of the node that it was started on)."""
+    """What a Supervisor leaves to its successor: pairs of a replica and the id of the node it was started on."""
 
     homes: tuple[tuple[str, str], ...]
 
 
 class Homes:
-    """Which node each replica lives on. Kept in the cluster, as components of a replica may be started by several
-    lives.
+    """Which node each replica lives on. Kept in the cluster, as several lives of the Supervisor may start components of
+    one replica.
 
     Args:
-        store: Outlives this process.
+        store: A store that outlives this process.
         on_gpu: Whether each replica needs a GPU.
     """
 
@@ -97,12 +98,12 @@ class Homes:
         self._homes: dict[str, str] = {}
 
     async def load(self) -> None:
-        """Goes on from what an earlier life has chosen."""
+        """Loads the homes that an earlier Supervisor has chosen."""
         data = await self._store.get(_HOMES)
         self._homes = {} if data is None else dict(decode(data, ReplicaHomes).homes)
 
     async def of(self, host: str) -> str:
-        """The id of the node on which a host is to be created; empty for the head."""
+        """Returns the id of the node on which a host is to be created; empty for the head."""
         replica = replica_of(host)
         if not replica:
             return ""
@@ -113,7 +114,7 @@ class Homes:
         return home
 
     async def forget(self, replica: str) -> None:
-        """It will not come back."""
+        """Drops a replica that will not come back."""
         self._homes.pop(replica, None)
         await self._save()
 

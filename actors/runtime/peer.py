@@ -1,4 +1,4 @@
-"""How a component speaks to another one, wherever that lives, and waits for it."""
+"""How a component sends messages to another component, wherever that runs, and waits for it."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     from actors.runtime.remote import RemoteActor
 
 LOOK_AGAIN_S = 0.05
-"""How often a lost peer is looked for."""
+"""Seconds between two searches for a lost peer."""
 
 
 AWAY_S = 10.0
-"""Work that cannot go on because a component is away says so no more often."""
+"""Fewest seconds between two log lines of work that waits for a component that is away."""
 
 
 class Answering(Protocol):
@@ -92,9 +92,9 @@ class PeerBook:
     Args:
         placement: As ``host_of`` takes it.
         local: The components of this process by name; may grow and shrink.
-        host: The name of this process among the hosts; empty outside of them.
-        delay_s: Holds back every message and its answer; to measure that nothing waits for them.
-        namespace: Of Ray, where the actors have their names.
+        host: The name of this process among the hosts; empty if it is not a host.
+        delay_s: Seconds by which every message and its answer are held back, to measure that nothing waits for them.
+        namespace: Ray namespace of the actors' names.
     """
 
     def __init__(
@@ -117,12 +117,12 @@ class PeerBook:
         return router
 
     def scheduler(self, replica: str) -> SchedulerCalls:
-        """What stands for a replica; that of another server answers ``ReplicaCalls`` alone."""
+        """Returns the Scheduler of a replica; an external server's backend answers ``ReplicaCalls`` alone."""
         scheduler: SchedulerCalls = stub(SchedulerCalls, self.peer(scheduler_name(replica)))
         return scheduler
 
     def worker(self, replica: str, meter: Meter | None = None) -> WorkerCalls:
-        """What computes a replica's tokens; that of another server answers ``TokenCalls`` alone.
+        """Returns the ModelWorker of a replica; an external server's backend answers ``TokenCalls`` alone.
 
         Args:
             meter: Measures the encoding of requests and the decoding of answers.
@@ -160,19 +160,19 @@ class PeerBook:
         return supervisor
 
     def peer(self, name: str) -> Peer:
-        """The component of that name, here or elsewhere, for messages that are encoded already."""
+        """Returns the component of that name, here or elsewhere, for messages that are encoded already."""
         host = host_of(name, self.placement)
         if host == self._host or name in self._local:
             return LocalPeer(self._local, name)
         return RemotePeer(name, self.actor(host), self._delay_s)
 
     def host(self, host: str) -> HostCalls:
-        """The process of that name, for what it says of all its components."""
+        """Returns the process of that name, for messages about all of its components."""
         calls: HostCalls = stub(HostCalls, RemotePeer(HOST, self.actor(host)))
         return calls
 
     def actor(self, host: str) -> RemoteActor:
-        """The process of that name."""
+        """Returns the actor of the process of that name."""
         from actors.runtime.remote import (
             RemoteActor,  # Ray reads its settings when it is imported: not before they are made
         )
@@ -182,24 +182,24 @@ class PeerBook:
         return self._actors[host]
 
     def close(self) -> None:
-        """Ends the connections to processes of this node."""
+        """Closes the connections to processes of this node."""
         for actor in self._actors.values():
             actor.close()
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Known to every process of the service.
+    """What every process of the service knows about it.
 
     Attributes:
-        config: ``model.name`` is what clients ask for.
-        model_dir: Where config, weights and tokenizer lie.
+        config: ``model.name`` is the name that clients use.
+        model_dir: Directory of config, weights and tokenizer.
         placement: As ``host_of`` takes it.
-        namespace: Of Ray, where the actors have their names.
+        namespace: Ray namespace of the actors' names.
         detached: Whether the actors outlive the job that started them.
-        model_version: Number of the weights in ``model_dir`` since the service started; requests run on one alone.
+        model_version: Number of the weights in ``model_dir`` since the start; a request runs on one version only.
         sees: Whether the model reads pictures.
-        model_since: When the first request on these weights may have come in, in seconds since the epoch.
+        model_since: Earliest time at which a request on these weights may have come in, in seconds since the epoch.
     """
 
     config: FarsightConfig
@@ -212,13 +212,13 @@ class Site:
     sees: bool = False
 
     def peers(self, local: Mapping[str, Answering] | None = None, host: str = "") -> PeerBook:
-        """The other components as the process named ``host`` sees them, which has those in ``local`` itself."""
+        """Makes the peer book of the process named ``host``, which hosts the components in ``local`` itself."""
         delay_s = self.config.actors.scheduler_delay_s if host.startswith("scheduler-") else 0.0
         return PeerBook(self.placement, local, host, delay_s, self.namespace)
 
 
 async def current_counts(peers: PeerBook, known: ComponentCounts) -> ComponentCounts:
-    """What the Supervisor says now; while there is none, what was known before."""
+    """Returns the Supervisor's present counts; ``known`` while there is no Supervisor."""
     try:
         return await peers.supervisor().counts()
     except PeerLost:
@@ -226,9 +226,9 @@ async def current_counts(peers: PeerBook, known: ComponentCounts) -> ComponentCo
 
 
 async def wait_for(event: asyncio.Event, timeout_s: float) -> None:
-    """Until the event is set, but no longer than ``timeout_s``.
+    """Waits until the event is set, but no longer than ``timeout_s``.
 
-    Not by ``asyncio.wait_for``: in Python 3.11 that swallows a cancellation that comes just as the event is set.
+    Without ``asyncio.wait_for``, which in Python 3.11 swallows a cancellation that comes just as the event is set.
     """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
@@ -236,9 +236,9 @@ async def wait_for(event: asyncio.Event, timeout_s: float) -> None:
 
 
 async def again_and_again(work: Callable[[], Coroutine[Any, Any, None]], pause_s: float) -> None:
-    """Runs work that never ends by itself. What breaks it is logged, and it begins again: it keeps no state.
+    """Runs work that never ends by itself and keeps no state. An exception in it is logged, and the work begins again.
 
-    A component that is away is no fault of the work: one line in ``AWAY_S`` says so.
+    A component that is away is no fault of the work: one log line in ``AWAY_S`` reports it.
     """
     name, told_at = getattr(work, "__qualname__", work), -AWAY_S
     while True:

@@ -11,14 +11,14 @@ from actors.runtime.names import rank_of
 from actors.runtime.peer import Site
 
 _CPU_SHARE = 0.01
-"""Of each rank that has no GPU: a bundle must not be empty, and processors are not counted here."""
+"""CPUs in the bundle of a rank without a GPU: a bundle must not be empty, and processors are not counted here."""
 
 
 def rank_options(host: str, site: Site) -> dict[str, Any]:
-    """How Ray is to create a host that is one of several ranks; nothing for others.
+    """Returns the options with which Ray creates a host that is one of several ranks; empty for other hosts.
 
-    All ranks of a replica are in one placement group, on one node if there is room on one. It outlives them: a rank
-    that is started again finds its place free.
+    All ranks of a replica are in one placement group, on one node if a node has room. The group outlives its ranks: a
+    rank that is started again finds its place free.
     """
     place = rank_of(host)
     if place is None or site.config.model.num_ranks == 1:
@@ -30,7 +30,7 @@ def rank_options(host: str, site: Site) -> dict[str, Any]:
 
 
 def remove_rank_group(replica: str, site: Site) -> None:
-    """What was set aside for a replica that is given up is for others."""
+    """Frees the placement group of a replica that is given up."""
     group = _find(replica, site)
     if group is not None:
         remove_placement_group(group)

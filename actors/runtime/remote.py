@@ -1,4 +1,4 @@
-"""Speaking to an actor by its name: through Ray, or over a socket where it is on the same node.
+"""Messages to an actor by its name: through Ray, or over a socket if the actor is on the same node.
 
 A message over the socket costs a tenth of an actor call of Ray. The socket has a name in Linux's abstract namespace,
 so nothing lies in a file system and a dead process leaves nothing behind; a process of another user is turned away.
@@ -36,15 +36,15 @@ Answer = Callable[[str, str, bytes], Awaitable[Any]]
 """Gives the message (component, method, data) to its component."""
 
 REPLY_S = 120.0
-"""An answer that is due at once and has not come after so long will not come: the component answers others perhaps, but
-hangs in this one. A process that hangs as a whole is ended sooner, and its connections with it."""
+"""Seconds after which an answer that is due at once is given up: the component may answer others but hangs in this one.
+A process that hangs as a whole is ended sooner, and its connections with it."""
 
 
 class RemoteActor:
     """An actor by name; its handle is looked up when needed, and again after a loss.
 
     Args:
-        local: Whether messages take the short way where the actor is on this node.
+        local: Whether messages go over a socket if the actor is on this node.
     """
 
     def __init__(self, host: str, namespace: str = NAMESPACE, *, local: bool = True) -> None:
@@ -58,13 +58,13 @@ class RemoteActor:
         self._num_linking = 0  # messages that wait for the link; later ones must not overtake them
 
     async def send(self, component: str, method: str, data: bytes, *, long: bool = False) -> Any:
-        """What the component of that name answers; over a socket if the actor is on this node.
+        """Sends a message to the component of that name and returns the answer.
 
         Args:
-            long: The answer may take as long as there is nothing to tell: only a lost process ends the wait.
+            long: The answer may take any time, until there is something to report: only a lost process ends the wait.
 
         Raises:
-            PeerLost: it is gone, not there yet, or does not answer what is due at once.
+            PeerLost: The process is gone or not there yet, or an answer that is due at once does not come.
         """
         if long:
             return await self._send(component, method, data)
@@ -74,7 +74,7 @@ class RemoteActor:
                 return await self._send(component, method, data)
         except TimeoutError as error:
             if not deadline.expired():
-                raise  # the answer itself
+                raise  # a TimeoutError that the component raised
             raise PeerLost(f"{component} has not answered {method} for {REPLY_S:.0f} s") from error
 
     async def _send(self, component: str, method: str, data: bytes) -> Any:
@@ -90,12 +90,12 @@ class RemoteActor:
             raise PeerLost(self._host) from error
 
     def close(self) -> None:
-        """Ends the connection, if there is one; the next message makes another."""
+        """Closes the connection, if there is one; the next message opens another."""
         if self._link is not None:
             self._link.close()
 
     async def _connected(self) -> LocalLink | None:
-        """A link to the actor that has the name now; None if there can be none."""
+        """Returns a link to the actor that has the name now; None if no link is possible."""
         if not self._local:
             return None
         self._num_linking += 1
@@ -109,7 +109,7 @@ class RemoteActor:
 
     async def _make_link(self) -> LocalLink | None:
         if self._handle is not None and self._handle is self._linked_to:
-            return None  # asked before: it is on another node
+            return None  # asked before: the actor is on another node
         node_id, address = await self.call("local_address")
         self._linked_to, self._link = self._handle, None
         if address and node_id == ray.get_runtime_context().get_node_id():
@@ -117,21 +117,21 @@ class RemoteActor:
         return self._link
 
     async def metrics(self) -> str:
-        """What its /metrics shows; raises PeerLost."""
+        """Returns what the process's /metrics shows; raises PeerLost."""
         text: str = await self.call("metrics")
         return text
 
     async def call(self, method: str, *args: Any) -> Any:
-        """What the actor's method returns, through Ray.
+        """Calls a method of the actor through Ray and returns its result.
 
         Raises:
-            PeerLost: it is gone or not there yet.
+            PeerLost: The actor is gone or not there yet.
         """
         handle = self._handle = self._handle or self._find()
         try:
             return await getattr(handle, method).remote(*args)
         except (RayActorError, ActorUnschedulableError, ObjectLostError) as error:
-            # The last: a long answer went down with its node; the one before: the node was lost before it started.
+            # The node of the actor was lost: before the start (ActorUnschedulableError), or with a long answer in it.
             if self._handle is handle:
                 self._handle = None
             raise PeerLost(self._host) from error
@@ -144,11 +144,11 @@ class RemoteActor:
 
 
 class LinkLost(FarsightError):
-    """The process at the other end is gone; whether it took the message is unknown."""
+    """The process at the other end is gone; whether it received the message is unknown."""
 
 
 class _Frames(asyncio.Protocol):
-    """Frames in, frames out; what is written in one turn of the event loop leaves in one write."""
+    """Frames in, frames out; frames sent in one turn of the event loop leave in one write."""
 
     def __init__(self) -> None:
         self._unpacker = msgpack.Unpacker(max_buffer_size=MAX_FRAME_BYTES)
@@ -192,14 +192,14 @@ class LocalLink(_Frames):
 
     @property
     def open(self) -> bool:
-        """Whether it may be called from this event loop."""
+        """Whether the link may be used from this event loop."""
         return self.transport is not None and self._loop is asyncio.get_running_loop()
 
     async def call(self, component: str, method: str, data: bytes) -> Any:
-        """What the component answers, or raises. Messages arrive in order.
+        """Sends a message; returns what the component answers, or raises what it raises. Messages arrive in order.
 
         Raises:
-            LinkLost: the process is gone.
+            LinkLost: The process is gone.
         """
         if self.transport is None:
             raise LinkLost(component)
@@ -262,7 +262,7 @@ class _Connection(_Frames):
 
 
 def _peer_uid(connection: Any) -> int:
-    """The user at the other end of a socket, or of what an event loop shows in its place."""
+    """Returns the user id at the other end of a socket, or of the object that an event loop shows in its place."""
     with socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
         credentials = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
     uid: int = _PEER_CREDENTIALS.unpack(credentials)[1]
@@ -270,7 +270,7 @@ def _peer_uid(connection: Any) -> int:
 
 
 async def listen(answer: Answer) -> tuple[str, asyncio.Server | None]:
-    """Answers callers of this node as long as the server is kept; an empty address where that cannot be done."""
+    """Answers callers of this node while the server is referenced; returns an empty address if that is impossible."""
     if not AVAILABLE:
         return "", None
     address = f"\0farsight-{secrets.token_hex(16)}"
@@ -282,7 +282,7 @@ async def listen(answer: Answer) -> tuple[str, asyncio.Server | None]:
 
 
 async def connect(address: str) -> LocalLink | None:
-    """A link to the process that listens there; None if none does, or another user's took the name."""
+    """Connects to the process that listens at an address; None if there is none or another user's has the name."""
     caller = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         caller.setblocking(False)

@@ -1,4 +1,4 @@
-"""What a scheduler has noted of a request, in the form of the log."""
+"""A scheduler's decisions about a request, in the form of the log."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from policies.replica.events import AccountClosed
 
 
 def request_trace(account: AccountClosed, source: str, epoch_s: float, *, ended: bool) -> RequestTrace:
-    """An account as others may have it.
+    """Makes the log record of an account.
 
     Args:
-        epoch_s: Seconds since the epoch when the clock of its decisions stood at 0.
+        epoch_s: Seconds since the epoch at which the clock of the decisions stood at 0.
     """
     origin = account.origin
     return RequestTrace(

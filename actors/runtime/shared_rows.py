@@ -10,14 +10,14 @@ from engine.vision.row_files import drop_rows
 
 
 def rows_directory() -> Path | None:
-    """In the directory of a private cluster, all of whose processes are on one machine, and which ends with it. None in
-    any other cluster: there, rows go with the requests."""
+    """Returns the directory of shared rows, which ends with its private cluster, whose processes are on one machine.
+    None in any other cluster: there, requests carry their rows."""
     directory = os.environ.get(RUN_DIR_VARIABLE)
     return Path(directory, "rows") if directory else None
 
 
 def drop_rows_of(component: str) -> None:
-    """Drops what a component that was taken away has kept, and no successor will find. Only ImageEncoders keep any."""
+    """Drops the rows of a component that was removed, which no successor will find. Only ImageEncoders keep rows."""
     directory = rows_directory()
     if directory is not None:
         drop_rows(directory, component)

@@ -1,4 +1,4 @@
-"""Watches that a host goes on, and ends it when it does not; the task that watches it then starts it again."""
+"""Watches a host and ends it when it hangs; the task that keeps the host then starts it again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from core.codec import decode, encode
 from core.messages.pulse import ProcessLife, Pulse, ThreadClock
 
 LOOKS = 10
-"""In the time after which a stopped process is replaced: one late answer is no sign, several in a row are."""
+"""Looks within the time after which a stopped process is replaced: one late answer proves nothing, several do."""
 
 MAX_PERIOD_S = 1.0
 
@@ -28,32 +28,32 @@ logger = logging.getLogger(__name__)
 
 
 def period_s(silence_s: float) -> float:
-    """Between two looks."""
+    """Returns the seconds between two looks."""
     return min(MAX_PERIOD_S, silence_s / LOOKS)
 
 
 class Lives:
-    """Which process each host is, for watchers that come when it answers no more.
+    """Which process each host is, for watchers that begin when the host does not answer any more.
 
     Args:
-        namespace: Of Ray.
+        namespace: Ray namespace of the hosts.
     """
 
     def __init__(self, namespace: str) -> None:
         self._store = ClusterStore(f"{namespace}-lives")
 
     async def put(self, host: str) -> None:
-        """It is this process; called on the event loop that answers."""
+        """Stores that the host is this process; called on the event loop that answers."""
         await self._store.put(host, encode(own_life(own_node())))
 
     async def get(self, host: str) -> ProcessLife | None:
-        """None if it has never come up; perhaps a life that is over."""
+        """Returns the process of a host, which may have ended; None if the host has never come up."""
         data = await self._store.get(host)
         return None if data is None else decode(data, ProcessLife)
 
 
 def own_node() -> str:
-    """The id of Ray's node that this process is on."""
+    """Returns the id of Ray's node that this process is on."""
     node_id: str = ray.get_runtime_context().get_node_id()
     return node_id
 
@@ -62,10 +62,10 @@ class Watch:
     """Watches one life of a host.
 
     Args:
-        handle: Of its actor.
+        handle: Handle of the host's actor.
 
     Attributes:
-        verdict: Why it was ended; empty as long as it was not.
+        verdict: Why the host was ended; empty until then.
     """
 
     def __init__(self, host: str, handle: Any, site: Site) -> None:
@@ -80,7 +80,7 @@ class Watch:
         self._asked: asyncio.Task[Pulse | None] | None = None
 
     async def run(self) -> None:
-        """Returns once it has ended the host. Whatever goes wrong here must not leave the host unwatched."""
+        """Watches until it has ended the host. A fault in the watch must not leave the host unwatched."""
         while True:
             try:
                 return await self._watch()
@@ -93,7 +93,7 @@ class Watch:
         while not self.verdict:
             pulse = self._answer()
             heard = heard or pulse is not None
-            if not heard:  # it may be stopped, and have said before which process it is
+            if not heard:  # the process may be stopped, and have stored its identity before
                 self._life = await self._lives.get(self._host)
             self.verdict = self._judge.look(time.monotonic(), pulse, self._clock())
             if not self.verdict:
@@ -102,12 +102,12 @@ class Watch:
         self._end()
 
     def close(self) -> None:
-        """Asks nothing any more."""
+        """Cancels an open question to the host."""
         if self._asked is not None:
             self._asked.cancel()
 
     def _answer(self) -> Pulse | None:
-        """What has come since the last look; asks again once it has come."""
+        """Returns the answer since the last look, None without one; asks again once the answer has come."""
         pulse = None
         if self._asked is not None and self._asked.done():
             pulse, self._asked = self._asked.result(), None
@@ -118,7 +118,7 @@ class Watch:
         return pulse
 
     async def _ask(self) -> Pulse | None:
-        """None if it cannot be asked: it has ended, which others see, or its node may be lost."""
+        """Asks the host; None if that fails: the host has ended, which others see, or its node may be lost."""
         try:
             return decode(await self._handle.pulse.remote(), Pulse)
         except RayError:
@@ -132,13 +132,13 @@ class Watch:
 
     def _end(self) -> None:
         if self._life is not None and self._is_here(self._life):
-            kill(self._life)  # Ray first waits 5 s for it to end by itself, which one that is stopped cannot
+            kill(self._life)  # Ray first waits 5 s for it to end by itself, which a stopped process cannot
         ray.kill(self._handle)
 
 
 @asynccontextmanager
 async def watched(host: str, handle: Any, site: Site) -> AsyncIterator[Watch]:
-    """Watches it meanwhile. The caller sees it die by the answers that it awaits."""
+    """Watches a host while the context is open. The caller learns of its death from the answers that it awaits."""
     watch = Watch(host, handle, site)
     task = asyncio.create_task(watch.run())
     try:

@@ -1,4 +1,4 @@
-"""How long batches take, as the ServingTimeEstimators have said."""
+"""The durations of batches that the ServingTimeEstimators predict."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from policies.fleet.events import BatchEnded
 from policies.settings import PRIOR_COST
 
 LOOK_S = 2.0
-"""How often the estimators are asked again about the same batches."""
+"""Seconds after which the estimators are asked again about the same batches."""
 
 PAUSE_S = 0.1
-"""After a question that no estimator has answered."""
+"""Seconds of pause after a question that no estimator has answered."""
 
 MAX_SHAPES = 4096
 """Most batches of one question, and most answers that are kept for longer than ``LOOK_S``."""
@@ -32,9 +32,9 @@ Shape = tuple[int, int, int]
 
 
 class EstimatedTimes:
-    """A ``ServingTime`` that never waits: the last answer, and until there is one the sum of the batch's steps.
+    """A ``ServingTime`` that never waits: the last estimate of a batch, or the sum of its steps until there is one.
 
-    Batches are asked about when they are formed or change, so that the answers are there when a worker pulls.
+    Estimates are requested when batches are formed or change, so that they are there when a worker pulls.
 
     Args:
         timed: The batches whose times the next choice may ask for.
@@ -52,23 +52,23 @@ class EstimatedTimes:
         self._turns = itertools.count()
 
     def __call__(self, batch_size: int, prompt_len: int, output_len: int) -> float:
-        """Estimated seconds of a batch. O(1)."""
+        """Returns the estimated seconds of a batch. O(1)."""
         shape = batch_size, prompt_len, output_len
         estimate_s = self._known_s.get(shape)
         return padded_batch_s(self._cost, *shape) if estimate_s is None else estimate_s
 
     def look(self) -> None:
-        """Something has happened: batches may have been formed or have changed."""
+        """Wakes ``run`` after an event that may have formed or changed batches."""
         self._news.set()
 
     def ended(self, batch: BatchEnded) -> None:
-        """A batch has run to its end; the estimators hear of it."""
+        """Queues a batch that has run to its end for the estimators."""
         shape = BatchShape(batch.num_requests, batch.prompt_len, batch.output_len)
         self._served.append(ServedBatchTime(shape, batch.estimated_s, batch.duration_s))
         self._news.set()
 
     async def run(self) -> None:
-        """Asks and tells, until cancelled."""
+        """Asks for estimates and reports ended batches, until cancelled."""
         loop = asyncio.get_running_loop()
         due_at = loop.time()
         while True:
@@ -82,7 +82,7 @@ class EstimatedTimes:
                 await wait_for(self._news, due_at - loop.time())
 
     async def _look_again(self) -> None:
-        """Asks again about all batches that wait, since the estimators learn; until then the old answers hold."""
+        """Makes all estimates due again, since the estimators learn; until the answers come the old estimates hold."""
         self._counts = await current_counts(self._peers, self._counts)
         if len(self._known_s) > MAX_SHAPES:
             self._known_s.clear()
@@ -90,13 +90,13 @@ class EstimatedTimes:
         try:
             reply = await self._peers.serving_time_estimator(0).profile()
         except PeerLost:
-            return  # what it said last still holds
+            return  # the last profile still holds
         measured = [row for row in reply.profiles if row.num_samples >= MIN_SAMPLES]
         if measured:
             self._cost = profile_cost(max(measured, key=lambda row: row.num_samples))
 
     async def _tell(self) -> None:
-        """Every estimator hears of every batch; one that is away misses it."""
+        """Reports every ended batch to every estimator; an estimator that is away misses it."""
         served, self._served = tuple(self._served), []
         if not served:
             return
@@ -107,7 +107,7 @@ class EstimatedTimes:
                 continue
 
     async def _ask(self) -> None:
-        """Estimators take turns; while the asked one is away, the next one is asked about the same batches."""
+        """Asks the estimators in turn; if one is away, the next one is asked about the same batches."""
         wanted = {(len(batch), batch.prompt_len, batch.predicted_len): None for batch in self._timed()}
         shapes = [shape for shape in wanted if shape not in self._current][:MAX_SHAPES]
         if not shapes:
@@ -122,4 +122,4 @@ class EstimatedTimes:
             self._known_s.update(zip(shapes, answer.seconds, strict=True))
             self._current.update(shapes)
             return
-        await asyncio.sleep(PAUSE_S)  # each event would ask again
+        await asyncio.sleep(PAUSE_S)  # otherwise each event would ask again

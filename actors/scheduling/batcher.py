@@ -33,10 +33,10 @@ from policies.fleet.events import (
 from policies.replica.events import ForecastsArrived
 
 PAUSE_S = 2.0
-"""After a fault in what requests can do without."""
+"""Seconds of pause after a fault in the estimates or the log, without which requests are served."""
 
 SHOW_S = 0.5
-"""How often the gauges are brought up to date."""
+"""Seconds between two updates of the gauges."""
 
 
 class Batcher(FleetShell):
@@ -84,7 +84,7 @@ class Batcher(FleetShell):
         await super().replica_state(state)
 
     def recent(self) -> Iterable[Decision]:
-        """Batches, not single placements."""
+        """Returns decisions about batches, not about single placements."""
         return self.noted
 
     @property
@@ -92,7 +92,7 @@ class Batcher(FleetShell):
         return {**super().work_done, "batches ended": self._num_ended, "batches split": self._batches.num_splits}
 
     def _tell_and_note(self, event: GlobalEvent, now: float) -> list[GlobalInstruction]:
-        """Instructions are noted before they are carried out; what is due, and when, may be another thing now."""
+        """Gives the machine an event and notes its instructions, which the caller then carries out."""
         instructions = self._tell(event, now)
         for instruction in instructions:
             match instruction:
@@ -137,7 +137,7 @@ class Batcher(FleetShell):
         )
 
     async def _wake(self) -> None:
-        """Tells the machine when something is due, and keeps the gauges."""
+        """Wakes the machine when something is due, and updates the gauges."""
         while True:
             self._due_changed.clear()
             due_at = self._batches.next_due_at

@@ -1,4 +1,4 @@
-"""Writes down what a state machine hears and answers."""
+"""Records the events and instructions of a state machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class EventRecorder:
     Each record is with the operating system before the next event is handled: the death of this process loses none.
 
     Raises:
-        ConfigError: the directory cannot be written to.
+        ConfigError: The directory cannot be written to.
     """
 
     def __init__(self, name: str, config: MachineConfig | BatchMachineConfig) -> None:
@@ -37,7 +37,7 @@ class EventRecorder:
         self._estimates: dict[BatchShape, float] = {}  # told to the machine since the last record
 
     def asking(self, serving_time_s: ServingTime) -> ServingTime:
-        """``serving_time_s`` for the machine: what it answers goes into the record of the event in hand."""
+        """Wraps ``serving_time_s`` for the machine: each estimate goes into the record of the event in hand."""
 
         def ask(num_jobs: int, prompt_len: int, output_len: int) -> float:
             estimate_s = serving_time_s(num_jobs, prompt_len, output_len)
@@ -60,7 +60,7 @@ Handle = Callable[[EventT, float], list[AnswerT]]
 
 
 def recorded(handle: Handle[EventT, AnswerT], recorder: EventRecorder | None) -> Handle[EventT, AnswerT]:
-    """``handle`` of a machine, written down if there is a recorder."""
+    """Wraps a machine's ``handle`` so that each call is recorded; returns it as it is without a recorder."""
     if recorder is None:
         return handle
 

@@ -1,7 +1,7 @@
-"""KVOffloadManager: decides whose KV goes out and comes back on one replica, and knows where it is.
+"""KVOffloadManager: chooses the requests whose KV is offloaded or uploaded on one replica; knows where KV is.
 
-Its Scheduler asks at each scheduling point at which KV may have to move. The orders ride in the next plan, as far as
-they still fit (ADR 70). It keeps no state that a decision depends on: a successor answers the next question.
+Its Scheduler asks at each scheduling point at which KV may have to move. The next plan carries the
+orders that still fit (ADR 70). No decision depends on state kept here: a successor answers the next question.
 """
 
 from __future__ import annotations

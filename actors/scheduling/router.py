@@ -72,24 +72,24 @@ from policies.replica.live_view import MAX_ENDED
 from policies.settings import PolicySettings
 
 TICK_S = 1.0
-"""How often the forecast is read and silent ingress replicas are looked for."""
+"""Seconds between two reads of the forecast, and between two searches for silent ingress replicas."""
 
 LOST_AFTER_S = 3.0
-"""An ingress replica that has not announced itself for so long is shown as lost ..."""
+"""An ingress replica that has not announced itself for so many seconds is shown as lost ..."""
 
 FORGET_AFTER_S = 10.0
-"""... and after so long, if it has died, its requests are aborted and it is shown no more."""
+"""... and after so many seconds, if it has died, its requests are aborted and it is shown no more."""
 
 NUM_PREFIXES = 40
 """Nodes of the prefix tree that are shown."""
 
 VIEW_S = 0.5
-"""The view of placements is drawn up no more often, however many operators look at it."""
+"""Fewest seconds between two computations of the placement view, however many operators look at it."""
 
 
 @dataclass(slots=True)
 class Answers:
-    """What came of one event: for the ingress replica that caused it, and for others."""
+    """Results of one event, for the ingress replica that caused it and for others."""
 
     refusals: list[Refusal] = field(default_factory=list)
     promises: list[Promise] = field(default_factory=list)
@@ -111,11 +111,11 @@ class _IngressReplica:
 
 
 class FleetShell(Component, RouterCalls):
-    """Turns messages into events of a scheduler over replicas and carries out what it says.
+    """Turns messages into events of a scheduler over replicas and carries out its instructions.
 
     Args:
-        machine: The state machine that decides; it is this object's from now on.
-        decide: Gives the machine an event; its own ``handle``, or one around it.
+        machine: The state machine that decides; only this object may use it afterwards.
+        decide: Gives the machine an event: ``machine.handle``, or a function around it.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class FleetShell(Component, RouterCalls):
         return SubmitReply(placed, tuple(answers.refusals), tuple(answers.promises))
 
     async def foresee(self, forecasts: ForecastsMade) -> None:
-        """Passes them on to where the requests are; requests that wait here keep theirs."""
+        """Passes forecasts on to the replicas of their requests; requests that wait here keep their own forecasts."""
         await self._handle(ForecastsArrived(forecasts.made))
         by_replica: dict[str, list[ForecastMade]] = {}
         for made in forecasts.made:
@@ -191,7 +191,7 @@ class FleetShell(Component, RouterCalls):
         return AnnounceReply(lost, refusals, tuple(self._schedulers), placed, others, self._outlook())
 
     def _newly_placed(self, announced: Iterable[OpenRequest]) -> tuple[Placed, ...]:
-        """Where those are that waited when they were submitted."""
+        """Returns the places of announced requests that waited when they were submitted and do not wait any more."""
         waited = [stream for stream in announced if not stream.replica]
         placed = [self._machine.placed(stream.request_id, stream.attempt) for stream in waited]
         return tuple(each for each in placed if each.replica)
@@ -223,7 +223,7 @@ class FleetShell(Component, RouterCalls):
         await self._handle(ReplicaAway(name) if ready is None else ReplicaUp(name, ready, state.cache_seq))
 
     async def replica_news(self, news: ReplicaNews) -> None:
-        """Takes in what is cached first: the requests that end have filled the cache."""
+        """Takes a replica's news, cache events first: requests that end have filled the cache."""
         if news.cache:
             await self._handle(KVCacheChanged(news.replica, news.worker_incarnation, news.cache))
         if news.started:
@@ -238,7 +238,7 @@ class FleetShell(Component, RouterCalls):
         return ReplicaLoads(self._machine.replica_views())
 
     async def placement(self) -> PlacementView:
-        """At most ``VIEW_S`` old."""
+        """Returns the view of placements, at most ``VIEW_S`` old."""
         now = time.monotonic()
         if self._shown is None or now - self._shown[0] > VIEW_S:
             self._shown = now, self._view()
@@ -285,7 +285,7 @@ class FleetShell(Component, RouterCalls):
         return map(_placed, reversed(self._notes.recent()))
 
     async def _handle(self, event: GlobalEvent) -> Answers:
-        """Gives the machine an event. Messages to a Scheduler leave in the order of the events behind them."""
+        """Gives the machine an event. Messages to a Scheduler leave in the order of the events that caused them."""
         self._handled_at = now = time.monotonic()
         answers, calls = Answers(), []
         for instruction in self._decide(event, now):
@@ -319,7 +319,7 @@ class FleetShell(Component, RouterCalls):
         answers.promises += reply.promises
 
     def _placement(self, request: Request) -> bytes:
-        """Why it goes where it goes."""
+        """Notes a placement; returns the packed decision for the request's trace, empty if the request has none."""
         choice = self._machine.choice(request.request_id)
         if choice is None:
             return b""
@@ -360,7 +360,7 @@ class FleetShell(Component, RouterCalls):
             answers.add(await self._handle(KeysUnknown(name, unknown)))
 
     def _ask_cache(self, name: str) -> None:
-        """The answer comes when it comes; without one the machine asks again."""
+        """Asks a Scheduler for its cache in a task of its own; without an answer the machine asks again."""
         task = asyncio.create_task(self._hear_cache(name))
         self._asking.add(task)
         task.add_done_callback(self._has_asked)
@@ -385,7 +385,7 @@ class FleetShell(Component, RouterCalls):
         return self._schedulers[replica]
 
     async def _lose_scheduler(self, name: str) -> Answers:
-        """Nothing new goes there until it says that it is back; its worker runs on meanwhile."""
+        """Stops placements on a replica until its Scheduler reports again; the replica's worker runs on meanwhile."""
         return await self._handle(ReplicaAway(name))
 
     def _hear(self, ingress_id: str) -> _IngressReplica:
@@ -394,7 +394,7 @@ class FleetShell(Component, RouterCalls):
         return seen
 
     def _refuse_late(self, refusal: Refusal) -> None:
-        """The ingress hears of it with the answer to its next announcement."""
+        """Keeps a refusal for the answer to the ingress replica's next announcement."""
         ingress_id = refusal.request_id.rpartition("-")[0]
         if ingress_id in self._ingresses:
             self._ingresses[ingress_id].late_refusals.append(refusal)
@@ -411,7 +411,7 @@ class FleetShell(Component, RouterCalls):
             await asyncio.sleep(TICK_S)
 
     async def _lose_dead(self) -> None:
-        """Aborts the requests of ingress replicas that have died; one that is only silent may be busy."""
+        """Aborts the requests of ingress replicas that have died; a replica that is only silent may be busy."""
         now = time.monotonic()
         silent = [name for name, seen in self._ingresses.items() if now - seen.heard_at > FORGET_AFTER_S]
         for ingress_id in await self.context.gone(silent):
@@ -422,7 +422,7 @@ class FleetShell(Component, RouterCalls):
         try:
             forecast = await predictor.forecast()
         except PeerLost:
-            return  # what it said last still holds
+            return  # the last forecast still holds
         if forecast.num_samples:
             await self._handle(HistoryLearned(forecast))
 
@@ -458,7 +458,7 @@ def _placed(each: RecentPlacement) -> Decision:
 
 
 def _waiting(response_id: str, request: Request, since: float) -> RequestTrace:
-    """The trace of a request that no replica has taken yet."""
+    """Makes the trace of a request that no replica has taken yet."""
     origin = request.origin
     assert origin is not None
     waits = on_clock(time.time() - time.monotonic(), pack_decisions([Decision("waits", since, {"reason": "replica"})]))
@@ -468,7 +468,7 @@ def _waiting(response_id: str, request: Request, since: float) -> RequestTrace:
 
 
 def _left(request: Request, since: float, now: float) -> EndedRequest:
-    """What is shown of a request whose client left while it waited here."""
+    """Makes the row that is shown of a request whose client left while the request waited here."""
     origin, forecast = request.origin, request.forecast
     return EndedRequest(
         response_id="" if origin is None else origin.response_id,

@@ -58,33 +58,33 @@ from policies.replica.live_view import SchedulerWatch
 from policies.replica.offload_client import OffloadTally
 
 SAY_AGAIN_S = 1.0
-"""The Router hears of the replica at least this often, so that a new one knows it soon."""
+"""Most seconds between two messages to the Router, so that a new Router soon knows the replica."""
 
 PLAN_INTERVAL_S = 0.005
-"""Plans are at least this far apart once more than ``FEW_SEQUENCES`` run: the next step has begun already."""
+"""Fewest seconds between two plans while more than ``FEW_SEQUENCES`` run: the next step has begun already."""
 
 FEW_SEQUENCES = 4
-"""Up to so many every plan goes at once: it may be what the worker waits for."""
+"""Up to so many running sequences every plan is sent at once: the worker may be waiting for it."""
 
 NEWS_S = 0.05
-"""The Router hears of starts, ends and the prefix cache this late, of several at once: they change what it thinks.
+"""Seconds for which starts, ends and prefix cache events are collected into one message to the Router.
 
-In batch mode it hears of ends at once: the last one lets the next batch come."""
+In batch mode they are sent at once: the last end of a batch lets the next batch start."""
 
 MAX_NOTICES = 256
-"""Notices that wait for the Router; with more the oldest are dropped, and it asks for all that is cached."""
+"""Most cache events that wait for the Router; beyond it the oldest are dropped, and the Router asks for all."""
 
 FEED_S = 0.25
-"""The KV offload manager and the estimators hear of the worker's reports this often: none of them is in a hurry."""
+"""Seconds for which reports are collected for the KV offload manager and the estimators, which need no haste."""
 
 MIN_SAMPLES = 32
-"""Step samples that are worth a message to the estimators."""
+"""Fewest step samples in a message to the estimators."""
 
 MAX_SAMPLES = 256
-"""Step samples that wait for the estimators; beyond them the oldest are dropped."""
+"""Most step samples that wait for the estimators; beyond it the oldest are dropped."""
 
 MAX_LIVE_ROWS = 500
-"""Requests in one answer to the operator's pages."""
+"""Most requests in one answer to the operator's pages."""
 
 
 class Scheduler(Component, SchedulerCalls):
@@ -115,7 +115,7 @@ class Scheduler(Component, SchedulerCalls):
         self._ended: list[FinishedSequence] = []
         self._told: deque[KVCacheEvent] = deque(maxlen=MAX_NOTICES)
         self._told_seq = 0
-        self._profile: ReplicaStepProfile | None = None  # measured again, and the Router has not heard of it
+        self._profile: ReplicaStepProfile | None = None  # newer than what the Router has
         self._late_refusals: list[Refusal] = []
         self._in_batches = is_batch_mode(config.scheduler.preset)
         self._broken: list[Key] = []
@@ -162,8 +162,8 @@ class Scheduler(Component, SchedulerCalls):
         self._handle(RequestsAborted(aborted.keys))
 
     async def unknown(self, asked: Keys) -> Keys:
-        """None without a worker, since only its state tells. Attempts that the Router is yet to hear of in another way
-        count as known."""
+        """Returns the attempts that are not here; none without a worker, whose state alone tells. Attempts of a broken
+        batch count as known: the Router hears of them in another message."""
         keys = [key for key in asked.keys if key not in self._broken]
         return Keys(self._machine.unknown(keys) if self._ready is not None else ())
 
@@ -181,7 +181,7 @@ class Scheduler(Component, SchedulerCalls):
         return RequestTraces(tuple(known))
 
     def _so_far(self, account: AccountClosed) -> RequestTrace:
-        """The trace of a request that is here, with its state as of now."""
+        """Makes the trace of a request on this replica, with its present state as the last decision."""
         now = time.monotonic()
         state = Decision("outlook", now, self._machine.progress(account.request_id, now))
         return self._trace(replace(account, decisions=account.decisions + pack_decisions([state])), ended=False)
@@ -208,13 +208,13 @@ class Scheduler(Component, SchedulerCalls):
         }
 
     def recent(self) -> Iterable[Decision]:
-        """The last decisions about requests that have ended here; each request has many."""
+        """Returns the last decisions about requests that have ended here; each request has many."""
         epoch_s = time.time() - time.monotonic()
         found = (each for packed in self._closed for each in unpack_decisions(on_clock(epoch_s, packed)))
         return sorted(found, key=lambda each: each.at)[-MAX_RECENT:]
 
     def _handle(self, event: Event) -> list[Refusal]:
-        """Gives the machine an event and carries out what it says; returns refusals."""
+        """Gives the machine an event and carries out its instructions; returns the refusals among them."""
         refusals = []
         with self._scheduling():
             instructions = self._hear(event, time.monotonic())
@@ -254,7 +254,7 @@ class Scheduler(Component, SchedulerCalls):
 
     @contextlib.contextmanager
     def _scheduling(self) -> Iterator[None]:
-        """Counts the CPU time of what is done inside."""
+        """Adds the CPU time of the code inside to the scheduling metric."""
         began_s = time.thread_time()
         yield
         self._metrics.scheduled(time.thread_time() - began_s)
@@ -269,7 +269,7 @@ class Scheduler(Component, SchedulerCalls):
         return request_trace(account, self.name, time.time() - time.monotonic(), ended=ended)
 
     async def _lease(self) -> None:
-        """Takes the worker over, follows its reports until it is lost, and waits for the next one."""
+        """Takes over the worker, follows its reports until it is lost, and waits for the next worker."""
         while True:
             try:
                 state = await self._worker.connect()
@@ -289,7 +289,7 @@ class Scheduler(Component, SchedulerCalls):
         self._news_due.set()
 
     async def _follow(self, state: WorkerState) -> None:
-        """Until the worker has granted another lease: to a dead predecessor of ours, whose message came late."""
+        """Follows the worker's reports until it grants another lease: a message of a dead predecessor came late."""
         ack_seq = state.report.report_seq
         while True:
             poll = ReportPoll(ack_seq, self._machine.cache.missed)
@@ -303,7 +303,7 @@ class Scheduler(Component, SchedulerCalls):
             self._late_refusals += self._handle(WorkerReported(report))
 
     async def _push_plans(self) -> None:
-        """Sends the newest plan; those made while one is on its way are superseded by the last."""
+        """Sends the newest plan; of the plans made while one is on its way only the last is sent."""
         pushed_at = 0.0
         while True:
             await self._plan_due.wait()
@@ -335,7 +335,7 @@ class Scheduler(Component, SchedulerCalls):
                 alarm.cancel()
 
     def _hear_late(self, event: Event) -> None:
-        """An event of which the Router asks nothing: it hears of refusals with its next news."""
+        """Handles an event that no message of the Router caused: its refusals go with the next state to the Router."""
         self._late_refusals += self._handle(event)
 
     async def _tell_router(self) -> None:
@@ -353,7 +353,7 @@ class Scheduler(Component, SchedulerCalls):
             await wait_for(self._news_due, SAY_AGAIN_S if told else LOOK_AGAIN_S)
 
     async def _tell_events(self) -> None:
-        """A Router that dies meanwhile need not hear of them: its successor asks, us and the ingress replicas."""
+        """Reports events to the Router. A report may be lost with a Router: its successor asks for what it needs."""
         router = self.context.peers.router()
         while True:
             await self._events_due.wait()
@@ -372,7 +372,7 @@ class Scheduler(Component, SchedulerCalls):
         return news
 
     async def _feed(self) -> None:
-        """Passes on what others learn from; who is not there misses it."""
+        """Sends reports to the KV offload manager and step samples to the estimators; one that is away misses them."""
         peers = self.context.peers
         kv = peers.kv_offload_manager(self._replica)
         counts = initial_counts(self.context.config)
@@ -412,7 +412,7 @@ class Scheduler(Component, SchedulerCalls):
 
     @staticmethod
     async def _try(call: Awaitable[None]) -> bool:
-        """Whether the message was taken."""
+        """Returns whether the peer received the message."""
         try:
             await call
         except PeerLost:

@@ -35,7 +35,7 @@ LATE_FOR_S = 3.0
 
 
 Scaling = Callable[[str, int, int], Coroutine[None, None, None]]
-"""(kind, wanted number, number as last seen) -> scales the kind, unless its number has changed meanwhile."""
+"""Scales a kind: (kind, wanted number, number as last seen); does nothing if the number has changed meanwhile."""
 
 
 class QueueScaler:
@@ -52,7 +52,7 @@ class QueueScaler:
         self._idle_since: float | None = None
 
     def wanted(self, queues: Sequence[int], now: float) -> int:
-        """The wanted number of components.
+        """Returns the wanted number of components.
 
         Args:
             queues: Open questions of each present component; not empty.
@@ -70,9 +70,9 @@ class QueueScaler:
 class ReplicaScaler:
     """Adds as many replicas as bring the predicted delay to its target, and removes one after a calm time.
 
-    A replica takes seconds to minutes to load its model, so all missing replicas are wanted at once. One is removed
-    only if, at every look of the calm time, the others alone would have kept the predicted delay below half of the
-    target. Between the two nothing changes.
+    A replica takes seconds to minutes to load its model, so all missing replicas are wanted at once. One replica is
+    removed only if, at every look of the calm time, the others alone would have kept the predicted delay below half of
+    the target. Between half the target and the target nothing changes.
 
     Args:
         bounds: Fewest and most replicas, the target and the calm time.
@@ -85,7 +85,7 @@ class ReplicaScaler:
         self._calm_since: float | None = None
 
     def wanted(self, outlook: LoadSnapshot, count: int, now: float) -> int:
-        """The wanted number of replicas.
+        """Returns the wanted number of replicas.
 
         Args:
             count: The wanted number so far. While another number takes requests, replicas are starting or leaving, and
@@ -142,7 +142,7 @@ class Autoscaler:
         self._scale = scale
 
     def tasks(self) -> list[Coroutine[None, None, None]]:
-        """Coroutines that run as long as the Supervisor."""
+        """Returns the coroutines that must run as long as the Supervisor does."""
         actors, model = self._config.actors, self._config.model
         found = []
         if actors.max_length_predictors > actors.length_predictors:
@@ -186,7 +186,7 @@ class Autoscaler:
             logger.exception("%s: not scaled", kind)
 
     async def _predictor_queues(self) -> list[int] | None:
-        """Open questions of each predictor; None if one does not answer."""
+        """Returns the number of open questions of each predictor; None if a predictor does not answer."""
         num = self._counts().length_predictors
         queues = []
         for index in range(num):

@@ -11,7 +11,7 @@ from core.messages.status import ComponentCounts
 
 
 def scaled(before: ComponentCounts, kind: str, count: int) -> ComponentCounts:
-    """Another number of one kind; a replica that no longer counts is not drained either.
+    """Returns the counts with another number of one kind; a removed replica is not drained any more either.
 
     Raises:
         MessageError: Only drained replicas would be left.
@@ -28,7 +28,7 @@ def scaled(before: ComponentCounts, kind: str, count: int) -> ComponentCounts:
 
 
 def without_drains(before: ComponentCounts, replica: str) -> ComponentCounts:
-    """The replica is neither drained nor about to be."""
+    """Returns the counts with a replica that is neither drained nor draining."""
     draining = tuple(each for each in before.draining if each != replica)
     return dataclasses.replace(
         before, draining=draining, drained=tuple(each for each in before.drained if each != replica)
@@ -36,5 +36,5 @@ def without_drains(before: ComponentCounts, replica: str) -> ComponentCounts:
 
 
 def takes_requests(counts: ComponentCounts) -> bool:
-    """Whether a replica is left that takes requests, of our own engine or another server."""
+    """Returns whether a replica is left that takes requests: one of our own engine or an external server."""
     return counts.backends > 0 or any(replica not in counts.draining for replica in own_replicas(counts))

@@ -1,6 +1,7 @@
-"""Keeps the history of the service: asks the others once a second how things are, and takes the ingress's counts.
+"""Keeps the history of the service: asks every component for its status once a second, and takes the ingress's counts.
 
-It is the Supervisor's, because that outlives every ingress replica and is one; a new Supervisor begins a new history.
+The Supervisor keeps it because there is one Supervisor, which outlives every ingress replica; a new Supervisor begins a
+new history.
 """
 
 from __future__ import annotations
@@ -41,27 +42,27 @@ from policies.tenancy.budgets import SharedBudgets
 
 TICK_S = 1.0
 TIMEOUT_S = 0.8
-"""A component that does not answer within this time is left out of this second."""
+"""Seconds after which a component that has not answered is left out of a point."""
 
 FRESH_S = 2.5
-"""What was seen longer ago is not told: pages show a stopped component within 5 s and ask every 2 s."""
+"""Most seconds since an observation that is told: pages show a stopped component within 5 s and ask every 2 s."""
 
 MAX_REPLICAS = 64
 REPLICA_COLUMNS = ("requests", "work_tokens", "waiting", "kv_used")
-"""Lines of a replica: with ``MAX_REPLICAS`` of them 2.4 MB."""
+"""Columns of each replica; ``MAX_REPLICAS`` replicas take 2.4 MB."""
 
 MAX_SHOWN = 16
-"""Replicas in one answer."""
+"""Most replicas in one answer."""
 
 R = TypeVar("R")
 
 
 class History:
-    """See the module.
+    """Asks, takes counts and answers queries; see the module.
 
     Args:
-        counts: How many components there should be.
-        tenants: Their sums.
+        counts: Returns the desired numbers of components.
+        tenants: Sums of the tenants' usage.
     """
 
     def __init__(
@@ -81,12 +82,12 @@ class History:
         self._rows_at = -math.inf
 
     def report(self, counts: TrafficCounts) -> None:
-        """Counts of an ingress replica."""
+        """Takes the counts of an ingress replica."""
         self._traffic[ingress_name(counts.ingress_id)] = counts
         self._series.report(counts, time.time())
 
     def seen(self) -> SeenService | None:
-        """The service as the last second showed it; None if that is too long ago, or was not all of it."""
+        """Returns the last observation of the service; None if it is older than ``FRESH_S`` or incomplete."""
         components, ingresses = self._rows
         known = [row.name for row in components]
         if time.monotonic() - self._rows_at > FRESH_S or sorted(known) != sorted(self._wanted()):
@@ -94,7 +95,7 @@ class History:
         return SeenService(self._counts(), components, ingresses, self._kv, self._queue_delay_s)
 
     def loaded(self) -> float | None:
-        """The share of their weights that the workers have read; None if none tells."""
+        """Returns the share of their weights that the workers have read; None if no worker reports it."""
         shares = [row.loaded for row in self._workers()]
         known = [share for share in shares if share is not None]
         return sum(known) / len(shares) if known else None
@@ -108,26 +109,26 @@ class History:
         return [row for row in self._rows[0] if row.name in workers]
 
     def since(self, query: SeriesQuery) -> SeriesReply:
-        """The points that the query asks for."""
+        """Returns the points that the query asks for."""
         return self._series.since(query)
 
     def of_replicas(self, query: SeriesQuery) -> TableReply:
-        """The loads of the replicas."""
+        """Returns the loads of the replicas over time."""
         return self._replicas.since(query, sorted(self._replicas.names), MAX_SHOWN)
 
     def of_components(self, query: ComponentsQuery) -> ComponentsReply:
-        """Queues, rates, health and restarts."""
+        """Returns queues, rates, health and restarts of a kind of components over time."""
         return self._components.since(query)
 
     async def run(self) -> None:
-        """One point a second until it is cancelled."""
+        """Records one point a second until cancelled."""
         while True:
             now = time.time()
             await asyncio.sleep(TICK_S - now % TICK_S)
             await asyncio.gather(self._note_service(), self._note_components())
 
     async def _note_service(self) -> None:
-        """A point of the whole service, and of each replica."""
+        """Records a point of the whole service and of each replica."""
         replicas = own_replicas(self._counts())
         outlook, placed, live, usages = await asyncio.gather(
             _ask(self._peers.router().outlook()),
@@ -160,7 +161,7 @@ class History:
         )
 
     async def _note_components(self) -> None:
-        """A point of each component; those beyond ``MAX_COMPONENTS`` are not asked."""
+        """Records a point of each component; components beyond ``MAX_COMPONENTS`` are not asked."""
         hosts = by_host(self._wanted()[:MAX_COMPONENTS], self._peers.placement)
         rows = self._peers.router().ingress_rows()
         found, ingresses = await asyncio.gather(
@@ -172,11 +173,11 @@ class History:
         self._components.tick([*own, *entries], time.time())
 
     def _wanted(self) -> list[str]:
-        """The components that there should be in processes of ours."""
+        """Returns the names of all components that should run, except the ingress replicas."""
         return [SUPERVISOR, *wanted_components(self._counts(), self._config.model.num_ranks)]
 
     async def _activity(self, host: str, names: list[str]) -> list[Activity]:
-        """The components that this process should have; those that it does not tell of are dead."""
+        """Asks a process for its components; a component that its answer lacks counts as dead."""
         reply = await _ask(self._peers.host(host).activity(NamesQuery(tuple(names))))
         told = {each.row.name: each for each in reply.components} if reply else {}
         return [told.get(name) or Activity(self._dead(name), ()) for name in names]
@@ -193,7 +194,7 @@ class History:
 
 
 def ingress_name(ingress_id: str) -> str:
-    """The component of that ingress replica."""
+    """Returns the component name of an ingress replica."""
     return f"ingress-{ingress_id}"
 
 
@@ -213,7 +214,7 @@ def _ingress_counts(counts: TrafficCounts | None) -> tuple[Count, ...]:
 def replica_values(
     placed: ReplicaLoads | None, live: Mapping[str, ReplicaLive], usages: Mapping[str, KVUsage]
 ) -> dict[str, dict[str, float]]:
-    """The columns of each replica that is known of: by the Router, by its Scheduler, by its KVOffloadManager."""
+    """Returns the columns of each replica that the Router, its Scheduler or its KVOffloadManager reported."""
     rows: dict[str, dict[str, float]] = {}
     for view in placed.replicas if placed else ():
         rows[view.replica] = {"requests": float(view.num_requests), "work_tokens": view.work_tokens}
@@ -226,14 +227,14 @@ def replica_values(
 
 
 def _used_share(usages: Iterable[KVUsage]) -> float | None:
-    """The share of all pools in use; None without a pool."""
+    """Returns the used share of all KV pools together; None without a pool."""
     pools = [(usage.num_blocks, usage.free_blocks) for usage in usages]
     num_blocks = sum(each for each, _ in pools)
     return 1.0 - sum(free for _, free in pools) / num_blocks if num_blocks else None
 
 
 def _peak_share(replicas: Iterable[ReplicaLive]) -> float | None:
-    """The predicted peak of the fullest pool, as a share of it; None without a pool."""
+    """Returns the highest predicted peak of a replica's KV as a share of its pool; None without a pool."""
     return max((each.peak_tokens / each.capacity_tokens for each in replicas if each.capacity_tokens), default=None)
 
 
@@ -242,7 +243,7 @@ def _moved_bytes(usages: Iterable[KVUsage]) -> int:
 
 
 async def _ask(call: Awaitable[R]) -> R | None:
-    """The answer; None from a component that is away or late."""
+    """Returns the answer; None from a component that is away or slower than ``TIMEOUT_S``."""
     try:
         async with asyncio.timeout(TIMEOUT_S):
             return await call

@@ -1,5 +1,5 @@
-"""What the ingress replicas have open, and whether the whole service drains: a state machine without a clock, and the
-task that tells it who has died."""
+"""The open requests of the ingress replicas, and whether the whole service drains: a state machine without a clock, and
+the task that tells it which ingress replicas have died."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from core.messages.drains import DrainProgress, DrainService, IngressReport
 
 SILENCE_S = 3.0
 """An ingress replica that has not reported for so many seconds may have died. Until that is known, its requests
-count: a busy one still has them."""
+count: the replica may only be busy."""
 
 TICK_S = 1.0
-"""How often silent ingress replicas are asked about."""
+"""Seconds between two questions to Ray which silent ingress replicas have died."""
 
 
 class IngressReports:
     """Passes the launcher's order on to the ingress replicas, and their reports back.
 
-    It keeps nothing that must survive: the launcher repeats its order, and an ingress replica that drains goes on to.
+    No state of it must survive: the launcher repeats its order, and an ingress replica that drains goes on draining.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class IngressReports:
         self._reports: dict[str, tuple[float, IngressReport]] = {}
 
     def order(self, order: DrainService, now: float) -> DrainProgress:
-        """The launcher's order; a later one may end the drain sooner.
+        """Takes the launcher's order to drain and returns the progress; a later order may end the drain sooner.
 
         Args:
             now: Seconds, never less than in an earlier call.
@@ -40,16 +40,16 @@ class IngressReports:
         return DrainProgress(sum(report.num_open for report in reports), all_done and len(reports) >= order.num_ingress)
 
     def report(self, report: IngressReport, now: float) -> float | None:
-        """Takes a report; returns the seconds that are left of a drain, None without one."""
+        """Takes a report; returns the seconds left of the drain, None if the service does not drain."""
         self._reports[report.ingress_id] = now, report
         return None if self._until is None else max(0.0, self._until - now)
 
     def model_version(self) -> int | None:
-        """The lowest version that new requests get; None without an ingress replica."""
+        """Returns the lowest weights version that new requests get; None without an ingress replica."""
         return min((report.model_version for _, report in self._reports.values()), default=None)
 
     def oldest_version(self) -> int | None:
-        """The lowest version of an open request; None without an ingress replica."""
+        """Returns the lowest weights version of an open request; None without an ingress replica."""
         return min((report.oldest_version for _, report in self._reports.values()), default=None)
 
     def silent(self, now: float) -> list[str]:
@@ -62,7 +62,7 @@ class IngressReports:
             self._reports.pop(ingress_id, None)
 
     async def watch(self, gone: Gone) -> None:
-        """Forgets who has died; never returns."""
+        """Drops ingress replicas that have died; never returns."""
         while True:
             self.forget(await gone(self.silent(time.monotonic())))
             await asyncio.sleep(TICK_S)

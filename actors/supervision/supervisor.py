@@ -1,10 +1,10 @@
-"""Supervisor: knows which components should be alive, detects deaths, restarts what died.
+"""Supervisor: knows which components should be alive, detects deaths and restarts dead components.
 
 No state of this process needs to survive. A new Supervisor finds living actors by their names and adopts them. The
 desired numbers and the restart counts are in the cluster's key-value store, because an actor that died together with
 the previous Supervisor can no longer be found by name. The Supervisor restarts actors itself and does not use Ray's
-``max_restarts``: for a restarting actor Ray fails callers only when it is back, a second later; for a dead one within
-15 ms.
+``max_restarts``: for a restarting actor Ray fails callers only when the actor is back, a second later; for a dead
+actor within 15 ms.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ MAX_BACKOFF_S = 5.0
 """... up to so many seconds."""
 
 HISTORY_PAUSE_S = 2.0
-"""After a fault in what people look at."""
+"""Seconds of pause after a fault in the history, which no decision needs."""
 
 DRAIN_S = 20.0
 """Seconds that a replica which is being removed may take to finish its requests; the rest is resumed elsewhere."""
@@ -78,7 +78,7 @@ logger = logging.getLogger(__name__)
 
 
 class Supervisor(Component, SupervisorCalls):
-    """Runs one task for each host, which starts, watches and restarts it."""
+    """Runs one task for each host; the task starts, watches and restarts the host."""
 
     kind = "Supervisor"
 
@@ -104,11 +104,11 @@ class Supervisor(Component, SupervisorCalls):
         )
 
     async def answer(self, method: str, data: bytes) -> bytes:
-        """As a component that is not there yet, until it knows what an earlier Supervisor has left: before, it would
-        tell the numbers and the weights that the service started with.
+        """Answers a message, once the Supervisor has taken over from an earlier one: before, it would report the counts
+        and the weights that the service started with.
 
         Raises:
-            PeerLost: It has not taken over yet.
+            PeerLost: The Supervisor has not taken over yet.
         """
         if not self._has_taken_over:
             raise PeerLost(self.name)
@@ -129,7 +129,7 @@ class Supervisor(Component, SupervisorCalls):
         scaler = Autoscaler(self.context.config, self.context.peers, lambda: self._counts, self._scale)
         for task in scaler.tasks():
             self.spawn(task)
-        self.spawn(again_and_again(self._history.run, HISTORY_PAUSE_S))  # a fault in it is no reason to start again
+        self.spawn(again_and_again(self._history.run, HISTORY_PAUSE_S))  # its fault ends no Supervisor
 
     async def stop(self) -> None:
         for task in self._watches.values():
@@ -181,7 +181,7 @@ class Supervisor(Component, SupervisorCalls):
             raise MessageError("model", order.model_dir, "no other weights: what a model sees is encoded by its own")
         if self._site.placement == "packed":
             raise MessageError("model", order.model_dir, "no upgrade: emulated devices share processes (packed)")
-        # It goes on without the caller, which may end meanwhile.
+        # The upgrade goes on without the caller, which may end meanwhile.
         return await asyncio.shield(asyncio.create_task(self._begin_upgrade(order)))
 
     async def report_ingress(self, report: IngressReport) -> IngressOrders:
@@ -232,7 +232,7 @@ class Supervisor(Component, SupervisorCalls):
         kept = own_replicas(counts)
         given_up = [replica for replica in own_replicas(before) if replica not in kept]
         for replica in given_up:
-            if replica not in before.draining:  # else it has had its time
+            if replica not in before.draining:  # else it has had its time to drain
                 await self._drain(replica, DRAIN_S, lambda: True)
         for component in set(self._components(before)) - set(self._components(counts)):
             await self._end_component(component)
@@ -344,7 +344,7 @@ class Supervisor(Component, SupervisorCalls):
         return await recreate_host(host, site, restarts, await self._homes.of(host), why)
 
     async def _live(self, host: str, handle: Any, restarts: int) -> tuple[int, str]:
-        """Adds the host's components and waits until its life ends; returns the restart count, and why it ended."""
+        """Adds the host's components and waits until the host ends; returns the restart count and the reason."""
         while True:
             try:
                 restarts = await handle.restarts.remote()
@@ -383,7 +383,7 @@ class Supervisor(Component, SupervisorCalls):
         future.set_exception(cause)
 
     async def _renew(self, component: str) -> None:
-        """Ends a component and starts it again; one with a process of its own, together with that."""
+        """Ends a component and starts it again, together with its process if no other component shares that."""
         host = host_of(component, self._site.placement)
         handle = find_host(host, self._site.namespace)
         if handle is None:
@@ -396,7 +396,7 @@ class Supervisor(Component, SupervisorCalls):
             await self._add(host, handle)
 
     async def _begin_drain(self, replica: str) -> None:
-        """From now on a later Supervisor finishes it as well."""
+        """Stores that a replica drains, so that a later Supervisor finishes the drain as well."""
         async with self._scaling:
             before = self._counts
             if replica in before.draining:
@@ -408,7 +408,7 @@ class Supervisor(Component, SupervisorCalls):
             await self._store.put(_COUNTS, encode(counts))
 
     async def _finish_drain(self, replica: str) -> None:
-        """Waits until its requests have ended or their time is over, and ends its processes; unless it is cancelled."""
+        """Ends a replica's processes when its requests or its time have ended, unless the drain is cancelled."""
 
         def goes_on() -> bool:
             return replica in self._counts.draining
@@ -428,7 +428,7 @@ class Supervisor(Component, SupervisorCalls):
             return self._upgrade.served()
 
     async def _finish_upgrade(self) -> None:
-        """What an earlier Supervisor began."""
+        """Finishes the upgrade that an earlier Supervisor began."""
         async with self._scaling:
             try:
                 await self._run_upgrade()
@@ -436,7 +436,7 @@ class Supervisor(Component, SupervisorCalls):
                 logger.exception("the upgrade that an earlier Supervisor began has failed")
 
     async def _run_upgrade(self) -> None:
-        """Raises FarsightError once all replicas run the old weights again."""
+        """Runs the upgrade, repeating failed steps; raises FarsightError when every replica is on the old version."""
         while True:
             try:
                 return await self._upgrade.run()
@@ -451,10 +451,10 @@ class Supervisor(Component, SupervisorCalls):
             before = self._counts
             try:
                 await self._change(without_drains(before, replica))
-            except FarsightError:  # it cannot start
+            except FarsightError:  # the replica cannot start
                 await self._change(before)
                 raise
-        with contextlib.suppress(PeerLost):  # a new Router does not know that it drained
+        with contextlib.suppress(PeerLost):  # a new Router does not know that the replica drained
             await self.context.peers.router().end_drain(ReplicaName(replica))
 
     async def _drain(self, replica: str, drain_s: float, goes_on: Callable[[], bool]) -> None:

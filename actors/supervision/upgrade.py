@@ -45,7 +45,7 @@ from core.messages.weights import ServedWeights, Upgrade, WeightsState
 
 LOOK_S = 0.1
 SWITCH_S = 1.5
-"""From the decision to the switch of new requests: three reports of an ingress replica, so all know the instant."""
+"""Seconds from the decision to the switch of new requests: three reports of an ingress replica, so all know of it."""
 
 HEARD_S = 10.0
 """Seconds in which every ingress replica that lives has heard of a change."""
@@ -59,13 +59,13 @@ _MAX_CONFIG_BYTES = 1 << 20
 
 
 class Ingresses(Protocol):
-    """What the ingress replicas have reported."""
+    """The reports of the ingress replicas."""
 
     def model_version(self) -> int | None:
-        """The lowest version that new requests get; None without an ingress replica."""
+        """Returns the lowest weights version that new requests get; None without an ingress replica."""
 
     def oldest_version(self) -> int | None:
-        """The lowest version of an open request; None without an ingress replica."""
+        """Returns the lowest weights version of an open request; None without an ingress replica."""
 
 
 class RollingUpgrade:
@@ -73,15 +73,15 @@ class RollingUpgrade:
 
     Each step is stored before it is taken, so a later Supervisor goes on where this one ended. The order of the steps:
     one more replica starts on the new weights; half of the others follow, one after the other, while their requests
-    move to the rest; then new requests go to the new weights; then the rest follows, the last one when every
-    request on the old weights has ended. Components of the whole service start again after the switch where they read
-    what has changed; every other component takes their end for a death.
+    move to the rest; then new requests go to the new weights; then the rest follows, the last replica when every
+    request on the old weights has ended. Components of the whole service that read changed settings start again after
+    the switch; every other component takes their end for a death.
 
     Args:
-        model_dir: What the service started with.
-        counts: The desired numbers now.
-        change: Makes them so; raises FarsightError if a component cannot start.
-        renew: Ends a component, which then starts again with what ``site_of`` says.
+        model_dir: Model directory that the service started with.
+        counts: Returns the desired numbers of components.
+        change: Sets the desired numbers; raises FarsightError if a component cannot start.
+        renew: Ends a component, which then starts again with the site that ``site_of`` returns.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class RollingUpgrade:
         self._switch_at = -math.inf
 
     async def load(self) -> None:
-        """Goes on from what an earlier Supervisor has stored."""
+        """Loads the state that an earlier Supervisor has stored."""
         data = await self._store.get(_STATE)
         if data is not None:
             self.state = decode(data, WeightsState)
@@ -116,7 +116,7 @@ class RollingUpgrade:
         return ServedWeights(state.current, state.dir_of(state.current))
 
     def site_of(self, name: str, site: Site) -> Site:
-        """What a host, or a component in one, is started with: one that computes gets the weights of its replica."""
+        """Returns the site that a host or component starts with; a part of a replica gets that replica's version."""
         rank = rank_of(name)
         if rank is not None:
             version = self.state.of(rank[0])
@@ -133,19 +133,19 @@ class RollingUpgrade:
         return changed(config, json.loads(self.state.settings_of(version)))
 
     def switch_in_s(self) -> float:
-        """Seconds until new requests run on the current version. A Supervisor that has just started says 0."""
+        """Returns the seconds until new requests run on the current version; 0 after a restart of the Supervisor."""
         return max(0.0, self._switch_at - time.monotonic())
 
     def limits(self) -> str:
-        """The settings that ingress replicas take over as they run, as JSON."""
+        """Returns the settings that ingress replicas take over without a restart, as JSON."""
         return at_once(self.state.settings_of(self.state.current))
 
     async def begin(self, order: Upgrade, config: FarsightConfig) -> bool:
-        """Stores that an upgrade is under way; nothing else has changed. False where everything is so already, also
-        because no component has to start again for it.
+        """Stores that an upgrade is under way and changes nothing else. Returns False if no step
+        is left: everything is as ordered already, or the new settings need no restart of a component.
 
         Args:
-            config: What the service started with.
+            config: The configuration that the service started with.
 
         Raises:
             MessageError: The new model cannot take the place of the running one, or a setting cannot roll.
@@ -173,7 +173,7 @@ class RollingUpgrade:
         """Takes all steps that are left.
 
         Raises:
-            FarsightError: A replica cannot start on the new weights; all run on the old ones again.
+            FarsightError: A replica cannot start on the new weights; all replicas run on the old weights again.
         """
         if self.state.target != self.state.current:
             try:
@@ -210,13 +210,13 @@ class RollingUpgrade:
         await self._save(self.state.ended())
 
     async def _end_old_requests(self) -> None:
-        """Waits until the last request on old weights has ended; those that take too long end with an error."""
+        """Waits until the last request on old weights has ended; requests that take too long end with an error."""
         if not await self._until(self._ingresses.oldest_version, self.state.drain_s):
             await self._save(dataclasses.replace(self.state, oldest=self.state.target))
             await self._until_heard(self._ingresses.oldest_version)
 
     async def _go_back(self) -> None:
-        """Every replica runs the old weights again, and the additional one ends."""
+        """Puts every replica back on the old weights and ends the additional replica."""
         state = self.state
         for replica in self._rolled():
             if state.of(replica) == state.target:
@@ -226,15 +226,14 @@ class RollingUpgrade:
         await self._save(self.state.ended())
 
     async def _renew_readers(self) -> None:
-        """Components that read what has changed start again. LengthPredictors forget the lengths of outputs by other
-        weights."""
+        """Restarts the components that read changed settings; LengthPredictors forget lengths under other weights."""
         for component in wanted_components(self._counts()):
             if kind_of(component) in self.state.renewed:
                 await self._renew(component)
         await self._save(dataclasses.replace(self.state, renewed=()))
 
     def _rolled(self) -> list[str]:
-        """The replicas that served when the upgrade began."""
+        """Returns the replicas that served when the upgrade began."""
         return [replica for replica, _ in self.state.version_of if replica != self.state.surge]
 
     def _is_left(self, replica: str) -> bool:
@@ -251,7 +250,7 @@ class RollingUpgrade:
         await self._until(version, HEARD_S)
 
     async def _until(self, version: Callable[[], int | None], seconds: float) -> bool:
-        """Whether all ingress replicas have come to the target version in time."""
+        """Returns whether all ingress replicas reached the target version within ``seconds``."""
         deadline = time.monotonic() + seconds
         while (seen := version()) is None or seen < self.state.target:
             if time.monotonic() > deadline:
@@ -265,11 +264,11 @@ class RollingUpgrade:
 
 
 def new_settings(config: FarsightConfig, before: Changes, tables: str) -> str:
-    """What the settings are to differ in from those of the start, by section, as JSON with sorted keys.
+    """Returns the settings that are to differ from those of the start, by section, as JSON with sorted keys.
 
     Args:
-        config: What the service started with.
-        before: What earlier changes have made of it.
+        config: The configuration that the service started with.
+        before: Earlier changes of that configuration.
         tables: Tables of a configuration file, as JSON.
 
     Raises:
@@ -316,7 +315,7 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def _vocab_size(directory: Path) -> object:
-    """What config.json says; None where it says nothing that can be read."""
+    """Reads ``vocab_size`` from config.json; None if the file is missing or cannot be read."""
     file = directory / "config.json"
     try:
         if not file.is_file() or file.stat().st_size > _MAX_CONFIG_BYTES:

@@ -1,1 +1,1 @@
-"""Pictures: what turns them into the rows that workers read."""
+"""Turns pictures into the rows that workers read."""

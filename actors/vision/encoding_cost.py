@@ -1,4 +1,4 @@
-"""How long a tower takes, learned from its batches: the vision term of what a request costs."""
+"""The time that a vision tower takes, learned from its batches: the vision term of a request's cost."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ TERMS = ("batch", "token", "pair")
 
 
 class EncodingCost:
-    """Seconds of a batch from the tokens of its pictures, fitted as those of steps are.
+    """Predicts the seconds of a batch from the tokens of its pictures; fitted like the costs of steps.
 
     Args:
-        stall_s: A batch may take so many seconds beside ``MOST_TIMES`` of what it is expected to.
+        stall_s: Seconds that a batch may take in addition to ``MOST_TIMES`` times its predicted seconds.
     """
 
     def __init__(self, stall_s: float) -> None:
@@ -24,23 +24,23 @@ class EncodingCost:
         self._profile = StepProfile()
 
     def add(self, tokens: Sequence[int], seconds: float) -> None:
-        """A batch of pictures of so many tokens was measured."""
+        """Adds a measured batch: the tokens of each picture, and seconds."""
         self._profile.observe((_sample(tokens, seconds),))
 
     def batch_s(self, tokens: Sequence[int]) -> float | None:
-        """Seconds of a batch; None until enough were measured."""
+        """Predicts the seconds of a batch; None until enough batches were measured."""
         if self._profile.num_samples < MIN_SAMPLES:
             return None
         batch_s, token_s, pair_s = self.coefficients()
         return batch_s + token_s * sum(tokens) + pair_s * _pairs(tokens)
 
     def bound_s(self, tokens: Sequence[int]) -> float:
-        """Seconds after which a batch counts as hung."""
+        """Returns the seconds after which a batch counts as hung."""
         expected_s = self.batch_s(tokens)
         return max(FIRST_STEPS_S, self._stall_s) if expected_s is None else self._stall_s + MOST_TIMES * expected_s
 
     def coefficients(self) -> tuple[float, float, float]:
-        """In the order of ``TERMS``; 0 where unknown."""
+        """Returns the coefficients in the order of ``TERMS``, in seconds; 0 where unknown."""
         batch_s, token_s, _, _, pair_s = self._profile.coefficients()
         return batch_s, token_s, pair_s
 
@@ -50,5 +50,5 @@ def _sample(tokens: Sequence[int], seconds: float) -> StepSample:
 
 
 def _pairs(tokens: Sequence[int]) -> int:
-    """A tower attends within a picture."""
+    """Counts pairs of tokens of one picture: a tower attends within a picture only."""
     return sum(each * each for each in tokens)

@@ -44,16 +44,16 @@ if TYPE_CHECKING:
     from engine.vision.model import VisionModel
 
 MAX_BATCH = 16
-"""Pictures that are decoded and not yet encoded, and so most of a batch."""
+"""Most pictures that are decoded and not yet encoded, and so the largest batch."""
 
 MAX_DECODED = 2
-"""Pictures at their full size: one is resized while the next is decoded."""
+"""Most pictures in memory at full size: one is resized while the next is decoded."""
 
 SWEEP_S = 60.0
-"""How often it is looked for what dead processes have held."""
+"""Seconds between two searches for rows that dead processes have held."""
 
 _NICE = 5
-"""Steps of workers go first where processors are few."""
+"""Niceness: steps of workers go first where processors are few."""
 
 _MIB = 1 << 20
 _BATCHES = (1.0, 2.0, 4.0, 8.0, float(MAX_BATCH))
@@ -64,14 +64,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A prepared picture, and who waits for its rows."""
+    """A prepared picture and the future of its rows."""
 
     prepared: PreparedImage
     rows: asyncio.Future[bytes]
 
 
 class ImageEncoder(Component, ImageEncoderCalls):
-    """Keeps no state that must survive: a caller that lost it asks again."""
+    """Keeps no state that must survive: a caller whose encoder has died asks again."""
 
     kind = "ImageEncoder"
 
@@ -140,7 +140,7 @@ class ImageEncoder(Component, ImageEncoderCalls):
         return EncodedImages(tuple(await asyncio.gather(*(self._one(file, order.salt) for file in order.files))))
 
     async def _one(self, file: ImageFile, salt: str) -> EncodedImage:
-        """From the cache, or from another caller's encoding that is under way, or encoded now."""
+        """Returns a picture's rows from the cache, or from another caller's encoding under way, or encodes it."""
         name = rows_name(file.digest, salt)
         found = self._cache.find(name)
         if found is None and name in self._open:
@@ -151,7 +151,7 @@ class ImageEncoder(Component, ImageEncoderCalls):
         task = asyncio.create_task(self._fresh(file, name))
         self._open[name] = task
         task.add_done_callback(functools.partial(self._done, name))
-        # A caller that leaves does not end it: another may wait for the same picture.
+        # A caller that leaves does not end the task: another may wait for the same picture.
         return await asyncio.shield(task)
 
     def _done(self, name: str, task: asyncio.Future[EncodedImage]) -> None:
@@ -183,7 +183,7 @@ class ImageEncoder(Component, ImageEncoderCalls):
             await asyncio.to_thread(self._cache.sweep)
 
     async def _run(self) -> None:
-        """Encodes what waits, together."""
+        """Encodes the waiting pictures together; never returns."""
         while True:
             batch = [await self._prepared.get()]
             while not self._prepared.empty():
@@ -230,7 +230,7 @@ class _EncoderMetrics:
 
 @functools.cache
 def _metrics(registry: CollectorRegistry) -> _EncoderMetrics:
-    """Once a registry: several encoders may share a process."""
+    """Makes the metrics once for each registry: several encoders may share a process."""
     return _EncoderMetrics(
         Counter(
             "farsight:images",
@@ -256,7 +256,7 @@ def _cache(max_bytes: int, owner: str) -> RowCache:
 
 
 def _load(model_dir: Path, config: FarsightConfig) -> VisionModel | EmulatedVision:
-    """Called in the thread that will run the tower. An emulated device needs no torch."""
+    """Loads the tower, in the thread that will run it. An emulated device needs no torch."""
     vision: VisionModel | EmulatedVision | None
     if config.engine.profile:
         vision = emulate_vision(model_dir, config.engine.profile)

@@ -1,4 +1,4 @@
-"""What an ImageEncoder keeps of pictures, by name, within a bound of bytes; the longest unused go first."""
+"""The rows of pictures that an ImageEncoder keeps, by name, within a bound of bytes; drops the least recently used."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ class RowCache(Protocol):
         ...
 
     def find(self, name: str) -> EncodedImage | None:
-        """The rows of a picture, without its digest; they are the latest used from now on."""
+        """Returns the rows of a picture without its digest, and marks them as most recently used."""
         ...
 
     def keep(self, name: str, image: EncodedImage) -> EncodedImage:
-        """Keeps the rows of a picture, in place of others, and returns what is to be told of them."""
+        """Keeps the rows of a picture, in place of others; returns the image as answers are to describe it."""
         ...
 
     def sweep(self) -> None:
-        """Drops what no request asks for any more; called from time to time."""
+        """Drops rows that no request asks for any more; called from time to time."""
         ...
 
 
 class CarriedRows:
-    """Rows in this process, which go with each answer.
+    """Rows in the memory of this process; each answer carries them.
 
     Args:
         max_bytes: Most bytes of all rows; 0 keeps none.
@@ -47,14 +47,13 @@ class CarriedRows:
         self.num_bytes = 0
 
     def find(self, name: str) -> EncodedImage | None:
-        """See ``RowCache.find``."""
         found = self._kept.get(name)
         if found is not None:
             self._kept.move_to_end(name)
         return found
 
     def keep(self, name: str, image: EncodedImage) -> EncodedImage:
-        """See ``RowCache.keep``; what does not fit at all is not kept."""
+        """Implements ``RowCache.keep``; does not keep rows larger than the whole cache."""
         size = len(image.embeddings)
         if name not in self._kept and size <= self._max_bytes:
             self._kept[name] = image
@@ -65,11 +64,11 @@ class CarriedRows:
         return image
 
     def sweep(self) -> None:
-        """See ``RowCache.sweep``: nothing is left behind here."""
+        """Does nothing: no rows outlive their process."""
 
 
 class SharedRows:
-    """Rows in files, which answers name.
+    """Rows in files; each answer names its file.
 
     Args:
         store: The store in the directory that the service shares.
@@ -83,12 +82,11 @@ class SharedRows:
         return self._store.num_bytes
 
     def find(self, name: str) -> EncodedImage | None:
-        """See ``RowCache.find``."""
         found = self._store.find(name)
         return None if found is None else EncodedImage(b"", found.num_tokens, found.grid, rows=name)
 
     def keep(self, name: str, image: EncodedImage) -> EncodedImage:
-        """See ``RowCache.keep``; rows that cannot be written go with the answer."""
+        """Implements ``RowCache.keep``; the answer carries rows that cannot be written."""
         try:
             self._store.keep(name, image.num_tokens, image.grid, image.embeddings)
         except OSError as error:
@@ -97,5 +95,4 @@ class SharedRows:
         return EncodedImage(image.digest, image.num_tokens, image.grid, rows=name)
 
     def sweep(self) -> None:
-        """See ``RowCache.sweep``."""
         self._store.sweep(time.time())

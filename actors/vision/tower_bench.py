@@ -1,4 +1,4 @@
-"""How long pictures take in a vision tower on this machine: batches of several sizes, timed and fitted."""
+"""Measures the time of pictures in a vision tower on this machine: batches of several sizes, timed and fitted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BATCHES = (1, 2, 4)
 
 
 class Tower(Protocol):
-    """``engine.vision.model.VisionModel``, or what emulates it."""
+    """``engine.vision.model.VisionModel``, or its emulation."""
 
     def prepare(self, rgb: np.ndarray) -> PreparedImage: ...
 
@@ -30,15 +30,15 @@ class Tower(Protocol):
 
 
 def measure_tower(tower: Tower, rounds: int, clock: Callable[[], float] = time.perf_counter) -> ImageCost:
-    """Prices of batches of pictures, fitted as an ImageEncoder fits them live.
+    """Measures the costs of batches of pictures, fitted as an ImageEncoder fits them live.
 
     Args:
-        rounds: Measurements of each kind of batch at least; there are more where the fit needs more.
-        clock: Seconds.
+        rounds: Fewest measurements of each kind of batch; there are more if the fit needs more.
+        clock: Returns seconds.
     """
     batches = _batches(tower)
     for batch in batches:
-        tower.encode(batch)  # the first of a shape is slower
+        tower.encode(batch)  # the first batch of a shape is slower
     cost = EncodingCost(stall_s=0.0)
     for _ in range(max(rounds, -(-MIN_SAMPLES // len(batches)))):
         for batch in batches:
@@ -56,10 +56,10 @@ def _batches(tower: Tower) -> list[list[PreparedImage]]:
 
 
 def measure_model(model_dir: Path, dtype: str, device: str, rounds: int) -> ImageCost | None:
-    """Prices of a model's tower with the threads that an ImageEncoder has; None for a model that does not see.
+    """Measures a model's tower with the threads that an ImageEncoder has; None for a model without vision.
 
     Raises:
-        FarsightError: The model cannot be used; names what of it.
+        FarsightError: The model cannot be used; the text says why.
     """
     import torch
 

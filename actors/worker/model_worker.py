@@ -49,17 +49,17 @@ if TYPE_CHECKING:
     from engine.worker import Worker
 
 REPORT_INTERVAL_S = 0.1
-"""Reports are this far apart ..."""
+"""Seconds between two reports ..."""
 
 SOON_S = 0.02
-"""... but only this far if they tell of an end, for standby slots take the place of what ended meanwhile, or of one who
-rests because its grant is used up. Under pressure, and when nothing is left to run, they go at once."""
+"""... but only so many before a report of an ended sequence or a used-up grant: a standby slot may have taken the place
+meanwhile. Under memory pressure, and when nothing is left to run, reports go at once."""
 
 MAX_SAMPLES = 8
-"""Steps that a report tells of; the profile needs examples, not all of them."""
+"""Most steps in a report; the profile needs examples, not all steps."""
 
 SWITCH_INTERVAL_S = 0.0002
-"""How long the event loop may keep the interpreter from the stepping thread; Python's own 5 ms are a whole step."""
+"""Seconds for which the event loop may keep the interpreter from the stepping thread; Python's 5 ms are one step."""
 
 _GAP_BUCKETS_S = (0.0001, 0.0002, 0.0003, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
 
@@ -67,7 +67,7 @@ logger = logging.getLogger(__name__)
 
 
 class ModelWorker(Component, WorkerCalls):
-    """One replica; where its model is spread over several processes the first of them, which the others follow."""
+    """One replica, or the first of its processes if the model is spread over several; the other ranks follow."""
 
     kind = "ModelWorker"
 
@@ -76,15 +76,15 @@ class ModelWorker(Component, WorkerCalls):
         self._built: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
         self._ticket: asyncio.Future[RankTicket] = asyncio.get_running_loop().create_future()
         self._steps: StepLoop | None = None
-        # Of its own: asyncio has as many threads as cores and four, and workers may share a process.
+        # A thread of its own: asyncio has as many threads as cores and four, and workers may share a process.
         self._thread = ThreadPoolExecutor(1, "steps")
         self._incarnation = uuid.uuid4().hex[:12]
         self._channels = TokenChannels(self._incarnation)
         self._wake = asyncio.Event()
         self._report_due = asyncio.Event()
         self._report_timer: asyncio.TimerHandle | None = None
-        self._prefix_counts = (0, 0)  # queries and hits that the metrics know
-        self._draft_counts: DraftCounts | None = None  # that the metrics know
+        self._prefix_counts = (0, 0)  # queries and hits already in the metrics
+        self._draft_counts: DraftCounts | None = None  # already in the metrics
         self._samples: deque[StepSample] = deque(maxlen=MAX_SAMPLES)
         self._bounds = StepBounds(context.config.actors.step_stall_s)
         self._reported_at = 0.0
@@ -92,15 +92,15 @@ class ModelWorker(Component, WorkerCalls):
         self._loaded: float | None = None
         self._metrics = EngineMetrics(context.registry, context.config.model.name, context.index)
         self._gaps, self._model_cpu, self._ooms, self._cut_off = _step_metrics(context.registry)
-        self._num_ooms = 0  # that the metric knows
+        self._num_ooms = 0  # already in the metric
         self._num_steps = self._num_prefilled = self._num_decoded = 0
 
     async def start(self) -> None:
         """Loads the model and begins to step.
 
         Raises:
-            InvalidValueError: the model, its directory or a setting cannot be used.
-            RankLost: another rank of the replica does not come up.
+            InvalidValueError: The model, its directory or a setting cannot be used.
+            RankLost: Another rank of the replica does not come up.
         """
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         config = self.context.config
@@ -136,7 +136,7 @@ class ModelWorker(Component, WorkerCalls):
         self._channels.close()
 
     def _open_ranks(self, loop: asyncio.AbstractEventLoop) -> Ranks:
-        """Lets the other ranks come."""
+        """Listens for the other ranks of the replica."""
         from engine.parallel.links import Gathering, Ranks
         from engine.parallel.mesh import Mesh
 
@@ -147,7 +147,7 @@ class ModelWorker(Component, WorkerCalls):
         return Ranks(mesh, gathering, lambda error: loop.call_soon_threadsafe(self._rank_lost, error))
 
     def _rank_lost(self, error: RankLost) -> None:
-        """The replica ends as a whole: no rank could go on without the others."""
+        """Ends the replica as a whole: no rank could go on without the others."""
         if not self.failed.done():
             self.failed.set_exception(error)
 
@@ -231,12 +231,12 @@ class ModelWorker(Component, WorkerCalls):
         return self._steps.locked
 
     async def _run(self) -> None:
-        """Steps whenever there is something to run."""
+        """Runs steps whenever there is something to run; never returns."""
         assert self._steps is not None
         while True:
             self._wake.clear()
             await asyncio.get_running_loop().run_in_executor(self._thread, self._steps.run)
-            self._report_due.set()  # nothing runs: whatever the plan freed or left waiting is to be known at once
+            self._report_due.set()  # nothing runs: the Scheduler must know at once
             await self._wake.wait()
 
     def _after_step(self, step: Step) -> None:
@@ -299,7 +299,7 @@ class ModelWorker(Component, WorkerCalls):
             worker.stall(stalled)
 
     async def _watch_ingresses(self) -> None:
-        """Ends what belongs to ingress replicas that have died. One that is silent is asked about; it may be busy."""
+        """Aborts requests of ingress replicas that have died. Ray is asked about a silent one, which may be busy."""
         assert self._steps is not None
         worker = self._built.result()
         while True:
@@ -318,7 +318,7 @@ class ModelWorker(Component, WorkerCalls):
 
 @functools.cache
 def _step_metrics(registry: CollectorRegistry) -> tuple[Histogram, Counter, Counter, Counter]:
-    """What steps did, once a registry: workers of emulated devices may share a process."""
+    """Makes the metrics of steps once for each registry: workers of emulated devices may share a process."""
     gaps = Histogram(
         "farsight:step_gap_seconds",
         "Between the end of a step and the beginning of the next, while there is work.",
@@ -343,7 +343,7 @@ def _build(
     place: int,
     progress: Callable[[float], None],
 ) -> Worker:
-    """Torch is imported only here, and only if a model is to compute. Called in the thread that will run the steps.
+    """Builds the worker, in the thread that will run its steps. Torch is imported here, if a model computes.
 
     Args:
         place: The replica's number.
@@ -367,5 +367,5 @@ def _build(
         progress,
     )
     gc.collect()
-    gc.freeze()  # what torch has brought need not be looked through again, in the middle of a step
+    gc.freeze()  # no collection in the middle of a step looks through torch's objects
     return worker

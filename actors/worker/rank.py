@@ -1,7 +1,7 @@
 """Rank: one process of a replica whose model is spread over several; not the first, which is the ModelWorker.
 
-It keeps nothing that outlives its connection to rank 0. When any rank dies all of them end, and each is started again;
-the new ones ask the new rank 0 where it waits.
+A Rank keeps nothing that outlives its connection to rank 0. When any rank dies, all ranks end and are started again;
+the new ranks ask the new rank 0 for its address.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Rank(Component):
         return "ready" if self._follows else "starting"
 
     async def _run(self) -> None:
-        """Raises FarsightError when rank 0 is gone, or cannot use this one."""
-        await asyncio.to_thread(_import_torch)  # takes seconds: it need not wait for rank 0
+        """Follows rank 0; raises FarsightError when rank 0 is gone or cannot use this rank."""
+        await asyncio.to_thread(_import_torch)  # takes seconds, and need not wait for rank 0
         loop = asyncio.get_running_loop()
         ticket, link = await self._join()
         await asyncio.to_thread(
@@ -53,7 +53,7 @@ class Rank(Component):
         )
 
     async def _join(self) -> tuple[Ticket, Link]:
-        """Asks until rank 0 is there and waits; an earlier life of it answers, but waits no more."""
+        """Asks until rank 0 accepts this rank; an earlier life of rank 0 may answer, but accepts no ranks any more."""
         from engine.parallel.links import Ticket, join
 
         worker = self.context.peers.worker(self._replica)

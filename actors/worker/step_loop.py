@@ -1,4 +1,4 @@
-"""The thread that steps, and the time that a step may take before its worker counts as hung.
+"""The thread that runs the steps, and the time that a step may take before its worker counts as hung.
 
 Nothing else stands between the end of one step and the beginning of the next.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 from estimator.step_profile import StepProfile
 
 MOST_TIMES = 20.0
-"""A step may take so many times its predicted seconds, plus a fixed time."""
+"""A step may take this many times its predicted seconds, plus a fixed time."""
 
 FIRST_STEPS_S = 600.0
 """Seconds that a step may take while step costs are unknown: the first steps may compile kernels."""
@@ -40,7 +40,7 @@ MAX_SAMPLES = 64
 
 
 LEAST_TO_LOOK_AHEAD = 64
-"""Sequences of a step from which on the next one is got ready in another thread: to wake it takes about 50 us."""
+"""Fewest sequences of a step for which a helper thread prepares the next step: waking the thread takes 50 us."""
 
 
 class StepBounds:
@@ -61,11 +61,11 @@ class StepBounds:
 
     @property
     def cost(self) -> StepCost | None:
-        """What steps cost, as learned by the last call of ``bound_s``; None before that."""
+        """The costs of steps, as learned by the last call of ``bound_s``; None before that."""
         return self._profile.cost()
 
     def bound_s(self, step: StepSample | None) -> float:
-        """Bound in seconds of a step with this work; None for the work between two steps.
+        """Returns the longest duration in seconds of a step with this work, or of the work between two steps for None.
 
         The duration in ``step`` is not used.
         """
@@ -84,11 +84,11 @@ class Step:
     """One step that was run.
 
     Attributes:
-        emissions: What it has brought, to be rendered; empty if it failed.
-        failures: What its clients are to be told if it failed.
-        gap_s: From the end of the step before it to its beginning; None if there was nothing to run in between.
-        cpu_s: CPU time that the model took of the stepping thread.
-        was_cut_off: It was cut off: the sample does not tell what its work costs.
+        emissions: New tokens, to be rendered; empty if the step failed.
+        failures: What the clients are told if the step failed.
+        gap_s: Seconds from the end of the previous step to the beginning; None if there was nothing to run in between.
+        cpu_s: CPU seconds of the stepping thread in the model.
+        was_cut_off: Whether the step was cut off; its sample then does not show what its work costs.
     """
 
     emissions: list[Emission]
@@ -100,7 +100,7 @@ class Step:
 
 
 class _Computed(NamedTuple):
-    """A step that was computed and is still to be booked; fields as in ``Step``."""
+    """A step that was computed and is not booked yet; fields as in ``Step``."""
 
     batch: StepBatch
     tokens: list[int | None]
@@ -111,12 +111,12 @@ class _Computed(NamedTuple):
 
 
 class StepUnderWay(NamedTuple):
-    """What the stepping thread is at; looked at from other threads.
+    """What the stepping thread does now; read by other threads.
 
     Attributes:
-        number: Goes up with each step and between any two of them.
-        batch: What is computed; None between two steps.
-        thread_id: As the system counts threads.
+        number: Rises at the beginning and at the end of each step.
+        batch: The batch that is computed; None between two steps.
+        thread_id: The operating system's id of the thread.
     """
 
     number: int
@@ -127,14 +127,14 @@ class StepUnderWay(NamedTuple):
 class StepLoop:
     """Runs a worker's steps back to back.
 
-    The worker's bookkeeping belongs to the holder of the lock: this thread between two steps; the event loop of the
-    shell at any other moment, and a helper thread for the millisecond in which it books the last step and gets the next
-    one ready. The stepping thread does not hold it while the model computes.
+    Only the holder of the lock may touch the worker's bookkeeping: the stepping thread between two steps; a helper
+    thread for the millisecond in which it books the last step and prepares the next one; the event loop of the shell at
+    any other moment. The stepping thread does not hold the lock while the model computes.
 
     Args:
-        on_step: Called after each step, in their order, from the stepping thread or from its helper.
-        on_abort: Called from there with the last words of sequences that ``abort_ingress`` has ended.
-        max_failures: The step that is so many failed ones in a row breaks the worker.
+        on_step: Called after each step, in order, from the stepping thread or its helper.
+        on_abort: Called from there with the last outputs of sequences that ``abort_ingress`` has ended.
+        max_failures: So many failed steps in a row break the worker.
     """
 
     def __init__(
@@ -158,25 +158,25 @@ class StepLoop:
 
     @property
     def locked(self) -> AbstractContextManager[bool]:
-        """Between steps; the worker may be looked at and changed."""
+        """The lock: while it is held, the worker's bookkeeping may be read and changed."""
         return self._lock
 
     @property
     def under_way(self) -> StepUnderWay | None:
-        """None while nothing runs."""
+        """The present step, or the work between two steps; None while nothing runs."""
         return self._under_way
 
     def abort_ingress(self, ingress_id: str) -> None:
-        """Ends its sequences before the next step; those that are computing now are still wanted by this one."""
+        """Ends an ingress replica's sequences before the next step; the present step still needs its sequences."""
         with self._lock:
             self._orphaned.add(ingress_id)
 
     def run(self) -> None:
-        """Steps until nothing can run.
+        """Runs steps until nothing can run.
 
         Raises:
-            RankLost: the worker is one of several ranks, and another has gone.
-            WorkerBroken: its device is lost, or too many steps in a row have failed.
+            RankLost: The worker is one of several ranks, and another has gone.
+            WorkerBroken: The device is lost, or too many steps in a row have failed.
         """
         try:
             self._run()
@@ -207,12 +207,12 @@ class StepLoop:
                 step = self._book(unbooked)
                 self._begin_steps(begun)
             unbooked = None
-            # The event loop wakes and wants the interpreter: only now, that the next step is about to leave it.
+            # Wakes the event loop, which needs the interpreter: only now, when the next step is about to release it.
             self._on_step(step)
             self._tell_aborted()
 
     def _goes_on(self, batch: StepBatch, tokens: list[int | None], begun: deque[StepBatch]) -> bool:
-        """Begins the next step at once if this one changes nothing for it; it is booked while the next one computes."""
+        """Begins the next step at once if this one does not change it; this step is booked while the next computes."""
         with self._lock:
             following = None if self._orphaned else self._worker.go_on(batch, tokens)
         if following is not None:
@@ -238,7 +238,7 @@ class StepLoop:
         self._under_way = StepUnderWay(self._count, batch, threading.get_native_id())
 
     def _judge(self, failure: Exception | None) -> None:
-        """Raises WorkerBroken if the step's requests, and all others here, are better off with another worker."""
+        """Raises WorkerBroken if the device is lost or too many steps in a row have failed."""
         if failure is None or isinstance(failure, IterationCutOff):
             self._num_failures = 0
             return
@@ -252,7 +252,7 @@ class StepLoop:
             ) from failure
 
     def _begin_steps(self, begun: deque[StepBatch]) -> None:
-        """As many as may be under way at once."""
+        """Begins as many steps as may be under way at once, after ending sequences of dead ingress replicas."""
         while self._orphaned:
             self._aborted += self._worker.abort_ingress(self._orphaned.pop())
         while len(begun) < self._worker.executor.max_in_flight:
@@ -267,7 +267,7 @@ class StepLoop:
             self._on_abort(aborted)
 
     def _execute(self, batch: StepBatch, unbooked: _Computed | None) -> tuple[list[int | None], Exception | None]:
-        """Computes a step; large ones while the helper books the one before and looks ahead to the one after."""
+        """Computes a step. If it is large or the last one is unbooked, the helper meanwhile books and looks ahead."""
         if unbooked is None and len(batch.items) < LEAST_TO_LOOK_AHEAD:
             return self._compute(batch)
         helped = self._helper.submit(self._help, batch, unbooked)
@@ -277,7 +277,7 @@ class StepLoop:
             helped.result()
 
     def _help(self, batch: StepBatch, unbooked: _Computed | None) -> None:
-        """In the helper's thread, while ``batch`` computes."""
+        """Books the last step and prepares the next one in the helper's thread, while ``batch`` computes."""
         if unbooked is not None:
             with self._lock:
                 step = self._book(unbooked)
@@ -289,6 +289,6 @@ class StepLoop:
         try:
             return self._worker.execute(batch), None
         except RankLost:
-            raise  # not these requests' fault: they are resumed in another life
+            raise  # not the fault of these requests, which are resumed in another life
         except Exception as error:  # whatever torch raises ends the step's requests, not the worker
             return [], error

@@ -1,4 +1,4 @@
-"""Tokens on their way from one replica to the ingress replicas, and whose clients read.
+"""Tokens on their way from one replica to the ingress replicas, and which requests' clients read.
 
 ``TokenOutbox`` numbers the tokens for one ingress replica and repeats them until they are acknowledged,
 ``TokenChannel`` decides when its long poll is answered, ``TokenChannels`` has one for each ingress replica.
@@ -14,33 +14,33 @@ from actors.runtime.peer import wait_for
 from core.messages.tokens import TokenBatch, TokenBatches, TokenDelta, TokenPoll
 
 FLUSH_INTERVAL_S = 0.015
-"""Replies are at least this far apart once more than ``FEW_ROWS`` run: a call costs as much as many tokens."""
+"""Fewest seconds between two replies while more than ``FEW_ROWS`` run: a call costs as much as many tokens."""
 
 FIRST_INTERVAL_S = 0.005
-"""First tokens are held back for as long as this: when many requests start, one reply carries several of them."""
+"""Seconds for which first tokens are held back: when many requests start, one reply carries several first tokens."""
 
 FEW_ROWS = 4
-"""Up to this many sequences in a step every token goes at once."""
+"""Up to this many sequences in a step every token is sent at once."""
 
 MAX_DELTAS = 16_384
-"""With so many deltas unacknowledged the ingress replica's requests rest: its memory is not our queue."""
+"""Unacknowledged deltas at which an ingress replica's requests pause, so that this queue stays bounded."""
 
 TICK_S = 1.0
-"""How often the channel looks whether its ingress replica has been heard of."""
+"""Seconds between two checks whether the ingress replica of a channel has polled."""
 
 POLL_TIMEOUT_S = 1.0
-"""An idle long poll answers after this time, so that both sides know the other lives."""
+"""Seconds after which an idle long poll is answered, so that both sides know the other lives."""
 
 SILENCE_S = 2.0
-"""An ingress replica that has not polled for this long may have died: it is found out."""
+"""Seconds without a poll after which an ingress replica may have died; Ray is then asked."""
 
 FORGET_S = 60.0
-"""After this silence what is kept for an ingress replica without requests here is dropped, its last words too: it
-hears of them from the Router. Its channel stays, for its numbers go on."""
+"""Seconds without a poll after which the tokens for an ingress replica without requests here are dropped, last ones
+too: the ingress learns of these ends from the Router. The channel stays, so that its batch numbers go on."""
 
 
 class TokenOutbox:
-    """Tokens that one ingress replica has not acknowledged. A lost reply loses nothing: the next poll repeats it."""
+    """Tokens that one ingress replica has not acknowledged. The next poll repeats a lost reply."""
 
     def __init__(self, incarnation: str) -> None:
         self._incarnation = incarnation
@@ -63,18 +63,18 @@ class TokenOutbox:
         return bool(self._sealed)
 
     def acknowledge(self, ack_seq: int) -> None:
-        """Drops all batches up to ``ack_seq``, which the ingress has."""
+        """Drops all batches up to ``ack_seq``, which the ingress replica has received."""
         while self._sealed and self._sealed[0].seq <= ack_seq:
             self._num_sealed -= len(self._sealed.popleft().deltas)
 
     def clear(self) -> None:
-        """Drops everything; the numbers go on, so that an ingress that still polls takes the next batch."""
+        """Drops everything; batch numbers go on, so that an ingress replica that still polls takes the next batch."""
         self._fresh.clear()
         self._sealed.clear()
         self._num_sealed = 0
 
     def take(self) -> TokenBatches:
-        """Everything unacknowledged, with the new deltas as one batch at the end."""
+        """Returns all unacknowledged batches, with the new deltas as one batch at the end."""
         if self._fresh:
             self._seq += 1
             self._sealed.append(TokenBatch(self._incarnation, self._seq, tuple(self._fresh)))
@@ -90,7 +90,7 @@ class TokenChannel:
         self._outbox = TokenOutbox(incarnation)
         self._due = asyncio.Event()
         self._timer: asyncio.Handle | None = None
-        self._timer_at = 0.0  # by our own account: a timer of uvloop that is due at once does not say when
+        self._timer_at = 0.0  # kept here: a timer of uvloop that is due at once has no time
         self._replied_at = 0.0
         self._num_polling = 0
         self._heard = True
@@ -120,19 +120,19 @@ class TokenChannel:
 
     @property
     def silent_s(self) -> float:
-        """For how long the ingress replica has not been heard of, to ``TICK_S``.
+        """Seconds for which the ingress replica has not polled, in multiples of ``TICK_S``.
 
-        Counted in ticks of our own event loop and not by the clock: after a stall of this process, polls wait to
-        be taken in, and the ingress must not be blamed for it.
+        Counted in ticks of this event loop and not by the clock: after a stall of this process, polls are waiting to
+        be read, and the ingress replica must not be blamed for the stall.
         """
         return self._silent_ticks * TICK_S
 
     def close(self) -> None:
-        """Ends the ticking."""
+        """Stops the timer that counts silence."""
         self._ticker.cancel()
 
     def clear(self) -> None:
-        """Drops tokens that will not be asked for any more."""
+        """Drops tokens that the ingress replica will not fetch any more."""
         self._outbox.clear()
 
     def _tick(self) -> None:
@@ -141,11 +141,11 @@ class TokenChannel:
         self._ticker = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def acknowledge(self, ack_seq: int) -> None:
-        """The ingress replica has all batches up to this one."""
+        """Drops all batches up to ``ack_seq``, which the ingress replica has received."""
         self._outbox.acknowledge(ack_seq)
 
     async def poll(self, timeout_s: float) -> TokenBatches:
-        """The next batches; what was sent but not acknowledged comes again at once."""
+        """Returns the next batches; batches that were sent and not acknowledged come again at once."""
         self._heard = True
         if not self._outbox.has_sent:
             self._num_polling += 1
@@ -165,7 +165,7 @@ class TokenChannel:
 
 
 class TokenChannels:
-    """One channel an ingress replica, from the first word to it or of it."""
+    """One channel for each ingress replica, from the first token for it or poll of it."""
 
     def __init__(self, incarnation: str) -> None:
         self._incarnation = incarnation
@@ -173,11 +173,11 @@ class TokenChannels:
         self._slow: dict[str, frozenset[str]] = {}
 
     def put(self, ingress_id: str, deltas: list[TokenDelta], num_rows: int) -> None:
-        """Queues deltas of some of ``num_rows`` sequences that run."""
+        """Queues deltas of some of the ``num_rows`` running sequences."""
         self._channel(ingress_id).put(deltas, num_rows)
 
     def hear(self, poll: TokenPoll) -> bool:
-        """What a poll says, before it is answered; whether others may have to rest now than before."""
+        """Takes in a poll before it is answered; returns whether the set of paused requests may have changed."""
         channel, slow = self._channel(poll.ingress_id), frozenset(poll.slow)
         changed = channel.full or slow != self._slow.get(poll.ingress_id, frozenset())
         channel.acknowledge(poll.ack_seq)
@@ -185,20 +185,20 @@ class TokenChannels:
         return changed
 
     async def answer(self, poll: TokenPoll) -> TokenBatches:
-        """The next tokens, when there are any."""
+        """Returns the next tokens, when there are any; none after ``POLL_TIMEOUT_S``."""
         return await self._channel(poll.ingress_id).poll(POLL_TIMEOUT_S)
 
     def rests(self, ingress_id: str, request_id: str) -> bool:
-        """Whether a request's tokens are not being taken, so that it should bring no more."""
+        """Returns whether a request must pause because its tokens are not being taken."""
         return request_id in self._slow.get(ingress_id, ()) or self._channel(ingress_id).full
 
     def stalled(self) -> dict[str, Collection[str] | None]:
-        """By ingress replica the requests whose tokens are not being taken; None for all of its requests."""
+        """Returns by ingress replica the requests whose tokens are not being taken; None for all of its requests."""
         slow: dict[str, Collection[str] | None] = {each: ids for each, ids in self._slow.items() if ids}
         return slow | {ingress_id: None for ingress_id, channel in self._channels.items() if channel.full}
 
     def silent(self, owners: Collection[str]) -> list[str]:
-        """Returns those of these ingress replicas that may have died, and drops what is kept for others long silent."""
+        """Returns which of ``owners`` may have died, and drops tokens for other ingress replicas long silent."""
         for ingress_id, channel in self._channels.items():
             if channel.silent_s > FORGET_S and ingress_id not in owners:
                 channel.clear()

@@ -70,7 +70,7 @@ def learned(server: Server) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
 
     def shown() -> bool:
-        found[:] = status(server)["learnt"]
+        found[:] = status(server)["learned"]
         return any(version["current"] for version in found)
 
     wait_until(shown, "nothing that is learned holds, or it is not shown")
@@ -95,7 +95,7 @@ def test_every_request_is_predicted_and_bad_predictions_are_learned_from(tmp_pat
             lambda: sample(server.base_url, "farsight:forecast_version") == 1,
             "another version serves than the one that was trained",
         )
-        assert status(server)["learnt"] == []
+        assert status(server)["learned"] == []
 
         with ThreadPoolExecutor(16) as threads:  # what was short is long now
             lengths = [70 + i % 40 for i in range(160)]

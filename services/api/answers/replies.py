@@ -280,7 +280,8 @@ class Status(BaseModel):
 
     actors: list[ActorStatus]
     kv: KVStatus
-    learnt: list[LearnedVersion] = []
+    learned: list[LearnedVersion] = []
+    learnt: list[LearnedVersion] = []  # the old name of `learned`, until version 0.3
     emulated: str | None = None
     queue_delay_s: float | None = None
     no_forecasts: str | None = None
@@ -300,13 +301,14 @@ def model_card(model: ModelInfo, name: str, *, tells_root: bool) -> ModelCard:
 
 def status_reply(reply: StatusReply, model: ModelInfo) -> Status:
     actors = [_as(ActorStatus, component) for component in reply.components]
-    learnt = [_as(LearnedVersion, artefact) for artefact in reply.artefacts]
+    learned = [_as(LearnedVersion, artefact) for artefact in reply.artefacts]
     traffic = dataclasses.asdict(reply.kv.traffic)
     pools = {name: getattr(reply.kv, name) for name in KVStatus.model_fields if name not in traffic}
     return Status(
         actors=actors,
         kv=KVStatus(**pools, **traffic),
-        learnt=learnt,
+        learned=learned,
+        learnt=learned,
         emulated=model.emulated or None,
         queue_delay_s=reply.queue_delay_s,
         no_forecasts=model.no_forecasts or None,

@@ -168,7 +168,7 @@ def test_every_component_has_a_card(page: Page) -> None:
     expect(page.get_by_test_id("overall")).to_have_text(f"All {len(PIECES)} components ready")
     expect(page.get_by_test_id("model")).to_contain_text(MODEL)
     expect(page.get_by_test_id("kv")).to_contain_text("3 of 8 blocks · 38 %")
-    expect(page.get_by_test_id("learnt")).to_contain_text(re.compile(r"length-predictor words\s*3\s*12.50\s*4000"))
+    expect(page.get_by_test_id("learned")).to_contain_text(re.compile(r"length-predictor words\s*3\s*12.50\s*4000"))
     moved = page.get_by_test_id("kv-moved")
     expect(moved).to_have_text("host: 2 of 6 blocks, 1 in flight · 9 tokens recomputed")
     expect(moved).to_have_attribute("title", "3 offloads (0 MiB), 2 uploads (0 MiB), 1 offload refused")

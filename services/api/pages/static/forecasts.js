@@ -22,9 +22,9 @@ function takeEnded(view) {
 }
 
 function showVersions(status) {
-  const learnt = status.learnt.filter((each) => each.num_examples > 0 || each.current);  // not what only has to be kept
-  byId("no-versions").hidden = learnt.length > 0;
-  byId("versions").tBodies[0].replaceChildren(...learnt.map((each) => make("tr", "", ...[
+  const learned = status.learned.filter((each) => each.num_examples > 0 || each.current);  // not what only has to be kept
+  byId("no-versions").hidden = learned.length > 0;
+  byId("versions").tBodies[0].replaceChildren(...learned.map((each) => make("tr", "", ...[
     each.kind, each.version, each.score === null ? "–" : each.score.toPrecision(4), whole(each.num_examples), clock(1000 * each.created_at), each.current ? "yes" : "no",
   ].map((text) => make("td", "", String(text))))));
 }

@@ -77,8 +77,8 @@ function drawComponents() {
   }));
 }
 
-function drawVersions(learnt) {
-  const own = Object.hasOwn(LEARNS, kind) ? learnt.filter((each) => each.kind.startsWith(LEARNS[kind])) : [];
+function drawVersions(learned) {
+  const own = Object.hasOwn(LEARNS, kind) ? learned.filter((each) => each.kind.startsWith(LEARNS[kind])) : [];
   byId("versions-panel").hidden = !Object.hasOwn(LEARNS, kind);
   const rows = own.map((each) => [each.kind, each.version, each.score === null ? "–" : each.score.toPrecision(4), whole(each.num_examples), clock(1000 * each.created_at), each.current ? "yes" : "no"]);
   byId("versions").tBodies[0].replaceChildren(...(rows.length ? rows : [["nothing learned yet", "–", "–", "–", "–", "–"]]).map((cells) => make("tr", "", ...cells.map((text) => make("td", "", String(text))))));
@@ -89,7 +89,7 @@ function takeStatus(status) {
   components = status.actors;
   drawKinds(components);
   drawComponents();
-  drawVersions(status.learnt);
+  drawVersions(status.learned);
 }
 
 // A lane for each component: in which state of health it was when.

@@ -43,7 +43,11 @@ async def test_healthz_shows_every_component(client: httpx.AsyncClient) -> None:
     assert reply.status_code == 200
     router = {"name": "router", "kind": "Router", "state": "ready", "queue": 2, "restarts": 1, "pid": 7, "degraded": ""}
     log_store = {**router, "name": "log-store", "kind": "LogStore"}
-    assert reply.json() == {"pieces": [{**router, "last_step_age_s": None}, {**log_store, "last_step_age_s": 0.5}]}
+    assert (
+        reply.json()["components"]
+        == reply.json()["pieces"]
+        == [{**router, "last_step_age_s": None}, {**log_store, "last_step_age_s": 0.5}]
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,7 +58,7 @@ async def test_one_component_decides(client: httpx.AsyncClient, process: _Proces
     process.rows[1] = dataclasses.replace(process.rows[1], state=state)
     reply = await client.get("/healthz")
     assert reply.status_code == status
-    assert [row["state"] for row in reply.json()["pieces"]] == ["ready", state]
+    assert [row["state"] for row in reply.json()["components"]] == ["ready", state]
 
 
 async def test_metrics_are_those_of_the_registry(client: httpx.AsyncClient, process: _Process) -> None:
@@ -70,7 +74,7 @@ async def test_stop_closes_the_port_and_may_be_repeated() -> None:
     await server.stop()
     port = await server.start()
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
-        assert (await client.get("/healthz")).json() == {"pieces": []}
+        assert (await client.get("/healthz")).json() == {"components": [], "pieces": []}
         await server.stop()
         with pytest.raises(httpx.ConnectError):
             await client.get("/healthz")

@@ -182,13 +182,14 @@ def test_each_series_has_one_owner(engine: EngineMetrics) -> None:
 def test_farsights_own(registry: CollectorRegistry) -> None:
     RefusedMessages(registry).count("router", "submit", "Submit.requests[3].prompt_ids")
     RefusedMessages(registry).count("router", "submit", "Submit.requests[17].prompt_ids")
-    labels = {"piece": "router", "method": "submit", "field": "Submit.requests[].prompt_ids"}
+    labels = {"component": "router", "piece": "router", "method": "submit", "field": "Submit.requests[].prompt_ids"}
     assert registry.get_sample_value("farsight:refused_messages_total", labels) == 2
     restarts = ComponentRestarts(registry)
     restarts.set("worker-0", 2)
-    assert registry.get_sample_value("farsight:piece_restarts", {"piece": "worker-0"}) == 2
+    assert registry.get_sample_value("farsight:component_restarts", {"component": "worker-0"}) == 2
     restarts.remove("worker-0")
-    assert registry.get_sample_value("farsight:piece_restarts", {"piece": "worker-0"}) is None
+    for name, label in (("component_restarts", "component"), ("piece_restarts", "piece")):
+        assert registry.get_sample_value(f"farsight:{name}", {label: "worker-0"}) is None
 
 
 def test_queue_times_have_the_buckets_of_vllm(registry: CollectorRegistry, engine: EngineMetrics) -> None:

@@ -291,9 +291,10 @@ async def test_status(client: Client, backend: ScriptedBackend) -> None:
     row |= dict.fromkeys(("url", "breaker", "last_end", "degraded"), "")
     kv = {"num_blocks": 8, "free_blocks": 5, "num_host_blocks": 6, "free_host_blocks": 4, "flying_blocks": 1}
     kv |= {"offloads": 3, "uploads": 2, "offloaded_bytes": 3072, "uploaded_bytes": 2048, "refused_offloads": 1}
-    learnt = {"kind": "length-predictor words", "version": 3, "created_at": 1.7e9, "score": 12.5}
+    learned = {"kind": "length-predictor words", "version": 3, "created_at": 1.7e9, "score": 12.5}
     status = {"actors": [row], "kv": kv | {"recomputed_tokens": 9}, "queue_delay_s": 1.25}
-    status |= {"learnt": [learnt | {"num_examples": 4000, "current": True}], "emulated": None, "no_forecasts": None}
+    learned |= {"num_examples": 4000, "current": True}
+    status |= {key: [learned] for key in ("learned", "learnt")} | {"emulated": None, "no_forecasts": None}
     status |= {"processes": []}
     assert (await client.get("/status")).json() == status
     said: dict[str, Any] = {"emulated": "a100-7b", "no_forecasts": "Preset fcfs makes none."}

@@ -78,7 +78,7 @@ async def test_dashboard_finds_what_it_reads(client: Client) -> None:
     (row,) = status["actors"]
     assert set(re.findall(r"\brow\.(\w+)", operator_page("dashboard"))) <= row.keys()
     assert set(re.findall(r"\bkv\.(\w+)", operator_page("dashboard"))) == status["kv"].keys()
-    (version,) = status["learnt"]
+    (version,) = status["learned"]
     assert set(re.findall(r"\bversion\.(\w+)", operator_page("dashboard"))) <= version.keys()
     assert (row["restarts"], row["http_port"]) == (1, 4321)
 

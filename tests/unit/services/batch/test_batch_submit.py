@@ -173,8 +173,7 @@ def test_entrypoint_has_absolute_paths(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "my model").mkdir()
     plain = entrypoint("python", Path("in.jsonl"), Path("out.jsonl"), BatchOptions(model="org/name"))
     assert plain == (
-        f"exec python -m services.batch.job {tmp_path}/in.jsonl {tmp_path}/out.jsonl"
-        " --concurrency 64 --model org/name"
+        f"exec python -m services.batch.job {tmp_path}/in.jsonl {tmp_path}/out.jsonl --concurrency 64 --model org/name"
     )
     options = BatchOptions("my model", Path("my.toml"), 5, overwrite=True)
     words = shlex.split(entrypoint("python", Path("in.jsonl"), Path("out.jsonl"), options))
