@@ -27,7 +27,7 @@ GRANT_LEAD_S = 0.15
 
 
 def build_router(preset: str, placement: str = "", settings: PolicySettings | None = None) -> GlobalScheduler:
-    """The scheduler over replicas; ``placement`` overrides the preset's own.
+    """Returns the scheduler over replicas; ``placement`` overrides the preset's own.
 
     Raises:
         ConfigError: There is no such preset or placement.
@@ -40,7 +40,7 @@ def _placement(preset: str, placement: str, settings: PolicySettings) -> Placeme
 
 
 def placement_of(config: SchedulerConfig) -> str:
-    """Name of the placement on a server.
+    """Returns the name of the placement on a server.
 
     Raises:
         ConfigError: There is no such preset.
@@ -57,7 +57,7 @@ def build_scheduler(
     admission: str = "",
     kv: str = "",
 ) -> ReplicaScheduler:
-    """The scheduler of one replica under a preset; a part that is named overrides the preset's own.
+    """Returns the scheduler of one replica under a preset; a part that is named overrides the preset's own.
 
     Raises:
         ConfigError: There is no such preset or part, or the parts do not go together.
@@ -83,8 +83,8 @@ def configured_replica(
     """Returns the scheduler of one replica by a server's configuration, in either mode.
 
     Args:
-        known: The settings with what has been measured of this server; None: nothing has.
-        asks: Whether it asks a KVOffloadManager (``configured_offload``) rather than decide at once.
+        known: The settings with what has been measured of this server; None before any measurement.
+        asks: Whether the scheduler asks a KVOffloadManager (``configured_offload``) rather than decide at once.
 
     Raises:
         ConfigError: There is no such preset.
@@ -98,11 +98,11 @@ def configured_replica(
 def configured_offload(
     config: SchedulerConfig, max_num_seqs: int, known: PolicySettings | None = None
 ) -> OffloadDecider | None:
-    """What a KVOffloadManager decides with by a server's configuration, in either mode; None for a KV policy that
-    reads an order of another package, whose state no question tells: there the Scheduler decides alone.
+    """Returns the decider of a KVOffloadManager by a server's configuration, in either mode. None if the KV policy
+    reads the order of another package, whose state no question carries: then the Scheduler decides alone.
 
     Raises:
-        ConfigError: There is no such preset or part, or they do not go together.
+        ConfigError: There is no such preset or part, or the parts do not go together.
     """
     if is_batch_mode(config.preset):
         return OffloadDecider(SplitBatch(), None)
@@ -113,7 +113,7 @@ def configured_offload(
 def build_offload(
     preset: str, max_num_seqs: int, settings: PolicySettings | None = None, *, order: str = "", kv: str = ""
 ) -> OffloadDecider | None:
-    """Decides about KV for a scheduler that ``build_scheduler`` made of the same parts; None as above.
+    """Returns the KV decider for a scheduler that ``build_scheduler`` made of the same parts; None as above.
 
     Raises:
         ConfigError: As in ``build_scheduler``.
@@ -129,7 +129,7 @@ def build_offload(
 
 
 def configured_backend(config: SchedulerConfig, max_num_seqs: int) -> BackendScheduler:
-    """The scheduler of a replica that is an external server: the preset gives its order, the server decides the rest.
+    """Returns the scheduler of an external server: the preset gives its order, the server decides the rest.
 
     Raises:
         ConfigError: there is no such preset or order, or the preset is not of continuous batching.
@@ -166,7 +166,7 @@ def configured_scheduler(
     offload_deadline_s: float = 0.0,
     known: PolicySettings | None = None,
 ) -> ReplicaScheduler:
-    """The scheduler of a single worker, or of one replica, as the configuration says.
+    """Returns the scheduler of a single worker, or of one replica, as the configuration says.
 
     Args:
         grant_lead_s, offload_deadline_s: As in ``SchedulerLimits``.
@@ -186,7 +186,7 @@ def configured_scheduler(
 
 
 def swaps_kv(config: SchedulerConfig) -> bool:
-    """Whether workers need a host pool, because the KV policy moves KV there.
+    """Returns whether workers need a host pool, because the KV policy moves KV there.
 
     Raises:
         ConfigError: as ``configured_scheduler``.
@@ -207,7 +207,7 @@ def is_steady(config: SchedulerConfig) -> bool:
 
 
 def follows_prefixes(config: SchedulerConfig) -> bool:
-    """Whether a part (the placement, or the order of a replica) decides by the workers' prefix caches.
+    """Returns whether a part (the placement, or the order of a replica) decides by the workers' prefix caches.
 
     Raises:
         ConfigError: as ``build_router``.
@@ -220,7 +220,7 @@ def follows_prefixes(config: SchedulerConfig) -> bool:
 
 
 def predicts_requests(config: FarsightConfig) -> bool:
-    """Whether each request gets a forecast of its own: an artefact is given, or a part reads forecasts.
+    """Returns whether each request gets a forecast of its own: an artefact is given, or a part reads forecasts.
 
     Raises:
         ConfigError: There is no such preset or part.
@@ -246,7 +246,7 @@ def forecasting_presets() -> tuple[str, ...]:
 
 
 def build_batcher(preset: str, settings: BatchSettings) -> Batcher:
-    """The central queue of a batch-mode preset.
+    """Returns the central queue of a batch-mode preset.
 
     Raises:
         ConfigError: there is no such preset, or it is not of batch mode.
@@ -261,7 +261,7 @@ def build_batcher(preset: str, settings: BatchSettings) -> Batcher:
 
 
 def build_batch_scheduler(preset: str, settings: BatchSettings, forecast_wait_s: float = 0.0) -> BatchScheduler:
-    """The scheduler over replicas of a batch-mode preset.
+    """Returns the scheduler over replicas of a batch-mode preset.
 
     Raises:
         ConfigError: there is no such preset, or it is not of batch mode.
@@ -277,24 +277,24 @@ def configured_batch_scheduler(
     serving_time_s: ServingTime,
     forecast_wait_s: float = 0.0,
 ) -> BatchScheduler:
-    """The scheduler over replicas in batch mode as the configuration of a server says.
+    """Returns the scheduler over replicas in batch mode as the configuration of a server says.
 
     Raises:
         ConfigError: there is no such preset, or it is not of batch mode.
     """
-    # Memory is unknown until a worker says what it holds.
+    # Memory is unknown until a worker reports its capacity.
     settings = BatchSettings(math.inf, serving_time_s, batch, max_num_seqs=max_num_seqs)
     return build_batch_scheduler(config.preset, settings, forecast_wait_s)
 
 
 def build_batch_runner(max_num_seqs: int, offload_deadline_s: float = 0.0) -> ReplicaScheduler:
-    """The scheduler of one replica in batch mode: it runs a given batch as a whole or not at all."""
+    """Returns the scheduler of one replica in batch mode, which runs a given batch as a whole or not at all."""
     limits = SchedulerLimits(max_num_seqs, 0, gives_way=False, offload_deadline_s=offload_deadline_s)
     return ReplicaScheduler(ReplicaPolicies(Fcfs(), WholeBatch(), SplitBatch()), limits)
 
 
 def is_batch_mode(preset: str) -> bool:
-    """Whether idle workers pull batches under this preset.
+    """Returns whether idle workers pull batches under this preset.
 
     Raises:
         ConfigError: There is no such preset.

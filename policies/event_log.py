@@ -91,20 +91,20 @@ _VOCABULARY: dict[type, tuple[dict[str, type], dict[str, type]]] = {
 
 
 def pack_config(config: MachineConfig | BatchMachineConfig) -> bytes:
-    """The beginning of a log."""
+    """Returns the first record of a log."""
     return _pack([SCHEMA_VERSION, _message(config)])
 
 
 def pack_handled(
     event: Any, now: float, instructions: Iterable[Any], estimates_s: Mapping[BatchShape, float] | None = None
 ) -> bytes:
-    """One record; ``estimates_s``: estimated seconds of the batches that the machine asked about."""
+    """Returns one event's record; ``estimates_s``: estimated seconds of the batches that the machine asked about."""
     answers = [[*shape, float(estimate_s)] for shape, estimate_s in (estimates_s or {}).items()]
     return _pack([now, _message(event), [_message(each) for each in instructions], answers])
 
 
 def read_log(data: bytes) -> tuple[MachineConfig | BatchMachineConfig, Iterator[Handled]]:
-    """The configuration and the events of a log. A last record that is cut off, as by a killed writer, is left out.
+    """Returns the configuration and the events of a log. A last record that is cut off (killed writer) is left out.
 
     Raises:
         MessageError: The data is no event log of this version; also raised while the events are read.
@@ -162,7 +162,7 @@ class _UnloggedError(IntegrityError):
 
 
 class _LoggedTimes:
-    """Answers as the logged machine was answered when it handled the same event."""
+    """The serving times that the logged machine was given when it handled the same event."""
 
     def __init__(self) -> None:
         self.known: dict[BatchShape, float] = {}

@@ -69,7 +69,7 @@ class Job:
 
     @classmethod
     def of(cls, request: Request, now: float, /, **own: Any) -> Self:
-        """A request that has just come, with nothing computed; ``own``: fields that ``Job`` does not have."""
+        """Returns the job of a request that has just arrived, with nothing computed; ``own``: fields of a subclass."""
         return cls(
             request.request_id,
             arrived_at=now,
@@ -87,7 +87,7 @@ class Job:
 
     @property
     def is_flex(self) -> bool:
-        """Whether it takes what is left."""
+        """Whether the job runs only on capacity that other jobs leave (flex)."""
         return is_flex(self.priority)
 
     @property
@@ -97,12 +97,12 @@ class Job:
 
     @property
     def known_len(self) -> int:
-        """Tokens of prompt and output so far (l_p + l_t): the KV it needs to continue."""
+        """Tokens of prompt and output so far (l_p + l_t): the KV that the job needs to continue."""
         return self.prompt_len + self.output_len
 
     @property
     def is_resident(self) -> bool:
-        """Whether it has KV on the device."""
+        """Whether the job has KV on the device."""
         return self.computed_len > 0
 
     @property
@@ -111,7 +111,7 @@ class Job:
 
     @property
     def missing_len(self) -> int:
-        """Known tokens still to be computed before it decodes; KV on the host is uploaded, not computed."""
+        """Known tokens still to be computed before the job decodes; KV on the host is uploaded, not computed."""
         known_len = self.prompt_len + self.output_len
         if self.computed_len > 0 or self.host_len:
             there_len = self.computed_len if self.computed_len > self.host_len else self.host_len
@@ -120,7 +120,7 @@ class Job:
 
     @property
     def decodes(self) -> bool:
-        """Whether its next step only adds one token: all known tokens but the last are computed."""
+        """Whether the job's next step only adds one token: all known tokens but the last are computed."""
         return self.output_len > 0 and self.prompt_len + self.output_len - self.computed_len <= 1
 
 
@@ -131,23 +131,23 @@ class ScheduledRequest(Job):
     A mirror: the worker is the truth.
 
     Attributes:
-        number: Its place among those that came to this scheduler.
+        number: Its place among the requests that came to this scheduler.
         max_total_len: As ``Request.max_total_len``, which adds it up again each time.
-        num_blocks: Device blocks that it holds; 0 from the moment its KV is ordered dropped.
+        num_blocks: Device blocks that the request holds; 0 from the moment its KV is ordered dropped.
         shipped_in: First plan of this lease that carried the payload.
-        delivered: The worker has the payload.
-        stalled: Its client does not read.
-        started: It has run, and that has been told.
-        granted_len: Total length it may reach by the latest plan.
-        ran_s: Seconds of the steps that it took part in, in this life of the worker.
-        waits_since: When it came, lost its place, or had to let others go first.
-        waits_for: What it has been noted to wait for since; empty before that, and while it runs.
-        waited_s: All of its waits that are over, together.
-        told: The worker's last word on it, if nothing has been booked here since: said again it changes nothing.
-        slot: As the last plan had it.
-        counted_on_host: ``blocks_on_host`` as the mirror's sum has it.
-        rests: It computes nothing by the latest decision, though it keeps what it has.
-        prefilled_len: Prompt tokens computed or found cached so far, as last reported; a dropped KV lowers it not.
+        delivered: Whether the worker has the payload.
+        stalled: Whether its client is not reading.
+        started: Whether the request has run and its start has been announced.
+        granted_len: Total length, in tokens, that the latest plan lets the request reach.
+        ran_s: Seconds of the steps that the request took part in, in this life of the worker.
+        waits_since: Instant when the request came, lost its place, or had to let others go first.
+        waits_for: The noted reason of the present wait; empty before one is noted, and while the request runs.
+        waited_s: Seconds of all waits that are over.
+        told: The worker's last report on the request; None once anything was booked since. A repeat changes nothing.
+        slot: The request's slot in the last plan.
+        counted_on_host: ``blocks_on_host`` as counted in the mirror's sum.
+        rests: Whether the request keeps its KV but computes nothing by the latest decision.
+        prefilled_len: Prompt tokens computed or found cached so far, as last reported; dropping KV does not lower it.
     """
 
     request: Request
@@ -175,26 +175,26 @@ class ScheduledRequest(Job):
 
     @property
     def blocks_on_host(self) -> int:
-        """Blocks of the host pool that it holds or is about to hold."""
+        """Blocks of the host pool that the request holds or is about to hold."""
         if self.residency is Residency.HOST and self.num_blocks > self.num_host_blocks:
             return self.num_blocks
         return self.num_host_blocks
 
     @property
     def is_leaving(self) -> bool:
-        """Ordered to the host, and its blocks are not free yet."""
+        """Whether the request is ordered to the host and its device blocks are not free yet."""
         return self.residency is Residency.HOST and self.num_blocks > 0
 
     def has_been_told(self, progress: SlotProgress) -> bool:
-        """Whether the worker has said this before, and nothing has been booked here since."""
+        """Returns whether the worker reported the same progress before and nothing has been booked here since."""
         told = self.told
         return told is not None and told.ran_s == progress.ran_s and told == progress
 
     def update(self, progress: SlotProgress, block_size: int) -> float:
-        """Takes over what the worker says, but for what orders on their way make untrue.
+        """Takes over the worker's report, except what orders already under way will change.
 
         Returns:
-            Seconds that it has run since it was last reported.
+            Seconds that the request has run since the previous report.
         """
         self.told = progress
         ran_s, self.ran_s = progress.ran_s - self.ran_s, progress.ran_s
@@ -211,17 +211,17 @@ class ScheduledRequest(Job):
         return ran_s
 
     def first_run(self, cached_len: int, ran_s: float, now: float) -> StartedRequest:
-        """It has run for the first time, for ``ran_s`` seconds by now; what it found cached ends the belief."""
+        """Books the first run, of ``ran_s`` seconds by ``now``; ``cached_len`` replaces the believed cached tokens."""
         self.started, self.cached_len = True, cached_len
         queue_s = max(0.0, now - self.arrived_at - ran_s)
         return StartedRequest(self.request_id, self.request.attempt, cached_len, queue_s)
 
     def end(self, output_len: int, ran_s: float) -> None:
-        """It has ended on the worker, perhaps before any report of its progress."""
+        """Books the end on the worker, which may come before any report of progress."""
         self.output_len, self.ran_s = output_len, max(self.ran_s, ran_s)
 
     def decode(self, num_steps: int, duration_s: float, block_size: int) -> None:
-        """It has decoded so many tokens, as the next report will say too."""
+        """Books ``num_steps`` decoded tokens before the worker reports them."""
         self.told = None
         self.output_len += num_steps
         self.computed_len += num_steps
@@ -231,7 +231,7 @@ class ScheduledRequest(Job):
         self.ran_s += duration_s
 
     def drop_kv(self) -> None:
-        """Its KV is ordered dropped."""
+        """Books a preemption: the KV on the device and on the host is ordered dropped."""
         self.told = None
         self.num_preemptions += 1
         self.num_blocks = self.num_host_blocks = 0
@@ -239,7 +239,7 @@ class ScheduledRequest(Job):
 
 
 def make_scheduled(request: Request, now: float, number: int = 0) -> ScheduledRequest:
-    """The record of a request that has just come."""
+    """Returns the record of a request that has just arrived, with no deadline yet."""
     scheduled = ScheduledRequest.of(
         request, now, request=request, number=number, max_total_len=request.max_total_len, waits_since=now
     )
@@ -254,7 +254,7 @@ class Explains:
     """A part that can report the numbers behind its decisions."""
 
     def explain(self, job: Job, now: float) -> Facts:
-        """The numbers behind the latest decision about the job, without side effects. Empty by default.
+        """Returns the numbers behind the latest decision about the job, without side effects; none by default.
 
         The scheduler calls it when it admits, refuses, preempts or moves a job or changes its level, not at every step.
         """
@@ -283,7 +283,7 @@ class Order(Explains, ABC):
 
     @abstractmethod
     def add(self, job: Job, now: float) -> None:
-        """Adds a job that has arrived. It stays until it ends, whether it runs, waits or has lost its KV."""
+        """Adds a job that has arrived; the job stays until its end, whether it runs, waits or has lost its KV."""
 
     @abstractmethod
     def remove(self, job: Job) -> None:
@@ -294,27 +294,27 @@ class Order(Explains, ABC):
         """Yields all jobs, best first, lazily: n jobs cost O(n). Callers do not change the order meanwhile."""
 
     def foreseen(self, job: Job) -> None:
-        """The job has a new ``forecast``, perhaps its first."""
+        """Takes note that the job has a new ``forecast``, perhaps its first."""
 
     def changed(self, job: Job) -> None:
-        """The job's lengths, the location of its KV or its cached prompt tokens may have changed. Called after each
-        change, before ``ran``; unknown jobs are ignored.
+        """Takes note that the job's lengths, the location of its KV or its cached prompt tokens may have changed.
+        Called after each change, before ``ran``; unknown jobs are ignored.
         """
 
     def price(self, cost: StepCost, capacity: int) -> None:
         """Sets the step cost and the KV capacity in tokens; called at the start and after each change."""
 
     def learn(self, job: Job, *, censored: bool) -> None:
-        """A removed job had ended; ``censored``: it was cut off, so its natural length is unknown."""
+        """Learns from a removed job that has ended; ``censored``: its natural length is unknown (cut off)."""
 
     def ran(self, job: Job, duration_s: float, now: float) -> None:
-        """The job took part in steps of this many seconds since the last call; its state is up to date."""
+        """Takes note of ``duration_s`` seconds of steps with the job since the last call; its state is up to date."""
 
     def refresh(self, now: float) -> None:
         """Begins a scheduling point: applies due promotions and rank changes."""
 
     def slice_s(self, job: Job) -> float:
-        """Seconds that the job may run before this order must see it again; infinity for no bound."""
+        """Returns how many seconds the job may run before this order must see it again; infinity for no bound."""
         return math.inf
 
 
@@ -323,7 +323,7 @@ class RanksSome(Protocol):
     """An order that can rank a subset of its jobs without the others."""
 
     def among(self, jobs: Sequence[Job], now: float) -> list[Job]:
-        """These jobs in the order of ``ranked``. O(k log k) for k jobs."""
+        """Returns these jobs in the order of ``ranked``. O(k log k) for k jobs."""
         ...
 
 
@@ -341,18 +341,18 @@ class Admission(Explains, ABC):
 
     @abstractmethod
     def admits(self, job: Job) -> bool:
-        """Whether the job fits beside the running and the added jobs; with none, any job that fits alone is fine."""
+        """Returns whether the job fits beside running and added jobs; without any, a job that fits alone is fine."""
 
     @abstractmethod
     def add(self, job: Job) -> None:
         """Counts the job as running from now on."""
 
     def reserve(self, capacity: int) -> int:
-        """KV tokens that admission keeps free for the growth of running jobs."""
+        """Returns the KV tokens that admission keeps free for the growth of running jobs."""
         return 0
 
     def learn(self, output_len: int, *, censored: bool) -> None:
-        """A job has ended; ``censored``: its limit or an abort cut it off, so its natural length is unknown."""
+        """Learns from a job that has ended; ``censored``: its natural length is unknown (its limit or an abort)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,16 +382,16 @@ class KvView:
     short: int = 0
 
     def start_room(self, host_share: float) -> float:
-        """Tokens of KV with which jobs may start, so that all they push out of the device finds room on the host.
+        """Returns the KV tokens with which jobs may start, so that all KV they push off the device fits on the host.
 
-        The room of those that are promised some is taken off, also where their victims are yet to be chosen. Beyond
-        this, each start makes another job drop its KV, which has to start again (ADR 83).
+        Room promised to other jobs is subtracted, even before their victims are chosen. Each start beyond this limit
+        makes another job drop its KV and start again (ADR 83).
 
         Args:
             host_share: Share of the host's pool that stays free for jobs that change places and for growth.
 
         Returns:
-            Infinity without a host pool: nothing is ever moved there.
+            Infinity without a host pool, since no KV is moved there.
         """
         if not self.host_capacity:
             return math.inf
@@ -430,20 +430,20 @@ class KvPolicy(Explains, ABC):
 
     @abstractmethod
     def moves(self, view: KvView, now: float) -> KvMoves:
-        """The moves of this scheduling point; each job occurs at most once."""
+        """Returns the moves of this scheduling point; each job occurs at most once."""
 
     def is_due(self, view: KvView) -> bool:
-        """Whether ``moves`` may have an answer other than none: the Scheduler asks the KVOffloadManager only then."""
+        """Returns whether ``moves`` may return any move; only then does the Scheduler ask the KVOffloadManager."""
         return view.needed > view.free
 
     def idle_target(self, view: KvView) -> int:
-        """Device tokens to keep free for jobs that are yet to come."""
+        """Returns the device tokens to keep free for jobs that are yet to come."""
         return 0
 
     def start_room(self, view: KvView) -> float:
-        """Tokens of KV that jobs without any may begin with at this scheduling point, in sum; 0 if none may start.
+        """Returns the KV tokens that jobs without KV may begin with at this point, in sum; 0 if none may start.
 
-        Infinity: this policy sets no limit. A limit keeps room on the host for the KV that they push out.
+        Infinity: this policy sets no limit. A limit keeps room on the host for the KV that starting jobs push out.
         """
         return math.inf
 
@@ -471,7 +471,7 @@ class ReplicaContext:
     order: Order | None = None
 
     def order_as(self, kind: type[OrderT]) -> OrderT:
-        """The order, for a part registered with ``needs``.
+        """Returns the order, for a part registered with ``needs``.
 
         Raises:
             IntegrityError: The order is of another kind than the part's ``needs`` names.

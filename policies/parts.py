@@ -38,7 +38,7 @@ class RegisteredPart(Generic[PartT, ContextT]):
     Attributes:
         build: Makes the part from its context.
         needs: Name of the order that the part asks for more than the interface ``Order`` offers; empty for any order.
-        stands_for: Name of another order whose methods this order has too: parts that need that one go with this one.
+        stands_for: Name of another order whose methods this order has too: parts that need that order go with this one.
         swaps: The part moves KV to the host, so workers need a host pool.
         uses_prefixes: The part decides by what workers have cached, so workers have to tell it.
         reads_forecasts: The part decides by forecasts of single requests, so each request should have one.
@@ -56,7 +56,7 @@ class RegisteredPart(Generic[PartT, ContextT]):
 
     @property
     def goes_as(self) -> tuple[str, ...]:
-        """Names of orders that a part may need so that it goes together with this one."""
+        """Names of orders that a part may need and still go together with this one."""
         return (self.name, self.stands_for) if self.stands_for else (self.name,)
 
 
@@ -99,18 +99,18 @@ class Parts(Generic[PartT, ContextT]):
         return enter
 
     def names(self, *orders: str) -> tuple[str, ...]:
-        """In alphabetical order; with ``orders``, only parts that go together with an order that goes as these."""
+        """Returns the names, sorted; with ``orders``, only of parts that go together with one of these orders."""
         load_parts()
         return tuple(sorted(name for name, part in self._parts.items() if not orders or part.needs in ("", *orders)))
 
     def find(self, name: str, *orders: str) -> RegisteredPart[PartT, ContextT]:
-        """The part of that name.
+        """Returns the part of that name.
 
         Args:
             orders: ``goes_as`` of the order that the part has to go together with; none where there is no order.
 
         Raises:
-            ConfigError: There is no such part, or it needs another order; the error names the ones that go.
+            ConfigError: There is no such part, or the part needs another order; the error names the parts that fit.
         """
         load_parts()
         part = self._parts.get(name)

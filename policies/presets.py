@@ -16,7 +16,7 @@ class Preset:
 
     Attributes:
         mode: ``continuous``: each replica has a scheduler, requests join and leave at every step. ``batch``: idle
-            workers pull formed batches from one central queue; ``order`` then says how those are formed and chosen.
+            workers pull formed batches from one central queue; ``order`` then says how they are formed and chosen.
         max_num_seqs: Most requests that run at once; 0 where the engine's own limit decides.
         weights: As ``EngineConfig.weights``.
     """
@@ -70,7 +70,7 @@ def register_preset(preset: Preset) -> None:
 
 
 def max_running(preset: str, max_num_seqs: int, batch_size: int = 0) -> int:
-    """Most requests that one replica runs at once.
+    """Returns the most requests that one replica runs at once.
 
     Args:
         max_num_seqs: The engine's limit.
@@ -85,10 +85,10 @@ def max_running(preset: str, max_num_seqs: int, batch_size: int = 0) -> int:
 
 
 def find_preset(name: str) -> Preset:
-    """The preset of this name.
+    """Returns the preset of this name.
 
     Raises:
-        ConfigError: there is none; names the nearest.
+        ConfigError: there is no such preset; the error names the nearest.
     """
     load_parts()
     if name in PRESETS:

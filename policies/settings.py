@@ -1,4 +1,4 @@
-"""Settings of the parts; each part reads those that it needs."""
+"""Settings of the parts; each part reads the settings that it needs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ServingTime = Callable[[int, int, int], float]
 
 @dataclass(frozen=True, slots=True)
 class MlfqRules:
-    """What of FastServe's queue no server sets: its artifact and its baselines differ from the text.
+    """Rules of FastServe's queue that no server sets: its artifact and its baselines differ from the text.
 
     Attributes:
         follows_cost: q_1 follows the measured iteration time (``price``); ``quantum_s`` is its lower bound.
@@ -55,12 +55,12 @@ class MlfqRules:
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """What the parts of a replica read: a server's own tables, what has been measured, what no server sets.
+    """Settings that the parts of a replica read: a server's own tables, measured values, values that no server sets.
 
     Attributes:
         scheduler: As configured. Its names of parts are not read here: ``build_scheduler`` gets them.
         placement: As configured: parts and numbers of E2.
-        cost: Cost of steps until it has been measured.
+        cost: Cost of steps until the real cost has been measured.
         max_new_tokens: Output length that Past-Future expects before any request has finished.
         theta: Hysteresis of the Gittins order.
         mlfq: Variants of the skip-join MLFQ.
@@ -80,11 +80,11 @@ class PolicySettings:
 
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
-    """What the parts of batch mode read.
+    """Settings that the parts of batch mode read.
 
     Attributes:
         memory_tokens: KV tokens of a worker (Theta / Delta of Magnus).
-        serving_time_s: Estimated seconds of a batch of so many jobs, prompt tokens and output tokens.
+        serving_time_s: Estimates the seconds of a batch from its jobs, prompt tokens and output tokens.
         batch: As configured.
         edges: Boundaries of the bins of predicted lengths; None: as many bins as configured, with edges that are
             learned.

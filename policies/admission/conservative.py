@@ -43,7 +43,7 @@ class Conservative(Admission):
         self._remaining = np.array([_remaining(job) for job in running], np.int64)
 
     def admits(self, job: Job) -> bool:
-        """An empty batch admits any job that can run one step, since waiting would not free more memory."""
+        """Returns whether the job fits; in an empty batch one step must fit, since waiting would free no memory."""
         if self._num_jobs == 0:
             return job.known_len + 1 <= self._capacity
         if self._counts_releases:
@@ -51,7 +51,7 @@ class Conservative(Admission):
         return self._reserved + job.prompt_len + job.max_new_tokens <= self._limit
 
     def explain(self, job: Job, now: float) -> Facts:
-        """The tokens that all jobs hold at their limits, and the bound on them."""
+        """Returns the tokens that all jobs hold at their limits, and the bound on these tokens."""
         peak, limit = float(self.predicted_peak), float(self._limit)
         return {"predicted_peak_tokens": peak, "limit_tokens": limit, "capacity_tokens": self._capacity}
 

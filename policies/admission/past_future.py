@@ -27,7 +27,7 @@ ROW_KEY = 1 << 40
 
 
 def peak_profile(base: IntArray, remaining: IntArray) -> tuple[IntArray, IntArray]:
-    """Memory at each completion, equations (2) and (3): entries by remaining length, the longest first.
+    """Returns the memory at each completion, equations (2) and (3): entries by remaining length, the longest first.
 
     Args:
         base: b_i = l_p + l_t, tokens held now, shape (n,).
@@ -46,7 +46,7 @@ def peak_profile(base: IntArray, remaining: IntArray) -> tuple[IntArray, IntArra
 
 
 def future_memory(base: IntArray, remaining: IntArray) -> IntArray:
-    """M*, the most tokens that the batch will use at once if no job joins: equation (4); 0 for no entries.
+    """Returns M*, the most tokens that the batch will use at once if no job joins: equation (4); 0 for no entries.
 
     Arguments as for ``peak_profile``; one number for each list, shape ``remaining.shape[:-1]``.
     """
@@ -78,7 +78,7 @@ class PeakIndex:
         self._sorted_keys = (self._rows * ROW_KEY - steps).ravel()
 
     def peaks_with(self, base: IntArray, remaining: IntArray) -> IntArray:
-        """M* if one entry joins, for each of m: max(P_k, S_k + b + (k + 1) r, b + Q_(k+1)).
+        """Returns M* if one entry joins, for each of m: max(P_k, S_k + b + (k + 1) r, b + Q_(k+1)).
 
         Args:
             base: Shape (m,).
@@ -100,11 +100,11 @@ class Lengths(Protocol):
     """A source of predicted output lengths."""
 
     def draw(self, jobs: Sequence[Job], num_lists: int) -> IntArray:
-        """Whole output lengths, longer than what each job has generated; shape (num_lists, len(jobs))."""
+        """Returns whole output lengths, longer than what each job has generated; shape (num_lists, len(jobs))."""
         ...
 
     def draw_one(self, job: Job, num_lists: int) -> Sequence[int]:
-        """``num_lists`` lengths of one job, as in ``draw``."""
+        """Returns ``num_lists`` lengths of one job, as in ``draw``."""
         ...
 
     def learn(self, output_len: int, *, censored: bool) -> None:
@@ -134,7 +134,7 @@ class HistoryLengths:
         return self.history.sample_above(self._rng, generated, limit, num_lists)
 
     def draw_one(self, job: Job, num_lists: int) -> Sequence[int]:
-        """O(1) amortised for a job without output: all such jobs share one law, so draws are made in advance."""
+        """Draws one job's lengths; O(1) amortised for a job without output: all these share one law, drawn ahead."""
         if job.output_len:
             drawn: list[int] = self.draw([job], num_lists)[:, 0].tolist()
             return drawn
@@ -220,7 +220,7 @@ class PastFuture(Admission):
         self.begin([], 0)
 
     def begin(self, running: Sequence[Job], capacity: int) -> None:
-        """Lines 4 to 8 of Algorithm 1: new draws for all running jobs."""
+        """Draws new lengths for all running jobs (lines 4 to 8 of Algorithm 1)."""
         self._capacity = capacity
         self._limit = round((1 - self._reserve_ratio) * capacity, 6)  # Rounded, so that 0.9 * 30 is exactly 27.
         self._num_jobs = len(running)
@@ -228,15 +228,16 @@ class PastFuture(Admission):
         self._drawn: dict[str, Sequence[int]] = {}
         self._peaks: dict[
             str, int
-        ] = {}  # Peak of the batch with each job that was asked about, at the time of the question.
+        ] = {}  # Peak of the batch with each job, as of the latest call of ``admits`` for the job.
         generated = _int_array([job.output_len for job in running])
         self._base = _int_array([job.prompt_len for job in running]) + generated
         self._remaining = self._lengths.draw(running, self._num_lists) - generated
 
     def admits(self, job: Job) -> bool:
-        """Lines 9 to 13. An empty batch admits any job that can run one step, a case that the paper leaves open.
+        """Returns whether the job fits (lines 9 to 13).
 
-        Repeated questions at one scheduling point use the same draws.
+        An empty batch admits any job that can run one step, a case that the paper leaves open. Repeated calls at one
+        scheduling point use the same draws.
         """
         if self._num_jobs == 0:
             return job.known_len + 1 <= self._capacity
@@ -244,12 +245,12 @@ class PastFuture(Admission):
         return peak < self._limit if self._strict else peak <= self._limit
 
     def explain(self, job: Job, now: float) -> Facts:
-        """The predicted peak that decided about the job; in an empty batch its length alone."""
+        """Returns the predicted peak that decided about the job; in an empty batch its length alone."""
         peak = self._peaks.get(job.request_id, job.known_len + 1)
         return {"predicted_peak_tokens": peak, "limit_tokens": self._limit, "capacity_tokens": self._capacity}
 
     def fits(self, jobs: Sequence[Job]) -> NDArray[np.bool_]:
-        """The answer of ``admits`` for each job alone beside the batch, in O(log n) per job; shape (jobs,)."""
+        """Returns the answer of ``admits`` for each job alone beside the batch, in O(log n) per job; shape (jobs,)."""
         base = _int_array([job.known_len for job in jobs])
         if self._num_jobs == 0:
             return base + 1 <= self._capacity
@@ -272,12 +273,12 @@ class PastFuture(Admission):
         return int(future_memory(self._base, self._remaining).max())
 
     def _with(self, job: Job) -> tuple[IntArray, IntArray]:
-        """The batch with the job: b_i, shape (n + 1,), and r_i of each list, shape (lists, n + 1)."""
+        """Returns the batch with the job: b_i, shape (n + 1,), and r_i of each list, shape (lists, n + 1)."""
         column = self._remaining_of([job])
         return np.append(self._base, job.known_len), np.concatenate([self._remaining, column], axis=1)
 
     def _remaining_of(self, jobs: Sequence[Job]) -> IntArray:
-        """Remaining lengths by this point's draws, made at a job's first question; shape (lists, jobs)."""
+        """Returns remaining lengths by this point's draws, made at a job's first question; shape (lists, jobs)."""
         new = [job for job in jobs if job.request_id not in self._drawn]
         if len(new) == 1:
             self._drawn[new[0].request_id] = self._lengths.draw_one(new[0], self._num_lists)

@@ -34,11 +34,11 @@ class Aggressive(Admission):
         self._held = sum([job.prompt_len + job.output_len for job in running])
 
     def admits(self, job: Job) -> bool:
-        """An empty pool admits any job that fits."""
+        """Returns whether the job's tokens fit below the watermark. An empty pool admits any job that fits."""
         return self._held + job.known_len <= (self._limit if self._num_jobs else self._capacity)
 
     def explain(self, job: Job, now: float) -> Facts:
-        """The tokens held now, and the limit."""
+        """Returns the tokens held now, and the limit."""
         return {"held_tokens": self._held, "limit_tokens": self._limit, "capacity_tokens": self._capacity}
 
     def add(self, job: Job) -> None:
@@ -49,7 +49,7 @@ class Aggressive(Admission):
         return capacity - int(round(self._watermark * capacity, 6))
 
     def learn(self, output_len: int, *, censored: bool) -> None:
-        """No reserve: this rule ignores growth."""
+        """Does nothing: this rule ignores growth."""
 
 
 @ADMISSIONS.register("watermark", steady=True)

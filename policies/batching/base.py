@@ -24,9 +24,9 @@ from policies.settings import BatchSettings
 
 
 def predicted_len(job: Job) -> int:
-    """Predicted remaining output tokens: the forecast's mean, rounded up, within [1, limit]; the limit without one.
+    """Returns the predicted remaining output tokens: the forecast's mean, rounded up, within [1, limit].
 
-    Tokens generated earlier, in a batch that broke off, are subtracted, but at least one remains.
+    Without a forecast the limit counts. Tokens generated earlier, in a batch that broke off, are subtracted.
     """
     total = job.max_new_tokens if job.forecast is None else math.ceil(min(job.forecast.mean, job.max_new_tokens))
     return max(1, total - job.output_len)
@@ -38,7 +38,7 @@ _NOT_URGENT = (math.inf, math.inf)
 class FormedBatch:
     """Jobs that a worker runs together, padded to the longest, until the last one ends.
 
-    The lengths are those at the time a job was added; ``refresh`` takes over those that a later forecast gives it.
+    The lengths date from the time a job was added; ``refresh`` takes over the length that a later forecast gives.
 
     Attributes:
         batch_id: Unique within its batcher, rising in order of creation.
@@ -98,7 +98,7 @@ class FormedBatch:
         self.arrived_at = min(self.arrived_at, job.arrived_at)
 
     def drop(self, request_id: str) -> bool:
-        """Removes a job that was aborted or has ended; False if it is not in the batch. O(batch)."""
+        """Removes a job that was aborted or has ended; returns False if the job is not in the batch. O(batch)."""
         for index, job in enumerate(self.jobs):
             if job.request_id == request_id:
                 del self.jobs[index], self.prompt_lens[index], self.predicted_lens[index]
@@ -107,7 +107,7 @@ class FormedBatch:
         return False
 
     def refresh(self, job: Job) -> None:
-        """Takes over the predicted length of one of its jobs, whose forecast has come. O(batch)."""
+        """Takes over the predicted length of one of the batch's jobs after its forecast has come. O(batch)."""
         self.predicted_lens[self.jobs.index(job)] = predicted_len(job)
         self.predicted_len = max(self.predicted_lens)
 
@@ -135,12 +135,12 @@ ChooseBatch = Callable[[Sequence[FormedBatch], float], FormedBatch]
 
 
 def first_arrived(batches: Sequence[FormedBatch], now: float) -> FormedBatch:
-    """The batch with the earliest job; ties go to the batch formed first (vanilla scheduling, GLP, ABP)."""
+    """Returns the batch with the earliest job; ties go to the batch formed first (vanilla scheduling, GLP, ABP)."""
     return min(batches, key=lambda batch: (batch.arrived_at, batch.batch_id))
 
 
 def first_sealed(batches: Sequence[FormedBatch], now: float) -> FormedBatch:
-    """First completed batch, first served (Multi-Bin section 3); halves keep the instant of the whole."""
+    """Returns the batch that was completed first (Multi-Bin section 3); halves keep the instant of the whole."""
     return min(batches, key=lambda batch: now if batch.sealed_at is None else batch.sealed_at)
 
 
@@ -171,7 +171,7 @@ class Batcher(ABC):
         """Removes an aborted job from the queue; unknown ids are ignored."""
 
     def foresee(self, made: Sequence[tuple[Job, Forecast]], now: float) -> None:
-        """Gives waiting jobs their forecasts, and puts them where they belong by these: as if they came only now."""
+        """Gives waiting jobs their forecasts and adds the jobs again by these, as if they had arrived now."""
         for job, _ in made:
             self.remove(job.request_id)
         for job, forecast in made:
@@ -180,14 +180,15 @@ class Batcher(ABC):
 
     @abstractmethod
     def pull(self, now: float) -> FormedBatch | None:
-        """The next batch for an idle worker, from the most urgent ones; None if none is ready."""
+        """Returns the next batch for an idle worker, from the most urgent ones; None if none is ready."""
 
     def company(self, batch: FormedBatch, jobs: Iterable[Job]) -> list[Job]:
-        """Which of these jobs, which are not here, join a pulled batch that has not begun: by the rule that formed it,
-        and such that it takes no longer.
+        """Returns which of these jobs, not in the queue, join a pulled batch that has not begun, and make it no longer.
+
+        The rule that formed the batch decides.
 
         Args:
-            jobs: The first ones go first among equals.
+            jobs: Among equal jobs the earlier ones join first.
         """
         return []
 
@@ -209,20 +210,19 @@ class Batcher(ABC):
         """Sets the KV capacity of a worker, in tokens."""
 
     def story(self, batch: FormedBatch, now: float) -> Facts:
-        """Why the batch that was just pulled is as it is, and why it has the turn; nothing where there is no more to
-        tell."""
+        """Returns why the pulled batch holds its jobs and why its turn has come; empty if there is no more to tell."""
         return {}
 
     def timed(self) -> Iterable[FormedBatch]:
-        """Batches whose times the choice may ask for at the next ``pull``; none where it asks for no times."""
+        """Returns the batches whose times the choice may ask for at the next ``pull``; none if it asks for none."""
         return ()
 
     def next_due_at(self) -> float | None:
-        """The instant when ``pull`` has a batch without any arrival or removal; None if only such an event helps."""
+        """Returns when ``pull`` will have a batch without any arrival or removal; None if only such an event helps."""
         return None
 
     def flush(self, now: float) -> None:
-        """No more jobs will come (a drain, the end of a trace): all partial batches become ready."""
+        """Makes all partial batches ready, because no more jobs will come (a drain, the end of a trace)."""
 
     def check_integrity(self) -> None:
         """Raises ``IntegrityError`` if the bookkeeping contradicts itself."""
@@ -254,7 +254,7 @@ class BatchQueue:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[FormedBatch]:
-        """In order of addition."""
+        """Yields the batches in order of addition."""
         return iter(self._batches.values())
 
     def new_batch(self, now: float, sealed_at: float | None = None) -> FormedBatch:
@@ -291,11 +291,11 @@ class BatchQueue:
         return batch
 
     def batch_of(self, request_id: str) -> FormedBatch | None:
-        """The batch of a job; None for an unknown id."""
+        """Returns the batch of a job; None for an unknown id."""
         return self._batch_of.get(request_id)
 
     def peek(self, now: float) -> FormedBatch | None:
-        """The chosen batch among the most urgent ones, without removing it."""
+        """Returns the chosen batch among the most urgent ones, without removing it."""
         if not self._batches:
             return None
         if self._by is not None:

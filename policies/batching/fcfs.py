@@ -16,7 +16,7 @@ from policies.interfaces import Job
 def vanilla_batch_size(
     memory_bytes: float, token_bytes: float, max_prompt_len: int, max_new_tokens: int, delta_factor: float = 1.0
 ) -> int:
-    """Requests that fit at their maximum lengths, eq. (1) of Magnus: beta = floor(Theta / ((L_max + G_max) Delta)).
+    """Returns how many requests of full length fit, Magnus eq. (1): beta = floor(Theta / ((L_max + G_max) Delta)).
 
     Args:
         memory_bytes: Theta, memory for KV.
@@ -70,7 +70,7 @@ class FcfsBatches(Batcher):
             self._waiting.remove(job)
 
     def foresee(self, made: Sequence[tuple[Job, Forecast]], now: float) -> None:
-        """Moves no job: lengths do not count here."""
+        """Sets the forecasts and moves no job: lengths do not count here."""
         for job, forecast in made:
             job.forecast = forecast
             half = self._halves.batch_of(job.request_id)
@@ -101,13 +101,13 @@ class FcfsBatches(Batcher):
         return self._halves.split(batch)
 
     def hold(self, memory_tokens: float, now: float) -> None:
-        """Nothing to do: the size is given."""
+        """Does nothing: the size is given."""
 
     def next_due_at(self) -> float | None:
         return None
 
     def flush(self, now: float) -> None:
-        """Nothing to do: no job waits for a full batch."""
+        """Does nothing: no job waits for a full batch."""
 
     def check_integrity(self) -> None:
         self._halves.check_integrity()
@@ -121,5 +121,5 @@ def _rank(job: Job) -> tuple[tuple[int, float], float]:
 
 @BATCHERS.register("fcfs-batches")
 def build_fcfs_batches(context: BatchContext) -> FcfsBatches:
-    """Batches of a fixed size in order of arrival."""
+    """Forms batches of a fixed size in order of arrival."""
     return FcfsBatches(context.size or 1)

@@ -27,14 +27,14 @@ RIVALS = 4
 
 
 def response_ratio(waited_s: float, service_s: float) -> float:
-    """R; infinity for an estimate of 0 s."""
+    """Returns R; infinity for an estimate of 0 s."""
     return 1 + waited_s / service_s if service_s > 0 else math.inf
 
 
 class HighestResponseRatio:
     """Chooses the formed batch with the highest R; ties go to the earliest arrival, then to the first formed.
 
-    T_q of a batch is the longest wait of its jobs. It calls the estimate once per batch.
+    T_q of a batch is the longest wait of its jobs. A choice calls the estimate once per batch.
 
     Args:
         serving_time_s: Estimated seconds that a batch takes.
@@ -47,12 +47,12 @@ class HighestResponseRatio:
         return min(batches, key=lambda batch: (-self.ratio(batch, now), batch.arrived_at, batch.batch_id))
 
     def ratio(self, batch: FormedBatch, now: float) -> float:
-        """R of the batch at this instant."""
+        """Returns R of the batch at this instant."""
         service_s = self._serving_time_s(len(batch), batch.prompt_len, batch.predicted_len)
         return response_ratio(now - batch.arrived_at, service_s)
 
     def story(self, batch: FormedBatch, others: Iterable[FormedBatch], now: float) -> Facts:
-        """The chosen batch's ratio beside that of ``RIVALS`` others, the highest first."""
+        """Returns the chosen batch's ratio beside the ratios of ``RIVALS`` others, the highest first."""
         service_s = self._serving_time_s(len(batch), batch.prompt_len, batch.predicted_len)
         if service_s <= 0:
             return {}
@@ -124,17 +124,17 @@ class HrrnOrder(Order):
         self._renew()
 
     def learn(self, job: Job, *, censored: bool) -> None:
-        """Nothing to do: the estimate learns elsewhere."""
+        """Does nothing: the estimate learns elsewhere."""
 
     def ran(self, job: Job, duration_s: float, now: float) -> None:
-        """Nothing to do: ``changed`` has reported the job's progress."""
+        """Does nothing: ``changed`` has reported the job's progress."""
 
     def refresh(self, now: float) -> None:
-        """After a change of prices, renews the oldest estimates, a limited number per scheduling point."""
+        """Renews the oldest estimates after a change of prices, at most ``ESTIMATES`` per scheduling point."""
         self._renew()
 
     def ranked(self, now: float) -> Iterator[Job]:
-        """By urgency, then the highest R, then arrival."""
+        """Yields the jobs by urgency, then the highest R, then arrival."""
         self._estimate()
         column: Callable[[str], NDArray[Any]] = self._table.column
         waited_s, service_s = now - column("arrived_at"), column("service_s")
@@ -146,11 +146,11 @@ class HrrnOrder(Order):
         return (jobs[row] for row in in_order(keys))
 
     def ratio(self, job: Job, now: float) -> float:
-        """R of the job at this instant."""
+        """Returns R of the job at this instant."""
         return response_ratio(now - job.arrived_at, self._remaining_s(self._cost, job))
 
     def explain(self, job: Job, now: float) -> Facts:
-        """Its response ratio now, and the terms of the ratio."""
+        """Returns the job's response ratio now, and its estimated service time in seconds."""
         return {"response_ratio": self.ratio(job, now), "service_s": self._remaining_s(self._cost, job)}
 
     def slice_s(self, job: Job) -> float:
@@ -170,7 +170,7 @@ class HrrnOrder(Order):
 
 
 def remaining_service_s(cost: StepCost, job: Job) -> float:
-    """Seconds until a job would end if it ran alone: the missing KV, then one step per predicted token."""
+    """Returns the seconds until a job would end if it ran alone: the missing KV, then one step per predicted token."""
     expected = job.max_new_tokens if job.forecast is None else min(job.forecast.mean, job.max_new_tokens)
     missing = job.missing_len
     prefill_s = cost.prefill_s(missing, job.known_len - missing)
@@ -179,5 +179,5 @@ def remaining_service_s(cost: StepCost, job: Job) -> float:
 
 @ORDERS.register("hrrn", reads_forecasts=True)
 def build_hrrn(context: ReplicaContext) -> HrrnOrder:
-    """Highest response ratio next, for continuous batching."""
+    """Runs the job with the highest response ratio next, for continuous batching."""
     return HrrnOrder(remaining_service_s, context.settings.cost)

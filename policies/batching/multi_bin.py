@@ -22,14 +22,14 @@ from policies.batching.base import BATCHERS, BatchContext, Batcher, BatchQueue, 
 from policies.interfaces import Job
 
 MIN_LENGTHS = 100
-"""Least number of lengths for learning edges, and the number of jobs between two updates ..."""
+"""Fewest lengths from which edges are learned; also the number of jobs between two updates of the edges."""
 
 MAX_LENGTHS = 1000
-"""... and the most lengths: the latest ones."""
+"""Most lengths from which edges are learned: the latest ones."""
 
 
 def equal_mass_edges(quantile: Callable[[float], float], num_bins: int) -> tuple[float, ...]:
-    """l_0 ... l_k at the levels i/k: bins of equal probability are optimal for uniform lengths (Lemma 4.1).
+    """Returns l_0 ... l_k at the levels i/k: bins of equal probability are optimal for uniform lengths (Lemma 4.1).
 
     Args:
         quantile: Length at a level in [0, 1], not falling.
@@ -39,7 +39,7 @@ def equal_mass_edges(quantile: Callable[[float], float], num_bins: int) -> tuple
 
 
 def sample_edges(lengths: Sequence[float], num_bins: int) -> tuple[float, ...]:
-    """Equal-mass edges of observed lengths, with linear interpolation. Two equal edges leave a bin empty."""
+    """Returns equal-mass edges of observed lengths, with linear interpolation. Two equal edges leave a bin empty."""
     if not len(lengths):
         raise InvalidValueError("lengths", lengths, "one length or more")
     ordered = np.sort(np.asarray(lengths, float))
@@ -47,16 +47,17 @@ def sample_edges(lengths: Sequence[float], num_bins: int) -> tuple[float, ...]:
 
 
 def uniform_edges(low: float, high: float, num_bins: int) -> tuple[float, ...]:
-    """Lemma 4.1, eq. (3): l_i = l_min + (i/k)(l_max - l_min)."""
+    """Returns l_i = l_min + (i/k)(l_max - l_min), by Lemma 4.1, eq. (3)."""
     if not low <= high:
         raise InvalidValueError("high", high, f"{low} or more")
     return equal_mass_edges(lambda level: low + level * (high - low), num_bins)
 
 
 def exponential_edges(rate: float, batch_size: int, num_bins: int) -> tuple[float, ...]:
-    """Lemma A.1 for lengths of Exp(rate): l_i = (1/rate) sum of ln L_{k-j} over j in [1, i]; l_0 = 0, l_k = infinity.
+    """Returns l_0 ... l_k for lengths of Exp(rate), by Lemma A.1; l_0 = 0, l_k = infinity.
 
-    These minimise a bound on the service time and hold less in the last bin than equal mass would.
+    Between these, l_i = (1/rate) sum of ln L_{k-j} over j in [1, i]. The edges minimise a bound on the service time and
+    hold less in the last bin than equal mass would.
     """
     if not rate > 0:
         raise InvalidValueError("rate", rate, "above 0")
@@ -68,7 +69,7 @@ def exponential_edges(rate: float, batch_size: int, num_bins: int) -> tuple[floa
 
 
 def log_chain(batch_size: int, num_bins: int) -> tuple[float, ...]:
-    """L_1 ... L_k of Lemma A.1: L_1 = 1 + 1/2 + ... + 1/B (harmonic), L_m = 1 + ln L_{m-1}."""
+    """Returns L_1 ... L_k of Lemma A.1: L_1 = 1 + 1/2 + ... + 1/B (harmonic), L_m = 1 + ln L_{m-1}."""
     _check_bins(num_bins)
     if batch_size < 1:
         raise InvalidValueError("batch_size", batch_size, "1 or more")
@@ -114,11 +115,11 @@ class MultiBinBatcher(Batcher):
         return len(self._bin_of) + self._sealed.num_jobs
 
     def bin_of(self, length: float) -> int:
-        """The bin of a predicted length, from 0."""
+        """Returns the bin of a predicted length, from 0."""
         return bisect_right(self._inner, length)
 
     def story(self, batch: FormedBatch, now: float) -> Facts:
-        """The bin that the batch filled, and whether it was full."""
+        """Returns the bin that the batch comes from, and the size of a full batch."""
         index = self.bin_of(batch.predicted_len)
         edges = {"bin_from_tokens": self.edges[index], "bin_to_tokens": self.edges[index + 1]}
         finite = {name: edge for name, edge in edges.items() if math.isfinite(edge)}
@@ -150,7 +151,7 @@ class MultiBinBatcher(Batcher):
     def foresee(self, made: Sequence[tuple[Job, Forecast]], now: float) -> None:
         """Moves jobs to the bins of their forecasts.
 
-        A sealed batch that loses a job is no full batch: its other jobs wait in their bin again. The parts of a batch
+        A sealed batch that loses a job is no longer full: its other jobs wait in their bin again. The parts of a batch
         that broke off stay as they are.
         """
         moved: list[Job] = []
@@ -172,7 +173,7 @@ class MultiBinBatcher(Batcher):
             self._enter(job, now)
 
     def _batch_of(self, request_id: str) -> tuple[FormedBatch | None, bool]:
-        """The batch of a waiting job, and whether it is sealed."""
+        """Returns the batch of a waiting job, and whether the batch is sealed."""
         index = self._bin_of.get(request_id)
         return (self._sealed.batch_of(request_id), True) if index is None else (self._open[index], False)
 
@@ -181,7 +182,7 @@ class MultiBinBatcher(Batcher):
         return self._sealed.pull(now)
 
     def company(self, batch: FormedBatch, jobs: Iterable[Job]) -> list[Job]:
-        """Those of its bin, where that was pulled before it was full; the longest job says which bin it was."""
+        """Returns jobs of the batch's bin, up to a full batch; the longest job tells which bin it was."""
         number = self.bin_of(batch.predicted_len)
         of_bin = (job for job in jobs if self.bin_of(predicted_len(job)) == number)
         return list(itertools.islice(of_bin, max(0, self.batch_size - len(batch))))
@@ -193,7 +194,7 @@ class MultiBinBatcher(Batcher):
         return self._sealed.split(batch)
 
     def hold(self, memory_tokens: float, now: float) -> None:
-        """Nothing to do: the size is given."""
+        """Does nothing: the size is given."""
 
     def next_due_at(self) -> float | None:
         due_at = min((self._due_at(batch) for batch in self._open.values()), default=math.inf)
@@ -229,7 +230,7 @@ class MultiBinBatcher(Batcher):
         return batch.arrived_at + self.max_wait_s
 
     def _seal_due(self, now: float) -> None:
-        """Seals the first due bin if its turn comes before that of all sealed batches. The others go on filling."""
+        """Seals the first due bin if its turn comes before that of all sealed batches; other due bins go on filling."""
         open_bins = self._open.items()
         due = [(each.urgency, self._due_at(each), index) for index, each in open_bins if self._due_at(each) <= now]
         if not due:
@@ -271,7 +272,7 @@ class LearnedBins(MultiBinBatcher):
         super().add(job, now)
 
     def foresee(self, made: Sequence[tuple[Job, Forecast]], now: float) -> None:
-        """As above; the edges are learned from the late forecasts, in the place of the lengths assumed until then."""
+        """Moves jobs as above; late forecasts replace the assumed lengths among the lengths that edges come from."""
         for job, _ in made:
             length = predicted_len(job)
             if length in self._lengths:
@@ -292,7 +293,7 @@ def _check_bins(num_bins: int) -> None:
 
 @BATCHERS.register("multi-bin", reads_forecasts=True)
 def build_multi_bin(context: BatchContext) -> MultiBinBatcher:
-    """Bins of equal mass by predicted length; the batch that was completed first runs next."""
+    """Forms batches in bins of equal mass by predicted length; the batch that was completed first runs next."""
     edges, batch, size = context.settings.edges, context.settings.batch, context.size or 1
     if edges is None:
         return LearnedBins(batch.num_bins, size, batch.max_wait_s)

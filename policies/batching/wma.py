@@ -52,12 +52,12 @@ STORY_LOOK = 8
 
 
 def wasted_memory_accesses(batch: FormedBatch) -> int:
-    """WMA(B) of eq. (4), in tokens; 0 for one job. O(batch)."""
+    """Returns WMA(B) of eq. (4), in tokens; 0 for one job. O(batch)."""
     return _reads(batch.prompt_len, batch.predicted_len) - _least_reads(batch)
 
 
 def memory_tokens(batch: FormedBatch) -> int:
-    """MEM(B) / Delta of eq. (5), in tokens: the padded batch at its longest."""
+    """Returns MEM(B) / Delta of eq. (5), in tokens: the padded batch at its longest."""
     return len(batch) * (batch.prompt_len + batch.predicted_len)
 
 
@@ -99,7 +99,7 @@ class WmaBatcher(Batcher):
         return self._queue.num_jobs
 
     def add(self, job: Job, now: float) -> None:
-        """Algorithm 1: the batch with room and the least WMA, if that is below the threshold; the first of equals."""
+        """Adds the job to the first batch of least WMA with room (Algorithm 1); to a new one if WMA is Phi or more."""
         index = self._best(job)
         if index is None:
             batch = self._queue.new_batch(now)
@@ -131,7 +131,7 @@ class WmaBatcher(Batcher):
         return batch
 
     def company(self, batch: FormedBatch, jobs: Iterable[Job]) -> list[Job]:
-        """Those that waste least, as many as memory holds."""
+        """Returns the jobs that waste least, as many as memory holds."""
         longest = _reads(batch.prompt_len, batch.predicted_len)
         room = int(self.memory_tokens // max(1, batch.prompt_len + batch.predicted_len))
         room = room if self.max_batch_size is None else min(room, self.max_batch_size)
@@ -145,9 +145,9 @@ class WmaBatcher(Batcher):
         return is_no_longer and longest - _reads(prompt_len, output_len) < self.wma_threshold
 
     def story(self, batch: FormedBatch, now: float) -> Facts:
-        """WMA against Phi, the waiting request that would waste least beside these, and what the choice compared.
+        """Returns WMA against Phi, the waiting request that would waste least beside these, and the ratios compared.
 
-        It looks at ``STORY_LOOK`` waiting requests at most.
+        At most ``STORY_LOOK`` waiting requests are looked at.
         """
         least = _least_reads(batch)
         facts: dict[str, float | str] = {
@@ -155,7 +155,7 @@ class WmaBatcher(Batcher):
             "waste_limit_tokens": self.wma_threshold,
             "memory_tokens": memory_tokens(batch),
         }
-        if math.isfinite(self.memory_tokens):  # else no worker has said yet what it holds
+        if math.isfinite(self.memory_tokens):  # else no worker has reported its capacity yet
             facts["memory_limit_tokens"] = self.memory_tokens
         waiting = itertools.islice((job for other in self._queue for job in other.jobs), STORY_LOOK)
         nearest = min((_with(batch, least, job) for job in waiting), default=None)
@@ -173,7 +173,7 @@ class WmaBatcher(Batcher):
         return self._queue.split(batch)
 
     def hold(self, memory_tokens: float, now: float) -> None:
-        """Moves the latest jobs out of batches that no longer fit, into other batches."""
+        """Sets the KV capacity in tokens; moves the latest jobs of batches that no longer fit to other batches."""
         fewer, self.memory_tokens = memory_tokens < self.memory_tokens, memory_tokens
         if not fewer:
             return
@@ -189,7 +189,7 @@ class WmaBatcher(Batcher):
         return None
 
     def flush(self, now: float) -> None:
-        """Nothing to do: every batch may be pulled at any time."""
+        """Does nothing: every batch may be pulled at any time."""
 
     def check_integrity(self) -> None:
         self._queue.check_integrity()
@@ -224,7 +224,7 @@ class WmaBatcher(Batcher):
 
 
 def _with(batch: FormedBatch, least_reads: int, job: Job) -> tuple[int, int]:
-    """WMA and memory of the batch if it held this job as well, both in tokens. O(1)."""
+    """Returns WMA and memory of the batch if it held this job as well, both in tokens. O(1)."""
     prompt_len, output_len = job.known_len, predicted_len(job)
     longest_prompt, longest_output = max(batch.prompt_len, prompt_len), max(batch.predicted_len, output_len)
     waste = _reads(longest_prompt, longest_output) - min(least_reads, _reads(prompt_len, output_len))
@@ -277,13 +277,13 @@ def _least_reads(batch: FormedBatch) -> int:
 
 
 def _reads(prompt_len: Lengths, output_len: Lengths) -> Lengths:
-    """H(L, G): tokens whose KV is read in G iterations after a prompt of L, new tokens included."""
+    """Returns H(L, G): tokens whose KV is read in G iterations after a prompt of L, new tokens included."""
     return prompt_len * output_len + output_len * (output_len - 1) // 2
 
 
 @BATCHERS.register("wma-hrrn", reads_forecasts=True)
 def build_wma_hrrn(context: BatchContext) -> WmaBatcher:
-    """Batches of least wasted memory access; the highest response ratio runs next."""
+    """Forms batches of least wasted memory access; the highest response ratio runs next."""
     settings = context.settings
     choose = HighestResponseRatio(settings.serving_time_s)
     return WmaBatcher(settings.memory_tokens, choose, settings.batch.wma_threshold, context.size)
@@ -291,6 +291,6 @@ def build_wma_hrrn(context: BatchContext) -> WmaBatcher:
 
 @BATCHERS.register("wma-fcfs", reads_forecasts=True)
 def build_wma_fcfs(context: BatchContext) -> WmaBatcher:
-    """Batches of least wasted memory accesses; the one that arrived first runs next."""
+    """Forms batches of least wasted memory access; the batch that arrived first runs next."""
     settings = context.settings
     return WmaBatcher(settings.memory_tokens, first_arrived, settings.batch.wma_threshold, context.size)

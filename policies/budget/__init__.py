@@ -1,1 +1,1 @@
-"""What one step may carry."""
+"""The budget of prompt tokens of one step."""

@@ -1,7 +1,7 @@
 """How many prompt tokens a step may carry beside streams: as many as keep the streams' gaps below a target.
 
-A stream gets one token a step, so its gap is the step's duration. The budget follows from the price of steps as it has
-been measured and from the streams that run, where other servers take a constant (Agrawal et al., "Taming
+A stream gets one token a step, so its gap is the step's duration. The budget follows from the measured price of steps
+and from the streams that run, where other servers take a constant (Agrawal et al., "Taming
 Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve", OSDI 2024: chosen offline for a model and a device).
 """
 
@@ -19,15 +19,15 @@ UNBOUNDED = 0
 """No bound but the step's own."""
 
 LEAST_TOKENS = 16
-"""A prompt always goes on by so many tokens, unless the step itself has no room."""
+"""Least prompt tokens of a step, so that a prompt always goes on; fewer only where the step itself has no room."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepBudget:
     """Prompt tokens of a step in which sequences decode.
 
-    A step lasts ``max_gap_s`` at most, as far as prompts decide that: streams that take more than half of it by
-    themselves leave a prompt as much time as they take, so that prompts never stand still.
+    Prompts lengthen a step to ``max_gap_s`` at most. Where streams alone take more than half of ``max_gap_s``, prompts
+    get as much time as the streams take, so that prompts never stand still.
 
     Attributes:
         max_gap_s: Longest gap between two tokens of a stream that prompts may make; infinity for no budget.
@@ -43,11 +43,11 @@ class StepBudget:
             raise InvalidValueError("max_gap_s", self.max_gap_s, "seconds > 0 or infinity")
 
     def prompt_tokens(self, running: Sequence[Job], cost: StepCost | None) -> int:
-        """Most prompt tokens of a step of these jobs; ``UNBOUNDED`` without a target, streams or prices. O(n).
+        """Returns the most prompt tokens of a step of these jobs; ``UNBOUNDED`` without target, streams or price. O(n).
 
         Args:
             running: Jobs that execute next.
-            cost: As measured; None before that.
+            cost: As measured; None before a measurement.
         """
         if self.max_gap_s == math.inf or cost is None or cost.prefill_token_s <= 0:
             return UNBOUNDED
@@ -70,7 +70,7 @@ NO_BUDGET = StepBudget()
 
 
 def _tokens_in(seconds: float, start: int, cost: StepCost) -> int:
-    """Prompt tokens from position ``start`` on that take so many seconds of a step."""
+    """Returns the prompt tokens from position ``start`` on that take ``seconds`` of a step."""
     pair_s = cost.prefill_pair_s
     linear_s = cost.prefill_token_s + pair_s * (start + 0.5)
     # linear n + pair n^2 / 2 = seconds, in the form that also holds for pair = 0

@@ -26,9 +26,9 @@ class BreakerState(StrEnum):
 class BreakerRules:
     """
     Attributes:
-        max_failures: The breaker opens at so many failures without a success between them. (A share of recent requests
+        max_failures: Failures without a success between them at which the breaker opens. (A share of recent requests
             would take longer to notice a death, the busier the server was before.)
-        window_s: Failures older than so many seconds do not count.
+        window_s: Seconds after which a failure no longer counts.
         pause_s: Seconds from opening to the first probe; doubled each time, until a request succeeds, up to
             ``max_pause_s``.
         check_s: Seconds between probes while the breaker is closed, and from an answer to the next probe; ``recheck_s``
@@ -80,7 +80,7 @@ BreakerEvent = Succeeded | Failed | ProbePassed | ProbeFailed | ProbeBegun
 
 
 class CircuitBreaker:
-    """Begins half open: no request goes to a server that has not answered its first probe.
+    """Begins half open: no request goes to a server that has not answered its first probe. ``handle`` alone changes it.
 
     Attributes:
         reason: Why the breaker is not closed; empty if it is.
@@ -100,7 +100,7 @@ class CircuitBreaker:
         return self.state is BreakerState.CLOSED
 
     def handle(self, event: BreakerEvent, now: float) -> bool:
-        """The only mutator; returns whether the state changed. ``now`` is in seconds on the caller's clock."""
+        """Applies an event; returns whether the state changed. ``now``: seconds on the caller's clock."""
         before = self.state
         match event:
             case Succeeded():

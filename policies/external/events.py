@@ -52,7 +52,7 @@ class ProbeDone:
 
 @dataclass(frozen=True, slots=True)
 class OutputGrew:
-    """The server has sent so many more tokens, whether its first ones or later ones."""
+    """The server has sent ``num_tokens`` more tokens, whether its first ones or later ones."""
 
     key: Key
     num_tokens: int

@@ -62,7 +62,7 @@ NUM_REMEMBERED = 4096
 
 @dataclass(slots=True)
 class _Held:
-    """A request of this replica; it waits until it is sent."""
+    """A request of this replica, waiting or sent."""
 
     request: Request
     job: Job
@@ -118,19 +118,19 @@ class BackendScheduler:
         return {held.request.ingress_id for held in self._held.values()}
 
     def keys_of(self, ingress_id: str) -> tuple[Key, ...]:
-        """The attempts of an ingress replica that wait or are sent."""
+        """Returns the attempts of an ingress replica that wait or are sent."""
         return tuple(held.key for held in self._held.values() if held.request.ingress_id == ingress_id)
 
     def unknown(self, keys: Iterable[Key]) -> tuple[Key, ...]:
-        """Those of these attempts that neither wait nor are sent nor have ended lately."""
+        """Returns the attempts among these that neither wait nor are sent nor have ended lately."""
         return tuple(key for key in keys if key not in self._recent and not self._knows(key))
 
     def accounts(self, response_id: str) -> list[Account]:
-        """The decision traces of the requests of an answer."""
+        """Returns the decision traces of the requests of an answer."""
         return list(self._accounts.of(response_id))
 
     def handle(self, event: BackendEvent, now: float) -> list[BackendInstruction]:
-        """The only mutator. ``now`` is seconds on the caller's monotonic clock."""
+        """Applies an event; no other method changes the state. ``now``: seconds on the caller's monotonic clock."""
         out: list[BackendInstruction] = []
         match event:
             case RequestsArrived():
@@ -287,7 +287,7 @@ class BackendScheduler:
         return [ReturnRequest(request, reason), RequestEnded(finished, arrived_at, now)]
 
     def _judge(self, event: BreakerEvent, now: float) -> list[BackendInstruction]:
-        """Tells the breaker; when it opens, returns every waiting request."""
+        """Passes the event to the breaker; if the breaker opens, gives back every waiting request."""
         if not self.breaker.handle(event, now):
             return []
         out: list[BackendInstruction] = [BreakerChanged()]
@@ -308,7 +308,7 @@ class BackendScheduler:
         if self._probing or now < self.breaker.probe_at:
             return []
         if self.breaker.closed and self._num_sent:
-            return []  # its requests show how it is, and some servers break off a stream when they are asked anything
+            return []  # its requests show the server's state, and some servers break off a stream when probed
         self._probing = True
         return [*self._judge(ProbeBegun(), now), AskServer(generates=not self.breaker.closed)]
 
@@ -325,7 +325,7 @@ class BackendScheduler:
         return held if held is not None and held.key == key else None
 
     def _let_go(self, held: _Held, now: float) -> None:
-        """What a server takes for a request is not known: the tenant is charged for the place that it held."""
+        """Forgets a request and charges its tenant for its time in a place: its work on the server is unknown."""
         del self._held[held.request.request_id]
         self._num_sent -= held.sent
         if held.sent_at is None:

@@ -17,7 +17,7 @@ class BatchChoice(Choice):
         told: The batch's facts: ``batch_size`` requests, ``batch_len`` L(B) and ``generation_len`` G(B), its longest
             prompt and its longest predicted output in tokens, and the batcher's story (``Batcher.story``).
         counted_len: G(p), the output tokens that the request counted with when batches were formed and chosen.
-        counted_by: What said so: the source of a forecast, or ``max_tokens`` without one.
+        counted_by: Source of ``counted_len``: that of the forecast, or ``max_tokens`` without one.
     """
 
     told: Facts = field(default_factory=dict)
@@ -29,7 +29,7 @@ class BatchChoice(Choice):
 
 
 def batch_choices(replica: str, batch: FormedBatch, story: Facts) -> list[BatchChoice]:
-    """The choice of a replica whose worker pulled this batch, for each of its jobs in order."""
+    """Returns the choice of a replica whose worker pulled this batch, for each of its jobs in order."""
     reason = f"idle; pulled a batch of {len(batch)}"
     shape = {"batch_size": len(batch), "batch_len": batch.prompt_len, "generation_len": batch.predicted_len}
     told = {"replica": replica, "reason": reason, **shape, **story}

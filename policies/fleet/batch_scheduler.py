@@ -64,15 +64,15 @@ class BatchScheduler(FleetMachine):
     """Forms batches, and gives the next one to each replica that has nothing in flight.
 
     The requests of a batch that ran out of memory come back through the ingress replicas, like all lost requests,
-    because only these know the tokens that clients have. This object remembers which requests those are, and splits
+    because only these know the tokens that clients have. This object remembers the requests of the batch, and splits
     the batch once all of them are back or gone.
 
     Args:
         batcher: Forms batches; this object owns it from now on.
         serving_time_s: Estimated seconds of a batch, for the record.
         forecast_wait_s: As in ``CentralQueue``.
-        reload_s: After a batch has broken off its replica takes nothing for so long (Magnus, section III-C, loads the
-            model again); 0 for replicas that go on at once.
+        reload_s: Seconds for which a replica takes nothing after its batch has broken off (Magnus, section III-C,
+            loads the model again); 0 for replicas that go on at once.
     """
 
     def __init__(
@@ -96,12 +96,12 @@ class BatchScheduler(FleetMachine):
         return self._table.num_queued
 
     def timed(self) -> Iterable[FormedBatch]:
-        """Batches whose times the next choice may ask for; an idle worker that pulls asks for all of them at once."""
+        """Returns the batches whose times the next choice may ask for; a worker's pull asks for all of them at once."""
         return self._waiting.timed()
 
     @property
     def next_due_at(self) -> float | None:
-        """The instant at which the next ``TimePassed`` is due; None if nothing is."""
+        """The instant at which the next ``TimePassed`` is due; None if none is."""
         due_at = self._waiting.next_due_at(lambda: any(map(self._is_idle, self._names())))
         due = [] if due_at is None else [due_at]
         if self._table.num_queued:
@@ -109,7 +109,7 @@ class BatchScheduler(FleetMachine):
         return min(due, default=None)
 
     def handle(self, event: GlobalEvent, now: float) -> list[GlobalInstruction]:
-        """See ``FleetMachine.handle``; after every event idle replicas pull."""
+        """Does as ``FleetMachine.handle`` says; after every event idle replicas pull."""
         self._now = now
         self._reloads_until = {name: until for name, until in self._reloads_until.items() if until > now}
         out = self._take(event)
@@ -121,7 +121,7 @@ class BatchScheduler(FleetMachine):
         return out
 
     def _take(self, event: GlobalEvent) -> list[GlobalInstruction]:
-        """Events about caches, costs and starts change nothing: no replica is chosen by them."""
+        """Applies one event. Events about caches, costs and starts change nothing: they choose no replica."""
         match event:
             case RequestsArrived(requests):
                 return self._arrive(requests)
@@ -162,7 +162,7 @@ class BatchScheduler(FleetMachine):
         return [load.name for load in self._table.loads()]
 
     def _is_idle(self, name: str) -> bool:
-        """Whether a replica takes the next batch: nothing is in flight there but requests whose clients do not read."""
+        """Returns whether a replica takes the next batch: its requests in flight, if any, have no reading client."""
         if name in self._reloads_until:
             return False
         if not self.num_on(name):
@@ -176,7 +176,7 @@ class BatchScheduler(FleetMachine):
         awaits = self._waiting.is_awaited
         fresh, out = self._table.accept(each for each in requests if not awaits((each.request_id, each.attempt)))
         if not self._table.loads():
-            self._kinds = set()  # no replica is up that says whether they fit
+            self._kinds = set()  # whether they fit is unknown while no replica is up
         for request in fresh:
             if self._table.never_fits(request):
                 self._waiting.remove(request.request_id, self._now)
@@ -187,7 +187,7 @@ class BatchScheduler(FleetMachine):
         return out
 
     def _measure_replicas(self) -> list[GlobalInstruction]:
-        """After a replica came up: the smallest one bounds all batches; requests that fit none are refused."""
+        """Bounds all batches by the smallest replica after one came up; refuses requests that fit no replica."""
         lives = self.lives()
         self._waiting.hold(min(ready.num_blocks * ready.block_size for ready in lives), self._now)
         kinds = {(ready.max_model_len, ready.external) for ready in lives}
@@ -200,7 +200,7 @@ class BatchScheduler(FleetMachine):
         return [self._table.refuse(request) for request in unfit]
 
     def _refuse_failed(self) -> list[GlobalInstruction]:
-        """Refuses requests that ran out of memory alone: they would do so again."""
+        """Refuses requests that ran out of memory alone, since they would do so again."""
         refused: list[GlobalInstruction] = []
         for job in self._waiting.take_failed():
             request = self._queued(job.request_id)
@@ -276,13 +276,13 @@ class BatchScheduler(FleetMachine):
         )
 
     def _forget_aborted(self, keys: Iterable[Key]) -> None:
-        """Forgets requests of broken batches that are awaited as these attempts or earlier ones."""
+        """Forgets requests of broken batches that are awaited as one of these attempts or an earlier one."""
         for request_id, attempt in keys:
             if self._waiting.is_awaited_up_to(request_id, attempt):
                 self._waiting.remove(request_id, self._now)
 
     def _break_off(self, name: str, keys: tuple[Key, ...]) -> None:
-        """Takes a broken batch, which its replica repeats until it was heard.
+        """Takes in a broken batch, which its replica repeats until it was heard.
 
         Attempts that have come back since, or were never placed there, are ignored.
         """
@@ -306,7 +306,7 @@ class BatchScheduler(FleetMachine):
         self._waiting.foresee(queued, self._now)
 
     def _reconcile(self, ingress_id: str, announced: tuple[OpenRequest, ...]) -> list[GlobalInstruction]:
-        """Reports requests of broken batches as lost whenever their ingress replica still takes them for running."""
+        """Reports requests of broken batches as lost while their ingress replica still takes them for running."""
         awaits = self._waiting.is_awaited
         broken = tuple(key for each in announced if awaits(key := (each.request_id, each.attempt)))
         self._forget_awaited(ingress_id, announced)
@@ -329,7 +329,7 @@ class BatchScheduler(FleetMachine):
         self._reloads_until.pop(name, None)
 
     def check_integrity(self) -> None:
-        """See ``FleetMachine``; also checks that the queue and the batches agree with the table."""
+        """Checks as ``FleetMachine`` does, and that the queue and the batches agree with the table."""
         super().check_integrity()
         self._waiting.check_integrity()
         if self._waiting.num_waiting != self._table.num_queued:

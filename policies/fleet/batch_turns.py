@@ -1,4 +1,4 @@
-"""Tenants' turns in batch mode: whose requests may compete for a place in the next batches."""
+"""Tenants' turns in batch mode: which tenant's requests may compete for a place in the next batches."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from policies.order.fcfs import Fcfs
 from policies.tenancy.fair_shares import FairShares
 
 WINDOW = 4
-"""Requests that the batcher has at once while several tenants wait, and requests that it is given after one that it has
-not yet put into a pulled batch, as far as they make whole batches. Few, so that each batch is one of the tenant whose
-turn it is; what room these leave in a batch is filled."""
+"""While several tenants wait: most requests that the batcher has at once, and most that it is given after a request
+that is in no pulled batch yet, unless a whole batch takes more. Few, so that each batch belongs to the tenant whose
+turn it is; room left in such a batch is filled with other waiting requests."""
 
 FILL_LOOK = 8192
-"""Most waiting requests that are looked at to fill a batch, some 10 ms. The more there are, the better they fit."""
+"""Most waiting requests that are looked at to fill a batch; takes some 10 ms. The more of them, the better they fit."""
 
 
 class _Run(NamedTuple):
@@ -35,28 +35,28 @@ class _Run(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """A request that the batcher has, and how many it was given before."""
+    """A request that the batcher has, and the number of requests given to the batcher before."""
 
     job: Job
     number: int
 
 
 class BatchTurns:
-    """Hands requests to a batcher: all at once while one tenant waits, else in turns, as many as it needs.
+    """Hands requests to a batcher: all at once while one tenant waits, else in turns, as many as the batcher needs.
 
-    The batcher forms and chooses batches among those that it has, by its own rule. It is never left without a batch for
-    an idle worker while requests wait here.
+    The batcher forms and chooses batches among the requests that it has, by its own rule. While requests wait here, the
+    batcher is never left without a batch for an idle worker.
 
     Args:
-        batcher: Its owner may add and remove requests as well, as long as these are told here.
+        batcher: Its owner may add and remove requests as well, as long as this object is told of them.
     """
 
     def __init__(self, batcher: Batcher) -> None:
         self._batcher = batcher
         self._shares = FairShares(WINDOW)
         self._order = Fcfs()
-        self._kept: dict[str, Job] = {}  # those that the order ranks
-        self._given: dict[str, _Given] = {}  # to the batcher, and not by ``add_formed``; in order
+        self._kept: dict[str, Job] = {}  # requests that the order ranks
+        self._given: dict[str, _Given] = {}  # given to the batcher, and not by ``add_formed``; in order
         self._num_given = 0
         self._formed: dict[str, Job] = {}
         self._running: dict[str, _Run] = {}
@@ -67,7 +67,7 @@ class BatchTurns:
         return len(self._kept) + self._batcher.num_waiting
 
     def add(self, job: Job, now: float) -> None:
-        """A request waits for a batch."""
+        """Adds a request that waits for a batch."""
         was_shared = self._shares.is_shared
         self._shares.add(job)
         if self._shares.is_shared and not was_shared:
@@ -76,19 +76,19 @@ class BatchTurns:
         self._give(now)
 
     def foresee(self, made: Sequence[tuple[Job, Forecast]], now: float) -> None:
-        """Gives waiting requests their forecasts; the batcher puts those that it has where they belong."""
+        """Gives waiting requests their forecasts; the batcher moves its own requests to where they now belong."""
         for job, forecast in made:
             if job.request_id in self._kept:
                 job.forecast = forecast
         self._batcher.foresee([each for each in made if each[0].request_id not in self._kept], now)
 
     def add_formed(self, job: Job) -> None:
-        """A request waits again, in a batch that the batcher is given as it is."""
+        """Adds a request that waits again, in a batch that the batcher is given as it is."""
         self._shares.add(job)
         self._formed[job.request_id] = job
 
     def pull(self, now: float) -> FormedBatch | None:
-        """The batcher's next batch; it gets more requests until it has one."""
+        """Returns the batcher's next batch; gives the batcher more requests until it has one."""
         self._give(now)
         batch = self._batcher.pull(now)
         while batch is None and self._kept:
@@ -99,14 +99,14 @@ class BatchTurns:
         return batch
 
     def _fill(self, batch: FormedBatch, now: float) -> None:
-        """Requests that wait for their tenant's turn use the room that the others leave: the batch takes no longer."""
+        """Fills the room left in a batch with requests that wait for their tenant's turn; the batch takes no longer."""
         waiting = itertools.islice(self._ranked_kept(now), FILL_LOOK)
         for job in self._batcher.company(batch, list(waiting)):
             self._take(job)
             batch.insert(job)
 
     def begin(self, batch: FormedBatch, now: float) -> None:
-        """A worker runs the batch."""
+        """Books that a worker runs the batch."""
         size, running = len(batch), self._running
         for job in batch.jobs:
             request_id = job.request_id
@@ -115,7 +115,7 @@ class BatchTurns:
             running[request_id] = _Run(job, now, size)
 
     def remove(self, request_id: str, now: float) -> None:
-        """A request has gone: it is charged for its part of the time of its batch. The batcher does not have it."""
+        """Forgets a request that left the batcher; if it ran, its tenant is charged for a part of its batch's time."""
         run = self._running.pop(request_id, None)
         if run is not None:
             self._shares.charge(run.job.tenant, (now - run.began_at) / run.size)
@@ -136,7 +136,7 @@ class BatchTurns:
         self._kept[job.request_id] = job
 
     def _take_back(self, now: float) -> None:
-        """A second tenant has come: what is not in a formed batch takes its turn."""
+        """Takes the given requests back from the batcher, because a second tenant has come and they must take turns."""
         for request_id, given in self._given.items():
             self._batcher.remove(request_id)
             self._keep(given.job, now)
@@ -147,7 +147,7 @@ class BatchTurns:
             self._give_next(now)
 
     def _may_compete(self) -> bool:
-        """Whether one more may compete with those that the batcher has; else the first of these would be overtaken."""
+        """Returns whether the batcher may get one more request; beyond ``WINDOW`` its first one would be overtaken."""
         first = next(iter(self._given.values()), None)
         return first is None or (len(self._given) < WINDOW and self._num_given - first.number <= WINDOW)
 
@@ -158,7 +158,7 @@ class BatchTurns:
         self._batcher.add(job, now)
 
     def _ranked_kept(self, now: float) -> Iterator[Job]:
-        """Those that wait here, by their tenants' turns."""
+        """Yields the requests that wait here, by their tenants' turns."""
         competing: list[Job] = []
         if self._shares.is_shared:
             competing = [each.job for table in (self._running, self._given) for each in table.values()]

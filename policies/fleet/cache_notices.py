@@ -12,7 +12,7 @@ from policies.fleet.events import AskCache
 from policies.placement.base import Placement
 
 ASK_AGAIN_S = 1.0
-"""A replica that has not said what it caches is asked again after so long."""
+"""Seconds after which a replica that has not told what it caches is asked again."""
 
 
 @dataclass(slots=True)
@@ -20,8 +20,8 @@ class _Feed:
     """The notices of a replica's worker life.
 
     Attributes:
-        seq: Number of the last notice; None before the life has told all that it caches, and once a notice was lost.
-        asked_at: When it was last asked for all of it.
+        seq: Number of the last notice; None until the life has told all that it caches, and once a notice was lost.
+        asked_at: Instant when the replica was last asked for all that it caches.
     """
 
     ready: WorkerReady
@@ -37,7 +37,7 @@ class CacheNotices:
         self._feeds: dict[str, _Feed] = {}
 
     def bring_up(self, name: str, ready: WorkerReady, seq: int, now: float) -> list[AskCache]:
-        """A replica takes requests, and the last notice that it has sent is number ``seq``."""
+        """Registers a replica that takes requests and has sent notices up to ``seq``; asks for missing ones."""
         feed = self._feeds.get(name)
         if feed is None or feed.ready.worker_incarnation != ready.worker_incarnation:
             feed = self._feeds[name] = _Feed(ready)
@@ -47,17 +47,17 @@ class CacheNotices:
         return self._ask(name, feed, now)
 
     def drop(self, name: str) -> None:
-        """The replica will not come back."""
+        """Forgets a replica that will not come back."""
         self._feeds.pop(name, None)
 
     def take(self, name: str, incarnation: str, notices: Iterable[KVCacheEvent], now: float) -> list[AskCache]:
-        """Each once and in order; if one is missing, all that is cached is asked for."""
+        """Hands each notice to the placement once and in order; if one is missing, asks for all that is cached."""
         feed = self._feeds.get(name)
         if feed is None or feed.ready.worker_incarnation != incarnation or not self._is_used(feed.ready):
-            return []  # of a life that is over, with all that it cached, or of no use
+            return []  # notices of a life that is over, with all that it cached, or of no use
         for notice in notices:
             if feed.seq is not None and notice.seq <= feed.seq:
-                continue  # a duplicate, or an answer that news have overtaken
+                continue  # a duplicate, or an answer that later notices have overtaken
             if not notice.whole and (feed.seq is None or notice.seq > feed.seq + 1):
                 feed.seq = None
                 continue
@@ -66,7 +66,7 @@ class CacheNotices:
         return self._ask(name, feed, now)
 
     def _is_used(self, ready: WorkerReady) -> bool:
-        """Whether the placement has a use for notices of this life: its blocks must be those of the placement."""
+        """Returns whether the placement can use notices of this life: the blocks must have the placement's size."""
         return not ready.external and ready.block_size == self._placement.block_size
 
     def _ask(self, name: str, feed: _Feed, now: float) -> list[AskCache]:

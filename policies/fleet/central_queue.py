@@ -48,8 +48,8 @@ class CentralQueue:
     """The one queue for all workers of batch mode, in front of the ``Batcher`` that forms the batches.
 
     Args:
-        forecast_wait_s: A request without a forecast waits so long for one before it is put into a batch, by the
-            lengths of the past; a forecast that comes later moves it, as long as no worker has pulled its batch.
+        forecast_wait_s: Seconds that a request waits for a forecast before it is put into a batch by the lengths of
+            the past; a later forecast still moves the request, as long as no worker has pulled its batch.
     """
 
     def __init__(self, batcher: Batcher, forecast_wait_s: float = 0.0) -> None:
@@ -67,7 +67,7 @@ class CentralQueue:
         return len(self._jobs)
 
     def next_due_at(self, any_idle: Callable[[], bool]) -> float | None:
-        """The instant at which something is due although no request comes or goes; None if nothing is.
+        """Returns the instant at which something is due although no request comes or goes; None if nothing is.
 
         Args:
             any_idle: Whether a worker could pull; asked only where a batch becomes ready by waiting.
@@ -109,15 +109,15 @@ class CentralQueue:
             self._turns.foresee(late, now)
 
     def set_usual_forecast(self, forecast: Forecast) -> None:
-        """Takes the forecast for requests that have none of their own: the lengths of outputs that have ended."""
+        """Sets the forecast of requests that have none of their own: the law of the lengths of ended outputs."""
         self._usual = forecast
 
     def story(self, batch: FormedBatch, now: float) -> Facts:
-        """As in ``Batcher``."""
+        """Returns the facts of ``Batcher.story``."""
         return self._batcher.story(batch, now)
 
     def timed(self) -> Iterable[FormedBatch]:
-        """As in ``Batcher``."""
+        """Returns the batches of ``Batcher.timed``."""
         return self._batcher.timed()
 
     def hold(self, memory_tokens: float, now: float) -> None:
@@ -137,7 +137,7 @@ class CentralQueue:
         self._turns.remove(request_id, now)
 
     def pass_time(self, now: float) -> None:
-        """Puts requests into batches without a forecast where the wait for one is over."""
+        """Puts requests into batches without a forecast when the wait for one is over."""
         while self._unpredicted:
             request_id, until = next(iter(self._unpredicted.items()))
             if until > now:
@@ -146,7 +146,7 @@ class CentralQueue:
             self._form(self._jobs[request_id], now)
 
     def pull(self, fits: Callable[[Job], bool], now: float) -> FormedBatch | None:
-        """The batch that an idle worker runs next; jobs that do not fit this worker stay here.
+        """Returns the batch that an idle worker runs next; jobs that do not fit this worker stay here.
 
         Args:
             fits: Whether this worker can hold a job.
@@ -184,23 +184,23 @@ class CentralQueue:
         self._broken |= {member.request_id: broken for member in members}
 
     def is_awaited(self, key: Key) -> bool:
-        """Whether this attempt, or a later one of its request, ran in a broken batch and has not come back."""
+        """Returns whether this attempt, or a later one of its request, ran in a broken batch and has not come back."""
         broken = self._broken.get(key[0])
         member = None if broken is None else broken.awaited.get(key[0])
         return member is not None and member.attempt >= key[1]
 
     def is_awaited_up_to(self, request_id: str, attempt: int) -> bool:
-        """Whether this attempt, or an earlier one of its request, is awaited."""
+        """Returns whether this attempt, or an earlier one of its request, is awaited."""
         broken = self._broken.get(request_id)
         member = None if broken is None else broken.awaited.get(request_id)
         return member is not None and member.attempt <= attempt
 
     def awaited(self) -> list[Member]:
-        """All requests of broken batches that have not come back."""
+        """Returns all requests of broken batches that have not come back."""
         return [broken.awaited[rid] for rid, broken in self._broken.items() if rid in broken.awaited]
 
     def take_failed(self) -> list[Job]:
-        """Takes the requests that ran out of memory alone; they are not here any more."""
+        """Removes and returns the requests that ran out of memory alone."""
         failed, self._failed = self._failed, []
         return failed
 
@@ -210,7 +210,7 @@ class CentralQueue:
         self._turns.add(job, now)
 
     def _settle(self, broken: _Broken, now: float) -> None:
-        """Splits a broken batch once none of its requests is awaited: the halves wait again."""
+        """Splits a broken batch once none of its requests is awaited; the halves wait again."""
         if broken.awaited or not broken.back:
             return
         batch = FormedBatch(0, broken.created_at, broken.sealed_at)

@@ -1,4 +1,4 @@
-"""What the scheduler over replicas hears, and what it answers."""
+"""Events and instructions of the scheduler over replicas."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAbo
 
 @dataclass(frozen=True, slots=True)
 class ReplicaUp:
-    """A replica takes requests; said again and again while it does.
+    """A replica takes requests; repeated as long as this is so.
 
     Attributes:
-        cache_seq: Of the last notice of its prefix cache that was sent; 0 if there was none.
+        cache_seq: Number of the last notice of its prefix cache that was sent; 0 if there was none.
     """
 
     name: str
@@ -28,17 +28,17 @@ class ReplicaUp:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaAway:
-    """A replica takes no requests for now; what it runs may well go on."""
+    """A replica takes no requests for now; requests on it may go on."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDraining:
-    """A replica is to be given up: nothing new goes there.
+    """A replica is to be given up: no new request is placed on it.
 
     Attributes:
-        ends: It takes requests again, from the next ``ReplicaUp`` on, which comes every second.
+        ends: Draining ends: the replica takes requests again, from the next ``ReplicaUp`` on, which comes every second.
     """
 
     name: str
@@ -54,7 +54,7 @@ class ReplicaGone:
 
 @dataclass(frozen=True, slots=True)
 class RequestsEnded:
-    """A replica is done with these."""
+    """These requests have ended on their replica."""
 
     finished: tuple[FinishedSequence, ...]
 
@@ -84,14 +84,14 @@ class KeysUnknown:
 
 @dataclass(frozen=True, slots=True)
 class RequestsStarted:
-    """These have run for the first time."""
+    """These requests have run for the first time."""
 
     started: tuple[StartedRequest, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheChanged:
-    """News of the prefix cache of a worker life, in order; or all of it, in answer to ``AskCache``."""
+    """Changes of the prefix cache of a worker life, in order; or its whole content, in answer to ``AskCache``."""
 
     replica: str
     worker_incarnation: str
@@ -100,7 +100,7 @@ class KVCacheChanged:
 
 @dataclass(frozen=True, slots=True)
 class StepsPriced:
-    """What steps cost on a replica, as measured by now."""
+    """The cost of steps on a replica, as measured by now."""
 
     replica: str
     cost: StepCost
@@ -108,7 +108,7 @@ class StepsPriced:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaBroke:
-    """The batch on a replica ran out of memory; nobody runs these any more (batch mode)."""
+    """The batch on a replica ran out of memory; these attempts run nowhere any more (batch mode)."""
 
     name: str
     keys: tuple[Key, ...]
@@ -116,7 +116,7 @@ class ReplicaBroke:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRests:
-    """All of a replica's requests that the clients are not reading, if those are all it has: else none (batch mode)."""
+    """All requests of a replica if none of their clients is reading; otherwise no requests (batch mode)."""
 
     name: str
     keys: tuple[Key, ...]
@@ -124,14 +124,14 @@ class ReplicaRests:
 
 @dataclass(frozen=True, slots=True)
 class HistoryLearned:
-    """What the length predictor expects of a request that it knows nothing about, as a distribution."""
+    """The output length that the predictor expects of a request that it knows nothing about, as a distribution."""
 
     forecast: Forecast
 
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """It is ``next_due_at`` (batch mode)."""
+    """The instant ``next_due_at`` has come (batch mode)."""
 
 
 GlobalEvent = (
@@ -158,7 +158,7 @@ GlobalEvent = (
 
 @dataclass(frozen=True, slots=True)
 class PlaceRequests:
-    """These go to this replica, in this order."""
+    """These requests go to this replica, in this order."""
 
     replica: str
     requests: tuple[Request, ...]
@@ -174,7 +174,7 @@ class AbortOnReplica:
 
 @dataclass(frozen=True, slots=True)
 class AskReplica:
-    """Which of these attempts does this replica's Scheduler not know? It has had all that was placed there."""
+    """Asks the replica's Scheduler which of these attempts it does not know; all that was placed there reached it."""
 
     replica: str
     keys: tuple[Key, ...]
@@ -182,14 +182,14 @@ class AskReplica:
 
 @dataclass(frozen=True, slots=True)
 class AskCache:
-    """What does this replica cache? Nothing has been heard yet of its worker's life, or something was lost."""
+    """Asks the replica for all that it caches: its worker's life has told nothing yet, or a notice was lost."""
 
     replica: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReportLost:
-    """Nobody runs these attempts; their ingress replica is to resume them."""
+    """These attempts run nowhere; their ingress replica is to resume them."""
 
     ingress_id: str
     keys: tuple[Key, ...]
@@ -200,10 +200,10 @@ class BatchEnded:
     """Every request of a batch has come to its end (batch mode).
 
     Attributes:
-        number: Of the batch, within this life of the queue.
-        prompt_len: Longest prompt, in tokens; what a resumed request had generated before counts as prompt.
-        output_len: Longest output, in tokens; ``predicted_len`` is the forecast of that.
-        duration_s: From its placement until the last end was heard of; ``estimated_s`` was expected.
+        number: Number of the batch within this life of the queue.
+        prompt_len: Longest prompt, in tokens; tokens that a resumed request had generated before count as prompt.
+        output_len: Longest output, in tokens; ``predicted_len`` is its forecast.
+        duration_s: Seconds from the batch's placement until its last end was reported; ``estimated_s`` was expected.
     """
 
     replica: str

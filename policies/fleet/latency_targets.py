@@ -1,4 +1,4 @@
-"""Whether a request can have its tokens by when its client wants them: the front door of a server asks, and that of the
+"""Decides whether a request can meet its client's latency targets; asked by the front doors of a server and of the
 simulator."""
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from core.request import Request
 from policies.fleet.queue_delay import Prediction, predict
 
 LEVEL = 0.95
-"""Probability with which a request that is admitted is to be in time."""
+"""Probability with which an admitted request is to meet its targets."""
 
 WINDOW = 200
-"""Waits of late from which the errors of predictions are taken ..."""
+"""Most recent waits from which the errors of predictions are taken."""
 
 MIN_WAITS = 20
-"""... if there are so many."""
+"""Fewest waits from which the errors of predictions are taken."""
 
 
 class WaitErrors:
-    """The factor of predicted times to the first token: the ``LEVEL`` quantile of what those of late should have been
-    multiplied by (as ``policies.outlook.calibration`` does for ends)."""
+    """The correction factor of predicted times to the first token: the ``LEVEL`` quantile of recent ratios of the real
+    to the predicted time (as ``policies.outlook.calibration`` does for ends)."""
 
     def __init__(self) -> None:
         self._ratios: deque[float] = deque(maxlen=WINDOW)
         self.factor = 1.0
 
     def add(self, predicted_s: float, waited_s: float) -> None:
-        """A request had its first token; O(WINDOW)."""
+        """Records a request's predicted and real time to its first token, in seconds. O(WINDOW)."""
         self._ratios.append(waited_s / predicted_s)
         if len(self._ratios) >= MIN_WAITS:
             self.factor = float(np.quantile(self._ratios, LEVEL))
@@ -43,7 +43,7 @@ class MissedTarget:
     """Why a request is refused.
 
     Attributes:
-        late_s: Seconds that it would be late.
+        late_s: Seconds by which the request would be late.
     """
 
     message: str
@@ -51,7 +51,7 @@ class MissedTarget:
 
 
 def missed_target(request: Request, predicted: Prediction) -> MissedTarget | None:
-    """The first of its targets that a request cannot have; None where it can have all."""
+    """Returns the first target that a request cannot meet; None if the request can meet all."""
     slo = request.slo
     deadline_s = math.inf if request.deadline_s is None else request.deadline_s
     targets = (
@@ -66,17 +66,17 @@ def missed_target(request: Request, predicted: Prediction) -> MissedTarget | Non
 
 
 class TargetCheck:
-    """Whether requests can have their targets, by what is predicted and how that held of late.
+    """Decides whether requests can meet their targets, by predictions corrected by their recent errors.
 
     Attributes:
-        errors: How the predictions held.
+        errors: Recent errors of the predictions.
     """
 
     def __init__(self) -> None:
         self.errors = WaitErrors()
 
     def look(self, outlook: LoadSnapshot, request: Request) -> tuple[MissedTarget | None, float]:
-        """The target that it cannot have, and its predicted time to the first token, raw; 0 if none is known."""
+        """Returns the target that cannot be met, and the uncorrected seconds to the first token; 0 if unknown."""
         raw = predict(outlook, request, LEVEL)
         if raw is None:
             return None, 0.0

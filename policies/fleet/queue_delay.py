@@ -1,8 +1,8 @@
-"""How long a new request would wait: the work that has to go first over what the replicas serve.
+"""How long a new request would wait: the work that has to go first, divided by the rate at which replicas serve.
 
-Requests are taken as all alike, with the mean lengths of those in flight, and as spread evenly: that is the part of a
-delay that more replicas change. Progress is not looked at; by Little's law it is a matter of shares: of a number of
-requests in flight, as many are in their prefill as the prefill takes of the time that they spend in all.
+All requests count as alike, with the mean lengths of the requests in flight, and as evenly spread over replicas: more
+replicas change only this part of a delay. Progress is not looked at: by Little's law, the share of requests in flight
+that are in their prefill equals the prefill's share of the time that requests spend in flight.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from core.request import Request
 
 
 def queue_delay_s(outlook: LoadSnapshot, num_replicas: int) -> float | None:
-    """Seconds until a request that came now would begin, if so many replicas like those of ``outlook`` served.
+    """Returns the seconds until a request that came now would begin, with ``num_replicas`` like those of ``outlook``.
 
-    With continuous batching a request waits until one of those that run has ended, if as many run as can, and until the
-    prompts before its own are computed. With whole batches it waits for the first of those that run to end, and for the
-    full ones that are in the queue; it joins the last one there.
+    With continuous batching a request waits until a running request has ended, if all places are taken, and until the
+    prompts before its own are computed. With whole batches a request waits until the first running batch has ended and
+    the full batches in the queue have run; the request joins the last batch there.
 
     Args:
-        num_replicas: None of them foretells nothing.
+        num_replicas: With 0 the delay is unknown.
 
     Returns:
-        None where that cannot be said: nobody serves, or there are requests, but steps have not been measured.
+        None for an unknown delay: no replica serves, or there are requests, but steps have not been measured.
     """
     found = delay_law(outlook, num_replicas)
     return None if found is None else found.mean_s
@@ -44,15 +44,15 @@ class DelayLaw:
     sd_s: float = 0.0
 
     def quantile(self, level: float) -> float:
-        """Seconds, at least 0."""
+        """Returns the delay at a level in (0, 1), in seconds, at least 0."""
         return max(0.0, self.mean_s + self.sd_s * _NORMAL.inv_cdf(level))
 
 
 def delay_law(outlook: LoadSnapshot, num_replicas: int) -> DelayLaw | None:
-    """As ``queue_delay_s``, as a law.
+    """Returns the delay of ``queue_delay_s`` as a law.
 
-    Departures follow each other like the ends of independent lengths: the delay behind k of them has k times the
-    variance of one interval, which is as uncertain as the lengths of those in flight.
+    Departures follow each other like the ends of independent outputs: the delay behind k departures has k times the
+    variance of one interval, whose relative deviation is that of the output lengths in flight.
     """
     demand, cost = outlook.demand, outlook.cost
     if not num_replicas:
@@ -75,10 +75,10 @@ def delay_law(outlook: LoadSnapshot, num_replicas: int) -> DelayLaw | None:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a request that came now could be told, at one level of its law; seconds from now.
+    """Predicted times of a request that came now, at one level of its law; in seconds from now.
 
     Attributes:
-        tpot_s: Between two tokens after that.
+        tpot_s: Seconds between two tokens after the first.
     """
 
     ttft_s: float
@@ -86,15 +86,15 @@ class Prediction:
     end_s: float
 
     def later(self, factor: float) -> Prediction:
-        """With so many times the time to the first token."""
+        """Returns the prediction with ``factor`` times the seconds to the first token; the end moves by as much."""
         more_s = (factor - 1.0) * self.ttft_s
         return Prediction(self.ttft_s + more_s, self.tpot_s, self.end_s + more_s)
 
 
 def predict(outlook: LoadSnapshot, request: Request, level: float) -> Prediction | None:
-    """When a request with a target would have its tokens, with a probability of ``level``; None where nothing is known.
+    """Returns when a request with a target would have its tokens, with probability ``level``; None if that is unknown.
 
-    Only requests with targets count as before it: the others give way to it in the end.
+    Only requests with targets count as ahead of the request: all others give way to it in the end.
     """
     demand, cost = outlook.demand, outlook.cost
     if cost is None or not outlook.num_replicas:
@@ -114,7 +114,7 @@ def predict(outlook: LoadSnapshot, request: Request, level: float) -> Prediction
 
 
 def _own_tokens(outlook: LoadSnapshot, request: Request, level: float) -> float:
-    """Output tokens after the first, at most."""
+    """Returns the most output tokens after the first, with probability ``level``."""
     most = request.sampling.max_new_tokens - len(request.output_ids) - 1
     lengths = outlook.lengths if request.forecast is None else request.forecast.quantiles
     if request.sampling.ignore_eos or not lengths:
@@ -126,7 +126,7 @@ _NORMAL = NormalDist()
 
 
 def ended_after_s(outlook: LoadSnapshot, num_requests: int) -> float | None:
-    """Seconds until so many of the requests in flight have ended, if no others come.
+    """Returns the seconds until ``num_requests`` of the requests in flight have ended, if no others come.
 
     Returns:
         None where no replica serves, there are no requests, or steps have not been measured.
@@ -141,7 +141,10 @@ def ended_after_s(outlook: LoadSnapshot, num_requests: int) -> float | None:
 
 
 def _batches_s(demand: Demand, each: _MeanRequest, places: int, num_replicas: int) -> float:
-    """Of n rests of batches, each anything up to the whole, the shortest is 1 / (n + 1) of one in the mean."""
+    """Returns the expected delay in seconds: a running batch's rest, then the full batches in the queue.
+
+    With n batches running, each at a uniformly random point, the first ends after 1 / (n + 1) of a batch on average.
+    """
     if not demand.num_waiting and demand.num_busy < num_replicas:
         return 0.0
     running = min(places, -(-(demand.num_requests - demand.num_waiting) // max(1, demand.num_busy)))
@@ -150,11 +153,11 @@ def _batches_s(demand: Demand, each: _MeanRequest, places: int, num_replicas: in
 
 
 class _MeanRequest:
-    """The mean of those in flight, at least one.
+    """The mean of the requests in flight, of which there is at least one.
 
     Attributes:
-        context_len: Tokens that it holds, in the mean over its life.
-        prefill_s: Until its prompt is computed, without the base of the steps, which decode others as well.
+        context_len: Tokens that the request holds, in the mean over its life.
+        prefill_s: Seconds of its prefill, without the base cost of the steps, which decode other requests as well.
         spread: Standard deviation of an output's predicted length, as a share of the mean.
     """
 
@@ -168,9 +171,9 @@ class _MeanRequest:
         self.prefill_s = cost.prefill_s(round(known_len - cached_len), round(cached_len)) - cost.base_s
 
     def decode_s(self, num_seqs: int) -> float:
-        """From its first token to its last, beside so many less one."""
+        """Returns the seconds from the request's first token to its last, in a batch of ``num_seqs``."""
         return self._output_len * self._cost.step_s(0, num_seqs, round(num_seqs * self.context_len))
 
     def batch_s(self, num_seqs: int) -> float:
-        """Of so many that begin together, with a replica to themselves."""
+        """Returns the seconds of ``num_seqs`` requests that begin together, with a replica to themselves."""
         return num_seqs * self.prefill_s + self.decode_s(num_seqs)

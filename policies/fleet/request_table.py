@@ -2,8 +2,8 @@
 
 ``GlobalScheduler`` and ``BatchScheduler`` each hold one. How a request finds its replica is their business; aborts,
 announcements, losses and ends are the same for both and are done here. Nothing here has to survive: the ingress
-replicas announce their open streams and the Schedulers their replicas, and from both a new table knows what the old
-one knew.
+replicas announce their open streams and the Schedulers their replicas, and from both a new table learns all that the
+old one knew.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Entry:
     """One line of the table: an attempt and the worker life that it was placed on.
 
     Attributes:
-        choice: Why there; None if an earlier Router placed it.
-        waited_s: Until a replica took requests.
+        choice: Why the request was placed there; None if an earlier Router placed it.
+        waited_s: Seconds that the request waited for a replica that takes requests.
         known_len: Tokens of its prompt, and of its output in earlier attempts, when it was placed.
         expected_len: Output tokens predicted beyond these, at most ``most_len``.
-        variance: How uncertain that is, in tokens squared.
-        has_target: Whether its client has said by when it wants tokens.
+        variance: Variance of ``expected_len``, in tokens squared.
+        has_target: Whether its client has set a latency target or a deadline.
     """
 
     attempt: int
@@ -70,7 +70,7 @@ class FleetReplica:
     Attributes:
         ready: Its latest worker life; None before the first.
         up: Whether it takes requests now.
-        draining: Nothing new is to be placed on it.
+        draining: Whether no new request may be placed on it.
         requests: Tokens of work of each request that is placed on it, by id.
     """
 
@@ -86,7 +86,7 @@ class FleetReplica:
 
     @property
     def takes(self) -> bool:
-        """Whether requests may be placed on it."""
+        """Whether requests may be placed on the replica."""
         return self.up and not self.draining
 
     def enter(self, request_id: str, work_tokens: float) -> None:
@@ -107,35 +107,35 @@ class FleetReplica:
         return ReplicaView(self.name, self.takes, load.num_requests, load.work_tokens, capacity_tokens=capacity)
 
     def fits(self, request: Request) -> bool:
-        """Whether its worker holds the request when it is as long as it may get, and runs the weights that it needs."""
+        """Returns whether the replica runs the request's weights and can hold the request at its longest."""
         return self.runs(request) and self.holds(request)
 
     def runs(self, request: Request) -> bool:
-        """Whether it runs the request's weights; another server's are its own affair."""
+        """Returns whether the replica runs the request's weights; those of an external server are not checked."""
         ready = self.ready
         return ready is not None and (ready.external or ready.model_version == request.model_version)
 
     def holds(self, request: Request) -> bool:
-        """Whether its worker holds the request when it is as long as it may get."""
+        """Returns whether the replica's worker can hold the request at its longest."""
         if self.ready is None or (self.ready.external and request.own_engine_field):
             return False
         return request.max_total_len <= self.ready.max_model_len
 
 
 OnRemoved = Callable[[str, Entry | None, int | None], None]
-"""Told of each request that is to be in flight no more: its id, its line if it was placed, and the tokens of its output
-if that has come to its end. A request that was in no line is told as well: its owner may know of it otherwise."""
+"""Called for each request that is no longer in flight: its id, its line if it was placed, and the tokens of its output
+if the output is complete. Also called for a request that is not in the table, since the owner may know of it."""
 
 
 class RequestTable:
     """Every request in flight, placed or queued, and the replicas.
 
     Args:
-        on_removed: Told of each removal, after it.
+        on_removed: Called after each removal.
 
     Attributes:
-        mean_output_len: Output tokens expected of a request without a forecast; None if that is not known.
-        usual: Forecast of such a request; None likewise.
+        mean_output_len: Output tokens expected of a request without a forecast; None if unknown.
+        usual: Forecast of a request that has none of its own; None if unknown.
     """
 
     def __init__(self, on_removed: OnRemoved) -> None:
@@ -152,14 +152,14 @@ class RequestTable:
         self._usual_variance = 0.0
 
     def learn_lengths(self, usual: Forecast) -> None:
-        """The forecast of requests that have none of their own."""
+        """Sets the forecast of requests that have none of their own."""
         self.mean_output_len, self.usual = usual.mean, usual
         self._usual_variance = length_variance(usual)
 
     # -- Replicas
 
     def loads(self) -> tuple[ReplicaLoad, ...]:
-        """Every replica that takes requests, in the order they were heard of; O(1) while they are the same."""
+        """Returns every replica that takes requests, in the order they were heard of; O(1) while they are the same."""
         if self._open is None:
             takers = [each for each in self._replicas.values() if each.takes]
             self._open = tuple(each.load for each in takers)
@@ -169,18 +169,18 @@ class RequestTable:
         return self._open
 
     def replicas(self) -> Iterable[FleetReplica]:
-        """Every replica that is known."""
+        """Returns every known replica."""
         return self._replicas.values()
 
     def replica(self, name: str) -> FleetReplica | None:
-        """None if it is not known."""
+        """Returns a replica; None if the name is not known."""
         return self._replicas.get(name)
 
     def _known(self, name: str) -> FleetReplica:
         return self._replicas.setdefault(name, FleetReplica(ReplicaLoad(name, 0, 0.0)))
 
     def bring_up(self, name: str, ready: WorkerReady) -> bool:
-        """A replica takes requests; whether this is another worker life than the last one heard of."""
+        """Marks a replica as taking requests; returns whether its worker life is another than the last one heard of."""
         replica = self._known(name)
         self._gone.discard(name)
         before, replica.ready, replica.up = replica.ready, ready, True
@@ -191,17 +191,17 @@ class RequestTable:
         return before is None or before.worker_incarnation != ready.worker_incarnation
 
     def set_away(self, name: str) -> None:
-        """A replica takes no requests for now; what is in flight on it may go on."""
+        """Marks a replica as taking no requests for now; requests in flight on it may go on."""
         self._known(name).up = False
         self._open = None
 
     def drain(self, name: str, *, ends: bool = False) -> None:
-        """Nothing new is to be placed on a replica; or, if this ``ends``, requests may be."""
+        """Stops the placement of requests on a replica; with ``ends``, allows it again."""
         self._known(name).draining = not ends
         self._open = None
 
     def drop_replica(self, name: str) -> None:
-        """A replica will not come back, and what was in flight on it is not."""
+        """Removes a replica that will not come back, and the requests in flight on it."""
         for request_id in list(self._known(name).requests):
             self.remove(request_id)
         del self._replicas[name]
@@ -219,41 +219,41 @@ class RequestTable:
         return len(self._queued)
 
     def entry(self, request_id: str) -> Entry | None:
-        """The line of a request that is placed."""
+        """Returns the line of a placed request; None if it is not placed."""
         return self._placed.get(request_id)
 
     def queued(self, request_id: str) -> Request | None:
-        """A request that waits for a replica."""
+        """Returns a request that waits for a replica; None if it does not wait."""
         queued = self._queued.get(request_id)
         return None if queued is None else queued.request
 
     def queued_among(self, keys: Iterable[Key]) -> list[tuple[Request, float]]:
-        """Those of these attempts, or earlier ones, that wait for a replica, and since when."""
+        """Returns the waiting requests among these attempts, or earlier ones of them, and since when each waits."""
         found = ((self._queued.get(request_id), attempt) for request_id, attempt in keys)
         return [(each.request, each.since) for each, attempt in found if each and each.request.attempt <= attempt]
 
     def all_queued(self) -> tuple[tuple[Request, float], ...]:
-        """Every request that waits for a replica, and since when. O(waiting)."""
+        """Returns every request that waits for a replica, and since when. O(waiting)."""
         return tuple(self._queued.values())
 
     def keys_on(self, replica: str) -> Iterator[Key]:
-        """The attempts that are placed on a known replica."""
+        """Yields the attempts that are placed on a known replica."""
         return ((request_id, self._placed[request_id].attempt) for request_id in self._replicas[replica].requests)
 
     def _keys(self) -> list[tuple[Key, str]]:
-        """Every attempt in flight and its ingress replica."""
+        """Returns every attempt in flight with its ingress replica."""
         placed = [((rid, entry.attempt), entry.ingress_id) for rid, entry in self._placed.items()]
         return placed + [((rid, each.request.attempt), each.request.ingress_id) for rid, each in self._queued.items()]
 
     def attempt_of(self, request_id: str) -> int | None:
-        """The attempt in flight; None if there is none."""
+        """Returns the attempt in flight; None if there is none."""
         if request_id in self._queued:
             return self._queued[request_id].request.attempt
         entry = self._placed.get(request_id)
         return None if entry is None else entry.attempt
 
     def demand(self) -> Demand:
-        """What is in flight, but for what other servers have; for the predicted queue delay. O(in flight)."""
+        """Returns the demand in flight, except on external servers, for the predicted queue delay. O(in flight)."""
         own = {name: each for name, each in self._replicas.items() if each.ready is None or not each.ready.external}
         placed = [entry for entry in self._placed.values() if entry.replica in own]
         waiting = [request for request, _ in self._queued.values()]
@@ -270,7 +270,7 @@ class RequestTable:
         )
 
     def accept(self, requests: Iterable[Request]) -> tuple[list[Request], list[GlobalInstruction]]:
-        """Those that are no duplicate deliveries, and the aborts of earlier attempts; the caller places or queues."""
+        """Returns requests that are no duplicates, for the caller to place or queue, and aborts of earlier attempts."""
         fresh: dict[str, Request] = {}
         superseded = []
         for request in requests:
@@ -284,7 +284,7 @@ class RequestTable:
         return list(fresh.values()), self.abort(superseded)
 
     def fitting(self, request: Request) -> tuple[ReplicaLoad, ...]:
-        """Those of ``loads()`` that hold the request at its longest; usually all, and then ``loads()`` itself."""
+        """Returns the ``loads()`` that can hold the request at its longest; usually all, then ``loads()`` itself."""
         loads = self.loads()
         fits_all = request.max_total_len <= self._open_max_len and request.model_version == self._open_version
         if fits_all and not request.own_engine_field:
@@ -292,14 +292,14 @@ class RequestTable:
         return tuple(load for load in loads if self._replicas[load.name].fits(request))
 
     def never_fits(self, request: Request) -> bool:
-        """Whether replicas take requests, and no known one could ever hold this one.
+        """Returns whether replicas take requests and no known replica could ever hold this request.
 
-        One whose weights no known replica runs waits: a Router that has just started may not know the replica yet.
+        A request whose weights no known replica runs waits: a Router that has just started may not know the replica.
         """
         return bool(self.loads()) and not any(replica.holds(request) for replica in self._replicas.values())
 
     def refuse(self, request: Request) -> RefuseRequest:
-        """Says why a request never fits; it is not queued any more. Its owner is not told."""
+        """Refuses a request that never fits, with the reason, and unqueues it without a call of ``on_removed``."""
         self._queued.pop(request.request_id, None)
         known = [replica.ready for replica in self._replicas.values() if replica.ready is not None]
         field = request.own_engine_field
@@ -311,7 +311,7 @@ class RequestTable:
         return RefuseRequest(request.request_id, request.attempt, "max_tokens", message)
 
     def enqueue(self, request: Request, now: float) -> None:
-        """A request waits for a replica; if it did so before, since then."""
+        """Queues a request for a replica; a request that is queued already keeps the start of its wait."""
         before = self._queued.get(request.request_id)
         self._queued[request.request_id] = _Queued(request, now if before is None else before.since)
 
@@ -340,25 +340,25 @@ class RequestTable:
         self._placed[request_id] = entry
 
     def _work(self, request: Request) -> float:
-        """Known tokens plus the output still to expect: the mean, at most what was asked for."""
+        """Returns known tokens plus the output still to expect: the mean, at most the requested length."""
         most = float(request.max_total_len - request.known_len)
         expected = most if self.mean_output_len is None else min(most, self.mean_output_len)
         return request.known_len + expected
 
     def _expected_len(self, request: Request) -> float:
-        """Output tokens still to come: by its own forecast, else by the mean, else as many as were asked for."""
+        """Returns the output tokens still to come: by the request's forecast, else the mean, else the limit."""
         most = float(request.max_total_len - request.known_len)
         predicted = self.mean_output_len if request.forecast is None else request.forecast.mean
         return most if predicted is None else min(most, max(1.0, predicted - len(request.output_ids)))
 
     def _variance(self, request: Request) -> float:
-        """How uncertain ``_expected_len`` is, in tokens squared."""
+        """Returns the variance of ``_expected_len``, in tokens squared."""
         if request.sampling.ignore_eos:
             return 0.0
         return self._usual_variance if request.forecast is None else length_variance(request.forecast)
 
     def foresee(self, made: Iterable[ForecastMade]) -> tuple[list[ForecastMade], list[ForecastMade]]:
-        """Takes in forecasts made after their requests had arrived: those of queued ones, and of placed ones."""
+        """Takes in forecasts made after their requests had arrived; returns those of queued and of placed requests."""
         queued, placed = [], []
         for each in made:
             if self.attempt_of(each.request_id) != each.attempt:
@@ -371,7 +371,7 @@ class RequestTable:
                 continue
             placed.append(each)
             entry = self._placed[each.request_id]
-            if entry.attempt == 0:  # later ones bring theirs with them
+            if entry.attempt == 0:  # later attempts bring their forecasts with them
                 expected_len = min(entry.most_len, each.forecast.mean)
                 self._placed[each.request_id] = replace(
                     entry, expected_len=expected_len, variance=length_variance(each.forecast)
@@ -379,7 +379,7 @@ class RequestTable:
         return queued, placed
 
     def remove(self, request_id: str, output_len: int | None = None) -> None:
-        """A request is in flight no more; ``output_len``: tokens of an output that has come to its end."""
+        """Removes a request from flight; ``output_len``: tokens of an output that is complete."""
         self._queued.pop(request_id, None)
         entry = self._placed.pop(request_id, None)
         if entry is not None:
@@ -387,7 +387,7 @@ class RequestTable:
         self._on_removed(request_id, entry, output_len)
 
     def end(self, finished: Iterable[FinishedSequence]) -> None:
-        """A replica is done with these."""
+        """Removes attempts that have ended on their replica."""
         for end in finished:
             entry = self._placed.get(end.request_id)
             if entry is not None and entry.attempt == end.attempt:
@@ -413,11 +413,13 @@ class RequestTable:
     # -- Announcements and losses
 
     def lose_ingress(self, ingress_id: str) -> list[GlobalInstruction]:
-        """An ingress replica is gone, and its clients with it."""
+        """Aborts all requests of an ingress replica that is gone, and its clients with it."""
         return self.abort([key for key, owner in self._keys() if owner == ingress_id])
 
     def reconcile(self, ingress_id: str, announced: Iterable[OpenRequest]) -> list[GlobalInstruction]:
-        """Takes over what an ingress replica has open, and finds out what neither we nor a replica have."""
+        """Takes over the open streams of an ingress replica. Aborts its streams that are closed, asks replicas whether
+        they know the others, and reports streams that no replica has.
+        """
         lost: list[Key] = []
         asked: dict[str, list[Key]] = {}
         still_open = set()
@@ -460,7 +462,7 @@ class RequestTable:
         return True
 
     def drop_unknown(self, replica: str, keys: Iterable[Key]) -> list[GlobalInstruction]:
-        """A replica's Scheduler does not know these attempts: they are lost."""
+        """Removes attempts that a replica's Scheduler does not know, and reports them as lost."""
         lost: dict[str, list[Key]] = {}
         for request_id, attempt in keys:
             entry = self._placed.get(request_id)

@@ -1,8 +1,8 @@
 """The scheduler over replicas (``Router``): a state machine, ``handle(event, now) -> [Instruction]``.
 
-``FleetMachine`` is what the shell asks of one, whichever it hosts; ``GlobalScheduler`` places requests as they come. It
-decides which replica runs a request; its table remembers that until the request ends. What a replica does with its
-requests is the ``ReplicaScheduler``'s business.
+``FleetMachine`` is the interface that the shell uses, whichever scheduler it hosts; ``GlobalScheduler`` places requests
+as they come. The scheduler decides which replica runs a request; its table remembers that until the request ends. The
+``ReplicaScheduler`` decides how a replica runs its requests.
 """
 
 from __future__ import annotations
@@ -56,74 +56,74 @@ class FleetMachine(ABC):
 
     @abstractmethod
     def handle(self, event: GlobalEvent, now: float) -> list[GlobalInstruction]:
-        """The only mutator. ``now`` is seconds on the caller's monotonic clock."""
+        """Applies an event; no other method changes the state. ``now``: seconds on the caller's monotonic clock."""
 
     @abstractmethod
     def _removed(self, request_id: str, entry: Entry | None, output_len: int | None) -> None:
-        """The table's ``on_removed``."""
+        """Handles a removal as the table's ``on_removed``."""
 
     @property
     def num_in_flight(self) -> int:
         return self._table.num_in_flight
 
     def loads(self) -> tuple[ReplicaLoad, ...]:
-        """Every replica that takes requests, in the order they were heard of; O(1) while they are the same."""
+        """Returns every replica that takes requests, in the order they were heard of; O(1) while they are the same."""
         return self._table.loads()
 
     def lives(self) -> list[WorkerReady]:
-        """The latest worker life of every replica."""
+        """Returns the latest worker life of every replica."""
         return [replica.ready for replica in self._table.replicas() if replica.ready is not None]
 
     def own_takers(self) -> list[WorkerReady]:
-        """The worker lives of our own engine, not other servers, that take requests."""
+        """Returns the worker lives of our own engine, not other servers, that take requests."""
         takers = [each.ready for each in self._table.replicas() if each.takes]
         return [ready for ready in takers if ready is not None and not ready.external]
 
     def replica_views(self) -> tuple[ReplicaView, ...]:
-        """Every replica that is known, for people to look at."""
+        """Returns a view of every known replica, for people to look at."""
         return tuple(each.view() for each in self._table.replicas())
 
     def busiest_prefixes(self, limit: int) -> tuple[PrefixView, ...]:
-        """The nodes of the prefix tree that most requests went through lately; none without a prefix tree."""
+        """Returns the nodes of the prefix tree that most requests went through lately; none without a prefix tree."""
         return ()
 
     def num_on(self, replica: str) -> int:
-        """Requests placed on a replica and not ended."""
+        """Returns the number of requests placed on a replica and not ended."""
         found = self._table.replica(replica)
         return 0 if found is None else len(found.requests)
 
     def demand(self) -> Demand:
-        """As ``RequestTable.demand``."""
+        """Returns the demand as ``RequestTable.demand`` does."""
         return self._table.demand()
 
     def usual_lengths(self) -> tuple[float, ...]:
-        """As ``LoadSnapshot.lengths``."""
+        """Returns the quantiles of ``LoadSnapshot.lengths``."""
         return () if self._table.usual is None else self._table.usual.quantiles
 
     def placed(self, request_id: str, attempt: int) -> Placed:
-        """Where an attempt was placed; an empty replica if it waits."""
+        """Returns where an attempt was placed; an empty replica if it waits."""
         entry = self._table.entry(request_id)
         if entry is None or entry.attempt != attempt:
             return Placed(request_id, attempt, "", "")
         return Placed(request_id, attempt, entry.replica, entry.worker_incarnation)
 
     def choice(self, request_id: str) -> Choice | None:
-        """Why a request is where it is; None if it is nowhere or an earlier Router placed it."""
+        """Returns why a request is where it is; None if it is nowhere or an earlier Router placed it."""
         entry = self._table.entry(request_id)
         return None if entry is None else entry.choice
 
     def waited_s(self, request_id: str) -> float:
-        """How long a request waited for a replica that takes requests."""
+        """Returns the seconds that a request waited for a replica that takes requests."""
         entry = self._table.entry(request_id)
         return 0.0 if entry is None else entry.waited_s
 
     def queued(self, response_id: str) -> list[tuple[Request, float]]:
-        """The requests of an answer that wait for a replica, and since when. O(waiting)."""
+        """Returns the requests of an answer that wait for a replica, and since when. O(waiting)."""
         queued = self._table.all_queued()
         return [each for each in queued if each[0].origin is not None and each[0].origin.response_id == response_id]
 
     def queued_among(self, keys: Iterable[Key]) -> list[tuple[Request, float]]:
-        """As ``RequestTable.queued_among``."""
+        """Returns the requests of ``RequestTable.queued_among``."""
         return self._table.queued_among(keys)
 
     def check_integrity(self) -> None:
@@ -141,15 +141,15 @@ class GlobalScheduler(FleetMachine):
         self.goes_by_prefixes = placement.block_size > 0
 
     def replica_views(self) -> tuple[ReplicaView, ...]:
-        """As of ``FleetMachine``, with what the placement knows of each."""
+        """Returns the views of ``FleetMachine``, with the placement's knowledge of each replica."""
         return tuple(map(self._placement.show, super().replica_views()))
 
     def busiest_prefixes(self, limit: int) -> tuple[PrefixView, ...]:
-        """As of ``Placement``."""
+        """Returns the prefixes of ``Placement.busiest_prefixes``."""
         return self._placement.busiest_prefixes(limit)
 
     def handle(self, event: GlobalEvent, now: float) -> list[GlobalInstruction]:
-        """As of ``FleetMachine``; events of batch mode alone change nothing."""
+        """Does as ``FleetMachine.handle`` says; events of batch mode alone change nothing."""
         self._now = now
         match event:
             case RequestsArrived(requests):
@@ -214,7 +214,7 @@ class GlobalScheduler(FleetMachine):
         return [PlaceRequests(name, tuple(group)) for name, group in placed.items()] + refused
 
     def _place(self, request: Request) -> Choice | None:
-        """None if no replica that takes requests holds it."""
+        """Places a request; returns None if no replica that takes requests can hold the request."""
         fitting = self._table.fitting(request)
         if not fitting:
             return None

@@ -73,7 +73,7 @@ class CheapestVictim(KvPolicy):
         return view.start_room(self.min_host_share)
 
     def _by_rank(self, jobs: Sequence[Job]) -> list[Job]:
-        """Best first; urgency before rank."""
+        """Returns the jobs best first; urgency before rank."""
         if not jobs:
             return []
         ranks = self.order.rank(list(jobs)).tolist()
@@ -83,5 +83,5 @@ class CheapestVictim(KvPolicy):
 
 @KV_POLICIES.register("cheapest-victim", needs="gittins", swaps=True)
 def build_cheapest_victim(context: ReplicaContext) -> CheapestVictim:
-    """Victims by the rank of the Gittins order."""
+    """Evicts victims by the rank of the Gittins order."""
     return CheapestVictim(context.order_as(Gittins))

@@ -1,4 +1,4 @@
-"""What FastServe compares its proactive swapping with (section 6.3); victims come in the same order, by ENST."""
+"""Baselines of FastServe's proactive swapping (section 6.3); victims come in the same order, by ENST."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class Reactive(KvPolicy):
 
 @dataclass(frozen=True, slots=True)
 class Recompute(KvPolicy):
-    """KV is dropped when its room is needed and prefilled anew later.
+    """KV is dropped when its room is needed and prefilled again later.
 
-    With a short starvation limit, promoted jobs and those they displaced may drop each other's KV without end
+    With a short starvation limit, promoted jobs and the jobs they displaced may drop each other's KV without end
     (section 4.2); the limit has to be well above a prefill.
     """
 
@@ -76,17 +76,17 @@ def _on_demand(order: SkipJoinMlfq, view: KvView, now: float, *, swaps: bool) ->
 
 @KV_POLICIES.register("enst-defer", needs="skip-join-mlfq")
 def build_defer(context: ReplicaContext) -> Defer:
-    """Newcomers wait for memory."""
+    """Makes newcomers wait for memory."""
     return Defer(context.order_as(SkipJoinMlfq))
 
 
 @KV_POLICIES.register("enst-reactive", needs="skip-join-mlfq", swaps=True)
 def build_reactive(context: ReplicaContext) -> Reactive:
-    """KV moves to the host when its room is needed."""
+    """Moves KV to the host when its room is needed."""
     return Reactive(context.order_as(SkipJoinMlfq))
 
 
 @KV_POLICIES.register("enst-recompute", needs="skip-join-mlfq")
 def build_recompute(context: ReplicaContext) -> Recompute:
-    """KV is dropped when its room is needed."""
+    """Drops KV when its room is needed."""
     return Recompute(context.order_as(SkipJoinMlfq))

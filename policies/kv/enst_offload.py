@@ -1,6 +1,7 @@
 """Proactive offload and upload by estimated next scheduled time (FastServe, section 4.2).
 
-Whoever is scheduled last leaves the device first, ahead of need: newcomers find idle slots and nobody waits for a copy.
+The job that is scheduled last leaves the device first, ahead of need: newcomers find idle slots and no job waits for a
+copy.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from policies.order.skip_join_mlfq import Group, SkipJoinMlfq, Urgency
 _Turn = tuple[Urgency, float, int, float]
 
 MIN_HOST_SHARE = 0.1
-"""No job starts into this share of the host memory, in which jobs that return and those that grow change places.
-FastServe's artifact keeps the same share, and lets any number start while more than that is free (ADR 83)."""
+"""Share of the host memory that no starting job may fill: returning and growing jobs change places there. FastServe's
+artifact keeps the same share, and lets any number of jobs start while more than that is free (ADR 83)."""
 
 
 def enst_s(order: SkipJoinMlfq, jobs: Iterable[Job], now: float) -> dict[str, float]:
-    """Estimated next scheduled time of each job, in seconds from now, by request id.
+    """Returns the estimated next scheduled time of each job, in seconds from now, by request id.
 
-    Section 4.2: T_exec(i, j) is the sum of the quanta from j's level down to the level just above i's, T_exec(i) that
-    of all j strictly higher than i, and ENST(i) = min(T_promote(i), T_exec(i)), T_promote(i) = limit - waited(i).
+    Section 4.2: T_exec(i, j) is the sum of the quanta from j's level down to the level just above i's, T_exec(i) its
+    sum over all j strictly higher than i, and ENST(i) = min(T_promote(i), T_exec(i)), T_promote(i) = limit - waited(i).
     Between jobs of unequal urgency: a more urgent j is higher at any level and takes a quantum of its own at least; a
-    promotion does not pass it, so its time adds to the minimum instead of being one side of it.
+    promotion does not pass j, so j's time is added to the minimum instead of being one side of it.
 
     O(q + m L) for m jobs, q queues that are not empty and L levels: cumulative sums instead of pairs.
     """
@@ -38,7 +39,7 @@ def enst_s(order: SkipJoinMlfq, jobs: Iterable[Job], now: float) -> dict[str, fl
 
 
 def _keyed(order: SkipJoinMlfq, jobs: Iterable[Job], now: float) -> list[tuple[_Turn, Job]]:
-    """Each job with (urgency, ENST in seconds, level, minus its arrival); queue by queue, the highest first."""
+    """Returns each job with (urgency, ENST in seconds, level, minus its arrival); queue by queue, the highest first."""
     by_group: dict[Group, list[tuple[Job, float]]] = {}
     for job, group, waits_since in order.standing(jobs):
         by_group.setdefault(group, []).append((job, waits_since))
@@ -79,7 +80,7 @@ class _Ahead:
         self._own_above_s += num_jobs * self._order.above_s(level)
 
     def times_s(self, group: Group) -> tuple[float, float]:
-        """T_exec of a job of this queue: the shares of the more urgent jobs and of those of its own urgency."""
+        """Returns T_exec of a job of this queue in seconds: the shares of more urgent and of equally urgent jobs."""
         urgency, level = group
         self._enter(urgency)
         above_s = self._order.above_s(level)
@@ -98,12 +99,12 @@ class _Ahead:
 
 
 def by_enst(order: SkipJoinMlfq, jobs: Sequence[Job], now: float, found: dict[str, float] | None = None) -> list[Job]:
-    """Jobs in the order in which they come back: most urgent first, then by ENST; O(m log m) beyond ``enst_s``.
+    """Returns the jobs in their order of return: most urgent first, then by ENST; O(m log m) beyond ``enst_s``.
 
-    Of equal ENST, those of a lower level and then the older are the last, and so the first to be offloaded.
+    At equal ENST, jobs of a lower level and then older jobs come last, and so are offloaded first.
 
     Args:
-        found: Takes the times by request id.
+        found: Receives the times in seconds, by request id.
     """
     keyed = _keyed(order, jobs, now)
     if found is not None:
@@ -113,16 +114,16 @@ def by_enst(order: SkipJoinMlfq, jobs: Sequence[Job], now: float, found: dict[st
 
 
 def first_by_enst(order: SkipJoinMlfq, jobs: Sequence[Job], num: int, now: float) -> list[Job]:
-    """The first ``num`` of ``by_enst``; O(m + num log m) beyond the times."""
+    """Returns the first ``num`` of ``by_enst``; O(m + num log m) beyond the times."""
     return [job for _, job in heapq.nsmallest(num, _keyed(order, jobs, now), key=itemgetter(0))]
 
 
 class Room:
-    """Makes room, one victim after another; tokens.
+    """Makes room, one victim after another.
 
     Attributes:
-        short: Still to be freed; negative for what is free beyond that.
-        moves: Who has to leave so far.
+        short: Tokens still to be freed; negative if more than enough are free.
+        moves: Jobs that have to leave so far.
     """
 
     def __init__(self, short: int, host_free: int) -> None:
@@ -137,7 +138,7 @@ class Room:
         return KvMoves(tuple(self._offload), tuple(self._drop))
 
     def take(self, victims: Iterable[Job], *, may_drop: bool) -> None:
-        """From the first victim on until enough is free. What the host does not take is dropped, or else passed by."""
+        """Takes victims until enough is free; a victim that the host cannot hold is dropped if allowed, or skipped."""
         for job in victims:
             if self.short <= 0:
                 return
@@ -151,13 +152,13 @@ class Room:
 
 
 def make_room(view: KvView, victims: Sequence[Job], *, swaps: bool) -> Room:
-    """Frees just what the running jobs lack: of the victims first, then of the running ones from the last.
+    """Frees just the memory that the running jobs lack: of the victims first, then of running jobs from the last.
 
-    The first of the running is never taken: it always fits alone, so the system as a whole makes progress.
+    The first running job is never taken: it always fits alone, so the system as a whole makes progress.
 
     Args:
         victims: Jobs that are not to execute next, the first to leave first.
-        swaps: Whether they keep their KV on the host while there is room.
+        swaps: Whether victims keep their KV on the host while there is room.
     """
     room = Room(view.needed - view.free, view.host_free if swaps else 0)
     room.take(victims, may_drop=True)
@@ -170,14 +171,14 @@ class EnstOffload(KvPolicy):
     """A ``KvPolicy`` that keeps slots idle for newcomers. O(q + m L + m log m) for m jobs with KV that do not run.
 
     The paper's slots all have one size; here a slot is the mean of the known tokens of the running jobs (of all with
-    KV on the device while none runs), which is what a newcomer will hold as far as anybody can tell.
+    KV on the device while none runs), the best guess of what a newcomer will hold.
 
     Attributes:
         order: Gives levels, quanta and waiting times.
         min_idle_slots: K. The paper gives no number and finds none that matters; the artifact keeps as many blocks of
             16 tokens as its batch has jobs, about one slot.
-        num_burst_levels: K': as many slots are kept as jobs are in so many of the highest levels, if that is more.
-        lookahead: Jobs that are uploaded at one scheduling point at most (artifact: its batch size).
+        num_burst_levels: K': as many slots are kept as jobs are in the K' highest levels, if that is more than K.
+        lookahead: Most jobs that are uploaded at one scheduling point (artifact: its batch size).
         evicts, swaps: As in ``KvPolicy``.
 
     Raises:
@@ -199,7 +200,7 @@ class EnstOffload(KvPolicy):
                 raise InvalidValueError(name, getattr(self, name), "0 or more")
 
     def idle_target(self, view: KvView) -> int:
-        """Device tokens to keep free: max(K, jobs in the top K' levels) slots."""
+        """Returns the device tokens to keep free: max(K, jobs in the top K' levels) slots."""
         holders = view.running or view.idle
         if not holders:
             return 0
@@ -207,12 +208,12 @@ class EnstOffload(KvPolicy):
         return math.ceil(slot * max(self.min_idle_slots, self.order.num_in_top(self.num_burst_levels)))
 
     def is_due(self, view: KvView) -> bool:
-        """Whether the running jobs or the idle target lack room, or there is some for KV on the host."""
+        """Returns whether the running jobs or the idle target lack room, or there is room for KV on the host."""
         spare = view.free - view.needed - self.idle_target(view)
         return spare < 0 or (bool(view.offloaded) and spare >= view.block_size)
 
     def moves(self, view: KvView, now: float) -> KvMoves:
-        """Makes room for the running jobs, then for the idle target; brings back only if nothing has to leave."""
+        """Makes room for the running jobs, then for the idle target; uploads KV only if no job has to leave."""
         self._times.clear()
         target = self.idle_target(view)
         is_short = view.needed + target > view.free
@@ -225,7 +226,7 @@ class EnstOffload(KvPolicy):
         return KvMoves(upload=self._uploads(view, -room.short, now))
 
     def explain(self, job: Job, now: float) -> Facts:
-        """Its estimated next scheduled time, as it was just compared; that of a running job was not."""
+        """Returns the job's ENST as the latest ``moves`` compared it; computed now if it was not compared."""
         known = self._times.get(job.request_id)
         return {"enst_s": enst_s(self.order, [job], now)[job.request_id] if known is None else known}
 
@@ -233,7 +234,7 @@ class EnstOffload(KvPolicy):
         return view.start_room(MIN_HOST_SHARE)
 
     def _uploads(self, view: KvView, spare: int, now: float) -> tuple[Job, ...]:
-        """In ascending ENST while the idle target stays free, or the next point would offload them again."""
+        """Returns jobs in ascending ENST while the idle target stays free; the next point would offload any more."""
         uploads: list[Job] = []
         if spare < view.block_size:
             return ()

@@ -22,7 +22,7 @@ class NewestGiveWay(KvPolicy):
     watches: bool = False
 
     def moves(self, view: KvView, now: float) -> KvMoves:
-        """Victims are jobs that do not execute, then running jobs from the last, until enough memory is free."""
+        """Takes jobs that do not execute, then running jobs from the last, as victims until enough memory is free."""
         short, host_free = view.needed - view.free, view.host_free
         offload: list[Job] = []
         drop: list[Job] = []
@@ -42,11 +42,11 @@ class NewestGiveWay(KvPolicy):
 
 @KV_POLICIES.register("recompute-newest")
 def build_recompute_newest(context: ReplicaContext) -> NewestGiveWay:
-    """The newest lose their KV and compute it again."""
+    """Drops the KV of the newest jobs, which compute it again."""
     return NewestGiveWay()
 
 
 @KV_POLICIES.register("swap-newest", swaps=True)
 def build_swap_newest(context: ReplicaContext) -> NewestGiveWay:
-    """The newest keep their KV on the host."""
+    """Moves the KV of the newest jobs to the host."""
     return NewestGiveWay(swaps=True)

@@ -25,8 +25,8 @@ class WholeBatch(Admission):
 class SplitBatch(KvPolicy):
     """No job of a batch is preempted for the others: a batch that runs out of memory breaks off (Magnus III-C).
 
-    It also breaks off at once if its prompts do not fit together. Jobs whose clients do not read are paused and do not
-    run; their memory is freed first. O(jobs).
+    A batch also breaks off at once if its prompts do not fit together. Jobs whose clients do not read are paused and do
+    not run; their memory is freed first. O(jobs).
     """
 
     evicts: bool = False
@@ -49,6 +49,6 @@ class SplitBatch(KvPolicy):
 
 
 def _lacking(view: KvView) -> int:
-    """Tokens; a job that is alone may now find the memory that the worker lacked a moment ago."""
+    """Returns the tokens that are lacking; a job that is alone may now find memory that the worker lacked before."""
     lacking = view.needed - view.free
     return max(lacking, view.short) if len(view.running) > 1 else lacking

@@ -66,13 +66,13 @@ class LengthHistory:
         self._is_sorted = False
 
     def quantiles(self, levels: FloatArray, going_on: Sequence[int] = ()) -> IntArray:
-        """The least lengths l with P(up to l) >= level; O(log w) each.
+        """Returns the least lengths l with P(up to l) >= level; O(log w) each.
 
         Mass above all observed lengths counts as the longest entry here (Efron's convention).
 
         Args:
-            going_on: Tokens so far of outputs that have not ended: each counts as a cut entry. Without them the law is
-                that of who ends first, which an order that favours short jobs makes too short. O(w log w) with any.
+            going_on: Tokens so far of unfinished outputs: each counts as a cut entry. Without these the law is that of
+                the outputs that end first, which an order for short jobs makes too short. O(w log w) with any.
 
         Raises:
             InvalidValueError: The history is empty.
@@ -90,17 +90,17 @@ class LengthHistory:
         return np.append(lengths, max(codes) // 2)[index]
 
     def sample(self, rng: np.random.Generator, n: int) -> IntArray:
-        """n independent lengths of P(l), as ``quantiles`` sees it; shape (n,)."""
+        """Returns n independent lengths of P(l), as ``quantiles`` sees it; shape (n,)."""
         return self.quantiles(rng.random(n))
 
     def sample_above(self, rng: np.random.Generator, generated: IntArray, limit: IntArray, num_lists: int) -> IntArray:
-        """Whole output lengths of n running jobs: draws of P(l | l > generated), equation 1; O(num_lists n log w).
+        """Draws whole output lengths of n running jobs from P(l | l > generated), equation 1; O(num_lists n log w).
 
         Args:
             rng: Always draws num_lists times n uniform numbers.
             generated: l_t of each job, shape (n,).
-            limit: max_new_tokens of each, shape (n,). It is the answer where no entry is longer than ``generated``
-                (the paper is silent), and no answer is above it.
+            limit: max_new_tokens of each, shape (n,). No drawn length is above the limit; the limit is drawn where no
+                entry is longer than ``generated`` (the paper is silent).
             num_lists: Independent lists of draws.
 
         Returns:
@@ -109,7 +109,7 @@ class LengthHistory:
         return self.lengths_at(rng.random((num_lists, len(generated))), generated, limit)
 
     def lengths_at(self, levels: FloatArray, generated: IntArray, limit: IntArray) -> IntArray:
-        """Inverse of P(l | l > generated) at levels in [0, 1); shapes (..., n), (n,) and (n,) give (..., n)."""
+        """Inverts P(l | l > generated) at levels in [0, 1); shapes (..., n), (n,) and (n,) give (..., n)."""
         self._sort()
         first = np.searchsorted(self._lengths, generated, side="right")
         below = self._cdf_from_zero[first]
@@ -123,7 +123,7 @@ class LengthHistory:
     def _between(
         self, levels: FloatArray, generated: IntArray, limit: IntArray, first: NDArray[np.intp], below: FloatArray
     ) -> IntArray:
-        """LightLLM's inverse; the limit weighs as much as a mean entry above ``generated``, and all unseen mass."""
+        """Inverts as LightLLM does; the limit has the mass of a mean entry above ``generated``, and all unseen mass."""
         num_entries = len(self._lengths)
         seen = self._cdf[-1] if num_entries else 0.0
         num_longer = num_entries - first
@@ -152,8 +152,8 @@ class LengthHistory:
 
 
 def _kaplan_meier(codes: Sequence[int]) -> tuple[IntArray, FloatArray]:
-    """Lengths that ended, rising, and P(up to each): every end takes its share of the entries at risk, ends before
-    cuts.
+    """Returns the lengths that ended, rising, and P(up to each): every end takes its share of the entries at risk, and
+    ends come before cuts.
 
     Args:
         codes: Twice the length, plus one for a cut output.

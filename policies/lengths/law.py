@@ -28,7 +28,7 @@ MIN_REMAINING = 16
 
 
 def forecast_points(forecast: Forecast) -> FloatArray:
-    """Equiprobable output lengths, not falling, shape (32,); equal quantiles give a deterministic law.
+    """Returns equiprobable output lengths, not falling, shape (32,); equal quantiles give a deterministic law.
 
     Linear between the levels of ``QUANTILES``, flat outside; rounded up to whole tokens.
     """
@@ -36,17 +36,17 @@ def forecast_points(forecast: Forecast) -> FloatArray:
 
 
 def variance(forecast: Forecast) -> float:
-    """How uncertain the output length is, in tokens squared, as of a normal law with the same tenth and nine tenths."""
+    """Returns the output length's variance in tokens squared, by a normal law with the same quantiles 0.1 and 0.9."""
     deviation = (forecast.quantiles[4] - forecast.quantiles[0]) / NORMAL_SPAN
     return deviation * deviation
 
 
 def merged(forecasts: FloatArray, history: FloatArray | None) -> tuple[FloatArray, BoolArray]:
-    """Points of both halves in rising order, and which of them the forecast gave; shapes (n, 64). O(n).
+    """Returns the points of both halves in rising order, and which of them the forecast gave; shapes (n, 64). O(n).
 
     Args:
         forecasts: Points of each job, shape (n, 32), rising; infinite for a job without a forecast.
-        history: Shape (32,), rising; None where nothing has finished, which gives infinite points.
+        history: Shape (32,), rising; None before any output has finished, which gives infinite points.
     """
     common = UNKNOWN if history is None else history
     # A merge, since both halves are sorted: a point stands behind its own half's and the other's smaller ones.
@@ -62,7 +62,7 @@ def merged(forecasts: FloatArray, history: FloatArray | None) -> tuple[FloatArra
 def remaining(
     points: FloatArray, from_forecast: BoolArray, omega: float, generated: FloatArray, limit: FloatArray
 ) -> tuple[FloatArray, FloatArray]:
-    """Law of the remaining tokens given that the output is longer than ``generated``; O(64 n).
+    """Returns the law of the remaining tokens given that the output is longer than ``generated``; O(64 n).
 
     Where no point is left, all mass is on max(generated / 4, 16). No answer exceeds limit - generated, none is below 1.
 
@@ -92,7 +92,7 @@ def remaining(
 
 
 def equiprobable(tokens: FloatArray, weights: FloatArray) -> FloatArray:
-    """32 equiprobable points of a law given by points in rising order, shape (k,), and weights; shape (32,)."""
+    """Returns 32 equiprobable points, shape (32,), of a law given by rising points, shape (k,), and weights."""
     below = np.cumsum(weights)
     points: FloatArray = tokens[np.searchsorted(below, LEVELS * below[-1])]
     return points

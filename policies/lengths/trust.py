@@ -16,7 +16,7 @@ STEEPNESS = 20.0
 
 
 def crps(points: FloatArray, value: float) -> float:
-    """Continuous ranked probability score of the law with equiprobable ``points``; tokens, smaller is better.
+    """Returns the continuous ranked probability score of equiprobable ``points``, in tokens; smaller is better.
 
     Exactly E|X - value| - E|X - X'| / 2 (Gneiting and Raftery 2007, equation 21); the second term of sorted points is
     sum_i (2 i - n + 1) x_i / n^2 with i from 0. O(n).

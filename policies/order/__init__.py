@@ -1,1 +1,1 @@
-"""In which order a replica runs its requests."""
+"""Orders: the rank in which a replica runs its requests."""

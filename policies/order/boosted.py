@@ -5,8 +5,8 @@ M/G/1", SIGMETRICS 2024; with laws instead of sizes: Harlev, Yu and Scully, "A G
 Latency", SIGMETRICS 2025). The boost of a job with rank w is y ln(1 / (1 - exp(-w / y))): about y ln(y / w) for a small
 job, about 0 for one that is large beside the yardstick y. The rank is that of ``policies.order.gittins``. To it comes
 the time that the job's tokens take on a full replica: one server of the theory ends a job of little work at once, a
-replica needs a step for each token, and who runs long has to start early to end with the others. No overload
-has the decay rate from which the theory takes y, so y comes from the work B of the n jobs that have not begun: y is
+replica needs a step for each token, and a long job has to start early to end with the others. Under overload there is
+no decay rate from which the theory could take y, so y comes from the work B of the n jobs that have not begun: y is
 9 B / sqrt(n) over ``tail``. B / sqrt(n) is the standard deviation of the sum of n exponential works of mean B / n.
 
 **Bound.** A boost lies in [0, max_boost_s], whatever the yardstick is at the instant. Let i and j be of one urgency,
@@ -30,7 +30,7 @@ from policies.order.gittins import DecodePrice, FloatArray, Gittins
 from policies.settings import PRIOR_CAPACITY
 
 MAX_BOOST_S = 1800.0
-"""Nothing is overtaken by a request that came half an hour later."""
+"""In seconds: no request is overtaken by one that came half an hour later."""
 
 SPREAD = 8.0
 """Boosts of jobs down to exp(-8) = 1/3000 of the yardstick still differ below ``max_boost_s``."""
@@ -40,17 +40,17 @@ DEVIATIONS = 9.0
 
 _LEAST_S = 1e-9
 STREAMS_A_PLACE = 4
-"""Streams take turns while at most so many have begun for each place: more could not keep their pauses short."""
+"""Most begun streams for each place with which streams take turns: more could not keep their pauses short."""
 
 SHARE_OF_KV = 0.6
-"""... and while those that have begun fill at most this share of the memory: beyond it KV would be moved for turns."""
+"""Streams take turns while all that have begun fill at most this share of the memory: beyond it turns would move KV."""
 
 STANDS_S = 0.3
-"""A stream that has not run for so long counts as waiting work."""
+"""Seconds without a step after which a stream counts as waiting work."""
 
 
 def boosts(ranks: FloatArray, yardstick_s: float, max_boost_s: float) -> FloatArray:
-    """Seconds by which jobs count as older, in [0, max_boost_s], shape (n,); falls with the rank. O(n).
+    """Returns the seconds by which jobs count as older, in [0, max_boost_s], shape (n,); falls with the rank. O(n).
 
     Args:
         ranks: Seconds > 0, shape (n,).
@@ -77,8 +77,8 @@ class Boosted(Gittins):
     Args:
         price: As in ``Gittins``.
         theta: As in ``Gittins``; 1 while streams take turns, which moves no KV.
-        tail: How much of the mean is given for the tail; > 0. Near 0 the order is that of the ranks, large values
-            make it first come, first served.
+        tail: How far the mean latency is given up for the tail; > 0. Near 0 the order is that of the ranks, large
+            values make it first come, first served.
         max_boost_s: Seconds > 0.
         max_pause_s: Seconds after which a stream that stands still goes first; 0: streams do not stand still for
             others.
@@ -112,9 +112,9 @@ class Boosted(Gittins):
     def yardstick_s(self) -> float:
         """``DEVIATIONS`` of the expected work of jobs that wait, over ``tail``, in seconds.
 
-        At most ``max_boost_s / SPREAD``, so that boosts still differ below their bound.
-        Those are the jobs that have not begun and, where streams take turns, the streams that stand still. It grows
-        with the root of their number: a backlog twice as long lets short jobs pass less far beside the wait it makes.
+        At most ``max_boost_s / SPREAD``, so that boosts still differ below their bound. Waiting jobs are jobs that have
+        not begun and, where streams take turns, streams that stand still. The yardstick grows with the root of their
+        number: a backlog twice as long lets short jobs pass less far, relative to the wait that it makes.
         """
         waits = self._column("generated") == 0
         if self._max_pause_s:
@@ -143,7 +143,7 @@ class Boosted(Gittins):
             self._mark_stale(slice(None))  # streams that stand still are not ranked again as they run
 
     def _observed(self) -> NDArray[np.int64]:
-        """Where streams stand still for shorter ones these end first: those that go on count as far as they are."""
+        """Returns the history's points; with turns short streams end first, so running ones count as cut entries."""
         generated = self._column("generated")
         going_on = generated[generated > 0].astype(np.int64).tolist() if self._max_pause_s else ()
         return self._history.quantiles(length_law.LEVELS, going_on)
@@ -166,7 +166,7 @@ class Boosted(Gittins):
         return [self._column("priority")[rows], self._column("deadline_at")[rows], phase, key, arrived_at]
 
     def _take_turns(self) -> bool:
-        """Whether streams may stand still for others: none for longer than ``max_pause_s`` and a turn."""
+        """Returns whether streams may stand still for others, none for longer than ``max_pause_s`` and a turn."""
         if not self._max_pause_s:
             return False
         has_begun = self._column("generated") > 0
@@ -180,7 +180,7 @@ class Boosted(Gittins):
         return np.minimum(boost, self._max_boost_s, out=boost)
 
     def _step_s(self) -> float:
-        """Seconds of a step of as many jobs as run at once, half way through their outputs, as far as memory lasts."""
+        """Returns the seconds of a full step whose jobs are half way through their outputs, as far as memory lasts."""
         lengths = self._column("context") + self._column("tokens") / 2
         if not len(lengths):
             return 0.0
@@ -189,11 +189,11 @@ class Boosted(Gittins):
         return price.step.step_s(0, price.max_num_seqs, round(context_len))
 
     def slice_s(self, job: Job) -> float:
-        """Without an end where streams do not take turns: one that has begun goes on."""
+        """Returns the slice of ``Gittins``; infinity where streams do not take turns: a begun stream goes on."""
         return super().slice_s(job) if self._max_pause_s else math.inf
 
     def explain(self, job: Job, now: float) -> Facts:
-        """Its rank as last worked out, the yardstick and the boost, and how far its forecast is trusted."""
+        """Returns the rank as last computed, the yardstick and the boost, and the weight of the job's forecast."""
         facts = dict(super().explain(job, now))
         if "rank_s" not in facts:
             return facts
@@ -205,7 +205,7 @@ class Boosted(Gittins):
 
 @ORDERS.register("boosted", stands_for="gittins", reads_forecasts=True)
 def build_boosted(context: ReplicaContext) -> Boosted:
-    """Arrival, less a boost that is large for small Gittins ranks; streams that have begun go on."""
+    """Ranks by arrival, less a boost that is large for small Gittins ranks; streams that have begun go on."""
     settings = context.settings
     price = DecodePrice(settings.cost, context.max_num_seqs, PRIOR_CAPACITY)
     config = settings.scheduler

@@ -14,7 +14,7 @@ _Key = tuple[tuple[int, float], int]
 
 
 class Fcfs(Order):
-    """Jobs by arrival. A preempted one keeps its place, so it goes before all that came after it.
+    """Jobs by arrival. A preempted job keeps its place, so it goes before all that came after it.
 
     ``add`` and ``remove`` cost O(log n).
     """
@@ -38,28 +38,28 @@ class Fcfs(Order):
             del self._jobs[key]
 
     def foreseen(self, job: Job) -> None:
-        """Nothing to do: this order ignores forecasts."""
+        """Does nothing: this order ignores forecasts."""
 
     def changed(self, job: Job) -> None:
-        """What it holds does not matter."""
+        """Does nothing: lengths and KV do not matter."""
 
     def price(self, cost: StepCost, capacity: int) -> None:
-        """Time does not matter."""
+        """Does nothing: time does not matter."""
 
     def learn(self, job: Job, *, censored: bool) -> None:
-        """How long it was does not matter."""
+        """Does nothing: output lengths do not matter."""
 
     def ran(self, job: Job, duration_s: float, now: float) -> None:
-        """What has run does not matter."""
+        """Does nothing: the time that a job has run does not matter."""
 
     def refresh(self, now: float) -> None:
-        """Nothing is ever due."""
+        """Does nothing: no promotion or rank change is ever due."""
 
     def ranked(self, now: float) -> Iterator[Job]:
         return iter(self._jobs.values())
 
     def among(self, jobs: Sequence[Job], now: float) -> list[Job]:
-        """As of ``RanksSome``."""
+        """Returns the jobs in the order of ``ranked``, as ``RanksSome`` asks."""
         return sorted(jobs, key=lambda job: self._keys[job.request_id])
 
     def slice_s(self, job: Job) -> float:
@@ -68,5 +68,5 @@ class Fcfs(Order):
 
 @ORDERS.register("fcfs", steady=True)
 def build_fcfs(context: ReplicaContext) -> Fcfs:
-    """First come, first served."""
+    """Runs requests first come, first served."""
     return Fcfs()

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 AT_ONCE = 512
-"""Rows that are put in order first; each time that they do not suffice, four times as many."""
+"""Rows that are put in order first; each further run has four times as many."""
 
 _T = TypeVar("_T")
 Column = NDArray[Any]
@@ -18,18 +18,18 @@ Rows = NDArray[np.intp]
 
 
 def in_order(columns: Sequence[Column]) -> Iterator[int]:
-    """Rows in rising order, compared by one column after the other; of equals the lower row first.
+    """Yields rows in rising order, compared by one column after the other; of equals the lower row first.
 
-    Who takes the first k of n pays for O(n) numpy operations and for sorting O(k), not for sorting n.
+    Taking the first k of n rows costs O(n) numpy operations and sorts O(k) rows, not n.
 
     Args:
-        columns: One at least, of one length n, the most significant first.
+        columns: At least one, all of one length n, the most significant first.
     """
     return itertools.chain.from_iterable(_runs(columns))
 
 
 def _runs(columns: Sequence[Column]) -> Iterator[list[int]]:
-    """``in_order`` in the runs that are sorted at once: ``AT_ONCE`` rows, then four times as many, and so on."""
+    """Yields ``in_order`` in the runs that are sorted at once: ``AT_ONCE`` rows, then four times as many, and so on."""
     columns = [column for column in columns[:-1] if len(column) and (column != column[0]).any()] + [columns[-1]]
     left = np.arange(len(columns[0]))
     num = AT_ONCE
@@ -46,7 +46,7 @@ def _runs(columns: Sequence[Column]) -> Iterator[list[int]]:
 
 
 def first_of(columns: Sequence[Column], rows: Rows, num: int) -> Rows:
-    """The first ``num`` of ``rows``, which rise, as ``in_order`` compares them; in no order."""
+    """Returns the first ``num`` of ``rows``, which rise, as ``in_order`` compares them; in no order."""
     taken: list[Rows] = []
     for column in columns:
         if len(rows) <= num:
@@ -66,7 +66,7 @@ def _sorted(columns: Sequence[Column], rows: Rows) -> Rows:
 
 
 def replayed(columns: Sequence[Column]) -> Iterable[int]:
-    """As ``in_order``, for any number of readers."""
+    """Returns the rows of ``in_order``, for any number of readers."""
     if len(columns[0]) <= AT_ONCE:
         rows: list[int] = np.lexsort(columns[::-1]).tolist()
         return rows

@@ -31,22 +31,22 @@ RERANK_TOKENS = 16
 """Output tokens after which a running job's rank is computed again."""
 
 REFRESH_COMPLETIONS = 50
-"""Finished outputs after which the history's half of all laws is taken again ..."""
+"""Finished outputs after which the history's half of all laws is taken again."""
 
 MIN_COMPLETIONS = 20
-"""... the first time after so many: fewer say too little."""
+"""Finished outputs after which the history's half is taken for the first time: fewer say too little."""
 
 
 STALE_AT_ONCE = 256
-"""Jobs of those that a new history or price concerns whose ranks are worked out at one scheduling point, at most: about
-half a millisecond. The best of them come first."""
+"""Most jobs whose ranks are computed at one scheduling point because of a new history or price: about 0.5 ms. The best
+of them come first."""
 
 
 def gittins_rank(costs: FloatArray, weights: FloatArray) -> FloatArray:
-    """min_k E[cost of min(G, x_k)] / P(G <= x_k) of each row; O(n k).
+    """Returns min_k E[cost of min(G, x_k)] / P(G <= x_k) of each row; O(n k).
 
     Args:
-        costs: Of ending at x_k, shape (n, k), not falling in a row where the weight is positive.
+        costs: Costs of ending at x_k, shape (n, k), not falling in a row where the weight is positive.
         weights: Probabilities of x_k, shape (n, k).
     """
     below = np.cumsum(weights, axis=1)
@@ -63,7 +63,7 @@ class DecodePrice:
     """Seconds of the replica that output tokens use up, in closed form.
 
     A token at context y costs base_s max(1/B, y/M) + decode_seq_s + context_token_s y in volume: the replica's time by
-    the dominant share of what the job holds, slots or memory. In time the maximum is 1: what it would take alone.
+    the dominant share of what the job holds, slots or memory. In time the maximum is 1: the time of the job alone.
 
     Attributes:
         max_num_seqs: B, sequences of a step.
@@ -84,10 +84,10 @@ class DecodePrice:
             raise InvalidValueError("unit", self.unit, "volume or time")
 
     def seconds(self, context: FloatArray, tokens: FloatArray) -> FloatArray:
-        """The time of ``tokens`` more tokens from ``context`` on, elementwise.
+        """Returns the seconds of ``tokens`` more tokens from ``context`` on, elementwise.
 
-        A sum over y in [context, context + tokens), which of y itself is tokens (context - 1/2 + tokens / 2). The
-        maximum is flat up to y = M/B and linear from there.
+        The sum over y in [context, context + tokens) of y itself is tokens (context - 1/2 + tokens / 2). The maximum
+        is flat up to y = M/B and linear from there.
         """
         step, before = self.step, context - 0.5
         contexts = 0.5 * tokens
@@ -109,13 +109,13 @@ class DecodePrice:
 
 
 _ROWS_AT_ONCE = 256
-"""Their arrays fit a core's own cache, which halves the time."""
+"""Rows ranked together: their arrays fit a core's own cache, which halves the time."""
 
 _COLUMNS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "forecast": (np.float64, (length_law.NUM_POINTS,)),
     "points": (np.float64, (2 * length_law.NUM_POINTS,)),
     "from_forecast": (np.bool_, (2 * length_law.NUM_POINTS,)),
-    "history": (np.int64, ()),  # of which history the points are
+    "history": (np.int64, ()),  # version of the history that the points come from
     "generated": (np.float64, ()),
     "limit": (np.float64, ()),
     "context": (np.float64, ()),
@@ -126,8 +126,8 @@ _COLUMNS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "rank": (np.float64, ()),
     "expected": (np.float64, ()),
     "tokens": (np.float64, ()),  # expected output still to come
-    "due": (np.bool_, ()),  # the job has changed: it is ranked before anybody asks
-    "stale": (np.bool_, ()),  # the history or the price has: it is ranked in its turn
+    "due": (np.bool_, ()),  # the job has changed: its rank is computed before the next question
+    "stale": (np.bool_, ()),  # the history or the price has changed: its rank is computed in its turn
     "resident": (np.bool_, ()),
     "ran_at": (np.float64, ()),  # kept by orders that look at pauses
 }
@@ -137,7 +137,7 @@ class Gittins(Order):
     """``Order`` by rank, smallest first, urgency before it, arrival after it.
 
     A rank is computed again when the prefill ends, every 16 tokens, and for jobs that have not started every 50
-    finished outputs; after those, and after a change of prices, some at each scheduling point, so that none is long. A
+    finished outputs; after these, and after a change of prices, only some at each scheduling point, to keep it short. A
     resident counts with rank / theta, so that only a clearly better job takes its place. Ageing divides by
     1 + gamma (now - arrived_at) / (expected cost of what remains): a smooth form of the response ratio, 0 for none.
 
@@ -171,7 +171,7 @@ class Gittins(Order):
         self._ranking: Iterable[int] | None = None  # rows as far as they have been asked for, at one instant
         self._ranked_at = 0.0
         self._any_due = self._any_stale = False  # whether a row of these columns may be set
-        self._generated: dict[str, int] = {}  # as the column has it: one number is read faster here
+        self._generated: dict[str, int] = {}  # a copy of the column: one number is read faster here
         self._resident: dict[str, bool] = {}  # likewise
 
     def changed(self, job: Job) -> None:
@@ -190,7 +190,7 @@ class Gittins(Order):
             self._look_at(row)
 
     def price(self, cost: StepCost, capacity: int) -> None:
-        """What steps cost and how much memory there is has changed: all ranks are due."""
+        """Sets the step cost and the KV capacity in tokens; all ranks become stale."""
         before = self._price
         self._price = DecodePrice(cost, before.max_num_seqs, capacity, before.unit)
         self._mark_stale(slice(None))
@@ -225,11 +225,11 @@ class Gittins(Order):
             self._mark_stale(self._column("generated") == 0)
 
     def _observed(self) -> NDArray[np.int64]:
-        """Points of the law of outputs as the history has it, shape (32,)."""
+        """Returns the points of the history's law of outputs, shape (32,)."""
         return self._history.quantiles(length_law.LEVELS)
 
     def ran(self, job: Job, duration_s: float, now: float) -> None:
-        """Due if the prefill has ended or 16 tokens have come since its last rank."""
+        """Marks the rank as due if the prefill has ended or 16 tokens have come since the job was last ranked."""
         generated = self._generated.get(job.request_id)
         if generated is None:
             return
@@ -249,13 +249,13 @@ class Gittins(Order):
         return map(self._table.jobs.__getitem__, self._ranking)
 
     def among(self, jobs: Sequence[Job], now: float) -> list[Job]:
-        """As of ``RanksSome``."""
+        """Returns the jobs in the order of ``ranked``, as ``RanksSome`` asks."""
         self._rank_due()
         rows = np.sort(np.array([self._known_row(job) for job in jobs], np.int64))
         return [self._table.jobs[rows[index]] for index in replayed(self._keys(rows, now))]
 
     def _keys(self, rows: slice | NDArray[np.int64], now: float) -> list[NDArray[Any]]:
-        """What these jobs are compared by, the most significant first."""
+        """Returns the columns by which these jobs are compared, the most significant first."""
         arrived_at = self._column("arrived_at")[rows]
         key = self._column("rank")[rows].copy()
         if self._gamma:
@@ -265,14 +265,14 @@ class Gittins(Order):
         return [self._column("priority")[rows], self._column("deadline_at")[rows], key, arrived_at]
 
     def slice_s(self, job: Job) -> float:
-        """Until its rank changes: what is missing and 16 tokens less those that it has had since the last one."""
+        """Returns the seconds until the job's rank changes: the missing prefill, and what is left of 16 tokens."""
         had = job.output_len - self._generated.get(job.request_id, job.output_len)
         step = self._price.step
         prefill_s = 0.0 if job.decodes else step.prefill_token_s * job.missing_len
         return prefill_s + max(1.0, RERANK_TOKENS - had) * step.decode_s(job.prompt_len + job.output_len)
 
     def explain(self, job: Job, now: float) -> Facts:
-        """Its rank as last worked out and after ageing, and how far its forecast is trusted beside the history."""
+        """Returns the rank as last computed and after ageing, and the weight of the forecast beside the history."""
         row = self._known_row(job)
         if self._column("due")[row]:
             return {}
@@ -286,7 +286,7 @@ class Gittins(Order):
         return facts
 
     def rank(self, jobs: Sequence[Job]) -> FloatArray:
-        """Ranks of jobs of this order, seconds, shape (n,); without hysteresis and ageing."""
+        """Returns the ranks of jobs of this order, seconds, shape (n,); without hysteresis and ageing."""
         self._rank_due()
         ranks: FloatArray = self._column("rank")[[self._known_row(job) for job in jobs]]
         return ranks
@@ -301,7 +301,7 @@ class Gittins(Order):
         return self._table.column(name)
 
     def _look_at(self, row: int) -> None:
-        """Takes down how far the job is; its rank is due."""
+        """Notes how far the job is and marks its rank as due."""
         job, put = self._table.jobs[row], self._table.put
         # A decoding job always lacks its newest token, which is the decode's own work.
         missing_len = 0 if job.decodes else job.missing_len
@@ -314,13 +314,13 @@ class Gittins(Order):
         self._any_due = True
 
     def _mark_stale(self, rows: slice | NDArray[np.bool_]) -> None:
-        """The first of them are ranked when anybody next asks, the others as ``refresh`` is called."""
+        """Marks ranks as stale; the best are computed at the next question, the others as ``refresh`` is called."""
         self._column("stale")[rows] = True
         self._any_stale = True
         self._renew()
 
     def _renew(self) -> None:
-        """The best ``STALE_AT_ONCE`` of the stale are due."""
+        """Marks the best ``STALE_AT_ONCE`` of the stale ranks as due."""
         if not self._any_stale:
             return
         stale = np.flatnonzero(self._column("stale"))
@@ -350,7 +350,7 @@ class Gittins(Order):
         self._ranking = None
 
     def _laws(self, rows: NDArray[np.int64]) -> tuple[FloatArray, FloatArray]:
-        """Tokens still to come and their probabilities, shape (n, 64)."""
+        """Returns the tokens still to come and their probabilities, shape (n, 64)."""
         old = rows[self._column("history")[rows] != self._history_version]
         if len(old):
             merged = length_law.merged(self._column("forecast")[old], self._history_points)
@@ -365,7 +365,7 @@ class Gittins(Order):
         )
 
     def _costs(self, rows: NDArray[np.int64], tokens: FloatArray) -> FloatArray:
-        """Costs of ending at each point of the remaining length, seconds, shape (n, 64)."""
+        """Returns the costs of ending at each point of the remaining length, seconds, shape (n, 64)."""
         costs = self._price.seconds(self._column("context")[rows, None], tokens)
         costs += self._price.step.prefill_token_s * self._column("missing")[rows, None]
         return costs
@@ -378,13 +378,13 @@ class Gittins(Order):
 
 
 def _points(job: Job) -> FloatArray:
-    """Points of the job's forecast; infinite without one."""
+    """Returns the points of the job's forecast; infinite without a forecast."""
     return length_law.UNKNOWN if job.forecast is None else length_law.forecast_points(job.forecast)
 
 
 @ORDERS.register("gittins", reads_forecasts=True)
 def build_gittins(context: ReplicaContext) -> Gittins:
-    """Gittins rank in GPU-seconds of the dominant share."""
+    """Ranks by the Gittins index in GPU-seconds of the dominant share."""
     settings = context.settings
     price = DecodePrice(settings.cost, context.max_num_seqs, PRIOR_CAPACITY)
     return Gittins(price, theta=settings.theta, gamma=settings.scheduler.gamma)

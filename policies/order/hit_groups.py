@@ -20,17 +20,17 @@ _Turn = tuple[float, int]
 
 
 def quotas(num_groups: int, num_slots: int) -> list[int]:
-    """Slots of a batch by group: group g has weight g + 1, shares are rounded down and the rest is unassigned."""
+    """Returns a batch's slots by group: group g has weight g + 1, shares are rounded down, the rest is unassigned."""
     weights = num_groups * (num_groups + 1) // 2
     return [num_slots * (group + 1) // weights for group in range(num_groups)]
 
 
 @dataclass(slots=True)
 class _Place:
-    """Where a job stands.
+    """The place of a job.
 
     Attributes:
-        is_resident: It runs: it is in no group's queue and takes one of its group's slots.
+        is_resident: Whether the job runs: it is then in no group's queue and takes one of its group's slots.
     """
 
     urgency: _Urgency
@@ -68,19 +68,19 @@ class HitGroups(Order):
         self._numbers = itertools.count()
 
     def add(self, job: Job, now: float) -> None:
-        """A job has arrived, or has lost its KV and comes back. O(log n)."""
+        """Adds a job that has arrived, or has lost its KV and comes back. O(log n)."""
         turn = job.arrived_at, next(self._numbers)
         place = self._places[job] = _Place(job.urgency, turn, self.group(job), job.is_resident)
         self._put_in(job, place)
 
     def remove(self, job: Job) -> None:
-        """A job has ended or is gone; unknown ones are fine. O(log n)."""
+        """Removes a job that has ended or is gone; unknown jobs are ignored. O(log n)."""
         place = self._places.pop(job, None)
         if place is not None:
             self._take_out(place)
 
     def changed(self, job: Job) -> None:
-        """It may have begun or ceased to run, or find another part of its prompt. O(log n) then, else O(1)."""
+        """Moves a job that has begun or ceased to run, or has other hits. O(log n) if its place changes, else O(1)."""
         place = self._places.get(job)
         if place is None:
             return
@@ -91,39 +91,39 @@ class HitGroups(Order):
             self._put_in(job, place)
 
     def foreseen(self, job: Job) -> None:
-        """Nothing to do: this order ignores forecasts."""
+        """Does nothing: this order ignores forecasts."""
 
     def price(self, cost: StepCost, capacity: int) -> None:
-        """Time does not matter."""
+        """Does nothing: time does not matter."""
 
     def learn(self, job: Job, *, censored: bool) -> None:
-        """How long it was does not matter."""
+        """Does nothing: output lengths do not matter."""
 
     def ran(self, job: Job, duration_s: float, now: float) -> None:
-        """What ran goes on running: nothing changes."""
+        """Does nothing: a job that ran goes on running."""
 
     def refresh(self, now: float) -> None:
-        """Nothing is kept that could be out of date."""
+        """Does nothing: no kept value can be out of date."""
 
     def ranked(self, now: float) -> Iterator[Job]:
-        """Running jobs, then the waiting ones: what the free slots take is in proportion to the groups' weights."""
+        """Yields running jobs, then waiting ones: free slots are taken in proportion to the groups' weights."""
         room = [quota - num for quota, num in zip(self._quotas, self._num_running, strict=True)]
         yield from self._running.values()
         for groups in self._waiting.values():
             yield from _fill(groups, room)
 
     def group(self, job: Job) -> int:
-        """floor(P * hit ratio), at most P - 1."""
+        """Returns floor(P * hit ratio), at most P - 1."""
         num_groups = len(self._quotas)
         return min(num_groups - 1, num_groups * job.cached_len // job.prompt_len)
 
     def explain(self, job: Job, now: float) -> Facts:
-        """Its group, the slots that the group has, and the hits that put it there."""
+        """Returns the job's group, the slots that the group has, and the cached prompt tokens that decide the group."""
         group = self.group(job)
         return {"hit_group": group, "group_slots": self._quotas[group], "cached_tokens": job.cached_len}
 
     def slice_s(self, job: Job) -> float:
-        """No bound: jobs run to their end."""
+        """Returns infinity: jobs run to their end."""
         return math.inf
 
     def _put_in(self, job: Job, place: _Place) -> None:
@@ -156,7 +156,7 @@ class HitGroups(Order):
 
 
 def _fill(groups: list[SortedDict[_Turn, Job]], room: list[int]) -> Iterator[Job]:
-    """Each group up to its ``room``, which shrinks by that, and then the rest; the highest group first."""
+    """Yields up to ``room`` jobs of each group, lowering ``room``, then the rest; the highest group first."""
     served = [min(max(0, num), len(group)) for num, group in zip(room, groups, strict=True)]
     highest_first = range(len(groups) - 1, -1, -1)
     for index in highest_first:
@@ -169,5 +169,5 @@ def _fill(groups: list[SortedDict[_Turn, Job]], room: list[int]) -> Iterator[Job
 
 @ORDERS.register("hit-groups", uses_prefixes=True)
 def build_hit_groups(context: ReplicaContext) -> HitGroups:
-    """Groups by the share of the prompt that is cached."""
+    """Groups jobs by the share of the prompt that is cached."""
     return HitGroups(context.max_num_seqs)

@@ -14,7 +14,7 @@ _FIRST_ROWS = 64
 
 
 class JobTable:
-    """One row a job, without gaps: who leaves is replaced by the last one.
+    """One row per job, without gaps: the last row takes the place of a removed one.
 
     ``add`` and ``remove`` cost O(columns), amortised.
 
@@ -36,11 +36,11 @@ class JobTable:
         return len(self.jobs)
 
     def row(self, job: Job) -> int | None:
-        """Where the job is; None if it is not here."""
+        """Returns the row of the job; None if the job is not here."""
         return self._row_of.get(job.request_id)
 
     def column(self, name: str) -> NDArray[np.generic]:
-        """A view of the rows in use; it is void after the next ``add``."""
+        """Returns a view of the rows in use, which is void after the next ``add``."""
         return self._columns[name][: len(self.jobs)]
 
     def put(self, row: int, name: str, entry: float) -> None:
@@ -59,7 +59,7 @@ class JobTable:
         return row
 
     def remove(self, job: Job) -> bool:
-        """Takes the row out; False if the job is not here."""
+        """Removes the job's row; returns False if the job is not here."""
         row = self._row_of.pop(job.request_id, None)
         if row is None:
             return False

@@ -22,11 +22,11 @@ _MOST_QUANTA = 700.0
 """The natural logarithm of the largest number is 709."""
 
 _NO_PRICE = DecodePrice(PRIOR_COST, 1, PRIOR_CAPACITY)
-"""Told ranks have been priced."""
+"""A placeholder: ranks that a question tells are priced already."""
 
 
 def ask(seq: int, view: KvView, order: Order, now: float) -> OffloadQuestion:
-    """What the policy would read, drawn up. O(m log m + q) for m jobs in the view and q queues of the order."""
+    """Draws up all that the policy would read. O(m log m + q) for m jobs in the view and q queues of the order."""
     jobs = [*view.running, *view.idle, *view.offloaded]
     sizes = list(order.groups()) if isinstance(order, SkipJoinMlfq) else []
     places = {each: i for i, each in enumerate(sorted({job.urgency for job in jobs} | {key[0] for key, _ in sizes}))}
@@ -75,7 +75,7 @@ class ToldQueues(SkipJoinMlfq):
         self._sizes: list[tuple[Group, int]] = []
 
     def tell(self, question: OffloadQuestion, holders: dict[str, KVHolder]) -> None:
-        """From now on it is as this question says.
+        """Takes over the queues and holders of this question.
 
         Raises:
             MessageError: A level is so low that its quantum would be no finite number.
@@ -90,7 +90,7 @@ class ToldQueues(SkipJoinMlfq):
         self._sizes = [((_urgency(each.urgency), each.level), each.num_jobs) for each in question.queues]
 
     def standing(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Group, float]]:
-        """Instant 0 is that of the question."""
+        """Yields each job with its queue and the start of its wait; instant 0 is that of the question."""
         for job in jobs:
             told = self._told[job.request_id]
             yield job, (job.urgency, told.level), -told.waited_s
@@ -110,7 +110,7 @@ class ToldRanks(Gittins):
         self._told: dict[str, KVHolder] = {}
 
     def tell(self, question: OffloadQuestion, holders: dict[str, KVHolder]) -> None:
-        """From now on it is as this question says."""
+        """Takes over the ranks of this question."""
         self._told = holders
 
     def rank(self, jobs: Sequence[Job]) -> FloatArray:
@@ -118,14 +118,14 @@ class ToldRanks(Gittins):
 
 
 def told(order: Order) -> ToldQueues | ToldRanks | None:
-    """What stands for this order on the KVOffloadManager's side; None for one that no KV policy of ours reads."""
+    """Returns this order's stand-in at the KVOffloadManager; None if no KV policy of ours reads the order."""
     if isinstance(order, SkipJoinMlfq):
         return ToldQueues(order)
     return ToldRanks() if isinstance(order, Gittins) else None
 
 
 class OffloadDecider:
-    """Answers a Scheduler's questions. It keeps nothing from one to the next, so another one may answer any of them.
+    """Answers a Scheduler's questions. No state is kept between questions, so any decider may answer any of them.
 
     Args:
         policy: Decides; reads ``order``.
@@ -136,7 +136,7 @@ class OffloadDecider:
         self._policy, self._order = policy, order
 
     def decide(self, question: OffloadQuestion) -> OffloadOrders:
-        """Costs what the policy's ``moves`` costs, and O(m) for m jobs in the question."""
+        """Answers a question. Costs as much as the policy's ``moves``, and O(m) for m jobs in the question."""
         if self._order is not None:
             rows = (*question.running, *question.idle, *question.offloaded)
             self._order.tell(question, {each.request_id: each for each in rows})
@@ -146,7 +146,7 @@ class OffloadDecider:
 
 
 def orders_of(seq: int, moves: KvMoves, idle_target: int = 0) -> OffloadOrders:
-    """Moves as they are told."""
+    """Returns the moves as a message, by request id."""
     out, drop, back = (tuple(job.request_id for job in part) for part in (moves.offload, moves.drop, moves.upload))
     return OffloadOrders(seq, out, drop, back, moves.break_off, idle_target)
 

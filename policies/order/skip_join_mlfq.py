@@ -1,4 +1,4 @@
-"""Skip-join MLFQ (FastServe, section 4.1): who has had least goes first, and no long prefill gets in the way.
+"""Skip-join MLFQ (FastServe, section 4.1): the job that has run least goes first, and no long prefill gets in the way.
 
 Levels 1, 2, ... with quanta q_1 * ratio^(level-1). A job joins at the first level whose quantum holds its first
 iteration, sinks when it has used its quantum up, and comes back to level 1 when it has waited too long.
@@ -41,7 +41,7 @@ PROMOTIONS_AT_ONCE = 16
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """Where a job stands; seconds."""
+    """The place of a job; times in seconds."""
 
     job: Job
     urgency: Urgency
@@ -69,9 +69,9 @@ class SkipJoinMlfq(Order):
 
     Attributes:
         cost: Prices first and next iterations.
-        config: Quanta, levels, the limit of starvation, and which MLFQ it is, as a server sets them.
-        rules: What no server sets.
-        on_move: As in ``MovesJobs``.
+        config: Quanta, levels, the starvation limit and the variant of the MLFQ, as a server sets them.
+        rules: Rules that no server sets.
+        on_move: As in ``Order``.
     """
 
     preemptive = True
@@ -97,7 +97,7 @@ class SkipJoinMlfq(Order):
         self.on_move: Callable[[Job, str, float], None] | None = None
 
     def add(self, job: Job, now: float) -> None:
-        """Joins at the tail of the first level whose quantum holds its next iteration (getHighestPriority)."""
+        """Adds the job at the tail of the first level whose quantum holds its next iteration (getHighestPriority)."""
         level = self.level_for(self.next_iteration_s(job)) if self._skip_join else 1
         place = _Place(job, job.urgency, level, next(self._tickets), self.quantum_s(level), now)
         self._places[job.request_id] = place
@@ -109,26 +109,26 @@ class SkipJoinMlfq(Order):
             self._take_out(place)
 
     def foreseen(self, job: Job) -> None:
-        """Nothing to do: only prompts are foreseen."""
+        """Does nothing: this order ignores forecasts of outputs."""
 
     def changed(self, job: Job) -> None:
-        """Nothing to do: ``ran`` says when a prefill has ended."""
+        """Does nothing: ``ran`` tells when a prefill has ended."""
 
     def price(self, cost: StepCost, capacity: int) -> None:
-        """Jobs keep the levels they have, and what is left of their quanta."""
+        """Sets the step cost; jobs keep their levels and what is left of their quanta."""
         self.cost = cost
         if self.rules.follows_cost:
             self._first_quantum_s = max(self.config.quantum_s, cost.decode_s(1))
             self._quanta_s, self._above_s = [], [0.0]
 
     def learn(self, job: Job, *, censored: bool) -> None:
-        """How long it was does not matter."""
+        """Does nothing: output lengths do not matter."""
 
     def ran(self, job: Job, duration_s: float, now: float) -> None:
-        """Counts the time of the whole batch; who has used its quantum up sinks, the others keep their places.
+        """Counts the time of the whole batch; a job that has used its quantum up sinks, the others keep their places.
 
         A prefill in several steps is one iteration: until it ends the job goes before all of its urgency and does not
-        sink, since taking it out would leave KV that is of no use to anybody.
+        sink, since taking it out would leave KV that is of no use.
         """
         place = self._places[job.request_id]
         place.attained_s += duration_s
@@ -145,7 +145,7 @@ class SkipJoinMlfq(Order):
             self._insert(place)
 
     def refresh(self, now: float) -> None:
-        """Promotes the starving: those below level 1 that neither ran nor were promoted for ``starve_limit_s``."""
+        """Promotes starving jobs: those below level 1 that neither ran nor were promoted for ``starve_limit_s``."""
         self._points += 1
         if self._points % self.rules.starve_check_every and not self._left_starving:
             return
@@ -160,33 +160,33 @@ class SkipJoinMlfq(Order):
             self._promote(place, now)
 
     def ranked(self, now: float) -> Iterator[Job]:
-        """Queue by queue, from head to tail; within an urgency, prefills beyond ``max_prompt_tokens`` come last.
+        """Yields jobs queue by queue, head to tail; within an urgency, prefills beyond ``max_prompt_tokens`` come last.
 
-        A job that has lost its KV counts as one that decodes until its new prefill begins.
+        A job that has lost its KV counts as a decoding job until its new prefill begins.
         """
         return _merged(self._budgeted(), iter(self._decodes.items()))
 
     def among(self, jobs: Sequence[Job], now: float) -> list[Job]:
-        """As of ``RanksSome``."""
+        """Returns the jobs in the order of ``ranked``, as ``RanksSome`` asks."""
         places = [self._places[job.request_id] for job in jobs]
         early = {place.ticket for place in self._early()}
         keyed = [(each.key(is_late=each.lacks_prefill and each.ticket not in early), each.job) for each in places]
         return [job for _, job in sorted(keyed, key=_first)]
 
     def slice_s(self, job: Job) -> float:
-        """What is left of its quantum; an iteration that has begun goes on beyond, unless it is cut off."""
+        """Returns the seconds left of the job's quantum; an iteration that has begun goes on beyond, unless cut off."""
         place = self._places[job.request_id]
         return max(0.0, place.allotment_s - place.attained_s)
 
     def next_iteration_s(self, job: Job) -> float:
-        """Seconds of the job's next iteration alone: a prefill of what is missing (anew after a drop), or a token."""
+        """Returns the seconds of the job's next iteration alone: a prefill (again after a drop) or one token."""
         if _has_prefill_left(job):
             missing = max(1, job.missing_len)
             return self.cost.prefill_s(missing, job.known_len - missing)
         return self.cost.decode_s(job.known_len)
 
     def quantum_s(self, level: int) -> float:
-        """q_1 * ratio^(level-1); infinity at the last of a given number of levels. Level 1 is the highest."""
+        """Returns q_1 * ratio^(level-1) seconds, level 1 being the highest; infinity at the last of limited levels."""
         if level == self.config.num_levels:
             return math.inf
         while len(self._quanta_s) < level:
@@ -194,13 +194,13 @@ class SkipJoinMlfq(Order):
         return self._quanta_s[level - 1]
 
     def above_s(self, level: int) -> float:
-        """Quanta of all levels above this one, in all."""
+        """Returns the sum of the quanta of all levels above this one, in seconds."""
         while len(self._above_s) < level:
             self._add_level()
         return self._above_s[level - 1]
 
     def level_for(self, iteration_s: float) -> int:
-        """The first level whose quantum holds an iteration of so many seconds; the last level if none does."""
+        """Returns the first level whose quantum holds an iteration of ``iteration_s``; the last level if none does."""
         while not self._quanta_s or self._quanta_s[-1] <= iteration_s:
             self._add_level()
         find = bisect_right if self.rules.strict else bisect_left
@@ -210,27 +210,27 @@ class SkipJoinMlfq(Order):
         return self._places[job.request_id].level
 
     def waited_s(self, job: Job, now: float) -> float:
-        """Seconds since it ran, was promoted or came, whatever was last."""
+        """Returns the seconds since the job ran, was promoted or came, whichever was last."""
         return now - self._places[job.request_id].waits_since
 
     def standing(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Group, float]]:
-        """Each job with its queue, and since when ``waited_s`` counts."""
+        """Yields each job with its queue and the instant from which ``waited_s`` counts."""
         places = self._places
         for job in jobs:
             place = places[job.request_id]
             yield job, (place.urgency, place.level), place.waits_since
 
     def explain(self, job: Job, now: float) -> Facts:
-        """Where the job stands and what is left of its quantum."""
+        """Returns the job's level, its quantum and how much of the quantum it has used, in seconds."""
         place = self._places[job.request_id]
         return {"level": place.level, "quantum_s": place.allotment_s, "attained_s": place.attained_s}
 
     def groups(self) -> Iterator[tuple[Group, int]]:
-        """((urgency, level), number of jobs there), highest first, without the empty ones."""
+        """Yields ((urgency, level), number of jobs there), highest first, without the empty queues."""
         return iter(self._group_sizes.items())
 
     def num_in_top(self, num_levels: int) -> int:
-        """Jobs in so many of the highest levels. O(num_levels)."""
+        """Returns the number of jobs in the ``num_levels`` highest levels. O(num_levels)."""
         return sum(self._level_sizes[level] for level in range(1, num_levels + 1))
 
     def check_integrity(self) -> None:
@@ -256,7 +256,7 @@ class SkipJoinMlfq(Order):
                 raise IntegrityError(f"{each.job.request_id}: has used its quantum up and did not sink")
 
     def _budgeted(self) -> Iterator[tuple[_Key, _Place]]:
-        """Jobs that lack a prefill, ascending."""
+        """Yields the jobs that lack a prefill, ascending."""
         num_early = 0
         for place in self._early():
             num_early += 1
@@ -266,7 +266,7 @@ class SkipJoinMlfq(Order):
             yield place.key(is_late=True), place
 
     def _early(self) -> Iterator[_Place]:
-        """Of those that lack a prefill, those within ``max_prompt_tokens``, the first of them first."""
+        """Yields the first jobs that lack a prefill, until these make up ``max_prompt_tokens``."""
         left = self.rules.max_prompt_tokens
         for place in self._prefills.values():
             if left <= 0:
@@ -282,7 +282,7 @@ class SkipJoinMlfq(Order):
         return place.attained_s >= place.allotment_s
 
     def _demote(self, place: _Place, now: float) -> None:
-        """One level down at least, and to where its next iteration fits (getDemotionPriority)."""
+        """Moves the job at least one level down, to where its next iteration fits (getDemotionPriority)."""
         level = self._bounded(place.level + 1)
         if self._skip_join:
             level = max(level, self.level_for(self.next_iteration_s(place.job)))
@@ -291,10 +291,10 @@ class SkipJoinMlfq(Order):
         self._tell(place, "demoted", now)
 
     def _promote(self, place: _Place, now: float) -> None:
-        """To the tail of level 1, with time for one whole iteration.
+        """Moves the job to the tail of level 1, with time for one whole iteration.
 
         The paper gives the extra quantum "if its next iteration time is less than the quantum of Q_1", where none is
-        needed; what it is for, the next iteration without preemption, asks for the longer of the two.
+        needed; its purpose, the next iteration without preemption, asks for the longer of the two.
         """
         place.waits_since = now
         allotment_s = max(self.quantum_s(1), self.next_iteration_s(place.job))
@@ -312,7 +312,7 @@ class SkipJoinMlfq(Order):
         self._insert(place)
 
     def _insert(self, place: _Place) -> None:
-        """Its timer becomes the newest: it has just come, run or, at level 1, has none."""
+        """Inserts the job; its timer, if it is below level 1, becomes the newest: the job has just come or run."""
         place.lacks_prefill = _has_prefill_left(place.job)
         self._queue_of(place)[place.key()] = place
         self._group_sizes[place.group] = self._group_sizes.get(place.group, 0) + 1
@@ -345,7 +345,7 @@ def _has_prefill_left(job: Job) -> bool:
 
 
 def _merged(first: Iterator[tuple[_Key, _Place]], second: Iterator[tuple[_Key, _Place]]) -> Iterator[Job]:
-    """Jobs of both, which rise, in rising order; read as far as needed. ``heapq.merge`` takes three times as long."""
+    """Yields the jobs of both rising iterators in rising order, lazily. ``heapq.merge`` takes three times as long."""
     one, other = next(first, None), next(second, None)
     while one is not None and other is not None:
         if one[0] <= other[0]:
@@ -366,6 +366,6 @@ def _first(item: tuple[_Key, object]) -> _Key:
 
 @ORDERS.register("skip-join-mlfq")
 def build_skip_join_mlfq(context: ReplicaContext) -> SkipJoinMlfq:
-    """Skip-join multi-level feedback queue."""
+    """Ranks by a skip-join multi-level feedback queue."""
     settings = context.settings
     return SkipJoinMlfq(settings.cost, settings.scheduler, settings.mlfq)
