@@ -23,7 +23,7 @@ import jsonschema
 
 from core.config.engine import EngineConfig
 from core.request import SamplingParams
-from engine.engine import Completion, Engine
+from engine.engine import RequestOutput, Engine
 from services.bench.report import markdown_table
 from services.launch.launch import EMBEDDED_MODEL
 from tokenization.grammars.compiler import GrammarCompiler, problem_of
@@ -119,7 +119,7 @@ class Suite:
         ids = [*self._tokenizer.encode(text, add_special_tokens=False).ids, self._eos]
         return matcher.num_allowed(ids) == len(ids)
 
-    def _answers(self, followed: list[tuple[Any, str]]) -> Iterator[tuple[Any, Completion]]:
+    def _answers(self, followed: list[tuple[Any, str]]) -> Iterator[tuple[Any, RequestOutput]]:
         """Hot enough that the weights, which were trained on other text, are as good as random."""
         for seed in range(self._outputs):
             for case, grammar in followed:

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 from farsight_rooms import check_rooms
 
 if TYPE_CHECKING:
-    from engine.engine import Completion, Engine
+    from engine.engine import RequestOutput, Engine
 
-__all__ = ["Completion", "Engine"]
+__all__ = ["RequestOutput", "Engine"]
 
 check_rooms()
 

@@ -37,7 +37,7 @@ Prompt = str | list[int] | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class RequestOutput:
     """A whole answer."""
 
     prompt_ids: tuple[int, ...]
@@ -140,7 +140,7 @@ class Engine:
         prompts: SequenceOf[Prompt],
         sampling: SamplingParams | list[SamplingParams],
         images: SequenceOf[SequenceOf[ImageSpan]] = (),
-    ) -> list[Completion]:
+    ) -> list[RequestOutput]:
         """Answers all prompts, in their order; ``images`` are those of each, or none at all."""
         each = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
         encoded = [self._encode(prompt) for prompt in prompts]
@@ -183,8 +183,8 @@ class Engine:
         self.worker.check_integrity()
 
 
-def _completion(prompt_ids: tuple[int, ...], deltas: list[TokenDelta]) -> Completion:
-    return Completion(
+def _completion(prompt_ids: tuple[int, ...], deltas: list[TokenDelta]) -> RequestOutput:
+    return RequestOutput(
         prompt_ids=prompt_ids,
         token_ids=tuple(token for delta in deltas for token in delta.token_ids),
         text="".join(delta.text for delta in deltas),

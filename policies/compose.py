@@ -8,7 +8,7 @@ from dataclasses import replace
 from core.config.load import FarsightConfig
 from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.errors import ConfigError
-from policies.batching.base import BATCHERS, BatchContext, Batcher
+from policies.batching.base import BATCHERS, BatchContext, BatchPolicy
 from policies.budget.step_budget import StepBudget
 from policies.external.scheduler import BackendScheduler
 from policies.fleet.batch_scheduler import BatchScheduler
@@ -245,7 +245,7 @@ def forecasting_presets() -> tuple[str, ...]:
     return tuple(name for name in PRESETS if _reads_forecasts(SchedulerConfig(preset=name)))
 
 
-def build_batcher(preset: str, settings: BatchSettings) -> Batcher:
+def build_batcher(preset: str, settings: BatchSettings) -> BatchPolicy:
     """Returns the central queue of a batch-mode preset.
 
     Raises:

@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from policies.batching.base import Batcher, FormedBatch, first_arrived
+from policies.batching.base import BatchPolicy, FormedBatch, first_arrived
 from policies.batching.fcfs import FcfsBatches
 from policies.batching.wma import WmaBatcher, wasted_memory_accesses
 from policies.interfaces import Job
@@ -25,7 +25,7 @@ def draw() -> Figure:
     return figure
 
 
-def _batches(batcher: Batcher) -> list[FormedBatch]:
+def _batches(batcher: BatchPolicy) -> list[FormedBatch]:
     for index in range(21):
         length = SMALL if index % 7 else BIG
         batcher.add(Job(str(index), float(index), length, length), float(index))

@@ -36,7 +36,7 @@ from lab.reproduce.rows import (
     near,
     per_cent,
 )
-from policies.batching.base import Batcher
+from policies.batching.base import BatchPolicy
 from policies.batching.fcfs import FcfsBatches
 from simulator.cluster.padded import padded_fleet
 from simulator.traffic.traces import MissingTraceError
@@ -53,7 +53,7 @@ def _case_study() -> list[Row]:
     name, rows = "magnus_case_study", []
     fitted = "both totals are what the speed was fitted to: the batches are the test, not the seconds"
     plain = "within 25 %; roofline at 60 % of the data sheet, nothing fitted; the engine of the paper is slower"
-    batchers: tuple[tuple[str, Callable[[], Batcher], list[int], float], ...] = (
+    batchers: tuple[tuple[str, Callable[[], BatchPolicy], list[int], float], ...] = (
         ("VS", lambda: FcfsBatches(7), [], 242.0),  # 21 requests by 7 is a definition
         ("Magnus", _magnus_batcher, [3, 18], 60.0),
     )
@@ -70,7 +70,7 @@ def _case_study() -> list[Row]:
     return rows
 
 
-def _magnus_batcher() -> Batcher:
+def _magnus_batcher() -> BatchPolicy:
     return PaperBatcher(estimated_hrrn(case_study_latency()))
 
 

@@ -29,7 +29,7 @@ from core.costs import ImageCost, StepCost
 from core.forecast import QUANTILES, Forecast
 from estimator.knn import padded_batch_s
 from lab.reproduce.paper_settings import UNBOUND
-from policies.batching.base import Batcher, ChooseBatch, first_arrived
+from policies.batching.base import BatchPolicy, ChooseBatch, first_arrived
 from policies.batching.fcfs import FcfsBatches
 from policies.batching.hrrn import HighestResponseRatio
 from policies.batching.wma import WmaBatcher
@@ -198,7 +198,7 @@ def _continuous(arrivals: list[SimRequest], join_s: float) -> MagnusOutcome:
     return _outcome(done, sum(record.num_tokens for record in done))
 
 
-def _static(batcher: Batcher, arrivals: list[SimRequest], latency: LinearLatency) -> MagnusOutcome:
+def _static(batcher: BatchPolicy, arrivals: list[SimRequest], latency: LinearLatency) -> MagnusOutcome:
     fleet = padded_fleet(batcher, latency, _NUM_WORKERS, kv_tokens=_CAPACITY_TOKENS, reload_s=_RELOAD_S)
     done = fleet.run(arrivals).done
     return _outcome(done, num_computed_tokens(fleet))

@@ -154,7 +154,7 @@ _STANDING: dict[ChooseBatch, Callable[[FormedBatch], tuple[float, ...]]] = {
 """The choices that do not depend on time, and their keys."""
 
 
-class Batcher(ABC):
+class BatchPolicy(ABC):
     """Forms batches and hands them to idle workers. Not preemptive: a worker keeps a pulled batch."""
 
     @property
@@ -320,7 +320,7 @@ class BatchQueue:
             batch.sealed_at = now
 
     def split(self, batch: FormedBatch) -> Job | None:
-        """Adds the two sealed halves of a pulled batch, the larger first; see ``Batcher.split``."""
+        """Adds the two sealed halves of a pulled batch, the larger first; see ``BatchPolicy.split``."""
         if len(batch) == 1:
             return batch.jobs[0]
         middle = (len(batch) + 1) // 2
@@ -385,5 +385,5 @@ class BatchContext:
     size: int | None
 
 
-BATCHERS: Parts[Batcher, BatchContext] = Parts("scheduler.preset")
+BATCHERS: Parts[BatchPolicy, BatchContext] = Parts("scheduler.preset")
 """Batchers by name; presets of batch mode name one in the order column."""

@@ -9,7 +9,7 @@ from sortedcontainers import SortedKeyList
 
 from core.errors import IntegrityError, InvalidValueError
 from core.forecast import Forecast
-from policies.batching.base import BATCHERS, BatchContext, Batcher, BatchQueue, FormedBatch, first_arrived
+from policies.batching.base import BATCHERS, BatchContext, BatchPolicy, BatchQueue, FormedBatch, first_arrived
 from policies.interfaces import Job
 
 
@@ -37,7 +37,7 @@ def vanilla_batch_size(
     return max(1, int(memory_bytes / ((max_prompt_len + max_new_tokens) * token_bytes * delta_factor)))
 
 
-class FcfsBatches(Batcher):
+class FcfsBatches(BatchPolicy):
     """An idle worker takes the first ``size`` jobs to arrive, or all if there are fewer; it never waits for more.
 
     ``add`` and ``remove`` cost O(log n), ``pull`` O(size log n).

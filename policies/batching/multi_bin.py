@@ -18,7 +18,15 @@ import numpy as np
 from core.decisions import Facts
 from core.errors import IntegrityError, InvalidValueError
 from core.forecast import Forecast
-from policies.batching.base import BATCHERS, BatchContext, Batcher, BatchQueue, FormedBatch, first_sealed, predicted_len
+from policies.batching.base import (
+    BATCHERS,
+    BatchContext,
+    BatchPolicy,
+    BatchQueue,
+    FormedBatch,
+    first_sealed,
+    predicted_len,
+)
 from policies.interfaces import Job
 
 MIN_LENGTHS = 100
@@ -79,7 +87,7 @@ def log_chain(batch_size: int, num_bins: int) -> tuple[float, ...]:
     return tuple(chain)
 
 
-class MultiBinBatcher(Batcher):
+class MultiBinBatcher(BatchPolicy):
     """Keeps one open batch per bin; a full batch is sealed and served in turn.
 
     The most urgent sealed batch goes first; a batch has the urgency of its most urgent job. Within a bin urgency has

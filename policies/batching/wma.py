@@ -33,7 +33,7 @@ from core.errors import IntegrityError, InvalidValueError
 from policies.batching.base import (
     BATCHERS,
     BatchContext,
-    Batcher,
+    BatchPolicy,
     BatchQueue,
     ChooseBatch,
     FormedBatch,
@@ -61,7 +61,7 @@ def memory_tokens(batch: FormedBatch) -> int:
     return len(batch) * (batch.prompt_len + batch.predicted_len)
 
 
-class WmaBatcher(Batcher):
+class WmaBatcher(BatchPolicy):
     """Adds each job to the batch where it wastes least, or to a new batch.
 
     ``add`` and ``remove`` cost O(open batches), vectorised; ``pull`` O(batches) plus the cost of ``choose``.

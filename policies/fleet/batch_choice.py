@@ -15,7 +15,7 @@ class BatchChoice(Choice):
 
     Attributes:
         told: The batch's facts: ``batch_size`` requests, ``batch_len`` L(B) and ``generation_len`` G(B), its longest
-            prompt and its longest predicted output in tokens, and the batcher's story (``Batcher.story``).
+            prompt and its longest predicted output in tokens, and the batcher's story (``BatchPolicy.story``).
         counted_len: G(p), the output tokens that the request counted with when batches were formed and chosen.
         counted_by: Source of ``counted_len``: that of the forecast, or ``max_tokens`` without one.
     """

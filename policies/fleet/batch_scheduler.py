@@ -14,7 +14,7 @@ from core.errors import IntegrityError
 from core.messages.forecasts import ForecastMade
 from core.messages.requests import Key, OpenRequest
 from core.request import Request
-from policies.batching.base import Batcher, FormedBatch
+from policies.batching.base import BatchPolicy, FormedBatch
 from policies.fleet.batch_choice import batch_choices
 from policies.fleet.central_queue import CentralQueue, Member
 from policies.fleet.events import (
@@ -76,7 +76,7 @@ class BatchScheduler(FleetMachine):
     """
 
     def __init__(
-        self, batcher: Batcher, serving_time_s: ServingTime, forecast_wait_s: float = 0.0, reload_s: float = 0.0
+        self, batcher: BatchPolicy, serving_time_s: ServingTime, forecast_wait_s: float = 0.0, reload_s: float = 0.0
     ) -> None:
         super().__init__()
         self._serving_time_s = serving_time_s

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from core.errors import IntegrityError
 from core.forecast import Forecast
-from policies.batching.base import Batcher, FormedBatch
+from policies.batching.base import BatchPolicy, FormedBatch
 from policies.interfaces import Job
 from policies.order.fcfs import Fcfs
 from policies.tenancy.fair_shares import FairShares
@@ -51,7 +51,7 @@ class BatchTurns:
         batcher: Its owner may add and remove requests as well, as long as this object is told of them.
     """
 
-    def __init__(self, batcher: Batcher) -> None:
+    def __init__(self, batcher: BatchPolicy) -> None:
         self._batcher = batcher
         self._shares = FairShares(WINDOW)
         self._order = Fcfs()

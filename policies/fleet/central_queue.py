@@ -11,7 +11,7 @@ from core.forecast import Forecast
 from core.messages.forecasts import ForecastMade
 from core.messages.requests import Key
 from core.request import Request
-from policies.batching.base import Batcher, FormedBatch
+from policies.batching.base import BatchPolicy, FormedBatch
 from policies.fleet.batch_turns import BatchTurns
 from policies.interfaces import Job
 
@@ -45,14 +45,14 @@ class _Broken:
 
 
 class CentralQueue:
-    """The one queue for all workers of batch mode, in front of the ``Batcher`` that forms the batches.
+    """The one queue for all workers of batch mode, in front of the ``BatchPolicy`` that forms the batches.
 
     Args:
         forecast_wait_s: Seconds that a request waits for a forecast before it is put into a batch by the lengths of
             the past; a later forecast still moves the request, as long as no worker has pulled its batch.
     """
 
-    def __init__(self, batcher: Batcher, forecast_wait_s: float = 0.0) -> None:
+    def __init__(self, batcher: BatchPolicy, forecast_wait_s: float = 0.0) -> None:
         self._batcher = batcher
         self._turns = BatchTurns(batcher)
         self._forecast_wait_s = forecast_wait_s
@@ -113,11 +113,11 @@ class CentralQueue:
         self._usual = forecast
 
     def story(self, batch: FormedBatch, now: float) -> Facts:
-        """Returns the facts of ``Batcher.story``."""
+        """Returns the facts of ``BatchPolicy.story``."""
         return self._batcher.story(batch, now)
 
     def timed(self) -> Iterable[FormedBatch]:
-        """Returns the batches of ``Batcher.timed``."""
+        """Returns the batches of ``BatchPolicy.timed``."""
         return self._batcher.timed()
 
     def hold(self, memory_tokens: float, now: float) -> None:

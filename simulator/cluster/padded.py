@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from estimator.knn import padded_batch_s
-from policies.batching.base import Batcher
+from policies.batching.base import BatchPolicy
 from policies.compose import build_batch_runner
 from policies.fleet.batch_scheduler import BatchScheduler
 from simulator.cluster.fleet import Fleet, FleetShape
@@ -20,7 +20,7 @@ _ANY_LENGTH = 1 << 40
 
 
 def padded_fleet(
-    batcher: Batcher,
+    batcher: BatchPolicy,
     latency: LatencyModel,
     num_workers: int = 1,
     *,

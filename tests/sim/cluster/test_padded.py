@@ -11,7 +11,7 @@ from core.costs import StepCost
 from core.forecast import QUANTILES, Forecast
 from estimator.knn import padded_batch_s
 from kvcache import StaticExecutor
-from policies.batching.base import Batcher
+from policies.batching.base import BatchPolicy
 from policies.batching.fcfs import FcfsBatches
 from policies.batching.multi_bin import MultiBinBatcher
 from policies.batching.wma import WmaBatcher
@@ -37,7 +37,7 @@ def arrivals(*output_lens: int, every_s: float = 0.0) -> list[SimRequest]:
 
 
 def fleet(
-    batcher: Batcher,
+    batcher: BatchPolicy,
     latency: LatencyModel = STEP,
     *,
     kv_tokens: int = 1000,
@@ -157,7 +157,9 @@ def test_batches_are_sampled_and_use_the_memory_of_padded_sequences() -> None:
     assert timeline.series("used_tokens")[1:4, 0].tolist() == [22, 26, 28]
 
 
-def random_life(make: Callable[[], Batcher], seed: int, execution: Execution, latency: LatencyModel) -> list[Record]:
+def random_life(
+    make: Callable[[], BatchPolicy], seed: int, execution: Execution, latency: LatencyModel
+) -> list[Record]:
     """Two workers with too little memory, and forecasts that are wrong."""
     rng = np.random.default_rng(seed)
     made, at = [], 0.0
@@ -183,7 +185,7 @@ def random_life(make: Callable[[], Batcher], seed: int, execution: Execution, la
     return recorder.done
 
 
-BATCHERS: dict[str, Callable[[], Batcher]] = {
+BATCHERS: dict[str, Callable[[], BatchPolicy]] = {
     "fcfs": lambda: FcfsBatches(8),
     "wma": lambda: WmaBatcher(400, lambda batches, now: batches[-1]),
     "bins": lambda: MultiBinBatcher((0, 20, 60), 8, max_wait_s=1.0),

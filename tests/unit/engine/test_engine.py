@@ -22,7 +22,7 @@ from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError, InvalidValueError
 from core.messages.kv import KVTraffic
 from core.request import SamplingParams, SequenceStatus
-from engine import Completion, Engine
+from engine import RequestOutput, Engine
 from engine.checkpoint.model_config import load_model_config
 from engine.parallel.links import Ranks
 from engine.sequence import Sequence
@@ -52,7 +52,7 @@ def random_prompts(count: int, seed: int = 1) -> list[list[int]]:
     return [[rng.randrange(3, 300) for _ in range(rng.randint(1, 24))] for _ in range(count)]
 
 
-def first_completion(engine: Engine, prompt: list[int], **options: object) -> Completion:
+def first_completion(engine: Engine, prompt: list[int], **options: object) -> RequestOutput:
     return engine.generate([prompt], SamplingParams(**{"max_new_tokens": 40, **options}))[0]  # type: ignore[arg-type]
 
 

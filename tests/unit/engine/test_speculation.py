@@ -16,7 +16,7 @@ from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError
 from core.request import SamplingParams
 from engine.drafted_steps import DraftedSteps
-from engine.engine import Completion, Engine
+from engine.engine import RequestOutput, Engine
 from policies.speculation.base import Drafter, Speculation
 from tests.unit.engine.driver import outputs_of
 from tokenization.grammars.sources import of_schema
@@ -97,7 +97,7 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(10, 90) for _ in range(rng.randint(2, 21))] for _ in range(6)]
 
 
-def answers_of(engine: Engine) -> dict[str, list[Completion]]:
+def answers_of(engine: Engine) -> dict[str, list[RequestOutput]]:
     """Each kind alone, then all requests at once."""
     found = {name: engine.generate(list(prompts()), params) for name, params in SAMPLINGS.items()}
     together = [(prompt, params) for prompt in prompts() for params in SAMPLINGS.values()]
@@ -119,14 +119,14 @@ def make_engine(tiny_model_dir: Path) -> Callable[..., Engine]:
 
 
 @pytest.fixture
-def plain(make_engine: Callable[..., Engine]) -> dict[str, list[Completion]]:
+def plain(make_engine: Callable[..., Engine]) -> dict[str, list[RequestOutput]]:
     found = answers_of(make_engine())
     for name in ("not yet", "stop string"):
         assert any(each.finish_reason == "stop" for each in found[name])
     return found
 
 
-def known_answers(plain: dict[str, list[Completion]]) -> Iterator[Sequence[int]]:
+def known_answers(plain: dict[str, list[RequestOutput]]) -> Iterator[Sequence[int]]:
     for completions in plain.values():
         for each in completions:
             yield (*each.prompt_ids, *each.token_ids)
@@ -144,7 +144,7 @@ def known_answers(plain: dict[str, list[Completion]]) -> Iterator[Sequence[int]]
     ids=str,
 )
 def test_right_and_wrong_guesses_leave_every_answer_as_it_is(
-    make_engine: Callable[..., Engine], plain: dict[str, list[Completion]], changes: dict[str, object], spoil: float
+    make_engine: Callable[..., Engine], plain: dict[str, list[RequestOutput]], changes: dict[str, object], spoil: float
 ) -> None:
     engine = make_engine(**changes)
     oracle = Oracle(list(known_answers(plain)), spoil)
@@ -160,7 +160,7 @@ def test_right_and_wrong_guesses_leave_every_answer_as_it_is(
 
 @pytest.mark.parametrize("preset", ["fcfs", "fastserve", "past-future", "farsight"])
 def test_preempted_and_offloaded_requests_get_the_same_answers(
-    make_engine: Callable[..., Engine], plain: dict[str, list[Completion]], preset: str
+    make_engine: Callable[..., Engine], plain: dict[str, list[RequestOutput]], preset: str
 ) -> None:
     """Blocks for a sixth of the requests: some lose their KV in the middle, right and wrong guesses in it."""
     scheduler = SchedulerConfig(preset=preset)
@@ -173,7 +173,7 @@ def test_preempted_and_offloaded_requests_get_the_same_answers(
     assert engine.worker.executor.report().traffic.recomputed_tokens or preset != "fcfs"
 
 
-def test_a_perfect_guess_saves_its_step(make_engine: Callable[..., Engine], plain: dict[str, list[Completion]]) -> None:
+def test_a_perfect_guess_saves_its_step(make_engine: Callable[..., Engine], plain: dict[str, list[RequestOutput]]) -> None:
     engine = make_engine()
     oracle = Oracle(list(known_answers(plain)), 0.0)
     engine.worker.speculation = DraftedSteps(oracle)
@@ -187,7 +187,7 @@ def test_a_perfect_guess_saves_its_step(make_engine: Callable[..., Engine], plai
 
 
 def test_steps_that_are_got_ready_leave_room_for_guesses(
-    make_engine: Callable[..., Engine], plain: dict[str, list[Completion]], monkeypatch: pytest.MonkeyPatch
+    make_engine: Callable[..., Engine], plain: dict[str, list[RequestOutput]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop of a server begins a step before the one before it is booked, but not where one may be guessed for."""
     monkeypatch.setattr(step_loop, "LEAST_TO_LOOK_AHEAD", 1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from core.forecast import QUANTILES, Forecast
-from policies.batching.base import Batcher, FormedBatch
+from policies.batching.base import BatchPolicy, FormedBatch
 from policies.interfaces import Job
 
 
@@ -46,7 +46,7 @@ def names(batch: FormedBatch | None) -> list[str]:
     return [] if batch is None else [job.request_id for job in batch.jobs]
 
 
-def drain(batcher: Batcher, now: float) -> list[list[str]]:
+def drain(batcher: BatchPolicy, now: float) -> list[list[str]]:
     """Ids of all batches that are ready, in the order of pulling."""
     batches = []
     while (batch := batcher.pull(now)) is not None:
@@ -54,7 +54,7 @@ def drain(batcher: Batcher, now: float) -> list[list[str]]:
     return batches
 
 
-def exercise(batcher: Batcher, seed: int, steps: int = 150) -> None:
+def exercise(batcher: BatchPolicy, seed: int, steps: int = 150) -> None:
     """All that a batcher hears, at random: no job is lost or doubled, and the bookkeeping holds throughout."""
     rng = np.random.default_rng(seed)
     waiting: set[str] = set()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from core.config.scheduling import BatchConfig
-from policies.batching.base import Batcher
+from policies.batching.base import BatchPolicy
 from policies.compose import build_batcher
 from policies.fleet.batch_turns import BatchTurns
 from policies.interfaces import Job
@@ -33,7 +33,7 @@ class Driver:
     """One worker that pulls batch after batch, each of which takes a second."""
 
     def __init__(self, preset: str) -> None:
-        self.batcher: Batcher = build_batcher(preset, SETTINGS)
+        self.batcher: BatchPolicy = build_batcher(preset, SETTINGS)
         self.turns = BatchTurns(self.batcher)
         self.now = 0.0
         self.done: list[str] = []
