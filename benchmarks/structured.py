@@ -23,7 +23,7 @@ import jsonschema
 
 from core.config.engine import EngineConfig
 from core.request import SamplingParams
-from engine.engine import RequestOutput, Engine
+from engine.engine import Engine, RequestOutput
 from services.bench.report import markdown_table
 from services.launch.launch import EMBEDDED_MODEL
 from tokenization.grammars.compiler import GrammarCompiler, problem_of

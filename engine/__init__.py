@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 from farsight_rooms import check_rooms
 
 if TYPE_CHECKING:
-    from engine.engine import RequestOutput, Engine
+    from engine.engine import Engine, RequestOutput
 
-__all__ = ["RequestOutput", "Engine"]
+__all__ = ["Engine", "RequestOutput"]
 
 check_rooms()
 

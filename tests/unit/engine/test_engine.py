@@ -22,7 +22,7 @@ from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError, InvalidValueError
 from core.messages.kv import KVTraffic
 from core.request import SamplingParams, SequenceStatus
-from engine import RequestOutput, Engine
+from engine import Engine, RequestOutput
 from engine.checkpoint.model_config import load_model_config
 from engine.parallel.links import Ranks
 from engine.sequence import Sequence

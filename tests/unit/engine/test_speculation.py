@@ -16,7 +16,7 @@ from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError
 from core.request import SamplingParams
 from engine.drafted_steps import DraftedSteps
-from engine.engine import RequestOutput, Engine
+from engine.engine import Engine, RequestOutput
 from policies.speculation.base import Drafter, Speculation
 from tests.unit.engine.driver import outputs_of
 from tokenization.grammars.sources import of_schema
@@ -173,7 +173,9 @@ def test_preempted_and_offloaded_requests_get_the_same_answers(
     assert engine.worker.executor.report().traffic.recomputed_tokens or preset != "fcfs"
 
 
-def test_a_perfect_guess_saves_its_step(make_engine: Callable[..., Engine], plain: dict[str, list[RequestOutput]]) -> None:
+def test_a_perfect_guess_saves_its_step(
+    make_engine: Callable[..., Engine], plain: dict[str, list[RequestOutput]]
+) -> None:
     engine = make_engine()
     oracle = Oracle(list(known_answers(plain)), 0.0)
     engine.worker.speculation = DraftedSteps(oracle)
