@@ -31,7 +31,7 @@ from core.kept import (
 from services.api.access.caller import CURRENT
 from services.api.access.keys import Caller
 from services.api.batches.files import LINES, PART_BYTES, RUN, FileRecord
-from services.api.batches.lines import BatchLine, LineChecker, LineResult, unsent
+from services.api.batches.lines import BatchLine, LineChecker, LineResult, raw_lines, unsent
 from services.api.batches.order import ForecastLines, LongestFirst
 from services.api.batches.records import WINDOW_S, BatchError, Batches, BatchRecord, StoredBatch, batch_tier
 from services.api.batches.sender import LineSender, RetryPolicy, ServiceStalled
@@ -410,26 +410,23 @@ class _Job:
 async def read_lines(
     data: bytes, endpoint: str, max_lines: int, max_line_bytes: int
 ) -> tuple[list[BatchLine], list[BatchError]]:
-    """The requests of an input, or what is wrong with it; others on the event loop have their turns."""
+    """Reads the requests of an input, or what is wrong with it; others on the event loop have their turns."""
     lines: list[BatchLine] = []
     errors: list[BatchError] = []
-    first_uses: dict[str, int] = {}
+    checker = LineChecker(tier=batch_tier())
     num_bytes = 0
-    for number, raw in enumerate(data.split(b"\n"), start=1):
+    for number, raw in raw_lines(data):
         if len(errors) >= MAX_ERRORS:
             break
-        if not raw.strip():
-            continue
         num_bytes += len(raw)
         if num_bytes > _TURN_BYTES:
             num_bytes = 0
             await asyncio.sleep(0)
         try:
-            line = await _checked(raw, number, first_uses, max_line_bytes)
+            line = await _checked(checker, number, raw, max_line_bytes)
         except InvalidValueError as error:
             errors.append(BatchError("invalid_line", str(error), line=number))
             continue
-        first_uses[line.custom_id] = number
         if line.url != endpoint:
             message = f"line {number}, url: got {line.url!r}, expected {endpoint!r}, the endpoint of the batch"
             errors.append(BatchError("mismatched_url", message, "url", number))
@@ -441,14 +438,12 @@ async def read_lines(
     return lines, errors
 
 
-async def _checked(raw: bytes, number: int, first_uses: dict[str, int], max_bytes: int) -> BatchLine:
-    where = f"line {number}"
+async def _checked(checker: LineChecker, number: int, raw: bytes, max_bytes: int) -> BatchLine:
     if len(raw) > max_bytes:
-        raise InvalidValueError(where, f"{len(raw)} bytes", f"at most {max_bytes} bytes")
-    checker = LineChecker(where, number, batch_tier())
+        raise InvalidValueError(f"line {number}", f"{len(raw)} bytes", f"at most {max_bytes} bytes")
     if len(raw) < _THREAD_BYTES:
-        return checker.line(raw, first_uses)
-    return await asyncio.to_thread(checker.line, raw, first_uses)
+        return checker.line(number, raw)
+    return await asyncio.to_thread(checker.line, number, raw)
 
 
 async def _collect(results: asyncio.Queue[tuple[int, LineResult] | None], group: list[tuple[int, LineResult]]) -> bool:
