@@ -1,4 +1,4 @@
-"""Points in time in bounded memory, in two tiers: the last 15 minutes by the second, the last 24 hours by the minute."""
+"""Points in time in bounded memory: the last 15 minutes by the second, the last 24 hours by the minute."""
 
 from __future__ import annotations
 

@@ -336,7 +336,8 @@ class _Job:
 
     async def _finish(self, lines: list[BatchLine]) -> None:
         """Makes the files of what is there, and ends the batch."""
-        missing = [index for index in range(len(lines)) if index not in await self._done()]
+        done = await self._done()
+        missing = [index for index in range(len(lines)) if index not in done]
         last = "completed"
         if missing and self._files.now() >= self._deadline:
             last = "expired"

@@ -77,11 +77,12 @@ async def output(service: BatchService, file_id: str | None, name: str = "") -> 
     return [json.loads(line) for line in content.splitlines()]
 
 
-async def test_the_openai_library(serve: Serve) -> None:
+async def test_the_openai_library(serve: Serve, store: SqliteObjects) -> None:
     service = serve()
     data = lines(40) + lines(1, prompt=[]).replace(b'"c0"', b'"bad"')
     batch_id = await begin(service, data, metadata={"for": "a test"})
     batch = await run_to("completed", service, batch_id)
+    assert store.num_reads < 10, "no more than a few, however many lines there are"
     assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (41, 40, 1)
     assert batch.metadata == {"for": "a test"}
     found = await output(service, batch.output_file_id)
@@ -130,8 +131,10 @@ async def test_a_batch_goes_on_when_the_service_answers_again(serve: Serve, capl
     service = serve(backend=ScriptedBackend(lambda prompt: answers or [full]))
     batch_id = await begin(service, lines(3))
     async with running(service.runner(give_up_s=0.05)):
-        while f"{batch_id} waits for another try: the service answered no request" not in caplog.text:
+        while True:
             await asyncio.sleep(0.01)
+            if f"{batch_id} waits for another try: the service answered no request" in caplog.text:
+                break
         answers += HELLO
         assert (await until(service, batch_id, "completed")).request_counts.completed == 3
 
