@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from core.errors import FarsightError, IntegrityError, InvalidValueError
 from services.api.batches.lines import Batch, BatchLine, LineResult, read_result
@@ -27,7 +26,7 @@ LOCK_WAIT_S = 10.0
 _LOCK_POLL_S = 0.05
 
 
-class ProgressStore:
+class ProgressStore(contextlib.AbstractContextManager["ProgressStore"]):
     """The results of one batch; create it with ``open`` and close it at the end."""
 
     def __init__(self, target: Path, batch: Batch, fd: int) -> None:
@@ -141,12 +140,7 @@ class ProgressStore:
                 self._closed = True
                 os.close(self._fd)
 
-    def __enter__(self) -> ProgressStore:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _load(self, overwrite: bool) -> None:

@@ -267,7 +267,7 @@ class _Job:
         if errors:
             await self._fail(errors)
             return
-        self._record = await self._change(
+        await self._change(
             lambda record: (
                 replace(record, total=len(lines)).at("in_progress", self._files.now())
                 if record.status == "validating"
@@ -385,7 +385,7 @@ class _Job:
     async def _fail(self, errors: list[BatchError]) -> None:
         await self._change(lambda record: replace(record, errors=tuple(errors)).at("failed", self._files.now()))
 
-    async def _change(self, how: Callable[[BatchRecord], BatchRecord | None]) -> BatchRecord:
+    async def _change(self, how: Callable[[BatchRecord], BatchRecord | None]) -> None:
         """
         Raises:
             _Stopped: The batch has been deleted.
@@ -394,7 +394,6 @@ class _Job:
         if changed is None:
             raise _Stopped("it has been deleted")
         self._record = changed.record
-        return changed.record
 
 
 async def read_lines(
