@@ -21,8 +21,8 @@ from benchmarks.live_presets.local_service import Service, running
 from core.config.load import FarsightConfig, load_config
 from core.request import SamplingParams
 from estimator.device_profile import DeviceProfile
+from services.api.generation import PromptText
 from services.api.requests import unnamed_request
-from services.api.text.prompts import PromptText
 from services.launch.launch import EMBEDDED_MODEL
 from simulator.cluster.records import Record, Recorder
 from simulator.traffic.workload import SimRequest

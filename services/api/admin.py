@@ -18,9 +18,8 @@ from core.messages.drains import DrainReplica
 from core.messages.status import ComponentCounts, Scale
 from core.messages.weights import Upgrade
 from services.api.access.caller import is_admin
-from services.api.answers.replies import ErrorReply
 from services.api.backend import Operator
-from services.api.errors import SERVER_ERROR, ApiError
+from services.api.errors import SERVER_ERROR, ApiError, ErrorReply
 from services.api.middleware import JsonRoute
 from services.api.strict import StrictModel
 

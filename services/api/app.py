@@ -20,7 +20,6 @@ from services.api.answers.beam_search import search
 from services.api.answers.replies import (
     ChatCompletion,
     Completion,
-    ErrorReply,
     Health,
     ModelCard,
     ModelList,
@@ -42,8 +41,9 @@ from services.api.dialects.messages import message_routes
 from services.api.dialects.responses import response_routes
 from services.api.dialects.running import Running, named_for, seeing
 from services.api.dialects.stored import StoredResponses
-from services.api.errors import SERVER_ERROR, ApiError, install_error_handlers, unhealthy
+from services.api.errors import SERVER_ERROR, ApiError, ErrorReply, install_error_handlers, unhealthy
 from services.api.generate import ClientGone, collect, while_connected
+from services.api.generation import Generation
 from services.api.methods import Methods, Slashes
 from services.api.middleware import BodyLimit, JsonRoute, LastResort
 from services.api.pages.dashboard import page_routes
@@ -54,7 +54,7 @@ from services.api.pages.routes import docs_routes
 from services.api.pages.what_if import what_if_routes
 from services.api.promised import ANSWER, HEADERS, AnswerPromise
 from services.api.readiness import DrainGate, Readiness
-from services.api.requests import Generation, check_model, generation_of
+from services.api.requests import check_model, generation_of
 from services.api.schemas import ChatCompletionRequest, CompletionRequest
 from services.api.shedding import Reason, Shed
 from services.api.streams.manager import StreamManager

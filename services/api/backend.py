@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from actors.calls.scheduling import RouterCalls
 from actors.calls.supervisor import SupervisorCalls
@@ -16,10 +16,26 @@ from core.messages.series import RecentDecisions
 from core.messages.status import StatusReply
 from core.messages.tokens import TokenDelta
 from core.request import Request
-from services.api.pictures.placing import ImageInput
-from services.api.text.prompts import PromptText
+
+if TYPE_CHECKING:
+    from services.api.generation import PromptText
 
 R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class ImageInput:
+    """How the served model sees.
+
+    Attributes:
+        text: What stands for a picture where a chat template takes texts alone.
+        placeholder_id: The token that stands for a picture.
+        max_per_request: Most pictures of one request.
+    """
+
+    text: str
+    placeholder_id: int
+    max_per_request: int
 
 
 @dataclass(frozen=True, slots=True)

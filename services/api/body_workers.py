@@ -29,8 +29,9 @@ from core.request import Request
 from services.api.backend import ModelInfo
 from services.api.bodies import check_num_prompts, checked
 from services.api.errors import ApiError, as_api_error, unavailable
+from services.api.generation import Generation
 from services.api.middleware import parse_object
-from services.api.requests import Generation, make_generation
+from services.api.requests import make_generation
 from services.api.schemas import ChatCompletionRequest, CompletionRequest
 from services.api.text.prompts import PromptEncoder
 from services.api.text.settings import TextSettings

@@ -5,138 +5,27 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import secrets
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from core.errors import InvalidValueError
-from core.messages.images import ImageFile
-from core.request import Origin, PromptSource, Request, SamplingParams, check_token_ids
-from services.api.backend import ModelInfo
-from services.api.beams.fields import BeamParams
+from core.request import PromptSource, Request, SamplingParams, check_token_ids
+from services.api.backend import Generator, ImageInput, ModelInfo
 from services.api.errors import ApiError
 from services.api.fields import shown
+from services.api.generation import Echo, Generation, PromptText
 from services.api.pictures.collecting import check_pictures, check_places, pictures_of
-from services.api.pictures.placing import ImageInput
+from services.api.pictures.placing import expanded, placed
 from services.api.schemas import ChatCompletionRequest, ChatTurn, CompletionRequest, SamplingFields
 from services.api.structured import Constraint
-from services.api.text.echo import Echo, last_turn
-from services.api.text.prompts import ChatEnd, ChatPrompt, PromptEncoder, PromptText, of_chat, of_completion
+from services.api.text.prompts import ChatEnd, ChatPrompt, PromptEncoder, of_chat, of_completion
 from services.api.text.request_grammars import chat_grammar, own_grammar
 from tokenization.tool_formats.parts import OutputForm
 
 DEFAULT_MAX_TOKENS = 16
 _THREAD_FROM_CHARS = 16_384
 """Characters; a text of this length or more is tokenised in a thread, so that it does not delay other streams."""
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """What one HTTP body asks for: its requests, and which results the client gets in which form.
-
-    Attributes:
-        prompts: A request for each prompt, without a name; ``named`` makes ``num_tries`` of each.
-        texts: The prompts as text; None where a prompt came as token ids.
-        model: As the client names it.
-        chat: Whether this is a chat, and not a completion.
-        num_tries: Outputs run for each prompt.
-        n: Choices returned for each prompt: the most likely of its outputs.
-        stream, include_usage: Whether the answer is a stream, and whether that says its usage.
-        shows_logprobs: Whether the client gets log probabilities; they are also computed to rank ``best_of`` outputs.
-        num_logprobs: Likeliest tokens that are shown beside each token of an output.
-        num_prompt_logprobs: The same for the tokens of the prompt, which are shown apart; None for nothing.
-        shows_token_ids: Whether the client gets the token ids of prompt and output.
-        names_ids: Whether log probabilities name tokens by their ids.
-        continuous_usage: Whether every chunk says the usage so far.
-        echoes: The text put before the outputs of each prompt; empty where there is none.
-        prompt_only: The client asked for 0 tokens; the one token that every request yields is not returned.
-        beams: The search for its outputs; None where they are drawn.
-        service_tier: Tier that serves it; empty where the client names none.
-        response_id: The id of the client's answer.
-        id_prefix: What that id begins with; empty for what its kind has.
-        pictures: Files of the pictures of its one prompt, whose places hold one token each until they are encoded.
-        limit_field: The field that limits its output; empty where the context does.
-        form: What its outputs may hold beside text; None for nothing.
-        requests: ``num_tries`` of the first prompt, then those of the second, and so on; empty before ``named``.
-    """
-
-    prompts: tuple[Request, ...]
-    texts: tuple[PromptText | None, ...]
-    model: str
-    chat: bool
-    num_tries: int = 1
-    n: int = 1
-    stream: bool = False
-    include_usage: bool = False
-    shows_logprobs: bool = False
-    num_logprobs: int = 0
-    num_prompt_logprobs: int | None = None
-    shows_token_ids: bool = False
-    names_ids: bool = False
-    continuous_usage: bool = False
-    echoes: tuple[Echo, ...] = ()
-    prompt_only: bool = False
-    beams: BeamParams | None = None
-    service_tier: str = ""
-    response_id: str = ""
-    id_prefix: str = ""
-    form: OutputForm | None = None
-    requests: tuple[Request, ...] = ()
-    pictures: tuple[ImageFile, ...] = ()
-    limit_field: str = ""
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Prompt tokens, each prompt counted once whatever its number of choices."""
-        return sum(request.prompt_len for request in self.prompts)
-
-    def without_prompts(self) -> Generation:
-        """For the wire: prompts go apart from it."""
-        return dataclasses.replace(self, prompts=())
-
-    def with_prompts(self, prompts: tuple[Request, ...]) -> Generation:
-        return dataclasses.replace(self, prompts=prompts)
-
-    def named(self, owner: bytes, salt: Callable[[str], str]) -> Generation:
-        """With the requests that run, under a new id of the client's answer.
-
-        Each try of a prompt has the next seed, so that a choice does not depend on the number of choices.
-
-        Args:
-            owner: As ``Origin.owner``.
-            salt: From a request's own cache salt to the one that it is run with.
-        """
-        prefix = self.id_prefix or ("chatcmpl-" if self.chat else "cmpl-")
-        response_id = f"{prefix}{uuid.uuid4().hex}"
-        tries = [(prompt, number) for prompt in self.prompts for number in range(self.num_tries)]
-        requests = tuple(
-            dataclasses.replace(
-                prompt,
-                sampling=_with_next_seed(prompt.sampling, number),
-                origin=Origin(response_id, choice, owner),
-                cache_salt=salt(prompt.cache_salt),
-            )
-            for choice, (prompt, number) in enumerate(tries)
-        )
-        return dataclasses.replace(self, requests=requests, response_id=response_id)
-
-    def in_trace(self, traceparent: str) -> Generation:
-        """With requests that name their trace to the servers that they are passed on to."""
-        return dataclasses.replace(self, requests=tuple(_in_trace(each, traceparent) for each in self.requests))
-
-
-def _in_trace(request: Request, traceparent: str) -> Request:
-    origin = request.origin
-    return (
-        request
-        if origin is None
-        else dataclasses.replace(request, origin=dataclasses.replace(origin, traceparent=traceparent))
-    )
-
-
-def _with_next_seed(sampling: SamplingParams, number: int) -> SamplingParams:
-    return dataclasses.replace(sampling, seed=(sampling.seed + number) % 2**64) if number else sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -492,3 +381,56 @@ def _grammar(body: SamplingFields, model: ModelInfo, encoder: PromptEncoder, for
 
 def _given(value: float | None, default: float) -> float:
     return default if value is None else value
+
+
+def last_turn(messages: Sequence[Mapping[str, Any]]) -> tuple[Echo, ...]:
+    """The text of a last message of the assistant, whom the answer is by as well; nothing of anybody else's."""
+    last = messages[-1]
+    text = last.get("content")
+    return (Echo(text),) if last["role"] == "assistant" and isinstance(text, str) and text else ()
+
+
+async def with_pictures(backend: Generator, generation: Generation, salt: str) -> Generation:
+    """The generation with the images of its prompt, each in as many tokens as it has.
+
+    Args:
+        salt: As for ``Generator.see``.
+
+    Raises:
+        ApiError, InvalidValueError: A picture that cannot be read, or a prompt that does not fit with it.
+        CapacityError: Too many pictures wait.
+    """
+    image_input = backend.model.image_input
+    if not generation.pictures or image_input is None:
+        return generation
+    images = await backend.see(generation.pictures, salt)
+    [prompt] = generation.prompts
+    prompt = placed(prompt, images, image_input)
+    room = check_prompt_len("messages", prompt.prompt_len, backend.model)
+    most = prompt.sampling.max_new_tokens
+    if most > room and generation.limit_field:
+        why = f"a prompt of {prompt.prompt_len} tokens and the output must fit"
+        raise too_long(generation.limit_field, str(most), room, why, backend.model)
+    if most > room:
+        sampling = dataclasses.replace(prompt.sampling, max_new_tokens=room)
+        prompt = dataclasses.replace(prompt, sampling=sampling)
+    return dataclasses.replace(generation, prompts=(prompt,), pictures=())
+
+
+async def prompt_ids_of(body: ChatTurn, backend: Generator, encoder: PromptEncoder, salt: str) -> tuple[int, ...]:
+    """The prompt of a conversation. Its pictures are encoded, and kept for the request that will follow.
+
+    Args:
+        salt: As for ``Generator.see``.
+
+    Raises:
+        ApiError, InvalidValueError, CapacityError: As ``with_pictures``.
+    """
+    image_input = backend.model.image_input
+    rendered = await encoder.render_chat_soon(prompt_of_chat(body, image_input))
+    ids = await asyncio.to_thread(encoder.encode_rendered, rendered)
+    pictures = pictures_of(message.content for message in body.messages or ())
+    if not pictures or image_input is None:
+        return ids
+    check_places(ids, len(pictures), image_input)
+    return expanded(ids, await backend.see(pictures, salt), image_input)[0]

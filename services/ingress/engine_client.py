@@ -35,7 +35,7 @@ from core.messages.tokens import TokenDelta, TokenPoll
 from core.request import Request
 from policies.compose import predicts_requests
 from services.api.backend import ModelInfo
-from services.api.text.prompts import PromptText
+from services.api.generation import PromptText
 from services.ingress.first_check import CountedRequest, FirstCheck
 from services.ingress.image_client import ImageClient
 from services.ingress.ledger import RequestLedger

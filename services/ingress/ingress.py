@@ -29,13 +29,12 @@ from services.api.access.access_control import AccessControl, access_settings
 from services.api.access.metered import MeteredGenerator
 from services.api.admin import Administration
 from services.api.app import build_app
-from services.api.backend import ModelInfo
+from services.api.backend import ImageInput, ModelInfo
 from services.api.batches.files import Files
 from services.api.batches.records import Batches
 from services.api.batches.running import BatchRunner, RunningPlace
 from services.api.body_workers import BodyWorkers
 from services.api.middleware import LoopPace
-from services.api.pictures.placing import ImageInput
 from services.api.readiness import Readiness
 from services.api.streams.manager import StreamManager
 from services.api.text.prompts import PromptEncoder

@@ -15,7 +15,7 @@ from core.errors import FarsightError
 from core.forecast import Forecast, ForecastQuestion
 from core.messages.forecasts import ForecastQuestions
 from core.request import Request
-from services.api.text.prompts import PromptText
+from services.api.generation import PromptText
 
 MAX_QUESTIONS = 64
 """In one message."""

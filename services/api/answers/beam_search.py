@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from core.messages.tokens import TokenLogprobs
 from core.request import Request, SamplingParams
 from services.api.backend import Generator
-from services.api.beams.fields import BeamParams
 from services.api.errors import ApiError
-from services.api.generate import ChoiceResult, collect
-from services.api.requests import Generation
+from services.api.generate import collect
+from services.api.generation import BeamParams, ChoiceResult, Generation
 from services.api.text.token_texts import TokenTexts
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from core.messages.tokens import TokenLogprobs
-from services.api.text.echo import Echo
+from services.api.generation import Echo
 from services.api.text.token_texts import TokenTexts
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import Field
 
 from services.api.fields import is_empty, refused
+from services.api.generation import BeamParams
 from services.api.strict import StrictModel
 
 MAX_BEAMS = 16
@@ -31,20 +31,6 @@ _UNUSED: dict[str, tuple[Any, ...]] = {
     "echo": (),
 }
 """Fields that beam search does not serve, and values that say nothing beside null, false and what is empty."""
-
-
-@dataclass(frozen=True, slots=True)
-class BeamParams:
-    """
-    Attributes:
-        num_beams: Outputs that are kept from token to token, and returned.
-        length_penalty: The sum of an output's log probabilities is divided by its length to this power.
-        ignore_eos: Whether an end-of-sequence token is one like any other.
-    """
-
-    num_beams: int
-    length_penalty: float = 1.0
-    ignore_eos: bool = False
 
 
 class BeamFields(StrictModel):

@@ -18,9 +18,9 @@ from services.api.dialects.anthropic_errors import error_event
 from services.api.dialects.running import Running, as_chat
 from services.api.errors import ApiError
 from services.api.foreign.messages import CountTokensRequest, MessagesRequest
-from services.api.generate import ChoiceResult
+from services.api.generation import ChoiceResult, Generation
 from services.api.middleware import JsonRoute
-from services.api.requests import Generation, check_model
+from services.api.requests import check_model
 from services.api.schemas import ChatCompletionRequest
 from services.api.text.token_texts import TokenTexts
 from tokenization.tool_formats.parts import CallArguments, CallStart, OutputForm, ReasoningPart, SentPart, TextPart

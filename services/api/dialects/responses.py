@@ -17,7 +17,7 @@ from services.api.dialects.running import Running, as_chat
 from services.api.dialects.stored import Keeping, StoredResponses
 from services.api.errors import ApiError
 from services.api.foreign.responses import ResponsesRequest
-from services.api.generate import ChoiceResult
+from services.api.generation import ChoiceResult
 from services.api.middleware import JsonRoute
 
 _NO_STORE = "nothing can be stored here: [files] max_file_bytes is 0"

@@ -11,7 +11,7 @@ from core.messages.tokens import TokenDelta
 from services.api.answers.parts import ChoiceParts
 from services.api.answers.replies import UsageFields
 from services.api.errors import ApiError
-from services.api.requests import Generation
+from services.api.generation import Generation
 from tokenization.tool_formats.parts import CallArguments, CallStart, OutputForm, ReasoningPart, SentPart, TextPart
 
 _TEXT_ALONE = OutputForm("hermes")

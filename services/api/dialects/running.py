@@ -22,9 +22,10 @@ from services.api.answers.trace_context import traced
 from services.api.backend import Generator
 from services.api.bodies import body_error
 from services.api.errors import ApiError
-from services.api.generate import ChoiceResult, collect, prompt_ids_of, while_connected, with_pictures
+from services.api.generate import collect, while_connected
+from services.api.generation import ChoiceResult, Generation
 from services.api.promised import ANSWER, AnswerPromise
-from services.api.requests import Generation, generation_of
+from services.api.requests import generation_of, prompt_ids_of, with_pictures
 from services.api.schemas import ChatCompletionRequest
 from services.api.text.prompts import PromptEncoder
 

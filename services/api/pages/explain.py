@@ -19,9 +19,8 @@ from core.messages.log import RequestTrace
 from services.api.access.caller import CURRENT
 from services.api.access.keys import Role
 from services.api.access.presented import owns, sent_key
-from services.api.answers.replies import ErrorReply
 from services.api.backend import Operator
-from services.api.errors import SERVER_ERROR, ApiError
+from services.api.errors import SERVER_ERROR, ApiError, ErrorReply
 from services.api.pages.sentences import sentence
 
 RESPONSE_ID = re.compile(r"(chatcmpl|cmpl)-[0-9a-f]{32}")

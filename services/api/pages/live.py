@@ -13,9 +13,9 @@ from starlette.responses import Response
 from core.errors import FarsightError
 from core.messages.live import LiveView
 from core.messages.series import SeriesQuery
-from services.api.answers.replies import ErrorReply, Status
+from services.api.answers.replies import Status
 from services.api.backend import Generator, Operator
-from services.api.errors import SERVER_ERROR, ApiError
+from services.api.errors import SERVER_ERROR, ApiError, ErrorReply
 from services.api.pages.explain import RESPONSE_ID, Explanation, explanation, unknown_request
 from services.api.pages.live_parts import FOR_S, Components, LiveParts, Series, Table
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from core.errors import InvalidValueError
 from core.messages.images import ImageFile
+from services.api.backend import ImageInput
 from services.api.pictures.content import MixedContent, Picture
-from services.api.pictures.placing import ImageInput
 
 Content = str | MixedContent | None
 

@@ -4,26 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from core.images import ImageSpan
 from core.messages.images import EncodedImage
 from core.request import Request
-
-
-@dataclass(frozen=True, slots=True)
-class ImageInput:
-    """How the served model sees.
-
-    Attributes:
-        text: What stands for a picture where a chat template takes texts alone.
-        placeholder_id: The token that stands for a picture.
-        max_per_request: Most pictures of one request.
-    """
-
-    text: str
-    placeholder_id: int
-    max_per_request: int
+from services.api.backend import ImageInput
 
 
 def placed(request: Request, images: Sequence[EncodedImage], image_input: ImageInput) -> Request:

@@ -21,7 +21,7 @@ from services.api.backend import Generator
 from services.api.errors import INVALID_REQUEST, SERVER_ERROR, ApiError, as_api_error
 from services.api.fields import shown
 from services.api.generate import run_requests
-from services.api.requests import Generation
+from services.api.generation import Generation
 from services.api.text.token_texts import TokenTexts
 
 EVENT_ID = re.compile(r"([0-9a-f]{32})-([1-9][0-9]{0,14})")

@@ -14,7 +14,7 @@ from core.messages.resumable import StreamChanges, StreamFound, StreamName, Stre
 from services.api.access.presented import owner_of, owns
 from services.api.backend import Generator
 from services.api.errors import ApiError, unavailable
-from services.api.requests import Generation
+from services.api.generation import Generation
 from services.api.streams.live import LiveStream, generation_in, record_of, superseded
 
 RESUME_S = 60.0

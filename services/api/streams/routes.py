@@ -16,7 +16,7 @@ from services.api.answers.sse import EventStream
 from services.api.backend import Generator
 from services.api.errors import ApiError
 from services.api.fields import shown
-from services.api.requests import Generation
+from services.api.generation import Generation
 from services.api.streams.live import EventWriter, LiveStream, events_seen
 from services.api.streams.manager import Hold, StreamManager, hold_nothing
 from services.api.text.token_texts import TokenTexts

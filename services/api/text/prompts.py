@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
@@ -15,10 +14,10 @@ from core.child_process import ChildLost
 from core.errors import CapacityError, ConfigError, InvalidValueError
 from core.request import PromptSource
 from services.api.errors import ApiError, unavailable
+from services.api.generation import Echo, PromptText
 from services.api.pictures.content import text_of
 from services.api.text.client_text import placed, spans_of
 from services.api.text.dialect import Dialect
-from services.api.text.echo import Echo
 from services.api.text.settings import TextSettings
 from services.api.text.template_process import TemplateProcess, TemplateRefused, TemplateStopped
 from services.api.text.token_texts import TokenTexts
@@ -238,27 +237,6 @@ def _compile(folder: Path, source: str, special_tokens: Mapping[str, str]) -> Te
     except TemplateRefused:
         pass  # it may want another conversation
     return template
-
-
-@dataclass(frozen=True, slots=True)
-class PromptText:
-    """What an application says each time, and what is new.
-
-    Attributes:
-        instruction: Chat: every message but the last one of the user. Completion: the ``instruction`` of the request,
-            or else the first line of the prompt.
-        user_input: Chat: the last message of the user. Completion: the rest of the prompt.
-        source: All of it; None if no predictor needs it.
-    """
-
-    instruction: str
-    user_input: str
-    source: PromptSource | None = None
-
-    def user_input_len(self, text_len: int) -> int:
-        """Its share of the text's tokens, by characters: tokenising it alone would cost as much as the prompt."""
-        num_chars = len(self.instruction) + len(self.user_input)
-        return round(text_len * len(self.user_input) / num_chars) if num_chars else 0
 
 
 def of_chat(messages: Sequence[Mapping[str, Any]]) -> PromptText:

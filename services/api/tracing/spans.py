@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from services.api.answers.trace_context import TraceContext
+from services.api.generation import Generation
 from services.api.pages.explain import Explanation
-from services.api.requests import Generation
 
 if TYPE_CHECKING:
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest

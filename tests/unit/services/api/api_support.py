@@ -30,7 +30,8 @@ from core.messages.weights import ServedWeights, Upgrade
 from core.request import Fault, Origin, Request, SamplingParams, Slo
 from services.api.app import DEFAULT_MAX_BODY_BYTES, build_app
 from services.api.backend import Generator, ModelInfo
-from services.api.text.prompts import PromptEncoder, PromptText
+from services.api.generation import PromptText
+from services.api.text.prompts import PromptEncoder
 
 MODEL = "tiny"
 LONG_S = 120.0

@@ -13,7 +13,7 @@ from core.config.engine import EngineConfig
 from core.messages.tokens import TokenDelta
 from core.request import Request
 from engine.engine import Engine
-from services.api.text.prompts import PromptText
+from services.api.generation import PromptText
 from tests.unit.services.api.api_support import MAX_MODEL_LEN, VOCAB_SIZE, ScriptedBackend, write_model_dir
 
 

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from core.request import SamplingParams
 from services.api.answers.beam_search import PromptSearch
-from services.api.beams.fields import BeamParams
-from services.api.generate import ChoiceResult
+from services.api.generation import BeamParams, ChoiceResult
 from services.api.requests import unnamed_request
 from services.api.text.prompts import PromptEncoder
 from services.api.text.token_texts import TokenTexts

@@ -22,8 +22,8 @@ from services.api.bodies import check_num_prompts
 from services.api.body_workers import BodyWorkers, read_body
 from services.api.errors import ApiError, as_api_error
 from services.api.fields import MAX_PROMPTS
+from services.api.generation import Generation
 from services.api.middleware import LARGE_BODY_BYTES
-from services.api.requests import Generation
 from services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.api_support import (
     MODEL,

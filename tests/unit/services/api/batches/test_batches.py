@@ -21,7 +21,8 @@ from services.api.batches.lines import BatchLine
 from services.api.batches.order import WINDOW_LINES, in_order, longest_first
 from services.api.batches.records import WINDOW_S
 from services.api.batches.running import LEASE_S, BatchRunner
-from services.api.text.prompts import PromptEncoder, PromptText
+from services.api.generation import PromptText
+from services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.api_support import HELLO, ScriptedBackend
 from tests.unit.services.api.batches.conftest import BatchService, Serve
 from tests.unit.services.api.batches.kept_support import SqliteObjects

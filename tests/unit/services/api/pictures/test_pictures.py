@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 
 from core.images import digest_of
 from services.api.app import build_app
+from services.api.backend import ImageInput
 from services.api.body_workers import BodyWorkers
-from services.api.pictures.placing import ImageInput
 from services.api.text.prompts import ChatPrompt, PromptEncoder
 from tests.unit.services.api.api_support import (
     IMAGE_TOKENS,

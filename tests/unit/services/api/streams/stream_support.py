@@ -13,11 +13,12 @@ from core.errors import FarsightError
 from core.messages.resumable import StreamChanges, StreamFound, StreamName, StreamState, StreamVerdicts
 from core.messages.tokens import TokenDelta
 from core.request import Request
-from services.api.requests import Generation, generation_of
+from services.api.generation import Generation, PromptText
+from services.api.requests import generation_of
 from services.api.schemas import ChatCompletionRequest, CompletionRequest
 from services.api.streams.live import EventWriter, LiveStream
 from services.api.streams.manager import StreamManager
-from services.api.text.prompts import PromptEncoder, PromptText
+from services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.api_support import LONG_S, MODEL, ScriptedBackend
 
 KEY = "the key"
