@@ -20,8 +20,8 @@ from core.messages.weights import Upgrade
 from services.api.access.caller import is_admin
 from services.api.backend import Operator
 from services.api.errors import SERVER_ERROR, ApiError, ErrorReply
+from services.api.fields import StrictModel
 from services.api.middleware import JsonRoute
-from services.api.strict import StrictModel
 
 INGRESS = "ingress"
 MAX_COUNT = 1000

@@ -33,8 +33,7 @@ from services.api.generation import Generation
 from services.api.middleware import parse_object
 from services.api.requests import make_generation
 from services.api.schemas import ChatCompletionRequest, CompletionRequest
-from services.api.text.prompts import PromptEncoder
-from services.api.text.settings import TextSettings
+from services.api.text.prompts import PromptEncoder, TextSettings
 
 NUM_PROCESSES = 2
 """In each ingress replica; each starts when there is a body for it, and stays."""

@@ -15,12 +15,11 @@ from services.api.backend import Generator, ImageInput, ModelInfo
 from services.api.errors import ApiError
 from services.api.fields import shown
 from services.api.generation import Echo, Generation, PromptText
-from services.api.pictures.collecting import check_pictures, check_places, pictures_of
-from services.api.pictures.placing import expanded, placed
+from services.api.pictures.content import check_pictures, check_places, expanded, pictures_of, placed
 from services.api.schemas import ChatCompletionRequest, ChatTurn, CompletionRequest, SamplingFields
 from services.api.structured import Constraint
+from services.api.text.grammars import chat_grammar, own_grammar
 from services.api.text.prompts import ChatEnd, ChatPrompt, PromptEncoder, of_chat, of_completion
-from services.api.text.request_grammars import chat_grammar, own_grammar
 from tokenization.tool_formats.parts import OutputForm
 
 DEFAULT_MAX_TOKENS = 16

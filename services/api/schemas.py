@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field, PlainValidator, model_validator
 
-from services.api.beams.fields import BeamFields
+from services.api.field_groups import MAX_CALLS, MAX_SCHEMA_DEPTH, BeamFields, TargetFields, ToolCall, ToolFields
 from services.api.fields import (
     CHAT_NEUTRAL,
     COMPLETION_NEUTRAL,
@@ -30,13 +30,11 @@ from services.api.fields import (
     MESSAGE_NEUTRAL,
     PROMPT,
     NeutralOnly,
+    StrictModel,
     refused,
 )
-from services.api.latency_targets import TargetFields
 from services.api.pictures.content import MixedContent, check_content
-from services.api.strict import StrictModel
 from services.api.structured import Constraint, ResponseFormat, SchemaOrText, StructuredOutputs, constraint_of
-from services.api.tools.fields import MAX_CALLS, MAX_SCHEMA_DEPTH, ToolCall, ToolFields
 from tokenization.grammars.rewriting import nesting
 
 MAX_THINKING_TOKENS = 2**31 - 1

@@ -8,8 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, PlainValidator, model_validator
 
-from services.api.fields import MAX_CHOICES, NeutralOnly, refused
-from services.api.strict import StrictModel
+from services.api.fields import MAX_CHOICES, NeutralOnly, StrictModel, refused
 
 
 def _check_schema(value: Any) -> dict[str, Any] | bool:

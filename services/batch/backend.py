@@ -20,8 +20,7 @@ from actors.runtime.peer import Site
 from core.config.load import FarsightConfig
 from services.api.backend import Generator
 from services.api.batches.order import ForecastLines
-from services.api.text.prompts import PromptEncoder
-from services.api.text.settings import text_settings
+from services.api.text.prompts import PromptEncoder, text_settings
 from services.ingress.ingress import open_client
 from services.ingress.line_forecasts import line_forecasts
 from services.launch.cluster import ServiceFailed

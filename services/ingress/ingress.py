@@ -37,8 +37,7 @@ from services.api.body_workers import BodyWorkers
 from services.api.middleware import LoopPace
 from services.api.readiness import Readiness
 from services.api.streams.manager import StreamManager
-from services.api.text.prompts import PromptEncoder
-from services.api.text.settings import text_settings
+from services.api.text.prompts import PromptEncoder, text_settings
 from services.api.tracing.exporter import SpanExporter
 from services.ingress.engine_client import EngineClient
 from services.ingress.line_forecasts import line_forecasts

@@ -95,8 +95,7 @@ def find_model(config: FarsightConfig) -> LocatedModel:
     from engine.checkpoint.model_config import resolve_model_dir
     from engine.parallel.mesh import Mesh
     from engine.text.vocabulary import vocabulary_size
-    from services.api.text.prompts import PromptEncoder
-    from services.api.text.settings import text_settings
+    from services.api.text.prompts import PromptEncoder, text_settings
 
     model = LocatedModel(EMBEDDED_MODEL, config.model.name or EMBEDDED_NAME)
     if config.model.path == VISION_PATH:

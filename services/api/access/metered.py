@@ -15,8 +15,8 @@ from services.api.access.caller import CURRENT
 from services.api.access.keys import Caller
 from services.api.access.presented import owner_of, salt_of
 from services.api.backend import Generator, ModelInfo
+from services.api.field_groups import PRIORITY_TIER
 from services.api.generation import Generation, PromptText, first_cached_len
-from services.api.latency_targets import PRIORITY_TIER
 
 
 class MeteredGenerator:

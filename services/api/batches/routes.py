@@ -16,8 +16,8 @@ from services.api.batches.lines import URLS
 from services.api.batches.multipart import FormPart, parse_form
 from services.api.batches.records import Batches, batch_reply
 from services.api.errors import ApiError
+from services.api.fields import StrictModel
 from services.api.middleware import JsonRoute
-from services.api.strict import StrictModel
 
 FILES_PATH = "/v1/files"
 FORM_BYTES = 16 * 1024

@@ -9,11 +9,10 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from services.api.errors import ApiError
-from services.api.fields import MAX_STOP_STRINGS, NO_EFFECT, NeutralOnly, shown
+from services.api.field_groups import MAX_SCHEMA_DEPTH, MAX_TOOLS, Name
+from services.api.fields import MAX_STOP_STRINGS, NO_EFFECT, NeutralOnly, StrictModel, shown
 from services.api.pictures.content import MixedContent, NoPicture, Picture, content_of, picture_from, web_picture
 from services.api.schemas import ChatCompletionRequest
-from services.api.strict import StrictModel
-from services.api.tools.fields import MAX_SCHEMA_DEPTH, MAX_TOOLS, Name
 from tokenization.grammars.rewriting import nesting
 
 _MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")

@@ -1,15 +1,20 @@
-"""The content of a message: a text, or parts that are texts and pictures."""
+"""The content of a message: a text, or parts that are texts and pictures; and where the pictures stand in a prompt."""
 
 from __future__ import annotations
 
 import base64
 import binascii
+import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from core.images import digest_of
+from core.errors import InvalidValueError
+from core.images import ImageSpan, digest_of
+from core.messages.images import EncodedImage, ImageFile
+from core.request import Request
+from services.api.backend import ImageInput
 from services.api.fields import CONTENT, is_empty, refused
 
 MAX_PARTS = 4096
@@ -161,3 +166,69 @@ def picture_from(text: str, field: str = "") -> Picture:
     if not data:
         raise NoPicture("a picture with data")
     return Picture(data, digest_of(data), field=field)
+
+
+Content = str | MixedContent | None
+
+
+def pictures_of(contents: Iterable[Content]) -> tuple[ImageFile, ...]:
+    """Returns the files of the pictures in the contents of messages, each with the field that holds it."""
+    return tuple(
+        ImageFile(part.field or f"{place}.image_url.url", part.data, part.digest, part.url)
+        for place, part in _places(contents)
+    )
+
+
+def check_pictures(contents: Iterable[Content], image_input: ImageInput | None) -> None:
+    """
+    Raises:
+        InvalidValueError: There are pictures, and nothing sees them, or more than are taken.
+    """
+    for number, (place, part) in enumerate(_places(contents)):
+        if image_input is None:
+            raise InvalidValueError(part.field or f"{place}.type", "a picture", "'text': text alone is read here")
+        if number == image_input.max_per_request:
+            expected = f"at most {number} pictures in a request (images.max_per_request)"
+            raise InvalidValueError(part.field or place, f"picture {number + 1}", expected)
+
+
+def check_places(prompt_ids: Sequence[int], num_pictures: int, image_input: ImageInput) -> None:
+    """
+    Raises:
+        InvalidValueError: The chat template has not made one place for each picture.
+    """
+    found = prompt_ids.count(image_input.placeholder_id)
+    if found != num_pictures:
+        shown = f"{num_pictures} pictures, for which the chat template makes {found} places"
+        raise InvalidValueError("messages", shown, "a place in the prompt for each picture")
+
+
+def _places(contents: Iterable[Content]) -> Iterator[tuple[str, Picture]]:
+    for index, content in enumerate(contents):
+        if isinstance(content, MixedContent):
+            for number, part in enumerate(content.parts):
+                if isinstance(part, Picture):
+                    yield f"messages[{index}].content[{number}]", part
+
+
+def placed(request: Request, images: Sequence[EncodedImage], image_input: ImageInput) -> Request:
+    """Returns the request with its images; its prompt has one placeholder for each."""
+    ids, spans = expanded(request.prompt_ids, images, image_input)
+    return dataclasses.replace(request, prompt_ids=ids, images=spans)
+
+
+def expanded(
+    prompt_ids: Sequence[int], images: Sequence[EncodedImage], image_input: ImageInput
+) -> tuple[tuple[int, ...], tuple[ImageSpan, ...]]:
+    """Returns a prompt with as many placeholders for each image as it has tokens, and where these are."""
+    spans: list[ImageSpan] = []
+    ids: list[int] = []
+    begin = 0
+    for image in images:
+        place = prompt_ids.index(image_input.placeholder_id, begin)
+        ids += prompt_ids[begin:place]
+        spans.append(ImageSpan(len(ids), image.num_tokens, image.digest, image.grid, image.embeddings, image.rows))
+        ids += [image_input.placeholder_id] * image.num_tokens
+        begin = place + 1
+    ids += prompt_ids[begin:]
+    return tuple(ids), tuple(spans)

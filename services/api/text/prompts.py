@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from core.child_process import ChildLost
+from core.config.model import ModelConfig
 from core.errors import CapacityError, ConfigError, InvalidValueError
 from core.request import PromptSource
 from services.api.errors import ApiError, unavailable
@@ -18,10 +20,10 @@ from services.api.generation import Echo, PromptText
 from services.api.pictures.content import text_of
 from services.api.text.client_text import placed, spans_of
 from services.api.text.dialect import Dialect
-from services.api.text.settings import TextSettings
 from services.api.text.template_process import TemplateProcess, TemplateRefused, TemplateStopped
 from services.api.text.token_texts import TokenTexts
 from tokenization.capacity import text_capacity
+from tokenization.model_dir import read_text
 from tokenization.model_files import load_model_texts
 from tokenization.plain_text import EncodedText
 
@@ -30,6 +32,39 @@ MAX_WAITING_CHATS = 1024
 
 _SAMPLE = ({"role": "user", "content": "hello"},)
 """What every template is tried with."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextSettings:
+    """
+    Attributes:
+        chat_template: File of the chat template; empty for the model's own.
+        tool_format: Name of the form of tool calls; ``auto`` finds it from the template.
+    """
+
+    chat_template: str = ""
+    tool_format: str = "auto"
+
+    def template(self, own: str | None) -> str | None:
+        """The chat template that is used.
+
+        Args:
+            own: The model's.
+
+        Raises:
+            ConfigError: The file cannot be read.
+        """
+        if not self.chat_template:
+            return own
+        try:
+            return read_text(Path(self.chat_template))
+        except (OSError, InvalidValueError) as error:
+            expected = f"a file with a chat template ({error})"
+            raise ConfigError("model.chat_template", self.chat_template, expected) from error
+
+
+def text_settings(model: ModelConfig) -> TextSettings:
+    return TextSettings(model.chat_template, model.tool_format)
 
 
 class ChatEnd(Enum):

@@ -11,7 +11,10 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
+
+from jinja2 import TemplateError
 
 from core.child_process import (
     ChildLost,
@@ -23,6 +26,7 @@ from core.child_process import (
     processor_time,
     receive,
 )
+from services.api.text.client_text import client_value, client_value_of, compile_template, joined, spans_of
 
 RENDER_CPU_S = 1.0
 """Processor time of one rendering, or of compiling the template: a busy machine stops no template that is well."""
@@ -38,6 +42,72 @@ _MAX_REASON = 1000
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
+
+_TEXT = "Hello"
+
+_IMAGE = {"type": "image"}
+
+
+class ContentForms:
+    """The forms of content that one template takes: a string, or a list of parts that are texts and pictures.
+
+    Nothing in a model's files says so. It shows when the template renders a message of either form.
+
+    Args:
+        render: Renders messages.
+    """
+
+    def __init__(self, render: Callable[[Messages], str]) -> None:
+        self._render = render
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether a list of parts becomes its texts, with something that stands for each picture."""
+        text = {"type": "text", "text": _TEXT}
+        alone, both = self._try([text]), self._try([_IMAGE, text])
+        return _TEXT in alone and _TEXT in both and "'type'" not in both and len(both) > len(alone)
+
+    @cached_property
+    def takes_strings(self) -> bool:
+        """Whether a string becomes itself."""
+        return _TEXT in self._try(_TEXT)
+
+    def _try(self, content: Any) -> str:
+        try:
+            return self._render([{"role": "user", "content": content}])
+        except Exception:  # it may want another conversation, or another form
+            return ""
+
+    def fitting(self, messages: Messages, image_text: str) -> list[dict[str, Any]]:
+        """Messages of the client, whose texts it wrote, in a form that the template takes.
+
+        Args:
+            image_text: What stands for a picture in a string. No client wrote it.
+        """
+        return [
+            {
+                name: self._content(value, image_text)
+                if name == "content"
+                else value
+                if name == "role"
+                else client_value(value)
+                for name, value in message.items()
+            }
+            for message in messages
+        ]
+
+    def _content(self, content: Any, image_text: str) -> Any:
+        if isinstance(content, str):
+            if self.takes_strings or not self.takes_parts:
+                return client_value(content)
+            return [{"type": "text", "text": client_value(content)}]
+        if self.takes_parts:
+            return [
+                {name: value if name == "type" else client_value(value) for name, value in part.items()}
+                for part in content
+            ]
+        parts = [client_value(part["text"]) if part["type"] == "text" else image_text for part in content]
+        return joined(text for part in parts for text in ("\n", part))[1:]
 
 
 class TemplateRefused(Exception):
@@ -150,8 +220,6 @@ def _answer(work: Callable[[], Any]) -> bytes:
 
 
 def _reason(error: Exception) -> str:
-    from jinja2 import TemplateError
-
     if isinstance(error, TemplateError):
         return (error.message or type(error).__name__)[:_MAX_REASON]
     return f"{type(error).__name__}: {error}"[:_MAX_REASON]
@@ -159,9 +227,6 @@ def _reason(error: Exception) -> str:
 
 def main() -> None:
     """``python -m services.api.text.template_process SOCKET``"""
-    from services.api.text.client_text import client_value, client_value_of, compile_template, spans_of
-    from services.api.text.content_forms import ContentForms
-
     with parent_stream() as stream:
         source, variables = _unpacked(receive(stream) or b"")
         limit_process(MAX_BYTES)

@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, PlainValidator, model_validator
 
+from services.api.field_groups import TargetFields
 from services.api.fields import COMMON_NEUTRAL, NeutralOnly, refused
-from services.api.latency_targets import TargetFields
 from services.api.schemas import check_prompt
 
 MAX_INPUTS = 2048

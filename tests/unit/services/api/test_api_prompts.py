@@ -15,8 +15,7 @@ from core.config.model import TOOL_FORMATS, ModelConfig
 from core.errors import ConfigError
 from core.request import PromptSource
 from services.api.generation import PromptText
-from services.api.text.prompts import ChatPrompt, PromptEncoder, of_chat, of_completion
-from services.api.text.settings import TextSettings, text_settings
+from services.api.text.prompts import ChatPrompt, PromptEncoder, TextSettings, of_chat, of_completion, text_settings
 from tests.unit.services.api.api_support import (
     CHATML,
     ScriptedBackend,

@@ -16,10 +16,10 @@ from tokenizers import Tokenizer
 
 from core.messages.tokens import TokenDelta
 from core.request import ReasoningBudget
+from services.api.field_groups import MAX_TOOLS
 from services.api.structured import Constraint
 from services.api.text.grammars import grammar_of
 from services.api.text.prompts import PromptEncoder
-from services.api.tools.fields import MAX_TOOLS
 from tests.unit.services.api.api_support import (
     CHATML,
     MODEL,
