@@ -10,19 +10,18 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from core.codec import decode, encode
 from core.errors import CapacityError
 from core.messages.resumable import END, StreamEntries, StreamEntry, StreamEpoch, StreamState
 from core.messages.tokens import TokenDelta
 from core.request import Request
-from services.api.answers.sse import DONE, AnswerEvents, ChunkWriter, event
 from services.api.backend import Generator
 from services.api.errors import INVALID_REQUEST, SERVER_ERROR, ApiError, as_api_error
 from services.api.fields import shown
 from services.api.generate import run_requests
 from services.api.generation import Generation
-from services.api.text.token_texts import TokenTexts
 
 EVENT_ID = re.compile(r"([0-9a-f]{32})-([1-9][0-9]{0,14})")
 
@@ -53,31 +52,18 @@ def generation_in(record: bytes) -> Generation:
     return generation.with_prompts(generation.requests[:: generation.num_tries])
 
 
-class EventWriter:
-    """Turns the log of a stream into events with ids: the same log gives the same events at every replica.
+class LogWriter(Protocol):
+    """Turns the log of a stream into events: the same log gives the same events at every replica."""
 
-    Args:
-        record: As ``record_of`` made it.
-        texts: As for ``ChunkWriter``.
-    """
-
-    def __init__(self, stream_id: str, record: bytes, texts: TokenTexts) -> None:
-        self.num_events = 0
-        generation = generation_in(record)
-        self._stream_id = stream_id
-        self._events = AnswerEvents(generation, ChunkWriter(generation, texts, decode(record, StreamRecord).created))
+    num_events: int
 
     def write(self, entry: StreamEntry) -> list[bytes]:
         """Writes the events of the next entry."""
-        if entry.delta is not None:
-            data = self._events.output(entry.index, entry.delta)
-        else:
-            data = event(json.loads(entry.error)) + DONE if entry.error else self._events.end()
-        return [self._numbered(each) for each in data.split(b"\n\n") if each]
+        ...
 
-    def _numbered(self, data: bytes) -> bytes:
-        self.num_events += 1
-        return b"id: %s-%d\n%s\n\n" % (self._stream_id.encode(), self.num_events, data)
+    def failure(self, error: ApiError) -> bytes:
+        """Writes an error that ends one reader, and that the log does not hold."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +184,7 @@ class LiveStream:
         self._news.set()
         self._news = asyncio.Event()
 
-    async def read(self, after: int, writer: EventWriter) -> AsyncGenerator[bytes, None]:
+    async def read(self, after: int, writer: LogWriter) -> AsyncGenerator[bytes, None]:
         """The events behind number ``after``, until the last. A later reader ends this one.
 
         Raises:
@@ -223,7 +209,7 @@ class LiveStream:
         """Entries that clients may see."""
         return self.num_stored if self.is_buffered else len(self.entries)
 
-    async def _catch_up(self, after: int, writer: EventWriter) -> _Position:
+    async def _catch_up(self, after: int, writer: LogWriter) -> _Position:
         """Writes what is there already; a long log in turns of the event loop."""
         unseen: list[bytes] = []
         num_entries = 0
@@ -238,13 +224,13 @@ class LiveStream:
             raise _wrong_event(f"number {after}", f"a number up to {writer.num_events}, the last one sent")
         return _Position(num_entries, unseen)
 
-    async def _read(self, number: int, began: _Position, writer: EventWriter) -> AsyncGenerator[bytes, None]:
+    async def _read(self, number: int, began: _Position, writer: LogWriter) -> AsyncGenerator[bytes, None]:
         position, events = began.num_entries, began.events
         has_sent = False
         while True:
             news = self._news
             if self.reader != number:
-                yield event(superseded().body())
+                yield writer.failure(superseded())
                 return
             fresh = self.entries[position : self._shown]
             position += len(fresh)
@@ -258,7 +244,7 @@ class LiveStream:
             if self.failure is not None:
                 if not has_sent:
                     raise self.failure
-                yield event(as_api_error(self.failure).body())
+                yield writer.failure(as_api_error(self.failure))
                 return
             if position == self._shown:
                 await news.wait()

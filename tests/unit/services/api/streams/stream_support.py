@@ -16,8 +16,9 @@ from core.request import Request
 from services.api.generation import Generation, PromptText
 from services.api.requests import generation_of
 from services.api.schemas import ChatCompletionRequest, CompletionRequest
-from services.api.streams.live import EventWriter, LiveStream
+from services.api.streams.live import LiveStream
 from services.api.streams.manager import StreamManager
+from services.api.streams.routes import EventWriter
 from services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.api_support import LONG_S, MODEL, ScriptedBackend
 

@@ -16,7 +16,8 @@ from core.request import Request
 from services.api.errors import ApiError
 from services.api.generation import PromptText
 from services.api.streams import manager
-from services.api.streams.live import EventWriter, LiveStream
+from services.api.streams.live import LiveStream
+from services.api.streams.routes import EventWriter
 from services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.api_support import until
 from tests.unit.services.api.streams.stream_support import (
