@@ -17,7 +17,7 @@ from core.errors import FarsightError, InvalidValueError
 from core.messages.drains import DrainReplica
 from core.messages.status import ComponentCounts, Scale
 from core.messages.weights import Upgrade
-from services.api.access.caller import is_admin
+from services.api.access.keys import is_admin
 from services.api.backend import Operator
 from services.api.errors import SERVER_ERROR, ApiError, ErrorReply
 from services.api.fields import StrictModel

@@ -12,8 +12,8 @@ from core.errors import FarsightError
 from core.exposition import OPEN_METRICS_TYPE, PLAIN_TYPE, accepts_open_metrics
 from core.messages.placement import PlacementView
 from services.api.access.access_control import AccessControl
-from services.api.access.caller import may_observe
-from services.api.access.install import install_access_control, route_paths, routes_of, usage_routes
+from services.api.access.gate import install_access_control, route_paths, routes_of, usage_routes
+from services.api.access.keys import may_observe
 from services.api.access.metered import MeteredGenerator
 from services.api.admin import Administration, admin_routes
 from services.api.answers.beam_search import search
@@ -36,27 +36,22 @@ from services.api.backend import Generator, Operator
 from services.api.batches.records import Batches
 from services.api.batches.routes import FILES_PATH, FORM_BYTES, batch_routes, file_routes
 from services.api.body_workers import BodyWorkers, read_body
-from services.api.dialects.anthropic_errors import AnthropicErrors
-from services.api.dialects.messages import message_routes
+from services.api.dialects.messages import AnthropicErrors, message_routes
 from services.api.dialects.responses import response_routes
 from services.api.dialects.running import Running, named_for, seeing
 from services.api.dialects.stored import StoredResponses
 from services.api.errors import SERVER_ERROR, ApiError, ErrorReply, install_error_handlers, unhealthy
 from services.api.generate import ClientGone, collect, while_connected
 from services.api.generation import Generation
-from services.api.methods import Methods, Slashes
-from services.api.middleware import BodyLimit, JsonRoute, LastResort
-from services.api.pages.dashboard import page_routes
+from services.api.middleware import BodyLimit, JsonRoute, LastResort, Methods, Slashes
+from services.api.pages.dashboard import docs_routes, home_routes, page_routes
 from services.api.pages.explain import explain_routes
-from services.api.pages.home import home_routes
 from services.api.pages.live import live_routes
-from services.api.pages.routes import docs_routes
 from services.api.pages.what_if import what_if_routes
 from services.api.promised import ANSWER, HEADERS, AnswerPromise
-from services.api.readiness import DrainGate, Readiness
+from services.api.readiness import DrainGate, Readiness, Reason, Shed
 from services.api.requests import check_model, generation_of
 from services.api.schemas import ChatCompletionRequest, CompletionRequest
-from services.api.shedding import Reason, Shed
 from services.api.streams.manager import StreamManager
 from services.api.streams.routes import ResumableStreams, stream_routes, wants_resumable
 from services.api.text.prompts import PromptEncoder

@@ -1,4 +1,7 @@
-"""Whether this process may be sent requests: what it knows of its Supervisor, of a drain, and of its open requests."""
+"""Whether this process takes requests: what it knows of its Supervisor, of a drain and of its open requests.
+
+A service that drains, or that is full, refuses before a body is read.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,20 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.api.errors import SERVER_ERROR, ApiError, unhealthy
+from core.errors import CapacityError
+from services.api.errors import SERVER_ERROR, ApiError, as_api_error, unhealthy
+from services.api.middleware import drop_body
 
 RETRY_AFTER_S = 1
 """A client that tries again after so many seconds may reach another server behind the same address."""
 
 _GENERATION_PATHS = "/v1/"
 _STREAM_PATHS = "/v1/streams/"
+_TOKEN_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
+_REQUEST_LINES = tuple(f"POST {path} HTTP/".encode() for path in _TOKEN_PATHS)
+
+Reason = Callable[[], CapacityError | None]
+"""Why a request for tokens that comes now is refused whatever it holds, counting it; None if it may be admitted."""
 
 
 class Readiness:
@@ -37,7 +47,7 @@ class Readiness:
         self.num_open = 0
 
     def heard_supervisor(self) -> None:
-        """The Supervisor has answered."""
+        """Notes that the Supervisor has answered."""
         self._heard_at = self._now()
 
     @property
@@ -46,7 +56,7 @@ class Readiness:
         return self._now() - self._heard_at < self._silence_s
 
     def problem(self, *, healthy: bool) -> ApiError | None:
-        """Why the process is not ready; None if it is.
+        """Says why the process is not ready; None if it is.
 
         Args:
             healthy: What ``/health`` says without the Supervisor.
@@ -57,7 +67,7 @@ class Readiness:
 
 
 def draining() -> ApiError:
-    """The response to requests that come too late."""
+    """Returns the response to requests that come too late."""
     message = "The server is stopping and takes no new requests. The request may be sent again."
     headers = {"Retry-After": str(RETRY_AFTER_S)}
     return ApiError(message, status=503, kind=SERVER_ERROR, code="draining", headers=headers)
@@ -86,3 +96,53 @@ class DrainGate:
             await self._app(scope, receive, send)
         finally:
             self._readiness.num_open -= 1
+
+
+def asks_for_tokens(data: bytes) -> bool:
+    """Tells from the first bytes of a request, as sent, whether it asks for tokens; False if they are too few."""
+    return data.startswith(_REQUEST_LINES)
+
+
+class Refused:
+    """The application for a connection whose request is refused before it is parsed; others pass.
+
+    Args:
+        max_body_bytes: Limit of a body; what is read and dropped is bounded by it.
+    """
+
+    def __init__(self, app: ASGIApp, error: CapacityError, max_body_bytes: int) -> None:
+        self._app = app
+        self._error = error
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not _begins_generation(scope):
+            await self._app(scope, receive, send)
+            return
+        error = as_api_error(self._error)
+        if not await drop_body(receive, self._max_body_bytes):
+            error.headers["Connection"] = "close"
+        await error.response()(scope, receive, send)
+
+
+class Shed:
+    """The layer of the application that refuses; who may come in has been asked before.
+
+    Args:
+        max_body_bytes: As for ``Refused``.
+    """
+
+    def __init__(self, app: ASGIApp, reason: Reason, readiness: Readiness, max_body_bytes: int) -> None:
+        self._app = app
+        self._reason = reason
+        self._readiness = readiness
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._reason() if _begins_generation(scope) and not self._readiness.is_draining else None
+        app = self._app if error is None else Refused(self._app, error, self._max_body_bytes)
+        await app(scope, receive, send)
+
+
+def _begins_generation(scope: Scope) -> bool:
+    return scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in _TOKEN_PATHS

@@ -16,8 +16,7 @@ import aiohttp
 from aiohttp import web
 
 from core.errors import FarsightError
-from services.api.pages.dashboard import operator_page
-from services.api.pages.page import html_page
+from services.api.pages.dashboard import html_page, operator_page
 from services.demo.live_service import LiveService
 from services.demo.race import Race
 

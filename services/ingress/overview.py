@@ -35,8 +35,8 @@ from core.messages.series import NamesQuery, RecentDecisions
 from core.messages.status import ComponentStatus, StatusReply
 from kvcache.residency import total_usage
 from policies.fleet.queue_delay import queue_delay_s
+from services.api.pages.live_parts import Recent
 from services.api.pages.metrics_page import merge_expositions
-from services.api.pages.recent import Recent
 from services.ingress.explanations import Explanations
 from services.ingress.first_check import FirstCheck
 from services.ingress.logged_requests import LoggedRequests

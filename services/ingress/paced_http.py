@@ -15,7 +15,7 @@ from uvicorn.config import HTTP_PROTOCOLS
 from core.config.server import ServerConfig
 from core.errors import CapacityError
 from services.api.middleware import LoopPace
-from services.api.shedding import Reason, Refused, asks_for_tokens
+from services.api.readiness import Reason, Refused, asks_for_tokens
 from services.proxy.timed_http import ConnectionLimits, TimedHttp
 
 ACCEPTED_PER_TURN = 64

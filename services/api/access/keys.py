@@ -1,4 +1,4 @@
-"""API keys: how they look, how they are kept, and whose they are.
+"""API keys: how they look, how they are kept, and whose they are; and the caller of the request that is served.
 
 A key is ``fsk-ID-SECRET``. The ID finds the record; the secret has 256 random bits, so that one HMAC-SHA256 with the
 record's salt is enough to keep it: a slow password hash only protects secrets that can be guessed, and would take
@@ -11,8 +11,10 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from core.request import FLEX, is_flex
 
@@ -172,3 +174,27 @@ class KeyRing:
 def _with_included(roles: Iterable[Role]) -> frozenset[Role]:
     found = frozenset(roles)
     return ALL_ROLES if Role.ADMIN in found else found
+
+
+CURRENT: ContextVar[Caller | None] = ContextVar("farsight_caller", default=None)
+"""Set for the task that serves a request, and so for the tasks that it starts; None where no keys are in use."""
+
+SCOPE_KEY = "farsight.caller"
+
+
+def is_admin(scope: Mapping[str, Any]) -> bool:
+    """Tells whether the request carries a key with the role ``admin``."""
+    caller: Caller | None = scope.get(SCOPE_KEY)
+    return caller is not None and Role.ADMIN in caller.roles
+
+
+def may_observe() -> bool:
+    """Tells whether the caller may know how the server is set up: an operator, or anyone where no keys are in use."""
+    caller = CURRENT.get()
+    return caller is None or not caller.roles.isdisjoint((Role.OBSERVE, Role.ADMIN))
+
+
+def tenant_name() -> str:
+    """Returns the tenant whose files, batches and responses the caller sees; empty, for all, without keys."""
+    caller = CURRENT.get()
+    return "" if caller is None else caller.tenant.name

@@ -11,8 +11,7 @@ from core.messages.images import EncodedImage, ImageFile
 from core.messages.tokens import TokenDelta
 from core.request import Request
 from services.api.access.access_control import AccessControl
-from services.api.access.caller import CURRENT
-from services.api.access.keys import Caller
+from services.api.access.keys import CURRENT, Caller
 from services.api.access.presented import owner_of, salt_of
 from services.api.backend import Generator, ModelInfo
 from services.api.field_groups import PRIORITY_TIER

@@ -10,7 +10,7 @@ from pydantic import Field
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from core.kept import KeptObject
-from services.api.access.caller import tenant_name
+from services.api.access.keys import tenant_name
 from services.api.batches.files import MAX_FILENAME_BYTES, Files, file_record, file_reply
 from services.api.batches.lines import URLS
 from services.api.batches.multipart import FormPart, parse_form

@@ -28,8 +28,7 @@ from core.kept import (
     PartsQuery,
     PutObject,
 )
-from services.api.access.caller import CURRENT
-from services.api.access.keys import Caller
+from services.api.access.keys import CURRENT, Caller
 from services.api.batches.files import LINES, PART_BYTES, RUN, FileRecord
 from services.api.batches.lines import BatchLine, LineChecker, LineResult, raw_lines, unsent
 from services.api.batches.order import ForecastLines

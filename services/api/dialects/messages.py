@@ -1,20 +1,22 @@
-"""Anthropic's ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``."""
+"""Anthropic's ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``, and the shape of errors below them."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from fastapi import APIRouter, Request
+from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from core.messages.tokens import TokenDelta
 from services.api.answers.parts import ChoiceParts, TakenApart, answer_of
 from services.api.answers.replies import UsageFields
 from services.api.bodies import read_whole
-from services.api.dialects.anthropic_errors import error_event
 from services.api.dialects.running import Running, as_chat
 from services.api.errors import ApiError
 from services.api.foreign.messages import CountTokensRequest, MessagesRequest
@@ -25,6 +27,16 @@ from services.api.schemas import ChatCompletionRequest
 from services.api.text.token_texts import TokenTexts
 from tokenization.tool_formats.parts import CallArguments, CallStart, OutputForm, ReasoningPart, SentPart, TextPart
 
+_PREFIX = "/v1/messages"
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 _TEXT_ALONE = OutputForm("hermes")
 _TAIL_TOKENS = 64
 """Last tokens of an output in which its stop string is looked for."""
@@ -205,3 +217,49 @@ class MessageWriter:
 def _event(kind: str, fields: dict[str, Any]) -> bytes:
     data = json.dumps({"type": kind, **fields}, ensure_ascii=False, separators=(",", ":"))
     return f"event: {kind}\ndata: {data}\n\n".encode()
+
+
+def _shape(status: int, error: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns Anthropic's type and message, beside the field and the code that our errors name."""
+    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {**error, "type": kind}}
+
+
+def error_event(error: ApiError) -> bytes:
+    """Returns the last event of a stream that fails."""
+    return b"event: error\ndata: " + json.dumps(_shape(error.status, error.body()["error"])).encode() + b"\n\n"
+
+
+class AnthropicErrors:
+    """Rewrites the bodies of errors under ``_PREFIX``; statuses and headers stay."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith(_PREFIX):
+            await self._app(scope, receive, send)
+            return
+        head: Message | None = None
+        body = bytearray()
+
+        async def shaped(message: Message) -> None:
+            nonlocal head
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                head = message
+            elif head is None:
+                await send(message)
+            else:
+                body.extend(message.get("body", b""))
+                if not message.get("more_body", False):
+                    await _send(head, bytes(body), send)
+
+        await self._app(scope, receive, shaped)
+
+
+async def _send(head: Message, body: bytes, send: Send) -> None:
+    with suppress(ValueError, KeyError, TypeError):  # an empty answer, such as one that no client waits for
+        body = json.dumps(_shape(head["status"], json.loads(body)["error"])).encode()
+    MutableHeaders(scope=head)["content-length"] = str(len(body))
+    await send(head)
+    await send({"type": "http.response.body", "body": body})

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from services.api.access.caller import tenant_name
+from services.api.access.keys import tenant_name
 from services.api.answers.replies import UsageFields
 from services.api.answers.sse import EventStream, chunks
 from services.api.bodies import read_whole

@@ -16,8 +16,7 @@ from pydantic import BaseModel
 from core.decisions import Decision, unpack_decisions
 from core.errors import FarsightError
 from core.messages.log import RequestTrace
-from services.api.access.caller import CURRENT
-from services.api.access.keys import Role
+from services.api.access.keys import CURRENT, Role
 from services.api.access.presented import owns, sent_key
 from services.api.backend import Operator
 from services.api.errors import SERVER_ERROR, ApiError, ErrorReply

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from core.errors import FarsightError, InvalidValueError
 from core.messages.log import RequestTrace, WhatIfAnswer, WhatIfQuestion
 from policies.presets import PRESETS
-from services.api.access.caller import CURRENT
+from services.api.access.keys import CURRENT
 from services.api.access.presented import owner_of, sent_key
 from services.api.backend import Operator
 from services.api.errors import SERVER_ERROR, ApiError

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from core.codec import decode
 from core.messages.resumable import StreamEntry
 from services.api.access.access_control import AccessControl
-from services.api.access.caller import CURRENT
+from services.api.access.keys import CURRENT
 from services.api.access.presented import sent_key
 from services.api.answers.sse import DONE, AnswerEvents, ChunkWriter, EventStream, event
 from services.api.backend import Generator

@@ -30,8 +30,8 @@ from core.messages.series import (
 )
 from core.request import Origin
 from services.api.pages.dashboard import PAGES, operator_page
+from services.api.pages.live_parts import Recent, RecentByKey
 from services.api.pages.metrics_page import merge_expositions
-from services.api.pages.recent import Recent, RecentByKey
 from services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.api_support import METRICS, Client, ScriptedBackend, client_on, whole_app
 from tests.unit.services.api.test_api_explain import trace_of

@@ -19,7 +19,7 @@ from core.config.access import AccessConfig
 from core.request import FLEX
 from services.api.access.access_control import AccessControl, AccessSettings, access_settings
 from services.api.access.failures import MAX_ADDRESSES, MAX_SLOWED, SLOW_S, Failures
-from services.api.access.install import route_paths
+from services.api.access.gate import route_paths
 from services.api.access.key_file import KeyFile, changed_key_file
 from services.api.access.keys import Role, Tenant
 from services.api.access.roles import ROLES, Everyone, RouteRoles
