@@ -19,9 +19,9 @@ from core.messages.status import ComponentCounts, Scale
 from core.messages.weights import Upgrade
 from services.api.access.keys import is_admin
 from services.api.backend import Operator
+from services.api.bodies import JsonRoute
 from services.api.errors import SERVER_ERROR, ApiError, ErrorReply
 from services.api.fields import StrictModel
-from services.api.middleware import JsonRoute
 
 INGRESS = "ingress"
 MAX_COUNT = 1000

@@ -31,10 +31,12 @@ from services.api.answers.replies import (
     model_card,
     status_reply,
 )
+from services.api.answers.served import ANSWER, HEADERS, AnswerPromise
 from services.api.answers.sse import ChunkWriter, EventStream, chunks
 from services.api.backend import Generator, Operator
 from services.api.batches.records import Batches
 from services.api.batches.routes import FILES_PATH, FORM_BYTES, batch_routes, file_routes
+from services.api.bodies import JsonRoute
 from services.api.body_workers import BodyWorkers, read_body
 from services.api.dialects.messages import AnthropicErrors, message_routes
 from services.api.dialects.responses import response_routes
@@ -43,12 +45,11 @@ from services.api.dialects.stored import StoredResponses
 from services.api.errors import SERVER_ERROR, ApiError, ErrorReply, install_error_handlers, unhealthy
 from services.api.generate import ClientGone, collect, while_connected
 from services.api.generation import Generation
-from services.api.middleware import BodyLimit, JsonRoute, LastResort, Methods, Slashes
+from services.api.middleware import BodyLimit, LastResort, Methods, Slashes
 from services.api.pages.dashboard import docs_routes, home_routes, page_routes
 from services.api.pages.explain import explain_routes
 from services.api.pages.live import live_routes
 from services.api.pages.what_if import what_if_routes
-from services.api.promised import ANSWER, HEADERS, AnswerPromise
 from services.api.readiness import DrainGate, Readiness, Reason, Shed
 from services.api.requests import check_model, generation_of
 from services.api.schemas import ChatCompletionRequest, CompletionRequest

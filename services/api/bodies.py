@@ -1,33 +1,111 @@
-"""Bodies that a route reads by itself, since they are large."""
+"""Bodies of requests: parsed and checked before FastAPI sees them, or by the route itself where they are large."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import operator
-import re
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
 
-from core.errors import InvalidValueError
-from services.api.fields import MAX_PROMPTS
-from services.api.middleware import parse_object
+from services.api.errors import ApiError
+from services.api.fields import shown
 
-_TOKEN = re.compile(rb'"(?>[^"\\]+|\\.)*+"|\[[\s\d,-]*+\]|[\[\]{}:,]', re.DOTALL)
-"""A string, a list of token ids, or a mark of JSON."""
+LARGE_BODY_BYTES = 64 * 1024
+"""From here on parsing may hold the event loop for more than some 10 ms, whatever JSON it is."""
 
-_MAX_TOKENS = 4096
-_MAX_SCANNED = 128 * 1024
-"""Bytes; 257 prompts of 500 bytes each are seen, within 4 ms."""
+
+class JsonRoute(APIRoute):
+    """Parses a POST body before FastAPI sees it, so that FastAPI always gets a JSON object; refuses a large one."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_json(request: Request) -> Response:
+            if request.method != "POST":
+                return await handle(request)
+            _check_content_type(request.headers.get("content-type"))
+            parsed = _JsonRequest(request.scope, request.receive)
+            body = await parsed.body()
+            if len(body) >= LARGE_BODY_BYTES:
+                return await self.handle_large(parsed, body)
+            parsed.set_json(parse_object(body))
+            return await handle(parsed)
+
+        return handle_json
+
+    async def handle_large(self, request: Request, body: bytes) -> Response:
+        """Returns the reply to a body of ``LARGE_BODY_BYTES`` or more.
+
+        Raises:
+            ApiError: 413.
+        """
+        message = f"The request body has {len(body)} bytes; {self.path} takes fewer than {LARGE_BODY_BYTES}."
+        raise ApiError(message, status=413, code="request_too_large")
+
+
+class _JsonRequest(Request):
+    def set_json(self, value: dict[str, Any]) -> None:
+        self._parsed = value
+
+    async def json(self) -> dict[str, Any]:
+        return self._parsed
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Returns the JSON object that the bytes hold.
+
+    Raises:
+        ApiError: 400, saying at which position the bytes are wrong.
+    """
+    if not body.strip():
+        raise _bad_json("The request body is empty")
+    try:
+        text = body.decode()
+    except UnicodeDecodeError as error:
+        raise _bad_json(f"The request body is not UTF-8 at byte {error.start} (0x{body[error.start]:02x})") from error
+    try:
+        value = json.loads(text)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno} column {error.colno} (character {error.pos})"
+        raise _bad_json(f"The request body is not JSON: {error.msg} at {where}") from error
+    except UnicodeEncodeError as error:
+        raise _bad_json("The request body holds half of a surrogate pair, which is not a character") from error
+    except RecursionError as error:
+        raise _bad_json("The request body is nested too deeply") from error
+    except ValueError as error:
+        raise _bad_json("The request body holds an integer with too many digits") from error
+    if not isinstance(value, dict):
+        names = {list: "a list", str: "a string", type(None): "null", bool: "a boolean"}
+        raise _bad_json(f"The request body is {names.get(type(value), 'a number')}")
+    return value
+
+
+def _bad_json(problem: str) -> ApiError:
+    return ApiError(f"{problem}; expected a JSON object in UTF-8.", code="invalid_json")
+
+
+def _check_content_type(value: str | None) -> None:
+    """Web pages of other sites may send bodies without this type and without asking; with it, browsers ask first."""
+    media_type = (value or "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        found = repr(shown(media_type)) if media_type else "none"
+        message = f"Content-Type: got {found}, expected 'application/json'."
+        raise ApiError(message, status=415, code="unsupported_media_type")
+
 
 _Body = TypeVar("_Body", bound=BaseModel)
 
 
 def checked(kind: type[_Body], fields: dict[str, Any]) -> _Body:
-    """A body of this kind.
+    """Returns a body of this kind.
 
     Raises:
         RequestValidationError: It is none; the fields are named as their client wrote them.
@@ -42,42 +120,6 @@ def body_error(error: ValidationError) -> RequestValidationError:
     return RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)])
 
 
-def check_num_prompts(body: bytes) -> None:
-    """Refuses a completion of too many prompts before it is parsed, which waits for a process and costs one.
-
-    It looks at no more of the body than the first prompts beyond the limit, and leaves what is unusual to the parser.
-
-    Raises:
-        InvalidValueError: It has more prompts than one request may.
-    """
-    tokens = itertools.islice(map(operator.itemgetter(0), _TOKEN.finditer(body, 0, _MAX_SCANNED)), _MAX_TOKENS)
-    depth, last = 0, b""
-    for token in tokens:
-        if token == b":" and depth == 1 and last == b'"prompt"':
-            if _is_longer(tokens, MAX_PROMPTS):
-                raise InvalidValueError("prompt", "more prompts", f"at most {MAX_PROMPTS} prompts in a request")
-            return
-        depth += _step(token)
-        last = token
-
-
-def _is_longer(tokens: Iterator[bytes], most: int) -> bool:
-    """Returns whether a list of more than ``most`` prompts follows."""
-    if next(tokens, b"") != b"[" or next(tokens, b",")[:1] not in (b'"', b"["):
-        return False  # one prompt, or what is none
-    depth, count = 1, 1
-    for token in tokens:
-        depth += _step(token)
-        count += token == b"," and depth == 1
-        if count > most or depth <= 0:
-            break
-    return count > most
-
-
-def _step(token: bytes) -> int:
-    return (token in (b"[", b"{")) - (token in (b"]", b"}"))
-
-
 async def read_whole(kind: type[_Body], body: bytes) -> _Body:
-    """A large body, read in a thread."""
+    """Reads a large body in a thread."""
     return await asyncio.to_thread(lambda: checked(kind, parse_object(body)))

@@ -13,6 +13,9 @@ from core.request import Origin, PromptSource, Request, SamplingParams
 from tokenization.text_stream import TextDecoder
 from tokenization.tool_formats.parts import OutputForm
 
+GPU_SECONDS_DIGITS = 6
+"""Decimals of GPU-seconds in answers: microseconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class PromptText:

@@ -12,10 +12,9 @@ from starlette.responses import JSONResponse, Response
 from core.request import check_token_ids
 from services.api.access.presented import own_salt
 from services.api.backend import Generator
-from services.api.bodies import read_whole
+from services.api.bodies import JsonRoute, read_whole
 from services.api.fields import StrictModel, refused
 from services.api.generate import while_connected
-from services.api.middleware import JsonRoute
 from services.api.requests import check_model, prompt_ids_of
 from services.api.schemas import ChatTurn
 from services.api.text.prompts import PromptEncoder

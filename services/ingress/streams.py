@@ -12,7 +12,7 @@ from core.messages.log import FinishedRequest, RequestTrace
 from core.messages.tokens import TokenBatches, TokenDelta, joined
 from core.promise import Promise
 from core.request import Request
-from services.api.promised import ANSWER, AnswerPromise
+from services.api.answers.served import ANSWER, AnswerPromise
 from services.ingress.first_check import CountedRequest
 from services.ingress.ledger import OpenStream
 

@@ -13,7 +13,7 @@ from core.decisions import unpack_decisions
 from core.errors import FarsightError
 from core.messages.log import RequestTrace
 from core.request import Origin
-from services.api.promised import ANSWER, AnswerPromise
+from services.api.answers.served import ANSWER, AnswerPromise
 from services.api.requests import unnamed_request
 from services.ingress.engine_client import EngineClient
 from tests.actors.local_system import LONG_S, NUM_BEFORE_GATE, PROMPTS, System, calm_client, eventually, sampling

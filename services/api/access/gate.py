@@ -23,8 +23,8 @@ from services.api.access.failures import MAX_SLOWED, SLOW_S
 from services.api.access.keys import CURRENT, SCOPE_KEY, Caller, Role
 from services.api.access.presented import ConflictingKeys, client_address, host_of, presented_key
 from services.api.access.roles import Everyone, RouteRoles
-from services.api.answers.replies import GPU_SECONDS_DIGITS
 from services.api.errors import ApiError
+from services.api.generation import GPU_SECONDS_DIGITS
 
 _LIMIT_NAMES = {
     "requests": "requests a minute",

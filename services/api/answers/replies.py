@@ -14,13 +14,10 @@ from core.messages.tokens import TokenLogprobs
 from services.api.answers.logprobs import CompletionLogprobs, chat_logprobs, likeliest, prompt_logprobs
 from services.api.answers.parts import TakenApart, answer_of
 from services.api.backend import ModelInfo
-from services.api.generation import ChoiceResult, Generation, Used, shown_choices
+from services.api.generation import GPU_SECONDS_DIGITS, ChoiceResult, Generation, Used, shown_choices
 from services.api.text.token_texts import TokenTexts
 
 _Model = TypeVar("_Model", bound=BaseModel)
-
-GPU_SECONDS_DIGITS = 6
-"""Decimals of GPU-seconds in answers: microseconds."""
 
 
 class ModelCard(BaseModel):

@@ -20,11 +20,11 @@ from core.messages.tokens import DeltaLogprobs, TokenDelta
 from services.api.answers.logprobs import CompletionLogprobs, chat_logprobs
 from services.api.answers.parts import ChoiceParts
 from services.api.answers.replies import UsageFields, completion_logprobs, first_prompt_entry, usage
+from services.api.answers.served import ANSWER
 from services.api.backend import Generator
 from services.api.errors import ApiError, as_api_error
 from services.api.generate import ClientGone, run_requests, while_connected
 from services.api.generation import Generation, Used
-from services.api.promised import ANSWER
 from services.api.text.token_texts import TokenTexts
 
 DONE = b"data: [DONE]\n\n"

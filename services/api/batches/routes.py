@@ -15,9 +15,9 @@ from services.api.batches.files import MAX_FILENAME_BYTES, Files, file_record, f
 from services.api.batches.lines import URLS
 from services.api.batches.multipart import FormPart, parse_form
 from services.api.batches.records import Batches, batch_reply
+from services.api.bodies import JsonRoute
 from services.api.errors import ApiError
 from services.api.fields import StrictModel
-from services.api.middleware import JsonRoute
 
 FILES_PATH = "/v1/files"
 FORM_BYTES = 16 * 1024

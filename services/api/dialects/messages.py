@@ -16,12 +16,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from core.messages.tokens import TokenDelta
 from services.api.answers.parts import ChoiceParts, TakenApart, answer_of
 from services.api.answers.replies import UsageFields
-from services.api.bodies import read_whole
+from services.api.bodies import JsonRoute, read_whole
+from services.api.dialects.message_body import CountTokensRequest, MessagesRequest
 from services.api.dialects.running import Running, as_chat
 from services.api.errors import ApiError
-from services.api.foreign.messages import CountTokensRequest, MessagesRequest
 from services.api.generation import ChoiceResult, Generation
-from services.api.middleware import JsonRoute
 from services.api.requests import check_model
 from services.api.schemas import ChatCompletionRequest
 from services.api.text.token_texts import TokenTexts

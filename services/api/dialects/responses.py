@@ -11,14 +11,13 @@ from starlette.responses import Response
 from services.api.access.keys import tenant_name
 from services.api.answers.replies import UsageFields
 from services.api.answers.sse import EventStream, chunks
-from services.api.bodies import read_whole
+from services.api.bodies import JsonRoute, read_whole
+from services.api.dialects.response_body import ResponsesRequest
 from services.api.dialects.responses_writer import ResponseWriter
 from services.api.dialects.running import Running, as_chat
 from services.api.dialects.stored import Keeping, StoredResponses
 from services.api.errors import ApiError
-from services.api.foreign.responses import ResponsesRequest
 from services.api.generation import ChoiceResult
-from services.api.middleware import JsonRoute
 
 _NO_STORE = "nothing can be stored here: [files] max_file_bytes is 0"
 

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from services.api.access.metered import served_as
 from services.api.access.presented import own_salt, owner_of, salt_of, sent_key
 from services.api.answers.replies import UsageFields, usage_of
-from services.api.answers.served import served
+from services.api.answers.served import ANSWER, AnswerPromise, served
 from services.api.answers.sse import EventStream, StreamWriter, chunks
 from services.api.answers.trace_context import traced
 from services.api.backend import Generator
@@ -24,7 +24,6 @@ from services.api.bodies import body_error
 from services.api.errors import ApiError
 from services.api.generate import collect, while_connected
 from services.api.generation import ChoiceResult, Generation
-from services.api.promised import ANSWER, AnswerPromise
 from services.api.requests import generation_of, prompt_ids_of, with_pictures
 from services.api.schemas import ChatCompletionRequest
 from services.api.text.prompts import PromptEncoder

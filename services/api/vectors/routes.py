@@ -18,11 +18,11 @@ from starlette.responses import JSONResponse
 from core.request import Origin
 from core.request import Request as EngineRequest
 from services.api.access.presented import owner_of, salt_of, sent_key
-from services.api.answers.replies import GPU_SECONDS_DIGITS
 from services.api.backend import Generator
+from services.api.bodies import JsonRoute, parse_object
 from services.api.errors import ApiError
 from services.api.generate import while_connected
-from services.api.middleware import JsonRoute, parse_object
+from services.api.generation import GPU_SECONDS_DIGITS
 from services.api.text.prompts import PromptEncoder
 from services.api.vectors.schemas import (
     EmbeddingReply,

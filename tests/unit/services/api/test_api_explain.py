@@ -20,10 +20,10 @@ from core.request import Origin, Request
 from services.api.access.presented import bearer_key, owner_of, owns
 from services.api.admin import Administration
 from services.api.answers import sse
+from services.api.answers.served import ANSWER, AnswerPromise
 from services.api.answers.sse import EventStream
 from services.api.generation import PromptText
 from services.api.pages.sentences import _SENTENCES, sentence
-from services.api.promised import ANSWER, AnswerPromise
 from services.api.text.prompts import PromptEncoder
 from tests.unit.policies.replica.test_decision_trace import crowd
 from tests.unit.services.api.api_support import Client, ScriptedBackend, application, client_on

@@ -18,12 +18,11 @@ import uvicorn
 
 from core.errors import CapacityError, InvalidValueError
 from services.api import body_workers, requests
-from services.api.bodies import check_num_prompts
-from services.api.body_workers import BodyWorkers, read_body
+from services.api.bodies import LARGE_BODY_BYTES
+from services.api.body_workers import BodyWorkers, check_num_prompts, read_body
 from services.api.errors import ApiError, as_api_error
 from services.api.fields import MAX_PROMPTS
 from services.api.generation import Generation
-from services.api.middleware import LARGE_BODY_BYTES
 from services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.api_support import (
     MODEL,
@@ -87,7 +86,7 @@ def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(body_workers, "parse_object", never)
     monkeypatch.setattr(requests, "make_generation", never)
-    monkeypatch.setattr("services.api.middleware.parse_object", never)
+    monkeypatch.setattr("services.api.bodies.parse_object", never)
 
 
 async def test_a_process_says_what_this_one_would(encoder: PromptEncoder, workers: BodyWorkers) -> None:

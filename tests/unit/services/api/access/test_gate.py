@@ -23,7 +23,7 @@ from services.api.access.gate import route_paths
 from services.api.access.key_file import KeyFile, changed_key_file
 from services.api.access.keys import Role, Tenant
 from services.api.access.roles import ROLES, Everyone, RouteRoles
-from services.api.middleware import LARGE_BODY_BYTES
+from services.api.bodies import LARGE_BODY_BYTES
 from services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.access.access_support import (
     ADMIN_TOKEN,

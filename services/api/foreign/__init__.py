@@ -1,1 +1,0 @@
-"""Request bodies of other APIs, and the chats that they become."""
