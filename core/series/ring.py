@@ -38,7 +38,7 @@ class Ring(Generic[Name]):
         del self._columns[name]
 
     def add(self, at: float, values: Mapping[Name, float | None]) -> None:
-        """Adds a point; a column that ``values`` lacks has none.
+        """Adds a point; a column that ``values`` lacks has no value there.
 
         Args:
             at: Seconds, later than those of the point before.

@@ -142,7 +142,7 @@ class ServiceSeries:
             del self._last[ingress_id]
 
     def since(self, query: SeriesQuery) -> SeriesReply:
-        """The points that the query asks for."""
+        """Returns the points that the query asks for."""
         ring = self._minutes if query.by_minute else self._seconds
         places = ring.after(query.after)
         columns = tuple(SeriesColumn(name, ring.values(name, places)) for name in COLUMNS)
