@@ -1,11 +1,18 @@
-"""Outputs as clients get them: text, reasoning and calls of tools, whole or as the deltas of a stream."""
+"""Outputs as clients get them: text, reasoning and calls of tools, whole or as the deltas of a stream.
+
+And log probabilities, in the two shapes of OpenAI's API: completions and chats.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from core.messages.tokens import TokenLogprobs
+from services.api.generation import Echo
+from services.api.text.token_texts import TokenTexts
 from tokenization.tool_formats.parser import parser_of
 from tokenization.tool_formats.parts import CallArguments, CallStart, OutputForm, ReasoningPart, SentPart, TextPart
 from tokenization.tool_formats.sent_calls import SentCalls
@@ -15,7 +22,7 @@ _SHORT_IDS = ("mistral", "mistral-args")
 
 
 def call_id(response_id: str, choice: int, index: int, form: OutputForm) -> str:
-    """The id of a call; the same at every replica that writes the answer."""
+    """Returns the id of a call; the same at every replica that writes the answer."""
     digest = hashlib.blake2b(f"{response_id}/{choice}/{index}".encode(), digest_size=12).hexdigest()
     return digest[:9] if form.format in _SHORT_IDS else f"call_{digest}"
 
@@ -63,14 +70,14 @@ class ChoiceParts:
         return self._calls.num_calls
 
     def read(self, text: str, *, ended: bool) -> list[SentPart]:
-        """The parts that further text makes known; neighbours of one kind are one."""
+        """Returns the parts that further text makes known; neighbours of one kind are one."""
         parts = self._parser.feed(text)
         if ended:
             parts = [*parts, *self._parser.end()]
         return _merged(self._calls.read(parts))
 
     def deltas(self, text: str, *, ended: bool) -> list[dict[str, Any]]:
-        """``read`` as the deltas of a chat's stream."""
+        """Returns what ``read`` does, as the deltas of a chat's stream."""
         return [self._delta(part) for part in self.read(text, ended=ended)]
 
     def _delta(self, part: SentPart) -> dict[str, Any]:
@@ -88,12 +95,12 @@ class ChoiceParts:
         return call_id(*self._id, start.index, self._form)
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """As the client is told: an output that has ended with calls wants their results."""
+        """Returns the reason that the client is told: an output that has ended with calls wants their results."""
         return "tool_calls" if reason == "stop" and self.num_calls else reason
 
 
 def answer_of(form: OutputForm | None, text: str, response_id: str, choice: int) -> TakenApart:
-    """A whole output, taken apart."""
+    """Takes a whole output apart."""
     if form is None:
         return TakenApart(text)
     found = TakenApart()
@@ -126,3 +133,86 @@ def _merged(parts: list[SentPart]) -> list[SentPart]:
         else:
             merged.append(part)
     return merged
+
+
+class CompletionLogprobs:
+    """The ``logprobs`` of one choice of a completion, part by part.
+
+    Args:
+        echo: The prompt, if the choice's text begins with it.
+    """
+
+    def __init__(self, texts: TokenTexts, prompt_ids: Sequence[int], echo: Echo | None = None) -> None:
+        self._texts = texts
+        self._stream = texts.decoder.start(prompt_ids)
+        self._echo = echo
+        self._offset = 0 if echo is None else len(echo.text)
+
+    def add(self, output: Sequence[TokenLogprobs], prompt: Sequence[TokenLogprobs] = ()) -> dict[str, list[Any]]:
+        """Returns four lists with one item per token. Offsets count characters; a token that completes no character has the
+        offset of the next token.
+
+        Args:
+            prompt: All tokens of the echoed prompt, on the first call only.
+        """
+        name = self._texts.name
+        entries = [*prompt, *output]
+        echoed = self._echo.offsets if prompt and self._echo is not None else ()
+        return {
+            "tokens": [name(ids[0]) for ids, _ in entries],
+            "token_logprobs": [values[0] if values else None for _, values in entries],
+            "top_logprobs": [self._top(ids, values) for ids, values in entries],
+            "text_offset": [*echoed, *(self._advance(ids[0]) for ids, _ in output)],
+        }
+
+    def _top(self, ids: tuple[int, ...], values: tuple[float, ...]) -> dict[str, float] | None:
+        """Returns the most likely tokens, best first, and the sampled token if it is not among them."""
+        if not values:
+            return None
+        found: dict[str, float] = {}
+        for token_id, value in zip((*ids[1:], ids[0]), (*values[1:], values[0]), strict=True):
+            found.setdefault(self._texts.name(token_id), value)
+        return found
+
+    def _advance(self, token_id: int) -> int:
+        offset = self._offset
+        self._offset += len(self._stream.push(token_id))
+        return offset
+
+
+def likeliest(entries: Sequence[TokenLogprobs], num_top: int) -> list[TokenLogprobs]:
+    """Leaves out the likeliest tokens that the engine has computed for another purpose."""
+    return [(ids[: 1 + num_top], values[: 1 + num_top]) for ids, values in entries]
+
+
+def prompt_logprobs(
+    texts: TokenTexts, entries: Sequence[TokenLogprobs], num_top: int
+) -> list[dict[str, dict[str, Any]] | None]:
+    """Shows them as vLLM does: for each token but the first, by id, itself and the likeliest.
+
+    Args:
+        entries: Those of the prompt's tokens but the first.
+    """
+    found: list[dict[str, dict[str, Any]] | None] = [None]
+    for ids, values in likeliest(entries, num_top):
+        ranks = {token_id: rank for rank, token_id in enumerate(ids[1:], 1)}
+        found.append(
+            {
+                str(token_id): {"logprob": value, "rank": ranks.get(token_id), "decoded_token": texts.text(token_id)}
+                for token_id, value in zip(ids, values, strict=True)
+            }
+        )
+    return found
+
+
+def chat_logprobs(texts: TokenTexts, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    """Returns the ``logprobs`` of a choice of a chat, or of a chunk of one."""
+    content = []
+    for ids, values in entries:
+        top = [_chat_token(texts, token_id, value) for token_id, value in zip(ids[1:], values[1:], strict=True)]
+        content.append({**_chat_token(texts, ids[0], values[0]), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def _chat_token(texts: TokenTexts, token_id: int, logprob: float) -> dict[str, Any]:
+    return {"token": texts.text(token_id), "logprob": logprob, "bytes": list(texts.data(token_id))}

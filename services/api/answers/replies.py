@@ -11,8 +11,14 @@ from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_seri
 
 from core.messages.status import StatusReply
 from core.messages.tokens import TokenLogprobs
-from services.api.answers.logprobs import CompletionLogprobs, chat_logprobs, likeliest, prompt_logprobs
-from services.api.answers.parts import TakenApart, answer_of
+from services.api.answers.parts import (
+    CompletionLogprobs,
+    TakenApart,
+    answer_of,
+    chat_logprobs,
+    likeliest,
+    prompt_logprobs,
+)
 from services.api.backend import ModelInfo
 from services.api.generation import GPU_SECONDS_DIGITS, ChoiceResult, Generation, Used, shown_choices
 from services.api.text.token_texts import TokenTexts

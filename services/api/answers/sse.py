@@ -17,8 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from core.messages.tokens import DeltaLogprobs, TokenDelta
-from services.api.answers.logprobs import CompletionLogprobs, chat_logprobs
-from services.api.answers.parts import ChoiceParts
+from services.api.answers.parts import ChoiceParts, CompletionLogprobs, chat_logprobs
 from services.api.answers.replies import UsageFields, completion_logprobs, first_prompt_entry, usage
 from services.api.answers.served import ANSWER
 from services.api.backend import Generator
