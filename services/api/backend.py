@@ -107,7 +107,7 @@ class Generator(Protocol):
         ...
 
     async def see(self, files: Sequence[ImageFile], salt: str) -> tuple[EncodedImage, ...]:
-        """What the model reads of these pictures, in their order.
+        """Returns what the model reads of these pictures, in their order.
 
         Args:
             salt: Only requests of the same salt share what is kept of a picture.

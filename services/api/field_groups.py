@@ -104,7 +104,7 @@ class ToolFields(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _check_bounds(cls, data: Any) -> Any:
-        """Number, depth and size, before any single tool is looked at."""
+        """Checks number, depth and size, before any single tool is looked at."""
         tools = data.get("tools") if isinstance(data, dict) else None
         if isinstance(tools, list):
             _check_size(tools)
@@ -180,7 +180,7 @@ class BeamFields(StrictModel):
     )
 
     def beams(self, n: int, *, ignore_eos: bool) -> BeamParams | None:
-        """The search that is asked for; None for none."""
+        """Returns the search that is asked for; None for none."""
         if not self.use_beam_search:
             return None
         return BeamParams(n, 1.0 if self.length_penalty is None else self.length_penalty, ignore_eos)

@@ -131,7 +131,7 @@ MAX_SHOWN_CHARS = 200
 
 
 def shown(text: str) -> str:
-    """A client's text as errors show it."""
+    """Shortens a client's text as errors show it."""
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[: MAX_SHOWN_CHARS - 3]}..."
 
 
@@ -210,7 +210,7 @@ MESSAGE_NEUTRAL: dict[str, NeutralOnly] = {
 
 
 def refused(suffix: str, got: Any, expected: str) -> PydanticCustomError:
-    """An error for use inside a validator.
+    """Makes an error for use inside a validator.
 
     Args:
         suffix: The place inside the validated value, such as ``[3]`` or ``.tools``.
@@ -219,12 +219,12 @@ def refused(suffix: str, got: Any, expected: str) -> PydanticCustomError:
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a field says as little as one that is not there: null, false, or something without content."""
+    """Tells whether a field says as little as one that is not there: null, false, or something without content."""
     return value is None or value is False or (isinstance(value, str | list | dict) and not value)
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    """Equality of JSON values: unlike in Python, ``true`` is not 1."""
+    """Compares JSON values: unlike in Python, ``true`` is not 1."""
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
 
 

@@ -40,7 +40,7 @@ async def run_requests(backend: Generator, generation: Generation) -> AsyncGener
 
 
 async def collect(backend: Generator, generation: Generation) -> list[ChoiceResult]:
-    """The complete outputs, in the order of the requests."""
+    """Returns the complete outputs, in the order of the requests."""
     results = [ChoiceResult() for _ in generation.requests]
     async with aclosing(run_requests(backend, generation)) as deltas:
         async for index, delta in deltas:
@@ -88,7 +88,7 @@ async def _run_one(
 
 
 async def run_prefill(backend: Generator, request: Request) -> TokenDelta:
-    """The one delta of a request that generates nothing.
+    """Returns the one delta of a request that generates nothing.
 
     Raises:
         ApiError: The request failed after its start, or its stream ended early.
@@ -132,7 +132,7 @@ async def _run_several(backend: Generator, generation: Generation) -> AsyncGener
 
 
 def _failed(delta: TokenDelta) -> ApiError:
-    """The error for a failed request; it recommends a retry only if the failure was not caused by the request."""
+    """Returns the error for a failed request; it recommends a retry unless the request caused the failure."""
     reason = delta.error or "the request was aborted by the server"
     message = f"The generation failed: {reason}."
     match delta.fault:

@@ -33,7 +33,7 @@ class PromptText:
     source: PromptSource | None = None
 
     def user_input_len(self, text_len: int) -> int:
-        """Its share of the text's tokens, by characters: tokenising it alone would cost as much as the prompt."""
+        """Estimates its share of the text's tokens by characters: tokenising it alone costs as much as the prompt."""
         num_chars = len(self.instruction) + len(self.user_input)
         return round(text_len * len(self.user_input) / num_chars) if num_chars else 0
 
@@ -50,7 +50,7 @@ class Echo:
 
     @classmethod
     def of_tokens(cls, decoder: TextDecoder, token_ids: Sequence[int]) -> Echo:
-        """All tokens are text here; a token that completes no character has the offset of the next one."""
+        """Shows all tokens as text; a token that completes no character has the offset of the next one."""
         stream = decoder.start(shows_special=True)
         texts, offsets, reached = [], [], 0
         for token_id in token_ids:
@@ -135,14 +135,14 @@ class Generation:
         return sum(request.prompt_len for request in self.prompts)
 
     def without_prompts(self) -> Generation:
-        """For the wire: prompts go apart from it."""
+        """Leaves the prompts out, which the wire carries apart from it."""
         return dataclasses.replace(self, prompts=())
 
     def with_prompts(self, prompts: tuple[Request, ...]) -> Generation:
         return dataclasses.replace(self, prompts=prompts)
 
     def named(self, owner: bytes, salt: Callable[[str], str]) -> Generation:
-        """With the requests that run, under a new id of the client's answer.
+        """Adds the requests that run, under a new id of the client's answer.
 
         Each try of a prompt has the next seed, so that a choice does not depend on the number of choices.
 
@@ -165,7 +165,7 @@ class Generation:
         return dataclasses.replace(self, requests=requests, response_id=response_id)
 
     def in_trace(self, traceparent: str) -> Generation:
-        """With requests that name their trace to the servers that they are passed on to."""
+        """Names the trace of its requests to the servers that they are passed on to."""
         return dataclasses.replace(self, requests=tuple(_in_trace(each, traceparent) for each in self.requests))
 
 
@@ -222,7 +222,7 @@ class ChoiceResult:
 
 
 def first_cached_len(delta: TokenDelta) -> int:
-    """The cached prompt tokens that a delta adds; a resumed attempt adds none, since its first attempt counted them.
+    """Returns the cached prompt tokens that a delta adds; a resumed attempt adds none: its first one did.
 
     An external server reports them with the last delta, which has no token ids.
     """
@@ -247,7 +247,7 @@ class Used:
 
 
 def shown_choices(generation: Generation, results: Sequence[ChoiceResult]) -> list[ChoiceResult]:
-    """The ``n`` most likely outputs of each prompt, best first; unsorted if each prompt has only ``n``."""
+    """Returns the ``n`` likeliest outputs of each prompt, best first; unsorted if each prompt has only ``n``."""
     tries, n = generation.num_tries, generation.n
     if tries == n:
         return list(results)

@@ -150,7 +150,7 @@ async def drop_body(receive: Receive, max_body_bytes: int) -> bool:
 
 
 def _content_length(scope: Scope) -> int:
-    """The declared length in bytes; 0 if the header is missing or no number, since arriving bytes are counted too."""
+    """Returns the declared length in bytes; 0 if the header is missing or no number: arriving bytes are counted too."""
     value = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
     return int(value) if value.isdigit() and len(value) < 20 else 0
 
@@ -187,7 +187,7 @@ class LoopPace:
         self._due = False
 
     def __len__(self) -> int:
-        """The number of waiting jobs."""
+        """Returns the number of waiting jobs."""
         return len(self._waiting)
 
     def submit(self, job: Callable[[], None], weight: int = 1) -> None:

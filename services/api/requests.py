@@ -38,8 +38,7 @@ class _Limit:
 async def generation_of(
     body: CompletionRequest | ChatCompletionRequest, model: ModelInfo, encoder: PromptEncoder
 ) -> Generation:
-    """What a checked body asks for; a chat is rendered, a long text tokenised and a grammar tried in a
-    thread.
+    """Returns what a checked body asks for; a thread renders a chat, tokenises a long text and tries a grammar.
 
     Raises:
         ApiError, InvalidValueError: A prompt, messages or a parameter that this model cannot take.
@@ -57,14 +56,14 @@ async def generation_of(
 
 
 def _size(body: CompletionRequest) -> int:
-    """Length of the prompts, in characters or tokens."""
+    """Returns the length of the prompts, in characters or tokens."""
     return sum(len(prompt) for _, prompt in body.prompts)
 
 
 def make_generation(
     body: CompletionRequest | ChatCompletionRequest, model: ModelInfo, encoder: PromptEncoder
 ) -> Generation:
-    """As ``generation_of``, in this thread."""
+    """Does what ``generation_of`` does, in this thread."""
     check_generates(body.model, model)
     if isinstance(body, CompletionRequest):
         return _of_completion(body, model, encoder)
@@ -133,7 +132,7 @@ def _truncated(prompt_ids: tuple[int, ...], body: SamplingFields, model: ModelIn
 
 
 def prompt_of_chat(body: ChatTurn, image_input: ImageInput | None = None) -> ChatPrompt:
-    """The messages, their tools and where they end, as the encoder renders them.
+    """Returns the messages, their tools and where they end, as the encoder renders them.
 
     Raises:
         InvalidValueError: There are pictures, and the model does not see, or too many.
@@ -213,7 +212,7 @@ def _prompt_text(body: ChatCompletionRequest, rendered: str) -> PromptText:
 
 
 def _shown_fields(body: SamplingFields) -> dict[str, Any]:
-    """Fields of ``Generation`` that completions and chats share."""
+    """Returns the fields of ``Generation`` that completions and chats share."""
     return {
         "num_prompt_logprobs": body.prompt_logprobs,
         "shows_token_ids": bool(body.return_token_ids),
@@ -280,7 +279,7 @@ def check_encoded(field: str, prompt_ids: tuple[int, ...], model: ModelInfo) -> 
 
 
 def check_prompt_len(field: str, prompt_len: int, model: ModelInfo) -> int:
-    """The number of output tokens that fit after the prompt."""
+    """Returns the number of output tokens that fit after the prompt."""
     if prompt_len == 0:
         raise ApiError(f"{field}: got no tokens, expected at least one", param=field, code="invalid_value")
     room = model.max_model_len - prompt_len
@@ -298,7 +297,7 @@ def too_long(field: str, found: str, limit: int, why: str, model: ModelInfo) -> 
 
 
 def unnamed_request(prompt_ids: tuple[int, ...], sampling: SamplingParams, **fields: Any) -> Request:
-    """A request that no backend has named yet.
+    """Makes a request that no backend has named yet.
 
     Args:
         fields: Further fields of ``Request``.
@@ -315,7 +314,7 @@ def _request(
     encoder: PromptEncoder,
     form: OutputForm | None = None,
 ) -> Request:
-    """A request without a name; the backend gives it one."""
+    """Makes a request without a name; the backend gives it one."""
     room = model.max_model_len - len(prompt_ids)
     if limit is not None and limit.max_new_tokens > room:
         why = f"a prompt of {len(prompt_ids)} tokens and the output must fit"
@@ -383,14 +382,14 @@ def _given(value: float | None, default: float) -> float:
 
 
 def last_turn(messages: Sequence[Mapping[str, Any]]) -> tuple[Echo, ...]:
-    """The text of a last message of the assistant, whom the answer is by as well; nothing of anybody else's."""
+    """Returns the text of a last message of the assistant, which the answer goes on with; nothing of other roles."""
     last = messages[-1]
     text = last.get("content")
     return (Echo(text),) if last["role"] == "assistant" and isinstance(text, str) and text else ()
 
 
 async def with_pictures(backend: Generator, generation: Generation, salt: str) -> Generation:
-    """The generation with the images of its prompt, each in as many tokens as it has.
+    """Puts the images of its prompt into the generation, each in as many tokens as it has.
 
     Args:
         salt: As for ``Generator.see``.
@@ -417,7 +416,7 @@ async def with_pictures(backend: Generator, generation: Generation, salt: str) -
 
 
 async def prompt_ids_of(body: ChatTurn, backend: Generator, encoder: PromptEncoder, salt: str) -> tuple[int, ...]:
-    """The prompt of a conversation. Its pictures are encoded, and kept for the request that will follow.
+    """Returns the prompt of a conversation. Its pictures are encoded, and kept for the request that will follow.
 
     Args:
         salt: As for ``Generator.see``.

@@ -84,7 +84,7 @@ class Gate:
             raise ApiError(message, status=403, code="host_not_allowed")
 
     async def _caller(self, scope: Scope) -> Caller | None:
-        """Whose key the request carries; None where none is needed."""
+        """Returns the caller whose key the request carries; None where no key is needed."""
         access = self._roles.of(scope)
         if self._access.is_open or access is Everyone.PUBLIC:
             return None
@@ -128,7 +128,7 @@ class Gate:
         raise _unauthorized("The API key is wrong, or has been revoked.", "invalid_api_key")
 
     async def _serve(self, caller: Caller, scope: Scope, receive: Receive, send: Send) -> None:
-        """A request that the tenant's limits count."""
+        """Serves a request that the tenant's limits count."""
         resumes = scope["path"].startswith(STREAMS_PATH)
         budget, excess = self._access.admit(caller.tenant, resumes=resumes)
         headers = limit_headers(budget, self._access.now())
@@ -166,7 +166,7 @@ def _too_much(caller: Caller, excess: Excess, headers: dict[str, str]) -> ApiErr
 
 
 def limit_headers(budget: LocalBudget, now: float) -> dict[str, str]:
-    """OpenAI's headers about the limits that there are."""
+    """Returns OpenAI's headers about the limits that there are."""
     headers: dict[str, str] = {}
     for name, bucket in (("requests", budget.requests), ("tokens", budget.tokens)):
         if bucket.limit:

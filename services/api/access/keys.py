@@ -113,13 +113,13 @@ def key_digest(key: bytes, salt: bytes) -> bytes:
 def record_of(
     key: str, name: str, tenant: str, roles: Iterable[Role], key_id: str = "", created_at: float = 0.0
 ) -> KeyRecord:
-    """The stored form of a key, with a fresh salt."""
+    """Makes the stored form of a key, with a fresh salt."""
     salt = secrets.token_bytes(_SALT_BYTES)
     return KeyRecord(key_id, name, tenant, tuple(roles), salt, key_digest(key.encode(), salt), created_at)
 
 
 def make_key(name: str, tenant: str, roles: Iterable[Role], created_at: float) -> tuple[str, KeyRecord]:
-    """A new random key and its stored form."""
+    """Makes a new random key and its stored form."""
     key_id = secrets.token_hex(_ID_BYTES)
     key = f"{PREFIX}-{key_id}-{secrets.token_urlsafe(_SECRET_BYTES)}"
     return key, record_of(key, name, tenant, roles, key_id, created_at)
@@ -153,11 +153,11 @@ class KeyRing:
         return len(self._callers)
 
     def tenant(self, name: str) -> Tenant | None:
-        """The tenant of that name, if a key belongs to it."""
+        """Returns the tenant of that name, if a key belongs to it."""
         return next((each.tenant for each in self._callers.values() if each.tenant.name == name), None)
 
     def find(self, key: bytes) -> Caller | None:
-        """Whose key it is. An unknown id costs one hash as a known one does."""
+        """Returns the caller whose key it is. An unknown id costs one hash as a known one does."""
         if not key or len(key) > MAX_KEY_LEN:
             return None
         prefix, _, rest = key.partition(b"-")

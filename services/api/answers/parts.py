@@ -149,8 +149,8 @@ class CompletionLogprobs:
         self._offset = 0 if echo is None else len(echo.text)
 
     def add(self, output: Sequence[TokenLogprobs], prompt: Sequence[TokenLogprobs] = ()) -> dict[str, list[Any]]:
-        """Returns four lists with one item per token. Offsets count characters; a token that completes no character has the
-        offset of the next token.
+        """Returns four lists with one item per token. Offsets count characters; a token that completes no character
+        has the offset of the next token.
 
         Args:
             prompt: All tokens of the echoed prompt, on the first call only.

@@ -133,7 +133,7 @@ def _usage(used: UsageFields) -> dict[str, Any]:
 def _stop_reason(
     reason: str | None, calls: bool, token_ids: Sequence[int], texts: TokenTexts, stops: Sequence[str]
 ) -> tuple[str, str | None]:
-    """Why an output ended, and by which stop string."""
+    """Tells why an output ended, and by which stop string."""
     if reason == "length":
         return "max_tokens", None
     if calls:

@@ -161,7 +161,7 @@ class LiveParts:
         self._recent = {part: RecentByKey(self._read, for_s, MOST_KEYS) for part, for_s in FOR_S.items()}
 
     async def get(self, part: str, span: SeriesQuery, kind: str) -> bytes:
-        """A part as JSON.
+        """Returns a part as JSON.
 
         Raises:
             FarsightError: The component that knows does not answer.
@@ -210,7 +210,7 @@ def _table(reply: TableReply) -> dict[str, Any]:
 
 
 def _decisions(found: Iterable[RecentDecisions]) -> list[ComponentDecision]:
-    """All components together, the newest decision first."""
+    """Returns all components together, the newest decision first."""
     pairs = [(each.component, decision) for each in found for decision in unpack_decisions(each.decisions)]
     pairs.sort(key=lambda pair: pair[1].at, reverse=True)
     return [
@@ -228,5 +228,5 @@ def _lines(columns: Iterable[SeriesColumn]) -> Lines:
 
 
 def _short(value: float | None) -> float | None:
-    """Four digits are more than a chart shows."""
+    """Rounds to four digits, more than a chart shows."""
     return None if value is None else float(f"{value:.4g}")

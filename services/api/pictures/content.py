@@ -63,7 +63,7 @@ class MixedContent:
 
 
 def check_content(value: Any) -> str | MixedContent | None:
-    """What a message's ``content`` says.
+    """Returns what a message's ``content`` says.
 
     Raises:
         PydanticCustomError: It is something else.
@@ -82,7 +82,7 @@ def content_of(parts: Sequence[str | Picture]) -> str | MixedContent:
 
 
 def text_of(content: str | list[dict[str, str]]) -> str:
-    """The text of a content as ``for_template`` gives it."""
+    """Returns the text of a content as ``for_template`` gives it."""
     if isinstance(content, str):
         return content
     return "\n".join(part["text"] for part in content if part["type"] == "text")
@@ -128,7 +128,7 @@ class NoPicture(Exception):
 
 
 def picture_of(url: str, field: str = "") -> Picture:
-    """The picture in a data URL, or one that is to be fetched.
+    """Returns the picture in a data URL, or one that is to be fetched.
 
     Raises:
         NoPicture: It is no such URL.
@@ -143,7 +143,7 @@ def picture_of(url: str, field: str = "") -> Picture:
 
 
 def web_picture(url: str, field: str = "") -> Picture:
-    """A picture that is to be fetched.
+    """Returns a picture that is to be fetched.
 
     Raises:
         NoPicture: It is no such URL.
@@ -154,7 +154,7 @@ def web_picture(url: str, field: str = "") -> Picture:
 
 
 def picture_from(text: str, field: str = "") -> Picture:
-    """The picture in base64.
+    """Returns the picture in base64.
 
     Raises:
         NoPicture: It is none.

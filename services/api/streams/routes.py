@@ -97,12 +97,12 @@ class ResumableStreams:
         self._access = access
 
     def begin(self, generation: Generation, headers: Mapping[str, str]) -> Response:
-        """The answer to a request that asks for one."""
+        """Returns the answer to a request that asks for one."""
         identity, tenant = _identity(headers)
         return self._answer(self._manager.start(self._backend, generation, identity, tenant, self._hold()), 0)
 
     async def resume(self, stream_id: str, headers: Mapping[str, str]) -> Response:
-        """The events behind ``Last-Event-ID``; 204 if the client has them all.
+        """Returns the events behind ``Last-Event-ID``; 204 if the client has them all.
 
         Raises:
             ApiError: As for ``StreamManager.resume``; 400 for a wrong ``Last-Event-ID``.
@@ -144,7 +144,7 @@ def stream_routes(streams: ResumableStreams, errors: dict[int | str, dict[str, A
 
 
 def _identity(headers: Mapping[str, str]) -> tuple[str, str]:
-    """Who may read the stream, and whose bytes its log takes."""
+    """Tells who may read the stream, and whose bytes its log takes."""
     caller = CURRENT.get()
     return (sent_key(headers), "") if caller is None else (caller.identity, caller.tenant.name)
 

@@ -79,7 +79,7 @@ class ContentForms:
             return ""
 
     def fitting(self, messages: Messages, image_text: str) -> list[dict[str, Any]]:
-        """Messages of the client, whose texts it wrote, in a form that the template takes.
+        """Puts messages of the client, whose texts it wrote, into a form that the template takes.
 
         Args:
             image_text: What stands for a picture in a string. No client wrote it.
@@ -183,7 +183,7 @@ class TemplateProcess:
 
 
 def _asked(child: LimitedChild, data: bytes) -> Any:
-    """What the process answers.
+    """Returns what the process answers.
 
     Raises:
         TemplateRefused, TemplateStopped: As ``TemplateProcess.render``.
