@@ -58,7 +58,7 @@ READING_DELTAS = 64
 """... until no more than these are left."""
 
 OWN_ENGINE_S = 1.0
-"""How often it is looked whether a request past its deadline is on our own engine still."""
+"""Seconds between checks for requests that are past their deadline and still on this engine."""
 
 logger = logging.getLogger(__name__)
 
