@@ -20,7 +20,7 @@ class Forecast:
         num_samples: Finished requests behind it; 0 means that nothing is known yet and the numbers are a prior.
         source: The predictor that made it, such as ``history``.
         version: Version of the model behind it; rises when the model learns.
-        rank: Orders the requests of one version, those that are expected to be short first; None: by ``mean``.
+        rank: Orders the requests of one version, the ones expected to be short first; None: by ``mean``.
     """
 
     mean: float
@@ -85,5 +85,5 @@ class Predictor(Protocol):
     """Predicts output lengths."""
 
     def forecast(self, questions: Sequence[ForecastQuestion]) -> list[Forecast]:
-        """One forecast a question, in their order."""
+        """Returns one forecast for each question, in their order."""
         ...

@@ -68,21 +68,22 @@ def _require(ok: bool, field: str, value: object, expected: str) -> None:
 
 
 FLEX = 1 << 32
-"""Added to the priority of a request that takes what is left: a class below all priorities that a client can send."""
+"""Added to the priority of a request that takes only the capacity that others leave: a class below all priorities that
+a client can send."""
 
 
 def is_flex(priority: int) -> bool:
-    """Whether requests of this priority take what is left."""
+    """Returns whether requests of this priority take only the capacity that others leave."""
     return priority >= FLEX >> 1
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a client wants of its stream, in seconds; infinity for no target.
+    """Latency targets of a client's stream, in seconds; infinity for no target.
 
     Attributes:
         ttft_s: From the receipt to the first token.
-        tpot_s: Between two tokens after that, in the mean.
+        tpot_s: Between two tokens after the first, in the mean.
 
     Raises:
         InvalidValueError: A number is not positive.
@@ -108,7 +109,7 @@ class ReasoningBudget:
     """Most tokens that an output may reason with before it answers.
 
     Attributes:
-        num_tokens: So many; then ``end`` follows.
+        num_tokens: Tokens of reasoning, after which ``end`` is forced.
         begin: Tokens that begin the reasoning; empty where the prompt has begun it.
         end: Tokens that end it.
     """
@@ -407,7 +408,7 @@ class Request:
         return self.deadline_s is not None or self.slo is not NO_SLO
 
     def aged(self, age_s: float) -> Request:
-        """As a scheduler gets it so many seconds after it was received: what is left of its client's targets."""
+        """Returns the request ``age_s`` seconds after its receipt: with what is left of its client's targets."""
         if not self.wants_speed:
             return self
         deadline_s = None if self.deadline_s is None else max(0.0, self.deadline_s - age_s)

@@ -29,7 +29,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Keys of attempts: those whose clients are gone (``abort``), or that the Scheduler is asked about or lacks."""
+    """Keys of attempts whose clients are gone (``abort``), or that the Scheduler is asked about or lacks."""
 
     keys: tuple[Key, ...]
 
@@ -46,7 +46,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Refusals:
-    """Scheduler -> Router, in answer to ``Submit``; also when those that it took will end."""
+    """Scheduler -> Router, in answer to ``Submit``: the refused requests, and when the accepted ones will end."""
 
     refusals: tuple[Refusal, ...]
     promises: tuple[Promise, ...] = ()
@@ -92,7 +92,7 @@ class IngressLoad:
 
 
 def total_load(loads: Iterable[IngressLoad]) -> IngressLoad:
-    """The sum, key by key."""
+    """Adds the loads key by key."""
     requests: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
     for load in loads:

@@ -91,7 +91,7 @@ class TokenBatches:
 
 
 def joined(deltas: Sequence[TokenDelta]) -> TokenDelta:
-    """Consecutive deltas of one stream as one."""
+    """Joins consecutive deltas of one stream to one."""
     first, last = deltas[0], deltas[-1]
     logprobs = [delta.logprobs for delta in deltas if delta.logprobs is not None]
     return dataclasses.replace(

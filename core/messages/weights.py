@@ -70,7 +70,7 @@ class WeightsState:
     renewed: tuple[str, ...] = ()
 
     def of(self, replica: str) -> int:
-        """The version that a replica runs."""
+        """Returns the version that a replica runs."""
         return dict(self.version_of).get(replica, self.current)
 
     def dir_of(self, version: int) -> str:
@@ -80,12 +80,12 @@ class WeightsState:
         return dict(self.settings).get(version, "{}")
 
     def with_settings(self, settings: str, renewed: tuple[str, ...]) -> WeightsState:
-        """The service has these settings; no replica starts again."""
+        """Returns the state with these settings for the current version; no replica starts again."""
         changed = tuple((dict(self.settings) | {self.current: settings}).items())
         return dataclasses.replace(self, settings=changed, renewed=renewed)
 
     def with_replica(self, replica: str, version: int) -> WeightsState:
-        """That replica runs that version from its next start on."""
+        """Returns the state in which the replica runs that version from its next start on."""
         return dataclasses.replace(self, version_of=tuple((dict(self.version_of) | {replica: version}).items()))
 
     def begun(
@@ -97,7 +97,7 @@ class WeightsState:
         drain_s: float,
         renewed: tuple[str, ...] = (),
     ) -> WeightsState:
-        """An upgrade of these replicas is under way; without a model directory, of their settings alone."""
+        """Returns the state of an upgrade of these replicas that begins; an empty ``model_dir`` keeps the weights."""
         target = self.num_versions
         version_of = dict.fromkeys(replicas, self.current) | ({surge: target} if surge else {})
         return dataclasses.replace(
@@ -114,7 +114,7 @@ class WeightsState:
         )
 
     def ended(self) -> WeightsState:
-        """All replicas run the current version, and there is no other."""
+        """Returns the state in which all replicas run the current version and no other is in use."""
         return dataclasses.replace(
             self,
             dirs=((self.current, self.dir_of(self.current)),),

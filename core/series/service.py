@@ -145,7 +145,7 @@ class ServiceSeries:
             del self._last[ingress_id]
 
     def since(self, query: SeriesQuery) -> SeriesReply:
-        """The points that the query asks for."""
+        """Returns the points that the query asks for."""
         at, columns = (self._minutes if query.by_minute else self._seconds).after(query.after)
         tenants = []
         for name, rings in self._tenant_rings.items():
@@ -183,7 +183,10 @@ class ServiceSeries:
         self._gpu_s = gpu_s
 
     def _take_forecasts(self, replica: str, tally: ForecastTally) -> None:
-        """What has come since the last time; the first time, and after a restart, that is only compared with later."""
+        """Counts a replica's forecasts since its last tally.
+
+        The first tally, also after a restart, only starts the comparison.
+        """
         before = self._forecasts.get(replica)
         self._forecasts[replica] = tally
         if before is None or tally.num_requests < before.num_requests:
