@@ -46,12 +46,9 @@ def pack_decisions(decisions: Iterable[Decision]) -> bytes:
 
 
 def on_clock(epoch_s: float, packed: bytes) -> bytes:
-    """Puts a clock before packed decisions, so that decisions on several clocks can be joined.
+    """Puts their clock, which stood at 0 at ``epoch_s`` (seconds since the epoch), before decisions to be joined.
 
-    Readers of joined decisions leave instants before the first clock as they are.
-
-    Args:
-        epoch_s: When the clock of these decisions stood at 0, in seconds since the epoch.
+    Instants before the first named clock stay as they are.
     """
     header: bytes = msgpack.packb(float(epoch_s))
     return header + packed

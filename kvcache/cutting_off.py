@@ -9,10 +9,7 @@ from kvcache.executor import SequenceState
 
 
 def is_cut_off(held: SequenceState, within_grants: bool) -> bool:
-    """Returns whether a sequence has used up its seconds.
-
-    Beyond its grants a sequence goes on, unless its last step was cut off at the slot's limit.
-    """
+    """Returns whether a sequence has used up its seconds; beyond its grants, whether its last step was cut off so."""
     slot_s = held.slot.cut_off_at_s
     if not slot_s:
         return False

@@ -75,10 +75,7 @@ class FarsightConfig:
 
 
 def load_config(path: Path | None, overrides: dict[str, dict[str, Any]]) -> FarsightConfig:
-    """Returns the defaults, changed by the TOML file, then by ``overrides``.
-
-    Args:
-        overrides: As ``{"server": {"port": 9000}}``; None values are skipped.
+    """Applies the TOML file, then ``overrides`` (``{"server": {"port": 9000}}``; None values are skipped).
 
     Raises:
         ConfigError: unreadable file, or as ``make_config``.

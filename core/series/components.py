@@ -82,10 +82,7 @@ class ComponentHistory:
         return ComponentsReply(lines, tuple(each for each in self._events if each.kind == query.kind))
 
     def _remembered(self, row: ComponentStatus, now: float) -> ComponentStatus:
-        """Completes the row of a component that does not answer with its last known process and restarts.
-
-        A component that has never answered is starting.
-        """
+        """Adds the last process and restarts to a silent component's row; one that never answered is starting."""
         before = self._last.get(row.name)
         if row.pid:
             self._heard[row.name] = now
@@ -111,10 +108,7 @@ class ComponentHistory:
             self._told[row.name] = row.state
 
     def _rates(self, name: str, counts: Iterable[Count], now: float) -> dict[str, float]:
-        """Returns work per second by name, since the component's last counts.
-
-        A count that fell is of a new process, which counts from 0.
-        """
+        """Returns work per second since the last counts; a count that fell is of a new process, which counts from 0."""
         values = {each.name: each.value for each in counts}
         told_at, before = self._counts.get(name, (now, values))
         self._counts[name] = now, values

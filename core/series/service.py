@@ -183,10 +183,7 @@ class ServiceSeries:
         self._gpu_s = gpu_s
 
     def _take_forecasts(self, replica: str, tally: ForecastTally) -> None:
-        """Counts a replica's forecasts since its last tally.
-
-        The first tally, also after a restart, only starts the comparison.
-        """
+        """Counts a replica's forecasts since its last tally; the first tally, also after a restart, counts none."""
         before = self._forecasts.get(replica)
         self._forecasts[replica] = tally
         if before is None or tally.num_requests < before.num_requests:

@@ -168,10 +168,8 @@ class WorkerMirror:
             table.clear()
 
     def apply_report(self, report: StepReport) -> bool:
-        """Takes over what a report says of the worker as a whole.
-
-        Returns False and changes nothing if the report is stale or from another worker.
-        """
+        """Takes over what a report says of the worker as a whole. Returns False and changes nothing if the report is
+        stale or from another worker."""
         worker = self.worker
         if worker is None or report.worker_incarnation != worker.worker_incarnation or report.lease != self.lease:
             return False

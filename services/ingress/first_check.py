@@ -195,10 +195,7 @@ class FirstCheck:
         return self._check_delay()
 
     def free_places(self) -> int:
-        """Returns how many more requests the replicas can run now, counting those of all ingress replicas.
-
-        The number is 0 while a request waits for a replica, and before the Router's first answer.
-        """
+        """Returns how many more requests all replicas can run now; 0 while one waits, or before the Router answers."""
         outlook = self._outlook
         if outlook is None or outlook.demand.num_waiting:
             return 0
@@ -285,10 +282,7 @@ class FirstCheck:
             self._outlook = _changed(self._outlook, request, num)
 
     def _check(self, num: int, tokens: int, prompt_len: int, whose: str, most: int, most_tokens: int) -> None:
-        """Raises TooMuch at a limit; 0 is no limit.
-
-        A request alone may have more tokens than the limit: else it could never run.
-        """
+        """Raises TooMuch at a limit; 0 is none. A lone request may exceed that of tokens: else it could never run."""
         if most and num >= most:
             message = f"too many requests{whose} in flight: {num}, limit {most}"
             raise TooMuch("max_num_queued_reqs", message, self._ended_after_s(num - most + 1))
@@ -298,11 +292,7 @@ class FirstCheck:
             raise TooMuch("max_num_queued_tokens", message, self._ended_after_s(math.ceil(share * num)))
 
     def _check_delay(self, num_ahead: int = 0) -> float:
-        """Returns the predicted delay behind all requests in flight and ``num_ahead`` more like them, in seconds.
-
-        Raises:
-            TooMuch: The delay exceeds the limit.
-        """
+        """Predicts the seconds behind all in flight and ``num_ahead`` more; raises TooMuch if they exceed the limit."""
         most_s, outlook = self.limits.max_wait_s, self._outlook
         if not most_s or outlook is None:
             return 0.0
@@ -328,11 +318,8 @@ class FirstCheck:
         return self._ended_after_s(highest)
 
     def _ended_after_s(self, num_requests: int) -> float:
-        """Returns the seconds until ``num_requests`` have ended, if no others come.
-
-        Running requests of known output length end in their order; where lengths are unknown, requests end evenly at
-        the mean rate.
-        """
+        """Returns the seconds until ``num_requests`` have ended, if no others come: running requests of known length
+        end in their order; beyond these, requests end evenly at the mean rate."""
         outlook = self._outlook
         if outlook is None:
             return RETRY_AFTER_S

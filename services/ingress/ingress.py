@@ -177,10 +177,7 @@ class Ingress:
 
     @staticmethod
     async def _tell_liveness(client: EngineClient, readiness: Readiness) -> None:
-        """Publishes the port of ``Liveness`` to our HAProxy, if there is one.
-
-        Ray Serve's controller asks the replica's actor instead, which is on the same event loop.
-        """
+        """Publishes ``Liveness`` to our HAProxy, if any; Ray Serve's controller asks the actor on this event loop."""
         from ray import serve
 
         directory = os.environ.get(PROXY_DIRECTORY_VARIABLE)

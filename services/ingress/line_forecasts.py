@@ -46,10 +46,7 @@ def line_forecasts(client: EngineClient, encoder: PromptEncoder) -> ForecastLine
 
 
 async def _question(line: BatchLine, client: EngineClient, encoder: PromptEncoder) -> ForecastQuestion | None:
-    """Makes the question about a line's first prompt.
-
-    Returns None where the prompt is not text, or the line is invalid (which its own answer says).
-    """
+    """Asks about a line's first prompt; None if that is not text or the line is invalid, as its own answer says."""
     schema = _BODIES.get(line.url)
     if schema is None:
         return None

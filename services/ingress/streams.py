@@ -126,10 +126,8 @@ class StreamTrace:
 
     @property
     def exemplar(self) -> dict[str, str]:
-        """Labels by which the request of a latency is found: the answer's id, and its trace's id if it has a span.
-
-        Empty if no client can ask for it.
-        """
+        """Labels by which the request of a latency is found: the answer's id, and its trace's id if it has a span;
+        empty if no client can ask for it."""
         origin = self._request.origin
         if origin is None:
             return {}

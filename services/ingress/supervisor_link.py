@@ -59,10 +59,7 @@ class SupervisorLink:
         self._switch: asyncio.Task[None] | None = None
 
     async def join(self) -> None:
-        """Returns once a Supervisor has answered and no switch of weights is due.
-
-        Before, the weights for new requests are not known.
-        """
+        """Waits until a Supervisor has answered, so that new requests' weights are known, and no switch is due."""
         while not await self.report() or self._switches:  # noqa: ASYNC110, the report asks another process
             await asyncio.sleep(LOOK_AGAIN_S)
 
