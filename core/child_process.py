@@ -36,7 +36,7 @@ def start_child(
     """Runs ``python -m MODULE ARGS... SOCKET``; no other process has an end of the socket.
 
     Args:
-        environment: In place of this process's own. The child imports what this process can.
+        environment: Replaces this process's own. The child can import the same modules as this process.
     """
     ours, theirs = socket.socketpair()
     with theirs:
@@ -74,7 +74,7 @@ class LimitedChild:
     """One process and this end of its socket; both end with this object. For one thread at a time.
 
     Args:
-        module: What it runs. Its ``main`` calls ``limit_process``, and answers within ``processor_time``.
+        module: The module to run. Its ``main`` calls ``limit_process``, and answers within ``processor_time``.
         cpu_s: The processor time that it gives each answer; for errors.
     """
 
@@ -130,7 +130,7 @@ class LimitedChild:
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket, stream: BufferedRWPair[Any, Any]) -> None:
-    with contextlib.suppress(OSError):  # what was not sent is lost
+    with contextlib.suppress(OSError):  # unsent data is lost
         stream.close()
     connection.close()
     process.kill()
@@ -148,7 +148,7 @@ def limit_process(more_bytes: int, *, opens_files: bool = True) -> None:
     """Bounds this process for the rest of its life: no core dump, nothing written to a file.
 
     Args:
-        more_bytes: Memory that it may take beside what it has now.
+        more_bytes: Memory that it may take beside its present memory.
         opens_files: Whether it may open anything further, be it to read, or a socket.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides

@@ -40,8 +40,8 @@ def end_with_parent(parent: int | None = None) -> None:
 def worker_pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
     """Processes that compute side by side. The main thread enters this context.
 
-    When an exception leaves the context, Ctrl-C and SIGTERM included, the processes are killed; what has not begun is
-    dropped. If this process is killed, they end by themselves.
+    When an exception leaves the context, Ctrl-C and SIGTERM included, the processes are killed and waiting calls are
+    dropped. If this process is killed, the others end by themselves.
 
     Args:
         jobs: Number of processes.

@@ -98,7 +98,7 @@ class PackedInts(Sequence[int]):
 
 @functools.cache
 def _encoder(kind: Any) -> _Encoder:
-    """Returns a function from a value of ``kind`` to what msgpack takes."""
+    """Returns a function from a value of ``kind`` to a value that msgpack takes."""
     if dataclasses.is_dataclass(kind):
         return _dataclass_encoder(kind)
     origin, args = typing.get_origin(kind), typing.get_args(kind)

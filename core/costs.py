@@ -118,7 +118,7 @@ def row_shares(
     Args:
         rows: (first position, number of tokens) of each row; a row of one token decodes.
         capacity: Tokens of KV on the device.
-        num_steps: Steps of the same rows; those that decode grow by a token in each.
+        num_steps: Steps of the same rows; rows that decode grow by a token in each.
     """
     slot_share = 1.0 / max_num_seqs
     grown = (num_steps - 1) / 2

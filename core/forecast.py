@@ -43,10 +43,10 @@ class ForecastQuestion:
     """What is known of a request before it runs.
 
     Attributes:
-        instruction: What its application says to the model each time.
+        instruction: Text that its application sends to the model each time.
         user_input: The request's own part.
         user_input_len: Length of ``user_input``, in tokens of the served model.
-        prompt_len: Length of the whole prompt, in tokens, those of its images included.
+        prompt_len: Length of the whole prompt, in tokens, its images included.
         max_new_tokens: Limit of the output, in tokens.
         tenant: As in ``Request``; empty where no API keys are in use.
         image_tokens: Tokens of each image of the prompt.

@@ -69,7 +69,7 @@ def bind_to_node(place: int, num_threads: int, root: Path = Path("/")) -> frozen
     does not tell, or where a node has fewer processors than the worker has threads.
 
     Args:
-        place: The worker's number among those of this machine.
+        place: The worker's number among the workers of this machine.
         num_threads: Its compute threads.
         root: As for ``usable_processors``.
 

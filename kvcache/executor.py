@@ -325,7 +325,7 @@ class PlanExecutor(ABC):
         held.status = SequenceStatus.WAITING
 
     def _advance(self, held: SequenceState, num_tokens: int) -> None:
-        """Books so many more computed tokens."""
+        """Books ``num_tokens`` more computed tokens."""
         if held.dropped_len > held.computed_len:
             self._recomputed_tokens += min(held.dropped_len - held.computed_len, num_tokens)
         held.computed_len += num_tokens
@@ -391,7 +391,7 @@ class PlanExecutor(ABC):
         )
 
     def services_after(self, batch: StepBatch, duration_s: float, num_steps: int) -> tuple[TenantService, ...]:
-        """Sums of the batch's tenants as if so many of its steps had been booked; a simulation reports them early."""
+        """Sums up the batch's tenants as if ``num_steps`` of its steps were booked; a simulation reports them early."""
         tenants: dict[str, float] = {}
         for item, share in zip(batch.items, self.meter.shares(batch, num_steps), strict=True):
             tenant = self._held[item.request_id].tenant

@@ -62,7 +62,7 @@ class ServiceMeter:
         return tuple(TenantService(tenant, self._sums[tenant]) for tenant in sorted(self._told_in))
 
     def services_with(self, tenants: dict[str, float]) -> tuple[TenantService, ...]:
-        """Sums of these tenants, with GPU-seconds that have not been charged yet."""
+        """Adds up the sums of these tenants and GPU-seconds that have not been charged yet."""
         return tuple(TenantService(name, self._sums.get(name, 0.0) + more) for name, more in sorted(tenants.items()))
 
     def acknowledge(self, report_seq: int) -> None:

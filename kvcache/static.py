@@ -40,7 +40,7 @@ class StaticExecutor(PlanExecutor):
     Grants do not bound a batch and standbys do not join one.
 
     Args:
-        max_model_len: Tokens a sequence may reach. One that has ended there computes its last position again.
+        max_model_len: Tokens a sequence may reach. A sequence that has ended there computes its last position again.
     """
 
     returns_together = True
@@ -220,7 +220,7 @@ class StaticExecutor(PlanExecutor):
         return finished
 
     def _count(self, batch: StepBatch, duration_s: float, num_steps: int) -> None:
-        """Books what is the same for all members: the padded positions, and the time."""
+        """Books the padded positions and the time, which are the same for all members."""
         if self._prefills:
             for item in batch.items + batch.padding.items:
                 self._members[item.request_id].prefilled += item.num_tokens

@@ -1,4 +1,4 @@
-"""What a length predictor asks of a model that reads texts. ``engine.encoders`` has the models themselves."""
+"""Interfaces of models that read texts for a length predictor. ``engine.encoders`` has the models themselves."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def probe_of(encoder: Encoder) -> dict[str, Floats]:
 def check_probe(artefact: TrainedModel, encoder: Encoder) -> None:
     """
     Raises:
-        InvalidValueError: Field ``encoder``: its vectors are not those that the artefact was trained with.
+        InvalidValueError: Field ``encoder``: its vectors differ from the vectors of the artefact's training.
     """
     expected = artefact.arrays.get(PROBE)
     if expected is None:

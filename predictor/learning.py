@@ -1,8 +1,8 @@
 """Continuous learning of output lengths (Magnus III-B): from which requests, when, and whether the result may serve.
 
 This module does not depend on the kind of model. The paper adds badly predicted requests to the train set and trains
-again every three minutes. It does not check whether the result is better; here it must be no worse on recent requests
-that no model was trained on.
+again every three minutes, without a check of the result. Here a new model must be no worse on recent requests that no
+model was trained on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PERIOD_S = 180.0
 """Seconds between the beginnings of two fits."""
 
 HELD_BACK_EVERY = 5
-"""One in so many finished requests is held back: never trained on."""
+"""Of this many finished requests in a row, one is held back: it is never trained on."""
 
 MAX_HELD_BACK = 400
 """Size of the recent window: the newest requests that were held back."""

@@ -29,8 +29,8 @@ class ServedWeights:
     """From the Supervisor.
 
     Attributes:
-        version: Number of the weights that new requests run on; 0 are those that the service started with.
-        model_dir: Where they are.
+        version: Number of the weights that new requests run on; 0 for the weights that the service started with.
+        model_dir: Directory of these weights.
     """
 
     version: int
@@ -39,20 +39,20 @@ class ServedWeights:
 
 @dataclass(frozen=True, slots=True)
 class WeightsState:
-    """What a Supervisor leaves to its successor.
+    """The state that a Supervisor leaves to its successor.
 
     Attributes:
         dirs: Model directory of each version in use.
         num_versions: Versions so far; numbers of upgrades that failed are not used again.
         version_of: The version of each replica that does not run ``current``.
         current: Version of new requests.
-        oldest: Requests of lower versions are ended.
+        oldest: Lowest version whose requests may run; requests of lower versions are ended.
         target: Version that all replicas are to run; ``current`` if no upgrade is under way.
         surge: The additional replica while an upgrade is under way; empty for none.
         drain_s: As of ``Upgrade``.
         since: When every request on other weights had come in, in seconds since the epoch; 0 if there was none.
         since_of_current: Whether ``since`` is known for the current version.
-        settings: For each version in use, what its settings differ in from those of the start, by section, as JSON.
+        settings: For each version in use, its settings that differ from the start's, by section, as JSON.
         renewed: Kinds of components of the whole service that start again once new requests run on ``target``.
     """
 

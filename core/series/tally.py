@@ -1,4 +1,4 @@
-"""What one ingress replica counts for the history of the service."""
+"""The counts of one ingress replica for the history of the service."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the forecaster by application reads of a request: lengths, keys of its application, and its input's form.
+"""The features that the forecaster by application reads: lengths, keys of the application, and the input's form.
 
-No encoder reads it, and no word of it is kept.
+No encoder reads the request, and no word of it is kept.
 """
 
 from __future__ import annotations

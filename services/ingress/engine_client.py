@@ -1,4 +1,4 @@
-"""The ingress's side of the protocol: submits requests, receives their tokens, resumes what was lost."""
+"""The ingress's side of the protocol: submits requests, receives their tokens, resumes lost attempts."""
 
 from __future__ import annotations
 

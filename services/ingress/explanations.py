@@ -1,5 +1,4 @@
-"""Collects what is known of the decisions behind one answer, wherever that is: in the living components or in the
-log."""
+"""Collects the decision traces behind one answer, from the living components and from the log."""
 
 from __future__ import annotations
 

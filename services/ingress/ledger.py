@@ -1,8 +1,8 @@
-"""What an ingress replica knows of its open requests: a state machine without clock or I/O.
+"""The ledger of an ingress replica's open requests: a state machine without clock or I/O.
 
-It owns ``(request_id, attempt)``. Whatever dies, an attempt that no worker runs any more is followed by a higher one
-that begins where the client's tokens end; tokens of other attempts are dropped. So a stream has no gap, no repeat and
-one end (design section 3, rules 8 and 10).
+The ledger owns ``(request_id, attempt)``. Whatever dies, an attempt that no worker runs any more is followed by a
+higher one that begins where the client's tokens end; tokens of other attempts are dropped. So a stream has no gap, no
+repeat and one end (design section 3, rules 8 and 10).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ABORT_AGAIN_S = 1.0
 
 @dataclass(slots=True)
 class OpenStream:
-    """One open request. The ledger changes it until it ends; the replica that made it adds its client's side.
+    """One open request. The ledger changes it until it ends; a subclass adds the client's side.
 
     Attributes:
         request: The current attempt.

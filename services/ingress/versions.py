@@ -100,7 +100,7 @@ class OpenRequests:
         return bool(request.output_ids) and request.model_version < self._oldest_served
 
     def end_streams(self, reason: str, oldest: int | None = None) -> None:
-        """Ends every open request with an error, or those on weights older than a version."""
+        """Ends every open request with an error, or only requests on weights below version ``oldest``."""
         for stream in list(self._streams.values()):
             request = stream.request
             if oldest is not None and request.model_version >= oldest:
