@@ -23,7 +23,7 @@ PERIOD_S = 180.0
 """Seconds between the beginnings of two fits."""
 
 HELD_BACK_EVERY = 5
-"""Of this many finished requests in a row, one is held back: it is never trained on."""
+"""One finished request in this many is held back: it is never trained on."""
 
 MAX_HELD_BACK = 400
 """Size of the recent window: the newest requests that were held back."""
