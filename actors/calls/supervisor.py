@@ -29,8 +29,7 @@ class SupervisorCalls(Protocol):
 
     @message(long=True)
     async def scale(self, scale: Scale) -> ComponentCounts:
-        """Sets the number of components of a kind; returns when they are ready, or drained and removed. Raises
-        MessageError: an unknown kind or an impossible number."""
+        """Answers when all is up, or drained and gone. Raises MessageError: an unknown kind or an impossible number."""
 
     @message(long=True)
     async def drain_replica(self, order: DrainReplica) -> ComponentCounts:

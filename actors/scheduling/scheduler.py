@@ -372,7 +372,7 @@ class Scheduler(Component, SchedulerCalls):
         return news
 
     async def _feed(self) -> None:
-        """Publishes reports and step samples to connected learners; a learner that is not connected misses them."""
+        """Passes on what others learn from; who is not there misses it."""
         peers = self.context.peers
         kv = peers.kv_offload_manager(self._replica)
         counts = initial_counts(self.context.config)

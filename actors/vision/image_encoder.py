@@ -50,7 +50,7 @@ MAX_DECODED = 2
 """Pictures at their full size: one is resized while the next is decoded."""
 
 SWEEP_S = 60.0
-"""Seconds between sweeps of the row cache, which drop the rows that dead processes held."""
+"""How often it is looked for what dead processes have held."""
 
 _NICE = 5
 """Steps of workers go first where processors are few."""

@@ -141,8 +141,7 @@ def ended_after_s(outlook: LoadSnapshot, num_requests: int) -> float | None:
 
 
 def _batches_s(demand: Demand, each: _MeanRequest, places: int, num_replicas: int) -> float:
-    """Returns the mean seconds until a new request's batch begins. With n batches running, each at a uniformly random
-    point, the expected time until the first ends is 1 / (n + 1) of a batch."""
+    """Of n rests of batches, each anything up to the whole, the shortest is 1 / (n + 1) of one in the mean."""
     if not demand.num_waiting and demand.num_busy < num_replicas:
         return 0.0
     running = min(places, -(-(demand.num_requests - demand.num_waiting) // max(1, demand.num_busy)))

@@ -168,8 +168,7 @@ class WorkerMirror:
             table.clear()
 
     def apply_report(self, report: StepReport) -> bool:
-        """Takes over what a report says of the worker as a whole. Returns False and changes nothing if the report is
-        stale or from another worker."""
+        """Takes over what a report says of the worker as a whole; False, and nothing, if it is old or a stranger's."""
         worker = self.worker
         if worker is None or report.worker_incarnation != worker.worker_incarnation or report.lease != self.lease:
             return False
@@ -208,7 +207,7 @@ class WorkerMirror:
         return ran_s
 
     def apply_notices(self, notices: Iterable[KVCacheEvent]) -> list[KVCacheEvent]:
-        """Returns the cache events not seen before and marks waiting requests for a new prefix lookup."""
+        """Those that are news. What is cached has changed then, and so may have what those find who wait."""
         return self._hits.apply(notices, self.requests)
 
     def ship(self, scheduled: ScheduledRequest) -> None:
