@@ -68,7 +68,7 @@ class CountedRequest:
         num_tokens: Output tokens so far.
         output_len: Output tokens that it will have; None if it may end at any token. A forecast does not count: with
             forecasts that err by half, requests end closer to evenly than to their forecasts.
-        target_predicted_s: Predicted time to the first token of a request with a target; 0 without one.
+        target_ttft_s: Predicted time to the first token of a request with a target; 0 without one.
     """
 
     request: Request
@@ -77,7 +77,7 @@ class CountedRequest:
     expected_s: float
     num_tokens: int = 0
     output_len: float | None = None
-    target_predicted_s: float = 0.0
+    target_ttft_s: float = 0.0
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
@@ -111,7 +111,7 @@ class FirstCheck:
         self._unplaced: set[CountedRequest] = set()
         self._unheard: set[CountedRequest] = set()  # the Router may not have counted them in its last load
         self._running: set[CountedRequest] = set()
-        self._targets, self._predicted_s = TargetCheck(), 0.0
+        self._targets, self._target_ttft_s = TargetCheck(), 0.0
         self._predicted_s = self._waited_s = 0.0  # sums in which older waits fade
         self._errors: deque[float] = deque()  # waits less expected waits, in seconds, in order of time ...
         self._ordered: list[float] = []  # ... and of size
@@ -175,7 +175,7 @@ class FirstCheck:
             self._rejected(error.bound)
             raise
         expected_s = self.correction * predicted_s
-        admitted = CountedRequest(request, key, predicted_s, expected_s, target_predicted_s=self._predicted_s)
+        admitted = CountedRequest(request, key, predicted_s, expected_s, target_ttft_s=self._target_ttft_s)
         self._count(key, request, 1)
         self._unplaced.add(admitted)
         self._unheard.add(admitted)
@@ -203,10 +203,10 @@ class FirstCheck:
 
     def _check_targets(self, request: Request) -> None:
         """Raises TooMuch for a request whose tokens cannot come by the time that its client wants them."""
-        self._predicted_s = 0.0
+        self._target_ttft_s = 0.0
         if not request.wants_speed or self._outlook is None:
             return
-        missed, self._predicted_s = self._targets.look(self._outlook, request)
+        missed, self._target_ttft_s = self._targets.look(self._outlook, request)
         if missed is not None:
             raise TooMuch("deadline", missed.message, max(RETRY_AFTER_S, missed.late_s))
 
@@ -218,8 +218,8 @@ class FirstCheck:
         """Books the first tokens of a request, ``waited_s`` seconds after it was admitted."""
         self._running.add(admitted)
         admitted.num_tokens += num_tokens
-        if admitted.target_predicted_s:
-            self._targets.errors.add(admitted.target_predicted_s, waited_s)
+        if admitted.target_ttft_s:
+            self._targets.errors.add(admitted.target_ttft_s, waited_s)
         predicted_s = admitted.predicted_s
         if predicted_s > 0 and predicted_s >= min(_LEAST_PREDICTED_S, self.limits.max_wait_s / 10):
             self._note_error(waited_s - admitted.expected_s)

@@ -91,7 +91,7 @@ class Ingress:
         readiness = Readiness(SUPERVISED_S)
         link = SupervisorLink(self._site.peers(), readiness, client.open_requests)
         await link.join()
-        self._reporting = asyncio.create_task(again_and_again(link.run, LOOK_AGAIN_S))
+        self._watched = asyncio.create_task(again_and_again(link.run, LOOK_AGAIN_S))
         await self._tell_liveness(client, readiness)
         leave_full_collections_to_us()
         collect = functools.partial(collect_when_quiet, lambda: client.num_open + len(pace) <= QUIET_REQUESTS)
