@@ -7,22 +7,22 @@ report that comes twice, or late, counts once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from core.messages.live import ForecastTally
 from core.messages.series import SeriesColumn, SeriesQuery, SeriesReply, TrafficCounts
 from core.messages.tenants import TenantUsage
 from core.series.durations import add_counts, more_since, percentile_s
-from core.series.ring import Ring
+from core.series.ring import MINUTE_S, MINUTES, SECONDS, Ring
 
-SECONDS = 900
-MINUTES = 1440
-MINUTE_S = 60
 MAX_TENANTS = 12
 """Tenants with a line of their own; later ones share ``OTHERS``."""
 
 OTHERS = "others"
+TENANT = "tenant "
+"""Begins the name of a column with the GPU-seconds a second of a tenant."""
+
 FORGET_S = 3600.0
 """Seconds without a report after which an ingress replica has ended; its counts are forgotten then."""
 
@@ -71,7 +71,6 @@ class _Span:
 
     counts: dict[str, float] = field(default_factory=dict)
     durations: dict[str, dict[int, int]] = field(default_factory=lambda: {name: {} for name in DURATIONS})
-    tenants: dict[str, float] = field(default_factory=dict)
     gauges: dict[str, list[float]] = field(default_factory=dict)
 
     def count(self, name: str, more: float) -> None:
@@ -82,13 +81,11 @@ class _Span:
             self.count(name, more)
         for name, counts in other.durations.items():
             add_counts(self.durations[name], counts.items())
-        for tenant, gpu_s in other.tenants.items():
-            self.tenants[tenant] = self.tenants.get(tenant, 0.0) + gpu_s
         for name, values in other.gauges.items():
             self.gauges.setdefault(name, []).extend(values)
 
-    def point(self, span_s: float) -> dict[str, float | None]:
-        values: dict[str, float | None] = {name: self.counts.get(name, 0.0) / span_s for name in RATES}
+    def point(self, span_s: float, rates: Iterable[str]) -> dict[str, float | None]:
+        values: dict[str, float | None] = {name: self.counts.get(name, 0.0) / span_s for name in rates}
         for name, seen in self.gauges.items():
             values[name] = max(seen) if name in PEAKS else sum(seen) / len(seen)
         for name, counts in self.durations.items():
@@ -101,8 +98,8 @@ class ServiceSeries:
     """See the module. ``report`` whenever counts come, ``tick`` once a second."""
 
     def __init__(self) -> None:
-        self._seconds, self._minutes = Ring(COLUMNS, SECONDS), Ring(COLUMNS, MINUTES)
-        self._tenant_rings: dict[str, tuple[Ring, Ring]] = {}
+        self._seconds, self._minutes = Ring(SECONDS, COLUMNS), Ring(MINUTES, COLUMNS)
+        self._rates = [*RATES]  # and behind them one for each line of tenants
         self._last: dict[str, tuple[TrafficCounts, float]] = {}
         self._gpu_s: dict[str, float] | None = None
         self._tenant_rejections: int | None = None
@@ -133,28 +130,25 @@ class ServiceSeries:
         span_s = 1.0 if self._ticked_at is None else now - self._ticked_at
         self._ticked_at = now
         self._take(instant)
-        self._write(0, self._second, now, span_s)
+        self._seconds.add(now, self._second.point(span_s, self._rates))
         self._minute.join(self._second)
         self._second = _Span()
         if self._minute_began is None:
             self._minute_began = now - span_s
         if now // MINUTE_S > self._minute_began // MINUTE_S:
-            self._write(1, self._minute, now, now - self._minute_began)
+            self._minutes.add(now, self._minute.point(now - self._minute_began, self._rates))
             self._minute, self._minute_began = _Span(), now
         for ingress_id in [name for name, (_, at) in self._last.items() if now - at > FORGET_S]:
             del self._last[ingress_id]
 
     def since(self, query: SeriesQuery) -> SeriesReply:
         """Returns the points that the query asks for."""
-        at, columns = (self._minutes if query.by_minute else self._seconds).after(query.after)
-        tenants = []
-        for name, rings in self._tenant_rings.items():
-            own_at, own = rings[query.by_minute].after(query.after)
-            missing: list[float | None] = [None] * (len(at) - len(own_at))
-            tenants.append(SeriesColumn(name, (*missing, *own["gpu_s"])))
-        return SeriesReply(
-            tuple(at), tuple(SeriesColumn(name, tuple(each)) for name, each in columns.items()), tuple(tenants)
-        )
+        ring = self._minutes if query.by_minute else self._seconds
+        places = ring.after(query.after)
+        columns = tuple(SeriesColumn(name, ring.values(name, places)) for name in COLUMNS)
+        lines = self._rates[len(RATES) :]
+        tenants = (SeriesColumn(name.removeprefix(TENANT), ring.values(name, places)) for name in lines)
+        return SeriesReply(ring.instants(places), columns, tuple(tenants))
 
     def _take(self, instant: Instant) -> None:
         for name in GAUGES:
@@ -177,9 +171,7 @@ class ServiceSeries:
         gpu_s = {tenant.tenant: tenant.gpu_s for tenant in instant.tenants}
         if self._gpu_s is not None:
             for name, sum_s in gpu_s.items():
-                line = self._line_of(name)
-                more_s = max(0.0, sum_s - self._gpu_s.get(name, 0.0))
-                self._second.tenants[line] = self._second.tenants.get(line, 0.0) + more_s
+                self._second.count(self._line_of(name), max(0.0, sum_s - self._gpu_s.get(name, 0.0)))
         self._gpu_s = gpu_s
 
     def _take_forecasts(self, replica: str, tally: ForecastTally) -> None:
@@ -192,15 +184,11 @@ class ServiceSeries:
             self._second.count(f"forecast_{name}", getattr(tally, name) - getattr(before, name))
 
     def _line_of(self, tenant: str) -> str:
-        if tenant in self._tenant_rings:
-            return tenant
-        line = tenant if len(self._tenant_rings) < MAX_TENANTS else OTHERS
-        if line not in self._tenant_rings:
-            self._tenant_rings[line] = Ring(("gpu_s",), SECONDS), Ring(("gpu_s",), MINUTES)
+        line = TENANT + tenant
+        if line not in self._rates and len(self._rates) >= len(RATES) + MAX_TENANTS:
+            line = TENANT + OTHERS
+        if line not in self._rates:
+            self._rates.append(line)
+            for ring in (self._seconds, self._minutes):
+                ring.open(line)
         return line
-
-    def _write(self, tier: int, span: _Span, now: float, span_s: float) -> None:
-        ring = (self._seconds, self._minutes)[tier]
-        ring.add(now, span.point(span_s))
-        for name, rings in self._tenant_rings.items():
-            rings[tier].add(now, {"gpu_s": span.tenants.get(name, 0.0) / span_s})

@@ -6,15 +6,11 @@ Things come and go, so rows are named when they appear; how many rows and column
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from core.messages.series import SeriesColumn, SeriesQuery, TableReply, TableRow
-
-SECONDS = 900
-MINUTES = 1440
-MINUTE_S = 60.0
+from core.series.ring import MINUTE_S, MINUTES, SECONDS, Ring
 
 Values = Mapping[str, float]
 """By column; a column that is not in it has no value then."""
@@ -34,32 +30,6 @@ class _Sum:
         self.highest = max(self.highest, value)
 
 
-@dataclass(slots=True)
-class _Tier:
-    """A ring of points that all rows share."""
-
-    capacity: int
-    at: array[float]
-    num_added: int = 0
-    columns: dict[tuple[str, str], array[float]] = field(default_factory=dict)
-
-    def add(self, at: float, cells: Mapping[tuple[str, str], float]) -> None:
-        index = self.num_added % self.capacity
-        self.at[index] = at
-        for cell, column in self.columns.items():
-            column[index] = cells.get(cell, math.nan)
-        self.num_added += 1
-
-    def open(self, cell: tuple[str, str]) -> None:
-        self.columns[cell] = array("f", [math.nan]) * self.capacity
-
-    def after(self, at: float) -> list[int]:
-        """Returns the places of the points later than ``at``, oldest first."""
-        kept = min(self.num_added, self.capacity)
-        places = (number % self.capacity for number in range(self.num_added - kept, self.num_added))
-        return [place for place in places if self.at[place] > at]
-
-
 class SeriesTable:
     """See the module. Memory: 9,360 bytes a cell, at most ``max_rows * max_columns`` cells.
 
@@ -72,8 +42,7 @@ class SeriesTable:
 
     def __init__(self, max_rows: int, max_columns: int, peaks: Iterable[str] = ()) -> None:
         self._max_rows, self._max_columns, self._peaks = max_rows, max_columns, frozenset(peaks)
-        self._seconds = _Tier(SECONDS, array("d", bytes(8 * SECONDS)))
-        self._minutes = _Tier(MINUTES, array("d", bytes(8 * MINUTES)))
+        self._seconds, self._minutes = Ring[tuple[str, str]](SECONDS), Ring[tuple[str, str]](MINUTES)
         self._rows: dict[str, list[str]] = {}
         self._seen: dict[str, float] = {}
         self._sums: dict[tuple[str, str], _Sum] = {}
@@ -102,21 +71,17 @@ class SeriesTable:
         tier = self._minutes if query.by_minute else self._seconds
         places = tier.after(query.after)
         known = [name for name in names if name in self._rows]
-        rows = tuple(TableRow(name, self._columns(tier, name, places)) for name in known[:max_rows])
+        rows = []
+        for name in known[:max_rows]:
+            columns = (SeriesColumn(column, tier.values((name, column), places)) for column in self._rows[name])
+            rows.append(TableRow(name, tuple(columns)))
         num_left_out = len(known) - len(rows) + len(self._left_out)
-        return TableReply(tuple(tier.at[place] for place in places), rows, num_left_out)
+        return TableReply(tier.instants(places), tuple(rows), num_left_out)
 
     @property
     def names(self) -> tuple[str, ...]:
         """All rows that are kept."""
         return tuple(self._rows)
-
-    def _columns(self, tier: _Tier, name: str, places: list[int]) -> tuple[SeriesColumn, ...]:
-        found = []
-        for column in self._rows[name]:
-            values = tier.columns[name, column]
-            found.append(SeriesColumn(column, tuple(None if math.isnan(values[at]) else values[at] for at in places)))
-        return tuple(found)
 
     def _cells(self, name: str, values: Values) -> dict[tuple[str, str], float]:
         known = self._rows[name]
@@ -143,7 +108,7 @@ class SeriesTable:
     def _drop(self, name: str) -> None:
         for column in self._rows.pop(name):
             for tier in (self._seconds, self._minutes):
-                del tier.columns[name, column]
+                tier.drop((name, column))
             self._sums.pop((name, column), None)
         del self._seen[name]
 

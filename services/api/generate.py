@@ -77,6 +77,23 @@ def first_cached_len(delta: TokenDelta) -> int:
     return delta.cached_len if delta.start == 0 or not delta.token_ids else 0
 
 
+@dataclass(slots=True)
+class Used:
+    """Output tokens, cached prompt tokens and GPU-seconds of an answer so far."""
+
+    generation: Generation
+    num_tokens: int = 0
+    num_cached: int = 0
+    gpu_s: float = 0.0
+
+    def add(self, index: int, delta: TokenDelta) -> None:
+        """Counts an output; a prompt's cached tokens are those of its first try."""
+        self.num_tokens += delta.num_tokens
+        self.gpu_s += delta.gpu_s
+        if delta.cached_len and index % self.generation.num_tries == 0:
+            self.num_cached += first_cached_len(delta)
+
+
 async def run_requests(backend: Generator, generation: Generation) -> AsyncGenerator[tuple[int, TokenDelta], None]:
     """Yields the deltas of all requests as they arrive, each with its request's index. Closing it closes every backend
     stream.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,17 +14,15 @@ import uvloop
 from core.children import end_with_parent
 from core.config.load import FarsightConfig, load_config
 from services.api.app import build_app
-from services.api.batches.lines import Batch, read_batch
+from services.api.batches.lines import LineResult, read_batch
+from services.api.batches.sender import run_lines
 from services.batch.backend import open_backend
-from services.batch.progress import ProgressStore
-from services.batch.runner import DEFAULT_CONCURRENCY, run_batch
+from services.batch.progress import LOCK_WAIT_S, ProgressStore
+from services.batch.submit import DEFAULT_CONCURRENCY
 from services.launch.failures import failing_in_lines
 from services.launch.stages import Stages
 
 PROGRESS_INTERVAL_S = 5.0
-
-LOCK_WAIT_S = 10.0
-"""Seconds to wait for a run that was just killed to end."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -63,20 +61,21 @@ def run_job(
             num_left = len(batch.lines) - store.num_done
             say(f"farsight batch: {num_left} requests to run, {concurrency} at once; the model is starting")
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(_run(batch, store, config, concurrency, progress))
+                runner.run(_run(store, config, concurrency, progress))
         store.finish()
         say(f"{progress.line(store.num_done, store.num_failed)}; the answers are in {target}")
 
 
-async def _run(
-    batch: Batch, store: ProgressStore, config: FarsightConfig, concurrency: int, progress: Progress
-) -> None:
+async def _run(store: ProgressStore, config: FarsightConfig, concurrency: int, progress: Progress) -> None:
+    async def keep(results: Sequence[LineResult]) -> None:
+        await asyncio.to_thread(store.append, results)  # A slow disk must not delay the requests.
+        progress(store.num_done, store.num_failed)
+
     stages = Stages(lambda line: progress.say(f"farsight batch: {line}"), config.server.start_patience_s)
     async with open_backend(config, stages) as (backend, encoder, forecast_lines):
         served = build_app(backend, encoder, max_body_bytes=config.server.max_body_bytes)
-        await run_batch(
-            served, batch.lines, store, concurrency=concurrency, on_done=progress, forecast_lines=forecast_lines
-        )
+        places = asyncio.Semaphore(concurrency)
+        await run_lines(served, store.left(), keep, places, forecast_lines=forecast_lines)
 
 
 class Progress:

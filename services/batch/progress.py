@@ -15,17 +15,18 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from core.errors import FarsightError, IntegrityError, InvalidValueError
-from services.api.batches.lines import Batch, LineResult, read_result
+from services.api.batches.lines import Batch, BatchLine, LineResult, read_result
 
 FORMAT_VERSION = 1
+LOCK_WAIT_S = 10.0
+"""Seconds to wait for a run that was just killed to end."""
 
 _LOCK_POLL_S = 0.05
 
 
-class ProgressStore:
+class ProgressStore(contextlib.AbstractContextManager["ProgressStore"]):
     """The results of one batch; create it with ``open`` and close it at the end."""
 
     def __init__(self, target: Path, batch: Batch, fd: int) -> None:
@@ -77,11 +78,12 @@ class ProgressStore:
         """The number of results that are failures."""
         return self._num_failed
 
-    def __contains__(self, custom_id: object) -> bool:
-        return custom_id in self._spans
+    def left(self) -> list[BatchLine]:
+        """Returns the lines without a result."""
+        return [line for line in self._batch.lines if line.custom_id not in self._spans]
 
     def append(self, results: Sequence[LineResult]) -> None:
-        """Adds results and returns when they are on disk. May be called from any thread.
+        """Adds results of lines that are ``left`` and returns when they are on disk. May be called from any thread.
 
         Raises:
             FarsightError: The write failed; earlier results stay valid.
@@ -92,7 +94,6 @@ class ProgressStore:
             size = self._size
             spans: dict[str, tuple[int, int]] = {}
             for result in results:
-                self._check_new(result.custom_id, spans)
                 spans[result.custom_id] = (size, len(result.data))
                 size += len(result.data)
             try:
@@ -112,9 +113,8 @@ class ProgressStore:
             IntegrityError: A request has no result.
             FarsightError: The output cannot be written; the progress is kept.
         """
-        missing = len(self._ids) - len(self._spans)
-        if missing:
-            raise IntegrityError(f"{missing} of {len(self._ids)} requests have no result")
+        if left := self.left():
+            raise IntegrityError(f"{len(left)} of {len(self._ids)} requests have no result")
         temporary = self._target.with_name(f"{self._target.name}.tmp")
         with self._lock, _naming(self._target):
             with temporary.open("wb") as file:
@@ -140,12 +140,7 @@ class ProgressStore:
                 self._closed = True
                 os.close(self._fd)
 
-    def __enter__(self) -> ProgressStore:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _load(self, overwrite: bool) -> None:
@@ -188,12 +183,6 @@ class ProgressStore:
             what = "progress on another input" if version == FORMAT_VERSION else f"progress in format {version!r}"
         expected = f"progress on {self._batch.path} as it is now; delete {self._partial} to start over, or choose"
         raise InvalidValueError(str(self._partial), what, f"{expected} another OUT")
-
-    def _check_new(self, custom_id: str, more: dict[str, tuple[int, int]]) -> None:
-        if custom_id not in self._ids:
-            raise IntegrityError(f"a result for {custom_id!r}, which the input does not have")
-        if custom_id in self._spans or custom_id in more:
-            raise IntegrityError(f"a second result for {custom_id!r}")
 
     def _read(self, custom_id: str) -> bytes:
         offset, length = self._spans[custom_id]

@@ -25,16 +25,13 @@ import psutil
 
 from core.errors import FarsightError, InvalidValueError
 from services.api.batches.lines import read_batch, read_result
-from services.batch.progress import ProgressStore, partial_path
-from services.batch.runner import DEFAULT_CONCURRENCY
+from services.batch.progress import LOCK_WAIT_S, ProgressStore, partial_path
 from services.launch.signals import INTERRUPTED, StopSignal
 from services.launch.stages import Stages, StartStage
 
+DEFAULT_CONCURRENCY = 64
 SUBMIT_WAIT_S = 120.0
 """Seconds to retry a submission: a new or busy cluster accepts no job for a while."""
-
-LOCK_WAIT_S = 10.0
-"""Seconds to wait for a run that was just killed to end."""
 
 STOP_WAIT_S = 60.0
 """Seconds that a stopped job may take to end. Ray kills it after 3 s; a busy cluster reports that late."""

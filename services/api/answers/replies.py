@@ -14,7 +14,7 @@ from core.messages.tokens import TokenLogprobs
 from services.api.answers.logprobs import CompletionLogprobs, chat_logprobs, likeliest, prompt_logprobs
 from services.api.answers.parts import TakenApart, answer_of
 from services.api.backend import ModelInfo
-from services.api.generate import ChoiceResult, shown_choices
+from services.api.generate import ChoiceResult, Used, shown_choices
 from services.api.requests import Generation
 from services.api.text.token_texts import TokenTexts
 
@@ -321,14 +321,15 @@ def _as(model: type[_Model], record: object) -> _Model:
     return model(**{name: getattr(record, name) for name in model.model_fields})
 
 
-def usage(generation: Generation, num_output_tokens: int, num_cached_tokens: int, gpu_s: float) -> UsageFields:
-    num_prompt_tokens = generation.num_prompt_tokens
+def usage(used: Used) -> UsageFields:
+    """Returns what a reply says of what its answer used."""
+    num_prompt_tokens = used.generation.num_prompt_tokens
     return UsageFields(
         prompt_tokens=num_prompt_tokens,
-        completion_tokens=num_output_tokens,
-        total_tokens=num_prompt_tokens + num_output_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached_tokens),
-        gpu_seconds=round(gpu_s, GPU_SECONDS_DIGITS),
+        completion_tokens=used.num_tokens,
+        total_tokens=num_prompt_tokens + used.num_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=used.num_cached),
+        gpu_seconds=round(used.gpu_s, GPU_SECONDS_DIGITS),
     )
 
 
@@ -336,7 +337,7 @@ def usage_of(generation: Generation, results: Sequence[ChoiceResult]) -> UsageFi
     """Token counts of all requests that ran, shown or not; a prompt's cached tokens are those of its first output."""
     num_cached = sum(result.cached_len for result in results[:: generation.num_tries])
     gpu_s = sum(result.gpu_s for result in results)
-    return usage(generation, sum(result.num_tokens for result in results), num_cached, gpu_s)
+    return usage(Used(generation, sum(result.num_tokens for result in results), num_cached, gpu_s))
 
 
 def completion(generation: Generation, results: Sequence[ChoiceResult], texts: TokenTexts) -> Completion:

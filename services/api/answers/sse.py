@@ -22,7 +22,7 @@ from services.api.answers.parts import ChoiceParts
 from services.api.answers.replies import UsageFields, completion_logprobs, first_prompt_entry, usage
 from services.api.backend import Generator
 from services.api.errors import ApiError, as_api_error
-from services.api.generate import ClientGone, first_cached_len, run_requests, while_connected
+from services.api.generate import ClientGone, Used, run_requests, while_connected
 from services.api.promised import ANSWER
 from services.api.requests import Generation
 from services.api.text.token_texts import TokenTexts
@@ -53,30 +53,42 @@ class StreamWriter(Protocol):
         ...
 
 
+class AnswerEvents:
+    """The events of one answer, output by output: as it is generated, or from the log of a resumable stream."""
+
+    def __init__(self, generation: Generation, writer: StreamWriter) -> None:
+        self.begun = False
+        self._writer = writer
+        self._used = Used(generation)
+
+    def output(self, index: int, delta: TokenDelta) -> bytes:
+        """Writes the events of one delta, the opening before the first."""
+        self._used.add(index, delta)
+        data = b"" if self.begun else self._writer.opening()
+        data += self._writer.output(index, delta)
+        self.begun = self.begun or bool(data)
+        return data
+
+    def end(self) -> bytes:
+        """Writes the last events, with what the answer used."""
+        return self._writer.end(usage(self._used))
+
+
 async def chunks(backend: Generator, generation: Generation, writer: StreamWriter) -> AsyncGenerator[bytes, None]:
     """The events of one answer.
 
     Raises:
         Exception: The error that refuses the request before the first event. A later failure becomes an event.
     """
-    started = False
-    num_tokens = num_cached = 0
-    gpu_s = 0.0
+    events = AnswerEvents(generation, writer)
     try:
         async with aclosing(run_requests(backend, generation)) as deltas:
             async for index, delta in deltas:
-                num_tokens += delta.num_tokens
-                gpu_s += delta.gpu_s
-                if delta.cached_len and index % generation.num_tries == 0:
-                    num_cached += first_cached_len(delta)
-                chunk = b"" if started else writer.opening()
-                chunk += writer.output(index, delta)
-                if chunk:
-                    started = True
+                if chunk := events.output(index, delta):
                     yield chunk
-        tail = writer.end(usage(generation, num_tokens, num_cached, gpu_s))
+        tail = events.end()
     except Exception as error:
-        if not started:
+        if not events.begun:
             raise
         tail = writer.failure(as_api_error(error))
     yield tail
@@ -198,7 +210,7 @@ class ChunkWriter:
                 ChoiceParts(generation.form, generation.response_id, choice, stream=True) for choice in choices
             ]
         self._is_plain = not (generation.continuous_usage or generation.shows_token_ids or self._parts)
-        self._so_far = (0, 0, 0.0)  # output tokens, cached tokens, GPU-seconds
+        self._used = Used(generation)  # counted only where each chunk says it
         self._unnamed = set(range(len(generation.requests)))  # choices whose prompt's tokens are not shown yet
         # Echoed prompt by choice, until it is written; in a stream every request is a choice.
         echoes = () if chat else generation.echoes  # a chat's goes with the opening
@@ -233,7 +245,7 @@ class ChunkWriter:
             head, tail = self._plain.get(index) or self._around_text(index)
             return head + encode_basestring(delta.text).encode() + tail
         if self._generation.continuous_usage:
-            self._count(index, delta)
+            self._used.add(index, delta)
         text, reason = delta.text, delta.finish_reason
         if self._chat:
             return self._chat_output(index, delta)
@@ -246,12 +258,6 @@ class ChunkWriter:
         if not text and reason is None and logprobs is None and not named:
             return b""
         return self._event([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason, **named}])
-
-    def _count(self, index: int, delta: TokenDelta) -> None:
-        num_tokens, num_cached, gpu_s = self._so_far
-        if index % self._generation.num_tries == 0:
-            num_cached += first_cached_len(delta)
-        self._so_far = num_tokens + delta.num_tokens, num_cached, gpu_s + delta.gpu_s
 
     def _token_ids(self, index: int, delta: TokenDelta) -> dict[str, list[int]]:
         """Fields of a choice: its new tokens and, in its first chunk, those of its prompt."""
@@ -296,13 +302,11 @@ class ChunkWriter:
         return self._logprobs[index].add(logprobs.output, [first, *logprobs.prompt])
 
     def end(self, used: UsageFields) -> bytes:
-        return self.usage(used) + DONE
+        told = event({**self._head, "choices": [], "usage": used.model_dump()}) if self._include_usage else b""
+        return told + DONE
 
     def failure(self, error: ApiError) -> bytes:
         return failed_chunk(error)
-
-    def usage(self, usage: UsageFields) -> bytes:
-        return event({**self._head, "choices": [], "usage": usage.model_dump()}) if self._include_usage else b""
 
     def _chat_event(
         self,
@@ -318,7 +322,7 @@ class ChunkWriter:
     def _event(self, choices: list[dict[str, Any]]) -> bytes:
         chunk = {**self._head, "choices": choices}
         if self._generation.continuous_usage:
-            chunk["usage"] = usage(self._generation, *self._so_far).model_dump()
+            chunk["usage"] = usage(self._used).model_dump()
         elif self._include_usage:
             chunk["usage"] = None
         return event(chunk)

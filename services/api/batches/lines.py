@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -60,8 +61,16 @@ class LineResult:
     data: bytes
 
 
+def raw_lines(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Splits an input into numbered lines, from 1, without the empty ones.
+
+    Only "\\n" ends a line: other characters that Python takes for line ends may stand inside a JSON string.
+    """
+    return ((number, raw) for number, raw in enumerate(data.split(b"\n"), start=1) if raw.strip())
+
+
 def read_batch(path: Path) -> Batch:
-    """The requests of a file. Empty lines are left out; keys that the format does not know are ignored.
+    """Reads the requests of a file. Keys that the format does not know are ignored.
 
     Raises:
         InvalidValueError: The file cannot be read or has no request, or a line is wrong; names line and field.
@@ -70,18 +79,11 @@ def read_batch(path: Path) -> Batch:
         data = path.read_bytes()
     except OSError as error:
         raise InvalidValueError("IN", str(path), f"a readable file ({error.strerror})") from error
-    lines: list[BatchLine] = []
-    first_uses: dict[str, int] = {}
-    # Only "\n" ends a line: other characters that Python takes for line ends may stand inside a JSON string.
-    for number, raw in enumerate(data.split(b"\n"), start=1):
-        if not raw.strip():
-            continue
-        line = LineChecker(f"{path} line {number}", number).line(raw, first_uses)
-        first_uses[line.custom_id] = number
-        lines.append(line)
+    checker = LineChecker(f"{path} ")
+    lines = tuple(checker.line(number, raw) for number, raw in raw_lines(data))
     if not lines:
         raise InvalidValueError("IN", str(path), "a file with at least one request")
-    return Batch(path, hashlib.sha256(data).hexdigest(), tuple(lines))
+    return Batch(path, hashlib.sha256(data).hexdigest(), lines)
 
 
 def answered(custom_id: str, status: int, request_id: str | None, body: bytes) -> LineResult:
@@ -124,58 +126,68 @@ def _result(custom_id: str, failed: bool, response: dict[str, Any] | None, error
     return LineResult(custom_id, failed, json.dumps(fields, separators=(",", ":")).encode() + b"\n")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LineChecker:
-    """Checks one line; its errors name the line, by ``where``, and the field.
+    """Checks the lines of one input, one after another; errors name the line and the field.
 
     Attributes:
-        tier: The ``service_tier`` of its request; empty leaves what the line says.
+        source: Stands before the line in errors.
+        tier: The ``service_tier`` of the requests; empty leaves what the lines say.
     """
 
-    where: str
-    number: int
+    source: str = ""
     tier: str = ""
+    _first_uses: dict[str, int] = field(default_factory=dict)
 
-    def line(self, raw: bytes, first_uses: dict[str, int]) -> BatchLine:
-        fields = self._parse(raw)
+    def line(self, number: int, raw: bytes) -> BatchLine:
+        """Parses the next line.
+
+        Raises:
+            InvalidValueError: The line is wrong.
+        """
+        where = f"{self.source}line {number}"
+        fields = _parse(where, raw)
         custom_id = fields.get("custom_id")
         if not isinstance(custom_id, str) or not custom_id:
-            self._refuse("custom_id", custom_id, "a non-empty string")
-        if custom_id in first_uses:
-            self._refuse("custom_id", custom_id, f"one that no other line has; line {first_uses[custom_id]} has it")
+            _refuse(f"{where}, custom_id", custom_id, "a non-empty string")
+        if custom_id in self._first_uses:
+            expected = f"one that no other line has; line {self._first_uses[custom_id]} has it"
+            _refuse(f"{where}, custom_id", custom_id, expected)
         if fields.get("method") != "POST":
-            self._refuse("method", fields.get("method"), "'POST'")
+            _refuse(f"{where}, method", fields.get("method"), "'POST'")
         url = fields.get("url")
         if url not in URLS:
-            self._refuse("url", url, " or ".join(map(repr, URLS)))
+            _refuse(f"{where}, url", url, " or ".join(map(repr, URLS)))
         body = fields.get("body")
         if not isinstance(body, dict):
-            self._refuse("body", body, "an object, the request as it would be sent to url")
+            _refuse(f"{where}, body", body, "an object, the request as it would be sent to url")
         if body.get("stream") is True:
-            self._refuse("body.stream", True, "false or no such field; a batch keeps whole answers")
+            _refuse(f"{where}, body.stream", True, "false or no such field; a batch keeps whole answers")
         if self.tier:
             body = {**body, "service_tier": self.tier}
-        return BatchLine(self.number, custom_id, url, json.dumps(body, separators=(",", ":")).encode())
+        self._first_uses[custom_id] = number
+        return BatchLine(number, custom_id, url, json.dumps(body, separators=(",", ":")).encode())
 
-    def _parse(self, raw: bytes) -> dict[str, Any]:
-        try:
-            text = raw.decode()
-            fields = json.loads(text, parse_constant=_refuse_constant)
-        except UnicodeDecodeError as error:
-            self._refuse("", raw, f"UTF-8; byte {error.start} is not")
-        except json.JSONDecodeError as error:
-            self._refuse("", text, f"a JSON object ({error.msg} at column {error.colno})")
-        except RecursionError:
-            self._refuse("", text, "a JSON object nested less deeply")
-        except ValueError as error:
-            self._refuse("", text, f"a JSON object ({error})")
-        if not isinstance(fields, dict):
-            self._refuse("", fields, "a JSON object")
-        return fields
 
-    def _refuse(self, field: str, value: Any, expected: str) -> NoReturn:
-        where = f"{self.where}, {field}" if field else self.where
-        raise InvalidValueError(where, value, expected) from None
+def _parse(where: str, raw: bytes) -> dict[str, Any]:
+    try:
+        text = raw.decode()
+        fields = json.loads(text, parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        _refuse(where, raw, f"UTF-8; byte {error.start} is not")
+    except json.JSONDecodeError as error:
+        _refuse(where, text, f"a JSON object ({error.msg} at column {error.colno})")
+    except RecursionError:
+        _refuse(where, text, "a JSON object nested less deeply")
+    except ValueError as error:
+        _refuse(where, text, f"a JSON object ({error})")
+    if not isinstance(fields, dict):
+        _refuse(where, fields, "a JSON object")
+    return fields
+
+
+def _refuse(where: str, value: Any, expected: str) -> NoReturn:
+    raise InvalidValueError(where, value, expected) from None
 
 
 def _refuse_constant(name: str) -> NoReturn:

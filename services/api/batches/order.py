@@ -7,8 +7,7 @@ timing anomalies", 1969).
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from itertools import islice
 
 from core.forecast import Forecast
@@ -22,39 +21,19 @@ ForecastLines = Callable[[Sequence[BatchLine]], Awaitable[Sequence[Forecast | No
 """Forecasts the outputs of lines, in their order; None for a line of which nothing can be said."""
 
 
-class LongestFirst:
-    """Gives out numbered lines, window by window; several tasks may take from it.
-
-    Args:
-        lines: With the number by which their taker knows each.
-        forecast_lines: None where outputs are not forecast: then the lines keep their order.
-    """
-
-    def __init__(self, lines: Iterable[tuple[int, BatchLine]], forecast_lines: ForecastLines | None) -> None:
-        self._lines = iter(lines)
-        self._forecast_lines = forecast_lines
-        self._window: list[tuple[int, BatchLine]] = []
-        self._turn = asyncio.Lock()
-
-    async def take(self) -> tuple[int, BatchLine] | None:
-        """The next line; None after the last."""
-        async with self._turn:
-            if not self._window:
-                self._window = await self._next_window()
-            return self._window.pop() if self._window else None
-
-    async def _next_window(self) -> list[tuple[int, BatchLine]]:
-        """Lines in the reverse of the order in which they begin."""
-        window = list(islice(self._lines, WINDOW_LINES))
-        if self._forecast_lines is not None and len(window) > 1:
-            forecasts = await self._forecast_lines([line for _, line in window])
+async def in_order(lines: Iterable[BatchLine], forecast_lines: ForecastLines | None) -> AsyncGenerator[BatchLine, None]:
+    """Yields the lines in the order in which they begin, which is theirs where outputs are not forecast."""
+    rest = iter(lines)
+    while window := list(islice(rest, WINDOW_LINES)):
+        if forecast_lines is not None and len(window) > 1:
+            forecasts = await forecast_lines(window)
             window = [window[index] for index in longest_first(forecasts)]
-        window.reverse()
-        return window
+        for line in window:
+            yield line
 
 
 def longest_first(forecasts: Sequence[Forecast | None]) -> list[int]:
-    """Indices by falling forecast; those of equal ones and, at the end, those without one in their order.
+    """Returns the indices by falling forecast; those of equal ones and, at the end, those without one in their order.
 
     Ranks are compared only where all forecasts have one of the same version (``Forecast.rank``), else means.
     """

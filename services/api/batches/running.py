@@ -12,7 +12,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from starlette.types import ASGIApp
@@ -31,10 +31,10 @@ from core.kept import (
 from services.api.access.caller import CURRENT
 from services.api.access.keys import Caller
 from services.api.batches.files import LINES, PART_BYTES, RUN, FileRecord
-from services.api.batches.lines import BatchLine, LineChecker, LineResult, unsent
-from services.api.batches.order import ForecastLines, LongestFirst
+from services.api.batches.lines import BatchLine, LineChecker, LineResult, raw_lines, unsent
+from services.api.batches.order import ForecastLines
 from services.api.batches.records import WINDOW_S, BatchError, Batches, BatchRecord, StoredBatch, batch_tier
-from services.api.batches.sender import LineSender, RetryPolicy, ServiceStalled
+from services.api.batches.sender import RetryPolicy, run_lines
 from services.api.errors import ApiError
 
 LEASE_S = 10.0
@@ -51,9 +51,6 @@ SWEEP_S = 60.0
 MAX_AT_ONCE = 4
 """Batches that a replica runs at once; they share its places."""
 
-GROUP_LINES, GROUP_S = 32, 0.5
-"""Results are written in groups: at most so many, or those of so many seconds."""
-
 MAX_ERRORS = 20
 """Wrong lines that are told of an input."""
 
@@ -67,7 +64,7 @@ _OUTPUT, _ERROR = b"o", b"e"
 logger = logging.getLogger(__name__)
 
 
-class _Stopped(Exception):
+class _Stopped(FarsightError):
     """The batch is no longer to be run here."""
 
 
@@ -161,7 +158,7 @@ class BatchRunner:
                     work.cancel()
                     return
             work.result()
-        except (FarsightError, _Stopped) as error:
+        except FarsightError as error:
             logger.warning("%s waits for another try: %s", held.batch_id, error)
         except Exception:
             logger.exception("%s waits for another try", held.batch_id)
@@ -226,6 +223,27 @@ class _Lease:
         await self._batches.store.drop_object(ObjectName(RUN, self.batch_id))
 
 
+class _FreePlaces:
+    """Places of one batch among those that all batches of a replica share; lines begin only where others leave room.
+
+    Args:
+        room: Shared by the batches.
+    """
+
+    def __init__(self, place: RunningPlace, room: asyncio.Semaphore) -> None:
+        self._place = place
+        self._room = room
+        self._num_free = 0
+        self.release = room.release
+
+    async def acquire(self) -> None:
+        while not self._num_free:
+            await asyncio.sleep(ROOM_S)
+            self._num_free = min(BURST, self._place.free_places())
+        self._num_free -= 1
+        await self._room.acquire()
+
+
 class _Job:
     """One batch, from its input to its files; everything that it has done is in the log store."""
 
@@ -249,7 +267,7 @@ class _Job:
         if errors:
             await self._fail(errors)
             return
-        self._record = await self._change(
+        await self._change(
             lambda record: (
                 replace(record, total=len(lines)).at("in_progress", self._files.now())
                 if record.status == "validating"
@@ -259,7 +277,7 @@ class _Job:
         expires_at = self._deadline + self._files.settings.max_age_s
         kept = KeptObject(LINES, self._batch_id, self._owner, self._files.now(), expires_at, 1, 0, b"{}")
         await self._batches.store.put_object(PutObject(kept))
-        await self._run_lines(lines, LineSender(self._place.app, retry))
+        await self._run_lines(lines, retry)
         await self._finish(lines)
 
     async def _read(self) -> tuple[list[BatchLine], list[BatchError]]:
@@ -274,43 +292,28 @@ class _Job:
         query = PartsQuery(LINES, self._batch_id, 0, 0, only_indices=True)
         return {part.index for part in (await self._batches.store.read_parts(query)).parts}
 
-    async def _run_lines(self, lines: list[BatchLine], sender: LineSender) -> None:
+    async def _run_lines(self, lines: list[BatchLine], retry: RetryPolicy) -> None:
         """Runs the lines without a result; returns when they have one, or when the batch is to end."""
         done = await self._done()
-        pending = LongestFirst([each for each in enumerate(lines) if each[0] not in done], self._place.forecast_lines)
-        results: asyncio.Queue[tuple[int, LineResult] | None] = asyncio.Queue(GROUP_LINES)
+        numbers = {line.custom_id: index for index, line in enumerate(lines)}
+        num_done, num_failed = len(done), self._record.failed
 
-        async def answer(index: int, line: BatchLine) -> None:
-            try:
-                result = await sender.send(line)
-            finally:
-                self._room.release()
-            await results.put((index, result))
+        async def keep(results: Sequence[LineResult]) -> None:
+            nonlocal num_done, num_failed
+            await self._add((numbers[result.custom_id], result) for result in results)
+            num_done += len(results)
+            num_failed += sum(result.failed for result in results)
+            completed = max(0, num_done - num_failed)
+            await self._change(lambda record: replace(record, completed=completed, failed=num_failed))
 
-        async def begin_all() -> None:
-            num_free = 0
-            async with asyncio.TaskGroup() as answers:
-                while (next_line := await pending.take()) is not None:
-                    while not num_free:
-                        await asyncio.sleep(ROOM_S)
-                        num_free = min(BURST, self._place.free_places())
-                    num_free -= 1
-                    await self._room.acquire()
-                    answers.create_task(answer(*next_line))
-            await results.put(None)
-
-        work_task = asyncio.create_task(begin_all())
-        keep_task = asyncio.create_task(self._keep(results, len(done)))
-        watch_task = asyncio.create_task(self._watch())
-        tasks = (work_task, keep_task, watch_task)
+        left = [line for index, line in enumerate(lines) if index not in done]
+        places, forecast_lines = _FreePlaces(self._place, self._room), self._place.forecast_lines
+        work = run_lines(self._place.app, left, keep, places, retry=retry, forecast_lines=forecast_lines)
+        tasks = [asyncio.create_task(each) for each in (work, self._watch())]
         try:
-            await asyncio.wait((keep_task, watch_task), return_when=asyncio.FIRST_COMPLETED)
-            if work_task.done() and not work_task.cancelled():
-                _raise_first(work_task)
-            if keep_task.done():
-                keep_task.result()
-            if watch_task.done():
-                watch_task.result()
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()
         finally:
             for task in tasks:
                 task.cancel()
@@ -326,25 +329,15 @@ class _Job:
                 return
             await asyncio.sleep(LOOK_S)
 
-    async def _keep(self, results: asyncio.Queue[tuple[int, LineResult] | None], num_done: int) -> None:
-        """Writes results until it gets None."""
-        num_failed = self._record.failed
-        ended = False
-        while not ended:
-            group: list[tuple[int, LineResult]] = []
-            ended = await _collect(results, group)
-            if not group:
-                continue
-            parts = [ObjectPart(index, _marked(result)) for index, result in group]
-            await self._batches.store.add_parts(AddParts(LINES, self._batch_id, tuple(parts)))
-            num_done += len(group)
-            num_failed += sum(result.failed for _, result in group)
-            counts = {"completed": max(0, num_done - num_failed), "failed": num_failed}
-            await self._change(lambda record, counts=counts: replace(record, **counts))  # type: ignore[misc]
+    async def _add(self, results: Iterable[tuple[int, LineResult]]) -> None:
+        """Keeps results by the places of their lines, with the file that each belongs to."""
+        parts = (ObjectPart(index, (_ERROR if each.failed else _OUTPUT) + each.data) for index, each in results)
+        await self._batches.store.add_parts(AddParts(LINES, self._batch_id, tuple(parts)))
 
     async def _finish(self, lines: list[BatchLine]) -> None:
         """Makes the files of what is there, and ends the batch."""
-        missing = [index for index in range(len(lines)) if index not in await self._done()]
+        done = await self._done()
+        missing = [index for index in range(len(lines)) if index not in done]
         last = "completed"
         if missing and self._files.now() >= self._deadline:
             last = "expired"
@@ -372,13 +365,10 @@ class _Job:
 
     async def _keep_expired(self, lines: list[BatchLine], missing: list[int]) -> None:
         for first in range(0, len(missing), 1000):
-            parts = [
-                ObjectPart(
-                    index, _marked(unsent(lines[index].custom_id, "batch_expired", "The batch's time was over."))
-                )
+            await self._add(
+                (index, unsent(lines[index].custom_id, "batch_expired", "The batch's time was over."))
                 for index in missing[first : first + 1000]
-            ]
-            await self._batches.store.add_parts(AddParts(LINES, self._batch_id, tuple(parts)))
+            )
 
     async def _content(self, mark: bytes, counts: dict[bytes, int]) -> AsyncGenerator[bytes, None]:
         """The results that belong to one file, in the order of the lines; counts them."""
@@ -395,7 +385,7 @@ class _Job:
     async def _fail(self, errors: list[BatchError]) -> None:
         await self._change(lambda record: replace(record, errors=tuple(errors)).at("failed", self._files.now()))
 
-    async def _change(self, how: Callable[[BatchRecord], BatchRecord | None]) -> BatchRecord:
+    async def _change(self, how: Callable[[BatchRecord], BatchRecord | None]) -> None:
         """
         Raises:
             _Stopped: The batch has been deleted.
@@ -404,32 +394,28 @@ class _Job:
         if changed is None:
             raise _Stopped("it has been deleted")
         self._record = changed.record
-        return changed.record
 
 
 async def read_lines(
     data: bytes, endpoint: str, max_lines: int, max_line_bytes: int
 ) -> tuple[list[BatchLine], list[BatchError]]:
-    """The requests of an input, or what is wrong with it; others on the event loop have their turns."""
+    """Reads the requests of an input, or what is wrong with it; others on the event loop have their turns."""
     lines: list[BatchLine] = []
     errors: list[BatchError] = []
-    first_uses: dict[str, int] = {}
+    checker = LineChecker(tier=batch_tier())
     num_bytes = 0
-    for number, raw in enumerate(data.split(b"\n"), start=1):
+    for number, raw in raw_lines(data):
         if len(errors) >= MAX_ERRORS:
             break
-        if not raw.strip():
-            continue
         num_bytes += len(raw)
         if num_bytes > _TURN_BYTES:
             num_bytes = 0
             await asyncio.sleep(0)
         try:
-            line = await _checked(raw, number, first_uses, max_line_bytes)
+            line = await _checked(checker, number, raw, max_line_bytes)
         except InvalidValueError as error:
             errors.append(BatchError("invalid_line", str(error), line=number))
             continue
-        first_uses[line.custom_id] = number
         if line.url != endpoint:
             message = f"line {number}, url: got {line.url!r}, expected {endpoint!r}, the endpoint of the batch"
             errors.append(BatchError("mismatched_url", message, "url", number))
@@ -441,32 +427,12 @@ async def read_lines(
     return lines, errors
 
 
-async def _checked(raw: bytes, number: int, first_uses: dict[str, int], max_bytes: int) -> BatchLine:
-    where = f"line {number}"
+async def _checked(checker: LineChecker, number: int, raw: bytes, max_bytes: int) -> BatchLine:
     if len(raw) > max_bytes:
-        raise InvalidValueError(where, f"{len(raw)} bytes", f"at most {max_bytes} bytes")
-    checker = LineChecker(where, number, batch_tier())
+        raise InvalidValueError(f"line {number}", f"{len(raw)} bytes", f"at most {max_bytes} bytes")
     if len(raw) < _THREAD_BYTES:
-        return checker.line(raw, first_uses)
-    return await asyncio.to_thread(checker.line, raw, first_uses)
-
-
-async def _collect(results: asyncio.Queue[tuple[int, LineResult] | None], group: list[tuple[int, LineResult]]) -> bool:
-    """Fills a group; returns whether it holds the last result."""
-    result = await results.get()
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(GROUP_S):
-            while result is not None:
-                group.append(result)
-                if len(group) == GROUP_LINES:
-                    return False
-                result = await results.get()
-            return True
-    return False
-
-
-def _marked(result: LineResult) -> bytes:
-    return (_ERROR if result.failed else _OUTPUT) + result.data
+        return checker.line(number, raw)
+    return await asyncio.to_thread(checker.line, number, raw)
 
 
 def _unless_ended(changed: BatchRecord, record: BatchRecord) -> BatchRecord | None:
@@ -477,14 +443,3 @@ async def _behind(first: bytes, others: AsyncIterator[bytes]) -> AsyncGenerator[
     yield first
     async for each in others:
         yield each
-
-
-def _raise_first(task: asyncio.Task[None]) -> None:
-    """Raises what a task group has ended with; a service that stands still is no error of a line."""
-    error = task.exception()
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    if isinstance(error, ServiceStalled):
-        raise _Stopped(str(error)) from error
-    if error is not None:
-        raise error

@@ -1,20 +1,33 @@
-"""Sends lines of a batch to the application of this process, and repeats those that are refused for a while."""
+"""Runs lines of a batch against the application of this process, for the endpoints and for ``farsight batch``.
+
+So many are in flight at once, those that are refused for a while are sent again, and results are kept in groups.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from starlette.types import ASGIApp
 
 from core.errors import FarsightError
 from services.api.batches.asgi import Reply, post_json
 from services.api.batches.lines import BatchLine, LineResult, answered, unsent
+from services.api.batches.order import ForecastLines, in_order
+
+GROUP_LINES, GROUP_S = 32, 0.5
+"""Results are kept in groups: at most so many, or those of so many seconds."""
 
 _RETRIED = (429, 503)
+
+Keep = Callable[[Sequence[LineResult]], Awaitable[None]]
+"""Stores results, so that a restart does not repeat their lines."""
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +49,89 @@ class RetryPolicy:
     give_up_s: float = 600.0
     first_delay_s: float = 0.5
     max_delay_s: float = 30.0
+
+
+class Places(Protocol):
+    """Bounds the lines in flight, as a semaphore does."""
+
+    async def acquire(self) -> object: ...
+
+    def release(self) -> None: ...
+
+
+async def run_lines(
+    app: ASGIApp,
+    lines: Iterable[BatchLine],
+    keep: Keep,
+    places: Places,
+    *,
+    retry: RetryPolicy | None = None,
+    forecast_lines: ForecastLines | None = None,
+) -> None:
+    """Sends each line once; returns when all results are kept.
+
+    A cancelled run drops the results that are not kept, whose lines then run again.
+
+    Args:
+        keep: Called with each group of results, never twice at once.
+        places: One is taken for each line, until its result is on its way to ``keep``.
+        forecast_lines: Forecasts lines, of which the longest begin first; None keeps their order.
+
+    Raises:
+        ServiceStalled: The service answered no line for the whole retry time of one.
+        FarsightError: As ``keep`` raised it.
+    """
+    results: asyncio.Queue[LineResult | None] = asyncio.Queue(GROUP_LINES)
+    sender = LineSender(app, retry or RetryPolicy())
+
+    async def answer(line: BatchLine) -> None:
+        await results.put(await sender.send(line))
+
+    async def answer_all() -> None:
+        async with asyncio.TaskGroup() as answers:
+            async for line in in_order(lines, forecast_lines):
+                await places.acquire()
+                # Not by the task itself: one that is cancelled before it begins runs no ``finally``.
+                answers.create_task(answer(line)).add_done_callback(lambda _: places.release())
+        await results.put(None)
+
+    try:
+        async with asyncio.TaskGroup() as both:
+            both.create_task(answer_all())
+            both.create_task(_keep_all(results, keep))
+    except* FarsightError as group:
+        raise _first(group) from None
+
+
+async def _keep_all(results: asyncio.Queue[LineResult | None], keep: Keep) -> None:
+    """Keeps results until it gets None."""
+    ended = False
+    while not ended:
+        group: list[LineResult] = []
+        ended = await _collect(results, group)
+        if group:
+            await keep(group)
+
+
+async def _collect(results: asyncio.Queue[LineResult | None], group: list[LineResult]) -> bool:
+    """Fills a group; returns whether it holds the last result."""
+    result = await results.get()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(GROUP_S):
+            while result is not None:
+                group.append(result)
+                if len(group) == GROUP_LINES:
+                    return False
+                result = await results.get()
+            return True
+    return False
+
+
+def _first(group: BaseExceptionGroup[FarsightError]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 class LineSender:

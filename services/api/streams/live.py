@@ -16,12 +16,11 @@ from core.errors import CapacityError
 from core.messages.resumable import END, StreamEntries, StreamEntry, StreamEpoch, StreamState
 from core.messages.tokens import TokenDelta
 from core.request import Request
-from services.api.answers.replies import usage
-from services.api.answers.sse import DONE, ChunkWriter, event
+from services.api.answers.sse import DONE, AnswerEvents, ChunkWriter, event
 from services.api.backend import Generator
 from services.api.errors import INVALID_REQUEST, SERVER_ERROR, ApiError, as_api_error
 from services.api.fields import shown
-from services.api.generate import first_cached_len, run_requests
+from services.api.generate import run_requests
 from services.api.requests import Generation
 from services.api.text.token_texts import TokenTexts
 
@@ -64,34 +63,17 @@ class EventWriter:
 
     def __init__(self, stream_id: str, record: bytes, texts: TokenTexts) -> None:
         self.num_events = 0
-        self._generation = generation_in(record)
+        generation = generation_in(record)
         self._stream_id = stream_id
-        self._writer = ChunkWriter(self._generation, texts, decode(record, StreamRecord).created)
-        self._opened = False
-        self._num_tokens = self._num_cached = 0
-        self._gpu_s = 0.0
+        self._events = AnswerEvents(generation, ChunkWriter(generation, texts, decode(record, StreamRecord).created))
 
     def write(self, entry: StreamEntry) -> list[bytes]:
-        """The events of the next entry."""
-        data = self._tail(entry) if entry.delta is None else self._output(entry.index, entry.delta)
+        """Writes the events of the next entry."""
+        if entry.delta is not None:
+            data = self._events.output(entry.index, entry.delta)
+        else:
+            data = event(json.loads(entry.error)) + DONE if entry.error else self._events.end()
         return [self._numbered(each) for each in data.split(b"\n\n") if each]
-
-    def _output(self, index: int, delta: TokenDelta) -> bytes:
-        self._num_tokens += delta.num_tokens
-        self._gpu_s += delta.gpu_s
-        if delta.cached_len and index % self._generation.num_tries == 0:
-            self._num_cached += first_cached_len(delta)
-        data = self._writer.output(index, delta)
-        if not self._opened:
-            self._opened = True
-            data = self._writer.opening() + data
-        return data
-
-    def _tail(self, entry: StreamEntry) -> bytes:
-        if entry.error:
-            return event(json.loads(entry.error)) + DONE
-        used = usage(self._generation, self._num_tokens, self._num_cached, self._gpu_s)
-        return self._writer.usage(used) + DONE
 
     def _numbered(self, data: bytes) -> bytes:
         self.num_events += 1

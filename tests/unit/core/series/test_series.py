@@ -10,7 +10,6 @@ import tracemalloc
 import pytest
 
 from core.codec import decode, encode
-from core.errors import InvalidValueError
 from core.messages.series import (
     Activity,
     ComponentsQuery,
@@ -25,8 +24,8 @@ from core.messages.status import ComponentStatus
 from core.messages.tenants import TenantUsage
 from core.series.components import MAX_EVENTS, MAX_SHOWN, ComponentHistory
 from core.series.durations import NUM_BUCKETS, add_counts, bucket_of, percentile_s
-from core.series.ring import Ring
-from core.series.service import COLUMNS, FORGET_S, MAX_TENANTS, MINUTES, OTHERS, SECONDS, Instant, ServiceSeries
+from core.series.ring import MINUTES, SECONDS, Ring
+from core.series.service import COLUMNS, FORGET_S, MAX_TENANTS, OTHERS, Instant, ServiceSeries
 from core.series.table import SeriesTable
 from core.series.tally import TrafficTally
 
@@ -44,16 +43,18 @@ def usage(name: str, gpu_s: float, rejected: int = 0) -> TenantUsage:
 
 
 def test_a_ring_keeps_the_newest_points() -> None:
-    ring = Ring(("a", "b"), 3)
-    assert ring.after(0.0) == ([], {"a": [], "b": []})
+    ring = Ring(3, ("a", "b"))
+    assert ring.after(0.0) == []
     for at in range(1, 6):
-        ring.add(float(at), {"a": 10.0 * at})
-    assert len(ring) == 3
-    assert ring.after(0.0) == ([3.0, 4.0, 5.0], {"a": [30.0, 40.0, 50.0], "b": [None, None, None]})
-    assert ring.after(4.0) == ([5.0], {"a": [50.0], "b": [None]})
-    assert ring.after(5.0)[0] == []
-    with pytest.raises(InvalidValueError, match="capacity"):
-        Ring(("a",), 0)
+        if at == 5:
+            ring.drop("b")
+            ring.open("c")
+        ring.add(float(at), {"a": 10.0 * at, "c": None if at < 5 else 1.0})
+    places = ring.after(0.0)
+    assert ring.instants(places) == (3.0, 4.0, 5.0)
+    assert (ring.values("a", places), ring.values("c", places)) == ((30.0, 40.0, 50.0), (None, None, 1.0))
+    assert ring.instants(ring.after(4.0)) == (5.0,)
+    assert ring.after(5.0) == []
 
 
 def test_percentiles_of_buckets_are_close() -> None:
@@ -146,7 +147,7 @@ def test_memory_is_bounded_however_long_it_runs() -> None:
     assert len(reply.at) == SECONDS
     assert len(reply.tenants) == MAX_TENANTS + 1 and reply.tenants[-1].name == OTHERS
     assert len(series._last) <= FORGET_S / 10 + 1
-    rings = [series._seconds, series._minutes, *(ring for pair in series._tenant_rings.values() for ring in pair)]
+    rings = (series._seconds, series._minutes)
     stored = sum(sys.getsizeof(each) for ring in rings for each in (ring._at, *ring._columns.values()))
     assert stored < 20e6
     assert len(COLUMNS) * 4 * (SECONDS + MINUTES) < stored

@@ -13,9 +13,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.api.batches.lines import read_batch
+from services.api.batches.lines import LineResult, read_batch
+from services.api.batches.sender import run_lines
 from services.batch.progress import ProgressStore
-from services.batch.runner import run_batch
 from tests.unit.services.api.api_support import ScriptedBackend, Step
 from tests.unit.services.batch.batch_support import echo, number_of, served
 
@@ -38,8 +38,11 @@ def main(source: Path, target: Path, calls: Path, max_calls: int) -> None:
             answers = next(left, None) is not None
             return echo(prompt_ids, wait_s=0.004 + number % 7 * 0.004 if answers else FOR_EVER_S)
 
+        async def keep(results: Sequence[LineResult]) -> None:
+            await asyncio.to_thread(store.append, results)
+
         app = served(Path(folder), ScriptedBackend(script))
-        asyncio.run(run_batch(app, batch.lines, store, concurrency=CONCURRENCY, on_done=lambda *counts: None))
+        asyncio.run(run_lines(app, store.left(), keep, asyncio.Semaphore(CONCURRENCY)))
         store.finish()
 
 

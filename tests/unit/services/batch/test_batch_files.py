@@ -1,18 +1,16 @@
-"""The files of a batch: what is read and written, what survives, what is refused and how that is said."""
+"""The files of a batch: what is written, what survives, what is refused and how that is said."""
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from core.errors import FarsightError, IntegrityError, InvalidValueError
-from services.api.batches.lines import Batch, LineResult, answered, read_batch, read_result, unsent
+from services.api.batches.lines import Batch
 from services.batch.progress import ProgressStore, partial_path
-from tests.unit.services.batch.batch_support import CHAT, numbered, read_output, request, result, write_batch
+from tests.unit.services.batch.batch_support import numbered, read_output, result
 
 pytestmark = pytest.mark.timeout(600)  # hundreds of writes wait for the disk, which others may keep busy
 
@@ -29,8 +27,12 @@ def target(tmp_path: Path) -> Path:
 
 def _finish(target: Path, batch: Batch) -> None:
     with ProgressStore.open(target, batch) as store:
-        store.append([result(line.custom_id) for line in batch.lines if line.custom_id not in store])
+        store.append([result(line.custom_id) for line in store.left()])
         store.finish()
+
+
+def left(store: ProgressStore) -> list[str]:
+    return [line.custom_id for line in store.left()]
 
 
 def test_torn_tail_is_dropped_wherever_it_ends(target: Path, batch: Batch) -> None:
@@ -42,10 +44,10 @@ def test_torn_tail_is_dropped_wherever_it_ends(target: Path, batch: Batch) -> No
     for end in range(last, len(whole)):
         partial_path(target).write_bytes(whole[:end])
         with ProgressStore.open(target, batch) as store:
-            assert (store.num_done, store.num_failed, "id-0" in store) == (1, 1, False), end
+            assert (store.num_failed, left(store)) == (1, ["id-0", "id-1", "id-3"]), end
             store.append([result("id-0", status=500)])
         with ProgressStore.open(target, batch) as store:
-            assert (store.num_done, store.num_failed, "id-0" in store, "id-2" in store) == (2, 2, True, True), end
+            assert (store.num_done, store.num_failed, left(store)) == (2, 2, ["id-1", "id-3"]), end
 
 
 def test_torn_header_is_written_anew(target: Path, batch: Batch) -> None:
@@ -64,7 +66,7 @@ def test_nothing_behind_a_damaged_line_is_trusted(target: Path, batch: Batch, da
     with partial_path(target).open("ab") as file:
         file.write(damage + result("id-1").data)
     with ProgressStore.open(target, batch) as store:
-        assert (store.num_done, "id-2" in store) == (1, True)
+        assert left(store) == ["id-0", "id-1", "id-3"]
     _finish(target, batch)
     assert len(read_output(target)) == 4
 
@@ -176,15 +178,6 @@ def test_incomplete_batch_is_not_finished(target: Path, batch: Batch) -> None:
     assert not target.exists()
 
 
-@pytest.mark.parametrize("ids", [["id-0"], ["id-1", "id-1"], ["unknown"]])
-def test_second_result_is_refused(target: Path, batch: Batch, ids: list[str]) -> None:
-    with ProgressStore.open(target, batch) as store:
-        store.append([result("id-0")])
-        with pytest.raises(IntegrityError):
-            store.append([result(each) for each in ids])
-        assert store.num_done == 1
-
-
 def test_full_disk_costs_only_what_did_not_fit(target: Path, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     real_write = os.pwrite
 
@@ -200,7 +193,7 @@ def test_full_disk_costs_only_what_did_not_fit(target: Path, batch: Batch, monke
                 store.append([result("id-1")])
         store.append([result("id-2")])
     with ProgressStore.open(target, batch) as store:
-        assert [line.custom_id in store for line in batch.lines] == [True, False, True, False]
+        assert left(store) == ["id-1", "id-3"]
 
 
 def test_look_leaves_nothing_behind_but_what_was_done(target: Path, batch: Batch) -> None:
@@ -220,117 +213,3 @@ def test_wrong_targets(batch: Batch, tmp_path: Path) -> None:
         ProgressStore.open(tmp_path, batch)
     with pytest.raises(InvalidValueError, match="in a directory that exists"):
         ProgressStore.open(tmp_path / "none" / "out.jsonl", batch)
-
-
-def test_lines_are_read_in_order(tmp_path: Path) -> None:
-    path = tmp_path / "in.jsonl"
-    first = json.dumps(request("a"))
-    second = json.dumps(request("b", CHAT, stream=False, user="x\u2028y\x85z"), ensure_ascii=False)
-    path.write_text(f"\n{first}\r\n  \n{second}", encoding="utf-8")
-    batch = read_batch(path)
-    assert [(line.number, line.custom_id, line.url) for line in batch.lines] == [
-        (2, "a", "/v1/completions"),
-        (4, "b", "/v1/chat/completions"),
-    ]
-    body = request("b", CHAT, stream=False, user="x\u2028y\x85z")["body"]
-    assert json.loads(batch.lines[1].body) == body, "a line separator inside a string ends no line"
-
-
-def test_sha256_is_of_the_bytes(tmp_path: Path) -> None:
-    one = read_batch(write_batch(tmp_path / "a", [request("a")]))
-    same = read_batch(write_batch(tmp_path / "b", [request("a")]))
-    other = read_batch(write_batch(tmp_path / "c", [request("b")]))
-    assert one.sha256 == same.sha256 != other.sha256
-
-
-SERVED = "'/v1/chat/completions' or '/v1/completions' or '/v1/embeddings'"
-
-
-@pytest.mark.parametrize(
-    ("change", "field", "found", "expected"),
-    [
-        ({"custom_id": None}, "custom_id", "None", "a non-empty string"),
-        ({"custom_id": 7}, "custom_id", "7", "a non-empty string"),
-        ({"custom_id": ""}, "custom_id", "''", "a non-empty string"),
-        ({"custom_id": "first"}, "custom_id", "'first'", "one that no other line has; line 1 has it"),
-        ({"method": "GET"}, "method", "'GET'", "'POST'"),
-        ({"url": "/v1/models"}, "url", "'/v1/models'", SERVED),
-        ({"url": ["x"]}, "url", "['x']", SERVED),
-        ({"body": None}, "body", "None", "an object, the request as it would be sent to url"),
-        ({"body": {"stream": True}}, "body.stream", "True", "false or no such field; a batch keeps whole answers"),
-    ],
-)
-def test_wrong_field_is_named(tmp_path: Path, change: dict[str, Any], field: str, found: str, expected: str) -> None:
-    path = write_batch(tmp_path / "in.jsonl", [request("first"), {**request("second"), **change}])
-    with pytest.raises(InvalidValueError) as refused:
-        read_batch(path)
-    assert str(refused.value) == f"{path} line 2, {field}: got {found}, expected {expected}"
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        (b'{"custom_id": ', "a JSON object (Expecting value at column 15)"),
-        (b"[1]", "a JSON object"),
-        (b"null", "a JSON object"),
-        (b'{"a": NaN}', "a JSON object (NaN is not JSON)"),
-        (b'{"a": "\xff"}', "UTF-8; byte 7 is not"),
-        (b'{"a": ' + b"1" * 5000 + b"}", "a JSON object (Exceeds the limit"),
-        (b'{"a": ' + b"[" * 200_000, "a JSON object nested less deeply"),
-    ],
-)
-def test_line_that_is_no_json_object(tmp_path: Path, line: bytes, expected: str) -> None:
-    path = tmp_path / "in.jsonl"
-    path.write_bytes(b"\n\n" + line + b"\n")
-    with pytest.raises(InvalidValueError) as refused:
-        read_batch(path)
-    assert str(refused.value).startswith(f"{path} line 3: got ")
-    assert f"expected {expected}" in str(refused.value)
-
-
-@pytest.mark.parametrize("data", [b"", b"\n \n"])
-def test_empty_file_or_none(tmp_path: Path, data: bytes) -> None:
-    path = tmp_path / "in.jsonl"
-    with pytest.raises(InvalidValueError, match="expected a readable file \\(No such file or directory\\)"):
-        read_batch(path)
-    path.write_bytes(data)
-    with pytest.raises(InvalidValueError, match="expected a file with at least one request"):
-        read_batch(path)
-
-
-@pytest.mark.parametrize(
-    ("line", "failed", "response", "error"),
-    [
-        (
-            answered("a\ud800", 200, "req_9", b'{"text": "\xc3\xa9"}'),
-            False,
-            {"status_code": 200, "request_id": "req_9", "body": {"text": "é"}},
-            None,
-        ),
-        (
-            answered("a\ud800", 400, "req_9", b'{"error": {"code": "invalid_value"}}'),
-            True,
-            {"status_code": 400, "request_id": "req_9", "body": {"error": {"code": "invalid_value"}}},
-            None,
-        ),
-        (unsent("a\ud800", "some_code", "Why."), True, None, {"code": "some_code", "message": "Why."}),
-    ],
-    ids=["answer", "refusal", "no answer"],
-)
-def test_an_output_line(line: LineResult, failed: bool, response: object, error: object) -> None:
-    fields = json.loads(line.data)
-    assert fields.pop("id").startswith("batch_req_")
-    assert fields == {"custom_id": "a\ud800", "response": response, "error": error}
-    assert line.failed == failed
-    assert line.data.count(b"\n") == 1
-    assert read_result(line.data) == line
-
-
-def test_answer_without_an_id_gets_one_and_one_that_is_no_json_becomes_an_error() -> None:
-    assert json.loads(answered("a", 200, None, b"{}").data)["response"]["request_id"].startswith("req_")
-    assert json.loads(answered("a", 200, None, b"<html>").data)["error"]["code"] == "invalid_response"
-
-
-@pytest.mark.parametrize("data", [b"", b"\n", b"[]\n", b"{}\n", b'{"custom_id":"a","response":null}', b"\x00\x00\n"])
-def test_what_is_no_result(data: bytes) -> None:
-    assert read_result(data) is None

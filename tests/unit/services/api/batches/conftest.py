@@ -49,11 +49,11 @@ class BatchService:
     encoder: PromptEncoder
     free_places: list[int]
 
-    def runner(self, name: str = "one", backend: ScriptedBackend | None = None) -> BatchRunner:
+    def runner(self, name: str = "one", backend: ScriptedBackend | None = None, give_up_s: float = 30.0) -> BatchRunner:
         metered = MeteredGenerator(backend or self.backend, self.access, shares_prefixes=True)
         app = build_app(metered, self.encoder)
         place = RunningPlace(app, self.access.caller_of, lambda: self.free_places[0], 100_000)
-        retry = RetryPolicy(give_up_s=30, first_delay_s=0.01, max_delay_s=0.05)
+        retry = RetryPolicy(give_up_s, first_delay_s=0.01, max_delay_s=0.05)
         return BatchRunner(self.batches, place, name, uses_keys=bool(self.keys), retry=retry, look_s=0.01)
 
     def bearer(self, name: str) -> dict[str, str]:

@@ -23,12 +23,13 @@ from core.kept import (
 
 
 class SqliteObjects:
-    """Opens its file when it is first asked, and counts the results of lines that are written."""
+    """Opens its file when it is first asked, and counts the results of lines that are written, and what is read."""
 
     def __init__(self, path: Path) -> None:
         self.log = SqliteLog(path, Retention(10, 2))
         self._opened = False
         self._num_lines = 0
+        self.num_reads = 0
         self._more = asyncio.Event()
 
     async def _kept(self) -> KeptBackend:
@@ -64,6 +65,7 @@ class SqliteObjects:
             await self._more.wait()
 
     async def read_parts(self, query: PartsQuery) -> PartsPage:
+        self.num_reads += 1
         return PartsPage(await (await self._kept()).parts(query))
 
     async def drop_expired(self, order: DropExpired) -> None:

@@ -128,6 +128,14 @@ async def test_a_stream_is_read_again_from_any_event_at_any_replica(
         assert (nothing.status_code, nothing.content) == (204, b"")
 
 
+async def test_the_role_of_a_chat_comes_before_its_first_token_is_counted(service: Service) -> None:
+    service.backend.allow(4)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    reply = await service.begin("a", "chat/completions", stream_options=options)
+    role, first = (json.loads(data)["usage"]["completion_tokens"] for _, data in events_of(reply.content)[:2])
+    assert (role, first) == (0, 1)
+
+
 async def test_a_stream_whose_headers_went_out_is_resumed_without_an_event(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
