@@ -10,7 +10,7 @@ import os
 import time
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actors.runtime.garbage import collect_when_quiet, leave_full_collections_to_us
 from actors.runtime.hosts import keep_supervisor
@@ -19,7 +19,7 @@ from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, Site, again_and_again
 from core.abilities import Abilities
 from core.config.load import FarsightConfig
 from core.config.server import ServerConfig, is_loopback
-from core.errors import CapacityError
+from core.errors import CapacityError, ConfigError
 from core.messages.fleet import ServedModel
 from engine.checkpoint.encoder_config import abilities_of
 from engine.vision.geometry import load_geometry
@@ -40,7 +40,6 @@ from services.api.readiness import Readiness
 from services.api.streams.manager import StreamManager
 from services.api.text.prompts import PromptEncoder
 from services.api.text.settings import text_settings
-from services.api.tracing.exporter import SpanExporter
 from services.ingress.engine_client import EngineClient
 from services.ingress.line_forecasts import line_forecasts
 from services.ingress.liveness import Liveness, publish
@@ -52,6 +51,9 @@ from services.proxy.haproxy import PROXY_DIRECTORY_VARIABLE
 from services.proxy.loopback import keep_on_loopback
 from services.proxy.timed_http import ConnectionLimits
 from services.run_file import ADMIN_TOKEN_VARIABLE
+
+if TYPE_CHECKING:
+    from services.api.tracing.exporter import SpanExporter
 
 QUIET_REQUESTS = 32
 """Most open requests at which a full garbage collection runs: it takes a few milliseconds then."""
@@ -132,10 +134,20 @@ class Ingress:
         )
 
     def _spans(self, client: EngineClient) -> SpanExporter | None:
-        """Starts to send spans, if there is an endpoint for them."""
-        if not self._site.config.traces.endpoint:
+        """Starts to send spans, if there is an endpoint for them.
+
+        Raises:
+            ConfigError: The extra ``otel`` is not installed.
+        """
+        traces = self._site.config.traces
+        if not traces.endpoint:
             return None
-        exporter = SpanExporter(self._site.config.traces, client.overview, client.registry)
+        try:
+            from services.api.tracing.exporter import SpanExporter
+        except ImportError as error:
+            expected = "nothing, or an installation with the extra otel: pip install 'farsight[otel]'"
+            raise ConfigError("traces.endpoint", traces.endpoint, expected) from error
+        exporter = SpanExporter(traces, client.overview, client.registry)
         self._tracing = asyncio.create_task(again_and_again(exporter.run, LOOK_AGAIN_S))
         return exporter
 
