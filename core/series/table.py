@@ -67,7 +67,7 @@ class SeriesTable:
         self._minute = minute
 
     def since(self, query: SeriesQuery, names: Iterable[str], max_rows: int) -> TableReply:
-        """The points that the query asks for, of the first ``max_rows`` of these rows. O(points * columns)."""
+        """Returns the points of the first ``max_rows`` of these rows that the query asks for. O(points * columns)."""
         tier = self._minutes if query.by_minute else self._seconds
         places = tier.after(query.after)
         known = [name for name in names if name in self._rows]

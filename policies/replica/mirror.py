@@ -316,9 +316,7 @@ class WorkerMirror:
             if scheduled.known_len > scheduled.max_total_len:
                 raise IntegrityError(f"{request_id}: longer than it may be")
             if (scheduled.blocks_on_host > 0) != (request_id in self.hosted):
-                raise IntegrityError(
-                    f"{request_id}: on the host, but not booked as such, or booked but not there"
-                )
+                raise IntegrityError(f"{request_id}: on the host, but not booked as such, or booked but not there")
 
 
 class ReplicaHits:

@@ -2,7 +2,7 @@
 
 import asyncio
 import importlib.metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, Request
 from starlette.datastructures import MutableHeaders
@@ -58,9 +58,11 @@ from services.api.streams.routes import ResumableStreams, stream_routes, wants_r
 from services.api.text.prompts import PromptEncoder
 from services.api.tokens import token_routes
 from services.api.tracing.access_log import AccessLog
-from services.api.tracing.exporter import SpanExporter
 from services.api.tracing.middleware import Tracing
 from services.api.vectors.routes import VectorCalls, vector_routes
+
+if TYPE_CHECKING:
+    from services.api.tracing.exporter import SpanExporter
 
 DEFAULT_MAX_BODY_BYTES = 4 * 1024 * 1024
 API_VERSION = "1"
@@ -93,7 +95,7 @@ def build_app(
     readiness: Readiness | None = None,
     manager: StreamManager | None = None,
     shed: Reason | None = None,
-    spans: SpanExporter | None = None,
+    spans: "SpanExporter | None" = None,
     batches: Batches | None = None,
     access_log: bool = False,
 ) -> FastAPI:

@@ -10,7 +10,7 @@ import os
 import time
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actors.runtime.garbage import collect_when_quiet, leave_full_collections_to_us
 from actors.runtime.hosts import keep_supervisor
@@ -19,7 +19,7 @@ from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, Site, again_and_again
 from core.abilities import Abilities
 from core.config.load import FarsightConfig
 from core.config.server import ServerConfig, is_loopback
-from core.errors import CapacityError
+from core.errors import CapacityError, ConfigError
 from core.messages.fleet import ServedModel
 from engine.checkpoint.encoder_config import abilities_of
 from engine.vision.geometry import load_geometry
@@ -38,7 +38,6 @@ from services.api.middleware import LoopPace
 from services.api.readiness import Readiness
 from services.api.streams.manager import StreamManager
 from services.api.text.prompts import PromptEncoder, text_settings
-from services.api.tracing.exporter import SpanExporter
 from services.ingress.engine_client import EngineClient
 from services.ingress.line_forecasts import line_forecasts
 from services.ingress.liveness import Liveness, publish
@@ -51,14 +50,17 @@ from services.proxy.loopback import keep_on_loopback
 from services.proxy.timed_http import ConnectionLimits
 from services.run_file import ADMIN_TOKEN_VARIABLE
 
+if TYPE_CHECKING:
+    from services.api.tracing.exporter import SpanExporter
+
 QUIET_REQUESTS = 32
-"""With no more than these open, a full collection of garbage takes a few milliseconds."""
+"""Most open requests at which a full garbage collection runs: it takes a few milliseconds then."""
 
 
 def connection_limits(server: ServerConfig, *, behind_haproxy: bool) -> ConnectionLimits:
     """Limits of the connections of an ingress replica.
 
-    Behind our HAProxy all connections come from HAProxy's address, and HAProxy itself counts those of each client.
+    Behind our HAProxy all connections come from HAProxy's address, and HAProxy itself counts each client's connections.
     """
     limits = ConnectionLimits.of(server)
     return dataclasses.replace(limits, per_address=0) if behind_haproxy else limits
@@ -69,7 +71,7 @@ class Ingress:
 
     Args:
         site: What is served.
-        scales_ingress: Whether somebody follows the wanted number of ingress replicas.
+        scales_ingress: Whether a process makes the number of ingress replicas the wanted one.
     """
 
     def __init__(self, site: Site, scales_ingress: bool) -> None:
@@ -89,7 +91,7 @@ class Ingress:
         readiness = Readiness(SUPERVISED_S)
         link = SupervisorLink(self._site.peers(), readiness, client.open_requests)
         await link.join()
-        self._reporting = asyncio.create_task(again_and_again(link.run, LOOK_AGAIN_S))
+        self._watched = asyncio.create_task(again_and_again(link.run, LOOK_AGAIN_S))
         await self._tell_liveness(client, readiness)
         leave_full_collections_to_us()
         collect = functools.partial(collect_when_quiet, lambda: client.num_open + len(pace) <= QUIET_REQUESTS)
@@ -100,7 +102,7 @@ class Ingress:
         limits = connection_limits(server, behind_haproxy=PROXY_DIRECTORY_VARIABLE in os.environ)
 
         def refusal() -> CapacityError | None:
-            """Before it is parsed; not where keys have to be looked at first, or a drain is the reason."""
+            """Refuses a request before it is parsed, except where keys come first or a drain is the reason."""
             return client.first_check.shed(len(pace)) if access.is_open and not readiness.is_draining else None
 
         # Ray Serve starts its server in this process once the application is built.
@@ -130,10 +132,20 @@ class Ingress:
         )
 
     def _spans(self, client: EngineClient) -> SpanExporter | None:
-        """Sends spans from now on, if there is an endpoint for them."""
-        if not self._site.config.traces.endpoint:
+        """Starts to send spans, if there is an endpoint for them.
+
+        Raises:
+            ConfigError: The extra ``otel`` is not installed.
+        """
+        traces = self._site.config.traces
+        if not traces.endpoint:
             return None
-        exporter = SpanExporter(self._site.config.traces, client.overview, client.registry)
+        try:
+            from services.api.tracing.exporter import SpanExporter
+        except ImportError as error:
+            expected = "nothing, or an installation with the extra otel: pip install 'farsight[otel]'"
+            raise ConfigError("traces.endpoint", traces.endpoint, expected) from error
+        exporter = SpanExporter(traces, client.overview, client.registry)
         self._tracing = asyncio.create_task(again_and_again(exporter.run, LOOK_AGAIN_S))
         return exporter
 
@@ -156,7 +168,7 @@ class Ingress:
         await again_and_again(runner.run, LOOK_AGAIN_S)
 
     def _make_access_control(self, client: EngineClient) -> AccessControl:
-        """Access control, which counts tenants together with the other ingress replicas from now on."""
+        """Makes the access control, which counts tenants together with the other ingress replicas."""
         config = self._site.config
         # Under `serve deploy` the address is the cluster's, and unknown here.
         on_loopback = self._administration.scales_ingress and is_loopback(config.server.host)
@@ -175,7 +187,7 @@ class Ingress:
 
     @staticmethod
     async def _tell_liveness(client: EngineClient, readiness: Readiness) -> None:
-        """Where HAProxy is ours. Ray Serve's controller asks the replica's actor, which is on the same event loop."""
+        """Publishes ``Liveness`` to our HAProxy, if any; Ray Serve's controller asks the actor on this event loop."""
         from ray import serve
 
         directory = os.environ.get(PROXY_DIRECTORY_VARIABLE)
@@ -231,14 +243,14 @@ def why_no_forecasts(config: FarsightConfig) -> str:
 
 
 def served_abilities(site: Site) -> Abilities:
-    """What the replicas can do: those of our own engine; other servers generate."""
+    """Returns what the replicas of our own engine can do; other servers only generate."""
     if not site.config.model.replicas or site.config.engine.profile:
         return Abilities()
     return abilities_of(Path(site.model_dir))
 
 
 def served_image_input(site: Site) -> ImageInput | None:
-    """How the replicas of our own engine see; None if they do not."""
+    """Returns how the replicas of our own engine read pictures; None if they do not."""
     geometry = load_geometry(Path(site.model_dir)) if site.sees else None
     if geometry is None:
         return None

@@ -2,105 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-from services.api.answers.trace_context import TraceContext
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+
+from services.api.answers.trace_context import TracedAnswer
 from services.api.generation import Generation
 from services.api.pages.explain import Explanation
 
-if TYPE_CHECKING:
-    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-    from opentelemetry.proto.trace.v1.trace_pb2 import Span
-
-SCOPE = "farsight"
 EVENT = "farsight.decision."
 """Prefix of the names of events; the rest is the kind of the decision."""
 
 _NS = 1_000_000_000
 
 Value = str | int | float | Sequence[str]
+Fields = dict[str, Any]
+"""What the constructor of a message takes: protobuf fills a tree of them in one call."""
 
 
-@dataclass(frozen=True, slots=True)
-class EndedAnswer:
-    """What is known of a request once its HTTP answer has been sent.
-
-    Attributes:
-        path: Path of its URL.
-        status: Status of the HTTP answer; 0 if the client left before.
-        began_ns, ended_ns: Nanoseconds since the epoch.
-        generation: None if its body was refused.
-        explanation: None if no decision about it is known.
-    """
-
-    context: TraceContext
-    path: str
-    status: int
-    began_ns: int
-    ended_ns: int
-    generation: Generation | None = None
-    explanation: Explanation | None = None
+def export_request(service_name: str, spans: Sequence[Fields]) -> bytes:
+    """Returns the message that a collector takes."""
+    resource = {"attributes": _pairs([("service.name", service_name)])}
+    group: Any = {"resource": resource, "scope_spans": [{"scope": {"name": "farsight"}, "spans": spans}]}
+    return bytes(ExportTraceServiceRequest(resource_spans=[group]).SerializeToString())
 
 
-def export_request(service: Mapping[str, str], answers: Sequence[EndedAnswer]) -> ExportTraceServiceRequest:
-    """The message that a collector takes.
+def span_fields(answer: TracedAnswer, explanation: Explanation | None) -> Fields:
+    """Returns the span of a request.
 
     Args:
-        service: Attributes of this process, such as ``service.name``.
+        explanation: None if no decision about it is known.
     """
-    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-
-    message = ExportTraceServiceRequest()
-    group = message.resource_spans.add()
-    _fill(group.resource.attributes, service)
-    scope = group.scope_spans.add()
-    scope.scope.name = SCOPE
-    for answer in answers:
-        _write(scope.spans.add(), answer)
-    return message
-
-
-def _write(span: Span, answer: EndedAnswer) -> None:
-    from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
-
-    span.trace_id, span.span_id, span.parent_span_id = _ids(answer.context)
-    span.name = _name(answer)
-    span.kind = Span.SPAN_KIND_SERVER
-    span.start_time_unix_nano, span.end_time_unix_nano = answer.began_ns, answer.ended_ns
-    _fill(span.attributes, dict(_attributes(answer)))
-    if answer.status >= 500:
-        span.status.code = Status.STATUS_CODE_ERROR
-    if answer.explanation is not None:
-        _write_events(span, answer.explanation)
+    context, parent, generation = answer.span.get_span_context(), answer.span.parent, answer.generation
+    return {
+        "trace_id": context.trace_id.to_bytes(16),
+        "span_id": context.span_id.to_bytes(8),
+        "parent_span_id": b"" if parent is None else parent.span_id.to_bytes(8),
+        "name": answer.span.name if generation is None else f"{_operation(generation)} {generation.model}",
+        "kind": Span.SPAN_KIND_SERVER,
+        "start_time_unix_nano": answer.span.start_time,
+        "end_time_unix_nano": answer.ended_ns,
+        "attributes": _pairs(_attributes(answer, explanation)),
+        "status": {"code": Status.STATUS_CODE_ERROR if answer.status >= 500 else Status.STATUS_CODE_UNSET},
+        "events": [] if explanation is None else list(_events(explanation)),
+    }
 
 
-def _write_events(span: Span, explanation: Explanation) -> None:
+def _events(explanation: Explanation) -> Iterator[Fields]:
     for choice in explanation.choices:
         for decision in choice.decisions:
-            event = span.events.add()
-            event.name = f"{EVENT}{decision.kind}"
-            event.time_unix_nano = int((explanation.received_at + decision.at_s) * _NS)
             facts: dict[str, Value] = dict(decision.facts)
             facts |= {"choice": choice.index, "by": decision.by, "attempt": decision.attempt, "text": decision.text}
-            _fill(event.attributes, {f"{EVENT}{name}": value for name, value in facts.items()})
-
-
-def _ids(context: TraceContext) -> tuple[bytes, bytes, bytes]:
-    return context.trace_id, context.span_id, context.parent_id
-
-
-def _name(answer: EndedAnswer) -> str:
-    generation = answer.generation
-    return f"POST {answer.path}" if generation is None else f"{_operation(generation)} {generation.model}"
+            yield {
+                "name": f"{EVENT}{decision.kind}",
+                "time_unix_nano": int((explanation.received_at + decision.at_s) * _NS),
+                "attributes": _pairs((f"{EVENT}{name}", value) for name, value in facts.items()),
+            }
 
 
 def _operation(generation: Generation) -> str:
     return "chat" if generation.chat else "text_completion"
 
 
-def _attributes(answer: EndedAnswer) -> Iterator[tuple[str, Value]]:
+def _attributes(answer: TracedAnswer, explanation: Explanation | None) -> Iterator[tuple[str, Value]]:
     yield "http.request.method", "POST"
     yield "url.path", answer.path
     if answer.status:
@@ -109,8 +75,8 @@ def _attributes(answer: EndedAnswer) -> Iterator[tuple[str, Value]]:
         yield "error.type", str(answer.status)
     if answer.generation is not None:
         yield from _asked(answer.generation)
-    if answer.explanation is not None:
-        yield from _answered(answer.explanation)
+    if explanation is not None:
+        yield from _answered(explanation)
 
 
 def _asked(generation: Generation) -> Iterator[tuple[str, Value]]:
@@ -141,16 +107,15 @@ def _answered(explanation: Explanation) -> Iterator[tuple[str, Value]]:
     yield "farsight.num_resumptions", sum(summary.num_resumptions for summary in summaries)
 
 
-def _fill(target: Any, values: Mapping[str, Value]) -> None:
-    for name, value in values.items():
-        entry = target.add()
-        entry.key = name
-        if isinstance(value, str):
-            entry.value.string_value = value
-        elif isinstance(value, int):
-            entry.value.int_value = value
-        elif isinstance(value, float):
-            entry.value.double_value = value
-        else:
-            for each in value:
-                entry.value.array_value.values.add().string_value = each
+def _pairs(attributes: Iterable[tuple[str, Value]]) -> list[Fields]:
+    return [{"key": name, "value": _value(value)} for name, value in attributes]
+
+
+def _value(value: Value) -> Fields:
+    if isinstance(value, str):
+        return {"string_value": value}
+    if isinstance(value, int):
+        return {"int_value": value}
+    if isinstance(value, float):
+        return {"double_value": value}
+    return {"array_value": {"values": [_value(each) for each in value]}}

@@ -236,6 +236,8 @@ def test_waits_that_say_nothing_change_nothing() -> None:
     fast = FirstCheck(OFF)
     wait(fast, 1.0, 0.0)
     assert fast.correction == 0.25
+    fast.admit(request())
+    assert fast.correction == 0.25, "nor does a request that is only admitted"
 
 
 @pytest.mark.parametrize("num", [40, 100, 1000])

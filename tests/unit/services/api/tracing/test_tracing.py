@@ -7,7 +7,6 @@ import dataclasses
 import json
 import logging
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -23,14 +22,12 @@ from core.config.traces import TracesConfig
 from core.decisions import Decision
 from core.errors import ConfigError
 from core.request import Origin, Request, SamplingParams
-from services.api.answers.trace_context import new_context
 from services.api.requests import unnamed_request
 from services.api.text.prompts import PromptEncoder
 from services.api.tracing import exporter as exporting
 from services.api.tracing.exporter import SpanExporter
-from services.api.tracing.spans import EndedAnswer
 from tests.free_ports import free_port
-from tests.unit.services.api.api_support import HELLO, MODEL, ScriptedBackend, client_on, delta, whole_app
+from tests.unit.services.api.api_support import HELLO, MODEL, ScriptedBackend, client_on, delta, until, whole_app
 from tests.unit.services.api.test_api_explain import trace_of
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -43,11 +40,12 @@ class Collector:
     def __init__(self) -> None:
         self.spans: asyncio.Queue[Any] = asyncio.Queue()
         self.status = 200
+        self.answers = asyncio.Event()
+        self.answers.set()
         self.services: list[str] = []
         self.bodies: list[bytes] = []
 
     async def take(self, request: web.Request) -> web.Response:
-        assert request.headers["Content-Type"] == "application/x-protobuf"
         self.bodies.append(await request.read())
         message = ExportTraceServiceRequest.FromString(self.bodies[-1])
         for group in message.resource_spans:
@@ -55,6 +53,7 @@ class Collector:
             for scope in group.scope_spans:
                 for span in scope.spans:
                     self.spans.put_nowait(span)
+        await self.answers.wait()
         return web.Response(status=self.status)
 
 
@@ -86,8 +85,13 @@ class Explaining(ScriptedBackend):
 class Traced:
     """An application whose spans go to a collector."""
 
-    def __init__(self, http: httpx.AsyncClient, backend: ScriptedBackend, spans: SpanExporter) -> None:
-        self.http, self.backend, self.spans = http, backend, spans
+    def __init__(self, endpoint: str, encoder: PromptEncoder, sample: float = 1.0) -> None:
+        self.backend, self.registry = Explaining(), CollectorRegistry()
+        self.spans = SpanExporter(TracesConfig(endpoint, sample, "here"), self.backend, self.registry)
+        self.http = client_on(whole_app(self.backend, encoder, spans=self.spans))
+
+    def counted(self, what: str) -> float | None:
+        return self.registry.get_sample_value(f"farsight:spans_{what}_total")
 
 
 @pytest.fixture
@@ -95,14 +99,11 @@ async def traced(
     collector: tuple[Collector, str], encoder: PromptEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Traced]:
     monkeypatch.setattr(exporting, "SETTLE_S", 0.01)
-    backend, config = Explaining(), TracesConfig(collector[1], service_name="here")
-    spans = SpanExporter(config, backend, CollectorRegistry())
-    sending = asyncio.create_task(spans.run())
-    async with client_on(whole_app(backend, encoder, spans=spans)) as http:
-        yield Traced(http, backend, spans)
+    opened = Traced(collector[1], encoder)
+    sending = asyncio.create_task(opened.spans.run())
+    yield opened
     sending.cancel()
-    with suppress(asyncio.CancelledError):
-        await sending
+    await asyncio.wait([sending])
 
 
 def attributes(owner: Any) -> dict[str, Any]:
@@ -143,65 +144,59 @@ async def test_a_span_has_the_request_and_every_decision(
     assert origin is not None and origin.traceparent == f"00-{TRACE}-{span.span_id.hex()}-01"
 
 
-async def test_a_refused_request_has_a_span_too(traced: Traced, collector: tuple[Collector, str]) -> None:
-    await traced.http.post("/v1/completions", json={"model": "other", "prompt": "a"})
+async def test_a_refused_request_has_a_span_too_and_a_broken_header_counts_as_none(
+    traced: Traced, collector: tuple[Collector, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    body = {"model": "other", "prompt": "a"}
+    await traced.http.post("/v1/completions", json=body, headers={"traceparent": "0" * 1000})
     span = await collector[0].spans.get()
     assert span.name == "POST /v1/completions" and attributes(span)["error.type"] == "404" and not span.events
-
-
-async def test_clients_that_do_not_sample_get_no_span(traced: Traced) -> None:
-    await traced.http.post("/v1/chat/completions", json=chat(), headers={"traceparent": f"00-{TRACE}-{PARENT}-00"})
-    await traced.http.get("/v1/models")
-    [origin] = traced.backend.origins
-    assert origin is not None and not origin.traceparent and not traced.spans._waiting
-
-
-async def test_what_the_collector_refuses_is_dropped_and_the_next_goes(
-    traced: Traced, collector: tuple[Collector, str]
-) -> None:
-    collector[0].status = 503
-    await traced.http.post("/v1/chat/completions", json=chat())
-    await collector[0].spans.get()
-    collector[0].status = 200
-    await traced.http.post("/v1/chat/completions", json=chat())
-    await collector[0].spans.get()
-
-
-def test_a_full_queue_drops(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry = CollectorRegistry()
-    spans = SpanExporter(TracesConfig("http://127.0.0.1:1/"), ScriptedBackend(), registry)
-    context = new_context("", 1.0)
-    assert context is not None
-    for _ in range(exporting.MAX_WAITING + 3):
-        spans.add(EndedAnswer(context, "/v1/completions", 200, 0, 1))
-    assert registry.get_sample_value("farsight:spans_dropped_total") == 3
+    assert span.parent_span_id == b"" and not [each for each in caplog.records if each.name.startswith("opentelemetry")]
 
 
 @pytest.mark.parametrize(
-    "header",
-    [
-        *(
-            "",
-            "hello",
-            "\u0661" * 55,
-            f"00-{TRACE}-{PARENT}",
-            f"00-{TRACE}-{PARENT}-01-more",
-            f"ff-{TRACE}-{PARENT}-01",
-        ),
-        *(f"00-{'0' * 32}-{PARENT}-01", f"00-{TRACE}-{'0' * 16}-01", f"00-{TRACE.upper()}-{PARENT}-01"),
-    ],
+    ("sample", "version", "flags", "has_span"),
+    [(0.0, "00", "01", True), (0.0, "01", "01-more", True), (1.0, "00", "00", False), (0.0, "ff", "01", False)],
 )
-def test_a_header_that_breaks_the_rules_counts_as_none(header: str) -> None:
-    context = new_context(header, 1.0)
-    assert context is not None and context.parent_id == b"" and context.trace_id.hex() != TRACE
-    assert new_context(header, 0.0) is None
-    later = new_context(f"01-{TRACE}-{PARENT}-01-more", 0.0)
-    assert later is not None and later.trace_id.hex() == TRACE, "a later version may have more fields"
+async def test_a_client_decides_whether_there_is_a_span_and_without_it_the_share_does(
+    encoder: PromptEncoder, sample: float, version: str, flags: str, has_span: bool
+) -> None:
+    traced = Traced("http://127.0.0.1:1/", encoder, sample)
+    header = f"{version}-{TRACE}-{PARENT}-{flags}"
+    await traced.http.post("/v1/chat/completions", json=chat(), headers={"traceparent": header})
+    await traced.http.get("/v1/models")
+    [origin] = traced.backend.origins
+    assert origin is not None and origin.traceparent.startswith(f"00-{TRACE}-") == has_span == bool(origin.traceparent)
+    assert len(traced.spans._waiting) == has_span
 
 
-def test_the_share_of_spans_is_as_set() -> None:
-    assert new_context("", 0.5, lambda bits: 2 ** (bits - 1) - 1) is not None
-    assert new_context("", 0.5, lambda bits: 2 ** (bits - 1)) is None
+@pytest.mark.parametrize("status", [400, 302])
+async def test_what_the_collector_refuses_is_dropped_and_the_next_goes(
+    traced: Traced, collector: tuple[Collector, str], caplog: pytest.LogCaptureFixture, status: int
+) -> None:
+    collector[0].status = status
+    for _ in range(2):
+        await traced.http.post("/v1/chat/completions", json=chat())
+        await collector[0].spans.get()
+    await until(lambda: traced.counted("dropped") == 2)
+    assert len([each for each in caplog.records if each.name == exporting.__name__]) == 1
+    collector[0].status = 200
+    await traced.http.post("/v1/chat/completions", json=chat())
+    await until(lambda: traced.counted("sent") == 1)
+
+
+async def test_no_request_waits_for_a_collector_and_what_it_is_too_slow_for_is_dropped(
+    traced: Traced, collector: tuple[Collector, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collector[0].answers.clear()
+    await traced.http.post("/v1/chat/completions", json=chat())
+    await collector[0].spans.get()
+    monkeypatch.setattr(exporting, "MAX_WAITING", 2)
+    for num_dropped in (0, 0, 1, 2):
+        await traced.http.post("/v1/chat/completions", json=chat())
+        assert traced.counted("dropped") == num_dropped
+    collector[0].answers.set()
+    await until(lambda: traced.counted("sent") == 3)
 
 
 def test_the_trace_crosses_the_wire_and_reaches_the_server_behind() -> None:
