@@ -1,12 +1,20 @@
-"""What the task that serves an answer notes beside it: its id for the log, and the promise of its end for headers."""
+"""What the task that serves an answer notes beside it: its id for the log, the promise of its end, its span.
+
+Does not load the library of spans, which most servers do without.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from core.promise import Promise, last_end
+from services.api.generation import Generation
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import Span
 
 
 @dataclass(slots=True)
@@ -61,3 +69,36 @@ class AnswerPromise:
 
 ANSWER: ContextVar[AnswerPromise | None] = ContextVar("farsight_answer", default=None)
 """Set for the task that serves an answer, and so for the tasks that it starts; None where no client is told."""
+
+
+@dataclass(slots=True)
+class TracedAnswer:
+    """A request that gets a span.
+
+    Attributes:
+        traceparent: W3C trace context of the span, for servers that the request is passed on to.
+        path: Path of its URL.
+        status: Status of the HTTP answer; 0 if the client left before.
+        ended_ns: Nanoseconds since the epoch; 0 while it runs.
+        generation: What it asks for; None until its body has been understood.
+    """
+
+    span: Span
+    traceparent: str
+    path: str
+    status: int = 0
+    ended_ns: int = 0
+    generation: Generation | None = None
+
+
+TRACED: ContextVar[TracedAnswer | None] = ContextVar("farsight_traced", default=None)
+"""Set for the task that serves a request; None for a request that gets no span."""
+
+
+def traced(generation: Generation) -> Generation:
+    """Returns the generation, whose requests name their trace from now on if the client's request has a span."""
+    answer = TRACED.get()
+    if answer is None:
+        return generation
+    answer.generation = generation.in_trace(answer.traceparent)
+    return answer.generation

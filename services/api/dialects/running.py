@@ -16,9 +16,8 @@ from starlette.responses import JSONResponse, Response
 from services.api.access.metered import served_as
 from services.api.access.presented import own_salt, owner_of, salt_of, sent_key
 from services.api.answers.replies import UsageFields, usage_of
-from services.api.answers.served import ANSWER, AnswerPromise, served
+from services.api.answers.served import ANSWER, AnswerPromise, served, traced
 from services.api.answers.sse import EventStream, StreamWriter, chunks
-from services.api.answers.trace_context import traced
 from services.api.backend import Generator
 from services.api.bodies import body_error
 from services.api.errors import ApiError

@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from core.config.traces import TracesConfig
 from core.errors import FarsightError
-from services.api.answers.trace_context import TracedAnswer
+from services.api.answers.served import TracedAnswer
 from services.api.backend import Operator
 from services.api.pages.explain import Explanation, explanation
 from services.api.tracing.spans import export_request, span_fields

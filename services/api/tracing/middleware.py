@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.api.answers.trace_context import TRACED
+from services.api.answers.served import TRACED
 
 if TYPE_CHECKING:
     from services.api.tracing.exporter import SpanExporter

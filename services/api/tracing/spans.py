@@ -8,7 +8,7 @@ from typing import Any
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from services.api.answers.trace_context import TracedAnswer
+from services.api.answers.served import TracedAnswer
 from services.api.generation import Generation
 from services.api.pages.explain import Explanation
 
