@@ -32,7 +32,7 @@ from core.request import SamplingParams
 from engine.engine import Engine
 from engine.runner import Runner
 from engine.sequence import Sequence
-from engine.step_fault import StepFault
+from engine.step_results import StepFault
 from estimator.grid import StepLimits, step_grid
 from estimator.knn import MIN_BATCHES, BatchTimes, ServedBatch, padded_batch_s
 from estimator.step_profile import StepProfile

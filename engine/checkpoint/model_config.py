@@ -17,15 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from core.errors import ConfigError, InvalidValueError
 from engine.checkpoint.architectures import ARCHITECTURES, Architecture, Windows
 from engine.checkpoint.config_fields import Fields, UnsupportedModelError, read_json
-from engine.checkpoint.families.experts import Experts
-from engine.checkpoint.families.latent import Latent
-from engine.checkpoint.families.record import ACTIVATIONS, Biases, Blocks, TensorNames, of_config
-from engine.checkpoint.families.vision import VISION, seeing_name
+from engine.checkpoint.families.record import ACTIVATIONS, Biases, Blocks, Experts, Latent, TensorNames, of_config
+from engine.checkpoint.families.vision import VISION, NestedText, seeing_name, text_part
 from engine.checkpoint.gguf_model import EXPERT_DOWN, EXPERT_UP, gguf_config, rope_factors
 from engine.checkpoint.quantization import Quantization, read_quantization
 from engine.checkpoint.rotary_config import FactorScaling, LongScaling, read_rotary
 from engine.checkpoint.rotary_config import RotaryConfig as RotaryConfig
-from engine.checkpoint.text_part import NestedText, text_part
 from tokenization.gguf.file import GGUFFile, is_gguf, read_gguf
 from tokenization.model_dir import model_file
 

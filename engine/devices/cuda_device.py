@@ -8,18 +8,16 @@ from pathlib import Path
 from core.config.engine import EngineConfig
 from core.errors import ConfigError
 from engine import cuda
-from engine.attention.step_sizes import StepSizes
+from engine.attention.layout import StepSizes
 from engine.checkpoint.model_config import DecoderConfig, resolve_max_model_len
 from engine.checkpoint.weights import ModelWeights, Progress, load_weights, parse_dtype
-from engine.devices.device import Device, num_host_pool_blocks, num_pool_blocks
-from engine.devices.host_memory import available_bytes
+from engine.devices.copiers import HostBlocks, StreamCopier
 from engine.devices.model_device import AUTO_SHARE
-from engine.kv.copiers import HostBlocks, StreamCopier
-from engine.kv.kv_pool import KVPool
+from engine.kv_pool import KVPool
 from engine.models.quantize import quantize_weights
+from engine.runner import Device, available_bytes, largest_step, num_host_pool_blocks, num_pool_blocks
 from engine.steps.backends import GraphBackend, TorchBackend, gpu_attention
 from engine.steps.careful_steps import CarefulSteps
-from engine.steps.largest_step import largest_step
 from engine.steps.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)

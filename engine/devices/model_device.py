@@ -10,11 +10,10 @@ from core.config.engine import EngineConfig
 from core.processors import compute_threads
 from engine.checkpoint.model_config import DecoderConfig, resolve_max_model_len
 from engine.checkpoint.weights import Progress, parse_dtype
-from engine.devices.device import Device, num_host_pool_blocks, num_pool_blocks
-from engine.devices.host_memory import available_bytes
-from engine.kv.copiers import KVCopier
-from engine.kv.kv_pool import KVPool, pool_dtype
+from engine.devices.copiers import KVCopier
+from engine.kv_pool import KVPool, pool_dtype
 from engine.native.model import NativeBackend
+from engine.runner import Device, available_bytes, num_host_pool_blocks, num_pool_blocks
 from engine.steps.model_runner import ModelRunner
 
 AUTO_SHARE = 0.2

@@ -94,7 +94,7 @@ def find_model(config: FarsightConfig) -> LocatedModel:
     from engine.build import check_worker
     from engine.checkpoint.model_config import resolve_model_dir
     from engine.parallel.mesh import Mesh
-    from engine.text.vocabulary import vocabulary_size
+    from engine.vocabulary import vocabulary_size
     from services.api.text.prompts import PromptEncoder
     from services.api.text.settings import text_settings
 

@@ -16,14 +16,14 @@ from core.config.engine import EngineConfig
 from core.request import SamplingParams
 from engine import cuda
 from engine.attention.attention import AttentionBackend
-from engine.attention.step_sizes import StepSizes
+from engine.attention.layout import StepSizes
 from engine.attention.torch_attention import TorchAttention
 from engine.attention.xformers_attention import PAGE_SIZE, XformersAttention
 from engine.checkpoint.model_config import DecoderConfig
 from engine.checkpoint.weights import ModelWeights
+from engine.devices.copiers import HostBlocks, StreamCopier
 from engine.devices.cuda_device import load_device
-from engine.kv.copiers import HostBlocks, StreamCopier
-from engine.kv.kv_pool import KVPool
+from engine.kv_pool import KVPool
 from engine.sampling.sampler import NO_TOKEN, Sampler
 from engine.steps.backends import GraphBackend, TorchBackend, gpu_attention
 from engine.steps.careful_steps import CarefulSteps

@@ -20,10 +20,10 @@ from engine import Engine
 from engine.checkpoint import sources
 from engine.checkpoint.check import check_checkpoint
 from engine.checkpoint.config_fields import CheckpointError
-from engine.checkpoint.gguf_blocks import gguf_record, has_record
 from engine.checkpoint.model_config import config_of, load_model_config, resolve_model_dir
 from engine.checkpoint.names import num_parameters
 from engine.checkpoint.quantized import JoinedLinear, QuantizedLinear
+from engine.checkpoint.repacking import gguf_record, has_record
 from engine.checkpoint.rotary_config import FactorScaling
 from engine.checkpoint.sources import open_checkpoint
 from engine.checkpoint.weights import Linear, load_weights

@@ -18,21 +18,20 @@ from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError
 from core.request import Residency, SamplingParams
 from engine import Engine, cuda
-from engine.attention.step_sizes import StepSizes
+from engine.attention.layout import StepSizes
 from engine.attention.torch_attention import TorchAttention
 from engine.build import build_worker
 from engine.checkpoint.model_config import load_model_config
 from engine.checkpoint.weights import parse_dtype
 from engine.devices import model_device
 from engine.devices.cuda_device import load_device
-from engine.devices.host_memory import available_bytes
-from engine.kv.kv_pool import KVPool
+from engine.kv_pool import KVPool
+from engine.runner import available_bytes, largest_step
 from engine.steps.backends import gpu_attention
-from engine.steps.largest_step import largest_step
 from engine.steps.model_runner import ModelRunner
 from kvcache import KVCopy
+from tests.unit.engine.devices.test_stream_copier import Stream
 from tests.unit.engine.driver import Driver
-from tests.unit.engine.kv.test_stream_copier import Stream
 
 SIZES = StepSizes(4, 4)
 

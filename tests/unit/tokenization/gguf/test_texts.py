@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers.convert_slow_tokenizer import generate_merges
 
 import services
-from engine.text.vocabulary import vocabulary_size
+from engine.vocabulary import vocabulary_size
 from tests.unit.tokenization.kinds import CORPUS
 from tokenization.gguf.file import GGUFError, GGUFFile, read_gguf
 from tokenization.gguf.texts import gguf_end_ids, gguf_tokenizer

@@ -18,9 +18,8 @@ from core.errors import InvalidValueError
 from core.messages.plans import WorkerReady
 from core.messages.tokens import TokenDelta
 from core.request import Request, SamplingParams
-from engine.sequence import Detokenizer, Sequence
-from engine.text import stop_strings
-from engine.text.stop_strings import StopStrings
+from engine import sequence
+from engine.sequence import Detokenizer, Sequence, StopStrings
 from engine.worker import Worker
 from kvcache import BatchLimits, BlockManager, LeaseExecutor, StepBatch
 from tests.unit.engine.driver import offer, steps
@@ -112,7 +111,7 @@ def test_work_is_linear(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
             num_looks += 1
             return str.__getitem__(self, key)  # type: ignore[index]
 
-    monkeypatch.setattr(stop_strings, "_Match", lambda stop, real=stop_strings._Match: real(Counted(stop)))
+    monkeypatch.setattr(sequence, "_Match", lambda stop, real=sequence._Match: real(Counted(stop)))
     found = StopStrings(["a" * 9_000 + "c", "ab" * 4_500 + "c"])
     assert "".join([found.push(char) for char in text]) + found.flush() == text
     assert num_looks <= 12 * len(text)

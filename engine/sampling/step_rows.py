@@ -1,4 +1,6 @@
-"""Guessed tokens that a step verifies: the rows that are sampled for them, and which of the draws stand.
+"""The rows of a step whose logits are sampled, and those whose hidden states become vectors.
+
+Guessed tokens have rows of their own, which say how many of them stand.
 
 A guess is right if the sampler draws just that token in its place, from the same logits and with the same random number
 as without guesses. So the output does not depend on what was guessed.
@@ -10,12 +12,17 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
+from core.errors import IntegrityError
 from core.request import SamplingParams
 from engine.sampling.logit_adjustments import TokenHistory
 from engine.sampling.sampler import NO_TOKEN
 from engine.sequence import Sequence
+from engine.step_results import PooledRows
 from engine.token_counts import TokenCounts
-from kvcache import StepItem
+from kvcache import StepBatch, StepItem
 
 
 class DraftedHistory(NamedTuple):
@@ -74,3 +81,57 @@ def tokens_that_stand(drawn: SequenceOf[int], drafts: SequenceOf[int]) -> list[i
             break
         tokens.append(token)
     return tokens
+
+
+class RowsToPool(NamedTuple):
+    """Consecutive rows of a step that belong to one vector.
+
+    Attributes:
+        item: Index in the batch.
+        row: The first row in the step.
+        num_rows: Number of rows.
+    """
+
+    item: int
+    row: int
+    num_rows: int
+
+
+def find_rows_to_pool(batch: StepBatch, order: list[int], sequences: Mapping[str, Sequence]) -> list[RowsToPool]:
+    """The rows of a step, its items in ``order``, of vectors that are not known yet.
+
+    Raises:
+        IntegrityError: Positions of a mean were never computed here.
+    """
+    found = []
+    row = 0
+    for i in order:
+        item = batch.items[i]
+        sequence = sequences[item.request_id]
+        if sequence.sampling.pooling == "mean":
+            known = 0 if sequence.pooled is None else sequence.pooled.num_rows
+            if item.start > known:
+                raise IntegrityError(f"{item.request_id}: hidden states up to token {known}, not {item.start}")
+            count = item.start + item.num_tokens - known
+            if count > 0:
+                found.append(RowsToPool(i, row + known - item.start, count))
+        elif sequence.sampling.pooling and item.samples:
+            found.append(RowsToPool(i, row + item.num_tokens - 1, 1))
+        row += item.num_tokens
+    return found
+
+
+@torch.inference_mode()
+def pool_rows(hidden: Tensor, places: Mapping[int, int], found: list[RowsToPool]) -> dict[int, PooledRows]:
+    """By index of the item.
+
+    Args:
+        hidden: float32 ``[R, hidden]``.
+        places: The row of ``hidden`` of each row of the step.
+    """
+    pooled = {}
+    for part in found:
+        first = places[part.row]
+        total = hidden[first : first + part.num_rows].sum(0)
+        pooled[part.item] = PooledRows(part.num_rows, total.cpu().numpy())
+    return pooled

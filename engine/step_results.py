@@ -1,12 +1,15 @@
-"""The tokens of a step, with what more some of its sequences have got of it. Imports no torch, as the worker."""
+"""What a step brings: tokens and what more is known of them, vectors, or a fault. Imports no torch, as the worker."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
 
 from core.messages.tokens import TokenLogprobs
 from core.request import Fault
-from engine.pooled_rows import PooledRows
 
 
 @dataclass(slots=True)
@@ -63,3 +66,55 @@ class LoggedTokens(list[int | None]):
     def tells_more(self) -> bool:
         """Whether there is more than one token or none for each item."""
         return bool(self.logprobs or self.failures or self.further or self.pooled)
+
+
+@dataclass(frozen=True, slots=True)
+class PooledRows:
+    """What one item of a step adds to the vector of a request that generates nothing.
+
+    Attributes:
+        num_rows: Hidden states in it.
+        total: Their sum, float32 ``[dim]``.
+    """
+
+    num_rows: int
+    total: np.ndarray
+
+    def plus(self, other: PooledRows | None) -> PooledRows:
+        """This and what earlier steps have brought."""
+        if other is None:
+            return self
+        return PooledRows(self.num_rows + other.num_rows, self.total + other.total)
+
+    def vector(self) -> bytes:
+        """Their mean, float32 little-endian."""
+        return (self.total / np.float32(self.num_rows)).astype("<f4").tobytes()
+
+
+class IterationCutOff(Exception):
+    """A step was cut off at its instant (``StepBatch.cut_off_s``): its work is lost, and nothing else."""
+
+
+class StepFault(Enum):
+    """What a failed step says about the device."""
+
+    REQUESTS = "requests"
+    """Nothing about the device: the step does not fit its memory, not even in parts. Smaller steps will."""
+
+    UNKNOWN = "unknown"
+    """The device may be the cause; after several such steps in a row it is."""
+
+    LOST = "lost"
+    """The device is unusable for this process: no later step can succeed."""
+
+
+def lost_on(device: str) -> Callable[[], bool]:
+    """A function that tells whether the device has become unusable for this process; a CPU never does.
+
+    It waits for the device's outstanding work.
+    """
+    if device != "cuda":
+        return lambda: False
+    from engine import cuda
+
+    return cuda.is_lost

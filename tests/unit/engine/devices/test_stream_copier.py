@@ -17,11 +17,11 @@ import torch
 
 from benchmarks.common.gpu_models import model_config, random_weights
 from core.request import Residency
-from engine.attention.step_sizes import StepSizes
+from engine.attention.layout import StepSizes
 from engine.attention.torch_attention import TorchAttention
-from engine.kv import copiers
-from engine.kv.copiers import HostBlocks, StreamCopier
-from engine.kv.kv_pool import KVPool
+from engine.devices import copiers
+from engine.devices.copiers import HostBlocks, StreamCopier
+from engine.kv_pool import KVPool
 from engine.steps.backends import GraphBackend
 from engine.steps.decode_graphs import Capture
 from engine.steps.model_runner import ModelRunner

@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 
 from core.request import Residency
-from engine.kv.copies import Copies
-from engine.kv.kv_pool import KVPool
+from engine.kv_pool import KVPool
+from engine.runner import Copies
 from kvcache import KVCopy
 
 STAGING_BYTES = 64 * 2**20
