@@ -140,7 +140,7 @@ def build_worker(
         device = emulate_device(config, tokenizer, engine, swaps=swaps)
     else:
         if engine.device == "cuda":
-            from engine.devices.cuda_device import load_device
+            from engine.devices.model_device import load_gpu_device as load_device
         else:
             from engine.devices.model_device import load_device
         device = load_device(

@@ -22,8 +22,8 @@ from engine.vision.spans import ImageInputs, SequenceImages
 from kvcache import SequenceState
 from policies.speculation.base import Drafter
 from tokenization.grammars.compiler import GrammarCompiler
+from tokenization.grammars.problems import GrammarRefused
 from tokenization.grammars.reasoning import Matcher
-from tokenization.grammars.refused import GrammarRefused
 from tokenization.text_stream import TextDecoder, TextStream
 
 

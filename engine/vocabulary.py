@@ -7,8 +7,8 @@ from functools import cached_property
 from pathlib import Path
 
 from engine.checkpoint.config_fields import read_json
-from tokenization.gguf.file import is_gguf, read_gguf
-from tokenization.gguf.texts import vocabulary_len
+from tokenization.gguf_file import is_gguf, read_gguf
+from tokenization.gguf_texts import vocabulary_len
 from tokenization.loading import load_tokenizer
 from tokenization.text_stream import TextDecoder
 

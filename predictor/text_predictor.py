@@ -11,13 +11,12 @@ from core.forecast import QUANTILES, Forecast, ForecastQuestion
 from predictor.applications.reading import FORM, SECRET, ApplicationReader
 from predictor.applications.reading import MODEL as APPLICATIONS
 from predictor.artefact import ArtefactError, TrainedModel
-from predictor.embedding_cache import EmbeddingCache
 from predictor.encoders import Encoder, Scorer
 from predictor.features import IMAGES, FeatureShape, Floats
 from predictor.history import HistoryPredictor
 from predictor.models import BERT, FULL, LENGTH, Model, unpack
 from predictor.quantiles import LengthDistributions
-from predictor.readers import EmbeddingReader, Reader, ScoreReader, WordReader
+from predictor.readers import EmbeddingCache, EmbeddingReader, Reader, ScoreReader, WordReader
 from predictor.retraining import is_untrained
 from predictor.shedding import Effort
 from predictor.words import WordScorer

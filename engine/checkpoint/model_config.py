@@ -23,7 +23,7 @@ from engine.checkpoint.gguf_model import EXPERT_DOWN, EXPERT_UP, gguf_config, ro
 from engine.checkpoint.quantization import Quantization, read_quantization
 from engine.checkpoint.rotary_config import FactorScaling, LongScaling, read_rotary
 from engine.checkpoint.rotary_config import RotaryConfig as RotaryConfig
-from tokenization.gguf.file import GGUFFile, is_gguf, read_gguf
+from tokenization.gguf_file import GGUFFile, is_gguf, read_gguf
 from tokenization.model_dir import model_file
 
 if TYPE_CHECKING:  # reading a configuration must not cost a process the whole of torch

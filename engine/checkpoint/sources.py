@@ -25,7 +25,7 @@ from engine.checkpoint.model_config import DecoderConfig
 from engine.checkpoint.quantization import StoredMatrix
 from engine.checkpoint.quantized import QuantizedLinear, gather_records
 from engine.checkpoint.repacking import float_rows, gguf_record, has_record, record_rows, repacked
-from tokenization.gguf.file import GGUFTensor, is_gguf, read_gguf
+from tokenization.gguf_file import GGUFTensor, is_gguf, read_gguf
 
 SMALL = 1 << 22
 """Values up to which one thread computes alone."""

@@ -28,7 +28,7 @@ from engine.runner import Copies, Device, num_host_pool_blocks, num_pool_blocks
 from engine.sequence import Detokenizer, Sequence
 from engine.step_results import ItemLogprobs, IterationCutOff, LoggedTokens, NoToken, StepFault
 from engine.vision.geometry import ImageGeometry, PreparedImage, load_geometry
-from estimator.device_profile import DeviceProfile, find_device_profile
+from estimator.profile_file import DeviceProfile, find_device_profile
 from kvcache import KVCopy, StepBatch, StepItem
 from kvcache.step_batch import step_work
 

@@ -19,7 +19,7 @@ from engine.checkpoint.families.vision import VISION, Shape, VisionFamily, seein
 from engine.vision.anyres import read_anyres
 from engine.vision.dynamic import read_dynamic
 from engine.vision.pixels import check_rgb, read_square, read_stretched
-from tokenization.gguf.file import is_gguf
+from tokenization.gguf_file import is_gguf
 
 MAX_SIDE = 1 << 15
 """Longest side of a picture, in pixels."""

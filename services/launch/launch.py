@@ -24,7 +24,7 @@ from core.config.learning import PredictorConfig
 from core.config.load import FarsightConfig
 from core.errors import ConfigError, InvalidValueError
 from core.processors import numa_nodes, usable_processors
-from estimator.device_profile import profile_label, resolve_device
+from estimator.profile_file import profile_label, resolve_device
 from policies.compose import check_scheduler, predicts_requests
 from services.api.access.access_control import API_KEY_VARIABLE
 from services.launch.access import absolute_paths, check_access

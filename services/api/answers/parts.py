@@ -7,8 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenization.tool_formats.parser import parser_of
-from tokenization.tool_formats.parts import CallArguments, CallStart, OutputForm, ReasoningPart, SentPart, TextPart
-from tokenization.tool_formats.sent_calls import SentCalls
+from tokenization.tool_formats.parts import (
+    CallArguments,
+    CallStart,
+    OutputForm,
+    ReasoningPart,
+    SentCalls,
+    SentPart,
+    TextPart,
+)
 
 _SHORT_IDS = ("mistral", "mistral-args")
 """Their templates take ids of nine letters and digits alone."""

@@ -9,8 +9,7 @@ from services.api.errors import ApiError
 from services.api.structured import Constraint
 from tokenization.grammars import sources
 from tokenization.grammars.compiler import problem_of
-from tokenization.grammars.places import find_place
-from tokenization.grammars.refused import GrammarRefused
+from tokenization.grammars.problems import GrammarRefused, find_place
 
 
 def grammar_of(constraint: Constraint) -> str:

@@ -11,8 +11,7 @@ from services.api.errors import ApiError
 from services.api.text.dialect import Dialect
 from services.api.tools.fields import FunctionDefinition
 from tokenization.grammars.compiler import problem_of
-from tokenization.grammars.places import find_place
-from tokenization.grammars.refused import GrammarRefused
+from tokenization.grammars.problems import GrammarRefused, find_place
 from tokenization.grammars.sources import of_lark, of_schema
 from tokenization.tool_formats.grammar import GrammarWriter, TokenId, UnwritableTool, no_tokens
 from tokenization.tool_formats.parts import OutputForm, Tool

@@ -35,7 +35,7 @@ from tests.unit.engine.driver import PROMPTS, SMALL, greedy_answers
 from tests.unit.engine.families.shapes import FAMILIES
 from tests.unit.engine.gguf_files import SCALES_AT, dequantized, random_rows, write_gguf
 from tests.unit.engine.small_models import SHAPES, assert_greedy, load_reference, save_model
-from tokenization.gguf.file import read_gguf
+from tokenization.gguf_file import read_gguf
 
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 2}
 """Rows that hold whole blocks of every type."""

@@ -35,7 +35,7 @@ from engine.devices.emulated import (
 from engine.sequence import Sequence
 from engine.step_results import IterationCutOff, LoggedTokens
 from engine.vision.geometry import load_geometry
-from estimator.device_profile import A100_7B, find_device_profile, resolve_device
+from estimator.profile_file import A100_7B, find_device_profile, resolve_device
 from kvcache import KVCopy, StepBatch, StepItem
 from tests.unit.engine.vision.models import SHAPES
 

@@ -17,8 +17,8 @@ from transformers.convert_slow_tokenizer import generate_merges
 import services
 from engine.vocabulary import vocabulary_size
 from tests.unit.tokenization.kinds import CORPUS
-from tokenization.gguf.file import GGUFError, GGUFFile, read_gguf
-from tokenization.gguf.texts import gguf_end_ids, gguf_tokenizer
+from tokenization.gguf_file import GGUFError, GGUFFile, read_gguf
+from tokenization.gguf_texts import gguf_end_ids, gguf_tokenizer
 from tokenization.loading import load_tokenizer
 from tokenization.model_files import load_model_texts
 

@@ -17,10 +17,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from lab.reproduce.combined import CODE, CONV, D1, MIXED, TEXTS, ZIPF
-from lab.reproduce.combined_runs import POLICIES, CombinedCell, Policy, run
-from lab.reproduce.paper_settings import UNBOUND
-from lab.reproduce.rows import Exempt, Figure, Own, Reproduction, Row, at_most
+from lab.reproduce.combined import CODE, CONV, D1, MIXED, POLICIES, TEXTS, ZIPF, CombinedCell, Policy, run
+from lab.reproduce.rows import UNBOUND, Exempt, Figure, Own, Reproduction, Row, at_most
 from policies.compose import build_scheduler
 from policies.settings import PolicySettings
 from simulator.cluster.latency import A100_7B

@@ -20,9 +20,8 @@ import numpy as np
 from core.forecast import QUANTILES, Forecast
 from core.load_snapshot import LoadSnapshot
 from core.request import Slo
-from lab.reproduce.combined_runs import CombinedCell, replica_shape
-from lab.reproduce.paper_settings import UNBOUND
-from lab.reproduce.rows import Own, Reproduction, Row, at_least
+from lab.reproduce.combined import CombinedCell, replica_shape
+from lab.reproduce.rows import UNBOUND, Own, Reproduction, Row, at_least
 from policies.compose import build_scheduler
 from policies.fleet.events import GlobalEvent, GlobalInstruction, HistoryLearned, RequestsEnded, RequestsStarted
 from policies.fleet.latency_targets import TargetCheck

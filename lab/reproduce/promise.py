@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.forecast import QUANTILES, Forecast
-from lab.reproduce.combined_runs import CombinedCell, replica_shape
-from lab.reproduce.paper_settings import UNBOUND
-from lab.reproduce.rows import Own, Reproduction, Row, at_most, between
+from lab.reproduce.combined import CombinedCell, replica_shape
+from lab.reproduce.rows import UNBOUND, Own, Reproduction, Row, at_most, between
 from policies.compose import build_router, build_scheduler
 from policies.replica.scheduler import SchedulerLimits
 from policies.settings import PolicySettings
