@@ -1,4 +1,4 @@
-"""A request while an engine has it: its tokens, and the text that a client may see of them.
+"""A request while an engine has it: its tokens, their counts, and the text that a client may see of them.
 
 Two things hold text back: a character whose bytes are incomplete, and a tail that may be the beginning of a stop
 string.
@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from core.errors import InvalidValueError
@@ -17,7 +19,6 @@ from core.images import identity_ids
 from core.messages.tokens import TokenLogprobs
 from core.request import Request, SamplingParams
 from engine.step_results import PooledRows
-from engine.token_counts import TokenCounts
 from engine.vision.spans import ImageInputs, SequenceImages
 from kvcache import SequenceState
 from policies.speculation.base import Drafter
@@ -297,3 +298,57 @@ class Sequence(SequenceState):
         """The guessed tokens before the first that the grammar forbids. Between steps."""
         matcher = self.current_matcher()
         return drafts if matcher is None else drafts[: matcher.num_allowed(drafts)]
+
+
+class TokenCounts:
+    """The tokens of a prompt and of the output so far, each once.
+
+    Attributes:
+        num_tokens: Tokens that are counted.
+    """
+
+    def __init__(self, token_ids: SequenceOf[int], prompt_len: int) -> None:
+        self._ids = np.unique(np.array(token_ids[:prompt_len], dtype=np.int32))
+        self._counts = np.zeros(len(self._ids), dtype=np.int32)
+        self._places = {token: place for place, token in enumerate(self._ids.tolist())}
+        self.num_tokens = min(prompt_len, len(token_ids))
+        self.advance(token_ids)
+
+    @property
+    def ids(self) -> NDArray[np.int32]:
+        """Ids of the tokens."""
+        return self._ids[: len(self._places)]
+
+    @property
+    def counts(self) -> NDArray[np.int32]:
+        """How often the output holds each; 0 for those of the prompt alone."""
+        return self._counts[: len(self._places)]
+
+    def advance(self, token_ids: SequenceOf[int]) -> None:
+        """Counts the tokens that have come.
+
+        Args:
+            token_ids: All of them: those counted before, then the new ones.
+        """
+        places = self._places
+        for token in token_ids[self.num_tokens :]:
+            place = places.setdefault(token, len(places))
+            if place == len(self._ids):
+                self._grow()
+            self._ids[place] = token
+            self._counts[place] += 1
+        self.num_tokens = len(token_ids)
+
+    def plus(self, token_ids: SequenceOf[int]) -> TokenCounts:
+        """Returns the counts with further tokens of the output; these stay as they are."""
+        more = TokenCounts((), 0)
+        more._ids, more._counts, more._places = self.ids.copy(), self.counts.copy(), dict(self._places)
+        more.advance(token_ids)
+        more.num_tokens = self.num_tokens + len(token_ids)
+        return more
+
+    def _grow(self) -> None:
+        size = max(16, 2 * len(self._ids))
+        for name in ("_ids", "_counts"):
+            values = getattr(self, name)
+            setattr(self, name, np.concatenate([values, np.zeros(size - len(values), dtype=np.int32)]))

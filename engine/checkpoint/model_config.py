@@ -104,10 +104,6 @@ class DecoderConfig:
         """The experts of a layer; None where it has a plain MLP."""
         return self.experts if self.experts is not None and self.experts.layers[layer] else None
 
-    @property
-    def qkv_size(self) -> int:
-        return (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
-
     def with_factors_by_request(self) -> DecoderConfig:
         """Returns the configuration with ``LongScaling.by_request``, where there is such a scaling."""
         if self.rotary is None or not isinstance(self.rotary.scaling, LongScaling):

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from core.request import Fault, SamplingParams
+from engine.sequence import TokenCounts
 from engine.step_results import NoToken
-from engine.token_counts import TokenCounts
 
 
 class TokenHistory(Protocol):

@@ -19,9 +19,8 @@ from core.errors import IntegrityError
 from core.request import SamplingParams
 from engine.sampling.logit_adjustments import TokenHistory
 from engine.sampling.sampler import NO_TOKEN
-from engine.sequence import Sequence
+from engine.sequence import Sequence, TokenCounts
 from engine.step_results import PooledRows
-from engine.token_counts import TokenCounts
 from kvcache import StepBatch, StepItem
 
 

@@ -102,9 +102,9 @@ def gsm8k_run(num_bins: int, rate: float, num: int) -> MultiBinOutcome:
     return serve(lengths, lengths, edges, 8, Poisson(rate), _TOKENS, num_workers=8, seed=7)
 
 
-def least_latency_s(num_bins: int, num: int = 8_000) -> float:
-    """The lowest point of the curve of mean latency over the rate of arrival."""
-    return min(gsm8k_run(num_bins, rate, num).latency_s for rate in (10.0, 14.0, 17.0, 20.0, 23.0, 26.0, 29.0))
+def least_latency_s(num_bins: int) -> float:
+    """Returns the lowest point of the curve of mean latency over the rate of arrival."""
+    return min(gsm8k_run(num_bins, rate, 8_000).latency_s for rate in (10.0, 14.0, 17.0, 20.0, 23.0, 26.0, 29.0))
 
 
 def confuse(bins: Ints, matrix: Floats, rng: np.random.Generator) -> Ints:
@@ -132,21 +132,21 @@ def _midpoints(edges: Sequence[float], bins: Ints) -> Ints:
     return midpoints
 
 
-def errors_run(num_bins: int, error_rate: float, num: int, seed: int = 9) -> float:
-    """Saturated throughput under the error model."""
-    lengths = _uniform_ticks(num, seed)
+def errors_run(num_bins: int, error_rate: float, num: int) -> float:
+    """Returns the saturated throughput under the error model."""
+    lengths = _uniform_ticks(num, 9)
     edges = uniform_edges(1 / TICK_S, 20 / TICK_S, num_bins)
     bins = np.clip(np.searchsorted(edges[1:-1], lengths, side="right"), 0, num_bins - 1)
-    bins = confuse(bins, neighbour_errors(num_bins, error_rate), np.random.default_rng(seed + 1))
-    return serve(lengths, _midpoints(edges, bins), edges, 128, Poisson(14.0), _TICKS, seed=seed + 2).throughput
+    bins = confuse(bins, neighbour_errors(num_bins, error_rate), np.random.default_rng(10))
+    return serve(lengths, _midpoints(edges, bins), edges, 128, Poisson(14.0), _TICKS, seed=11).throughput
 
 
-def exponential_run(num_bins: int, rate: float, num: int, seed: int = 11) -> MultiBinOutcome:
-    """Figure 9: Exp(0.1) s, batches of 200, bins of Lemma A.1."""
-    seconds = np.random.default_rng(seed).exponential(10.0, num)
+def exponential_run(num_bins: int, rate: float, num: int) -> MultiBinOutcome:
+    """Runs Figure 9: Exp(0.1) s, batches of 200, bins of Lemma A.1."""
+    seconds = np.random.default_rng(11).exponential(10.0, num)
     lengths = np.maximum(1, np.rint(seconds / TICK_S)).astype(np.int64)
     edges = [edge / TICK_S for edge in exponential_edges(0.1, 200, num_bins)]
-    return serve(lengths, lengths, edges, 200, Poisson(rate), _TICKS, seed=seed + 1)
+    return serve(lengths, lengths, edges, 200, Poisson(rate), _TICKS, seed=12)
 
 
 ACCURACY = {2: (0.8614, 1.0), 4: (0.6297, 0.9591), 8: (0.4229, 0.7942)}
@@ -163,12 +163,12 @@ def published_confusion(num_bins: int) -> Floats:
     return neighbour_errors(num_bins, (near - exact) * num_bins / (2 * (num_bins - 1)), far)
 
 
-def predictor_gains(num_runs: int = 10, num: int = 800) -> dict[tuple[int, bool], float]:
-    """Gain in per cent by (bins, oracle), mean of runs of 800 requests."""
+def predictor_gains(num_runs: int = 10) -> dict[tuple[int, bool], float]:
+    """Returns the gain in per cent by (bins, oracle), mean of runs of 800 requests."""
     totals = dict.fromkeys([(1, True), *((k, oracle) for k in (2, 4, 8) for oracle in (True, False))], 0.0)
     for seed in range(num_runs):
         rng = np.random.default_rng(20 + seed)
-        lengths, prompts = _LMSYS.sample(rng, num), np.full(num, 70)
+        lengths, prompts = _LMSYS.sample(rng, 800), np.full(800, 70)
         for k, oracle in totals:
             edges = sample_edges(_LMSYS.sample(np.random.default_rng(19), 50_000).tolist(), k)
             bins = np.searchsorted(edges[1:-1], lengths, side="right")

@@ -175,10 +175,13 @@ CHANCE = 0.01
 """By less than this, windows of one distribution differ in similarity."""
 
 
-def similarity(some: Sequence[int], others: Sequence[int], width: int = 16) -> float:
-    """Cosine of two histograms of lengths, in bins of so many tokens; 1 for the same distribution."""
-    num_bins = max(*some, *others) // width + 1
-    a, b = (np.bincount(np.asarray(each) // width, minlength=num_bins).astype(float) for each in (some, others))
+_BIN_TOKENS = 16
+
+
+def similarity(some: Sequence[int], others: Sequence[int]) -> float:
+    """Returns the cosine of two histograms of lengths, in bins of ``_BIN_TOKENS``; 1 for the same distribution."""
+    num_bins = max(*some, *others) // _BIN_TOKENS + 1
+    a, b = (np.bincount(np.asarray(each) // _BIN_TOKENS, minlength=num_bins).astype(float) for each in (some, others))
     return float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))
 
 

@@ -1,11 +1,14 @@
 """Text comes out whole, once, and ends at the first complete stop string, however it is cut into tokens.
 
 Also where a request is resumed: its client reads on as if nothing had happened. The model is a script there, so that
-stop strings and half characters come where they are wanted.
+stop strings and half characters come where they are wanted. Counts of tokens that grow with a sequence are those of all
+its tokens.
 """
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +22,7 @@ from core.messages.plans import WorkerReady
 from core.messages.tokens import TokenDelta
 from core.request import Request, SamplingParams
 from engine import sequence
-from engine.sequence import Detokenizer, Sequence, StopStrings
+from engine.sequence import Detokenizer, Sequence, StopStrings, TokenCounts
 from engine.worker import Worker
 from kvcache import BatchLimits, BlockManager, LeaseExecutor, StepBatch
 from tests.unit.engine.driver import offer, steps
@@ -186,3 +189,30 @@ def test_a_resumed_request_ends_at_eos() -> None:
     script = [*TOKENIZER.encode("one two").ids, EOS_ID]
     resumed = attempt(script, SamplingParams(50), 2)
     assert (resumed[-1].token_ids, resumed[-1].finish_reason) == ((EOS_ID,), "stop")
+
+
+def contents(counts: TokenCounts) -> dict[int, int]:
+    return dict(zip(counts.ids.tolist(), counts.counts.tolist(), strict=True))
+
+
+def expected(token_ids: list[int], prompt_len: int) -> dict[int, int]:
+    return {**dict.fromkeys(token_ids[:prompt_len], 0), **Counter(token_ids[prompt_len:])}
+
+
+def test_counts_that_grow_are_those_of_all_tokens() -> None:
+    rng = random.Random(0)
+    for prompt_len in (0, 1, 40):
+        tokens = [rng.randrange(60) for _ in range(prompt_len + 200)]
+        growing = TokenCounts(tokens[:prompt_len], prompt_len)
+        for known in range(prompt_len, len(tokens), 3):
+            growing.advance(tokens[:known])
+            resumed = TokenCounts(tokens[:known], prompt_len)
+            assert contents(growing) == contents(resumed) == expected(tokens[:known], prompt_len)
+
+
+def test_guesses_are_counted_apart() -> None:
+    counts = TokenCounts([1, 2, 2, 3], 2)
+    assert contents(counts.plus((3, 9, 9))) == {1: 0, 2: 1, 3: 2, 9: 2}
+    assert contents(counts) == {1: 0, 2: 1, 3: 1}
+    counts.advance([1, 2, 2, 3, 1])
+    assert contents(counts) == {1: 1, 2: 1, 3: 1}
