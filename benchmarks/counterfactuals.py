@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.live_presets.live import Hardware, run_live
 from core.config.scheduling import SchedulerConfig
-from estimator.device_profile import A100_7B
+from estimator.profile_file import A100_7B
 from simulator.cluster.records import Record
 from simulator.counterfactual import Change, Life, what_if
 from simulator.experiment import Experiment, make_arrivals

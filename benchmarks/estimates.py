@@ -32,10 +32,9 @@ from core.request import SamplingParams
 from engine.engine import Engine
 from engine.runner import Runner
 from engine.sequence import Sequence
-from engine.step_fault import StepFault
-from estimator.grid import StepLimits, step_grid
+from engine.step_results import StepFault
 from estimator.knn import MIN_BATCHES, BatchTimes, ServedBatch, padded_batch_s
-from estimator.step_profile import StepProfile
+from estimator.step_profile import StepLimits, StepProfile, step_grid
 from kvcache import StepBatch
 from kvcache.step_batch import step_sample
 from services.bench.report import markdown_table, provenance

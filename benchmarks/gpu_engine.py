@@ -29,12 +29,12 @@ from benchmarks.common.gpu_models import SHAPES, model_config, random_weights
 from core.request import Request, Residency, SamplingParams
 from engine import cuda
 from engine.attention.attention import AttentionBackend
-from engine.attention.step_sizes import StepSizes
+from engine.attention.layout import StepSizes
 from engine.attention.torch_attention import TorchAttention
 from engine.checkpoint.model_config import DecoderConfig
 from engine.checkpoint.names import num_parameters
-from engine.kv.copiers import HostBlocks, StreamCopier
-from engine.kv.kv_pool import KVPool
+from engine.devices.copiers import HostBlocks, StreamCopier
+from engine.kv_pool import KVPool
 from engine.sequence import Sequence
 from engine.steps.backends import GraphBackend, gpu_attention
 from engine.steps.decode_graphs import Capture

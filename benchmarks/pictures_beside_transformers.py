@@ -33,7 +33,7 @@ from transformers import AutoImageProcessor, AutoTokenizer, LlavaForConditionalG
 from benchmarks.common.servers import RunningServer, ServerCommand, free_port
 from lab.embedded_vision.evaluate import asked_pictures
 from lab.embedded_vision.model import prompt_ids
-from lab.embedded_vision.questions import TASKS
+from lab.embedded_vision.words import TASKS
 from services.bench.report import markdown_table
 from services.launch.launch import VISION_MODEL, VISION_NAME
 

@@ -19,7 +19,7 @@ import torch
 from core.request import SamplingParams
 from engine.native.sampler import NativeSampler
 from engine.sampling.sampler import Sampler
-from engine.token_counts import TokenCounts
+from engine.sequence import TokenCounts
 from services.bench.report import markdown_table, provenance, write_json
 
 VOCABULARIES = (49_152, 151_936, 262_144)

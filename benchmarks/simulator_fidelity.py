@@ -25,7 +25,7 @@ import services
 from benchmarks.common.servers import RunningServer, farsight_command
 from core.config.engine import EngineConfig
 from core.config.scheduling import SchedulerConfig
-from estimator.device_profile import A100_7B
+from estimator.profile_file import A100_7B
 from services.bench.load import Connection, measure
 from services.bench.targets import BenchTarget, BodyForm, Call
 from services.commands.logged_traffic import Traffic, read_traffic

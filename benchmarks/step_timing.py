@@ -25,7 +25,7 @@ from engine.engine import Engine
 from engine.native.model import NativeModel
 from engine.runner import Runner
 from engine.sequence import OutputText, Sequence
-from engine.step_fault import StepFault
+from engine.step_results import StepFault
 from kvcache import StepBatch
 from services.bench.report import markdown_table, provenance, write_json
 

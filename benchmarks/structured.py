@@ -27,7 +27,7 @@ from engine.engine import Engine, RequestOutput
 from services.bench.report import markdown_table
 from services.launch.launch import EMBEDDED_MODEL
 from tokenization.grammars.compiler import GrammarCompiler, problem_of
-from tokenization.grammars.refused import GrammarRefused
+from tokenization.grammars.problems import GrammarRefused
 from tokenization.grammars.sources import of_schema
 from tokenization.loading import load_tokenizer
 

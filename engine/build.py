@@ -17,10 +17,10 @@ from engine.checkpoint.check import check_checkpoint
 from engine.checkpoint.encoder_config import EncoderConfig, check_encoder, load_encoder_config, resolve_encoder_len
 from engine.checkpoint.model_config import DecoderConfig, load_model_config, resolve_max_model_len
 from engine.checkpoint.rotary_config import LongScaling
-from engine.devices.device import Device
-from engine.devices.emulated_device import emulate_device
+from engine.devices.emulated import emulate_device
 from engine.drafted_steps import DraftedSteps
 from engine.parallel.mesh import ALONE, Mesh, check_parallel
+from engine.runner import Device
 from engine.sequence import Detokenizer
 from engine.vision.geometry import load_geometry
 from engine.vision.spans import CarriedEmbeddings, EmbeddingSource, ImageInputs
@@ -140,7 +140,7 @@ def build_worker(
         device = emulate_device(config, tokenizer, engine, swaps=swaps)
     else:
         if engine.device == "cuda":
-            from engine.devices.cuda_device import load_device
+            from engine.devices.model_device import load_gpu_device as load_device
         else:
             from engine.devices.model_device import load_device
         device = load_device(

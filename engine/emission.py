@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from core.messages.plans import FinishedSequence
 from core.messages.tokens import DeltaLogprobs, TokenDelta, joined
-from engine.sampling.logged_tokens import LoggedTokens, NoToken
 from engine.sequence import Sequence
+from engine.step_results import LoggedTokens, NoToken
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from core.request import Request, SamplingParams, check_token_ids
 from engine.build import build_worker
 from engine.checkpoint.model_config import resolve_model_dir
 from engine.emission import Output
-from engine.step_fault import IterationCutOff
+from engine.step_results import IterationCutOff
 from engine.worker import Worker
 from kvcache import StepBatch
 from policies.compose import configured_scheduler
@@ -55,7 +55,7 @@ class Engine:
         engine: Batch limits, block size, KV memory, context length, threads.
         scheduler: Preset and its parameters.
         clock: Seconds, monotonic.
-        ranks: The other processes of a model that is spread over several, from ``engine.parallel.local.LocalRanks``.
+        ranks: The other processes of a model that is spread over several, from ``engine.parallel.links.LocalRanks``.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A request while an engine has it: its tokens, and the text that a client may see of them.
+"""A request while an engine has it: its tokens, their counts, and the text that a client may see of them.
 
 Two things hold text back: a character whose bytes are incomplete, and a tail that may be the beginning of a stop
 string.
@@ -6,25 +6,114 @@ string.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from core.errors import InvalidValueError
 from core.images import identity_ids
 from core.messages.tokens import TokenLogprobs
 from core.request import Request, SamplingParams
-from engine.pooled_rows import PooledRows
-from engine.text.stop_strings import StopStrings
-from engine.token_counts import TokenCounts
+from engine.step_results import PooledRows
 from engine.vision.spans import ImageInputs, SequenceImages
 from kvcache import SequenceState
 from policies.speculation.base import Drafter
 from tokenization.grammars.compiler import GrammarCompiler
+from tokenization.grammars.problems import GrammarRefused
 from tokenization.grammars.reasoning import Matcher
-from tokenization.grammars.refused import GrammarRefused
 from tokenization.text_stream import TextDecoder, TextStream
+
+
+class StopStrings:
+    """Holds back the end of a text while it may be the beginning of a stop string.
+
+    The stop string that is complete first ends the text (of those complete at the same character the longest), so
+    the result does not depend on how the text is cut into parts.
+
+    Attributes:
+        stopped: Whether a stop string has ended the text.
+    """
+
+    def __init__(self, stop: SequenceOf[str]) -> None:
+        self._matches = [_Match(each) for each in stop]
+        self._held: deque[str] = deque()
+        self._num_held = 0
+        self.stopped = False
+
+    def push(self, text: str, may_stop: bool = True) -> str:
+        """Adds text; returns the text that the client may see now.
+
+        Args:
+            may_stop: Whether a stop string that is completed within ``text`` ends it.
+        """
+        for index, char in enumerate(text):
+            longest = 0
+            for match in self._matches:
+                longest = max(longest, match.advance(char))
+            if longest and may_stop:
+                self.stopped = True
+                return self._release(text[: index + 1], longest)
+        return self._release(text, max(match.length for match in self._matches))
+
+    def flush(self) -> str:
+        """The text held back, when the text has ended."""
+        return "" if self.stopped else self._release("", 0)
+
+    def _release(self, text: str, num_kept: int) -> str:
+        """Returns the held text and ``text``, without the last characters, which stay held."""
+        if text:
+            self._held.append(text)
+            self._num_held += len(text)
+        shown = []
+        while self._num_held > num_kept:
+            part = self._held.popleft()
+            excess = self._num_held - num_kept
+            if len(part) > excess:
+                self._held.appendleft(part[excess:])
+                part = part[:excess]
+            shown.append(part)
+            self._num_held -= len(part)
+        return "".join(shown)
+
+
+class _Match:
+    """How much of one stop string the text ends with: the automaton of Knuth, Morris and Pratt, built as it is needed.
+
+    Attributes:
+        length: Characters of the stop string that the text ends with, fewer than all of them.
+    """
+
+    __slots__ = ("_borders", "_stop", "length")
+
+    def __init__(self, stop: str) -> None:
+        self._stop = stop
+        self._borders = [0]  # by length - 1: longest proper suffix of that prefix that is a prefix too
+        self.length = 0
+
+    def advance(self, char: str) -> int:
+        """The length of the stop string if it is complete with this character, else 0."""
+        length = self._next(self.length, char)
+        if length == len(self._stop):
+            self.length = self._border(length)
+            return length
+        self.length = length
+        return 0
+
+    def _next(self, length: int, char: str) -> int:
+        stop = self._stop
+        while length and stop[length] != char:
+            length = self._border(length)
+        return length + 1 if stop[length] == char else 0
+
+    def _border(self, length: int) -> int:
+        borders = self._borders
+        while len(borders) < length:
+            borders.append(self._next(borders[-1], self._stop[len(borders)]))
+        return borders[length - 1]
 
 
 class Detokenizer:
@@ -209,3 +298,57 @@ class Sequence(SequenceState):
         """The guessed tokens before the first that the grammar forbids. Between steps."""
         matcher = self.current_matcher()
         return drafts if matcher is None else drafts[: matcher.num_allowed(drafts)]
+
+
+class TokenCounts:
+    """The tokens of a prompt and of the output so far, each once.
+
+    Attributes:
+        num_tokens: Tokens that are counted.
+    """
+
+    def __init__(self, token_ids: SequenceOf[int], prompt_len: int) -> None:
+        self._ids = np.unique(np.array(token_ids[:prompt_len], dtype=np.int32))
+        self._counts = np.zeros(len(self._ids), dtype=np.int32)
+        self._places = {token: place for place, token in enumerate(self._ids.tolist())}
+        self.num_tokens = min(prompt_len, len(token_ids))
+        self.advance(token_ids)
+
+    @property
+    def ids(self) -> NDArray[np.int32]:
+        """Ids of the tokens."""
+        return self._ids[: len(self._places)]
+
+    @property
+    def counts(self) -> NDArray[np.int32]:
+        """How often the output holds each; 0 for those of the prompt alone."""
+        return self._counts[: len(self._places)]
+
+    def advance(self, token_ids: SequenceOf[int]) -> None:
+        """Counts the tokens that have come.
+
+        Args:
+            token_ids: All of them: those counted before, then the new ones.
+        """
+        places = self._places
+        for token in token_ids[self.num_tokens :]:
+            place = places.setdefault(token, len(places))
+            if place == len(self._ids):
+                self._grow()
+            self._ids[place] = token
+            self._counts[place] += 1
+        self.num_tokens = len(token_ids)
+
+    def plus(self, token_ids: SequenceOf[int]) -> TokenCounts:
+        """Returns the counts with further tokens of the output; these stay as they are."""
+        more = TokenCounts((), 0)
+        more._ids, more._counts, more._places = self.ids.copy(), self.counts.copy(), dict(self._places)
+        more.advance(token_ids)
+        more.num_tokens = self.num_tokens + len(token_ids)
+        return more
+
+    def _grow(self) -> None:
+        size = max(16, 2 * len(self._ids))
+        for name in ("_ids", "_counts"):
+            values = getattr(self, name)
+            setattr(self, name, np.concatenate([values, np.zeros(size - len(values), dtype=np.int32)]))

@@ -20,8 +20,8 @@ from core.request import Fault, Request, SamplingParams, SequenceStatus
 from engine.drafted_steps import DraftedSteps
 from engine.emission import Emission, HeldBack, Output, ended_by_prompt, joined_outputs
 from engine.runner import Copier, Runner
-from engine.sampling.logged_tokens import LoggedTokens
 from engine.sequence import Detokenizer, OutputText, Sequence
+from engine.step_results import LoggedTokens
 from engine.vision.spans import ImageInputs
 from kvcache import PlanExecutor, StepBatch
 from kvcache.block_manager import are_hashes_of, extend_hashes, root_of, salted_root

@@ -1,4 +1,4 @@
-"""How long a batch takes: the mean of the batches most like it (Magnus III-D)."""
+"""How long a batch takes: the mean of the batches most like it (Magnus III-D); its file."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -229,3 +230,28 @@ class BatchTimes:
 def _checksum(rows: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     digest = hashlib.sha256(f"{SCHEMA} {rows.dtype.str} {rows.shape}".encode() + rows.tobytes()).digest()
     return np.frombuffer(digest, dtype=np.uint8)
+
+
+FILE_NAME = "batch-times.npz"
+
+
+def write_batch_times(directory: Path, times: BatchTimes) -> Path:
+    """Writes the file and returns its path.
+
+    Raises:
+        OSError: The directory cannot be written.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / FILE_NAME
+    path.write_bytes(times.to_bytes())
+    return path
+
+
+def read_batch_times(directory: Path, cost: StepCost, learning: BatchLearning) -> BatchTimes:
+    """Reads the estimator back; ``cost`` and ``learning`` are as in ``BatchTimes``.
+
+    Raises:
+        OSError: There is no such file.
+        InvalidValueError: The file is damaged, or no such artefact.
+    """
+    return BatchTimes.from_bytes((directory / FILE_NAME).read_bytes(), cost, learning)

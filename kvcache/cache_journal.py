@@ -1,11 +1,14 @@
-"""Changes of a worker's prefix cache, reported until the Scheduler has acknowledged them."""
+"""A worker's cache as its reports tell it: changes until they are acknowledged; where each sequence's KV is."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
 
 from core.errors import IntegrityError
 from core.messages.cache import CachedRun, KVCacheEvent
+from core.messages.kv import KVTraffic, KVUsage
+from core.messages.plans import StepReport
 from kvcache.block_manager import NO_PARENT, BlockManager
 
 
@@ -130,3 +133,55 @@ def runs(chain: Iterable[tuple[int, int]]) -> Iterator[CachedRun]:
         names.append(name)
     if names:
         yield CachedRun(first, tuple(names))
+
+
+class ResidencyMirror:
+    """The KV of one replica."""
+
+    def __init__(self) -> None:
+        self._num_blocks = 0
+        self._report: StepReport | None = None
+
+    def observe(self, report: StepReport) -> KVTraffic:
+        """Applies a report; ignores one that is older than the last.
+
+        Returns:
+            The moves since the report before it, or since the worker's life began.
+        """
+        known = self._report
+        same_life = known is not None and known.worker_incarnation == report.worker_incarnation
+        if known is not None and same_life and report.report_seq <= known.report_seq:
+            return KVTraffic()
+        self._report = report
+        in_tables = sum(progress.num_blocks for progress in report.progress)
+        self._num_blocks = report.free_blocks + in_tables - report.shared_blocks
+        before = known.traffic if known is not None and same_life else KVTraffic()
+        return _since(before, report.traffic)
+
+    @property
+    def usage(self) -> KVUsage:
+        """Zeros before the first report."""
+        report = self._report
+        if report is None:
+            return KVUsage()
+        return KVUsage(
+            num_blocks=self._num_blocks,
+            free_blocks=report.free_blocks,
+            num_resident=sum(progress.num_blocks > 0 for progress in report.progress),
+            short_blocks=report.short_blocks,
+            num_host_blocks=report.num_host_blocks,
+            free_host_blocks=report.free_host_blocks,
+            flying_blocks=report.flying_blocks,
+            traffic=report.traffic,
+        )
+
+
+def _since(before: KVTraffic, now: KVTraffic) -> KVTraffic:
+    return KVTraffic(*(getattr(now, each.name) - getattr(before, each.name) for each in fields(KVTraffic)))
+
+
+def total_usage(usages: list[KVUsage]) -> KVUsage:
+    """Adds the KV usages of several replicas."""
+    traffic = KVTraffic(*(sum(getattr(usage.traffic, each.name) for usage in usages) for each in fields(KVTraffic)))
+    counts = [each.name for each in fields(KVUsage) if each.name != "traffic"]
+    return KVUsage(traffic=traffic, **{name: sum(getattr(usage, name) for usage in usages) for name in counts})

@@ -18,8 +18,7 @@ from core.messages.step_times import StepSample
 from core.request import Request, Residency, SequenceStatus
 from kvcache.block_manager import BlockHashes, BlockManager
 from kvcache.cache_journal import CacheJournal
-from kvcache.service_meter import ServiceMeter
-from kvcache.step_batch import BatchLimits, KVCopy, StepBatch, StepItem
+from kvcache.step_batch import BatchLimits, KVCopy, ServiceMeter, StepBatch, StepItem
 
 NO_FURTHER: Mapping[str, int] = {}
 """No item of a step has yielded more than one token."""

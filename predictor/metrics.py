@@ -88,17 +88,3 @@ def kendall_tau(scores: ArrayLike, actual: ArrayLike) -> float:
     if np.ptp(np.asarray(scores)) == 0 or np.ptp(np.asarray(actual)) == 0:
         return 0.0
     return float(kendalltau(scores, actual).statistic)
-
-
-def bin_accuracy(estimates: ArrayLike, actual: ArrayLike, num_bins: int) -> tuple[float, float]:
-    """Returns the share of estimates in the bin of their length, and in it or a neighbour (Multi-Bin, C.1).
-
-    Args:
-        estimates: Estimated output lengths, in tokens.
-        actual: Output lengths, in tokens; bins hold equal numbers of them, as far as whole numbers allow.
-        num_bins: At least 1.
-    """
-    lens = np.asarray(actual, np.float64)
-    edges = np.quantile(lens, np.arange(1, num_bins) / num_bins)
-    found, true = np.searchsorted(edges, np.asarray(estimates), "right"), np.searchsorted(edges, lens, "right")
-    return float(np.mean(found == true)), float(np.mean(np.abs(found - true) <= 1))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from core.errors import InvalidValueError
 from core.forecast import QUANTILES
-from predictor.applications.growing import grow_by_application
+from predictor.applications.forest import grow_by_application
 from predictor.applications.reading import MODEL as APPLICATIONS
 from predictor.artefact import TrainedModel, from_bytes
 from predictor.features import IMAGES, Floats

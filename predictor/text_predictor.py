@@ -11,16 +11,18 @@ from core.forecast import QUANTILES, Forecast, ForecastQuestion
 from predictor.applications.reading import FORM, SECRET, ApplicationReader
 from predictor.applications.reading import MODEL as APPLICATIONS
 from predictor.artefact import ArtefactError, TrainedModel
-from predictor.embedding_cache import EmbeddingCache
 from predictor.encoders import Encoder, Scorer
 from predictor.features import IMAGES, FeatureShape, Floats
 from predictor.history import HistoryPredictor
 from predictor.models import BERT, FULL, LENGTH, Model, unpack
 from predictor.quantiles import LengthDistributions
-from predictor.readers import EmbeddingReader, Reader, ScoreReader, WordReader
+from predictor.readers import EmbeddingCache, EmbeddingReader, Reader, ScoreReader, WordReader
 from predictor.retraining import is_untrained
 from predictor.shedding import Effort
 from predictor.words import WordScorer
+
+_MAX_CACHED = 1024
+"""Instructions whose embeddings are kept."""
 
 
 class TextPredictor:
@@ -33,7 +35,6 @@ class TextPredictor:
         artefact: From ``training.train``.
         encoder: The encoder of its training (``encoder_of``), or its regressor; None if it needs none.
         history: Answers where the artefact costs too much; this object does not train it.
-        cache_size: Instructions whose embeddings are kept.
 
     Raises:
         ArtefactError: The artefact lacks an entry.
@@ -45,13 +46,12 @@ class TextPredictor:
         artefact: TrainedModel,
         encoder: Encoder | Scorer | None,
         history: HistoryPredictor,
-        cache_size: int = 1024,
     ) -> None:
         try:
             self.version = int(artefact.metadata["version"])
             self.encoder = encoder
             self._source = str(artefact.metadata["model"])
-            self._reader = _reader(artefact, encoder, cache_size)
+            self._reader = _reader(artefact, encoder)
             reads_all = not isinstance(self._reader, EmbeddingReader)
             self._full = self._length = None
             if not is_untrained(artefact):
@@ -115,7 +115,7 @@ def encoder_of(artefact: TrainedModel) -> str | None:
     return None if name is None else str(name)
 
 
-def _reader(artefact: TrainedModel, encoder: Encoder | Scorer | None, cache_size: int) -> Reader:
+def _reader(artefact: TrainedModel, encoder: Encoder | Scorer | None) -> Reader:
     metadata = artefact.metadata
     if metadata["model"] == BERT:
         if not isinstance(encoder, Scorer):
@@ -132,4 +132,4 @@ def _reader(artefact: TrainedModel, encoder: Encoder | Scorer | None, cache_size
         found = f"{encoder.name} ({encoder.dim} dimensions)" if isinstance(encoder, Encoder) else None
         raise InvalidValueError("encoder", found, f"{trained_with} ({dim} dimensions), as in training")
     shape = FeatureShape(dim, int(metadata["d_user"]), int(metadata["d_app"]))
-    return EmbeddingReader(shape, EmbeddingCache(encoder, cache_size), images=images)
+    return EmbeddingReader(shape, EmbeddingCache(encoder, _MAX_CACHED), images=images)

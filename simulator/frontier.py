@@ -160,11 +160,6 @@ def tail_bound(load: Workload, share: float) -> float:
     return bound
 
 
-def best_tail_bound(arrivals: Sequence[SimRequest], bounds: ReplicaBounds, share: float = 0.99) -> float:
-    """The largest of ``tail_bound`` over ``shares``."""
-    return max(tail_bound(workload(arrivals, bounds, each), share) for each in shares())
-
-
 class MeanBound:
     """Lower bound of the mean completion time by a Lagrangian dual: any prices of the resource give one.
 

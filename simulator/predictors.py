@@ -88,24 +88,6 @@ class Shuffled:
         return [replace(a, forecast=predicted[int(i)].forecast) for a, i in zip(predicted, order, strict=True)]
 
 
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """A predictor given by the caller, which the simulator did not train.
-
-    Attributes:
-        predict: One forecast for each arrival, in order. It must not look at ``output_len``.
-    """
-
-    predict: Callable[[Sequence[SimRequest]], Sequence[Forecast]]
-
-    def __call__(self, arrivals: Sequence[SimRequest]) -> list[SimRequest]:
-        """Raises ``InvalidValueError`` unless there are as many forecasts as arrivals."""
-        forecasts = self.predict(arrivals)
-        if len(forecasts) != len(arrivals):
-            raise InvalidValueError("forecasts", len(forecasts), f"one for each of {len(arrivals)} arrivals")
-        return [replace(a, forecast=f) for a, f in zip(arrivals, forecasts, strict=True)]
-
-
 def _certain(length: int) -> Forecast:
     return Forecast(float(length), (float(length),) * len(QUANTILES), 1, "oracle", 1)
 

@@ -19,7 +19,7 @@ from typing import Any
 from tokenizers import AddedToken, Encoding, Tokenizer
 
 from core.errors import InvalidValueError
-from tokenization.bounds import is_panic
+from tokenization.loading import is_panic
 
 Span = tuple[int, int]
 """Begin and end of a part of a text, in characters."""

@@ -29,7 +29,7 @@ from core.messages.plans import FinishedSequence, WorkerReady
 from core.messages.requests import Key, Keys, Refusal, Refusals, Submit
 from core.messages.tokens import TokenBatches, TokenDelta, TokenPoll
 from core.request import Request
-from engine.text.vocabulary import PromptDecoder, vocabulary_size
+from engine.vocabulary import PromptDecoder, vocabulary_size
 from policies.compose import configured_backend
 from policies.external.events import (
     AskServer,

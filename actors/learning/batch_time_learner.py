@@ -18,9 +18,8 @@ from core.errors import ConfigError, FarsightError, InvalidValueError
 from core.learning import ErrorRule
 from core.messages.log import Artefact, ArtefactName
 from core.messages.step_times import BatchShape, ServedBatchTime
-from estimator.batch_times_file import read_batch_times
-from estimator.device_profile import known_cost
-from estimator.knn import MIN_BATCHES, BatchLearning, BatchTimes, ServedBatch
+from estimator.knn import MIN_BATCHES, BatchLearning, BatchTimes, ServedBatch, read_batch_times
+from estimator.profile_file import known_cost
 from policies.settings import PRIOR_COST
 
 KIND = "batch-times"

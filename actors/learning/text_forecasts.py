@@ -149,7 +149,7 @@ def _counter(registry: CollectorRegistry) -> Counter:
 
 
 def _load(settings: PredictorConfig) -> tuple[TrainedModel, Encoder | Scorer | None]:
-    from engine.encoders.loading import text_model_of  # loads torch, which only these predictors need
+    from engine.encoders.regressor import text_model_of  # loads torch, which only these predictors need
 
     path = Path(settings.artefact)
     try:

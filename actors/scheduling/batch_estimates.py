@@ -11,8 +11,8 @@ from actors.runtime.names import initial_counts
 from actors.runtime.peer import PeerLost, current_counts, wait_for
 from core.costs import profile_cost
 from core.messages.step_times import BatchShape, BatchShapes, ServedBatchTime, ServedBatchTimes
-from estimator.device_profile import known_cost
 from estimator.knn import padded_batch_s
+from estimator.profile_file import known_cost
 from estimator.step_profile import MIN_SAMPLES
 from policies.batching.base import FormedBatch
 from policies.fleet.events import BatchEnded

@@ -15,7 +15,7 @@ from actors.runtime.metrics import EngineMetrics, OffloadMetrics
 from core.errors import MessageError
 from core.messages.kv import KVUsage, OffloadOrders, OffloadQuestion
 from core.messages.plans import StepReport
-from kvcache.residency import ResidencyMirror
+from kvcache.cache_journal import ResidencyMirror
 from policies.compose import configured_offload
 
 

@@ -36,7 +36,7 @@ from core.messages.status import ComponentCounts, ComponentRows, ComponentStatus
 from core.series.components import MAX_COMPONENTS, ComponentHistory
 from core.series.service import Instant, ServiceSeries
 from core.series.table import SeriesTable
-from kvcache.residency import total_usage
+from kvcache.cache_journal import total_usage
 from policies.fleet.queue_delay import queue_delay_s
 from policies.tenancy.budgets import SharedBudgets
 

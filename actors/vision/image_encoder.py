@@ -34,7 +34,7 @@ from core.memory import return_large_blocks
 from core.messages.images import EncodedImage, EncodedImages, EncodeImages, ImageFile
 from core.messages.pulse import Work
 from core.processors import encoder_threads
-from engine.devices.emulated_vision import EmulatedVision, emulate_vision
+from engine.devices.emulated import EmulatedVision, emulate_vision
 from engine.vision.decoder import DecodeLimits, PictureDecoder
 from engine.vision.row_files import RowStore, rows_name
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from core.costs import StepCost
 from core.errors import RankLost, WorkerBroken
 from core.messages.step_times import StepSample
-from engine.step_fault import IterationCutOff, StepFault
+from engine.step_results import IterationCutOff, StepFault
 from kvcache.step_batch import step_sample
 
 if TYPE_CHECKING:

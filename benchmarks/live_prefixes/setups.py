@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.live_presets.live import Hardware
 from benchmarks.live_presets.study import System
 from core.config.placement import PlacementConfig
-from estimator.device_profile import DeviceProfile
+from estimator.profile_file import DeviceProfile
 from lab.reproduce.placements import REASONING
 from lab.reproduce.preble.runs import A6000_TOKENS, MISTRAL_7B_A6000
 from policies.compose import build_router, build_scheduler

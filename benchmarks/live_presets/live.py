@@ -20,7 +20,7 @@ import uvloop
 from benchmarks.live_presets.local_service import Service, running
 from core.config.load import FarsightConfig, load_config
 from core.request import SamplingParams
-from estimator.device_profile import DeviceProfile
+from estimator.profile_file import DeviceProfile
 from services.api.generation import PromptText
 from services.api.requests import unnamed_request
 from services.launch.launch import EMBEDDED_MODEL

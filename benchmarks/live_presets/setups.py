@@ -11,9 +11,9 @@ import numpy as np
 from benchmarks.live_presets.live import Hardware
 from benchmarks.live_presets.study import System
 from core.config.scheduling import BatchConfig, SchedulerConfig
-from estimator.device_profile import A100_7B
-from lab.reproduce import combined_runs
-from lab.reproduce.combined_runs import HOST_TOKENS, CombinedCell, Policy
+from estimator.profile_file import A100_7B
+from lab.reproduce import combined
+from lab.reproduce.combined import HOST_TOKENS, CombinedCell, Policy
 from policies.compose import build_scheduler
 from policies.settings import PolicySettings
 from simulator import predictors
@@ -112,7 +112,7 @@ SETUPS: dict[str, Setup] = {
 
 def _continuous(preset: str, look_every: int, setup: Setup, arrivals: list[SimRequest]) -> list[Record]:
     policy = Policy(lambda limits: build_scheduler(preset, limits, _SETTINGS), look_every=look_every)
-    return combined_runs.run(setup.cell, arrivals, policy)
+    return combined.run(setup.cell, arrivals, policy)
 
 
 def _batches(preset: str, batch: BatchConfig, setup: Setup, arrivals: list[SimRequest]) -> list[Record]:

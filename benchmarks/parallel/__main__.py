@@ -27,7 +27,7 @@ from core.config.engine import EngineConfig
 from core.processors import usable_processors
 from core.request import SamplingParams
 from engine import Engine
-from engine.parallel.local import RANK_MODULE, LocalRanks
+from engine.parallel.links import RANK_MODULE, LocalRanks
 from engine.parallel.mesh import Mesh
 
 PROMPT_LEN = 4

@@ -11,7 +11,7 @@ import time
 from torch import Tensor
 
 from engine.attention.attention import StepAttention, StepLayout
-from engine.kv.kv_pool import KVPool
+from engine.kv_pool import KVPool
 from engine.models.layers import DecoderLayers
 from engine.parallel.__main__ import main
 

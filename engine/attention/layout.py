@@ -1,8 +1,14 @@
-"""From the batch of a step to the tensors that describe it."""
+"""From the batch of a step to the tensors that describe it, and the sizes that steps are padded up to on a GPU.
+
+A step that only decodes gets its inputs while the step before it computes (``DecodeInputs``). A recording or a compiled
+kernel of one padded size serves all steps that fit.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,6 +19,56 @@ from engine.attention.attention import DecodePart, GivenTensors, PrefillPart, St
 from engine.sequence import Sequence
 from engine.vision.spans import GivenRows, joined
 from kvcache import StepBatch, StepItem
+
+_NARROWEST = 8
+_WIDER = 4
+
+
+class StepSizes:
+    """The sizes for steps of so many sequences, the longest of so many blocks.
+
+    Attributes:
+        rows: Numbers of sequences, ascending; the last is the largest.
+        widths: Widths of block tables, in blocks, likewise.
+    """
+
+    def __init__(self, max_rows: int, max_width: int) -> None:
+        self.rows = row_sizes(max_rows)
+        self.widths = table_widths(max_width)
+
+    def num_rows(self, number: int) -> int | None:
+        """The smallest of ``rows`` that holds so many; None if none does."""
+        return _smallest(self.rows, number)
+
+    def width(self, number: int) -> int | None:
+        """The smallest of ``widths`` that holds so many; None if none does."""
+        return _smallest(self.widths, number)
+
+
+def row_sizes(limit: int) -> list[int]:
+    """Powers of two and, from 16 on, the middle between one and the next, up to ``limit``, which is the last."""
+    sizes = [1, 2, 4, 8]
+    while sizes[-1] < limit:
+        power = 1 << (sizes[-1].bit_length() - 1)
+        sizes.append(power * 2 if sizes[-1] > power or power < 16 else power + power // 2)
+    return [*(size for size in sizes if size < limit), limit]
+
+
+def table_widths(limit: int) -> list[int]:
+    """8 blocks, then four times as many each time, up to ``limit``, which is the last.
+
+    Kernels cut the whole width of a table into parts that run side by side: a table far wider than its sequences are
+    long leaves them a few parts with work and many without.
+    """
+    widths = [_NARROWEST]
+    while widths[-1] < limit:
+        widths.append(widths[-1] * _WIDER)
+    return [*(width for width in widths if width < limit), limit]
+
+
+def _smallest(sizes: list[int], number: int) -> int | None:
+    place = bisect_left(sizes, number)
+    return sizes[place] if place < len(sizes) else None
 
 
 def order_items(batch: StepBatch) -> list[int]:
@@ -211,3 +267,83 @@ def _tables(items: list[StepItem], kv_lens: tuple[int, ...], block_size: int, de
 
 def _tensor(values: list[int], device: torch.device | str) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeInputs:
+    """One row for each item, each of which samples. What the step before it yields is lacking until ``complete``.
+
+    Attributes:
+        items: One token each.
+        rows: int64 ``[3, items]``: token ids, positions, slots of the pool.
+        lengths: int32 ``[items, 2]``: 1, and tokens of the sequence with the new one.
+        tables: int32 ``[items, width]``: blocks of the sequence; unused entries repeat the first.
+        turning: Indices of the items that begin a block, which their tables may lack.
+    """
+
+    items: list[StepItem]
+    rows: np.ndarray
+    lengths: np.ndarray
+    tables: np.ndarray
+    turning: list[int]
+    _token_ids: list[list[int]]
+    _block_size: int
+
+    @classmethod
+    def ahead(cls, items: list[StepItem], sequences: Mapping[str, Sequence], block_size: int) -> DecodeInputs:
+        """The inputs, but for what the step that computes is still to bring: tokens, and blocks that begin.
+
+        Raises:
+            IntegrityError: An item lacks another of its blocks.
+        """
+        starts = np.array([item.start for item in items], dtype=np.int64)
+        lengths = np.ones((len(items), 2), dtype=np.int32)
+        lengths[:, 1] = starts + 1
+        tables = np.empty((len(items), int(starts.max()) // block_size + 1), dtype=np.int32)
+        for row, item in zip(tables, items, strict=True):
+            _fill_table(row, item, block_size)
+        rows = np.zeros((3, len(items)), dtype=np.int64)
+        for i, item in enumerate(items):
+            sequence = sequences[item.request_id]
+            images = sequence.images
+            rows[1, i] = sequence.first_row + item.start if images is None else images.position(item.start)
+        rows[2] = tables[np.arange(len(items)), starts // block_size] * block_size + starts % block_size
+        turning: list[int] = np.flatnonzero(starts % block_size == 0).tolist()
+        token_ids = [sequences[item.request_id].token_ids for item in items]
+        return cls(items, rows, lengths, tables, turning, token_ids, block_size)
+
+    def complete(self, token_ids: list[int] | None = None) -> None:
+        """Writes the tokens and blocks that have come with the step before.
+
+        Args:
+            token_ids: The token of each item, if its sequence does not have it yet.
+
+        Raises:
+            IntegrityError: An item asks for tokens or blocks that are not there.
+        """
+        self.rows[0] = self._last_tokens() if token_ids is None else token_ids
+        for i in self.turning:
+            item = self.items[i]
+            block = item.start // self._block_size
+            if block >= len(item.blocks):
+                raise _too_few_blocks(item, self._block_size)
+            _fill_table(self.tables[i], item, self._block_size)
+            self.rows[2, i] = item.blocks[block] * self._block_size
+
+    def _last_tokens(self) -> list[int]:
+        try:
+            return [tokens[item.start] for tokens, item in zip(self._token_ids, self.items, strict=True)]
+        except IndexError:
+            raise IntegrityError("a step that decodes asks for tokens that are not there") from None
+
+
+def _fill_table(row: np.ndarray, item: StepItem, block_size: int) -> None:
+    if len(item.blocks) * block_size < item.start or not item.blocks:
+        raise _too_few_blocks(item, block_size)
+    blocks = item.blocks[: item.start // block_size + 1]
+    row[: len(blocks)] = blocks
+    row[len(blocks) :] = blocks[0]
+
+
+def _too_few_blocks(item: StepItem, block_size: int) -> IntegrityError:
+    return IntegrityError(f"{item.request_id}: token {item.start} in {len(item.blocks)} blocks of {block_size}")

@@ -10,10 +10,17 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from engine.attention.attention import DecodePart, PrefillPart, StaticDecode, StepLayout
-from engine.attention.scores import PLAIN_SCORES, ScoreShape, attend
+from engine.attention.attention import (
+    PLAIN_SCORES,
+    DecodePart,
+    PrefillPart,
+    ScoreShape,
+    StaticDecode,
+    StepLayout,
+    attend,
+)
 from engine.checkpoint.model_config import DecoderConfig
-from engine.kv.kv_pool import KVPool
+from engine.kv_pool import KVPool
 
 Masks = dict[int | None, Tensor | None]
 """The mask that is added to the scores, by sliding window; no mask where plain causality suffices."""

@@ -21,11 +21,18 @@ from xformers.ops import fmha
 from xformers.ops.fmha import attn_bias, flash, flash3, triton_splitk
 from xformers.ops.fmha.dispatch import fa3_available
 
-from engine.attention.attention import DecodePart, PrefillPart, StaticDecode, StepAttention, StepLayout
-from engine.attention.scores import PLAIN_SCORES, ScoreShape
-from engine.attention.step_sizes import StepSizes
+from engine.attention.attention import (
+    PLAIN_SCORES,
+    DecodePart,
+    PrefillPart,
+    ScoreShape,
+    StaticDecode,
+    StepAttention,
+    StepLayout,
+)
+from engine.attention.layout import StepSizes
 from engine.checkpoint.model_config import DecoderConfig
-from engine.kv.kv_pool import KVPool
+from engine.kv_pool import KVPool
 
 Operator = type[Any]
 """A kernel of ``xformers.ops.fmha``."""

@@ -11,7 +11,7 @@ from engine.checkpoint.model_config import DecoderConfig
 from engine.checkpoint.names import check_complete, known_name, tensor_shapes
 from engine.checkpoint.quantization import StoredMatrix, stored_matrices
 from engine.checkpoint.stored import FLOATS, StoredTensor, stored_tensors
-from tokenization.gguf.file import GGUFFile, GGUFTensor, is_gguf, read_gguf
+from tokenization.gguf_file import GGUFFile, GGUFTensor, is_gguf, read_gguf
 
 _LONGEST_BIAS = 1 << 22
 """Bytes of a bias that are read to see whether it is zero."""

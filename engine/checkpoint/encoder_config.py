@@ -15,7 +15,7 @@ from engine.checkpoint.families.encoder import ENCODERS, EncoderArchitecture
 from engine.checkpoint.families.record import ACTIVATIONS
 from engine.checkpoint.model_config import MAX_LAYERS, load_model_config
 from engine.checkpoint.stored import FLOATS, StoredTensor, stored_tensors
-from tokenization.gguf.file import is_gguf
+from tokenization.gguf_file import is_gguf
 from tokenization.model_dir import model_file, read_json_file
 
 _POOLING_MODES: Mapping[str, str] = {

@@ -17,16 +17,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from core.errors import ConfigError, InvalidValueError
 from engine.checkpoint.architectures import ARCHITECTURES, Architecture, Windows
 from engine.checkpoint.config_fields import Fields, UnsupportedModelError, read_json
-from engine.checkpoint.families.experts import Experts
-from engine.checkpoint.families.latent import Latent
-from engine.checkpoint.families.record import ACTIVATIONS, Biases, Blocks, TensorNames, of_config
-from engine.checkpoint.families.vision import VISION, seeing_name
+from engine.checkpoint.families.record import ACTIVATIONS, Biases, Blocks, Experts, Latent, TensorNames, of_config
+from engine.checkpoint.families.vision import VISION, NestedText, seeing_name, text_part
 from engine.checkpoint.gguf_model import EXPERT_DOWN, EXPERT_UP, gguf_config, rope_factors
 from engine.checkpoint.quantization import Quantization, read_quantization
 from engine.checkpoint.rotary_config import FactorScaling, LongScaling, read_rotary
 from engine.checkpoint.rotary_config import RotaryConfig as RotaryConfig
-from engine.checkpoint.text_part import NestedText, text_part
-from tokenization.gguf.file import GGUFFile, is_gguf, read_gguf
+from tokenization.gguf_file import GGUFFile, is_gguf, read_gguf
 from tokenization.model_dir import model_file
 
 if TYPE_CHECKING:  # reading a configuration must not cost a process the whole of torch
@@ -106,10 +103,6 @@ class DecoderConfig:
     def mixture(self, layer: int) -> Experts | None:
         """The experts of a layer; None where it has a plain MLP."""
         return self.experts if self.experts is not None and self.experts.layers[layer] else None
-
-    @property
-    def qkv_size(self) -> int:
-        return (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
 
     def with_factors_by_request(self) -> DecoderConfig:
         """Returns the configuration with ``LongScaling.by_request``, where there is such a scaling."""

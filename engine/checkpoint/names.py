@@ -6,8 +6,7 @@ import math
 from collections.abc import Container, Iterator, Sequence, Set, Sized
 
 from engine.checkpoint.config_fields import CheckpointError, Shape
-from engine.checkpoint.families.experts import Experts
-from engine.checkpoint.families.latent import Latent
+from engine.checkpoint.families.record import Experts, Latent
 from engine.checkpoint.model_config import DecoderConfig
 
 CORRECTION = "e_score_correction_bias"

@@ -10,6 +10,7 @@ import math
 import mmap
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,14 +20,35 @@ from torch import Tensor
 
 from engine.checkpoint.check import gguf_checkpoint, safetensors_checkpoint
 from engine.checkpoint.config_fields import CheckpointError
-from engine.checkpoint.gguf_blocks import gguf_record, has_record
 from engine.checkpoint.gguf_model import turned_heads
 from engine.checkpoint.model_config import DecoderConfig
 from engine.checkpoint.quantization import StoredMatrix
 from engine.checkpoint.quantized import QuantizedLinear, gather_records
-from engine.checkpoint.repacking import float_rows, record_rows, repacked
-from engine.checkpoint.threads import threads_for
-from tokenization.gguf.file import GGUFTensor, is_gguf, read_gguf
+from engine.checkpoint.repacking import float_rows, gguf_record, has_record, record_rows, repacked
+from tokenization.gguf_file import GGUFTensor, is_gguf, read_gguf
+
+SMALL = 1 << 22
+"""Values up to which one thread computes alone."""
+
+
+@contextmanager
+def threads_for(num_values: int) -> Iterator[None]:
+    """One thread for an operation on a few values, all of them otherwise.
+
+    An operation that threads share ends with the last of them, and on a busy machine that one waits for a time slice. A
+    mixture of experts has thousands of small tensors: with 4 threads on 4 busy cores a model of 111 million parameters
+    was not loaded within a minute; with one thread it takes a second.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1 or num_values > SMALL:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MAPPED_BYTES = 1 << 25

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from core.errors import InvalidValueError
 from engine.checkpoint.config_fields import CheckpointError as CheckpointError
-from engine.checkpoint.families.experts import Experts
-from engine.checkpoint.families.latent import Latent
+from engine.checkpoint.families.record import Experts, Latent
 from engine.checkpoint.layers import ExpertWeights as ExpertWeights
 from engine.checkpoint.layers import LatentWeights as LatentWeights
 from engine.checkpoint.layers import LayerWeights as LayerWeights
@@ -20,12 +19,11 @@ from engine.checkpoint.layers import Linear as Linear
 from engine.checkpoint.layers import Matrix as Matrix
 from engine.checkpoint.layers import ModelWeights as ModelWeights
 from engine.checkpoint.layers import Norm as Norm
+from engine.checkpoint.layers import latent_orders, qkv_order, turned_order
 from engine.checkpoint.model_config import DecoderConfig
 from engine.checkpoint.names import CORRECTION, head_norm_sizes, latent_sizes, num_parameters
 from engine.checkpoint.quantized import QuantizedLinear, join_records
-from engine.checkpoint.row_order import latent_orders, qkv_order, turned_order
-from engine.checkpoint.sources import TensorSource, open_checkpoint
-from engine.checkpoint.threads import threads_for
+from engine.checkpoint.sources import TensorSource, open_checkpoint, threads_for
 
 Progress = Callable[[float], object]
 """Takes a share, from 0 to 1."""

@@ -1,5 +1,7 @@
 """A device that computes nothing: steps and copies take as long as a profile says, and the tokens are made up.
 
+Its pools exist as numbers only, and its image encoder gives zeros.
+
 So live scheduling can be measured at the pace of a device that is not there, without a model that takes the
 processors from the schedulers, and with many replicas on one machine.
 """
@@ -11,14 +13,22 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
-from core.costs import StepCost
+import numpy as np
+from tokenizers import Tokenizer
+
+from core.config.engine import EngineConfig
+from core.costs import ImageCost, StepCost
+from core.errors import ConfigError, InvalidValueError
 from core.messages.tokens import TokenLogprobs
 from core.request import Fault, Request, Residency
-from engine.kv.copies import Copies
-from engine.sampling.logged_tokens import ItemLogprobs, LoggedTokens, NoToken
-from engine.sequence import Sequence
-from engine.step_fault import IterationCutOff, StepFault
+from engine.checkpoint.model_config import DecoderConfig, load_model_config
+from engine.runner import Copies, Device, num_host_pool_blocks, num_pool_blocks
+from engine.sequence import Detokenizer, Sequence
+from engine.step_results import ItemLogprobs, IterationCutOff, LoggedTokens, NoToken, StepFault
+from engine.vision.geometry import ImageGeometry, PreparedImage, load_geometry
+from estimator.profile_file import DeviceProfile, find_device_profile
 from kvcache import KVCopy, StepBatch, StepItem
 from kvcache.step_batch import step_work
 
@@ -191,3 +201,91 @@ class EmulatedCopier(Copies):
         done_at = max(self._free_at[copy.to], self._pace.now()) + len(copy.source) * self._block_s
         self._free_at[copy.to] = done_at
         self.submit(copy.copy_id, self._links[copy.to], lambda: self._pace.wait_until(done_at))
+
+
+def emulate_device(config: DecoderConfig, tokenizer: Tokenizer, engine: EngineConfig, *, swaps: bool = False) -> Device:
+    """A device whose work takes as long as its profile says. It uses only vocabulary and context of the model.
+
+    Args:
+        swaps: Whether there is use for a host pool.
+
+    Raises:
+        InvalidValueError: there is no such profile, or it does not say what is needed; names the field.
+    """
+    profile = find_device_profile(engine.profile)
+    # An emulated model has no positions: any length works.
+    context_len = engine.max_model_len or config.max_position_embeddings
+    num_blocks = num_pool_blocks(engine, profile.kv_bytes, context_len, profile.kv_memory or None)
+    auto_blocks = num_blocks if swaps and profile.copy_bandwidth else 0
+    num_host_blocks = num_host_pool_blocks(engine, profile.kv_bytes, auto_blocks, None)
+    runner = EmulatedRunner(profile.cost, text_token_ids(config, tokenizer))
+    copier = EmulatedCopier(_block_s(profile, engine)) if num_host_blocks else None
+    return Device(runner, context_len, profile.kv_bytes, num_blocks, num_host_blocks, copier)
+
+
+def text_token_ids(config: DecoderConfig, tokenizer: Tokenizer) -> list[int]:
+    """The tokens that are text and do not end an output.
+
+    Raises:
+        InvalidValueError: there are none.
+    """
+    ends = {*Detokenizer(tokenizer).special_ids, *config.eos_token_ids}
+    ids = sorted(token_id for token_id in tokenizer.get_vocab().values() if token_id < config.vocab_size)
+    ids = [token_id for token_id in ids if token_id not in ends]
+    if not ids:
+        raise InvalidValueError("tokenizer.json", tokenizer.get_vocab_size(), "tokens that are not special")
+    return ids
+
+
+def _block_s(profile: DeviceProfile, engine: EngineConfig) -> float:
+    """Seconds of the copy of a block."""
+    if not profile.copy_bandwidth:
+        expected = "a profile with copy_bandwidth where there is a host pool (engine.host_kv_memory)"
+        raise ConfigError("engine.device", engine.device, expected)
+    return engine.kv_block_size * profile.kv_bytes / profile.copy_bandwidth
+
+
+class EmulatedVision:
+    """Has the interface of ``engine.vision.model.VisionModel`` and loads no torch. One thread at a time.
+
+    Args:
+        cost: Seconds of a batch of pictures.
+        hidden_size: Values of a row: what rows take where they are kept is what real ones would.
+    """
+
+    def __init__(self, geometry: ImageGeometry, cost: ImageCost, hidden_size: int, pace: Pace | None = None) -> None:
+        self.geometry = geometry
+        self.hidden_size = hidden_size
+        self._cost = cost
+        self._pace = pace or Pace()
+
+    def prepare(self, rgb: np.ndarray) -> PreparedImage:
+        """``ImageGeometry.prepare``."""
+        return self.geometry.prepare(rgb)
+
+    def encode(self, images: SequenceOf[PreparedImage]) -> list[np.ndarray]:
+        """Zeros, float32 ``[num_tokens, hidden_size]`` each, when the time of all images is over."""
+        batch_s = self._cost.encode_s([image.num_tokens for image in images])
+        self._pace.wait_until(self._pace.now() + batch_s)
+        return [np.zeros((image.num_tokens, self.hidden_size), np.float32) for image in images]
+
+    def packed(self, rows: np.ndarray) -> bytes:
+        """As of a tower in bfloat16; a worker on an emulated device reads none of it."""
+        return bytes(2 * rows.size)
+
+
+def emulate_vision(model_dir: Path, profile: str, pace: Pace | None = None) -> EmulatedVision | None:
+    """The encoder of a served model; None for a model that does not see.
+
+    Args:
+        profile: As ``EngineConfig.profile``.
+
+    Raises:
+        ConfigError, InvalidValueError: As ``find_device_profile``, ``load_geometry`` and ``load_model_config``.
+    """
+    geometry = load_geometry(model_dir)
+    if geometry is None:
+        return None
+    return EmulatedVision(
+        geometry, find_device_profile(profile).image_cost, load_model_config(model_dir).hidden_size, pace
+    )

@@ -13,12 +13,10 @@ from core.processors import compute_threads
 from core.request import Fault
 from engine.checkpoint.encoder_config import EncoderConfig, resolve_encoder_len
 from engine.checkpoint.weights import dtype_of_name
-from engine.devices.device import Device
 from engine.models.encoder import EncoderModel, EncoderText
-from engine.pooled_rows import PooledRows
-from engine.sampling.logged_tokens import LoggedTokens, NoToken
+from engine.runner import Device
 from engine.sequence import Sequence
-from engine.step_fault import StepFault
+from engine.step_results import LoggedTokens, NoToken, PooledRows, StepFault
 from kvcache import StepBatch
 
 _NO_TOKEN_ID = 0

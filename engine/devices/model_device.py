@@ -1,20 +1,26 @@
-"""From a model directory and a configuration to a model that computes, with its pools."""
+"""From a model directory and a configuration to a model that computes, on processors or a GPU, with its pools."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
 
 from core.config.engine import EngineConfig
+from core.errors import ConfigError
 from core.processors import compute_threads
+from engine import cuda
+from engine.attention.layout import StepSizes
 from engine.checkpoint.model_config import DecoderConfig, resolve_max_model_len
-from engine.checkpoint.weights import Progress, parse_dtype
-from engine.devices.device import Device, num_host_pool_blocks, num_pool_blocks
-from engine.devices.host_memory import available_bytes
-from engine.kv.copiers import KVCopier
-from engine.kv.kv_pool import KVPool, pool_dtype
+from engine.checkpoint.weights import ModelWeights, Progress, load_weights, parse_dtype
+from engine.devices.copiers import HostBlocks, KVCopier, StreamCopier
+from engine.kv_pool import KVPool, pool_dtype
+from engine.models.quantize import quantize_weights
 from engine.native.model import NativeBackend
+from engine.runner import Device, available_bytes, largest_step, num_host_pool_blocks, num_pool_blocks
+from engine.steps.backends import GraphBackend, TorchBackend, gpu_attention
+from engine.steps.careful_steps import CarefulSteps
 from engine.steps.model_runner import ModelRunner
 
 AUTO_SHARE = 0.2
@@ -73,3 +79,76 @@ def load_device(
         copier = KVCopier(runner.pool, pool)
     exact = isinstance(runner.backend, NativeBackend)
     return Device(runner, context_len, token_bytes, num_blocks, num_host_blocks, copier, exact)
+
+
+logger = logging.getLogger(__name__)
+
+
+def load_gpu_device(
+    model_dir: Path,
+    config: DecoderConfig,
+    dtype_name: str,
+    engine: EngineConfig,
+    num_replicas: int,
+    *,
+    swaps: bool,
+    bits: int,
+    keep_quantized: bool = True,
+    progress: Progress | None = None,
+) -> Device:
+    """Loads the model and shares out the GPU's memory: weights, then the largest step, then the KV pool.
+
+    Args:
+        num_replicas: Workers that share this machine's memory where a setting is automatic; each has a GPU of its own.
+        swaps: Whether there is use for a host pool.
+        bits: Round the matrices to 8 or 4 bits; 0 leaves them as the checkpoint has them.
+        keep_quantized, progress: As in ``load_weights``.
+
+    Raises:
+        InvalidValueError: there is no GPU, or the model or a setting cannot be used; names the field.
+    """
+    problem = cuda.device_problem()
+    if problem is not None:
+        raise ConfigError("engine.device", engine.device, f"cpu ({problem})")
+    dtype = parse_dtype(dtype_name, config, engine.device)
+    token_bytes = config.kv_bytes_per_token(dtype)
+    context_len = resolve_max_model_len(config, engine.max_model_len)
+    weights = load_weights(model_dir, config, dtype, engine.device, keep_quantized=keep_quantized, progress=progress)
+    if bits:
+        weights = quantize_weights(weights, bits)
+    num_blocks = num_pool_blocks(engine, token_bytes, context_len, _free_bytes(config, weights, engine))
+    num_bytes = int(AUTO_SHARE / num_replicas * available_bytes())
+    num_host_blocks = num_host_pool_blocks(engine, token_bytes, num_blocks if swaps else 0, num_bytes)
+    pool = KVPool(config, num_blocks=num_blocks, block_size=engine.kv_block_size, dtype=dtype, device=engine.device)
+    max_model_len = min(context_len, pool.num_slots)
+    sizes = StepSizes(engine.max_num_seqs, -(-max_model_len // pool.block_size))
+    backend = GraphBackend(
+        config,
+        weights,
+        pool,
+        max_model_len,
+        gpu_attention(engine.backend, config, pool, sizes),
+        sizes,
+        cuda.Graphs(),
+        cuda.synchronize,
+        compiled=engine.compile,
+    )
+    runner = ModelRunner(config, pool, backend, max_model_len, careful=CarefulSteps(cuda.recover), is_lost=cuda.is_lost)
+    copier = None
+    if num_host_blocks:
+        host = HostBlocks(pool, num_host_blocks)
+        cuda.pin(host.data)
+        copier = StreamCopier(pool, host, cuda.SideStream())
+    logger.info("KV pool of %d blocks of %d tokens on the GPU", num_blocks, engine.kv_block_size)
+    return Device(runner, context_len, token_bytes, num_blocks, num_host_blocks, copier)
+
+
+def _free_bytes(config: DecoderConfig, weights: ModelWeights, engine: EngineConfig) -> int:
+    """Bytes of the GPU that weights and the largest step leave free; that step's few KV blocks count as taken."""
+    batch, sequences, num_blocks = largest_step(engine)
+    dtype, size = weights.embedding.dtype, engine.kv_block_size
+    pool = KVPool(config, num_blocks=num_blocks, block_size=size, dtype=dtype, device=engine.device)
+    attention = gpu_attention(engine.backend, config, pool, StepSizes(len(batch.items), num_blocks))
+    backend = TorchBackend(config, weights, pool, pool.num_slots, attention, compiled=engine.compile)
+    runner = ModelRunner(config, pool, backend, pool.num_slots)
+    return cuda.free_bytes(engine.gpu_memory_utilization, lambda: runner.execute(batch, sequences))

@@ -1,5 +1,7 @@
 """Multi-Bin's regressor (App. C.1): an encoder with one linear layer on top, trained end to end, in an artefact.
 
+``text_model_of`` is the one way to what an artefact needs in order to read texts, for the server and the commands.
+
 The artefact holds the files of a directory that any encoder could have: configuration, tokenizer and safetensors. They
 are loaded the way a directory is, so nothing in an artefact is trusted more than a directory would be.
 """
@@ -19,10 +21,14 @@ from tokenizers import Tokenizer
 from core.errors import InvalidValueError
 from core.forecast import ForecastQuestion
 from core.processors import usable_processors
-from engine.encoders.text_encoder import encoder_config, text_tokenizer, torch_device
+from engine.encoders.finding import encoder_dir, settled_name
+from engine.encoders.text_encoder import TextEncoder, encoder_config, text_tokenizer, torch_device
 from engine.models.encoder import EncoderModel, EncoderText
 from predictor.artefact import ArtefactError, TrainedModel
+from predictor.encoders import Encoder, Scorer, check_probe
 from predictor.features import Floats
+from predictor.models import BERT
+from predictor.text_predictor import encoder_of
 
 FILES = ("config.json", "tokenizer.json", "model.safetensors")
 """Files of the encoder; each is an array ``encoder.FILE`` of bytes."""
@@ -111,3 +117,24 @@ def _bytes(array: NDArray[Any]) -> bytes:
 
 def _array(file: str) -> str:
     return f"encoder.{file}"
+
+
+def text_model_of(artefact: TrainedModel, encoder: str = "", device: str = "cpu") -> Encoder | Scorer | None:
+    """The encoder or the regressor of an artefact; None where it reads words or lengths alone.
+
+    Args:
+        encoder: Where the encoder of its training lies now, if not where it lay then.
+
+    Raises:
+        ArtefactError: As ``regressor_of``.
+        InvalidValueError: Field ``encoder``: it cannot be loaded, or is another one than that of the training;
+            ``device``: torch does not know it.
+    """
+    if artefact.metadata.get("model") == BERT:
+        return regressor_of(artefact, device)
+    name = encoder_of(artefact)
+    if name is None:
+        return None
+    loaded = TextEncoder(name, device, folder=encoder_dir(settled_name(encoder)) if encoder else None)
+    check_probe(artefact, loaded)
+    return loaded

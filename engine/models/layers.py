@@ -1,4 +1,4 @@
-"""The layers of a decoder, in torch operations."""
+"""The layers of a decoder, in torch operations: their linear layers, latent attention and mixtures of experts too."""
 
 from __future__ import annotations
 
@@ -11,15 +11,110 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.attention.attention import StepAttention, StepLayout
+from engine.checkpoint.families.record import Experts, Latent
 from engine.checkpoint.model_config import DecoderConfig
 from engine.checkpoint.rotary_config import RotaryConfig
-from engine.checkpoint.weights import LayerWeights, Matrix, Norm
-from engine.kv.kv_pool import KVPool
-from engine.models.experts import mix
-from engine.models.latent import latent_heads, latent_values
-from engine.models.linear import linear
+from engine.checkpoint.weights import ExpertWeights, LatentWeights, LayerWeights, Matrix, Norm
+from engine.kv_pool import KVPool
 from engine.models.rotary import rotary_tables
-from engine.step_fault import IterationCutOff
+from engine.step_results import IterationCutOff
+
+
+def linear(rows: Tensor, layer: Matrix) -> Tensor:
+    """A layer of ``rows``, ``[T, outputs]``; quantised weights are unpacked each time: slow, and the reference."""
+    return F.linear(rows, layer.dense(rows.dtype), layer.bias)
+
+
+EPS = 1e-6
+"""The norms of latents have it, whatever that of the model's other norms is."""
+
+
+def latent_heads(latent: Latent, weights: LatentWeights, made: Tensor) -> Tensor:
+    """Queries of all heads and the token's row behind them, ``[T, heads + 1, latent.width]``, not turned yet.
+
+    Args:
+        made: The product with the layer's first matrix: queries or what they are made of, then the row.
+    """
+    query, row = torch.split(made, [made.shape[1] - latent.width, latent.width], -1)
+    if weights.q_up is not None and weights.q_norm is not None:
+        query = linear(_norm(query, weights.q_norm), weights.q_up)
+    query = query.view(len(query), -1, latent.query)
+    turned, plain = torch.split(query, [latent.turned, latent.plain], -1)
+    reached = torch.einsum("thp,hpr->thr", plain, weights.keys)
+    row_turned, row_latent = torch.split(row, [latent.turned, latent.rank], -1)
+    own = torch.cat([row_turned, _norm(row_latent, weights.kv_norm)], -1)
+    return torch.cat([torch.cat([turned, reached], -1), own[:, None]], 1)
+
+
+def latent_values(latent: Latent, weights: LatentWeights, attended: Tensor) -> Tensor:
+    """Sums of values, ``[T, heads * latent.value]``, of sums of rows, ``[T, heads * latent.width]``."""
+    sums = attended.view(len(attended), -1, latent.width)[..., latent.turned :]
+    return torch.einsum("thr,hvr->thv", sums, weights.values).flatten(1)
+
+
+def _norm(values: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(values, values.shape[-1:], None, EPS) * weight
+
+
+_LEAST = 1e-20
+"""Added to sums that are divided by: a sigmoid may be 0."""
+
+
+def route(experts: Experts, logits: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The experts of each token, best first, and their weights in float32: each ``[T, active]``.
+
+    Args:
+        logits: The router's, float32 ``[T, experts]``.
+        correction: As of ``ExpertWeights``.
+    """
+    scores = logits.softmax(-1) if experts.scores == "softmax" else logits.sigmoid()
+    wanted = scores if correction is None else scores + correction
+    if experts.groups > 1:
+        wanted = _of_best_groups(experts, wanted)
+    chosen = wanted.topk(experts.active, -1).indices
+    weights = scores.gather(-1, chosen)
+    if experts.normalized:
+        weights = weights / (weights.sum(-1, keepdim=True) + _LEAST)
+    return chosen, weights * experts.scale
+
+
+def _of_best_groups(experts: Experts, scores: Tensor) -> Tensor:
+    """The scores of a token's best groups; -inf for those of the others."""
+    groups = scores.view(len(scores), experts.groups, -1)
+    sums = groups.topk(experts.group_best, -1).values.sum(-1)
+    taken = sums.topk(experts.active_groups, -1).indices
+    others = torch.ones_like(sums, dtype=torch.bool).scatter_(-1, taken, value=False)
+    return groups.masked_fill(others[..., None], float("-inf")).flatten(-2)
+
+
+def mix(
+    experts: Experts,
+    weights: ExpertWeights,
+    normed: Tensor,
+    shared: Tensor | None,
+    mlp: Callable[[Matrix, Matrix, Tensor], Tensor],
+) -> Tensor:
+    """What the experts that are here add to the residual stream, ``[T, hidden]``.
+
+    Args:
+        normed: Input of the router and of the experts, ``[T, hidden]``.
+        shared: What the experts that every token takes make of it; None without.
+        mlp: Computes one expert.
+    """
+    logits = linear(normed, weights.router).float()
+    chosen, factors = route(experts, logits[:, : experts.count], weights.correction)
+    mixed = torch.zeros_like(normed)
+    for expert in sorted(set(chosen.flatten().tolist()).intersection(weights.here)):
+        rows, place = (chosen == expert).nonzero(as_tuple=True)
+        here = expert - weights.first
+        part = mlp(weights.up[here], weights.down[here], normed[rows])
+        mixed.index_add_(0, rows, part * factors[rows, place, None].to(part.dtype))
+    if shared is None:
+        return mixed
+    if experts.shared_gate:
+        shared = shared * logits[:, experts.count :].sigmoid().to(shared.dtype)
+    return mixed + shared
+
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines of the rotary embedding, each ``[rows, 1, rotary_dim]``."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.quantized import NIBBLE_CENTER, JoinedLinear, QuantizedLinear, pack_nibbles
-from engine.checkpoint.threads import threads_for
+from engine.checkpoint.sources import threads_for
 from engine.checkpoint.weights import ExpertWeights, LayerWeights, Linear, Matrix, ModelWeights
 
 logger = logging.getLogger(__name__)

@@ -15,22 +15,21 @@ import torch
 from torch import Tensor
 
 from core.errors import IntegrityError
-from engine.attention.decode_inputs import DecodeInputs
-from engine.attention.layout import check_row_tokens, fill_rows, find_given_rows, find_sample_rows
-from engine.attention.scores import ScoreShape
+from engine.attention.attention import ScoreShape
+from engine.attention.layout import DecodeInputs, check_row_tokens, fill_rows, find_given_rows, find_sample_rows
 from engine.checkpoint.architectures import ARCHITECTURES
 from engine.checkpoint.model_config import DecoderConfig
 from engine.checkpoint.quantized import JoinedLinear, QuantizedLinear
 from engine.checkpoint.rotary_config import RotaryConfig
 from engine.checkpoint.weights import ExpertWeights, LayerWeights, Linear, Matrix, ModelWeights, Norm
-from engine.kv.kv_pool import KVPool
+from engine.kv_pool import KVPool
 from engine.models.model import embedding_scale, last_hidden
 from engine.models.rotary import rotary_tables
 from engine.native.given_rows import GivenInputs, RowAngles
 from engine.native.library import load_library
 from engine.sampling.sampler import StepLogits
 from engine.sequence import Sequence
-from engine.step_fault import IterationCutOff
+from engine.step_results import IterationCutOff
 from engine.vision.spans import GivenRows
 from kvcache import StepBatch, StepItem
 

@@ -17,19 +17,16 @@ from core.errors import RankLost
 from core.processors import compute_threads
 from engine.checkpoint.model_config import DecoderConfig, resolve_max_model_len
 from engine.checkpoint.weights import CheckpointError, parse_dtype
-from engine.devices.device import Device, num_host_pool_blocks, num_pool_blocks
-from engine.devices.host_memory import available_bytes
 from engine.devices.model_device import AUTO_SHARE
 from engine.parallel.driver import Lead, ParallelBackend, ParallelCopier, ParallelRunner, StepReports
-from engine.parallel.exchange import Exchange
-from engine.parallel.group import RankGroup
+from engine.parallel.exchange import Exchange, RankGroup
 from engine.parallel.links import Link, Ranks
-from engine.parallel.memory import check_gpu, free_bytes, recover_on
 from engine.parallel.mesh import Part, check_parallel
 from engine.parallel.shards import load_shard
-from engine.parallel.stage import make_pools, make_stage
+from engine.parallel.stage import check_gpu, free_bytes, make_pools, make_stage, recover_on
 from engine.parallel.wire import Finished, RankLoaded, RankMeasured, RankPools, RankSetup, pack_json, unpack_report
-from engine.step_fault import lost_on
+from engine.runner import Device, available_bytes, num_host_pool_blocks, num_pool_blocks
+from engine.step_results import lost_on
 from engine.steps.careful_steps import CarefulSteps, Counts
 
 GATHER_TIMEOUT_S = 120.0

@@ -14,7 +14,7 @@ from torch import Tensor
 from core.errors import RankLost
 from engine.attention.layout import check_row_tokens, fill_rows, order_items
 from engine.checkpoint.model_config import DecoderConfig
-from engine.kv.kv_pool import KVPool
+from engine.kv_pool import KVPool
 from engine.parallel.links import Link
 from engine.parallel.stage import Stage
 from engine.parallel.wire import Copied, Finished, StepOrder, pack_order

@@ -13,13 +13,11 @@ import torch
 
 from core.errors import FarsightError, RankLost, WorkerBroken
 from engine.checkpoint.model_config import load_model_config
-from engine.parallel.exchange import Exchange
-from engine.parallel.group import RankGroup
+from engine.parallel.exchange import Exchange, RankGroup
 from engine.parallel.links import Link, Ticket
-from engine.parallel.memory import check_gpu, free_bytes, recover_on
 from engine.parallel.mesh import Part
 from engine.parallel.shards import load_shard
-from engine.parallel.stage import Stage, make_pools, make_stage
+from engine.parallel.stage import Stage, check_gpu, free_bytes, make_pools, make_stage, recover_on
 from engine.parallel.wire import (
     Copied,
     RankLoaded,
@@ -32,7 +30,7 @@ from engine.parallel.wire import (
     unpack_order,
 )
 from engine.runner import Copier
-from engine.step_fault import lost_on
+from engine.step_results import lost_on
 from kvcache import KVCopy
 
 

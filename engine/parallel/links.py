@@ -1,19 +1,24 @@
 """Connections between rank 0 and the other ranks of a replica: one TCP connection each, closed with its process.
 
-Orders are small and go one way; the large data, activations, goes through ``group``. The end of a connection tells
-either side that the other has died, whether it computes or idles.
+Orders are small and go one way; the large data, activations, goes through ``exchange``. The end of a connection tells
+either side that the other has died, whether it computes or idles. Without Ray, the other ranks are child processes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import logging
+import os
 import secrets
 import socket
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from core.errors import RankLost
 from engine.parallel.mesh import Mesh
@@ -156,3 +161,57 @@ def _read(connection: socket.socket, length: int) -> bytes:
             raise ConnectionResetError("the connection has ended")
         at += count
     return bytes(data)
+
+
+logger = logging.getLogger(__name__)
+
+_END_TIMEOUT_S = 60.0
+
+RANK_MODULE = "engine.parallel"
+"""The module that a rank runs: ``python -m RANK_MODULE HOST PORT RANK PARENT``, the key on standard input."""
+
+
+class LocalRanks:
+    """Starts ranks 1, 2 ... of a replica whose rank 0 is this process. One at a time in a process.
+
+    Args:
+        module: As ``RANK_MODULE``.
+
+    Attributes:
+        ranks: For ``build_worker``.
+        processes: The other ranks, from rank 1 on.
+    """
+
+    def __init__(self, mesh: Mesh, module: str = RANK_MODULE) -> None:
+        self._module = module
+        self._closing = False
+        gathering = Gathering(mesh.size)
+        self.ranks = Ranks(mesh, gathering, self._lost)
+        self.processes = [self._spawn(gathering, rank) for rank in range(1, mesh.size)]
+
+    def _spawn(self, gathering: Gathering, rank: int) -> subprocess.Popen[bytes]:
+        ticket = gathering.ticket
+        root = Path(__file__).resolve().parents[2]
+        command = [sys.executable, "-m", self._module, ticket.host, str(ticket.port), str(rank), str(os.getpid())]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=root)
+        assert process.stdin is not None
+        process.stdin.write(ticket.key.encode())  # not an argument: every user of the machine sees those
+        process.stdin.close()
+        return process
+
+    def _lost(self, error: RankLost) -> None:
+        if not self._closing:
+            logger.error("%s", error)
+
+    def close(self) -> None:
+        """Ends the processes and leaves torch's process group."""
+        import torch.distributed as dist
+
+        self._closing = True
+        self.ranks.gathering.close()
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait(_END_TIMEOUT_S)
+        if dist.is_initialized():
+            dist.destroy_process_group()

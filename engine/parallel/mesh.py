@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from core.config.engine import EngineConfig
 from core.errors import ConfigError
-from engine.checkpoint.families.experts import Experts
+from engine.checkpoint.families.record import Experts
 from engine.checkpoint.model_config import DecoderConfig
 
 

@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.checkpoint.families.experts import Experts
-from engine.checkpoint.families.record import TensorNames
-from engine.checkpoint.sources import open_checkpoint
-from engine.checkpoint.threads import threads_for
+from engine.checkpoint.families.record import Experts, TensorNames
+from engine.checkpoint.sources import open_checkpoint, threads_for
 from engine.checkpoint.weights import Allocation, LayerWeights, Norm
 from engine.parallel.mesh import Part
 

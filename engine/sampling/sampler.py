@@ -18,11 +18,10 @@ from torch import Tensor
 from core.errors import IntegrityError
 from core.messages.tokens import TokenLogprobs
 from core.request import SamplingParams
-from engine.sampling.logged_tokens import NoToken
-from engine.sampling.logit_adjustments import TokenHistory, adjust_logits
-from engine.sampling.no_token import why_no_token
+from engine.sampling.logit_adjustments import TokenHistory, adjust_logits, why_no_token
 from engine.sampling.token_masks import MaskedRows
 from engine.sequence import Sequence
+from engine.step_results import NoToken
 from kvcache import StepBatch
 
 NO_TOKEN = -1

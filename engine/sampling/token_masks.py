@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from core.request import Fault
-from engine.sampling.logged_tokens import NoToken
 from engine.sequence import Sequence
+from engine.step_results import NoToken
 from kvcache import StepItem
 
 

@@ -12,13 +12,11 @@ import torch
 
 from core.errors import ConfigError
 from engine.attention.attention import AttentionBackend, StepLayout
-from engine.attention.decode_inputs import DecodeInputs
-from engine.attention.layout import build_layout, check_row_tokens, find_given_rows, layout_of
-from engine.attention.step_sizes import StepSizes
+from engine.attention.layout import DecodeInputs, StepSizes, build_layout, check_row_tokens, find_given_rows, layout_of
 from engine.attention.torch_attention import TorchAttention
 from engine.checkpoint.model_config import DecoderConfig
 from engine.checkpoint.weights import ModelWeights
-from engine.kv.kv_pool import KVPool
+from engine.kv_pool import KVPool
 from engine.models.model import DecoderModel, last_hidden
 from engine.native.library import NativeUnavailable
 from engine.native.model import NativeBackend, matrix_problem, native_problem

@@ -7,10 +7,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from engine.pooled_rows import PooledRows
-from engine.sampling.logged_tokens import ItemLogprobs, LoggedTokens, NoToken
 from engine.sequence import Sequence
-from engine.step_fault import StepFault
+from engine.step_results import ItemLogprobs, LoggedTokens, NoToken, PooledRows, StepFault
 from kvcache import StepBatch, StepItem
 
 logger = logging.getLogger(__name__)

@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from engine.attention.attention import AttentionBackend, StaticDecode, StepLayout
-from engine.attention.decode_inputs import DecodeInputs
-from engine.attention.layout import check_row_tokens, find_opened_blocks
-from engine.attention.step_sizes import StepSizes
-from engine.kv.kv_pool import KVPool
+from engine.attention.layout import DecodeInputs, StepSizes, check_row_tokens, find_opened_blocks
+from engine.kv_pool import KVPool
 from engine.models.model import DecoderModel
 from engine.sampling.sampler import likeliest
 from kvcache import StepItem

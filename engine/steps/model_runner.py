@@ -13,21 +13,17 @@ from torch import Tensor
 
 from core.errors import IntegrityError
 from core.request import Fault, Request, SamplingParams
-from engine.attention.decode_inputs import DecodeInputs
-from engine.attention.layout import find_sample_rows, order_items
+from engine.attention.layout import DecodeInputs, find_sample_rows, order_items
 from engine.checkpoint.model_config import DecoderConfig, load_model_config, resolve_max_model_len
 from engine.checkpoint.weights import Progress, load_weights
-from engine.kv.kv_pool import KVPool, pool_dtype
+from engine.kv_pool import KVPool, pool_dtype
 from engine.models.quantize import quantize_weights, tell_of_rounding
 from engine.native.model import NativeBackend
-from engine.pooled_rows import PooledRows
-from engine.sampling.drafts import sampled_rows, tokens_that_stand
-from engine.sampling.logged_tokens import ItemLogprobs, LoggedTokens, NoToken
-from engine.sampling.pooled import RowsToPool, find_rows_to_pool, pool_rows
 from engine.sampling.sampler import NO_TOKEN, PromptRows, Sampler, StepLogits, find_prompt_rows
+from engine.sampling.step_rows import RowsToPool, find_rows_to_pool, pool_rows, sampled_rows, tokens_that_stand
 from engine.sampling.token_masks import MaskedRows, begin_masks
 from engine.sequence import Sequence
-from engine.step_fault import StepFault
+from engine.step_results import ItemLogprobs, LoggedTokens, NoToken, PooledRows, StepFault
 from engine.steps.backends import ReadyBackend, StepBackend, make_backend, make_sampler
 from engine.steps.careful_steps import CarefulSteps, fault_of
 from kvcache import StepBatch, StepItem

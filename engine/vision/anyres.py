@@ -9,8 +9,15 @@ from typing import Any
 import numpy as np
 
 from engine.checkpoint.config_fields import Fields
-from engine.vision.pixels import Normalising, read_normalising, resized
-from engine.vision.square import CLIP_PROCESSOR, class_rows, tower_sides, two_sides
+from engine.vision.pixels import (
+    CLIP_PROCESSOR,
+    Normalising,
+    class_rows,
+    read_normalising,
+    resized,
+    tower_sides,
+    two_sides,
+)
 
 _PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 _MAX_TILES = 1 << 8

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from engine.checkpoint.config_fields import Fields
 from engine.vision.anyres import AnyresPixels, read_anyres
 from engine.vision.geometry import PreparedImage
-from engine.vision.layers import ACTIVATIONS, Dense, LayerNorm
-from engine.vision.stored import TowerTensors
+from engine.vision.layers import ACTIVATIONS, Dense, LayerNorm, TowerTensors
 
 _MAX_LAYERS = 1 << 10
 _SQUARES = 16

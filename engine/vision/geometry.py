@@ -18,10 +18,8 @@ from engine.checkpoint.config_fields import Fields, read_json
 from engine.checkpoint.families.vision import VISION, Shape, VisionFamily, seeing_name
 from engine.vision.anyres import read_anyres
 from engine.vision.dynamic import read_dynamic
-from engine.vision.pixels import check_rgb
-from engine.vision.square import read_square
-from engine.vision.stretched import read_stretched
-from tokenization.gguf.file import is_gguf
+from engine.vision.pixels import check_rgb, read_square, read_stretched
+from tokenization.gguf_file import is_gguf
 
 MAX_SIDE = 1 << 15
 """Longest side of a picture, in pixels."""

@@ -14,9 +14,9 @@ from engine.checkpoint.config_fields import CheckpointError, read_json
 from engine.checkpoint.families.vision import VISION, Tower
 from engine.vision.clip import ClipTower
 from engine.vision.geometry import ImageGeometry, PreparedImage, load_geometry
+from engine.vision.layers import TowerTensors, read_tower
 from engine.vision.qwen import QwenTower
 from engine.vision.qwen_vl import QwenVlTower
-from engine.vision.stored import TowerTensors, read_tower
 
 
 class VisionTower(Protocol):

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 from engine.checkpoint.config_fields import Fields
 from engine.vision.geometry import PreparedImage
-from engine.vision.layers import ACTIVATIONS, Dense, LayerNorm, RootNorm
-from engine.vision.stored import TowerTensors
+from engine.vision.layers import ACTIVATIONS, Dense, LayerNorm, RootNorm, TowerTensors
 
 _MAX_LAYERS = 1 << 10
 _EPS = 1e-6

@@ -17,9 +17,8 @@ from torch.nn import functional as F
 
 from engine.checkpoint.config_fields import Fields
 from engine.vision.geometry import PreparedImage
-from engine.vision.layers import Dense, LayerNorm
-from engine.vision.stored import TowerTensors
-from engine.vision.stretched import visual_fields
+from engine.vision.layers import Dense, LayerNorm, TowerTensors
+from engine.vision.pixels import visual_fields
 
 _MAX_LAYERS = 1 << 10
 _EPS = 1e-6

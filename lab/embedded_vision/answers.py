@@ -20,10 +20,9 @@ from transformers import LlavaForConditionalGeneration
 from lab.embedded_model.tokenizer import EOS_ID, PAD_ID
 from lab.embedded_vision.drawing import draw
 from lab.embedded_vision.model import PATCHES, pixels_of, prompt_ids
-from lab.embedded_vision.questions import TASKS, Question
 from lab.embedded_vision.scenes import Part, Scene, number_scene, scenes, shapes_scene
 from lab.embedded_vision.tower import rows_of
-from lab.embedded_vision.words import encode
+from lab.embedded_vision.words import TASKS, Question, encode
 
 IGNORED = -100
 PREFIX = PATCHES + 1

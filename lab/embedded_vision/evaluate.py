@@ -19,9 +19,8 @@ from transformers import LlavaForConditionalGeneration
 from lab.embedded_model.tokenizer import EOS_ID, PAD_ID
 from lab.embedded_vision.drawing import draw
 from lab.embedded_vision.model import pixels_of, prompt_ids
-from lab.embedded_vision.questions import TASKS, Question
 from lab.embedded_vision.scenes import Part, scenes
-from lab.embedded_vision.words import build_tokenizer
+from lab.embedded_vision.words import TASKS, Question, build_tokenizer
 
 SEED: Final = 2027
 BATCH: Final = 50

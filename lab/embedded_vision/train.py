@@ -32,10 +32,9 @@ from transformers import LlavaForConditionalGeneration
 from lab.embedded_vision.answers import Batch, TrainingPictures, answer_loss, check_batches, margin, right_answers
 from lab.embedded_vision.drawing import draw
 from lab.embedded_vision.model import build_model, export
-from lab.embedded_vision.optimising import build_optimizer, set_rate
-from lab.embedded_vision.questions import TASKS, Question
 from lab.embedded_vision.scenes import Scene, scenes, shapes_scene
-from lab.embedded_vision.tower import CELLS_STAGE, COUNTS_STAGE, train_tower
+from lab.embedded_vision.tower import CELLS_STAGE, COUNTS_STAGE, build_optimizer, set_rate, train_tower
+from lab.embedded_vision.words import TASKS, Question
 
 SEED: Final = 1
 CELLS_STEPS: Final = 450

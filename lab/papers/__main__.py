@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from lab.papers.pictures import draw
-from lab.papers.stored import ROWS, rows_of
+from lab.papers.tables import ROWS, rows_of
 from lab.reproduce.papers import PAPERS
 
 for name in sys.argv[1:]:

@@ -14,8 +14,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from lab.papers.stored import DOCS, StoredRow, digest, picture, rows_of
-from lab.papers.tables import NUMBER
+from lab.papers.tables import DOCS, NUMBER, StoredRow, digest, picture, rows_of
 from lab.reproduce.papers import Paper, PaperFigure
 
 STYLE: Any = {

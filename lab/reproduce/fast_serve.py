@@ -25,8 +25,19 @@ from core.config.scheduling import SchedulerConfig
 from core.costs import StepCost
 from core.forecast import QUANTILES, Forecast
 from lab.reproduce.fast_serve_systems import Load, Testbed, serve, serve_batches
-from lab.reproduce.paper_settings import ARTIFACT, FIXED_QUANTUM
-from lab.reproduce.rows import Draws, Fitted, OrderCheck, Own, Printed, Reproduction, Row, at_most, near
+from lab.reproduce.rows import (
+    ARTIFACT,
+    FIXED_QUANTUM,
+    Draws,
+    Fitted,
+    OrderCheck,
+    Own,
+    Printed,
+    Reproduction,
+    Row,
+    at_most,
+    near,
+)
 from policies.compose import build_router, build_scheduler
 from policies.replica.scheduler import SchedulerLimits
 from policies.settings import PolicySettings

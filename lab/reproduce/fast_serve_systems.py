@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from core.config.scheduling import SchedulerConfig
-from lab.reproduce.paper_settings import ARTIFACT, FIXED_QUANTUM
+from lab.reproduce.rows import ARTIFACT, FIXED_QUANTUM
 from policies.batching.fcfs import FcfsBatches
 from policies.compose import build_router, build_scheduler
 from policies.replica.scheduler import SchedulerLimits

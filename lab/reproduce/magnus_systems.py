@@ -20,6 +20,7 @@ leaves; the serving-time estimator is the simulator's own time for the predicted
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -27,8 +28,8 @@ import numpy as np
 
 from core.costs import ImageCost, StepCost
 from core.forecast import QUANTILES, Forecast
-from estimator.knn import padded_batch_s
-from lab.reproduce.paper_settings import UNBOUND
+from estimator.knn import MIN_BATCHES, PERIOD_S, BatchTimes, ServedBatch, padded_batch_s
+from lab.reproduce.rows import EXACT, UNBOUND, Exempt, OrderCheck, Printed, Reproduction, Row, near
 from policies.batching.base import BatchPolicy, ChooseBatch, first_arrived
 from policies.batching.fcfs import FcfsBatches
 from policies.batching.hrrn import HighestResponseRatio
@@ -43,7 +44,7 @@ from simulator.cluster.padded import num_computed_tokens, padded_fleet
 from simulator.cluster.records import Record
 from simulator.cluster.replica import ReplicaShape
 from simulator.traffic.arrivals import Poisson
-from simulator.traffic.traces import count_tokens, find_data, read_rows
+from simulator.traffic.traces import MissingTraceError, count_tokens, find_data, read_rows
 from simulator.traffic.workload import SimRequest
 
 MEMORY_TOKENS = 16_096
@@ -234,3 +235,88 @@ def batches_served(arrivals: list[SimRequest]) -> list[tuple[float, BatchEnded]]
     fleet = padded_fleet(batcher, case_study_latency(), _NUM_WORKERS, kv_tokens=_CAPACITY_TOKENS, reload_s=_RELOAD_S)
     fleet.run(arrivals)
     return list(zip(fleet.batches_ended_at, fleet.batches, strict=True))
+
+
+TEXTS = "apps_text.jsonl.gz"
+STEPS_AT_ONCE = 5
+"""Periods of learning that one point of the curve covers."""
+
+
+def table_1() -> list[Row]:
+    """Table I: computes Pearson's coefficient of user input and output length by application."""
+    name = "magnus_lengths"
+    try:
+        rows = [row.values for row in read_rows(find_data(TEXTS))]
+    except MissingTraceError as problem:
+        return [Row(name, "all", "correlation", Exempt(str(problem)), math.nan)]
+    lens: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for row in rows:
+        lens[row["app"]].append((count_tokens(row["user_input"]), count_tokens(row["output"])))
+    found = []
+    for app, printed in CORRELATION.items():
+        ours = float(np.corrcoef(np.array(lens[app]).T)[0, 1])
+        note = "within 0.1; reference outputs for ChatGLM-6B's"
+        found.append(Row(name, app, "correlation of lengths", Printed(near(printed, points=0.1)), ours, note))
+    above = sum(float(row.ours) > 0.8 for row in found)
+    most = OrderCheck(above > len(found) / 2)
+    return [*found, Row(name, "all", "applications above 0.8", most, above, "most, as the text says", EXACT)]
+
+
+def estimator_learning(num_requests: int = 20_000, rate: float = 6.0) -> list[Row]:
+    """Computes Figure 14, serving times: the error of each two minutes of batches, ten minutes a point.
+
+    The other half of the figure, and Table II, need trained predictors: ``benchmarks.magnus_predictors``. The estimator
+    is the one that serves (``BatchTimes``). It begins with 200 batches measured at half the load, takes the batches of
+    a run of Magnus as they end, and learns every two minutes. Errors are of its estimate with the true longest output
+    of each batch, before it has learned from it.
+    """
+    name = "magnus_learning"
+    try:
+        pool = load_pool()
+    except MissingTraceError as problem:
+        return [Row(name, "estimator", "RMSE s", Exempt(str(problem)), math.nan)]
+    before = batches_served(draw_requests(pool, rate / 2, num_requests // 8, seed=7))
+    served = batches_served(draw_requests(pool, rate, num_requests))
+    # The step cost is never asked: enough batches are known from the beginning.
+    estimator = BatchTimes(StepCost(0.0, 0.0, 0.0, 0.0), [_served(each) for _, each in before[:MIN_BATCHES]])
+    points = _errors(estimator, served)
+    rows = []
+    for number, error_s in enumerate(points):
+        at = f"estimator, minute {round(number * STEPS_AT_ONCE * PERIOD_S / 60)}"
+        rows.append(Row(name, at, "RMSE s", Exempt("drawn in the figure, not printed"), error_s))
+    first, last = points[0], float(np.mean(points[len(points) // 2 :]))
+    note = "order: learning lowers it"
+    rows.append(
+        Row(
+            name,
+            "estimator, second half / first point",
+            "RMSE ratio",
+            OrderCheck(last < first, bound=1.0),
+            last / first,
+            note,
+        )
+    )
+    return rows
+
+
+def _errors(estimator: BatchTimes, served: list[tuple[float, BatchEnded]]) -> list[float]:
+    """RMSE of each point of the curve, in seconds."""
+    span_s = STEPS_AT_ONCE * PERIOD_S
+    squares: dict[int, list[float]] = defaultdict(list)
+    for at, batch in served:
+        known = _served(batch)
+        estimate_s = estimator(known.batch_size, known.prompt_len, known.output_len)
+        squares[int(at / span_s)].append((estimate_s - known.duration_s) ** 2)
+        estimator.observe(known)
+        estimator.learn(at)
+    return [math.sqrt(float(np.mean(squares[point]))) for point in sorted(squares)]
+
+
+def _served(batch: BatchEnded) -> ServedBatch:
+    return ServedBatch(batch.num_requests, batch.prompt_len, batch.output_len, batch.duration_s)
+
+
+MAGNUS_LEARNING = (
+    Reproduction("magnus_lengths", "Magnus, Table I", (table_1,)),
+    Reproduction("magnus_learning", "Magnus, Fig 14, serving times", (estimator_learning,)),
+)

@@ -14,18 +14,16 @@ import numpy as np
 from core.costs import StepCost
 from lab.reproduce.multi_bin_runs import (
     PHI,
+    UniformService,
     errors_run,
     exponential_run,
+    exponential_service_bound_s,
+    exponential_throughput_bound,
     gsm8k_run,
     least_latency_s,
     predictor_gains,
     serve,
     uniform_run,
-)
-from lab.reproduce.multi_bin_theory import (
-    UniformService,
-    exponential_service_bound_s,
-    exponential_throughput_bound,
 )
 from lab.reproduce.rows import EXACT, Figure, Fitted, OrderCheck, Own, Printed, Reproduction, Row, near
 from policies.batching.multi_bin import exponential_edges, sample_edges, uniform_edges

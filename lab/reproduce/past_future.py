@@ -33,11 +33,12 @@ from lab.reproduce.past_future_runs import (
     PastFutureOutcome,
     aggressive,
     conservative,
+    figure_3,
+    figure_4,
     past_future,
     requests,
     serve,
 )
-from lab.reproduce.past_future_windows import figure_3, figure_4
 from lab.reproduce.rows import (
     Check,
     Exempt,

@@ -32,8 +32,7 @@ from simulator.cluster.padded import padded_fleet
 from simulator.cluster.records import Record
 from simulator.experiment import free_kv_tokens
 from simulator.traffic.lengths import LogNormal, Uniform
-from simulator.traffic.pictures import SimImage
-from simulator.traffic.workload import SimRequest
+from simulator.traffic.workload import SimImage, SimRequest
 
 NAME = "past_future_table2"
 NUM_QUESTIONS = 1000

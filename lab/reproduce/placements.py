@@ -14,9 +14,8 @@ from functools import partial
 
 import numpy as np
 
-from lab.reproduce.paper_settings import UNBOUND
 from lab.reproduce.preble.runs import BLOCK, FOUR_A6000, SEATS, PrebleCluster
-from lab.reproduce.rows import Exempt, Own, Reproduction, Row, at_most
+from lab.reproduce.rows import UNBOUND, Exempt, Own, Reproduction, Row, at_most
 from policies.compose import build_router, build_scheduler
 from policies.presets import find_preset
 from policies.replica.scheduler import SchedulerLimits

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from lab.reproduce.combined import COMBINED
+from lab.reproduce.deadlines import DEADLINES
 from lab.reproduce.fast_serve import FAST_SERVE
 from lab.reproduce.magnus import MAGNUS
-from lab.reproduce.magnus_learning import MAGNUS_LEARNING
+from lab.reproduce.magnus_systems import MAGNUS_LEARNING
 from lab.reproduce.multi_bin import MULTI_BIN
 from lab.reproduce.past_future import PAST_FUTURE
 from lab.reproduce.placements import PLACEMENTS
 from lab.reproduce.preble.figures import PREBLE_RESULTS
 from lab.reproduce.preble.parts import PREBLE_PARTS
+from lab.reproduce.promise import PROMISE
 from lab.reproduce.rows import Reproduction
-from lab.reproduce.tail.cells import TAIL
-from lab.reproduce.tail.deadlines import DEADLINES
-from lab.reproduce.tail.promise import PROMISE
+from lab.reproduce.tail import TAIL
 
 _ALL: tuple[Reproduction, ...] = (
     *MAGNUS,

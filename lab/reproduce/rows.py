@@ -1,4 +1,4 @@
-"""A row of a reproduction, the figure that it is compared with, and an entry of the register."""
+"""A row of a reproduction, the figure that it is compared with, an entry of the register, and common settings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from core.config.scheduling import SchedulerConfig
 from core.errors import InvalidValueError
+from policies.settings import MlfqRules
 
 Verdict = Literal["ok", "fitted", "off", "open", "exempt"]
 Basis = Literal["printed", "range", "order", "own", "fitted", "exempt"]
@@ -320,3 +322,13 @@ class Reproduction:
     def rows(self) -> Iterable[Row]:
         for cell in self.cells:
             yield from cell()
+
+
+UNBOUND = SchedulerConfig(max_gap_ms=0.0)
+"""No paper bounds the gap that prompts make between two tokens of a stream."""
+
+ARTIFACT = SchedulerConfig(max_gap_ms=0.0, quantum_s=0.01, starve_limit_s=3.0)
+"""The numbers of FastServe's artifact."""
+
+FIXED_QUANTUM = MlfqRules(follows_cost=False)
+"""The artifact's quantum is what was measured before the run."""

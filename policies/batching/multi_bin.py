@@ -2,7 +2,7 @@
 
 A request of predicted length l goes to the bin i with l_{i-1} <= l < l_i. A bin that holds B requests becomes a batch,
 and batches are served in order of completion. With k bins a batch waits for the longest request of a k-th of the range
-instead of the whole; the cost is the wait until a bin fills, see ``lab.reproduce.multi_bin_theory``.
+instead of the whole; the cost is the wait until a bin fills, see ``lab.reproduce.multi_bin_runs``.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def advise(
         measured = _measure(experiment, options, parts, seconds, as_json)
         advice = judge(measured, good)
         if plot is not None:
-            from simulator.advice_plot import write_picture
+            from simulator.plots import write_picture
 
             write_picture(plot, measured, advice, good)
         if as_json:

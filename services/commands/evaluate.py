@@ -82,7 +82,7 @@ def _check_plot(path: Path) -> None:
 
 
 def _load(directory: Path, encoder: str | None, device: str) -> TextPredictor:
-    from engine.encoders.loading import text_model_of
+    from engine.encoders.regressor import text_model_of
     from predictor.artefact import load
     from predictor.history import HistoryPredictor
     from predictor.text_predictor import TextPredictor

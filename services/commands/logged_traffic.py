@@ -45,7 +45,7 @@ class Traffic:
 
     def arrivals(self) -> list[SimRequest]:
         """Arrivals for the simulator, from instant 0 on. A forecast counts as known at its request's arrival."""
-        from simulator.logged import as_arrival
+        from simulator.counterfactual import as_arrival
 
         begin = min((each.request.received_at for each in self.logged), default=0.0)
         return [as_arrival(each.request, begin, each.forecast) for each in self.logged]
@@ -61,7 +61,7 @@ def read_traffic(path: str) -> Traffic:
         ConfigError: There is no log, or it is empty.
     """
     rows = _read_redis(path) if path.startswith(("redis://", "rediss://")) else _read_sqlite(Path(path))
-    from simulator.logged import is_known
+    from simulator.counterfactual import is_known
 
     kept = [each for each in rows if is_known(each.request)]
     if not kept:

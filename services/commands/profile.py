@@ -86,8 +86,7 @@ def _profile(out: Path, model: str | None, dtype: str, engine: EngineConfig, rou
 
 
 def _measure(runner: ModelRunner, engine: EngineConfig, rounds: int, as_json: bool) -> list[MeasuredStep]:
-    from estimator.grid import SMALLEST_CHUNK, StepLimits, step_grid
-    from estimator.step_profile import MIN_SAMPLES
+    from estimator.step_profile import MIN_SAMPLES, SMALLEST_CHUNK, StepLimits, step_grid
     from services.commands.step_bench import StepBench, measure, num_fitted
 
     pool, max_model_len = runner.pool, runner.max_model_len

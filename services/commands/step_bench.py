@@ -13,9 +13,8 @@ from core.messages.step_times import StepSample
 from core.request import Request, SamplingParams
 from engine.sequence import Sequence as TokenSequence
 from engine.steps.model_runner import ModelRunner
-from estimator.grid import StepShape
 from estimator.profile_file import HeldBackErrors, ProfiledMachine, ProfiledRange, ProfileFile
-from estimator.step_profile import StepProfile
+from estimator.step_profile import StepProfile, StepShape
 from kvcache import StepBatch, StepItem
 from kvcache.step_batch import step_sample
 

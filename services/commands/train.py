@@ -185,8 +185,7 @@ def _train_estimator(log: Path, out: Path) -> tuple[Path, int]:
         ConfigError: There is no log, it holds no batches, or the directory cannot be written.
     """
     from core.costs import A100_7B
-    from estimator.batch_times_file import write_batch_times
-    from estimator.knn import BatchTimes
+    from estimator.knn import BatchTimes, write_batch_times
 
     batches = _served_batches(log)
     if not batches:

@@ -44,8 +44,7 @@ def answer(question: Question, request_id: str) -> dict[str, Any]:
     """
     from services.commands.logged_traffic import read_traffic
     from services.commands.simulate import experiment_of, hardware
-    from simulator.counterfactual import parse_change, what_if
-    from simulator.logged import as_life
+    from simulator.counterfactual import as_life, parse_change, what_if
 
     change = parse_change(question.change)
     latency, kv_tokens = hardware(None, None, None, question.profile)

@@ -7,7 +7,7 @@ from typing import Any
 
 from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError, InvalidValueError
-from estimator.device_profile import A100_7B
+from estimator.profile_file import A100_7B
 from simulator.experiment import Experiment, make_arrivals
 from simulator.traffic.workload import SimRequest
 

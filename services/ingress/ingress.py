@@ -23,7 +23,7 @@ from core.errors import CapacityError, ConfigError
 from core.messages.fleet import ServedModel
 from engine.checkpoint.encoder_config import abilities_of
 from engine.vision.geometry import load_geometry
-from estimator.device_profile import profile_label
+from estimator.profile_file import profile_label
 from policies.compose import forecasting_presets, predicts_requests
 from services.api.access.access_control import AccessControl, access_settings
 from services.api.access.metered import MeteredGenerator

@@ -33,7 +33,7 @@ from core.messages.live import LeftWaiting, LiveQuery, LiveView, ReplicaLive
 from core.messages.log import ArtefactInfo, LoggedWindow, RequestTrace
 from core.messages.series import NamesQuery, RecentDecisions
 from core.messages.status import ComponentStatus, StatusReply
-from kvcache.residency import total_usage
+from kvcache.cache_journal import total_usage
 from policies.fleet.queue_delay import queue_delay_s
 from services.api.pages.live_parts import Recent
 from services.api.pages.metrics_page import merge_expositions

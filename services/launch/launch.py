@@ -24,7 +24,7 @@ from core.config.learning import PredictorConfig
 from core.config.load import FarsightConfig
 from core.errors import ConfigError, InvalidValueError
 from core.processors import numa_nodes, usable_processors
-from estimator.device_profile import profile_label, resolve_device
+from estimator.profile_file import profile_label, resolve_device
 from policies.compose import check_scheduler, predicts_requests
 from services.api.access.access_control import API_KEY_VARIABLE
 from services.launch.access import absolute_paths, check_access
@@ -94,7 +94,7 @@ def find_model(config: FarsightConfig) -> LocatedModel:
     from engine.build import check_worker
     from engine.checkpoint.model_config import resolve_model_dir
     from engine.parallel.mesh import Mesh
-    from engine.text.vocabulary import vocabulary_size
+    from engine.vocabulary import vocabulary_size
     from services.api.text.prompts import PromptEncoder, text_settings
 
     model = LocatedModel(EMBEDDED_MODEL, config.model.name or EMBEDDED_NAME)

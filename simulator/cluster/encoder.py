@@ -11,7 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 from core.costs import ImageCost
-from simulator.traffic.pictures import SimImage
+from simulator.traffic.workload import SimImage
 
 MAX_BATCH = 16
 """Most pictures of a batch, as of a server's encoder."""

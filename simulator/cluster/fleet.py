@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Generic, TypeVar
 
 from core.messages.cache import StartedRequest
 from core.messages.plans import FinishedSequence
@@ -31,14 +33,46 @@ from policies.order.offload_orders import OffloadDecider
 from policies.replica.events import RefuseRequest, RequestsArrived
 from policies.replica.scheduler import ReplicaScheduler
 from simulator.cluster.encoder import SimulatedEncoder
-from simulator.cluster.events import Alarms
 from simulator.cluster.latency import LatencyModel
 from simulator.cluster.pipelined import PipelinedReplica
 from simulator.cluster.records import Record, Recorder
 from simulator.cluster.replica import Replica, ReplicaShape
 from simulator.cluster.timeline import Timeline
-from simulator.traffic.pictures import shared_blocks
-from simulator.traffic.workload import SimRequest, as_request
+from simulator.traffic.workload import SimRequest, as_request, shared_blocks
+
+Owner = TypeVar("Owner", bound=Hashable)
+
+
+class Alarms(Generic[Owner]):
+    """One alarm per owner; a new alarm replaces the old one. Alarms of one instant ring in the order they were set."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Owner]] = []
+        self._current: dict[Owner, tuple[float, int]] = {}
+        self._num_set = 0
+
+    def set(self, who: Owner, at: float) -> None:
+        """Sets the only alarm of ``who`` to this instant; infinity for never."""
+        current = self._current.get(who)
+        if current is not None and current[0] == at:
+            return
+        self._num_set += 1
+        self._current[who] = (at, self._num_set)
+        if at < math.inf:
+            heapq.heappush(self._heap, (at, self._num_set, who))
+
+    @property
+    def next_at(self) -> float:
+        """Instant of the next alarm; infinity if there is none."""
+        while self._heap and self._current[self._heap[0][2]][1] != self._heap[0][1]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else math.inf
+
+    def pop(self) -> Owner:
+        """Removes the next alarm and returns its owner. Call it only after ``next_at`` returned a finite instant."""
+        _, num_set, who = heapq.heappop(self._heap)
+        self._current[who] = (math.inf, num_set)
+        return who
 
 
 @dataclass(frozen=True, slots=True)

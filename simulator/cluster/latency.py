@@ -1,13 +1,16 @@
-"""Step times of simulated hardware."""
+"""Step times of simulated hardware; equal steps that follow each other are taken at once (``StepRun``)."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from core.costs import FREE_IMAGES, ImageCost, StepCost
 from core.errors import InvalidValueError
-from estimator import device_profile
+from estimator.profile_file import A100_7B as A100_PROFILE
+from kvcache import StepBatch
+from kvcache.step_batch import StepWork
 
 
 class LatencyModel(Protocol):
@@ -51,8 +54,8 @@ class LinearLatency:
     """
 
     cost: StepCost
-    kv_bytes: int = device_profile.A100_7B.kv_bytes
-    copy_bandwidth: float = device_profile.A100_7B.copy_bandwidth
+    kv_bytes: int = A100_PROFILE.kv_bytes
+    copy_bandwidth: float = A100_PROFILE.copy_bandwidth
     image_cost: ImageCost = FREE_IMAGES
 
     def __post_init__(self) -> None:
@@ -69,7 +72,7 @@ class LinearLatency:
         return num_tokens * self.kv_bytes / self.copy_bandwidth
 
 
-A100_7B = LinearLatency(device_profile.A100_7B.cost, image_cost=device_profile.A100_7B.image_cost)
+A100_7B = LinearLatency(A100_PROFILE.cost, image_cost=A100_PROFILE.image_cost)
 """A 7B model on an A100, as a linear profile."""
 
 
@@ -271,3 +274,55 @@ class PipelineLatency:
         return StepCost(
             cost.base_s / stages, cost.prefill_token_s / stages, cost.decode_seq_s, cost.context_token_s / stages
         )
+
+
+@dataclass(slots=True)
+class StepRun:
+    """Equal steps in progress, recorded when the last is over.
+
+    Attributes:
+        work: Work of the first step; each further one has one token of context more per decoding sequence.
+        num_steps: 1 if the step computes prompts or may be cut off.
+        ends_at: When the last of them is over.
+        num_told: So many of them have been reported to the scheduler.
+    """
+
+    batch: StepBatch
+    work: StepWork
+    latency: LatencyModel
+    began_at: float
+    num_steps: int
+    ends_at: float = math.inf
+    num_told: int = 0
+
+    def seconds(self, num_steps: int) -> float:
+        """Seconds of the first steps."""
+        if num_steps == 0:
+            return 0.0
+        return min(self._whole_s(num_steps), self.batch.cut_off_s)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the step is cut off before its end: it brings nothing."""
+        return self.batch.may_be_cut_off and self.batch.cut_off_s < self._whole_s(1)
+
+    def _whole_s(self, num_steps: int) -> float:
+        if self.work.prefill_tokens:
+            return self.latency.step_s(*self.work)
+        return self.latency.decode_run_s(self.work.decode_seqs, self.work.context_tokens, num_steps)
+
+    def steps_over(self, now: float) -> int:
+        """How many steps are over by now."""
+        low, high = self.num_told, self.num_steps
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.began_at + self.seconds(middle) <= now:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def end_after(self, num_steps: int) -> None:
+        """Sets the number of steps, and with it the end."""
+        self.num_steps = num_steps
+        self.ends_at = self.began_at + self.seconds(num_steps)

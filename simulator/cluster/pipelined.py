@@ -15,9 +15,9 @@ from core.request import Request
 from kvcache import StepBatch
 from kvcache.step_batch import step_work
 from policies.replica.events import StepsRan
+from simulator.cluster.latency import StepRun
 from simulator.cluster.records import Record
 from simulator.cluster.replica import Replica
-from simulator.cluster.step_run import StepRun
 
 
 class StageTimes:

@@ -47,9 +47,8 @@ from policies.replica.events import (
     WorkerReported,
 )
 from policies.replica.scheduler import ReplicaScheduler
-from simulator.cluster.latency import LatencyModel
+from simulator.cluster.latency import LatencyModel, StepRun
 from simulator.cluster.records import Record, Recorder, ReplicaUsage
-from simulator.cluster.step_run import StepRun
 
 Execution = Literal["ragged", "static"]
 """As ``SchedulerConfig.execution``."""

@@ -70,29 +70,6 @@ class AllAtOnce:
         return np.zeros(num_requests)
 
 
-class Replay:
-    """The first instants of a trace, moved to start at 0 and stretched to a rate.
-
-    Args:
-        instants: Seconds, not falling.
-        rate: Requests per second over the whole trace; ``None`` keeps the trace's own pace.
-
-    Raises:
-        InvalidValueError: Instants that fall, or a rate for a trace that spans no time.
-    """
-
-    def __init__(self, instants: Sequence[float] | Instants, rate: float | None = None) -> None:
-        self._instants = _from_zero(instants)
-        if rate is not None:
-            self._instants = rescale(self._instants, rate)
-
-    def sample(self, rng: np.random.Generator, num_requests: int) -> Instants:
-        """O(num_requests); draws nothing. A trace that is too short raises ``InvalidValueError``."""
-        if num_requests > len(self._instants):
-            raise InvalidValueError("num_requests", num_requests, f"at most the trace's {len(self._instants)}")
-        return self._instants[:num_requests].copy()
-
-
 def rescale(instants: Sequence[float] | Instants, rate: float) -> Instants:
     """Stretches or shrinks time so that the mean gap becomes 1/rate; the shape of the bursts stays. O(n).
 

@@ -7,7 +7,6 @@ the published figures named beside them and nothing else.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -143,27 +142,6 @@ class LogNormal:
     @property
     def _log_median(self) -> float:
         return math.log(self.scale) - self.sigma**2 / 2
-
-
-class Empirical:
-    """Draws with replacement from observed lengths; O(num)."""
-
-    def __init__(self, seen: Sequence[int] | Lengths) -> None:
-        lengths = np.asarray(seen, dtype=np.int64)
-        if not len(lengths) or lengths.min() < 1:
-            raise InvalidValueError("seen", list(lengths[:8]), "one or more lengths of at least 1")
-        self._seen = lengths
-
-    @property
-    def mean(self) -> float:
-        return float(self._seen.mean())
-
-    @property
-    def longest(self) -> int:
-        return int(self._seen.max())
-
-    def sample(self, rng: np.random.Generator, num: int) -> Lengths:
-        return rng.choice(self._seen, num)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import FarsightError
-from simulator.traffic.pictures import SimImage
-from simulator.traffic.workload import SimRequest
+from simulator.traffic.workload import SimImage, SimRequest
 
 MOONCAKE_BLOCK = 512
 """Prompt tokens for each of Mooncake's ``hash_ids``."""

@@ -1,15 +1,88 @@
-"""Arriving requests with their true output lengths."""
+"""Arriving requests with their true output lengths, and the pictures of their prompts.
+
+A picture has its tokens in the prompt, and names by which blocks that hold them are shared.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import blake2b
 
+from core.errors import InvalidValueError
 from core.forecast import Forecast
 from core.images import ImageSpan
 from core.request import NO_SLO, Request, SamplingParams, Slo
-from simulator.traffic.pictures import SimImage, image_spans
+
+_NAME_BITS = 61
+"""Bits of a block's name: below the names that replicas give to blocks of outputs (``1 << 62``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimImage:
+    """One picture of a prompt.
+
+    Attributes:
+        tokens: Its tokens in the prompt; at least 1.
+        name: Its content: pictures of one name are equal. Empty for a picture that no other request has.
+
+    Raises:
+        InvalidValueError: It has no tokens.
+    """
+
+    tokens: int
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise InvalidValueError("image_tokens", self.tokens, "a whole number of at least 1")
+
+
+def image_spans(
+    request_id: str, images: Sequence[SimImage], prompt_len: int, num_prefix_blocks: int, block_size: int
+) -> tuple[ImageSpan, ...]:
+    """Where the pictures of a prompt lie: one behind the other behind its shared beginning, or as far towards the
+    prompt's end as they must be to fit. A client's picture comes before its question.
+
+    Raises:
+        InvalidValueError: They have more tokens than the prompt.
+    """
+    num_tokens = sum(image.tokens for image in images)
+    if num_tokens > prompt_len:
+        raise InvalidValueError("image_tokens", num_tokens, f"at most the {prompt_len} tokens of the prompt")
+    start = min(num_prefix_blocks * block_size, prompt_len - num_tokens)
+    spans = []
+    for index, image in enumerate(images):
+        content = image.name or f"{request_id}/{index}"
+        # A picture that was prepared in another size is another one.
+        known_by = repr((bool(image.name), content, image.tokens)).encode("utf-8", "backslashreplace")
+        digest = blake2b(known_by, digest_size=16).digest()
+        spans.append(ImageSpan(start, image.tokens, digest))
+        start += image.tokens
+    return tuple(spans)
+
+
+def shared_blocks(
+    prefix: tuple[int, ...], images: Sequence[SimImage], spans: Sequence[ImageSpan], block_size: int
+) -> tuple[int, ...]:
+    """Names of a prompt's blocks that other prompts may have as well: its ``prefix``, then full blocks that hold
+    nothing but tokens of named pictures. As on a server a block's name says all that is before it.
+
+    O(blocks of the pictures).
+    """
+    named = [span for span, image in zip(spans, images, strict=True) if image.name]
+    if not named or named[0] != spans[0] or named[0].start > len(prefix) * block_size:
+        return prefix  # text that no other prompt has, or a picture of its own, stands before them
+    end = next((span.start for span, image in zip(spans, images, strict=True) if not image.name), named[-1].end)
+    names = list(prefix)
+    for block in range(len(prefix), end // block_size):
+        first, behind = block * block_size, (block + 1) * block_size
+        held = [(span.digest, first - span.start) for span in named if span.start < behind and span.end > first]
+        content = repr((names[-1] if names else None, held)).encode()
+        digest = blake2b(content, digest_size=8).digest()
+        names.append(int.from_bytes(digest) >> (64 - _NAME_BITS))
+    return tuple(names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ import random
 import torch
 
 from core.request import Residency
-from engine.kv.copiers import StreamCopier
-from engine.kv.copies import Copies
+from engine.devices.copiers import StreamCopier
+from engine.runner import Copies
 from engine.steps.model_runner import ModelRunner
 from kvcache import KVCopy
 from tests.unit.engine.driver import Driver

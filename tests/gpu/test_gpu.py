@@ -16,14 +16,14 @@ from core.config.engine import EngineConfig
 from core.request import SamplingParams
 from engine import cuda
 from engine.attention.attention import AttentionBackend
-from engine.attention.step_sizes import StepSizes
+from engine.attention.layout import StepSizes
 from engine.attention.torch_attention import TorchAttention
 from engine.attention.xformers_attention import PAGE_SIZE, XformersAttention
 from engine.checkpoint.model_config import DecoderConfig
 from engine.checkpoint.weights import ModelWeights
-from engine.devices.cuda_device import load_device
-from engine.kv.copiers import HostBlocks, StreamCopier
-from engine.kv.kv_pool import KVPool
+from engine.devices.copiers import HostBlocks, StreamCopier
+from engine.devices.model_device import load_gpu_device
+from engine.kv_pool import KVPool
 from engine.sampling.sampler import NO_TOKEN, Sampler
 from engine.steps.backends import GraphBackend, TorchBackend, gpu_attention
 from engine.steps.careful_steps import CarefulSteps
@@ -313,7 +313,7 @@ def test_a_checkpoint_is_loaded_and_the_memory_shared_out(tmp_path: Path, bits: 
     config = model_config("tiny", tmp_path)
     save_random_checkpoint(config, tmp_path, torch.bfloat16)
     engine = EngineConfig(device="cuda", max_num_seqs=16, max_batch_tokens=512, gpu_memory_utilization=0.5)
-    device = load_device(tmp_path, config, "auto", engine, 1, swaps=True, bits=bits)
+    device = load_gpu_device(tmp_path, config, "auto", engine, 1, swaps=True, bits=bits)
     assert isinstance(device.runner, ModelRunner)
     pool = device.runner.pool
     assert (pool.device.type, pool.dtype, pool.block_size) == ("cuda", torch.bfloat16, 64)

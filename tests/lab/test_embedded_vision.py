@@ -23,9 +23,8 @@ from lab.embedded_vision.answers import answer_logits, collate, margin
 from lab.embedded_vision.drawing import SIDE, draw
 from lab.embedded_vision.evaluate import answers, asked_pictures
 from lab.embedded_vision.model import PATCHES, build_model, pixels_of, prompt_ids
-from lab.embedded_vision.questions import TASKS, Question
 from lab.embedded_vision.scenes import CELLS, MAX_SHAPES, Scene, Shape, number_scene, scenes, shapes_scene
-from lab.embedded_vision.words import IMAGE_ID, build_tokenizer, encode
+from lab.embedded_vision.words import IMAGE_ID, TASKS, Question, build_tokenizer, encode
 from services.launch.launch import EMBEDDED_MODEL, VISION_MODEL
 from services.launch.welcome import welcome
 

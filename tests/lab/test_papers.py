@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
-import pkgutil
 from pathlib import Path
 
 import matplotlib as mpl
 import pytest
 
-import lab.pictures
-from lab.papers import stored as storage
+from lab.papers import tables
 from lab.papers.pictures import draw
-from lab.papers.stored import DOCS, ROWS, StoredRow, digest, picture, rows_of, stored
-from lab.papers.tables import rows_table, shares_table
-from lab.pictures.__main__ import STYLE, TARGET
+from lab.papers.tables import DOCS, ROWS, StoredRow, digest, picture, rows_of, rows_table, shares_table, stored
+from lab.pictures.__main__ import PICTURES, STYLE, TARGET
 from lab.reproduce.papers import PAPERS, Paper, PaperFigure
 
 SHOWN = [(paper, figure) for paper in PAPERS for figure in paper.figures if figure.reproduction]
@@ -57,7 +53,7 @@ def test_a_picture_is_drawn_along_a_number_or_as_points(tmp_path: Path, monkeypa
     rows = [row(f"rate {rate}", float(rate)) for rate in (1, 2, 4, 32)] + [row("most", None, "off")]
     kept = [{field: getattr(each, field) for field in StoredRow.__dataclass_fields__} for each in rows]
     (tmp_path / "made.jsonl").write_text("\n".join(map(json.dumps, kept)))
-    monkeypatch.setattr(storage, "ROWS", tmp_path)
+    monkeypatch.setattr(tables, "ROWS", tmp_path)
     figure = PaperFigure("Fig 1", "made", "made", settings="rate")
     paper = Paper("Made", "results_made.md", (figure,))
     draw(paper, figure, tmp_path)
@@ -74,16 +70,13 @@ def test_the_share_of_a_paper_counts_what_was_not_fitted() -> None:
         assert f"{sum(row.verdict == 'ok' for row in printed)} of {len(printed)}" in line
 
 
-NAMES = [each.name for each in pkgutil.iter_modules(lab.pictures.__path__) if each.name != "__main__"]
-
-
 def test_every_page_with_a_picture_has_code_that_draws_it() -> None:
-    assert {path.stem for path in TARGET.glob("*.svg")} == set(NAMES)
+    assert {path.stem for path in TARGET.glob("*.svg")} == set(PICTURES)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PICTURES)
 def test_the_picture_is_up_to_date(name: str) -> None:
     drawn = io.BytesIO()
     with mpl.rc_context(STYLE):
-        importlib.import_module(f"lab.pictures.{name}").draw().savefig(drawn, format="svg", metadata={"Date": None})
+        PICTURES[name]().savefig(drawn, format="svg", metadata={"Date": None})
     assert drawn.getvalue() == (TARGET / f"{name}.svg").read_bytes(), f"run: python -m lab.pictures {name}"

@@ -10,7 +10,7 @@ from core.messages.plans import Slot
 from core.messages.requests import Key
 from core.request import Request, SamplingParams
 from engine.sequence import Sequence
-from engine.step_fault import StepFault
+from engine.step_results import StepFault
 from kvcache import BatchLimits, BlockManager, StepBatch, StepItem
 from kvcache.block_manager import hash_blocks
 

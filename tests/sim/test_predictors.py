@@ -9,7 +9,7 @@ import pytest
 
 from core.errors import InvalidValueError
 from core.forecast import QUANTILES, Forecast
-from simulator.predictors import Noisy, Shuffled, Trained, history, none, oracle
+from simulator.predictors import Noisy, Shuffled, history, none, oracle
 from simulator.traffic.workload import SimRequest
 
 
@@ -69,10 +69,3 @@ def test_seeds_decide(build: type[Noisy]) -> None:
     arrivals = _arrivals()
     assert build(0.5, 1)(arrivals) == build(0.5, 1)(arrivals)
     assert build(0.5, 1)(arrivals) != build(0.5, 2)(arrivals)
-
-
-def test_a_trained_predictor_is_asked_once_for_all() -> None:
-    said = _forecasts(oracle(_arrivals(3)))[::-1]
-    assert _forecasts(Trained(lambda _: said)(_arrivals(3))) == said
-    with pytest.raises(InvalidValueError, match="forecasts"):
-        Trained(lambda _: said[1:])(_arrivals(3))

@@ -22,8 +22,8 @@ from services.commands.simulate import experiment_of
 from services.ingress.logged_requests import served_settings
 from simulator import run
 from simulator.cluster.latency import LinearLatency
+from simulator.counterfactual import experiment_as
 from simulator.experiment import Experiment
-from simulator.logged import experiment_as
 from simulator.traffic.workload import SimRequest
 
 NUM_SEQS = 100

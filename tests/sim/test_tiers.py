@@ -11,9 +11,9 @@ import pytest
 
 from core.forecast import QUANTILES, Forecast
 from core.request import FLEX, Slo
+from simulator.cluster.latency import StepRun
 from simulator.cluster.records import Record
 from simulator.cluster.replica import Replica
-from simulator.cluster.step_run import StepRun
 from simulator.experiment import Experiment
 from simulator.run import run
 from simulator.traffic.workload import SimRequest

@@ -11,11 +11,9 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 
 from core.request import ReasoningBudget
+from tokenization.grammars.problems import GrammarRefused, plain
 from tokenization.grammars.reasoning import AnyText, BudgetMatcher, Matcher
-from tokenization.grammars.reasons import plain
-from tokenization.grammars.refused import GrammarRefused
-from tokenization.text_stream import special_ids
-from tokenization.token_bytes import TokenBytes
+from tokenization.text_stream import TokenBytes, special_ids
 
 LIMITS = LLParserLimits(
     max_items_in_row=1000,

@@ -10,8 +10,7 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal, localcontext
 from typing import Any
 
 from tokenization.grammars.disjoint import EXACT, are_disjoint, finite_values, resolved
-from tokenization.grammars.places import escaped
-from tokenization.grammars.refused import GrammarRefused
+from tokenization.grammars.problems import GrammarRefused, escaped
 
 MAX_DEPTH = 124
 """Levels of objects and lists within a schema. The compiler's JSON reader stops at 128, the grammar around included."""

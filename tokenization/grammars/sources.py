@@ -16,8 +16,7 @@ from typing import Any
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
-from tokenization.grammars.reasons import plain
-from tokenization.grammars.refused import GrammarRefused
+from tokenization.grammars.problems import GrammarRefused, plain
 from tokenization.grammars.rewriting import as_text, rewritten
 
 MAX_SOURCE_CHARS = 64 * 1024

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from tokenization.tool_formats.json_text import JsonEnd
+from tokenization.tool_formats.object_call import JsonEnd
 from tokenization.tool_formats.parts import CallArguments, CallEnd, CallStart, OutputForm, Part, ReasoningPart, TextPart
 
 _MARKER = re.compile(r"<\|(?:channel|message|constrain|start|end|call|return)\|>")

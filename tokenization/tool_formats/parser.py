@@ -11,8 +11,7 @@ from typing import Protocol
 
 from tokenization.tool_formats.formats import FORMATS, THINK_BEGIN, THINK_END
 from tokenization.tool_formats.harmony import HarmonyParser
-from tokenization.tool_formats.json_text import JsonEnd
-from tokenization.tool_formats.object_call import ObjectCall
+from tokenization.tool_formats.object_call import JsonEnd, ObjectCall
 from tokenization.tool_formats.parts import CallArguments, CallEnd, CallStart, OutputForm, Part, ReasoningPart, TextPart
 from tokenization.tool_formats.pythonic import CALLS, MAYBE_CALLS, PythonEnd, read_call
 

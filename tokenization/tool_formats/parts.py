@@ -1,7 +1,9 @@
-"""What an output consists of, as a parser finds it, and what it was told of the tools."""
+"""What an output consists of, as a parser finds it; what it was told of the tools; which calls a client is sent."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -85,3 +87,70 @@ class OutputForm:
     shows_reasoning: bool = True
     forced: bool = False
     parallel: bool = True
+
+
+class SentCalls:
+    """Passes on the parts of one output, leaves out calls that are not sent, and numbers the remaining calls.
+
+    Args:
+        parallel: Whether there may be several.
+        as_written: Whether the first call is passed on while its arguments are being written, and so also if it is cut.
+            Any further one waits until it is whole, as only then it is known whether it repeats an earlier one.
+
+    Attributes:
+        num_calls: Calls that were passed on.
+    """
+
+    def __init__(self, *, parallel: bool, as_written: bool) -> None:
+        self._parallel = parallel
+        self._as_written = as_written
+        self._seen: set[tuple[str, str]] = set()
+        self._open: CallStart | None = None
+        self._arguments: list[str] = []
+        self._is_sent = False
+        self.num_calls = 0
+
+    def read(self, parts: Iterable[Part]) -> list[SentPart]:
+        """Returns what is sent of further parts."""
+        return [sent for part in parts for sent in self._read(part)]
+
+    def _read(self, part: Part) -> list[SentPart]:
+        match part:
+            case CallStart():
+                is_wanted = self._parallel or not self.num_calls
+                self._open, self._arguments = (part if is_wanted else None), []
+                self._is_sent = is_wanted and self._as_written and not self.num_calls
+                return [self._start(part)] if self._is_sent else []
+            case CallArguments():
+                if self._open is None:
+                    return []
+                self._arguments.append(part.text)
+                return [CallArguments(self.num_calls - 1, part.text)] if self._is_sent else []
+            case CallEnd():
+                return self._end()
+            case _:
+                return [part]
+
+    def _start(self, start: CallStart) -> CallStart:
+        self.num_calls += 1
+        return CallStart(self.num_calls - 1, start.name)
+
+    def _end(self) -> list[SentPart]:
+        start, self._open = self._open, None
+        if start is None:
+            return []
+        text = "".join(self._arguments)
+        call = start.name, _canonical(text)
+        is_new = call not in self._seen
+        self._seen.add(call)
+        if self._is_sent or not is_new:
+            return []
+        return [self._start(start), CallArguments(self.num_calls - 1, text)]
+
+
+def _canonical(arguments: str) -> str:
+    """Returns the same text for arguments that differ in their spaces or the order of their names."""
+    try:
+        return json.dumps(json.loads(arguments), sort_keys=True)
+    except (ValueError, RecursionError):
+        return arguments

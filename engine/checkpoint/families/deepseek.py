@@ -7,16 +7,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.checkpoint.config_fields import Fields
-from engine.checkpoint.families.experts import Experts, chosen_experts
-from engine.checkpoint.families.latent import Latent
 from engine.checkpoint.families.llama import COMMON
 from engine.checkpoint.families.record import (
     ROPE_KINDS,
     Architecture,
     Blocks,
     Evidence,
+    Experts,
+    Latent,
     TensorNames,
     Windows,
+    chosen_experts,
 )
 from engine.checkpoint.rotary_config import RotaryConfig, read_rotary
 

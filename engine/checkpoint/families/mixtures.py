@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.checkpoint.config_fields import Fields
-from engine.checkpoint.families.experts import Experts, chosen_experts
 from engine.checkpoint.families.llama import COMMON, granite_blocks, optional_biases
 from engine.checkpoint.families.record import (
     Architecture,
@@ -14,8 +13,10 @@ from engine.checkpoint.families.record import (
     Blocks,
     ClampedGate,
     Evidence,
+    Experts,
     TensorNames,
     Windows,
+    chosen_experts,
     same_window,
     windows_by_type,
 )

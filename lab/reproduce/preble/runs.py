@@ -10,8 +10,7 @@ import numpy as np
 
 from core.config.placement import PlacementConfig
 from core.costs import StepCost
-from lab.reproduce.paper_settings import UNBOUND
-from lab.reproduce.rows import Draws
+from lab.reproduce.rows import UNBOUND, Draws
 from policies.admission.watermark import Aggressive
 from policies.compose import build_scheduler
 from policies.fleet.scheduler import GlobalScheduler

@@ -14,8 +14,15 @@ from core.messages.tokens import TokenLogprobs
 from services.api.generation import Echo
 from services.api.text.token_texts import TokenTexts
 from tokenization.tool_formats.parser import parser_of
-from tokenization.tool_formats.parts import CallArguments, CallStart, OutputForm, ReasoningPart, SentPart, TextPart
-from tokenization.tool_formats.sent_calls import SentCalls
+from tokenization.tool_formats.parts import (
+    CallArguments,
+    CallStart,
+    OutputForm,
+    ReasoningPart,
+    SentCalls,
+    SentPart,
+    TextPart,
+)
 
 _SHORT_IDS = ("mistral", "mistral-args")
 """Their templates take ids of nine letters and digits alone."""

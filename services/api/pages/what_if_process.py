@@ -60,7 +60,7 @@ class WhatIfProcess:
 
 def main() -> None:
     """``python -m services.api.pages.what_if_process SOCKET``"""
-    from simulator.logged import answer
+    from simulator.counterfactual import answer
 
     limit_process(MOST_BYTES)
     with parent_stream() as stream:

@@ -14,8 +14,7 @@ from services.api.structured import Constraint
 from services.api.text.dialect import Dialect
 from tokenization.grammars import sources
 from tokenization.grammars.compiler import problem_of
-from tokenization.grammars.places import find_place
-from tokenization.grammars.refused import GrammarRefused
+from tokenization.grammars.problems import GrammarRefused, find_place
 from tokenization.tool_formats.grammar import GrammarWriter, TokenId, UnwritableTool, no_tokens
 from tokenization.tool_formats.parts import OutputForm, Tool
 

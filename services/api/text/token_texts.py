@@ -6,8 +6,7 @@ import copy
 
 from tokenizers import Tokenizer
 
-from tokenization.text_stream import TextDecoder
-from tokenization.token_bytes import TokenBytes
+from tokenization.text_stream import TextDecoder, TokenBytes
 
 
 class TokenTexts:

@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 
 from lab.reproduce.magnus import MAGNUS, ablation_rows, curves, overall_rows
-from lab.reproduce.magnus_learning import estimator_learning, table_1
 from lab.reproduce.magnus_systems import (
     CORRELATION,
     MagnusOutcome,
     Pool,
     case_study_latency,
     draw_requests,
+    estimator_learning,
     load_pool,
     serve,
+    table_1,
 )
 
 CELLS = {each.name: each.cells[0] for each in MAGNUS}

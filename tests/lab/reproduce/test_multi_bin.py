@@ -11,20 +11,18 @@ from core.errors import InvalidValueError
 from lab.reproduce.multi_bin import MULTI_BIN
 from lab.reproduce.multi_bin_runs import (
     ACCURACY,
+    UniformService,
     confuse,
     errors_run,
     exponential_run,
+    exponential_service_bound_s,
+    exponential_throughput_bound,
     gsm8k_run,
     neighbour_errors,
     predictor_gains,
     published_confusion,
     serve,
     uniform_run,
-)
-from lab.reproduce.multi_bin_theory import (
-    UniformService,
-    exponential_service_bound_s,
-    exponential_throughput_bound,
 )
 from lab.reproduce.rows import Row
 from policies.batching.multi_bin import uniform_edges

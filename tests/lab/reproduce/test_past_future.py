@@ -25,17 +25,15 @@ from lab.reproduce.past_future_runs import (
     ORACLE,
     PastFutureOutcome,
     Watched,
+    adjacent_similarity,
     aggressive,
     conservative,
-    past_future,
-    requests,
-    serve,
-)
-from lab.reproduce.past_future_windows import (
-    adjacent_similarity,
     distant_similarity,
     figure_3,
     figure_4,
+    past_future,
+    requests,
+    serve,
     similarity,
 )
 from lab.reproduce.register import REPRODUCTIONS

@@ -6,9 +6,8 @@ import math
 
 import pytest
 
-from lab.reproduce.combined import RatioTarget, cell_rows
-from lab.reproduce.combined_runs import CombinedCell
-from lab.reproduce.tail.cells import light_rows, overload_rows
+from lab.reproduce.combined import CombinedCell, RatioTarget, cell_rows
+from lab.reproduce.tail import light_rows, overload_rows
 
 
 @pytest.mark.nightly

@@ -21,8 +21,7 @@ from simulator.cluster.records import Record
 from simulator.cluster.replica import ReplicaShape
 from simulator.experiment import Experiment
 from simulator.run import run
-from simulator.traffic.pictures import SimImage, image_spans, shared_blocks
-from simulator.traffic.workload import SimRequest
+from simulator.traffic.workload import SimImage, SimRequest, image_spans, shared_blocks
 
 COST = StepCost(base_s=1.0, prefill_token_s=0.1, decode_seq_s=0.0, context_token_s=0.0)
 LATENCY = LinearLatency(COST, image_cost=ImageCost(token_s=0.5))

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 
 from core.errors import InvalidValueError
-from simulator.traffic.arrivals import AllAtOnce, Gamma, Poisson, Replay, debatch, rescale
+from simulator.traffic.arrivals import AllAtOnce, Gamma, Poisson, debatch, rescale
 from simulator.traffic.lengths import (
     D1,
     D2,
     D3,
     GSM8K_LIKE,
     SHAREGPT_LIKE,
-    Empirical,
     Exponential,
     LengthLaw,
     LogNormal,
@@ -31,7 +30,6 @@ LAWS: list[LengthLaw] = [
     Exponential(30.0, 20),
     LogNormal(60.0, 0.5, 4096),
     LogNormal(60.0, 1.2, 80),
-    Empirical([1, 5, 5, 9]),
 ]
 
 
@@ -94,8 +92,6 @@ def _mean_of_longest(ordered: np.ndarray, size: int) -> float:
         (lambda: LogNormal(-1.0, 1.0, 5), "scale"),
         (lambda: LogNormal(1.0, 0.0, 5), "sigma"),
         (lambda: LogNormal(1.0, 1.0, 0), "longest"),
-        (lambda: Empirical([]), "seen"),
-        (lambda: Empirical([3, 0]), "seen"),
     ],
 )
 def test_bad_parameters_name_the_field(build: Callable[[], LengthLaw], field: str) -> None:
@@ -128,24 +124,17 @@ def test_the_same_seed_gives_the_same_instants(process: Gamma | Poisson) -> None
     assert (first != other).any()
 
 
-def test_replay_starts_at_zero_and_keeps_the_pace_or_the_shape() -> None:
-    rng = np.random.default_rng(0)
-    replay = Replay([5.0, 6.0, 9.0])
-    replay.sample(rng, 2)[:] = 9
-    assert replay.sample(rng, 2).tolist() == [0, 1], "a sample is a copy"
-    assert Replay([5.0, 6.0, 9.0], rate=1.0).sample(rng, 3).tolist() == [0, 0.5, 2]
-    assert AllAtOnce().sample(rng, 3).tolist() == [0, 0, 0]
-    with pytest.raises(InvalidValueError, match="num_requests"):
-        replay.sample(rng, 4)
+def test_a_rate_keeps_the_shape() -> None:
+    assert rescale([5.0, 6.0, 9.0], 1.0).tolist() == [0, 0.5, 2]
+    assert AllAtOnce().sample(np.random.default_rng(0), 3).tolist() == [0, 0, 0]
 
 
 def test_debatch_spreads_each_batch_over_the_gap_to_the_next() -> None:
     assert debatch([0.0, 0.0, 0.0, 3.0, 9.0, 9.0]).tolist() == [0, 1, 2, 3, 9, 12]
     assert debatch([2.0, 2.0]).tolist() == [2, 2]
     for instants in ([1.0, 0.5], [0.0, float("nan")], [float("inf")]):
-        for use in (debatch, Replay):
-            with pytest.raises(InvalidValueError, match="instants"):
-                use(instants)
+        with pytest.raises(InvalidValueError, match="instants"):
+            debatch(instants)
     for instants in ([], [1.0], [2.0, 2.0]):
         with pytest.raises(InvalidValueError, match="instants"):
             rescale(instants, 1.0)

@@ -50,7 +50,7 @@ if __name__ == "__main__":
 
 RANK = """
 import time
-from engine.parallel.local import LocalRanks
+from engine.parallel.links import LocalRanks
 from engine.parallel.mesh import Mesh
 
 ranks = LocalRanks(Mesh(tensor=2, pipeline=1))

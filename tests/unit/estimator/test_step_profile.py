@@ -12,8 +12,15 @@ import pytest
 from core.costs import CostModel, StepCost, attention_pairs
 from core.errors import InvalidValueError
 from core.messages.step_times import StepSample
-from estimator.grid import SMALLEST_CHUNK, StepLimits, StepShape, step_grid
-from estimator.step_profile import MIN_SAMPLES, OUTLIER_FACTOR, StepProfile
+from estimator.step_profile import (
+    MIN_SAMPLES,
+    OUTLIER_FACTOR,
+    SMALLEST_CHUNK,
+    StepLimits,
+    StepProfile,
+    StepShape,
+    step_grid,
+)
 from kvcache import StepBatch, StepItem
 from kvcache.step_batch import step_sample
 from tests.volumes import at_volume

@@ -13,8 +13,7 @@ from core.messages.kv import KVTraffic, KVUsage
 from core.messages.plans import SlotProgress, StepReport
 from core.request import SequenceStatus
 from kvcache.block_manager import BlockManager
-from kvcache.cache_journal import CacheJournal, CacheMirror, runs
-from kvcache.residency import ResidencyMirror, total_usage
+from kvcache.cache_journal import CacheJournal, CacheMirror, ResidencyMirror, runs, total_usage
 
 SIZE = 4
 

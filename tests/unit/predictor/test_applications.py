@@ -10,9 +10,17 @@ import pytest
 
 from core.errors import InvalidValueError
 from core.forecast import Forecast, ForecastQuestion
-from predictor.applications.form import KINDS, READ_CHARS, form_features
-from predictor.applications.growing import grow_by_application
-from predictor.applications.reading import KEYS, NUM_FEATURES, SECRET_BYTES, keys_of, raw_features
+from predictor.applications.forest import grow_by_application
+from predictor.applications.reading import (
+    KEYS,
+    KINDS,
+    NUM_FEATURES,
+    READ_CHARS,
+    SECRET_BYTES,
+    form_features,
+    keys_of,
+    raw_features,
+)
 from predictor.applications.start import FOREST, GROWTH, MAX_EXAMPLES, untrained
 from predictor.artefact import ArtefactError, TrainedModel, from_bytes
 from predictor.history import HistoryPredictor

@@ -10,10 +10,10 @@ import pytest
 
 from core.errors import InvalidValueError
 from core.forecast import QUANTILES
-from predictor.embedding_cache import EmbeddingCache
 from predictor.features import FeatureShape, compress
 from predictor.linear import fit_linear
 from predictor.metrics import kendall_tau
+from predictor.readers import EmbeddingCache
 from predictor.words import MAX_WORDS, NUM_BUCKETS, NUM_FEATURES, buckets, fit_words
 from tests.unit.predictor.requests import CountingEncoder, examples, question
 

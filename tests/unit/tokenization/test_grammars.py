@@ -15,9 +15,8 @@ from core.errors import InvalidValueError
 from core.request import ReasoningBudget
 from tokenization.grammars import sources
 from tokenization.grammars.compiler import GrammarCompiler, problem_of
-from tokenization.grammars.places import find_place
+from tokenization.grammars.problems import GrammarRefused, find_place
 from tokenization.grammars.reasoning import AnyText, BudgetMatcher
-from tokenization.grammars.refused import GrammarRefused
 from tokenization.loading import load_tokenizer
 
 EMBEDDED_MODEL = Path(__file__).parents[3] / "services" / "embedded_model"

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Encoding, Tokenizer, models, normalizers, pre
 from tests.unit.tokenization.kinds import CORPUS, KINDS, MARKERS, SPECIAL
 from tests.volumes import at_volume
 from tokenization.capacity import text_capacity
-from tokenization.control_tokens import control_ids
+from tokenization.model_files import control_ids
 from tokenization.plain_text import PlainTextEncoder, Span
 
 START, END = "<|im_start|>", "<|im_end|>"

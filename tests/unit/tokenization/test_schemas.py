@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tests.unit.tokenization.random_schemas import random_bounds, random_output, random_schema
 from tokenization.grammars import sources
 from tokenization.grammars.compiler import problem_of
-from tokenization.grammars.refused import GrammarRefused
+from tokenization.grammars.problems import GrammarRefused
 from tokenization.grammars.rewriting import MAX_DEPTH, nesting, rewritten
 
 INTERNAL = re.compile(

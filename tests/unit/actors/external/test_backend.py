@@ -31,7 +31,7 @@ from core.messages.plans import FinishedSequence, WorkerReady
 from core.messages.requests import Key, Keys, Refusals, Submit
 from core.messages.tokens import TokenDelta, TokenPoll
 from core.request import Origin, PromptSource, Request, SamplingParams, SequenceStatus
-from engine.text.vocabulary import PromptDecoder
+from engine.vocabulary import PromptDecoder
 from services.launch.launch import EMBEDDED_MODEL
 from tests.free_ports import free_port
 from tests.unit.actors.components import LONG_S, until

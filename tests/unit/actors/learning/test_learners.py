@@ -21,8 +21,8 @@ from core.errors import FarsightError
 from core.forecast import Forecast
 from core.messages.log import LogPage, LogQuery
 from core.messages.step_times import BatchShape, BatchShapes, StepSample, StepSamples
-from estimator.device_profile import A100_7B, DEVICE_PROFILES
 from estimator.knn import padded_batch_s
+from estimator.profile_file import A100_7B, DEVICE_PROFILES
 from policies.settings import PRIOR_COST
 from predictor.history import PRIOR_MEAN
 from tests.unit.actors.components import append, component_context, finished, until

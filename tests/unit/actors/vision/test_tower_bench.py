@@ -9,8 +9,7 @@ import pytest
 
 from actors.vision.tower_bench import measure_model, measure_tower
 from core.costs import ImageCost
-from engine.devices.emulated import Pace
-from engine.devices.emulated_vision import EmulatedVision, emulate_vision
+from engine.devices.emulated import EmulatedVision, Pace, emulate_vision
 from tests.unit.engine.vision.models import save_seeing_model
 
 PRICES = ImageCost(batch_s=0.02, token_s=1e-3, pair_s=1e-6)

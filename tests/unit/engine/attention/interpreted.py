@@ -29,7 +29,7 @@ from benchmarks.common.gpu_models import model_config, random_weights, save_rand
 from core.config.engine import EngineConfig
 from engine.attention import xformers_attention
 from engine.attention.attention import AttentionBackend, DecodePart, PrefillPart, StaticDecode, StepLayout
-from engine.attention.step_sizes import StepSizes
+from engine.attention.layout import StepSizes
 from engine.attention.torch_attention import TorchAttention
 from engine.attention.xformers_attention import (
     EXTENSION_REASON,
@@ -43,9 +43,9 @@ from engine.attention.xformers_attention import (
 )
 from engine.checkpoint.model_config import DecoderConfig
 from engine.checkpoint.weights import LayerWeights, load_weights
-from engine.kv.kv_pool import KVPool
+from engine.kv_pool import KVPool
 from engine.models import model
-from engine.models.fused_layers import FusedLayers
+from engine.models.fused import FusedLayers
 from engine.parallel import stage
 from engine.parallel.device import load_parallel_device
 from engine.parallel.follower import follow

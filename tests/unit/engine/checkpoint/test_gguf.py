@@ -20,10 +20,10 @@ from engine import Engine
 from engine.checkpoint import sources
 from engine.checkpoint.check import check_checkpoint
 from engine.checkpoint.config_fields import CheckpointError
-from engine.checkpoint.gguf_blocks import gguf_record, has_record
 from engine.checkpoint.model_config import config_of, load_model_config, resolve_model_dir
 from engine.checkpoint.names import num_parameters
 from engine.checkpoint.quantized import JoinedLinear, QuantizedLinear
+from engine.checkpoint.repacking import gguf_record, has_record
 from engine.checkpoint.rotary_config import FactorScaling
 from engine.checkpoint.sources import open_checkpoint
 from engine.checkpoint.weights import Linear, load_weights
@@ -35,7 +35,7 @@ from tests.unit.engine.driver import PROMPTS, SMALL, greedy_answers
 from tests.unit.engine.families.shapes import FAMILIES
 from tests.unit.engine.gguf_files import SCALES_AT, dequantized, random_rows, write_gguf
 from tests.unit.engine.small_models import SHAPES, assert_greedy, load_reference, save_model
-from tokenization.gguf.file import read_gguf
+from tokenization.gguf_file import read_gguf
 
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 2}
 """Rows that hold whole blocks of every type."""

@@ -20,7 +20,7 @@ from engine.checkpoint.model_config import DecoderConfig, load_model_config, res
 from engine.checkpoint.names import active_parameters, num_parameters, tensor_shapes
 from engine.checkpoint.rotary_config import LinearScaling, Llama3Scaling, LongScaling, RotaryConfig
 from engine.checkpoint.weights import allocate_weights
-from engine.kv.kv_pool import KVPool
+from engine.kv_pool import KVPool
 from tests.unit.engine.small_models import SHAPES, load_reference
 
 LLAMA = {"architectures": ["LlamaForCausalLM"]}

@@ -18,9 +18,9 @@ from core.errors import InvalidValueError
 from engine.checkpoint import sources
 from engine.checkpoint.model_config import load_model_config
 from engine.checkpoint.names import num_parameters
-from engine.checkpoint.threads import SMALL, threads_for
+from engine.checkpoint.sources import SMALL, threads_for
 from engine.checkpoint.weights import CheckpointError, Linear, ModelWeights, load_weights, parse_dtype
-from engine.kv.kv_pool import KVPool
+from engine.kv_pool import KVPool
 from engine.models import quantize
 from tests.unit.engine.families.shapes import FAMILIES
 from tests.unit.engine.small_models import SHAPES, save_model

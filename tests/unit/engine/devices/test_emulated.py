@@ -22,13 +22,20 @@ from core.images import ImageSpan
 from core.request import Request, Residency, SamplingParams
 from engine import Engine
 from engine.build import build_worker, check_worker
-from engine.devices.emulated import LEAST_SHARE, MAX_LATE_S, EmulatedCopier, EmulatedRunner, Pace, token_hash
-from engine.devices.emulated_vision import EmulatedVision, emulate_vision
-from engine.sampling.logged_tokens import LoggedTokens
+from engine.devices.emulated import (
+    LEAST_SHARE,
+    MAX_LATE_S,
+    EmulatedCopier,
+    EmulatedRunner,
+    EmulatedVision,
+    Pace,
+    emulate_vision,
+    token_hash,
+)
 from engine.sequence import Sequence
-from engine.step_fault import IterationCutOff
+from engine.step_results import IterationCutOff, LoggedTokens
 from engine.vision.geometry import load_geometry
-from estimator.device_profile import A100_7B, find_device_profile, resolve_device
+from estimator.profile_file import A100_7B, find_device_profile, resolve_device
 from kvcache import KVCopy, StepBatch, StepItem
 from tests.unit.engine.vision.models import SHAPES
 

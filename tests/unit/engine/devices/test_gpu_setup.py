@@ -18,21 +18,20 @@ from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError
 from core.request import Residency, SamplingParams
 from engine import Engine, cuda
-from engine.attention.step_sizes import StepSizes
+from engine.attention.layout import StepSizes
 from engine.attention.torch_attention import TorchAttention
 from engine.build import build_worker
 from engine.checkpoint.model_config import load_model_config
 from engine.checkpoint.weights import parse_dtype
 from engine.devices import model_device
-from engine.devices.cuda_device import load_device
-from engine.devices.host_memory import available_bytes
-from engine.kv.kv_pool import KVPool
+from engine.devices.model_device import load_gpu_device
+from engine.kv_pool import KVPool
+from engine.runner import available_bytes, largest_step
 from engine.steps.backends import gpu_attention
-from engine.steps.largest_step import largest_step
 from engine.steps.model_runner import ModelRunner
 from kvcache import KVCopy
+from tests.unit.engine.devices.test_stream_copier import Stream
 from tests.unit.engine.driver import Driver
-from tests.unit.engine.kv.test_stream_copier import Stream
 
 SIZES = StepSizes(4, 4)
 
@@ -133,7 +132,7 @@ def test_a_device_is_put_together(
     stand_ins.free = 10 * 64 * config.kv_bytes_per_token(torch.bfloat16) + 1
     engine = EngineConfig(block_size=64, max_num_seqs=3, max_batch_tokens=90, gpu_memory_utilization=0.7)
     with caplog.at_level(logging.WARNING):
-        device = load_device(tmp_path, config, "bfloat16", engine, 1, swaps=True, bits=bits)
+        device = load_gpu_device(tmp_path, config, "bfloat16", engine, 1, swaps=True, bits=bits)
     assert "device=cpu (supported: {'cuda'})" in caplog.text  # xformers was asked
     assert stand_ins.shares == [0.7]
     assert (device.num_blocks, device.num_host_blocks, device.context_len) == (10, 10, 1024)
@@ -167,7 +166,7 @@ def test_an_engine_over_it(tiny_model_dir, stand_ins: SimpleNamespace, monkeypat
         return Engine(tiny_model_dir, dtype="float32", engine=config, scheduler=SchedulerConfig(preset=preset))
 
     expected = [answer.token_ids for answer in engine("4MiB", "fcfs").generate(prompts, params)]
-    monkeypatch.setattr(model_device, "load_device", load_device)
+    monkeypatch.setattr(model_device, "load_device", load_gpu_device)
     moving = engine("128KiB", "fastserve")
     assert [answer.token_ids for answer in moving.generate(prompts, params)] == expected
     traffic = moving.worker.executor.report().traffic

@@ -16,8 +16,7 @@ import pytest
 from core.errors import InvalidValueError
 from engine.encoders import finding
 from engine.encoders.fine_tuning import FineTuning, fine_tune
-from engine.encoders.loading import text_model_of
-from engine.encoders.regressor import LengthRegressor
+from engine.encoders.regressor import LengthRegressor, text_model_of
 from engine.encoders.text_encoder import TextEncoder
 from predictor.artefact import ArtefactError, TrainedModel, from_bytes
 from predictor.encoders import AUTO, LABSE, MINILM, Scorer

@@ -13,9 +13,9 @@ from benchmarks.common.gpu_models import model_config, random_weights
 from core.request import Request, SamplingParams
 from engine.attention.layout import build_layout, order_items
 from engine.attention.torch_attention import TorchAttention
-from engine.kv.kv_pool import KVPool
+from engine.kv_pool import KVPool
 from engine.models import fused
-from engine.models.fused_layers import FusedLayers, can_fuse
+from engine.models.fused import FusedLayers, can_fuse
 from engine.models.layers import DecoderLayers
 from engine.models.model import embed
 from engine.sequence import Sequence

@@ -33,7 +33,7 @@ def test_kernels_agree_with_torch(tests: str) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
 @pytest.mark.parametrize(("shape", "fits"), [("gqa", True), ("qwen3", True), ("mistral", True), ("opt", False)])
 def test_which_layers_have_kernels(shape: str, fits: bool, model_dir: Callable[[str], Path]) -> None:
-    from engine.models.fused_layers import can_fuse
+    from engine.models.fused import can_fuse
 
     assert can_fuse(load_model_config(model_dir(shape))) is fits
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from engine.checkpoint.families.experts import Experts
+from engine.checkpoint.families.record import Experts
 from engine.checkpoint.model_config import DecoderConfig
 from engine.checkpoint.quantized import JoinedLinear, QuantizedLinear
 from engine.checkpoint.weights import ExpertWeights, LayerWeights, Linear, Matrix, ModelWeights, Norm

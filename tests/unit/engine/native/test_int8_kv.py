@@ -14,7 +14,7 @@ from core.config.engine import EngineConfig
 from core.errors import ConfigError
 from engine.checkpoint.model_config import load_model_config
 from engine.checkpoint.weights import load_weights
-from engine.kv.kv_pool import KVPool
+from engine.kv_pool import KVPool
 from engine.steps.model_runner import ModelRunner
 from tests.unit.engine.native.components import BUILDS, Components, assert_same, compiled_probe, random_tokens
 from tests.unit.engine.native.exact_step import ExactStep, round_heads

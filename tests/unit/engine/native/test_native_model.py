@@ -22,7 +22,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from engine.checkpoint.model_config import load_model_config
 from engine.checkpoint.weights import load_weights
-from engine.kv.kv_pool import KVPool
+from engine.kv_pool import KVPool
 from engine.native.library import COMPILE_FLAGS
 from engine.native.model import NativeBackend, _Layer
 from engine.steps.backends import TorchBackend

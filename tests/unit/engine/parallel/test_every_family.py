@@ -21,10 +21,9 @@ from engine.attention.layout import fill_rows, layout_of
 from engine.attention.torch_attention import TorchAttention
 from engine.checkpoint.model_config import load_model_config
 from engine.checkpoint.weights import load_weights
-from engine.kv.kv_pool import KVPool
+from engine.kv_pool import KVPool
 from engine.models.model import DecoderModel
-from engine.parallel.exchange import Exchange
-from engine.parallel.group import Arrival, RankGroup
+from engine.parallel.exchange import Arrival, Exchange, RankGroup
 from engine.parallel.mesh import Mesh, Part
 from engine.parallel.shards import load_shard
 from engine.parallel.stage import make_stage

@@ -18,14 +18,12 @@ from core.errors import ConfigError, RankLost, WorkerBroken
 from engine.checkpoint.model_config import load_model_config
 from engine.checkpoint.weights import CheckpointError
 from engine.parallel.driver import StepReports
-from engine.parallel.exchange import Exchange
+from engine.parallel.exchange import Arrival, Exchange
 from engine.parallel.follower import _Orders
-from engine.parallel.group import Arrival
 from engine.parallel.links import Link
-from engine.parallel.memory import free_bytes, run_largest_step
 from engine.parallel.mesh import Mesh, Part, check_parallel
 from engine.parallel.shards import StageWeights, load_shard
-from engine.parallel.stage import Stage, StepOutcome
+from engine.parallel.stage import Stage, StepOutcome, free_bytes, run_largest_step
 from engine.parallel.wire import Copied, Finished, StepOrder, pack_order, pack_report, unpack_order, unpack_report
 from kvcache import KVCopy, StepItem
 

@@ -24,7 +24,7 @@ from engine.build import build_worker
 from engine.checkpoint.model_config import load_model_config
 from engine.parallel import device
 from engine.parallel.driver import ParallelRunner
-from engine.parallel.local import RANK_MODULE, LocalRanks
+from engine.parallel.links import RANK_MODULE, LocalRanks
 from engine.parallel.mesh import Mesh, Part
 from engine.sequence import Sequence
 from kvcache import StepBatch

@@ -11,7 +11,7 @@ import pytest
 from core.request import SamplingParams
 from engine.native.sampler import NativeSampler
 from engine.sampling.sampler import Sampler
-from engine.token_counts import TokenCounts
+from engine.sequence import TokenCounts
 
 MakeSampler = Callable[..., Sampler]
 

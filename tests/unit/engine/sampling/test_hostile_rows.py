@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from core.errors import IntegrityError
 from core.request import Fault, SamplingParams
-from engine.attention.step_sizes import StepSizes
+from engine.attention.layout import StepSizes
 from engine.attention.torch_attention import TorchAttention
 from engine.checkpoint.weights import load_weights
-from engine.sampling.logged_tokens import LoggedTokens
 from engine.sampling.sampler import NO_TOKEN, likeliest
+from engine.step_results import LoggedTokens
 from engine.steps.backends import GraphBackend
 from engine.steps.careful_steps import CarefulSteps
 from engine.steps.decode_graphs import Capture

@@ -17,12 +17,11 @@ import torch
 
 from core.errors import IntegrityError
 from core.request import Request, SamplingParams
-from engine.attention.decode_inputs import DecodeInputs
-from engine.attention.step_sizes import StepSizes, row_sizes, table_widths
+from engine.attention.layout import DecodeInputs, StepSizes, row_sizes, table_widths
 from engine.attention.torch_attention import TorchAttention
 from engine.checkpoint.model_config import load_model_config
 from engine.checkpoint.weights import load_weights
-from engine.kv.kv_pool import KVPool
+from engine.kv_pool import KVPool
 from engine.models.model import DecoderModel
 from engine.sequence import Sequence
 from engine.steps.backends import GraphBackend, TorchBackend

@@ -20,7 +20,7 @@ from engine.attention.torch_attention import TorchAttention
 from engine.checkpoint.model_config import load_model_config
 from engine.checkpoint.weights import load_weights
 from engine.engine import Engine
-from engine.kv.kv_pool import KVPool
+from engine.kv_pool import KVPool
 from engine.native import library
 from engine.native.library import NativeUnavailable
 from engine.native.model import NativeBackend

@@ -19,12 +19,12 @@ from core.messages.plans import Plan, Slot
 from core.messages.tokens import TokenDelta
 from core.request import Request, SamplingParams
 from engine import cuda
-from engine.attention.decode_inputs import DecodeInputs
+from engine.attention.layout import DecodeInputs
 from engine.build import build_worker
 from engine.emission import Output
 from engine.engine import Engine
 from engine.sequence import Sequence
-from engine.step_fault import StepFault, lost_on
+from engine.step_results import StepFault, lost_on
 from engine.steps.careful_steps import fault_of
 from engine.steps.model_runner import ModelRunner
 from engine.worker import Worker

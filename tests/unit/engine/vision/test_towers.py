@@ -19,9 +19,9 @@ from engine.checkpoint.config_fields import CheckpointError, UnsupportedModelErr
 from engine.checkpoint.families.vision import QWEN_VL as NAME
 from engine.checkpoint.model_config import load_model_config
 from engine.vision.geometry import load_geometry
+from engine.vision.layers import TowerTensors
 from engine.vision.model import VisionModel, load_vision
 from engine.vision.qwen_vl import QwenVlTower
-from engine.vision.stored import TowerTensors
 from tests.unit.engine.vision.models import IMAGE_ID, SHAPES, save_seeing_model
 from tests.unit.engine.vision.written import HIDDEN, QUERIES, QWEN_VL, SIDE, WrittenReference, save_written_seeing
 

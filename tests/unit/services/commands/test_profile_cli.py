@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from core.messages.step_times import StepSample
-from estimator.grid import StepShape
 from estimator.profile_file import ProfiledMachine, parse_profile
+from estimator.step_profile import StepShape
 from services.cli import app
 from services.commands.step_bench import MeasuredStep, fit, is_held_back
 from tests.command_line import CliRunner, Result

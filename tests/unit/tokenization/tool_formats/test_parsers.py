@@ -14,9 +14,17 @@ import pytest
 
 from tokenization.tool_formats.formats import DEFAULT_FORMAT, format_of, reasons
 from tokenization.tool_formats.parser import parser_of
-from tokenization.tool_formats.parts import CallArguments, CallEnd, CallStart, OutputForm, Part, ReasoningPart, TextPart
+from tokenization.tool_formats.parts import (
+    CallArguments,
+    CallEnd,
+    CallStart,
+    OutputForm,
+    Part,
+    ReasoningPart,
+    SentCalls,
+    TextPart,
+)
 from tokenization.tool_formats.pythonic import read_call
-from tokenization.tool_formats.sent_calls import SentCalls
 
 TOOLS = ("get_weather", "searchTool", "getOpenIncidentsTool", "add", "invalidTool", "f")
 ROME = '{"city": "Rome"}'

@@ -1,0 +1,109 @@
+"""Move blocks between the device pool and the host pool, beside the steps: in a thread, or on a stream of a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from core.request import Residency
+from engine.kv_pool import KVPool
+from engine.runner import Copies
+from kvcache import KVCopy
+
+STAGING_BYTES = 64 * 2**20
+"""Most bytes of the device's staging buffer for copies; it holds at least one block."""
+
+
+class KVCopier(Copies):
+    """One thread that carries out copies in the order in which they are begun.
+
+    The executor ensures that no step writes a source or touches a target while its copy is in flight.
+    """
+
+    def __init__(self, device: KVPool, host: KVPool) -> None:
+        super().__init__()
+        self._device = device
+        self._host = host
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-copier")
+
+    def begin(self, copy: KVCopy) -> None:
+        self.submit(copy.copy_id, self._thread, lambda: self._run(copy))
+
+    @torch.inference_mode()
+    def _run(self, copy: KVCopy) -> None:
+        if copy.to is Residency.HOST:
+            self._host.copy_blocks(copy.target, self._device, copy.source)
+        else:
+            self._device.copy_blocks(copy.target, self._host, copy.source)
+
+
+class Stream(Protocol):
+    """Where copies are launched; see ``engine.cuda.SideStream``."""
+
+    def after_steps(self) -> AbstractContextManager[object]: ...
+    def mark(self) -> Callable[[], None]: ...
+
+
+class HostBlocks:
+    """Blocks in host memory, each contiguous: on the device a block is split over as many places as there are layers.
+
+    Attributes:
+        data: ``[num_blocks, 2, layers, elements of a block in a layer]``, in the dtype of the pool.
+    """
+
+    def __init__(self, pool: KVPool, num_blocks: int) -> None:
+        self.data = torch.empty(num_blocks, *pool.block_shape, dtype=pool.dtype)
+
+
+class StreamCopier(Copies):
+    """Copies in the order in which they are begun; a thread only waits for their ends.
+
+    The executor ensures that no step writes a source or touches a target while its copy is in flight. A step that was
+    launched before a copy may still use what the copy reads or overwrites, so the copy runs after that step.
+    """
+
+    def __init__(self, device: KVPool, host: HostBlocks, stream: Stream) -> None:
+        super().__init__()
+        self._device = device
+        self._host = host.data
+        self._stream = stream
+        block = host.data[0]
+        num_staged = max(1, STAGING_BYTES // (block.numel() * block.element_size()))
+        self._staging = torch.empty(num_staged, *block.shape, dtype=block.dtype, device=device.device)
+        self._waiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-copies")
+
+    @torch.inference_mode()
+    def begin(self, copy: KVCopy) -> None:
+        """Launches a copy. If the launch fails, the copy is reported as failed, like any other."""
+        with self._stream.after_steps():
+            try:
+                self._launch(copy)
+            except Exception as error:
+                self.submit(copy.copy_id, self._waiter, _raising(error))
+            else:
+                self.submit(copy.copy_id, self._waiter, self._stream.mark())
+
+    def _launch(self, copy: KVCopy) -> None:
+        num_staged = len(self._staging)
+        for first in range(0, len(copy.source), num_staged):
+            source, target = copy.source[first : first + num_staged], copy.target[first : first + num_staged]
+            staged = self._staging[: len(source)]
+            if copy.to is Residency.HOST:
+                self._device.read_blocks(source, staged)
+                for row, block in zip(staged, target, strict=True):
+                    self._host[block].copy_(row, non_blocking=True)
+            else:
+                for row, block in zip(staged, source, strict=True):
+                    row.copy_(self._host[block], non_blocking=True)
+                self._device.write_blocks(target, staged)
+
+
+def _raising(error: Exception) -> Callable[[], None]:
+    def work() -> None:
+        raise error
+
+    return work

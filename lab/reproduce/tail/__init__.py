@@ -1,1 +1,0 @@
-"""Mean and tail of the boosted order."""
