@@ -1,12 +1,12 @@
-"""What a served model can do, and what a request that generates nothing gets of it."""
+"""The abilities of a served model, and the results of requests that generate nothing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 POOLINGS = ("", "last", "mean", "cls", "score")
-"""What becomes of the hidden states of a prompt: that of its last token, their mean, that of its first token, or the
-logits of the model's classifier. Empty for a request that generates tokens."""
+"""Results from the hidden states of a prompt: the last token's state, the mean, the first token's state, or the logits
+of the model's classifier. Empty for a request that generates tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Abilities:
 
     @property
     def offers(self) -> str:
-        """The endpoints for what it can do, as errors name them."""
+        """The endpoints that the model can serve, as errors name them."""
         found = ["/v1/completions and /v1/chat/completions"] if self.generates else []
         if self.pooling:
             found.append("/v1/embeddings")

@@ -1,7 +1,7 @@
-"""Child processes, each on an anonymous socket: frames of a length in 4 bytes and what follows.
+"""Child processes, each on an anonymous socket. A frame is its length in 4 bytes, then so many bytes.
 
-``LimitedChild`` is one that works on what came from outside: its environment holds no keys, the kernel bounds its
-memory and the processor time of each answer, and it writes no file.
+A ``LimitedChild`` works on data from outside: its environment holds no keys, the kernel bounds its memory and the
+processor time of each answer, and it writes no file.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from io import BufferedRWPair
 from typing import Any
 
 LENGTH = struct.Struct(">I")
-"""What stands before a frame."""
+"""Header of a frame: the number of bytes that follow."""
 
 ANSWER_S = 60.0
-"""A limited child that does not answer for so long is ended. Its own limit is processor time, which is far less: a late
-one was given none."""
+"""A limited child that does not answer within so many seconds is killed. Its limit of processor time is far shorter, so
+a child that is late was not given a processor."""
 
 _KEYLESS = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONDONTWRITEBYTECODE")
-"""What a limited child has of its parent's environment: no keys, no tokens."""
+"""Variables that a limited child inherits from its parent: no keys, no tokens."""
 
 
 def start_child(
@@ -36,7 +36,7 @@ def start_child(
     """Runs ``python -m MODULE ARGS... SOCKET``; no other process has an end of the socket.
 
     Args:
-        environment: In place of this process's own. The child imports what this process can.
+        environment: Replaces this process's own. The child can import the same modules as this process.
     """
     ours, theirs = socket.socketpair()
     with theirs:
@@ -52,7 +52,7 @@ def framed(data: bytes) -> bytes:
 
 
 def receive(stream: BufferedRWPair[Any, Any]) -> bytes | None:
-    """The next frame; None at the end of the connection."""
+    """Returns the next frame; None at the end of the connection."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None
@@ -62,11 +62,11 @@ def receive(stream: BufferedRWPair[Any, Any]) -> bytes | None:
 
 
 class ChildStopped(Exception):
-    """What it was asked took too much time, or brought its process down; the text says which."""
+    """A question took too much processor time, or crashed the child; the text says which."""
 
 
 class ChildLost(Exception):
-    """Another process has ended it, or the machine gave it no processor time: what it was asked is not at fault, and a
+    """Another process has ended the child, or the machine gave it no processor time. The question is not at fault: a
     new child may be asked."""
 
 
@@ -74,7 +74,7 @@ class LimitedChild:
     """One process and this end of its socket; both end with this object. For one thread at a time.
 
     Args:
-        module: What it runs. Its ``main`` calls ``limit_process``, and answers within ``processor_time``.
+        module: The module to run. Its ``main`` calls ``limit_process``, and answers within ``processor_time``.
         cpu_s: The processor time that it gives each answer; for errors.
     """
 
@@ -95,11 +95,13 @@ class LimitedChild:
         return self._process.pid
 
     def ask(self, data: bytes) -> bytes:
-        """What the process answers; blocks for ``ANSWER_S`` at most.
+        """Sends a frame and returns the process's answer; blocks for ``ANSWER_S`` at most.
+
+        Either error means that the process has ended.
 
         Raises:
-            ChildStopped: It took too much processor time, or its process ended by itself. It has ended.
-            ChildLost: Something else has ended it, or ``ANSWER_S`` have passed.
+            ChildStopped: The answer took too much processor time, or the process ended by itself.
+            ChildLost: Another process has ended it, or ``ANSWER_S`` have passed.
         """
         try:
             self._stream.write(LENGTH.pack(len(data)))
@@ -128,7 +130,7 @@ class LimitedChild:
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket, stream: BufferedRWPair[Any, Any]) -> None:
-    with contextlib.suppress(OSError):  # what was not sent is lost
+    with contextlib.suppress(OSError):  # unsent data is lost
         stream.close()
     connection.close()
     process.kill()
@@ -137,7 +139,7 @@ def _end(process: subprocess.Popen[bytes], connection: socket.socket, stream: Bu
 
 @contextlib.contextmanager
 def parent_stream() -> Iterator[BufferedRWPair[Any, Any]]:
-    """A child's end of its socket, whose number is the last argument."""
+    """Opens the child's end of its socket, whose number is the last argument."""
     with socket.socket(fileno=int(sys.argv[-1])) as connection, connection.makefile("rwb") as stream:
         yield stream
 
@@ -146,7 +148,7 @@ def limit_process(more_bytes: int, *, opens_files: bool = True) -> None:
     """Bounds this process for the rest of its life: no core dump, nothing written to a file.
 
     Args:
-        more_bytes: Memory that it may take beside what it has now.
+        more_bytes: Memory that it may take beside its present memory.
         opens_files: Whether it may open anything further, be it to read, or a socket.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
@@ -162,7 +164,7 @@ def limit_process(more_bytes: int, *, opens_files: bool = True) -> None:
 
 @contextlib.contextmanager
 def processor_time(seconds: float) -> Iterator[None]:
-    """The kernel ends this process when the body takes more."""
+    """Lets the kernel end this process if the body takes more than ``seconds`` of processor time."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield

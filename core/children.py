@@ -17,7 +17,7 @@ _INIT = 1
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """From now on this process ends as soon as its parent is gone, with status 1.
+    """Makes this process end as soon as its parent is gone, with status 1.
 
     The kernel's own signal (``PR_SET_PDEATHSIG``) follows the thread that started this process, which may end long
     before the parent does. So a thread checks the parent's pid ten times a second.
@@ -40,8 +40,8 @@ def end_with_parent(parent: int | None = None) -> None:
 def worker_pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
     """Processes that compute side by side. The main thread enters this context.
 
-    When an exception leaves the context, Ctrl-C and SIGTERM included, the processes are killed; what has not begun is
-    dropped. If this process is killed, they end by themselves.
+    When an exception leaves the context, Ctrl-C and SIGTERM included, the processes are killed and waiting calls are
+    dropped. If this process is killed, the others end by themselves.
 
     Args:
         jobs: Number of processes.
@@ -64,7 +64,7 @@ def worker_pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
 
 @contextmanager
 def _terminating() -> Iterator[None]:
-    """SIGTERM raises SystemExit, so that ``finally`` clauses run."""
+    """Turns SIGTERM into SystemExit, so that ``finally`` clauses run."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -77,6 +77,6 @@ def _terminating() -> Iterator[None]:
 
 
 def _begin(parent: int) -> None:
-    """What each process of a pool does first."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to it as well; its parent ends it
+    """Prepares a process of a pool."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to this process too; its parent ends it
     end_with_parent(parent)

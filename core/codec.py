@@ -42,7 +42,7 @@ _Encoder = Callable[[Any], Any]
 
 
 def encode(message: Any) -> bytes:
-    """The wire form of a message dataclass."""
+    """Returns the wire form of a message dataclass."""
     kind: Any = type(message)
     body = _encoder(kind)(message)
     packed: bytes = msgpack.packb([SCHEMA_VERSION, type(message).__name__, *body])
@@ -50,7 +50,7 @@ def encode(message: Any) -> bytes:
 
 
 def decode(data: bytes, expected: type[T], *, keep_packed: bool = False) -> T:
-    """The message in ``data``.
+    """Returns the message in ``data``.
 
     Args:
         keep_packed: Leave tokens as ``PackedInts``, for a receiver that only counts them and passes them on.
@@ -98,7 +98,7 @@ class PackedInts(Sequence[int]):
 
 @functools.cache
 def _encoder(kind: Any) -> _Encoder:
-    """Returns a function from a value of ``kind`` to what msgpack takes."""
+    """Returns a function from a value of ``kind`` to a value that msgpack takes."""
     if dataclasses.is_dataclass(kind):
         return _dataclass_encoder(kind)
     origin, args = typing.get_origin(kind), typing.get_args(kind)
@@ -154,7 +154,7 @@ def _tuple_encoder(args: tuple[Any, ...]) -> _Encoder:
 
 
 def _pack_ints(values: Sequence[int]) -> Any:
-    """A list of a few integers, of larger or negative ones; else a binary string."""
+    """Returns a binary string; a list where the integers are few, negative, or too large for 8 bytes."""
     if type(values) is PackedInts:
         return values.packed
     if len(values) >= _MANY:
@@ -254,7 +254,7 @@ def _packed_ints(raw: Any, field: str) -> Sequence[int]:
 
 
 def _int_tuple(raw: Any, field: str) -> tuple[int, ...]:
-    """Token ids: thousands in a message, so one pass in C decides the common, correct case."""
+    """Checks token ids. A message holds thousands, so one pass in C decides the common, correct case."""
     if isinstance(raw, bytes):
         return _unpack_ints(raw, field)
     if not isinstance(raw, list):
@@ -266,7 +266,7 @@ def _int_tuple(raw: Any, field: str) -> tuple[int, ...]:
 
 
 def _float_tuple(raw: Any, field: str) -> tuple[float, ...]:
-    """Log probabilities: up to 21 a token; the common case in one pass, as token ids."""
+    """Checks log probabilities, up to 21 a token; one pass decides the common case, as for token ids."""
     if not isinstance(raw, list):
         raise MessageError(field, raw, "an array of numbers")
     if set(map(type, raw)) <= {float} and math.isfinite(sum(raw)):

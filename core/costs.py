@@ -12,7 +12,7 @@ from core.messages.step_times import ReplicaStepProfile, StepSample
 
 
 def attention_pairs(num_tokens: int, start: int) -> int:
-    """Pairs of (prompt token, token it attends to) of ``num_tokens`` computed from position ``start`` on."""
+    """Counts the pairs (prompt token, token it attends to) of ``num_tokens`` computed from position ``start`` on."""
     return num_tokens * start + num_tokens * (num_tokens + 1) // 2
 
 
@@ -35,7 +35,7 @@ class StepCost:
     prefill_pair_s: float = 0.0
 
     def step_s(self, prefill_tokens: int, decode_seqs: int, context_tokens: int, prefill_pairs: int = 0) -> float:
-        """Seconds of one step; ``context_tokens`` are those of the sequences that decode."""
+        """Returns the seconds of one step; ``context_tokens`` counts the context of the sequences that decode."""
         return (
             self.base_s
             + self.prefill_token_s * prefill_tokens
@@ -45,27 +45,27 @@ class StepCost:
         )
 
     def prefill_s(self, num_tokens: int, cached_len: int = 0) -> float:
-        """Seconds until so many prompt tokens are computed in a step of their own: the first iteration of a job.
+        """Returns the seconds to compute ``num_tokens`` prompt tokens in a step of their own: a job's first iteration.
 
         Args:
-            cached_len: Tokens before them whose KV is there.
+            cached_len: Tokens before them whose KV is in memory.
         """
         return self.step_s(num_tokens, 0, 0, attention_pairs(num_tokens, cached_len))
 
     def decode_run_s(self, decode_seqs: int, context_tokens: int, num_steps: int) -> float:
-        """Seconds of so many steps that only decode, the first over so much context; each token adds to the next
-        step's context."""
+        """Returns the seconds of ``num_steps`` steps that only decode.
+
+        The first step reads ``context_tokens``; each token adds to the next step's context.
+        """
         growth_s = self.context_token_s * decode_seqs
         return num_steps * self.step_s(0, decode_seqs, context_tokens) + growth_s * num_steps * (num_steps - 1) / 2
 
     def decode_s(self, context_tokens: int) -> float:
-        """Seconds of one output token of a sequence that decodes alone."""
+        """Returns the seconds of one output token of a sequence that decodes alone."""
         return self.step_s(0, 1, context_tokens)
 
     def is_like(self, other: StepCost, share: float) -> bool:
-        """Whether the prices of a lone decode, a full batch and a prompt differ by at most this share of
-        ``other``'s.
-        """
+        """Returns whether three prices differ by at most ``share`` of ``other``'s: a lone decode, a batch, a prompt."""
         steps = ((0, 1, 500, 0), (0, 64, 32_000, 0), (512, 0, 0, attention_pairs(512, 0)))
         prices = ((self.step_s(*step), other.step_s(*step)) for step in steps)
         return all(abs(mine - theirs) <= share * theirs for mine, theirs in prices)
@@ -96,29 +96,29 @@ class ImageCost:
         return not (self.batch_s or self.token_s or self.pair_s)
 
     def encode_s(self, tokens: Sequence[int]) -> float:
-        """Seconds of a batch of pictures of so many tokens each; 0 without any."""
+        """Returns the seconds of a batch of pictures of so many tokens each; 0 for an empty batch."""
         if not tokens:
             return 0.0
         return self.batch_s + self.token_s * sum(tokens) + self.pair_s * sum(each * each for each in tokens)
 
 
 FREE_IMAGES = ImageCost()
-"""Nothing is known of an encoder, or there is none."""
+"""Cost of pictures where there is no encoder, or nothing is known of its speed."""
 
 
 def row_shares(
     cost: StepCost, rows: Iterable[tuple[int, int]], max_num_seqs: int, capacity: int, num_steps: int = 1
 ) -> list[float]:
-    """How the time of steps is divided among their rows: by price, the shares add up to 1.
+    """Divides the time of steps among their rows by price; the shares add up to 1.
 
-    The price of a row is what it computes itself, and of ``base_s``, which all rows use together, its dominant share:
-    the larger of 1 / max_num_seqs and its part of the KV memory. ``policies.order.gittins.DecodePrice`` ranks by the
-    same price.
+    The price of a row is the cost of its own work plus a part of ``base_s``, which all rows use together. That part is
+    the row's dominant share: the larger of 1 / max_num_seqs and its part of the KV memory.
+    ``policies.order.gittins.DecodePrice`` ranks by the same price.
 
     Args:
         rows: (first position, number of tokens) of each row; a row of one token decodes.
         capacity: Tokens of KV on the device.
-        num_steps: Steps of the same rows; those that decode grow by a token in each.
+        num_steps: Steps of the same rows; rows that decode grow by a token in each.
     """
     slot_share = 1.0 / max_num_seqs
     grown = (num_steps - 1) / 2
@@ -139,16 +139,16 @@ def row_shares(
 
 
 def mean_cost(costs: Collection[StepCost]) -> StepCost:
-    """Cost whose prices are the means of those of the given costs, of which there must be at least one."""
+    """Returns the cost whose prices are the means of the given costs' prices; needs at least one cost."""
     return StepCost(*(sum(terms) / len(costs) for terms in zip(*map(astuple, costs), strict=True)))
 
 
 A100_7B = StepCost(base_s=0.010, prefill_token_s=0.11e-3, decode_seq_s=0.02e-3, context_token_s=0.2e-6)
-"""About a 7B model on an A100."""
+"""Approximate cost of a 7B model on an A100."""
 
 
 def profile_cost(profile: ReplicaStepProfile) -> StepCost:
-    """The prices of a profile that was measured."""
+    """Returns the prices of a measured profile."""
     return StepCost(
         profile.base_s,
         profile.prefill_token_s,
@@ -164,11 +164,11 @@ class CostModel(Protocol):
     def step_time_s(
         self, prefill_tokens: int, decode_seqs: int, context_tokens: int, prefill_pairs: int = 0
     ) -> float | None:
-        """Seconds of a step; None before enough steps have been measured."""
+        """Returns the seconds of a step; None before enough steps have been measured."""
         ...
 
     def cost(self) -> StepCost | None:
-        """The cost that policies price with; None before enough steps have been measured."""
+        """Returns the cost that policies price with; None before enough steps have been measured."""
         ...
 
     def observe(self, samples: Sequence[StepSample]) -> None: ...

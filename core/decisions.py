@@ -35,18 +35,18 @@ class DecisionPacker:
         self._pack: Callable[[object], bytes] = msgpack.Packer().pack
 
     def pack(self, kind: str, at: float, facts: Facts) -> bytes:
-        """One decision, its parts as in ``Decision``."""
+        """Packs one decision, its parts as in ``Decision``."""
         return self._pack((kind, at, facts))
 
 
 def pack_decisions(decisions: Iterable[Decision]) -> bytes:
-    """Several of them."""
+    """Packs several decisions, joined."""
     packer = DecisionPacker()
     return b"".join(packer.pack(each.kind, each.at, each.facts) for each in decisions)
 
 
 def on_clock(epoch_s: float, packed: bytes) -> bytes:
-    """Decisions on a clock that stood at 0 at ``epoch_s`` (seconds since the epoch), ready to be joined with others.
+    """Puts their clock, which stood at 0 at ``epoch_s`` (seconds since the epoch), before decisions to be joined.
 
     Instants before the first named clock stay as they are.
     """
@@ -55,7 +55,7 @@ def on_clock(epoch_s: float, packed: bytes) -> bytes:
 
 
 def unpack_decisions(data: bytes) -> tuple[Decision, ...]:
-    """The packed decisions; instants are seconds since the epoch where a clock was named.
+    """Returns the packed decisions; instants are seconds since the epoch where a clock was named.
 
     Raises:
         MessageError: The data is not packed decisions.

@@ -26,25 +26,25 @@ class Degraded:
         self._causes: dict[str, tuple[str, float]] = {}
 
     def note(self, cause: str, reason: str, now: float = 0.0, lasts_s: float = math.inf) -> None:
-        """This is so from now on.
+        """Records a cause, which holds from now on.
 
         Args:
             cause: One of the names above.
             reason: For people: what is wrong, and what follows.
             now: Seconds; needed with ``lasts_s``.
-            lasts_s: Seconds after which it is over, for what shows in single events; else ``clear`` ends it.
+            lasts_s: Seconds after which the cause ends, for causes that show in single events; else ``clear`` ends it.
         """
         self._causes[cause] = (reason[:MAX_REASON], now + lasts_s)
 
     def clear(self, cause: str) -> None:
-        """This is so no more; harmless where it was not."""
+        """Ends a cause; does nothing if it was never noted."""
         if cause in self._causes:
             self._causes[cause] = ("", -math.inf)
 
     def reason(self, now: float) -> str:
-        """All that is wrong, as one line; empty if nothing is."""
+        """Returns the reasons of all causes that hold, as one line; empty if none holds."""
         return "; ".join(reason for reason, until in self._causes.values() if now < until)
 
     def causes(self, now: float) -> Iterator[tuple[str, bool]]:
-        """Every cause that there ever was, and whether it holds."""
+        """Yields every cause that was ever noted, and whether it holds."""
         return ((cause, now < until) for cause, (_, until) in self._causes.items())

@@ -25,7 +25,7 @@ class InvalidValueError(FarsightError):
         super().__init__(f"{field}: got {_short(value)}, expected {expected}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Exceptions cross process boundaries by their constructor's arguments."""
+        """Pickles the error by its constructor's arguments, so that it crosses process boundaries."""
         return type(self), (self.field, self.value, self.expected)
 
 
@@ -64,9 +64,9 @@ def _short(value: Any, limit: int = 200) -> str:
 
 
 class RankLost(FarsightError):
-    """One of a replica's processes is gone, or out of step: the replica ends as a whole."""
+    """A process of a replica is gone, or out of step with the others: the replica ends as a whole."""
 
 
 class WorkerBroken(FarsightError):
-    """A model worker cannot go on: its device is lost, or its steps fail one after the other. It ends as a whole, and
-    what it holds is resumed elsewhere."""
+    """A model worker cannot go on: its device is lost, or its steps fail one after the other. The worker ends, and its
+    requests are resumed elsewhere."""

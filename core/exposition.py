@@ -16,12 +16,12 @@ _NAMES_AS_THEY_ARE = "allow-utf-8"
 
 
 def exposition(collector: Collector, *, open_metrics: bool) -> str:
-    """The metrics of a registry, or of anything else that collects, as OpenMetrics 1.0 or in text format 0.0.4."""
+    """Returns the metrics of a registry or another collector, as OpenMetrics 1.0 or in text format 0.0.4."""
     if open_metrics:
         return str(open_metrics_text.generate_latest(collector, escaping=_NAMES_AS_THEY_ARE).decode())  # type: ignore[no-untyped-call]
     return generate_latest(collector).decode()
 
 
 def accepts_open_metrics(accept: str) -> bool:
-    """Whether a scraper's ``Accept`` header names OpenMetrics; Prometheus names it first wherever it understands it."""
+    """Returns whether a scraper's ``Accept`` header names OpenMetrics, as Prometheus does where it reads that."""
     return any(part.split(";")[0].strip().lower() == _OPEN_METRICS for part in accept.split(","))

@@ -20,7 +20,7 @@ class Forecast:
         num_samples: Finished requests behind it; 0 means that nothing is known yet and the numbers are a prior.
         source: The predictor that made it, such as ``history``.
         version: Version of the model behind it; rises when the model learns.
-        rank: Orders the requests of one version, those that are expected to be short first; None: by ``mean``.
+        rank: Orders the requests of one version, the ones expected to be short first; None: by ``mean``.
     """
 
     mean: float
@@ -43,10 +43,10 @@ class ForecastQuestion:
     """What is known of a request before it runs.
 
     Attributes:
-        instruction: What its application says to the model each time.
+        instruction: Text that its application sends to the model each time.
         user_input: The request's own part.
         user_input_len: Length of ``user_input``, in tokens of the served model.
-        prompt_len: Length of the whole prompt, in tokens, those of its images included.
+        prompt_len: Length of the whole prompt, in tokens, its images included.
         max_new_tokens: Limit of the output, in tokens.
         tenant: As in ``Request``; empty where no API keys are in use.
         image_tokens: Tokens of each image of the prompt.
@@ -85,5 +85,5 @@ class Predictor(Protocol):
     """Predicts output lengths."""
 
     def forecast(self, questions: Sequence[ForecastQuestion]) -> list[Forecast]:
-        """One forecast a question, in their order."""
+        """Returns one forecast for each question, in their order."""
         ...

@@ -29,7 +29,7 @@ class ImageSpan:
         start: Index in ``prompt_ids`` of its first token.
         length: Its tokens, all of them the model's placeholder.
         digest: Names its content, 8 to ``MAX_DIGEST`` bytes: equal pictures that were prepared alike have equal ones.
-            What is shared between requests, such as the KV of their beginnings, is shared by it.
+            Requests share data by it, such as the KV of their beginnings.
         grid: Rows and columns of its tokens, for models whose positions have axes; empty for any other.
         embeddings: ``length`` rows of the model's hidden size, one behind the other, little-endian: float32, or
             bfloat16, which the number of bytes tells apart. Empty where the worker gets them in another way
@@ -77,8 +77,10 @@ def check_spans(images: Sequence[ImageSpan], prompt_len: int) -> None:
 
 
 def identity_ids(prompt_ids: Sequence[int], images: Sequence[ImageSpan]) -> tuple[int, ...]:
-    """What the prompt's blocks are named by (``kvcache.block_manager``): its ids, and for an image's tokens numbers of
-    32 bits that follow from its digest, so that only equal pictures make equal beginnings.
+    """Returns the numbers that name the prompt's blocks (``kvcache.block_manager``): one for each token.
+
+    A text token has its id. An image's token has a 32-bit number derived from the image's digest, so that only equal
+    pictures make equal beginnings.
     """
     if not images:
         return tuple(prompt_ids)
@@ -86,7 +88,7 @@ def identity_ids(prompt_ids: Sequence[int], images: Sequence[ImageSpan]) -> tupl
     for image in images:
         content = blake2b(image.digest + bytes(str(image.grid), "ascii"), digest_size=_ID_BYTES * 8).digest()
         ids = [int.from_bytes(content[at : at + _ID_BYTES], "little") for at in range(0, len(content), _ID_BYTES)]
-        # Each of the numbers is 32 bits of the digest: a block of any size, 1 included, says which token of it it is.
+        # Each number depends on the token's place in the image, so that even blocks of one token tell the places apart.
         for place in range(image.length):
             named[image.start + place] = (ids[place % len(ids)] + place) % (1 << 32)
     return tuple(named)

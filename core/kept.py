@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class KeptObject:
-    """One object.
+    """An object that the service keeps for a client.
 
     Attributes:
-        kind: What it is; ids of different kinds are apart.
+        kind: Kind of the object; ids of different kinds are apart.
         object_id: Unique within its kind.
         owner: Tenant; empty where no keys are in use.
         created_at: Unix seconds; lists go by it.
         expires_at: Unix seconds after which it may be dropped; 0 for never.
         revision: Raised by one with each change: a change of another than the last revision is refused.
-        num_bytes: What counts against its owner's quota.
-        record: Whatever the sender keeps of it.
+        num_bytes: Bytes that count against its owner's quota.
+        record: Data of the sender, opaque to the store.
     """
 
     kind: str
@@ -35,7 +35,7 @@ class PutObject:
     """-> LogStore: a new object (``revision`` 1), or a change of one.
 
     Attributes:
-        max_owner_bytes: The owner may have so many bytes with it; 0 is no limit.
+        max_owner_bytes: Most bytes that the owner may have with it; 0 is no limit.
     """
 
     kept: KeptObject
@@ -47,8 +47,8 @@ class PutVerdict:
     """
     Attributes:
         stored: False if the stored revision is another, or the owner would have too much.
-        revision: What is stored now; 0 for nothing.
-        owner_bytes: What the owner has now.
+        revision: The stored revision; 0 for nothing.
+        owner_bytes: Bytes that the owner has now.
     """
 
     stored: bool
@@ -100,7 +100,7 @@ class ObjectPart:
 
 @dataclass(frozen=True, slots=True)
 class AddParts:
-    """-> LogStore: parts of an object's content. Those that are there already, and those of no object, are dropped."""
+    """-> LogStore: parts of an object's content. Parts that are there already, or of no object, are dropped."""
 
     kind: str
     object_id: str

@@ -10,7 +10,7 @@ from core.errors import InvalidValueError
 
 @dataclass(frozen=True, slots=True)
 class ErrorRule:
-    """Which outcomes are worth learning from: those that were predicted badly, in absolute terms and in relative ones.
+    """Which outcomes are worth learning from: outcomes predicted badly, in absolute and in relative terms.
 
     Attributes:
         min_error: The error must exceed this, in the unit of the prediction.
@@ -27,7 +27,7 @@ class ErrorRule:
                 raise InvalidValueError(name, value, "a number >= 0")
 
     def is_wrong(self, predicted: float, actual: float) -> bool:
-        """Whether the prediction was bad enough to learn from; both limits are exclusive."""
+        """Returns whether the prediction was bad enough to learn from; both limits are exclusive."""
         error = abs(predicted - actual)
         return error > self.min_error and error > self.min_share * actual
 
@@ -46,7 +46,7 @@ class Schedule:
         self._began_at: float | None = None
 
     def claim(self, now: float) -> bool:
-        """Whether a period is over; if so, the next one begins now. The first call begins the first period."""
+        """Returns whether a period is over; if so, the next one begins now. The first call begins the first period."""
         if self._began_at is None:
             self._began_at = now
         if now - self._began_at < self._period_s:

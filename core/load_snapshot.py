@@ -33,7 +33,7 @@ class Demand:
     num_with_targets: int = 0
 
     def scaled(self, share: float) -> Demand:
-        """So much of it, 0 to 1, in the same mixture; on as many replicas."""
+        """Returns this share of the demand, 0 to 1: the same mixture on as many busy replicas."""
         return Demand(
             round(self.num_requests * share),
             round(self.num_waiting * share),
@@ -56,7 +56,7 @@ class LoadSnapshot:
         kv_tokens: KV tokens that the smallest of them holds; 0 if there is none.
         joins: Whether a request joins what runs (continuous batching), or waits for a replica that is idle.
         cost: Measured cost of a step; None before enough steps have been measured.
-        lengths: Output lengths of late, at the levels of ``core.forecast.QUANTILES``; none before any has ended.
+        lengths: Recent output lengths, at the levels of ``core.forecast.QUANTILES``; none before any has ended.
     """
 
     demand: Demand

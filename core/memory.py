@@ -7,7 +7,7 @@ import io
 import zipfile
 
 MAPPED_BYTES = 4 << 20
-"""A freed block of so many bytes or more goes back to the system at once; smaller ones are used again."""
+"""Size from which on a freed block goes back to the system at once; smaller blocks are used again."""
 
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 
@@ -20,17 +20,17 @@ def return_large_blocks() -> bool:
     process that handles pictures of all sizes grows long after the largest.
 
     Returns:
-        Whether it is so; another C library than glibc has no such call.
+        Whether ``malloc`` does; only glibc has this call.
     """
     call = getattr(ctypes.CDLL(None), "mallopt", None)
     return call is not None and bool(call(_M_MMAP_THRESHOLD, MAPPED_BYTES))
 
 
 def check_unpacked(data: bytes, max_entries: int, max_bytes: int) -> None:
-    """Checks what a zip file says that it holds: that may be a thousand times its own size.
+    """Checks the size that a zip file states for its content, which may be a thousand times its own.
 
     Raises:
-        ValueError: It holds more, or is no zip file.
+        ValueError: The content is larger, or the data is not a zip file.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:

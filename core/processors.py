@@ -10,10 +10,10 @@ from pathlib import Path, PurePosixPath
 
 
 def usable_processors(root: Path = Path("/")) -> int:
-    """Processors that this process may use: at least 1.
+    """Returns the number of processors that this process may use: at least 1.
 
-    The minimum of its affinity mask and of the quotas of its control groups. A fraction of a processor does not count:
-    threads that wait for each other, as those of a step do, all wait for the thread that has used up the quota.
+    The number is the minimum of its affinity mask and of the quotas of its control groups. A fraction of a processor
+    does not count: the threads of a step wait for each other, so all wait for the thread that has used up the quota.
 
     Args:
         root: Directory that holds ``proc`` and the mounts of the control groups; tests use another than ``/``.
@@ -25,7 +25,7 @@ def usable_processors(root: Path = Path("/")) -> int:
 
 
 def compute_threads(asked: int, num_sharers: int, root: Path = Path("/")) -> int:
-    """Number of compute threads of a worker on CPUs.
+    """Returns the number of compute threads of a worker on CPUs.
 
     Args:
         asked: The configured number; 0 shares all processors but one, which serves HTTP and scheduling, among the
@@ -41,7 +41,7 @@ def compute_threads(asked: int, num_sharers: int, root: Path = Path("/")) -> int
 
 
 def encoder_threads(asked: int, root: Path = Path("/")) -> int:
-    """Number of compute threads of an image encoder on CPUs: half of the processors, which workers use as well.
+    """Returns the number of compute threads of an image encoder on CPUs: half of the processors, shared with workers.
 
     Args:
         asked: The configured number; 0 for that half.
@@ -51,7 +51,7 @@ def encoder_threads(asked: int, root: Path = Path("/")) -> int:
 
 
 def numa_nodes(root: Path = Path("/")) -> list[frozenset[int]]:
-    """Processors that this process may use, by NUMA node; empty if the system does not tell.
+    """Returns the processors that this process may use, by NUMA node; empty if the system does not tell.
 
     Args:
         root: As for ``usable_processors``; the affinity mask is that of this process in any case.
@@ -63,13 +63,13 @@ def numa_nodes(root: Path = Path("/")) -> list[frozenset[int]]:
 
 
 def bind_to_node(place: int, num_threads: int, root: Path = Path("/")) -> frozenset[int] | None:
-    """Binds the calling thread, and those that it starts, to the NUMA node of a worker; workers take turns at nodes.
+    """Binds the calling thread, and threads that it starts, to the NUMA node of a worker; workers take turns at nodes.
 
     Memory that a thread writes first lies on its node. Nothing is bound where there is one node only, where the system
     does not tell, or where a node has fewer processors than the worker has threads.
 
     Args:
-        place: The worker's number among those of this machine.
+        place: The worker's number among the workers of this machine.
         num_threads: Its compute threads.
         root: As for ``usable_processors``.
 
@@ -85,20 +85,20 @@ def bind_to_node(place: int, num_threads: int, root: Path = Path("/")) -> frozen
 
 
 def _affinity() -> set[int]:
-    """The mask of the process's first thread: other threads may be bound to a part of it."""
+    """Returns the mask of the process's first thread: other threads may be bound to a part of it."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(os.getpid())
     return set(range(os.cpu_count() or 1))
 
 
 def _processors_of(cpulist: str) -> set[int]:
-    """Numbers in a list of ranges such as ``0-3,8``."""
+    """Parses a list of ranges such as ``0-3,8``."""
     ranges = re.findall(r"(\d+)(?:-(\d+))?", cpulist)
     return {number for first, last in ranges for number in range(int(first), int(last or first) + 1)}
 
 
 def quota_processors(root: Path = Path("/")) -> float | None:
-    """CPU seconds a second that the control groups of this process grant; None if nothing limits it.
+    """Returns the CPU seconds a second that the control groups of this process grant; None if nothing limits it.
 
     Both versions are read: ``cpu.max`` of version 2, ``cpu.cfs_quota_us`` and ``cpu.cfs_period_us`` of version 1. A
     group's quota bounds everything below it, so the lowest one from the process's own group up to the mount counts.
@@ -125,7 +125,7 @@ class _Mount:
 
 
 def _mounts(mountinfo: str) -> Iterator[_Mount]:
-    """Mounts and groups of every hierarchy that may limit processors; the format is that of proc(5)."""
+    """Yields every mounted hierarchy that may limit processors; proc(5) describes the format of ``mountinfo``."""
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")
         fields, kind = before.split(), after.split()
@@ -139,7 +139,7 @@ def _mounts(mountinfo: str) -> Iterator[_Mount]:
 
 
 def _groups(mount: _Mount, memberships: str) -> Iterator[PurePosixPath]:
-    """Directories of the groups that the process is in, from its own up to the mount."""
+    """Yields the directories of the process's groups, from its own up to the mount."""
     for line in memberships.splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -148,7 +148,7 @@ def _groups(mount: _Mount, memberships: str) -> Iterator[PurePosixPath]:
         if mount.version == 1 and "cpu" not in controllers.split(","):
             continue
         own = PurePosixPath(path)
-        # A container sees its own part of the hierarchy: a path beyond that is not found, but the top is.
+        # A container sees its own part of the hierarchy: a path outside is not found, but the mount's top is.
         inside = own.relative_to(mount.top) if own.is_relative_to(mount.top) and ".." not in own.parts else None
         group = mount.point if inside is None else mount.point / inside
         yield group
@@ -176,5 +176,5 @@ def _read(path: Path) -> str:
 
 
 def _unescape(text: str) -> str:
-    """proc(5) writes spaces and the like as octal numbers."""
+    """Replaces the octal numbers by which proc(5) writes spaces and the like."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

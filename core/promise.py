@@ -24,7 +24,7 @@ class Promise:
 
 
 def last_end(promises: Iterable[Promise]) -> Promise | None:
-    """The promise of an answer of several requests: that of the one which ends last, quantile by quantile."""
+    """Returns the promise of an answer of several requests: the latest end at each quantile; None without promises."""
     made = list(promises)
     if not made:
         return None

@@ -68,21 +68,22 @@ def _require(ok: bool, field: str, value: object, expected: str) -> None:
 
 
 FLEX = 1 << 32
-"""Added to the priority of a request that takes what is left: a class below all priorities that a client can send."""
+"""Added to the priority of a request that takes only the capacity that others leave: a class below all priorities that
+a client can send."""
 
 
 def is_flex(priority: int) -> bool:
-    """Whether requests of this priority take what is left."""
+    """Returns whether requests of this priority take only the capacity that others leave."""
     return priority >= FLEX >> 1
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a client wants of its stream, in seconds; infinity for no target.
+    """Latency targets of a client's stream, in seconds; infinity for no target.
 
     Attributes:
         ttft_s: From the receipt to the first token.
-        tpot_s: Between two tokens after that, in the mean.
+        tpot_s: Between two tokens after the first, in the mean.
 
     Raises:
         InvalidValueError: A number is not positive.
@@ -108,7 +109,7 @@ class ReasoningBudget:
     """Most tokens that an output may reason with before it answers.
 
     Attributes:
-        num_tokens: So many; then ``end`` follows.
+        num_tokens: Tokens of reasoning, after which ``end`` is forced.
         begin: Tokens that begin the reasoning; empty where the prompt has begun it.
         end: Tokens that end it.
     """
@@ -149,11 +150,11 @@ class SamplingParams:
         allowed_token_ids: The only tokens that may be chosen; empty for all.
         bad_words: Token ids of texts that the output must not hold.
         shown_ids: Special tokens whose texts are part of the output's text, such as those that frame tool calls.
-        pooling: What the request gets of the hidden states of its prompt in place of tokens; empty if it generates.
+        pooling: Result from the hidden states of its prompt (``POOLINGS``), in place of tokens; empty if it generates.
             Such a request is a prefill alone: its one step that would draw a token ends it.
         second_at: Index in the prompt of the first token of the second of two texts that a classifier reads at once;
             0 for one text.
-        grammar: What the output must follow, as ``tokenization.grammars.sources`` writes it; empty for nothing.
+        grammar: Grammar that the output must follow, as ``tokenization.grammars.sources`` writes it; empty for none.
         reasoning: Most tokens of its reasoning; None for no limit.
         benchmark_len: The output ends here as if by EOS, and EOS does not end it before; for benchmarks. Only the code
             that samples may read it: a scheduler that did would know what no scheduler can.
@@ -330,10 +331,10 @@ class Request:
         attempt: Raised by the ingress on each resubmission; workers fence lower ones.
         ingress_id: Which ingress replica holds the client; tokens go straight there.
         prompt_ids: Token ids; never empty.
-        output_ids: What the client has already got from earlier attempts (a resumed request); usually empty.
+        output_ids: Tokens that the client has from earlier attempts (a resumed request); usually empty.
         origin: Answer that it belongs to; None if its decisions need not be explained.
         priority: Lower goes first, whatever the policies say; from about ``FLEX`` on it takes what is left.
-        deadline_s: Its last token is wanted so many seconds after a scheduler gets it; None for no such target.
+        deadline_s: Seconds after a scheduler gets it by which its last token is wanted; None for no such target.
         forecast: Forecast of the whole output length; None if it did not come in time.
         expected_cached_len: Prompt tokens that its replica is believed to have in its prefix cache.
         prefix_hashes: Chained hashes of the prompt's full blocks (``kvcache.block_manager``), made by the ingress;
@@ -341,7 +342,7 @@ class Request:
         cache_salt: Only requests of the same salt share cached prefixes.
         model_version: Version of the weights that it runs on, all its attempts alike.
         source: None where no replica asks for it (``[[replica]] prompt``), or the client sent token ids.
-        tenant: Who is charged for its steps; empty where no API keys are in use. Access control sets it, no client can.
+        tenant: Tenant charged for its steps; empty where no API keys are in use. Access control sets it, no client can.
         weight: Share of the tenant relative to the others'; > 0.
         slo: From when a scheduler gets the request, as ``deadline_s``.
         images: The images among its prompt's tokens, in their order.
@@ -407,7 +408,7 @@ class Request:
         return self.deadline_s is not None or self.slo is not NO_SLO
 
     def aged(self, age_s: float) -> Request:
-        """As a scheduler gets it so many seconds after it was received: what is left of its client's targets."""
+        """Returns the request ``age_s`` seconds after its receipt: with what is left of its client's targets."""
         if not self.wants_speed:
             return self
         deadline_s = None if self.deadline_s is None else max(0.0, self.deadline_s - age_s)
@@ -423,7 +424,7 @@ class Request:
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
     """
     Raises:
-        InvalidValueError: one that a model with so many tokens does not have; names the first.
+        InvalidValueError: An id that is not below ``vocab_size``, or is negative; names the first.
     """
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         index = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size)

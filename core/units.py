@@ -12,7 +12,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_memory(text: str) -> int:
-    """Bytes in ``"512MiB"``, ``"1.5GB"`` or a plain number; rounded down.
+    """Returns the bytes in ``"512MiB"``, ``"1.5GB"`` or a plain number; rounded down.
 
     Raises:
         InvalidValueError: not a size.

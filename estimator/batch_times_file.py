@@ -23,10 +23,10 @@ def write_batch_times(directory: Path, times: BatchTimes) -> Path:
 
 
 def read_batch_times(directory: Path, cost: StepCost, learning: BatchLearning) -> BatchTimes:
-    """Reads it back; the last two arguments are those of ``BatchTimes``.
+    """Reads the estimator back; ``cost`` and ``learning`` are as in ``BatchTimes``.
 
     Raises:
         OSError: There is no such file.
-        InvalidValueError: It is damaged, or no such artefact.
+        InvalidValueError: The file is damaged, or no such artefact.
     """
     return BatchTimes.from_bytes((directory / FILE_NAME).read_bytes(), cost, learning)

@@ -22,7 +22,7 @@ class DeviceProfile:
         kv_bytes: Bytes of the KV of one token.
         copy_bandwidth: Bytes a second between device and host, each way; 0 where it is not known.
         kv_memory: Bytes that the device has for KV; 0 where that is not known.
-        image_cost: What an image encoder takes; nothing where that is not known.
+        image_cost: Cost of the image encoder; nothing where that is not known.
     """
 
     cost: StepCost
@@ -45,18 +45,18 @@ DEVICE_PROFILES = {"a100-7b": A100_7B}
 
 
 def resolve_device(device: str) -> str:
-    """The setting with the path of its profile made absolute, for processes that run elsewhere."""
+    """Makes the path of a device's profile absolute, for processes that run elsewhere."""
     name = device.removeprefix(EMULATED)
     return device if name == device or name in DEVICE_PROFILES else f"{EMULATED}{Path(name).expanduser().absolute()}"
 
 
 def profile_label(profile: str) -> str:
-    """Name for display: the profile's name, or its file's; empty for none."""
+    """Returns the name for display: the profile's name, or its file's; empty for none."""
     return Path(profile).name
 
 
 def known_cost(profile: str, otherwise: StepCost) -> StepCost:
-    """What steps cost before any was measured: that of the emulated device's profile, if the device is one.
+    """Returns the cost of steps before any was measured: the emulated device's, or ``otherwise`` on a real one.
 
     Args:
         profile: As ``EngineConfig.profile``.
@@ -68,7 +68,7 @@ def known_cost(profile: str, otherwise: StepCost) -> StepCost:
 
 
 def find_device_profile(name: str) -> DeviceProfile:
-    """The profile of this name, or in this file.
+    """Finds the profile of this name, or in this file.
 
     Raises:
         ConfigError: Neither exists, or the file does not give the size of KV.

@@ -12,7 +12,7 @@ FACTOR = 4
 """Factor between neighbouring lengths."""
 
 BATCH_FACTOR = 2
-"""Factor between neighbouring batch sizes; smaller, for a decoding sequence's price varies most in small batches."""
+"""Factor between neighbouring batch sizes. It is smaller because the price of decoding varies most in small batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class StepLimits:
     num_blocks: int
 
     def allow(self, shape: StepShape) -> bool:
-        """Whether the step fits."""
+        """Returns whether the step fits."""
         blocks = sum(-(-end // self.block_size) for end in shape.ends)
         tokens = sum(num for _, num in shape.chunks) + len(shape.contexts)
         fits = blocks <= self.num_blocks and tokens <= self.max_batch_tokens
@@ -60,9 +60,7 @@ class StepLimits:
 
 
 def step_grid(limits: StepLimits) -> list[StepShape]:
-    """Steps to measure: prompts by length, context and number; decoding by batch and context; both at once. About
-    60.
-    """
+    """Lists some 60 steps to measure: prompts by length, context and number; decodes by batch and context; both."""
     return [shape for shape in dict.fromkeys(_shapes(limits)) if limits.allow(shape)]
 
 
@@ -85,7 +83,7 @@ def _shapes(limits: StepLimits) -> Iterator[StepShape]:
 
 
 def _scale(low: int, high: int, factor: int) -> list[int]:
-    """``low`` times the powers of ``factor`` below ``high``, then ``high``."""
+    """Lists ``low`` times the powers of ``factor`` below ``high``, then ``high``."""
     found = []
     while low < high:
         found.append(low)

@@ -95,20 +95,20 @@ class StepPrices(Protocol):
 
 
 def padded_batch_s(cost: StepPrices, batch_size: int, prompt_len: int, output_len: int) -> float:
-    """Seconds of a batch from the cost of its steps: one prefill of all prompts, then a step for each further token."""
+    """Adds up the seconds of a batch's steps: one prefill of all prompts, then a step for each further token."""
     pairs = attention_pairs(prompt_len, 0)
     prefill_s = cost.step_s(batch_size * prompt_len, 0, 0, batch_size * pairs)
     return prefill_s + cost.decode_run_s(batch_size, batch_size * (prompt_len + 1), output_len - 1)
 
 
 class BatchTimes:
-    """Estimates how long batches take, and learns from those that ended. Called as policies expect (``ServingTime``).
+    """Estimates how long batches take, and learns from ended ones. Called as policies expect (``ServingTime``).
 
     k-nearest-neighbour regression on (batch size, L, G), each standardised: the plain mean of the neighbours' times.
     Until ``MIN_BATCHES`` are known, it adds up the costs of the batch's steps instead, and learns from every batch.
     After that it learns only from batches whose time, estimated again with their true G, ``learning.rule`` calls wrong.
 
-    Estimates hold for batches that resemble earlier ones: far from all of them, the nearest neighbour is not near.
+    Estimates hold only for batches that resemble earlier ones: elsewhere the nearest neighbour is not near.
 
     Args:
         cost: Cost of a step, until it is measured (``price``).
@@ -141,7 +141,7 @@ class BatchTimes:
         self._cost = cost
 
     def __call__(self, batch_size: int, prompt_len: int, output_len: int) -> float:
-        """Estimated seconds of a batch; ``output_len`` is the longest predicted output. O(log batches known)."""
+        """Estimates the seconds of a batch; ``output_len`` is the longest predicted output. O(log batches known)."""
         return self.estimates_s([(batch_size, prompt_len, output_len)])[0]
 
     def estimates_s(self, queries: Sequence[tuple[int, int, int]]) -> list[float]:
@@ -157,7 +157,7 @@ class BatchTimes:
         self._served.append(batch)
 
     def learn(self, now: float) -> int:
-        """When it is due learns from the batches that the rule picks, and fits again; returns their number.
+        """Learns from the batches that the rule picks and fits again, if that is due; returns the number of batches.
 
         Cost: O(n log n) in the batches known and observed since.
         """
@@ -166,7 +166,7 @@ class BatchTimes:
         lacking = max(0, MIN_BATCHES - len(self._batches))
         served = list(self._served)
         self._served.clear()
-        # All are compared with the same fit, so that the order in which batches ended decides nothing.
+        # All batches are compared with the same fit, so that the order in which they ended does not matter.
         taken = served[:lacking] + self._wrong(served[lacking:])
         if taken:
             self._batches.extend(taken)
@@ -199,7 +199,7 @@ class BatchTimes:
         return np.array([astuple(batch) for batch in self._batches], dtype=np.float64).reshape(-1, 4)
 
     def to_bytes(self) -> bytes:
-        """The state behind the estimates, without the step cost: an ``.npz`` file of plain arrays. O(batches)."""
+        """Saves the state behind the estimates, without the step cost: an ``.npz`` file of plain arrays. O(batches)."""
         rows = self._rows()
         buffer = io.BytesIO()
         np.savez(buffer, schema=np.array([SCHEMA]), rows=rows, checksum=_checksum(rows))
@@ -207,7 +207,7 @@ class BatchTimes:
 
     @classmethod
     def from_bytes(cls, data: bytes, cost: StepCost, learning: BatchLearning | None = None) -> BatchTimes:
-        """An estimator from the result of ``to_bytes``; it estimates the same for the same step cost.
+        """Makes an estimator from the result of ``to_bytes``; it estimates the same for the same step cost.
 
         Raises:
             InvalidValueError: bytes that are damaged, of another schema or no artefact at all.

@@ -93,13 +93,13 @@ class ProfileFile:
         return ImageCost(self.image_batch_s or 0.0, self.image_token_s or 0.0, self.image_pair_s or 0.0)
 
     def to_json(self) -> str:
-        """The fields that are known, as one JSON object."""
+        """Returns the known fields as one JSON object."""
         known = {name: value for name, value in asdict(self).items() if value is not None}
         return json.dumps(known, indent=2, allow_nan=False) + "\n"
 
 
 def parse_profile(text: str, source: str) -> ProfileFile:
-    """The profile in a file's text.
+    """Parses a profile.
 
     Args:
         source: Name of the text's source, for errors.
@@ -123,7 +123,7 @@ def parse_profile(text: str, source: str) -> ProfileFile:
 
 
 def _read(kind: type[T], values: Any, source: str, prefix: str) -> T:
-    """A dataclass from a JSON object of its fields."""
+    """Makes a dataclass from a JSON object of its fields."""
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     if not isinstance(values, dict):
         raise InvalidValueError(f"{source}: {prefix}".rstrip(": ."), values, f"a JSON object with {', '.join(known)}")
@@ -164,5 +164,5 @@ def _phrase(hint: Any) -> str:
 
 
 def _plain(hint: Any) -> Any:
-    """``X`` of ``X | None``."""
+    """Returns ``X`` of ``X | None``."""
     return next((each for each in typing.get_args(hint) if each is not type(None)), hint)

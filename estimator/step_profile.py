@@ -16,13 +16,13 @@ MIN_SAMPLES = 32
 """Measured steps before the profile gives any time; the first of them are slower than all later ones."""
 
 OUTLIER_FACTOR = 3.0
-"""A step that takes more than this many times its prediction counts as so many times its prediction; likewise less."""
+"""A step counts as at most this many times its prediction, and as at least its prediction over this number."""
 
 _FAMILIAR_FACTOR = 2.0
 """A step is familiar if no feature exceeds the largest one seen before by more than this factor."""
 
 _SCALES = np.array([1.0, 1e3, 1e2, 1e5, 1e6])
-"""Usual sizes of (1, prefill tokens, decode sequences, context tokens, prefill pairs), by which they are divided."""
+"""Usual sizes of (1, prefill tokens, decode sequences, context tokens, prefill pairs): features are divided by them."""
 
 _ANCHOR = 1e-6
 """Weight of the previous coefficients, in samples of usual size and duration."""
@@ -43,24 +43,24 @@ class StepProfile:
     """``t = a + b * prefill_tokens + c * decode_seqs + d * context_tokens + e * prefill_pairs``, by recursive least
     squares of the *relative* error.
 
-    Relative, because a machine's long steps are noisier as well: least squares of seconds would follow the few steps
-    that other work has interrupted, and be far off for the many short ones. An interrupted step also weighs less,
-    since it took longer, so the fit is nearer to the usual step than to the mean.
+    The error is relative because long steps are noisier: least squares of seconds would follow the few steps that other
+    work has interrupted, and be far off for the many short ones. An interrupted step also weighs less, since it took
+    longer, so the fit is nearer to the usual step than to the mean.
 
     A sample's weight falls exponentially with the samples after it, so the profile follows a machine that changes.
 
     The recursion keeps the weighted sums ``X'X`` and ``X't`` and not their inverse. They are sums of a geometric
     series and stay bounded, whereas the inverse grows without limit in every direction that is no longer measured.
-    Each solution is drawn towards the one before with a small weight: it decides nothing where there is data and
-    all where there is none. So a feature that never varies has the coefficient 0, and one that has not been seen for a
-    long time keeps the coefficient it had.
+    Each solution is drawn towards the one before with a small weight, which decides only where there is no data. So a
+    feature that never varies has the coefficient 0, and a feature that has not been seen for a long time keeps its
+    coefficient.
 
-    No coefficient is negative: more work never takes less time, also outside of what has been measured.
+    No coefficient is negative: more work never takes less time, also outside the measured range.
 
-    Outliers: a step beyond ``OUTLIER_FACTOR`` times its prediction, or below that part of it, counts as just that, once
-    ``MIN_SAMPLES`` have been measured. So one outlier moves the profile little, while the profile follows a
-    machine that has become slower or faster for good. A step unlike all before (a feature more than twice as large as
-    ever) counts in full, because its prediction is worth nothing.
+    Outliers: once ``MIN_SAMPLES`` steps have been measured, a duration is clipped to ``OUTLIER_FACTOR`` times its
+    prediction, or to its prediction over that factor. So one outlier moves the profile little, while the profile
+    follows a machine that has become slower or faster for good. A step unlike all before (a feature more than twice as
+    large as ever) counts in full, because its prediction is worth nothing.
 
     Args:
         window: After so many samples the weight of a sample has fallen to 1/e; at least 1.
@@ -87,15 +87,14 @@ class StepProfile:
         return self._num_samples
 
     def coefficients(self) -> tuple[float, float, float, float, float]:
-        """(a, b, c, d, e): seconds of a step, and of each unit of its work as in ``StepCost``. 0 where unknown."""
+        """Returns (a, b, c, d, e): seconds of a step, and of each unit of its work as in ``StepCost``. 0 if unknown."""
         a, b, c, d, e = (self._scaled / _SCALES).tolist()
         return a, b, c, d, e
 
     def cost(self) -> StepCost | None:
-        """The coefficients as policies take them.
+        """Returns the coefficients as policies take them.
 
-        None before ``MIN_SAMPLES`` samples, and before they say what decoding takes: a busy replica may begin with
-        nothing but prompts.
+        None before ``MIN_SAMPLES`` samples, and before decoding has a price: a busy replica may begin with prompts.
         """
         cost = StepCost(*self.coefficients())
         has_decoded = self._largest[_DECODE_SEQS] > 0 and cost.decode_s(1) > 0
@@ -104,7 +103,7 @@ class StepProfile:
     def step_time_s(
         self, prefill_tokens: int, decode_seqs: int, context_tokens: int, prefill_pairs: int = 0
     ) -> float | None:
-        """Seconds, at least those of the shortest step ever measured; None as long as ``cost`` is."""
+        """Returns seconds, no fewer than the shortest measured step took; None while ``cost`` is None."""
         cost = self.cost()
         if cost is None:
             return None
@@ -129,11 +128,11 @@ class StepProfile:
         self._num_weighed = faded * self._num_weighed + float(weights.sum())
         self._largest = np.maximum(self._largest, features.max(axis=0))
         self._num_samples += len(samples)
-        # The first feature is 1 throughout: its entry over the number of samples is the mean weight of one.
+        # The first feature is always 1: its entry over the number of samples is the mean weight of a sample.
         self._scaled = _solve(self._gram, self._moment, self._scaled, _ANCHOR * self._gram[0, 0] / self._num_weighed)
 
     def _clipped(self, features: _Array, durations_s: _Array) -> _Array:
-        """The durations, those of familiar steps within a factor of ``OUTLIER_FACTOR`` of their predictions."""
+        """Clips the durations of familiar steps to a factor of ``OUTLIER_FACTOR`` from their predictions."""
         if self._num_samples < MIN_SAMPLES:
             return durations_s
         predicted_s = np.maximum(features @ self._scaled, self._shortest_s)
@@ -147,13 +146,13 @@ def _work(sample: StepSample) -> tuple[int, int, int, int, int]:
 
 
 def _solve(gram: _Array, moment: _Array, previous: _Array, anchor_weight: float) -> _Array:
-    """Least squares, anchored at ``previous``, without negative coefficients.
+    """Solves least squares, anchored at ``previous``, without negative coefficients.
 
-    While one is negative, the most negative (by its share of the time) is set to 0 and the others are solved for
-    again. This need not be the best of all non-negative solutions, but all of them take part again at the next call.
+    While a coefficient is negative, the most negative one (by its share of the time) is set to 0 and the others are
+    solved for again. The result need not be the best non-negative one, but each call begins with all coefficients.
     """
     anchor = anchor_weight + _RELATIVE_ANCHOR * gram.diagonal()
-    sizes = np.sqrt(gram.diagonal() + anchor)  # scaled alike, features of any magnitude have the same rounding errors
+    sizes = np.sqrt(gram.diagonal() + anchor)  # scaling gives features of any magnitude the same rounding errors
     gram = (gram + np.diag(anchor)) / np.outer(sizes, sizes)
     moment = (moment + anchor * previous) / sizes
     free = list(range(_NUM_TERMS))

@@ -23,7 +23,9 @@ _HASH_BYTES = 8
 def extend_hashes(
     hashes: list[int], token_ids: Sequence[int], block_size: int, num_blocks: int, root: int = NO_PARENT
 ) -> None:
-    """Appends to ``hashes`` (of the first blocks) until there are ``num_blocks``; each covers all tokens up to it.
+    """Appends to ``hashes`` (of the first blocks) until there are ``num_blocks``.
+
+    Each hash covers all tokens up to the end of its block.
 
     Args:
         token_ids: At least ``num_blocks * block_size`` ids, each below 2**32.
@@ -40,24 +42,24 @@ def extend_hashes(
 
 
 def root_of(name: str, kind: bytes = b"") -> int:
-    """A separate root hash for each name of a kind."""
+    """Returns the root hash of a name; each name of each kind has a root of its own."""
     return int.from_bytes(blake2b(name.encode(), digest_size=_HASH_BYTES, person=kind).digest(), "little")
 
 
 def salted_root(cache_salt: str) -> int:
-    """Root hash of requests with this salt; requests without a salt share the common root."""
+    """Returns the root hash of requests with this salt; requests without a salt share the common root."""
     return root_of(cache_salt, b"salt") if cache_salt else NO_PARENT
 
 
 def hash_blocks(token_ids: Sequence[int], block_size: int, root: int = NO_PARENT) -> list[int]:
-    """The hashes of all full blocks."""
+    """Returns the hashes of all full blocks."""
     hashes: list[int] = []
     extend_hashes(hashes, token_ids, block_size, len(token_ids) // block_size, root)
     return hashes
 
 
 def are_hashes_of(hashes: Sequence[int], token_ids: Sequence[int], block_size: int, root: int = NO_PARENT) -> bool:
-    """Whether these are the hashes of all full blocks, as far as number, first and last one tell. O(block)."""
+    """Returns whether these are the hashes of all full blocks; checks number, first and last alone. O(block)."""
     num_blocks = len(token_ids) // block_size
     if len(hashes) != num_blocks:
         return False
@@ -107,19 +109,19 @@ class BlockManager:
         return sum(map(len, self._tables.values())) - (self.num_blocks - self.num_free)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that ``num_tokens`` tokens need."""
+        """Returns the number of blocks that ``num_tokens`` tokens need."""
         return -(-num_tokens // self.block_size)
 
     def table(self, sequence_id: str) -> list[int]:
-        """The sequence's blocks in token order (shared, not a copy); empty if it holds none."""
+        """Returns the sequence's blocks in token order (shared, not a copy); empty if it holds none."""
         return self._tables.get(sequence_id, [])
 
     def holds_any(self, sequence_id: str) -> bool:
-        """Whether the sequence holds a block."""
+        """Returns whether the sequence holds a block."""
         return sequence_id in self._tables
 
     def shortage(self, sequence_id: str, num_tokens: int) -> int:
-        """Blocks the sequence lacks to hold ``num_tokens`` tokens in all."""
+        """Returns the number of blocks that the sequence lacks to hold ``num_tokens`` tokens in all."""
         needed = -(-num_tokens // self.block_size) - len(self._tables.get(sequence_id, ()))
         return needed if needed > 0 else 0
 
@@ -127,7 +129,7 @@ class BlockManager:
         """Gives the sequence blocks for ``num_tokens`` tokens in all; cached ones are evicted last.
 
         Returns:
-            Its table (shared, not a copy); None, and nothing has changed, if too few blocks are free.
+            The sequence's table (shared, not a copy). None if too few blocks are free; nothing changes then.
         """
         table = self._tables.get(sequence_id)
         if table is not None and num_tokens <= len(table) * self.block_size:
@@ -158,7 +160,7 @@ class BlockManager:
         return block
 
     def match(self, hashes: Sequence[int], limit: int) -> list[int]:
-        """The cached blocks of the longest beginning of ``hashes[:limit]``."""
+        """Returns the cached blocks of the longest cached beginning of ``hashes[:limit]``."""
         blocks = []
         for i in range(limit):
             block = self._cached.get(hashes[i])
@@ -168,11 +170,11 @@ class BlockManager:
         return blocks
 
     def num_held(self, blocks: Sequence[int]) -> int:
-        """How many of these blocks a sequence already holds: to share them costs no free block."""
+        """Counts the blocks that a sequence already holds: sharing these costs no free block."""
         return sum(self._ref_counts[block] > 0 for block in blocks)
 
     def share(self, sequence_id: str, blocks: Sequence[int]) -> None:
-        """Begins the block table of a sequence without blocks with cached ones, from ``match``."""
+        """Begins the block table of a sequence that holds no blocks with cached blocks, from ``match``."""
         if blocks:
             self._tables[sequence_id] = list(blocks)
         for block in blocks:
@@ -183,9 +185,9 @@ class BlockManager:
         self._idle.pop(block, None)
 
     def register(self, sequence_id: str, first: int, hashes: Sequence[int], end: int) -> None:
-        """Names the sequence's blocks ``first`` to ``end - 1``, full and computed; those before are registered.
+        """Names the sequence's blocks ``first`` to ``end - 1``, which are full and computed; earlier blocks have names.
 
-        If a block of the same content is registered already, the table takes that one, and the new block is freed.
+        If a block of the same content is registered already, the table takes that block, and the new one is freed.
         """
         table = self._tables[sequence_id]
         for i in range(first, end):
@@ -202,7 +204,7 @@ class BlockManager:
                 table[i] = known
 
     def watch(self) -> None:
-        """From now on the manager records which cached blocks come and go."""
+        """Starts to record which cached blocks come and go."""
         self._changed = {}
 
     def _note(self, changed: dict[int, int], name: int, parent: int) -> None:
@@ -213,21 +215,21 @@ class BlockManager:
         changed[name] = parent
 
     def take_changes(self) -> dict[int, int] | None:
-        """Names that have come or gone since this was last asked, the latest last, and their parents.
+        """Takes the names that have come or gone since the last call, the latest last, and their parents.
 
-        So a parent comes before its successors among the names that are cached now, and after them among the names that
-        are not. None if more names have changed than the pool has blocks.
+        Among the names that are cached now a parent comes before its successors, among the evicted names after them.
+        None if more names have changed than the pool has blocks.
         """
         changed, self._changed = self._changed or {}, {}
         too_much, self._changed_too_much = self._changed_too_much, False
         return None if too_much else changed
 
     def caches(self, name: int) -> bool:
-        """Whether a block of this name is cached, held or not."""
+        """Returns whether a block of this name is cached, held or not."""
         return name in self._cached
 
     def cached_chain(self) -> list[tuple[int, int]]:
-        """The names of all cached blocks and their parents: parents first, what was used lately last. O(blocks)."""
+        """Returns the names of all cached blocks and their parents: parents first, recently used last. O(blocks)."""
         chain: dict[int, int] = {}
         for block in [*self._idle, *(block for block in self._names if block not in self._idle)]:
             above: list[tuple[int, int]] = []

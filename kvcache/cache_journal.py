@@ -10,9 +10,9 @@ from kvcache.block_manager import NO_PARENT, BlockManager
 
 
 class CacheJournal:
-    """KV cache events of one worker life; every report repeats them until they are acknowledged, as ends of sequences.
+    """KV cache events of one worker life; every report repeats them until the Scheduler acknowledges them.
 
-    Unacknowledged changes never exceed the cache itself: before that, one event reports the complete set again.
+    Unacknowledged changes never exceed the cache itself: before they do, one event reports the complete set again.
 
     Args:
         blocks: The pool whose cache is reported; watched from now on.
@@ -30,7 +30,7 @@ class CacheJournal:
         self._whole_due = True
 
     def notices(self, report_seq: int) -> tuple[KVCacheEvent, ...]:
-        """The events of the report of this number."""
+        """Returns the events of the report of this number."""
         changed = self._blocks.take_changes()
         num_waiting = sum(notice.num_hashes for _, notice in self._waiting)
         if changed is None or num_waiting + len(changed) > self._blocks.num_blocks:
@@ -50,7 +50,7 @@ class CacheJournal:
         self._waiting.append((report_seq, notice))
 
     def acknowledge(self, report_seq: int) -> None:
-        """Drops events that the receiver has acknowledged: those of reports up to this one."""
+        """Drops the events of reports up to this one, which the receiver has acknowledged."""
         self._waiting = [(first, notice) for first, notice in self._waiting if first > report_seq]
 
 
@@ -59,13 +59,13 @@ class CacheMirror:
 
     Attributes:
         seq: Number of the last event that was applied; None before a whole one.
-        missed: An event was lost on the way: only a whole event helps.
+        missed: Whether an event was lost on the way, so that only a whole event helps.
     """
 
     def __init__(self) -> None:
         self.seq: int | None = None
         self.missed = False
-        self._parents: dict[int, int] = {}  # by name, parents before those that follow them
+        self._parents: dict[int, int] = {}  # by name, parents before their successors
 
     def __len__(self) -> int:
         return len(self._parents)
@@ -93,9 +93,7 @@ class CacheMirror:
         return True
 
     def num_cached(self, hashes: tuple[int, ...]) -> int:
-        """How many of the first of these chained hashes are cached. O(log n): predecessors of a cached block are
-        cached.
-        """
+        """Counts the cached blocks at the beginning of a chain. O(log n): predecessors of a cached block are cached."""
         low, high = 0, len(hashes)
         while low < high:
             middle = (low + high) // 2
@@ -106,7 +104,7 @@ class CacheMirror:
         return low
 
     def whole(self) -> KVCacheEvent | None:
-        """The complete set as one event, with the number of the last one; None if the set is not known."""
+        """Returns the complete set as one event, with the last event's number; None if the set is not known."""
         if self.seq is None or self.missed:
             return None
         return KVCacheEvent(self.seq, True, tuple(runs(self._parents.items())))
@@ -121,7 +119,7 @@ class CacheMirror:
 
 
 def runs(chain: Iterable[tuple[int, int]]) -> Iterator[CachedRun]:
-    """(name, parent) pairs, joined where each follows the one before it."""
+    """Joins (name, parent) pairs to runs of blocks that follow each other."""
     first, names = NO_PARENT, list[int]()
     for name, parent in chain:
         if names and names[-1] != parent:

@@ -9,7 +9,7 @@ from kvcache.executor import SequenceState
 
 
 def is_cut_off(held: SequenceState, within_grants: bool) -> bool:
-    """Whether its seconds are over. Beyond its grants it goes on, unless its last step was cut off for that."""
+    """Returns whether a sequence has used up its seconds; beyond its grants, whether its last step was cut off so."""
     slot_s = held.slot.cut_off_at_s
     if not slot_s:
         return False
@@ -17,5 +17,5 @@ def is_cut_off(held: SequenceState, within_grants: bool) -> bool:
 
 
 def seconds_until_cut_off(chosen: Iterable[SequenceState]) -> float:
-    """Seconds until the first of them has used up those of its slot."""
+    """Returns the seconds until the first of these sequences reaches its slot's limit; infinity without a limit."""
     return min((held.slot.cut_off_at_s - held.ran_s for held in chosen if held.slot.cut_off_at_s), default=math.inf)

@@ -1,7 +1,7 @@
 """The part of the lease protocol that every executor follows (design section 3, rules 1-4).
 
-Which plans count, which sequences a worker holds by them and under which attempt, what it reports, and what it must not
-start again: all this is the same however the steps are composed.
+The rules say which plans count, which sequences a worker holds and under which attempt, what it reports, and what it
+must not start again. They do not depend on how steps are composed.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from kvcache.service_meter import ServiceMeter
 from kvcache.step_batch import BatchLimits, KVCopy, StepBatch, StepItem
 
 NO_FURTHER: Mapping[str, int] = {}
-"""Every item of a step has yielded one token at most."""
+"""No item of a step has yielded more than one token."""
 
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """A request while a worker has it: the one record of it there.
+    """A worker's one record of a request that it holds.
 
-    An engine, which keeps tokens and text as well, has a kind of its own (``engine.sequence``) and says so by
-    ``PlanExecutor.make_sequence``; the executor looks at lengths alone.
+    The executor looks at lengths alone. An engine also keeps tokens and text: it has a class of its own
+    (``engine.sequence``), which it sets as ``PlanExecutor.make_sequence``.
 
     Attributes:
         num_tokens: Prompt and output known so far.
         slot: As the plan in force has it.
-        arrival: Its place among those that came to this worker.
+        arrival: Its place among the sequences that came to this worker.
         cached_len: Prompt tokens taken from the cache at its first start; None before.
         residency: Where its KV belongs by the order in force.
         copy_id: Id of the copy in flight, if there is one; meanwhile the sequence holds blocks in both pools and is
             paused.
         register_at: ``computed_len`` from which another of its blocks is full and not registered.
         ran_s: Seconds of the steps that it took part in.
-        gpu_s: Its part of them (``core.costs.row_shares``).
+        gpu_s: Its share of these seconds (``core.costs.row_shares``).
         tenant: As in ``Request``.
-        dropped_len: Tokens whose KV was there once and has been dropped.
+        dropped_len: Tokens whose KV was computed and has been dropped.
         cut_off_at_s: ``Slot.cut_off_at_s`` under which its last step was cut off; 0 if none was.
     """
 
@@ -80,7 +80,7 @@ class SequenceState:
 
 
 def new_sequence(request: Request) -> SequenceState:
-    """A sequence as its attempt begins it."""
+    """Makes the record of a request at the beginning of its attempt."""
     return SequenceState(
         request.request_id,
         request.attempt,
@@ -102,12 +102,11 @@ class PlanExecutor(ABC):
         returns_together: Whether a sequence is returned only when all that run with it have ended.
         make_sequence: Makes the record of a request that a plan brings; ``new_sequence``, where nothing else is kept.
         max_in_flight: Steps that may have begun and not been committed; they are committed in their order.
-        revision: Goes up with everything that may change the choice of the next step, but for the progress of its own
-            sequences.
+        revision: Rises with each event that may change the choice of the next step, except the progress of sequences.
         short_blocks: Blocks missing for the sequences that could not run in the step for want of blocks.
         out_of_grants: Whether a sequence was left out of the step because its grants are used up.
         prefix_queries: Prompt tokens looked up in the cache so far, each request's once.
-        prefix_hits: Prompt tokens found there.
+        prefix_hits: Prompt tokens found in the cache so far.
         num_cut_off: Steps that were cut off, so far.
         meter: Divides the time of steps among their sequences, and adds it up by tenant.
     """
@@ -140,14 +139,14 @@ class PlanExecutor(ABC):
         self._recomputed_tokens = 0
         self._journal: CacheJournal | None = None
         self._arrivals = 0
-        # Finished sequences: until acknowledged they are repeated in reports; until a plan is made with that
-        # knowledge they are remembered, so that an older view of the world cannot start them again.
+        # Finished sequences. Reports repeat them until they are acknowledged. Tombstones keep them until a plan is made
+        # with that knowledge, so that an older plan cannot start them again.
         self._unacknowledged: dict[tuple[str, int], tuple[FinishedSequence, int]] = {}
         self._tombstones: dict[tuple[str, int], int] = {}
 
     @abstractmethod
     def share_prefixes(self, block_hashes: BlockHashes) -> None:
-        """From now on sequences share the KV of equal beginnings; call it before the first plan.
+        """Lets sequences share the KV of equal beginnings; call it before the first plan.
 
         Args:
             block_hashes: Gives the block hashes of sequences held here; called when one starts, and when one has
@@ -155,7 +154,7 @@ class PlanExecutor(ABC):
         """
 
     def tell_cache(self) -> None:
-        """From now on reports hold changes of the prefix cache; call it before the first plan."""
+        """Makes reports hold changes of the prefix cache; call it before the first plan."""
         self._journal = CacheJournal(self.blocks)
 
     def tell_whole_cache(self) -> None:
@@ -165,32 +164,32 @@ class PlanExecutor(ABC):
 
     @abstractmethod
     def next_batch(self) -> StepBatch | None:
-        """The next step, its blocks allocated; None if nothing can run."""
+        """Returns the next step, with its blocks allocated; None if nothing can run."""
 
     def step_after(self, batch: StepBatch) -> StepBatch | None:
-        """The step after this one, which computes, if that can be said already.
+        """Returns the step after a step that computes now; None if that step is not known yet.
 
-        ``next_batch`` and ``begin_after`` return this very object if nothing has happened until then: no plan, no end,
-        no copy. Sequences that begin a block get it only there.
+        ``next_batch`` and ``begin_after`` return this very object if no plan, end or copy comes before. They also
+        allocate the blocks that its sequences begin.
         """
         return None
 
     def begin_after(self, batch: StepBatch) -> StepBatch | None:
-        """The step after this one, which has been computed but not booked, ends no sequence, and is booked next.
+        """Begins the step after ``batch``, which has been computed, ends no sequence, and is booked next.
 
-        None if it must be booked first, and the next step be chosen then.
+        Returns None if ``batch`` must be booked before the next step can be chosen.
         """
         return None
 
     def counts(self, batch: StepBatch, request_id: str) -> bool:
-        """Whether the result of a step in progress for this sequence is still wanted.
+        """Returns whether the result of a step in progress is still wanted for this sequence.
 
-        It is not if the sequence has since ended or lost its KV, which can only happen while other steps run.
+        A result is not wanted if the sequence has ended or lost its KV, which can only happen while other steps run.
         """
         return True
 
     def draft_room(self, item: StepItem) -> int:
-        """How many guessed tokens an item of a step in the making may verify; 0 where nothing is guessed.
+        """Returns how many guessed tokens an item of a step in the making may verify; 0 where nothing is guessed.
 
         A guess takes no block that the sequence does not hold, and no length that its grants do not cover.
         """
@@ -210,15 +209,15 @@ class PlanExecutor(ABC):
 
         Args:
             stopped: Ids whose new token ended them (EOS, stop string or id). Length limits are found here.
-            failed: Ids that got no token where they should have: they end, and the KV that the step has computed for
-                them is not cached.
+            failed: Ids of sequences that lack the token which the step owed them: they end, and the KV that the step
+                has computed for them is not cached.
             further: How many tokens beyond the first the step has yielded, for ids whose drafts turned out right.
-            duration_s: How long it took.
+            duration_s: Seconds that the step took.
         """
 
     @abstractmethod
     def take_copies(self) -> list[KVCopy]:
-        """The copies to begin now; each is answered by ``complete_copy``, in any order."""
+        """Takes the copies to begin now; ``complete_copy`` answers each, in any order."""
 
     @abstractmethod
     def complete_copy(self, copy_id: int, *, failed: bool = False) -> None:
@@ -256,7 +255,7 @@ class PlanExecutor(ABC):
 
     @property
     def sequences(self) -> dict[str, SequenceState]:
-        """Those that are held, by request id; another mapping after each plan."""
+        """The sequences held, by request id; another mapping after each plan."""
         return self._held
 
     def holds(self, request_id: str) -> bool:
@@ -302,7 +301,7 @@ class PlanExecutor(ABC):
         return forgotten
 
     def _take(self, slot: Slot, held: SequenceState | None) -> SequenceState | None:
-        """The sequence of this slot after the plan, or None if there is nothing to run."""
+        """Returns the sequence of this slot after the plan, or None if there is nothing to run."""
         if (slot.request_id, slot.attempt) in self._tombstones:
             return None
         if held is None or held.attempt < slot.attempt:
@@ -326,7 +325,7 @@ class PlanExecutor(ABC):
         held.status = SequenceStatus.WAITING
 
     def _advance(self, held: SequenceState, num_tokens: int) -> None:
-        """Books so many more computed tokens."""
+        """Books ``num_tokens`` more computed tokens."""
         if held.dropped_len > held.computed_len:
             self._recomputed_tokens += min(held.dropped_len - held.computed_len, num_tokens)
         held.computed_len += num_tokens
@@ -335,15 +334,15 @@ class PlanExecutor(ABC):
         request = slot.request
         if request is None:
             self._num_absent += 1
-            return None  # a plan meant for a worker that has the payload: the report shows that we do not
+            return None  # the Scheduler believes that this worker has the payload: the report shows that it does not
         held = self.make_sequence(request)
         self._arrivals += 1
         held.slot, held.arrival, held.register_at = slot, self._arrivals, self.blocks.block_size
-        held.num_preemptions, held.num_moves = slot.num_preemptions, slot.num_moves  # there is nothing yet to be moved
+        held.num_preemptions, held.num_moves = slot.num_preemptions, slot.num_moves  # there is no KV to move yet
         return held
 
     def _free(self, held: SequenceState) -> None:
-        """Gives up its blocks."""
+        """Frees the sequence's blocks in both pools."""
         for pool in self._pools:
             pool.release(held.request_id)
 
@@ -370,7 +369,7 @@ class PlanExecutor(ABC):
         return finished
 
     def report(self, steps: tuple[StepSample, ...] = ()) -> StepReport:
-        """A snapshot under a new sequence number; ``steps`` are passed on as they are."""
+        """Makes a report of the present state under a new sequence number; ``steps`` are passed on as they are."""
         self._report_seq += 1
         return StepReport(
             worker_incarnation=self.incarnation,
@@ -392,7 +391,7 @@ class PlanExecutor(ABC):
         )
 
     def services_after(self, batch: StepBatch, duration_s: float, num_steps: int) -> tuple[TenantService, ...]:
-        """Sums of the batch's tenants as if so many of its steps had been booked; a simulation reports them early."""
+        """Sums up the batch's tenants as if ``num_steps`` of its steps were booked; a simulation reports them early."""
         tenants: dict[str, float] = {}
         for item, share in zip(batch.items, self.meter.shares(batch, num_steps), strict=True):
             tenant = self._held[item.request_id].tenant
@@ -455,5 +454,5 @@ class PlanExecutor(ABC):
             raise IntegrityError(f"{len(held_blocks)} blocks held by known sequences, {self.blocks.num_free} free")
 
     def _orphaned_blocks(self) -> set[int]:
-        """Blocks in use that belong to no sequence held here."""
+        """Returns the blocks in use that belong to no sequence held here."""
         return set()

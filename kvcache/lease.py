@@ -1,9 +1,9 @@
 """What a worker may do by itself inside a plan (design section 3, rules 1-4).
 
 The scheduler revises the plan while the worker computes, so no message is on the critical path of a step. Inside
-a plan the executor picks each step's batch by rank, starts standby slots in the place of ended ones, pauses what
-does not fit (never an out-of-memory) and says so, and falls back to plain FCFS when every grant is used up. It
-knows lengths only, no token values, so that the simulator runs it unchanged.
+a plan the executor picks each step's batch by rank and starts standby slots in the place of ended ones. It pauses
+sequences that do not fit (so memory never runs out) and reports them, and falls back to plain FCFS when every grant
+is used up. It knows lengths only, no token values, so that the simulator runs it unchanged.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class BatchDraft:
         prompts_left: Prompt tokens that it may still take.
         within_grants: Whether sequences go no further than their slots say.
         arising: Hashes of the full blocks that the first ``num_seen`` items compute.
-        refused: Whether a sequence was not started that might be in the next step, though nothing has happened.
-        rests: Whether a sequence was left out that has to let others go first.
+        refused: Whether a sequence was left out that the next step may take, even if no event comes before it.
+        rests: Whether a sequence was left out because its slot lets others go first.
     """
 
     tokens_left: int
@@ -49,11 +49,11 @@ class BatchDraft:
 
 @dataclass(frozen=True, slots=True)
 class _StepAhead:
-    """The step that follows another if nothing happens.
+    """The step that follows another if no event comes before it.
 
     Attributes:
-        after: The other.
-        revision: ``PlanExecutor.revision`` when it was made.
+        after: The step before it.
+        revision: ``PlanExecutor.revision`` when it was chosen.
         turning: Ids of its sequences that begin a block, and their length with the token that it computes.
     """
 
@@ -91,11 +91,10 @@ class LeaseExecutor(PlanExecutor):
         self._ahead: _StepAhead | None = None
 
     def share_prefixes(self, block_hashes: BlockHashes) -> None:
-        """See ``PlanExecutor.share_prefixes``."""
         self._block_hashes = block_hashes
 
     def _free(self, held: SequenceState) -> None:
-        """Gives up the sequence's blocks; those of a copy in flight only when the copy is done."""
+        """Frees the sequence's blocks; blocks of a copy in flight only when the copy is done."""
         if held.copy_id is None:
             super()._free(held)
             return
@@ -110,9 +109,7 @@ class LeaseExecutor(PlanExecutor):
                 self._offload(held, host)
 
     def _offload(self, held: SequenceState, host: BlockManager) -> None:
-        """Orders the copy to the host. If there is no KV to move or no room there, it refuses and the sequence runs
-        on.
-        """
+        """Queues the copy to the host; without KV to move or room there, refuses and lets the sequence run on."""
         table = self.blocks.table(held.request_id)
         room = host.grow(held.request_id, held.computed_len) if table and held.computed_len else None
         if room is None:
@@ -122,7 +119,7 @@ class LeaseExecutor(PlanExecutor):
             self._order_copy(held, Residency.HOST, table[: len(room)], room)
 
     def _upload(self, held: SequenceState, draft: BatchDraft) -> None:
-        """Orders the copy back under the same conditions as a start."""
+        """Queues the copy back to the device, under the same conditions as a start."""
         assert self.host is not None
         if self._has_room(self.blocks.blocks_for(held.num_tokens), draft):
             table = self.blocks.grow(held.request_id, held.num_tokens)
@@ -137,12 +134,10 @@ class LeaseExecutor(PlanExecutor):
         self._in_flight[self._num_copies] = _Flight(to, len(source), held)
 
     def take_copies(self) -> list[KVCopy]:
-        """See ``PlanExecutor.take_copies``."""
         copies, self._copies = self._copies, []
         return copies
 
     def complete_copy(self, copy_id: int, *, failed: bool = False) -> None:
-        """See ``PlanExecutor.complete_copy``."""
         flight = self._in_flight.pop(copy_id)
         to, held = flight.to, flight.held
         if not failed:
@@ -178,7 +173,6 @@ class LeaseExecutor(PlanExecutor):
         return sum(flight.num_blocks for flight in self._in_flight.values())
 
     def next_batch(self) -> StepBatch | None:
-        """See ``PlanExecutor.next_batch``."""
         ahead = None if self._ahead is None else self.begin_after(self._ahead.after)
         if ahead is not None:
             return ahead
@@ -229,12 +223,12 @@ class LeaseExecutor(PlanExecutor):
                 credit -= held.slot.standby
             else:
                 draft.refused = True
-        if draft.rests and all(map(_decodes, draft.chosen)):  # those that it lets go first may all have begun
+        if draft.rests and all(map(_decodes, draft.chosen)):  # all sequences that go first may have begun
             draft.out_of_grants = True
         return draft
 
     def step_after(self, batch: StepBatch) -> StepBatch | None:
-        """See ``PlanExecutor.step_after``: all sequences of a step that only decodes go on, and no other joins them."""
+        """Returns the step after one that only decodes: all its sequences go on, and no other joins them."""
         if not self._may_repeat:
             return None
         items, turning = [], []
@@ -249,7 +243,6 @@ class LeaseExecutor(PlanExecutor):
         return self._ahead.batch
 
     def begin_after(self, batch: StepBatch) -> StepBatch | None:
-        """See ``PlanExecutor.begin_after``."""
         ahead, self._ahead = self._ahead, None
         if ahead is None or ahead.after is not batch or ahead.revision != self.revision:
             return None
@@ -275,7 +268,7 @@ class LeaseExecutor(PlanExecutor):
             return held.copy_id is not None
         cached = self._cached_blocks(held, wanted, draft)
         if cached is None:
-            return False  # nothing is computed twice; others may overtake it meanwhile
+            return False  # the missing block is being computed: this start waits for it, and others may overtake it
         needed = self.blocks.blocks_for(held.num_tokens) - self.blocks.num_held(cached)
         if not self._has_room(needed, draft):
             return False
@@ -287,13 +280,13 @@ class LeaseExecutor(PlanExecutor):
         return True
 
     def _has_room(self, needed: int, draft: BatchDraft) -> bool:
-        """Whether so many blocks are free for a start; if not, no sequence of lower rank overtakes it."""
+        """Returns whether ``needed`` blocks are free for a start; if not, no sequence of lower rank overtakes it."""
         alone = self.blocks.num_free == self.blocks.num_blocks
         draft.may_start = needed + (0 if alone else self._reserve_blocks) <= self.blocks.num_free
         return draft.may_start
 
     def _cached_blocks(self, held: SequenceState, wanted: int, draft: BatchDraft) -> list[int] | None:
-        """Cached blocks that a start may take over; None if the next one is being computed, in this step or another.
+        """Returns the cached blocks that a start may take over; None if this step or another computes the next block.
 
         At least one of the ``wanted`` tokens is left to compute, so that a start always yields a token. The sequence
         that computes the missing block is in a step and makes progress, so the wait always ends.
@@ -308,7 +301,7 @@ class LeaseExecutor(PlanExecutor):
         return cached
 
     def _arising(self, draft: BatchDraft, block_hashes: BlockHashes) -> set[int]:
-        """Hashes of the blocks that this step as chosen so far and those under way work on, of known tokens alone."""
+        """Returns the hashes of the blocks of known tokens that begun steps, and this step so far, compute."""
         if not draft.num_seen:
             for item in self._items_under_way():
                 self._note_arising(item, self._held[item.request_id], draft, block_hashes)
@@ -325,14 +318,12 @@ class LeaseExecutor(PlanExecutor):
             draft.arising.update(block_hashes(item.request_id, end)[first:end])
 
     def _items_under_way(self) -> Iterable[StepItem]:
-        """Items of the steps that have begun and not been committed, of sequences that are still in them."""
+        """Yields the items of begun, uncommitted steps whose sequences are still in these steps."""
         for batch in {id(batch): batch for batch in self._busy.values()}.values():
             yield from (item for item in batch.items if self.counts(batch, item.request_id))
 
     def _begin_at(self, held: SequenceState, cached_len: int) -> None:
-        """Starts a sequence whose first ``cached_len`` known tokens are cached, by others or by its own earlier
-        start.
-        """
+        """Books the start of a sequence; its first ``cached_len`` known tokens are cached, by any earlier sequence."""
         held.computed_len = cached_len
         held.register_at = cached_len + self.blocks.block_size
         if held.cached_len is None and self._block_hashes is not None:
@@ -349,11 +340,11 @@ class LeaseExecutor(PlanExecutor):
             draft.prompts_left -= min(num_tokens, draft.prompts_left)
 
     def _has_streams(self) -> bool:
-        """Whether a sequence of the latest step decodes: it waits for its next token now."""
+        """Returns whether a sequence of the latest step decodes, so that its client waits for the next token."""
         return any(_decodes(held) for held in self._running)
 
     def _runnable_tokens(self, held: SequenceState, within_grants: bool) -> int:
-        """Known tokens that may be computed now; computing the last known one also yields a new token."""
+        """Counts the known tokens that may be computed now; computing the last known one also yields a new token."""
         slot, known, computed = held.slot, held.num_tokens, held.computed_len
         if slot.cut_off_at_s and is_cut_off(held, within_grants):
             return 0
@@ -368,23 +359,24 @@ class LeaseExecutor(PlanExecutor):
         return self.host is not None and held.copy_id is None and bool(self.host.table(held.request_id))
 
     def _standby_credit(self) -> int:
-        """Standby slots that may still start: places left by ended slots, less standbys that hold one now."""
+        """Counts the standby slots that may still start: places left by ended slots, less standbys that run."""
         standbys = [held.request_id for held in self._held.values() if held.slot.standby]
         return self._vacated - sum(map(self.blocks.holds_any, standbys))
 
     def draft_room(self, item: StepItem) -> int:
-        """See ``PlanExecutor.draft_room``."""
         if not item.samples:
             return 0
         slots = len(item.blocks) * self.blocks.block_size - item.start - item.num_known
         return max(0, min(slots, _steps_granted(self._held[item.request_id]) - 1))
 
     def horizon(self, batch: StepBatch, most: int) -> int:
-        """How many times in a row the batch would be chosen if no plan came and only length limits ended a sequence.
+        """Returns how often in a row the batch would be chosen if no plan came and only length limits ended sequences.
 
-        At least 1. The simulator asks, so that it need not walk through equal steps; ``commit`` takes them at
-        once. A batch that computes prompts is not repeated, nor one beside which others look for cached prefixes.
-        All answers from ``most`` on say the same.
+        The number is at least 1. With it the simulator walks through equal steps at once (``commit``). A batch that
+        computes prompts is not repeated, nor a batch beside which sequences wait that look for cached prefixes.
+
+        Args:
+            most: The caller treats all answers from this number on alike.
         """
         if any(not item.samples or item.num_tokens > 1 for item in batch.items) or self._copies or self._in_flight:
             return 1
@@ -399,7 +391,7 @@ class LeaseExecutor(PlanExecutor):
         return steps
 
     def _has_blocks_for(self, running: list[SequenceState], num_steps: int) -> bool:
-        """Whether blocks are free for so many decoding steps of these sequences."""
+        """Returns whether enough blocks are free for ``num_steps`` decoding steps of these sequences."""
         blocks, most = self.blocks, len(running) * self.blocks.blocks_for(num_steps)
         lacking = (blocks.shortage(held.request_id, held.computed_len + num_steps) for held in running)
         return most <= blocks.num_free or sum(lacking) <= blocks.num_free
@@ -414,7 +406,7 @@ class LeaseExecutor(PlanExecutor):
         duration_s: float = 0.0,
         num_steps: int = 1,
     ) -> list[FinishedSequence]:
-        """See ``PlanExecutor.commit``. KV of guesses that were wrong counts as not computed: later steps overwrite it.
+        """Books as ``PlanExecutor.commit``. The KV of wrong guesses counts as not computed: later steps overwrite it.
 
         Args:
             num_steps: Number of equal steps, at most ``horizon``; ``stopped`` and ``duration_s`` cover all of them.
@@ -446,7 +438,7 @@ class LeaseExecutor(PlanExecutor):
         return finished
 
     def _register(self, held: SequenceState) -> None:
-        """Names the blocks that have become full, for others and for itself after a preemption."""
+        """Registers the blocks that have become full, for other sequences and for a restart after preemption."""
         size = self.blocks.block_size
         first, end = held.register_at // size - 1, held.computed_len // size
         held.register_at = (end + 1) * size
@@ -454,7 +446,7 @@ class LeaseExecutor(PlanExecutor):
             self.blocks.register(held.request_id, first, self._block_hashes(held.request_id, end), end)
 
     def flush(self) -> list[FinishedSequence]:
-        """None: a complete sequence has ended already."""
+        """Returns no sequence: a complete one has ended already."""
         return []
 
     def check_integrity(self) -> None:
@@ -480,21 +472,21 @@ class LeaseExecutor(PlanExecutor):
 
 
 def _decodes(held: SequenceState) -> bool:
-    """Whether its next step only adds one token."""
+    """Returns whether the sequence's next step computes the one token that the last step yielded."""
     return held.num_tokens > held.prompt_len and held.num_tokens - held.computed_len == 1
 
 
 def _share(wanted: int, draft: BatchDraft) -> int:
-    """Tokens that the step has for a sequence that wants so many; one is a decode, whatever prompts may take."""
+    """Returns how many of ``wanted`` tokens the step can take; one token is a decode, free of the limit on prompts."""
     return min(wanted, draft.tokens_left, draft.prompts_left if wanted > 1 else 1)
 
 
 def _steps_granted(held: SequenceState) -> int:
-    """Decoding steps until the sequence or its grant is at the end."""
+    """Counts the decoding steps until the sequence reaches its limit of length or the end of its grant."""
     reach = min(held.max_total_len, held.slot.length_to, held.slot.prefill_to + 1)
     return reach - held.num_tokens
 
 
 def _orphan(copy_id: int) -> str:
-    """Holder of the blocks of a copy in flight whose sequence has gone; no request id contains a NUL."""
+    """Names the holder of the blocks of a copy in flight whose sequence is gone; no request id contains a NUL."""
     return f"\0copy {copy_id}"

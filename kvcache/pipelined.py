@@ -1,7 +1,7 @@
 """Ragged execution with several steps in progress at once, as a pipeline of stages needs it.
 
-A sequence is in one of them at a time, for its next token follows from its last. So the sequences that could run are
-dealt out to as many batches as there are stages; every stage takes the batches in the same order.
+A sequence is in one step at a time, for its next token follows from its last. So the sequences that could run are
+divided among as many batches as there are stages; every stage takes the batches in the same order.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class PipelinedExecutor(LeaseExecutor):
     """A ``LeaseExecutor`` of which several steps may have begun.
 
     Plans apply while steps run. A sequence that a plan takes out of a running step loses its blocks at once: later
-    steps may use them, since every stage computes those later. The result of the running step for it is dropped.
+    steps may use them, since every stage computes these steps later. The running step's result for it is dropped.
 
     Args:
-        max_in_flight: Steps that may have begun and not been committed: one a stage.
+        max_in_flight: Steps that may have begun and not been committed: one per stage.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class PipelinedExecutor(LeaseExecutor):
         self._share = 1
 
     def next_batch(self) -> StepBatch | None:
-        """See ``PlanExecutor.next_batch``; of the sequences that run no more than one batch's share."""
+        """Returns the next step, as ``PlanExecutor.next_batch``, with at most one batch's share of the sequences."""
         runnable = sum(self._may_run(held) for held in self._held.values())
         self._share = max(1, -(-runnable // self.max_in_flight))
         self._running = [
@@ -55,7 +55,7 @@ class PipelinedExecutor(LeaseExecutor):
         return batch
 
     def _may_run(self, held: SequenceState) -> bool:
-        """Whether the sequence takes part in steps: now, or when its current step is over."""
+        """Returns whether the sequence takes part in steps, now or when its current step is over."""
         paused = held.request_id in self._stalled or held.copy_id is not None or held.residency is Residency.HOST
         return not paused and self.blocks.holds_any(held.request_id)
 
@@ -73,7 +73,6 @@ class PipelinedExecutor(LeaseExecutor):
         super()._free(held)
 
     def counts(self, batch: StepBatch, request_id: str) -> bool:
-        """See ``PlanExecutor.counts``."""
         return self._busy.get(request_id) is batch
 
     def commit(
@@ -86,7 +85,7 @@ class PipelinedExecutor(LeaseExecutor):
         duration_s: float = 0.0,
         num_steps: int = 1,
     ) -> list[FinishedSequence]:
-        """See ``PlanExecutor.commit``; steps in the order in which they have begun."""
+        """Books a step, as ``PlanExecutor.commit``; steps are booked in the order in which they began."""
         items = tuple(item for item in batch.items if self.counts(batch, item.request_id))
         for item in items:
             del self._busy[item.request_id]

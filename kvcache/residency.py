@@ -57,7 +57,7 @@ def _since(before: KVTraffic, now: KVTraffic) -> KVTraffic:
 
 
 def total_usage(usages: list[KVUsage]) -> KVUsage:
-    """KV usage of several replicas together."""
+    """Adds the KV usages of several replicas."""
     traffic = KVTraffic(*(sum(getattr(usage.traffic, each.name) for usage in usages) for each in fields(KVTraffic)))
     counts = [each.name for each in fields(KVUsage) if each.name != "traffic"]
     return KVUsage(traffic=traffic, **{name: sum(getattr(usage, name) for usage in usages) for name in counts})

@@ -40,7 +40,7 @@ class StaticExecutor(PlanExecutor):
     Grants do not bound a batch and standbys do not join one.
 
     Args:
-        max_model_len: Tokens a sequence may reach. One that has ended there computes its last position again.
+        max_model_len: Tokens a sequence may reach. A sequence that has ended there computes its last position again.
     """
 
     returns_together = True
@@ -53,7 +53,7 @@ class StaticExecutor(PlanExecutor):
         self._num_decoded = 0  # decoding steps that the batch has run
 
     def share_prefixes(self, block_hashes: BlockHashes) -> None:
-        """Nothing is shared: a padded prompt is computed whole."""
+        """Does nothing: a padded prompt is computed whole."""
 
     def stall(self, request_ids: frozenset[str]) -> None:
         """Pauses no sequence: a batch does not stop for a client, and its output is held back to its end anyway."""
@@ -63,11 +63,11 @@ class StaticExecutor(PlanExecutor):
         return []
 
     def complete_copy(self, copy_id: int, *, failed: bool = False) -> None:
-        """Always raises IntegrityError: no copy is ever ordered."""
+        """Raises IntegrityError, always: no copy is ever ordered."""
         raise IntegrityError(f"copy {copy_id} was not ordered")
 
     def next_batch(self) -> StepBatch | None:
-        """See ``PlanExecutor.next_batch``; where blocks are short nothing runs, and ``short_blocks`` says so."""
+        """Returns the next step of the batch; None if blocks are short, as ``short_blocks`` says."""
         if not self._members:
             self._begin()
         runs = self._take_blocks()
@@ -100,7 +100,7 @@ class StaticExecutor(PlanExecutor):
         """Allocates blocks for the next step's tokens: for all sequences or, if too few are free, for none."""
         self.short_blocks = 0
         if self._has_ended:
-            return bool(self._members)  # the steps that are left yield no token
+            return bool(self._members)  # the remaining steps yield no token
         if self._shortage() > 0:  # the longest sequence may have left: pad only as far as the others need
             self._prompt_len = max(member.known_len for member in self._members.values())
         self.short_blocks = self._shortage()
@@ -119,12 +119,12 @@ class StaticExecutor(PlanExecutor):
         return len(self.blocks.table(next(iter(self._members))))
 
     def _shortage(self) -> int:
-        """Blocks that are missing for the next step. O(batch)."""
+        """Returns the number of blocks missing for the next step. O(batch)."""
         lacking = max(0, self.blocks.blocks_for(self._reach) - self._table_len)
         return max(0, len(self._members) * lacking - self.blocks.num_free)
 
     def _grow(self, num_tokens: int) -> None:
-        """Gives each sequence blocks for so many tokens, which are free."""
+        """Gives each sequence blocks for ``num_tokens`` tokens; enough blocks are free."""
         if self.blocks.blocks_for(num_tokens) > self._table_len:
             for request_id in self._members:
                 self.blocks.grow(request_id, num_tokens)
@@ -161,10 +161,10 @@ class StaticExecutor(PlanExecutor):
         return StepBatch(tuple(items), Padding(tuple(invalid), context_tokens))
 
     def horizon(self, batch: StepBatch, most: int) -> int:
-        """How many decoding steps may be committed at once, from this one on: all of the same size and price.
+        """Returns how many decoding steps may be committed at once from this one on, all of the same size and price.
 
-        At least 1. As many as the longest output that goes on may still take, and as find blocks. The simulator asks,
-        so that it need not walk through a batch step by step. A batch that computes prompts is not repeated.
+        The number is at least 1. The longest output that goes on and the free blocks bound it. With it the simulator
+        need not walk through a batch step by step. A batch that computes prompts is not repeated.
 
         Args:
             most: As in ``LeaseExecutor``.
@@ -187,13 +187,14 @@ class StaticExecutor(PlanExecutor):
         num_steps: int = 1,
         stopped_after: Mapping[str, int] | None = None,
     ) -> list[FinishedSequence]:
-        """See ``PlanExecutor.commit``: sequences are returned with the last one, a failed one at once. Nothing is
-        guessed in lockstep, so there are no ``further`` tokens.
+        """Books as ``PlanExecutor.commit``; returns all sequences with the last one, but a failed one at once.
+
+        Nothing is guessed in lockstep, so there are no ``further`` tokens.
 
         Args:
             num_steps: Number of steps, at most ``horizon`` and no more than until the last output stopped;
                 ``stopped`` and ``duration_s`` cover all of them.
-            stopped_after: After how many of the steps an output stopped, for those that stopped before the last.
+            stopped_after: After how many of the steps an output stopped, for outputs that stopped before the last step.
         """
         self._count(batch, duration_s, num_steps)
         ended, after = set(stopped), stopped_after or {}
@@ -219,7 +220,7 @@ class StaticExecutor(PlanExecutor):
         return finished
 
     def _count(self, batch: StepBatch, duration_s: float, num_steps: int) -> None:
-        """Books what is the same for all members: the padded positions, and the time."""
+        """Books the padded positions and the time, which are the same for all members."""
         if self._prefills:
             for item in batch.items + batch.padding.items:
                 self._members[item.request_id].prefilled += item.num_tokens
@@ -233,7 +234,7 @@ class StaticExecutor(PlanExecutor):
             self.meter.charge(held, duration_s / len(members))
 
     def flush(self) -> list[FinishedSequence]:
-        """See ``PlanExecutor.flush``; the other sequences run on."""
+        """Ends the sequences whose output is complete, as ``PlanExecutor.flush``; the other sequences run on."""
         members = list(self._members.values())
         return [self._finish(member.held, member.ended_as) for member in members if member.ended_as is not None]
 
@@ -245,7 +246,7 @@ class StaticExecutor(PlanExecutor):
             del self._members[held.request_id]
 
     def _drop_kv(self, held: SequenceState) -> None:
-        """The next batch computes it again, unless its output is complete."""
+        """Drops the sequence's KV, which the next batch computes again; does nothing if its output is complete."""
         member = self._members.get(held.request_id)
         if member is None or member.ended_as is None:
             super()._drop_kv(held)

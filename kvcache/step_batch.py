@@ -43,11 +43,11 @@ class StepItem(NamedTuple):
         return self.num_tokens - len(self.drafts)
 
     def without_drafts(self) -> StepItem:
-        """The same work without guesses."""
+        """Returns the same work without guesses."""
         return self._replace(num_tokens=self.num_known, drafts=()) if self.drafts else self
 
     def with_drafts(self, drafts: tuple[int, ...]) -> StepItem:
-        """The same work, and these guesses verified behind it."""
+        """Returns the same work, with these guesses to verify behind it."""
         return self._replace(num_tokens=self.num_known + len(drafts), drafts=drafts)
 
 
@@ -87,7 +87,7 @@ class StepBatch:
         return sum(item.num_tokens for item in self.items + self.padding.items)
 
     def spans(self) -> Iterable[tuple[int, int]]:
-        """First position and number of computed tokens of each sequence in the step, padding included."""
+        """Returns the first position and number of computed tokens of each sequence in the step, padding included."""
         if not self.padding.items:
             return [(item.start, item.num_tokens) for item in self.items]
         spans = {item.request_id: (item.start, item.num_tokens) for item in self.items}
@@ -107,7 +107,7 @@ class StepWork(NamedTuple):
 
 
 def step_work(batch: StepBatch) -> StepWork:
-    """The work of this step, padding included. O(sequences of the step)."""
+    """Counts the work of a step, padding included. O(sequences of the step)."""
     prefill_tokens = decode_seqs = prefill_pairs = 0
     context_tokens = batch.padding.context_tokens
     for start, num_tokens in batch.spans():
@@ -121,7 +121,7 @@ def step_work(batch: StepBatch) -> StepWork:
 
 
 def step_sample(batch: StepBatch, duration_s: float) -> StepSample:
-    """The sample of a step that took so many seconds."""
+    """Returns the sample of a step that took ``duration_s`` seconds."""
     work = step_work(batch)
     return StepSample(work.prefill_tokens, work.decode_seqs, work.context_tokens, duration_s, work.prefill_pairs)
 

@@ -49,7 +49,7 @@ class TrainedModel:
     arrays: Mapping[str, NDArray[Any]]
 
     def to_bytes(self) -> bytes:
-        """The file's content: a zip of arrays with ``metadata.json`` (``unzip -p FILE metadata.json``). O(size)."""
+        """Returns the file: a zip of arrays with ``metadata.json`` (``unzip -p FILE metadata.json``). O(size)."""
         metadata = {**self.metadata, "format": FORMAT}
         metadata["checksum"] = _checksum(metadata, self.arrays)
         buffer = io.BytesIO()
@@ -74,7 +74,7 @@ class TrainedModel:
 
 
 def from_bytes(data: bytes, name: str = "artefact") -> TrainedModel:
-    """The artefact in ``data``.
+    """Reads the artefact in ``data``.
 
     Args:
         data: From ``TrainedModel.to_bytes``.
@@ -101,7 +101,7 @@ def from_bytes(data: bytes, name: str = "artefact") -> TrainedModel:
 
 
 def load(path: Path) -> TrainedModel:
-    """The artefact in a directory of ``farsight train``, or in the file itself.
+    """Reads the artefact in a directory of ``farsight train``, or in the file itself.
 
     Raises:
         ArtefactError: The file is missing, or as in ``from_bytes``.

@@ -15,10 +15,10 @@ from predictor.features import Floats
 class EmbeddingCache:
     """Keeps the embeddings of the most recently used instructions.
 
-    User inputs are not kept: they seldom come twice.
+    User inputs are not kept: an input seldom comes twice.
 
     Args:
-        encoder: Computes the embeddings that are not kept.
+        encoder: Computes the embeddings that the cache lacks.
         capacity: Instructions that are kept, at least 1; 1.5 kB each at 384 dimensions.
 
     Raises:
@@ -36,14 +36,14 @@ class EmbeddingCache:
         return len(self._kept)
 
     def known(self, instruction: str) -> Floats | None:
-        """The embedding, shape (dim,), if it is kept; it then counts as used. Never encodes. O(1)."""
+        """Returns the embedding, shape (dim,), if it is kept, and marks it as used. Never encodes. O(1)."""
         vector = self._kept.get(instruction)
         if vector is not None:
             self._kept.move_to_end(instruction)
         return vector
 
     def embed(self, instructions: Sequence[str], user_inputs: Sequence[str]) -> tuple[Floats, Floats]:
-        """Embeddings of both, one row a request, from one call of the encoder (Magnus packs them into one batch).
+        """Embeds both, one row for each request, in one call of the encoder (Magnus packs them into one batch).
 
         Returns:
             (rows, dim) of the instructions and (rows, dim) of the user inputs.

@@ -1,4 +1,4 @@
-"""What a length predictor asks of a model that reads texts. ``engine.encoders`` has the models themselves."""
+"""Interfaces of models that read texts for a length predictor. ``engine.encoders`` has the models themselves."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Encoder(Protocol):
     def dim(self) -> int: ...
 
     def encode(self, texts: Sequence[str]) -> Floats:
-        """(texts, dim), float32."""
+        """Encodes texts, shape (texts, dim), float32."""
         ...
 
 
@@ -55,23 +55,23 @@ class Scorer(Protocol):
     """Maps requests to scores that rise with the length of their outputs: a fine-tuned regressor."""
 
     def scores(self, questions: Sequence[ForecastQuestion]) -> Floats:
-        """(questions,), float32; no unit: the artefact's model turns them into tokens."""
+        """Scores questions, shape (questions,), float32, no unit: the artefact's model turns scores into tokens."""
         ...
 
 
 def probe_of(encoder: Encoder) -> dict[str, Floats]:
-    """The array by which an artefact knows its encoder again."""
+    """Makes the array by which an artefact recognises its encoder."""
     return {PROBE: encoder.encode([PROBE_TEXT])[0]}
 
 
 def check_probe(artefact: TrainedModel, encoder: Encoder) -> None:
     """
     Raises:
-        InvalidValueError: Field ``encoder``: its vectors are not those that the artefact was trained with.
+        InvalidValueError: Field ``encoder``: its vectors differ from the vectors of the artefact's training.
     """
     expected = artefact.arrays.get(PROBE)
     if expected is None:
-        return  # of an artefact from before there were probes
+        return  # the artefact is older than probes
     found = encoder.encode([PROBE_TEXT])[0]
     if found.shape != expected.shape or not _is_near(found, expected):
         named = f"{encoder.name} ({encoder.dim} dimensions)"

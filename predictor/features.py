@@ -1,8 +1,8 @@
 """Features of a request for a forest: its input length and compressed embeddings (Magnus, §III-B).
 
 ``x = [UIL, c(e_U), c(e_I)]``: the length of the user input in tokens, then the user input's and the instruction's
-embedding, each summed in groups. Behind these stand how many images a request has, and how large they are; artefacts
-from before know none.
+embedding, each summed in groups. The number of a request's images and their tokens follow; older artefacts have no
+features of images.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ NUM_IMAGE_FEATURES = 2
 
 
 def image_features(questions: Sequence[ForecastQuestion]) -> Floats:
-    """(rows, NUM_IMAGE_FEATURES)."""
+    """Counts images, shape (rows, NUM_IMAGE_FEATURES)."""
     rows = [(len(each.image_tokens), sum(each.image_tokens)) for each in questions]
     return np.array(rows, np.float32).reshape(-1, NUM_IMAGE_FEATURES)
 
 
 def with_images(features: Floats, questions: Sequence[ForecastQuestion], *, images: bool) -> Floats:
-    """Features (rows, features) with those of images behind them, if a model counts them."""
+    """Appends the features of images to features (rows, features), if a model counts images."""
     return np.concatenate([features, image_features(questions)], axis=1) if images else features
 
 
@@ -89,7 +89,7 @@ class FeatureShape:
         return 1 + self.d_user + self.d_app
 
     def matrix(self, lens: NDArray[np.integer], user: Floats | None, app: Floats | None) -> Floats:
-        """The forest's input, shape (rows, num_features).
+        """Makes the forest's input, shape (rows, num_features).
 
         Args:
             lens: (rows,), lengths of the user inputs, in tokens.
@@ -111,5 +111,5 @@ class FeatureShape:
 
 
 def input_lens(questions: Sequence[ForecastQuestion]) -> NDArray[np.int64]:
-    """Lengths of the user inputs in tokens, shape (rows,)."""
+    """Returns the lengths of the user inputs in tokens, shape (rows,)."""
     return np.array([each.user_input_len for each in questions], np.int64)

@@ -1,8 +1,8 @@
 """A forest of regression trees as plain arrays, served without the library that grew it.
 
-Every leaf keeps the output lengths of training examples that fell into it. A forecast pools those of the leaves that a
-request falls into, one a tree: quantiles of the pool (Meinshausen, *Quantile Regression Forests*, JMLR 2006, as the
-package ``quantile-forest`` counts them), and the mean of the leaves' means.
+Every leaf keeps the output lengths of training examples that fell into it. A request falls into one leaf of each tree,
+and a forecast pools the lengths of these leaves: quantiles of the pool (Meinshausen, *Quantile Regression Forests*,
+JMLR 2006, as the package ``quantile-forest`` counts them), and the mean of the leaves' means.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Forest:
 
     Attributes:
         roots: (trees,), each tree's first node.
-        depth: Depth of the deepest leaf: so many descents reach all leaves.
+        depth: Depth of the deepest leaf: the number of descents that reach all leaves.
         feature: (nodes,), the feature that a node looks at; 0 in a leaf.
         threshold: (nodes,), float32: a value not above it goes left.
         children: (nodes, 2), left and right.
@@ -83,7 +83,7 @@ class Forest:
             raise ValueError(f"a forest whose forecasts rest on {MAX_POOL} outputs at most")
 
     def apply(self, features: Floats) -> NDArray[np.int32]:
-        """The leaf that each row falls into in each tree.
+        """Finds the leaf that each row falls into in each tree.
 
         Args:
             features: (rows, num_features).
@@ -106,7 +106,7 @@ class Forest:
         return self.leaf[node]
 
     def distribution(self, features: Floats, levels: Sequence[float]) -> LengthDistributions:
-        """Mean, quantiles and rank of each row from one descent. O(rows · (trees · depth + pool · log pool))."""
+        """Forecasts mean, quantiles and rank of each row. O(rows · (trees · depth + pool · log pool))."""
         leaves = self.apply(features)
         begin, counts = self.leaf_begin[leaves], np.diff(self.leaf_begin)[leaves]
         num_samples = counts.sum(axis=1)

@@ -20,8 +20,8 @@ SOURCE = "history"
 class HistoryPredictor:
     """Keeps the lengths of the last outputs and forecasts their distribution.
 
-    Before the first one it gives a prior: the exponential distribution of mean ``PRIOR_MEAN``, which assumes
-    nothing but a mean. It is wide enough not to be trusted, and is marked by ``num_samples == 0``.
+    Before the first output it gives a prior: the exponential distribution of mean ``PRIOR_MEAN``, which assumes
+    nothing but a mean. The prior is too wide to be trusted, and is marked by ``num_samples == 0``.
 
     Args:
         window: How many output lengths are kept, at least 1.
@@ -38,11 +38,11 @@ class HistoryPredictor:
         self._forecast = _prior()
 
     def current(self) -> Forecast:
-        """Mean and quantiles (linear between neighbours) of the window, in tokens: the same for any request. O(1)."""
+        """Returns mean and quantiles (linear between neighbours) of the window, in tokens, for any request. O(1)."""
         return self._forecast
 
     def forecast(self, questions: Sequence[ForecastQuestion]) -> list[Forecast]:
-        """``current`` for each question, whatever it is."""
+        """Returns ``current`` for each question, whatever it is."""
         return [self._forecast] * len(questions)
 
     def clear(self) -> None:

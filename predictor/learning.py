@@ -1,8 +1,8 @@
-"""Continuous learning of output lengths (Magnus III-B): on which requests, when, and whether the result may serve.
+"""Continuous learning of output lengths (Magnus III-B): from which requests, when, and whether the result may serve.
 
 This module does not depend on the kind of model. The paper adds badly predicted requests to the train set and trains
-again every three minutes. It does not check whether the result is better; here it must be no worse on recent requests
-that no model was trained on.
+again every three minutes, without a check of the result. Here a new model must be no worse on recent requests that no
+model was trained on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PERIOD_S = 180.0
 """Seconds between the beginnings of two fits."""
 
 HELD_BACK_EVERY = 5
-"""One in so many finished requests is held back: never trained on."""
+"""One finished request in this many is held back: it is never trained on."""
 
 MAX_HELD_BACK = 400
 """Size of the recent window: the newest requests that were held back."""
@@ -106,7 +106,7 @@ class ContinuousLearning(Generic[Example, Model]):
         self._num_at_fit = len(self._examples)
         self._num_seen = 0
         self._num_new = 0  # examples that no fit has begun with
-        self._num_fitting: int | None = None  # those of them that the fit under way began with
+        self._num_fitting: int | None = None  # new examples that the fit under way began with
 
     @property
     def current(self) -> Model | None:
@@ -141,7 +141,7 @@ class ContinuousLearning(Generic[Example, Model]):
                 self._num_new += 1
 
     def begin(self, now: float) -> list[Example] | None:
-        """The train set, if a fit is due: a period is over or it has grown, and no fit is in progress."""
+        """Returns the train set if a fit is due: a period is over or the set has grown, and no fit is in progress."""
         is_due = self._schedule.claim(now) or self._has_grown
         if not is_due or self.is_fitting or not self._num_new:
             return None
@@ -177,7 +177,7 @@ class ContinuousLearning(Generic[Example, Model]):
 
     @property
     def _has_grown(self) -> bool:
-        """A lost fit and a rejected one count like any other: what they were fitted to is not tried at once again."""
+        """Whether the train set has grown since the last fit, even a lost or rejected one: none is repeated at once."""
         return math.isfinite(self._growth) and len(self._examples) > (1 + self._growth) * self._num_at_fit
 
     def _end_fit(self) -> int:
@@ -187,7 +187,7 @@ class ContinuousLearning(Generic[Example, Model]):
         return num_fitting
 
     def learn(self, now: float, fit: Callable[[list[Example]], Model]) -> Verdict | None:
-        """``begin``, fit here and now, ``judge``; None if no fit was due. An error of ``fit`` passes through."""
+        """Runs ``begin``, the fit, and ``judge``; None if no fit was due. An error of ``fit`` passes through."""
         examples = self.begin(now)
         if examples is None:
             return None

@@ -1,7 +1,7 @@
-"""A fit in a process of its own, of low priority: whatever happens to it, the process that asked for it lives on.
+"""A fit in a process of its own, of low priority: whatever happens to the fit, the parent lives on.
 
-The child sends plain bytes back over a pipe, never a pickle. With exit status 0 they are the model, else the reason of
-the failure.
+The child sends plain bytes back over a pipe, never a pickle. With exit status 0 the bytes are the model, else the
+reason of the failure.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TypeVar
 from core.children import end_with_parent
 
 NICENESS = 19
-"""Niceness of the child, the most there is: serving comes first. A busy thread beside it keeps 98.5 % of its core."""
+"""Niceness of the child, the highest one: serving comes first. A busy thread beside it keeps 98.5 % of its core."""
 
 _PATIENCE_S = 0.05
 """Longest wait of a poll for the next chunk of a result, in seconds."""
@@ -35,7 +35,7 @@ class FitEnd:
 
     Attributes:
         data: The model as bytes; None if there is none.
-        error: Why there is none, in one line.
+        error: Why there is no model, in one line.
     """
 
     data: bytes | None
@@ -45,8 +45,8 @@ class FitEnd:
 class FitProcess:
     """``fit(argument)`` in a child process, from construction on; ``poll`` until it has ended.
 
-    Construction returns when the child has read what it needs, which takes its start of about a second: call it
-    from a thread where that matters.
+    Construction returns when the child has started and read its argument, after about a second: call it from a thread
+    where that matters.
 
     Args:
         fit: A function of a module (the child imports it by name); gives a model as bytes.
@@ -69,7 +69,7 @@ class FitProcess:
             self._pipe.close()
             raise
         finally:
-            writer.close()  # the child has its own; with this one open its end would not be seen
+            writer.close()  # the child has a copy; while this one is open, the pipe shows no end
 
     @property
     def pid(self) -> int | None:
@@ -77,10 +77,9 @@ class FitProcess:
         return self._process.pid
 
     def poll(self, now: float) -> FitEnd | None:
-        """How the fit ended; None while it runs. Takes in what the child has sent, so a large model needs no
-        second poll."""
+        """Returns how the fit ended; None while it runs. Reads all that the child has sent in one poll."""
         if self._end is None:
-            alive = self._process.is_alive()  # asked first: what it sent before it ended is then there to be read
+            alive = self._process.is_alive()  # asked first: all that an ended child has sent can then be read
             if self._receive() or not alive:
                 self._end = self._read_end()
             elif now >= self._ends_at:
@@ -98,7 +97,7 @@ class FitProcess:
             self._close()
 
     def _receive(self) -> bool:
-        """Takes in what is there, and what follows at once; whether the child has closed its end."""
+        """Reads the bytes that are there or follow at once; returns whether the child has closed its end."""
         pipe = self._pipe.fileno()
         while select.select([pipe], [], [], _PATIENCE_S if self._received else 0)[0]:
             chunk = os.read(pipe, _CHUNK)
@@ -124,7 +123,7 @@ class FitProcess:
 
 
 def _run(parent: int, pipe: Connection, fit: Callable[[Argument], bytes], argument: Argument) -> None:
-    """What the child does."""
+    """Runs in the child: fits, and sends the result."""
     end_with_parent(parent)
     os.nice(NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its children

@@ -1,7 +1,7 @@
 """Multi-Bin's regressor: one linear head over an encoder, least absolute error, binned afterwards (App. C.1).
 
-The paper trains the encoder with the head. Here the encoder stays as it is, and the input's length stands beside its
-vectors, because such a vector hardly tells it. The training outputs that fall into a bin are its distribution.
+The paper trains the encoder with the head. Here the encoder stays as it is, and the input's length is a feature beside
+its vectors, because a vector hardly tells the length. The training outputs that fall into a bin are its distribution.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from predictor.features import Floats
 from predictor.quantiles import LengthDistributions, linear_quantiles
 
 NUM_BINS = 32
-"""Bins of equal mass: the most that the paper tries."""
+"""Number of bins of equal mass: the most that the paper tries."""
 
 _RIDGE = 1e-3
 """Share of a unit that is added to each feature's variance: keeps the least squares solvable."""
@@ -53,7 +53,7 @@ class BinnedLinear:
             raise ValueError("a linear model whose arrays fit together")
 
     def distribution(self, features: Floats, levels: Sequence[float]) -> LengthDistributions:
-        """The distribution of each row's bin; ``rank`` is the score. O(rows · features).
+        """Returns the distribution of each row's bin; ``rank`` is the score. O(rows · features).
 
         Raises:
             InvalidValueError: another number of features.
@@ -69,7 +69,7 @@ class BinnedLinear:
 
 
 def fit_linear(features: Floats, output_lens: NDArray[np.integer], num_bins: int = NUM_BINS) -> BinnedLinear:
-    """Least absolute error by reweighted least squares.
+    """Minimises the absolute error by reweighted least squares.
 
     Args:
         features: (rows, features).
@@ -104,7 +104,7 @@ def fit_linear(features: Floats, output_lens: NDArray[np.integer], num_bins: int
 
 
 def _least_absolute(design: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Iteratively reweighted least squares: a row weighs the inverse of its last residual, at most that of a token."""
+    """Solves reweighted least squares: a row weighs the inverse of its last residual, taken as at least one token."""
     row_weights = np.ones(len(target))
     ridge = np.eye(design.shape[1]) * _RIDGE * len(target)
     ridge[-1, -1] = 0.0

@@ -39,7 +39,7 @@ class Scores:
 
 
 def score(forecasts: Sequence[Forecast], output_lens: Sequence[int]) -> Scores:
-    """All scores at once. O(n log n). No forecasts: zeros."""
+    """Computes all scores; zeros without forecasts. O(n log n)."""
     if not forecasts:
         return Scores(0, 0.0, 0.0, 0.0, 0.0, dict.fromkeys(map(str, COVERED_LEVELS), 0.0))
     lens = np.asarray(output_lens, np.float64)
@@ -57,12 +57,12 @@ def score(forecasts: Sequence[Forecast], output_lens: Sequence[int]) -> Scores:
 
 
 def rmse(predicted: ArrayLike, actual: ArrayLike) -> float:
-    """Root of the mean square error."""
+    """Computes the root mean square error."""
     return float(np.sqrt(np.mean((np.asarray(predicted, np.float64) - np.asarray(actual, np.float64)) ** 2)))
 
 
 def pinball(quantiles: NDArray[np.float64], actual: NDArray[np.float64]) -> float:
-    """Mean over rows and levels of max(q·(y - x), (q - 1)·(y - x)) for a quantile x at level q.
+    """Averages max(q·(y - x), (q - 1)·(y - x)) over rows and levels, for a quantile x at level q.
 
     Args:
         quantiles: (rows, len(QUANTILES)).
@@ -74,15 +74,15 @@ def pinball(quantiles: NDArray[np.float64], actual: NDArray[np.float64]) -> floa
 
 
 def coverage_of(quantile: NDArray[np.float64], actual: NDArray[np.float64]) -> float:
-    """Share of ``actual`` up to ``quantile``; lengths that are just as long count half.
+    """Returns the share of ``actual`` up to ``quantile``; a length equal to its quantile counts half.
 
-    Lengths are whole numbers and often equal a quantile: neither counting nor leaving them out could come to the level.
+    Lengths are whole numbers and often equal a quantile: counted in full or not at all, they would miss the level.
     """
     return float(np.mean((actual < quantile) + 0.5 * (actual == quantile)))
 
 
 def kendall_tau(scores: ArrayLike, actual: ArrayLike) -> float:
-    """Tau-b; 0 where one side is constant."""
+    """Computes Kendall's tau-b; 0 where one side is constant."""
     from scipy.stats import kendalltau
 
     if np.ptp(np.asarray(scores)) == 0 or np.ptp(np.asarray(actual)) == 0:
@@ -91,11 +91,11 @@ def kendall_tau(scores: ArrayLike, actual: ArrayLike) -> float:
 
 
 def bin_accuracy(estimates: ArrayLike, actual: ArrayLike, num_bins: int) -> tuple[float, float]:
-    """Share of requests whose estimate falls into the bin of their length, and into it or a neighbour (Multi-Bin, C.1).
+    """Returns the share of estimates in the bin of their length, and in it or a neighbour (Multi-Bin, C.1).
 
     Args:
         estimates: Estimated output lengths, in tokens.
-        actual: Output lengths, in tokens; each bin holds as many of them as whole numbers allow.
+        actual: Output lengths, in tokens; bins hold equal numbers of them, as far as whole numbers allow.
         num_bins: At least 1.
     """
     lens = np.asarray(actual, np.float64)

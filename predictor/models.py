@@ -42,16 +42,16 @@ _MODELS: dict[str, type[Forest] | type[BinnedLinear]] = {
 
 
 def pack(model: Forest | BinnedLinear, name: str) -> dict[str, NDArray[Any]]:
-    """A model's arrays, each called ``NAME.FIELD``."""
+    """Takes a model apart into arrays, each called ``NAME.FIELD``."""
     return {f"{name}.{each.name}": np.asarray(getattr(model, each.name)) for each in fields(model)}
 
 
 def unpack(arrays: Mapping[str, NDArray[Any]], kind: str, name: str) -> Model:
-    """The model that ``pack`` took apart.
+    """Makes the model that ``pack`` took apart.
 
     Raises:
-        KeyError: an array is not there, or there is no such kind.
-        ValueError: its arrays do not fit together.
+        KeyError: An array is missing, or there is no such kind.
+        ValueError: The arrays do not fit together.
     """
     model = _MODELS[kind]
     found = {each.name: arrays[f"{name}.{each.name}"] for each in fields(model)}

@@ -29,12 +29,12 @@ class LengthDistributions:
 def linear_quantiles(
     pool: NDArray[np.int32], begin: NDArray[np.int64], num_samples: NDArray[np.int64], levels: Sequence[float]
 ) -> NDArray[np.float64]:
-    """Quantiles, linear between neighbours, of runs of ``pool``.
+    """Computes quantiles, linear between neighbours, of runs of ``pool``.
 
     Args:
-        pool: Each run in order.
+        pool: Runs of outputs, each run sorted.
         begin: (rows,), where a row's run begins.
-        num_samples: (rows,), its length, at least 1.
+        num_samples: (rows,), the run's length, at least 1.
         levels: In [0, 1].
 
     Returns:

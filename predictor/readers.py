@@ -1,4 +1,4 @@
-"""How a question becomes features for a model."""
+"""Readers, which turn questions into features for a model."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Reader(Protocol):
     """Maps questions to features."""
 
     def full(self, questions: Sequence[ForecastQuestion]) -> Floats:
-        """All features of the questions, shape (rows, features)."""
+        """Reads all features of the questions, shape (rows, features)."""
         ...
 
     def length(self, questions: Sequence[ForecastQuestion]) -> tuple[list[int], Floats]:
-        """Reads without encoding: which of the questions can be read so, and their features, shape (rows, features)."""
+        """Reads without encoding; returns which questions can be read so, and their features, (rows, features)."""
         ...
 
 
@@ -31,7 +31,7 @@ class EmbeddingReader:
     """Input length and compressed embeddings (Magnus, §III-B).
 
     Args:
-        shape: Shape of the full features; the short ones lack the user input.
+        shape: Shape of the full features; the short features lack the user input.
         cache: The cache around the encoder.
         images: Whether features count images.
     """
@@ -48,7 +48,7 @@ class EmbeddingReader:
         return with_images(self._shape.matrix(input_lens(questions), user, app), questions, images=self._images)
 
     def length(self, questions: Sequence[ForecastQuestion]) -> tuple[list[int], Floats]:
-        """The questions whose instruction's embedding is cached."""
+        """Reads the questions whose instruction's embedding is cached."""
         vectors = [self._cache.known(each.instruction) for each in questions]
         kept = [number for number, vector in enumerate(vectors) if vector is not None]
         if not kept:
@@ -60,7 +60,7 @@ class EmbeddingReader:
 
 
 class WordReader:
-    """Lengths and scores of the words: reading everything costs no more than looking an embedding up does elsewhere."""
+    """Lengths and scores of the words: reading everything costs no more than a lookup of an embedding."""
 
     def __init__(self, scorer: WordScorer) -> None:
         self._scorer = scorer
@@ -73,7 +73,7 @@ class WordReader:
 
 
 class ScoreReader:
-    """The score of a fine-tuned regressor, which reads a whole request or none of it."""
+    """The score of a fine-tuned regressor, which reads whole requests only."""
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer

@@ -1,4 +1,4 @@
-"""Retraining of an artefact: it reads requests the same way, with forests grown again on later requests too.
+"""Retraining of an artefact: its forests are grown again, on later requests too; it reads requests as before.
 
 Requests are not read twice: the log keeps their features beside the forecast, so it need not hold texts.
 """
@@ -44,20 +44,20 @@ class Sample:
 
 
 def can_be_retrained(artefact: TrainedModel) -> bool:
-    """Whether it is a forest that keeps its train set."""
+    """Returns whether the artefact is a forest that keeps its train set."""
     return TRAIN_FEATURES in artefact.arrays
 
 
 def is_untrained(artefact: TrainedModel) -> bool:
-    """Whether it has read no example yet, so that it has no model."""
+    """Returns whether the artefact has no model yet, for it has read no example."""
     return int(artefact.metadata["num_examples"]) == 0
 
 
 def learns_from_all(artefact: TrainedModel) -> bool:
-    """Whether every ended request is an example; else only those that it predicted badly, as Magnus does.
+    """Returns whether every ended request is an example, not only the badly predicted ones as with Magnus.
 
-    All are where a server began with nothing: its train set is its memory of each application's lengths. An output that
-    its limit ended is one of them, as for the history.
+    Every one is where a server began with nothing: its train set is its memory of each application's lengths. Outputs
+    that their limits ended are examples too, as for the history.
     """
     return FEATURE_SET in artefact.metadata
 
@@ -74,7 +74,7 @@ def feature_set(artefact: TrainedModel) -> str:
 
 
 def samples_of(artefact: TrainedModel) -> list[Sample]:
-    """Its train set."""
+    """Returns the artefact's train set."""
     rows, lens = artefact.arrays[TRAIN_FEATURES], artefact.arrays[TRAIN_LENS]
     return [Sample(row, int(length)) for row, length in zip(rows, lens, strict=True)]
 
@@ -95,10 +95,10 @@ class Retraining:
 
 
 def retrain(task: Retraining) -> bytes:
-    """The next version. O(trees rows log rows).
+    """Fits the next version; returns its artefact. O(trees rows log rows).
 
     Raises:
-        InvalidValueError: the features are not the artefact's.
+        InvalidValueError: The features are not the artefact's.
     """
     artefact = from_bytes(task.data)
     arrays, metadata = dict(artefact.arrays), dict(artefact.metadata)
@@ -118,13 +118,13 @@ def retrain(task: Retraining) -> bytes:
 
 
 def retraining(artefact: TrainedModel, samples: Sequence[Sample]) -> Retraining:
-    """A fit of these samples; the version after the artefact's."""
+    """Makes the input of a fit to these samples, for the version after the artefact's."""
     features = np.stack([each.features for each in samples]).astype(np.float32)
     return Retraining(artefact.to_bytes(), features, np.array([each.output_len for each in samples], np.int64))
 
 
 def score(artefact: TrainedModel, samples: Sequence[Sample]) -> float:
-    """Mean pinball loss in tokens, over ``QUANTILES``; lower is better.
+    """Returns the mean pinball loss in tokens, over ``QUANTILES``; lower is better.
 
     The score of an untrained artefact is that of the best history: the quantiles of these samples themselves.
     """

@@ -1,4 +1,4 @@
-"""Limits what forecasts cost: encoding a text takes milliseconds of a processor that also serves."""
+"""A limit on the cost of forecasts: encoding a text takes milliseconds of a processor that also serves."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Effort(IntEnum):
     LENGTH = 1
     """The input's length and the instruction's embedding, if that is cached."""
     FULL = 2
-    """The input's text as well, which must be encoded."""
+    """Also the input's text, which must be encoded."""
 
 
 class EffortBudget:
-    """Lets forecasts use a share of one processor: seconds are saved up as time passes and spent as forecasts are made.
+    """Lets forecasts use a share of one processor: seconds are saved up as time passes, and forecasts spend them.
 
     Not safe for several threads at once.
 
@@ -47,11 +47,11 @@ class EffortBudget:
         self._at: float | None = None
 
     def cost_s(self, effort: Effort) -> float:
-        """Recent cost of one question, in seconds; 0 for ``HISTORY``."""
+        """Returns the recent cost of one question, in seconds; 0 for ``HISTORY``."""
         return self._cost_s.get(effort, 0.0)
 
     def choose(self, now: float, num_questions: int = 1) -> Effort:
-        """The highest effort that the saved seconds pay for.
+        """Returns the highest effort that the saved seconds pay for.
 
         A batch that costs more than half of what can be saved up goes ahead with half of it, and leaves a debt.
 

@@ -63,7 +63,7 @@ class TextPredictor:
         self._history = history
 
     def forecast(self, questions: Sequence[ForecastQuestion], effort: Effort = Effort.FULL) -> list[Forecast]:
-        """One forecast a question, in their order, none beyond its ``max_new_tokens`` or below one token.
+        """Returns one forecast for each question, in their order, of 1 to ``max_new_tokens`` tokens.
 
         ``Effort.LENGTH`` encodes nothing: a question whose instruction is not kept gets the history's answer.
         """
@@ -72,7 +72,7 @@ class TextPredictor:
     def forecast_with_features(
         self, questions: Sequence[ForecastQuestion], effort: Effort = Effort.FULL
     ) -> tuple[list[Forecast], list[Floats | None]]:
-        """``forecast``, and the features of each one, shape (features,); None without ``Effort.FULL``."""
+        """Returns ``forecast``, and the features of each question, shape (features,); None without ``Effort.FULL``."""
         if not questions:
             return [], []
         if effort is Effort.FULL:
@@ -110,7 +110,7 @@ class TextPredictor:
 
 
 def encoder_of(artefact: TrainedModel) -> str | None:
-    """Name of the encoder that an artefact was trained with; None if it needs none."""
+    """Returns the name of the encoder that an artefact was trained with; None if it needs none."""
     name = artefact.metadata.get("encoder")
     return None if name is None else str(name)
 

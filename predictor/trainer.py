@@ -18,7 +18,7 @@ class ForestOptions:
     """How a forest is grown.
 
     Attributes:
-        num_trees: Magnus does not give it.
+        num_trees: Number of trees; Magnus does not give it.
         min_samples_leaf: Examples in a leaf, at least; 1 grows trees out, as scikit-learn's default.
         max_features: Share of the features tried at a split, in (0, 1]; 1 as scikit-learn's default.
         samples_per_leaf: Outputs that a leaf keeps, at most, drawn at random from a larger one.
@@ -45,7 +45,7 @@ class ForestOptions:
 
 
 def grow(features: Floats, output_lens: NDArray[np.integer], options: ForestOptions) -> Forest:
-    """A forest that maps features to output lengths.
+    """Grows a forest that maps features to output lengths.
 
     Args:
         features: (rows, num_features).
@@ -64,7 +64,7 @@ def grow(features: Floats, output_lens: NDArray[np.integer], options: ForestOpti
 
 
 def fit(features: Floats, output_lens: NDArray[np.integer], options: ForestOptions) -> Any:
-    """The library's own ``RandomForestQuantileRegressor``, fitted."""
+    """Fits the library's own ``RandomForestQuantileRegressor``."""
     from quantile_forest import RandomForestQuantileRegressor
 
     model = RandomForestQuantileRegressor(
@@ -80,11 +80,11 @@ def fit(features: Floats, output_lens: NDArray[np.integer], options: ForestOptio
 
 
 def export(model: Any, output_lens: NDArray[np.integer]) -> Forest:
-    """The arrays of a fitted model.
+    """Turns a fitted model into plain arrays.
 
     Args:
         model: From ``fit``.
-        output_lens: Output lengths that it was fitted to, in tokens and in that order.
+        output_lens: Output lengths that it was fitted to, in tokens and in the same order.
     """
     lens = np.asarray(output_lens, np.int32)
     by_length = lens[model.sorter_[:, 0]]  # the model numbers examples by falling place, from 1
@@ -126,7 +126,7 @@ def export(model: Any, output_lens: NDArray[np.integer]) -> Forest:
 def _nodes(
     tree: Any, is_leaf: NDArray[np.bool_], num_nodes: int, num_leaves: int
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Feature, threshold, children and leaf number of each node, numbered on from those of the trees before."""
+    """Returns feature, threshold, children and leaf number of each node; numbers continue those of earlier trees."""
     own = np.arange(tree.node_count)
     left = np.where(is_leaf, own, tree.children_left)
     right = np.where(is_leaf, own, tree.children_right)
@@ -140,7 +140,7 @@ def _nodes(
 
 
 def _places(by_length: NDArray[np.int32]) -> NDArray[np.float64]:
-    """Place of each length among all, in [0, 1], for lengths in order; equal ones get the middle of their places."""
+    """Computes the place of each sorted length among all, in [0, 1]; equal lengths get the middle of their places."""
     below = np.searchsorted(by_length, by_length, "left")
     up_to = np.searchsorted(by_length, by_length, "right")
     places: NDArray[np.float64] = (below + up_to) / (2 * len(by_length))

@@ -66,10 +66,10 @@ def train(
     version: int = 1,
     progress: Progress | None = None,
 ) -> TrainedModel:
-    """Trains an artefact: a model of everything, and one of input length and instruction where that is cheaper.
+    """Trains an artefact: a model of all features, and a model of input length and instruction where that is cheaper.
 
     Args:
-        examples: Censored ones are left out: their outputs would have been longer.
+        examples: Censored examples are left out: their outputs would have been longer.
         encoder: The same one must serve; None for a recipe that reads words.
         recipe: What to train.
         version: Version of the artefact; a retraining adds 1.
@@ -90,10 +90,10 @@ def train(
 
 
 def complete_ones(examples: Sequence[Example]) -> list[Example]:
-    """Those that were not cut off.
+    """Returns the examples that were not cut off.
 
     Raises:
-        InvalidValueError: They are too few.
+        InvalidValueError: Too few examples are left.
     """
     complete = [each for each in examples if not each.censored]
     if len(complete) < MIN_EXAMPLES:
@@ -137,7 +137,7 @@ def _train_on_embeddings(
 
 
 def _kept(features: Floats, output_lens: NDArray[np.integer]) -> dict[str, NDArray[Any]]:
-    """Arrays of the examples themselves, for ``retraining``; none where there are too many features."""
+    """Returns arrays of the examples themselves, for ``retraining``; none where there are too many features."""
     if features.shape[1] > MAX_FEATURES:
         return {}
     return {TRAIN_FEATURES: features, TRAIN_LENS: output_lens.astype(np.int32)}
@@ -148,7 +148,7 @@ def _pack_both(full: Any, length: Any) -> dict[str, NDArray[Any]]:
 
 
 def embed_all(encoder: Encoder, examples: Sequence[Example], progress: Progress | None = None) -> tuple[Floats, Floats]:
-    """Embeddings of the instructions and of the user inputs, (rows, dim) each; each text is encoded once."""
+    """Embeds the instructions and the user inputs, (rows, dim) each; each text is encoded once."""
     questions = [each.question for each in examples]
     texts = list(dict.fromkeys([text for each in questions for text in (each.instruction, each.user_input)]))
     texts.sort(key=len)  # a batch is padded to its longest text

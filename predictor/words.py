@@ -1,7 +1,7 @@
 """Scores of a text from its words alone, without an encoder: hashed words and word pairs, weighted by a ridge.
 
-Two scores a request: where its output will stand among all (0 shortest, 1 longest), and the logarithm of output length
-over input length. A forest turns them into a distribution.
+A request has two scores: the place of its output among all (0 shortest, 1 longest), and the logarithm of output length
+over input length. A forest turns the scores into a distribution.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ MAX_WORDS = 512
 """Most words read of a text, from its beginning: bounds the time of a forecast."""
 
 NUM_FEATURES = 4 + NUM_IMAGE_FEATURES
-"""Number of features of a forest over these scores; artefacts that count no images have those before them alone."""
+"""Number of features of a forest over these scores; artefacts that count no images have the first 4 alone."""
 
 _NUM_FOLDS = 4
 _RIDGE = 10.0
 _USER_WEIGHT = 0.5
-"""An n-gram of the user input against one of the instruction: inputs have more of them, and each says less."""
+"""Weight of an n-gram of the user input, beside 1 for the instruction: inputs have more n-grams, and each says less."""
 
 _WORD = re.compile(r"\w+|[^\w\s]")
 
@@ -50,7 +50,7 @@ class WordScorer:
     images: bool = True
 
     def features(self, questions: Sequence[ForecastQuestion]) -> Floats:
-        """(rows, NUM_FEATURES): input length, length of the rest of the prompt, both scores, images. O(words)."""
+        """Reads (rows, NUM_FEATURES): input length, length of the rest of the prompt, both scores, images. O(words)."""
         scores = np.array([self.weights[c].T @ v for c, v in map(_row, questions)]).reshape(-1, 2)
         return with_scores(questions, scores, images=self.images)
 
@@ -58,13 +58,13 @@ class WordScorer:
 def with_scores(
     questions: Sequence[ForecastQuestion], scores: NDArray[np.floating[Any]], *, images: bool = True
 ) -> Floats:
-    """The forest's input, (rows, NUM_FEATURES), from scores (rows, 2)."""
+    """Makes the forest's input, (rows, NUM_FEATURES), from scores (rows, 2)."""
     lens = np.array([(each.user_input_len, each.rest_len) for each in questions], np.float32).reshape(-1, 2)
     return with_images(np.concatenate([lens, scores.astype(np.float32)], axis=1), questions, images=images)
 
 
 def buckets(text: str) -> NDArray[np.int64]:
-    """Buckets of the words and pairs of neighbouring words of a text, each once, rising; case does not count."""
+    """Hashes the words and pairs of neighbouring words of a text to buckets, each once, rising; case does not count."""
     words = _WORD.findall(text.lower())[:MAX_WORDS]
     grams = {*words, *map(" ".join, itertools.pairwise(words))}
     return np.unique(np.array([zlib.crc32(each.encode()) % NUM_BUCKETS for each in grams], np.int64))
@@ -76,9 +76,9 @@ def fit_words(
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[WordScorer, NDArray[np.float64]]:
-    """The scorer, and scores of its own examples for a forest to learn from.
+    """Fits the scorer, and scores its own examples for a forest to learn from.
 
-    The score of an example that the weights were fitted to is too good: it comes from weights fitted to other folds.
+    Weights score the examples that they were fitted to too well, so weights fitted to other folds score each example.
 
     Args:
         questions: (rows,), at least as many as there are folds.
@@ -110,7 +110,7 @@ def _targets(questions: Sequence[ForecastQuestion], output_lens: NDArray[np.inte
 
 
 def _row(question: ForecastQuestion) -> tuple[NDArray[np.int64], Floats]:
-    """Columns that are not zero, and their values."""
+    """Returns the columns that are not zero, and their values."""
     app, user = buckets(question.instruction), buckets(question.user_input) + NUM_BUCKETS
     rest = [np.log1p(question.user_input_len), np.log1p(question.rest_len), float(not question.user_input), 1.0]
     columns = np.concatenate([app, user, 2 * NUM_BUCKETS + np.arange(4)])
@@ -132,7 +132,7 @@ def _design(questions: Sequence[ForecastQuestion], progress: Callable[[int], Non
 
 
 def _ridge(design: Any, targets: NDArray[np.float64]) -> NDArray[np.float64]:
-    """(columns, 2); the targets' means are not shrunk."""
+    """Solves for weights, (columns, 2); the targets' means are not shrunk."""
     from scipy.sparse.linalg import lsqr
 
     means = targets.mean(axis=0)

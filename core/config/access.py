@@ -53,5 +53,5 @@ class AccessConfig:
 
 
 def listed(text: str) -> tuple[str, ...]:
-    """The items of a list that is separated by commas."""
+    """Splits a list at its commas; drops spaces around items, and empty items."""
     return tuple(item.strip() for item in text.split(",") if item.strip())

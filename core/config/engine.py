@@ -133,11 +133,11 @@ class EngineConfig:
         return self.block_size or (64 if self.device == "cuda" else 32)
 
     def kv_bytes(self) -> int | None:
-        """``kv_memory`` in bytes; None for ``auto``."""
+        """Returns ``kv_memory`` in bytes; None for ``auto``."""
         return None if self.kv_memory == "auto" else _parse_memory("engine.kv_memory", self.kv_memory, "auto")
 
     def host_kv_bytes(self) -> int | None:
-        """``host_kv_memory`` in bytes; 0 for none, None for ``auto``."""
+        """Returns ``host_kv_memory`` in bytes; 0 for none, None for ``auto``."""
         text = self.host_kv_memory
         if text in ("0", "auto"):
             return 0 if text == "0" else None

@@ -30,7 +30,7 @@ class ImageHost:
 
     Attributes:
         name: In lower case, without a final dot; an address without brackets.
-        port: The only port; None for those that http and https have by themselves.
+        port: The only port; None for the default ports of http and https.
         may_be_private: Whether its addresses may be private, or of the loopback interface.
     """
 
@@ -51,7 +51,7 @@ def parse_image_hosts(text: str) -> tuple[ImageHost, ...]:
 
 
 def host_of(hosts: Iterable[ImageHost], scheme: str, name: str, port: int) -> ImageHost | None:
-    """The entry that allows a URL's host; None without one."""
+    """Returns the entry that allows a URL's host; None if there is none."""
     return next((host for host in hosts if host.takes(scheme, name, port)), None)
 
 
@@ -74,7 +74,8 @@ def _host(entry: str) -> ImageHost:
 
 
 def parse_address(text: str) -> Address | None:
-    """The IP address that a text is; None for any other. A zone (``fe80::1%eth0``) makes it none."""
+    """Returns the IP address that a text spells; None for any other text, and for an address with a zone
+    (``fe80::1%eth0``)."""
     try:
         return None if "%" in text else ipaddress.ip_address(text)
     except ValueError:
@@ -82,7 +83,7 @@ def parse_address(text: str) -> Address | None:
 
 
 def is_public(address: Address) -> bool:
-    """Whether an address is one of the internet's: neither it nor an address inside of it is special."""
+    """Returns whether an address is reachable on the internet: neither it nor an IPv4 address inside it is special."""
     inner = _inner(address)
     if inner is not None:
         return is_public(inner)
@@ -98,7 +99,7 @@ def is_public(address: Address) -> bool:
 
 
 def is_private_host(address: Address) -> bool:
-    """Whether an address is one that hosts of a private network, or this machine, have."""
+    """Returns whether an address belongs to a host of a private network, or to this machine's loopback interface."""
     inner = _inner(address)
     if inner is not None:
         return is_private_host(inner)
@@ -114,7 +115,7 @@ _UNIQUE_LOCAL = ipaddress.IPv6Network("fc00::/7")
 
 
 def _inner(address: Address) -> ipaddress.IPv4Address | None:
-    """The IPv4 address that an IPv6 address leads to: mapped, 6to4, Teredo or NAT64."""
+    """Returns the IPv4 address inside an IPv6 address (mapped, 6to4, Teredo or NAT64); None if there is none."""
     if isinstance(address, ipaddress.IPv4Address):
         return None
     if address in _NAT64:

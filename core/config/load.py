@@ -75,7 +75,7 @@ class FarsightConfig:
 
 
 def load_config(path: Path | None, overrides: dict[str, dict[str, Any]]) -> FarsightConfig:
-    """Defaults, then the TOML file, then ``overrides`` (``{"server": {"port": 9000}}``; None values are skipped).
+    """Applies the TOML file, then ``overrides`` (``{"server": {"port": 9000}}``; None values are skipped).
 
     Raises:
         ConfigError: unreadable file, or as ``make_config``.
@@ -88,7 +88,7 @@ def load_config(path: Path | None, overrides: dict[str, dict[str, Any]]) -> Fars
 
 
 def make_config(tables: dict[str, Any]) -> FarsightConfig:
-    """The configuration that tables say, as in the TOML file; what they do not say has its default.
+    """Makes the configuration from tables, as the TOML file has them; settings that are not in them have defaults.
 
     Raises:
         ConfigError: unknown key (the nearest valid one is named) or a value of the wrong kind.
@@ -113,7 +113,7 @@ def _replicas(tables: Any) -> tuple[ReplicaConfig, ...]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of the file. Raises ConfigError where it cannot be read or is no TOML."""
+    """Returns the tables of the file. Raises ConfigError if it cannot be read or is not TOML."""
     try:
         text = path.read_text("utf-8")
     except OSError as error:

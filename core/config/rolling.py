@@ -36,8 +36,8 @@ ROLLING: Mapping[str, tuple[str, ...]] = {
     ),
     "predictor": ("num_trees", "cpu_share", "learn", "learn_every_s", "learn_min_error", "learn_min_share"),
 }
-"""By section: what the workers of a replica alone read, and its Scheduler alone, when they start; what the ingress
-replicas alone compare requests with; what the components in ``READERS`` alone read."""
+"""Rolling settings by section. Each is read in one place: by the workers of a replica or by its Scheduler, when they
+start; by the ingress replicas, to check requests; or by the components in ``READERS``."""
 
 READERS: Mapping[str, tuple[str, ...]] = {
     "placement": ("router",),
@@ -52,7 +52,7 @@ Changes = dict[str, dict[str, Any]]
 
 
 def rolling_settings(running: FarsightConfig, tables: dict[str, Any]) -> Changes:
-    """The settings that a configuration file names and a rolling change can make so.
+    """Returns the settings of a configuration file that a rolling change can apply.
 
     Settings that the file does not name stay as they are.
 
@@ -76,7 +76,7 @@ def rolling_settings(running: FarsightConfig, tables: dict[str, Any]) -> Changes
         elif new != old:
             expected = f"{old!r}, the running value; it changes with a restart ({_what_rolls(section)})"
             raise ConfigError(f"{section}.{key}", new, expected)
-    changed(running, found)  # raises where they contradict a setting that stays
+    changed(running, found)  # raises if the new settings contradict one that stays
     return found
 
 
@@ -87,17 +87,17 @@ def _what_rolls(section: str) -> str:
 
 
 def changed(config: FarsightConfig, changes: Changes) -> FarsightConfig:
-    """The configuration with these settings.
+    """Returns the configuration with these settings.
 
     Raises:
-        ConfigError: They contradict others.
+        ConfigError: The new settings contradict others.
     """
     sections = {name: dataclasses.replace(getattr(config, name), **values) for name, values in changes.items()}
     return dataclasses.replace(config, **sections)
 
 
 def differing(config: FarsightConfig, changes: Changes) -> str:
-    """Those of the changes that the configuration does not have, as JSON with sorted keys."""
+    """Returns the changes whose values the configuration does not have yet, as JSON with sorted keys."""
     kept = {
         section: {name: value for name, value in values.items() if value != getattr(getattr(config, section), name)}
         for section, values in changes.items()
@@ -106,22 +106,22 @@ def differing(config: FarsightConfig, changes: Changes) -> str:
 
 
 def merged(one: Changes, other: Changes) -> Changes:
-    """Both; of two values of one setting the other's."""
+    """Returns both sets of changes together; where both change a setting, ``other`` wins."""
     return {section: one.get(section, {}) | other.get(section, {}) for section in {*one, *other}}
 
 
 def at_once(changes: str) -> str:
-    """Those that ingress replicas take over as they run, as JSON."""
+    """Returns the changes that ingress replicas take over as they run, as JSON."""
     return _only(changes, lambda section: section == AT_ONCE)
 
 
 def of_replicas(changes: str) -> str:
-    """Those for which the replicas start again, as JSON."""
+    """Returns the changes that need the replicas to start again, as JSON."""
     return _only(changes, lambda section: section != AT_ONCE and section not in READERS)
 
 
 def readers(one: str, other: str) -> tuple[str, ...]:
-    """Kinds of components of the whole service that read what differs between two sets of changes, in JSON."""
+    """Returns the kinds of components in ``READERS`` whose settings differ between two sets of changes, in JSON."""
     before, after = json.loads(one), json.loads(other)
     kinds = {kind for section in READERS if before.get(section) != after.get(section) for kind in READERS[section]}
     return tuple(sorted(kinds))

@@ -26,7 +26,7 @@ _AT_LEAST_1 = (
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine reach the address."""
+    """Returns whether only processes of this machine reach the address."""
     if host == "localhost":
         return True
     try:
@@ -118,11 +118,11 @@ class ServerConfig:
             require(getattr(self, name) > 0, f"server.{name}", getattr(self, name), "a number > 0")
 
     def unbounded(self) -> ServerConfig:
-        """The same, but with those bounds off on what waits that have their defaults."""
+        """Returns a copy with the bounds on waiting requests lifted (``UNBOUNDED``), except bounds that were set."""
         standard = ServerConfig()
         lifted = {name: value for name, value in UNBOUNDED.items() if getattr(self, name) == getattr(standard, name)}
         return dataclasses.replace(self, **lifted)
 
 
 UNBOUNDED: Mapping[str, Any] = {"max_queued_requests": 1_000_000, "max_queued_tokens": 2**40, "max_wait_s": 0.0}
-"""The bounds on what waits, when they are off: a measurement waits for its answers instead of being refused."""
+"""Bounds on waiting requests that are in effect off: a measurement waits for its answers instead of being refused."""

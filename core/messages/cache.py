@@ -1,7 +1,7 @@
-"""What is said about prefix caches, and about requests that have found something there (see ``core.messages``).
+"""Messages about prefix caches, and about requests that have found blocks there (see ``core.messages``).
 
 A worker numbers its KV cache events from 1 on within its life. Each says how the set of cached blocks has changed since
-the event before it; a ``whole`` event holds the complete set instead, and replaces what was lost before.
+the event before it; a ``whole`` event holds the complete set instead, and replaces lost events.
 """
 
 from __future__ import annotations

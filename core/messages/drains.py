@@ -1,4 +1,4 @@
-"""How a service stops to take requests: messages of ingress replicas, the Supervisor and the launcher."""
+"""How a service stops taking requests: messages of ingress replicas, the Supervisor and the launcher."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ class IngressReport:
     """Ingress replica -> Supervisor, twice a second.
 
     Attributes:
-        num_open: Requests to generate that have come in and are not answered to their end.
-        is_draining: Whether the ingress replica refuses new ones.
+        num_open: Requests to generate that have come in and are not fully answered.
+        is_draining: Whether the ingress replica refuses new requests.
         model_version: Version of the weights that new requests run on.
         oldest_version: The lowest version of an open request, or ``model_version``.
     """
@@ -31,9 +31,9 @@ class IngressOrders:
         drain_s: Seconds after which open requests end with an error; None as long as the service does not drain.
         model_version: Version of the weights for new requests.
         oldest_version: Open requests of lower versions are ended with an error.
-        switch_in_s: The weights for new requests are those of this version only after so many seconds: at one instant
-            at all ingress replicas, though they hear of it one after the other.
-        limits: Settings of ``[server]`` that differ from those of the start, by section, as JSON.
+        switch_in_s: Seconds until new requests run on this version: the same instant at all ingress replicas, though
+            they hear of it one after the other.
+        limits: Settings of ``[server]`` that differ from the start's, by section, as JSON.
     """
 
     drain_s: float | None = None

@@ -27,7 +27,7 @@ class EncodeImages:
     """Ingress -> ImageEncoder: encode these.
 
     Attributes:
-        salt: Only requests of the same salt share what is kept of a picture.
+        salt: Only requests of the same salt share a picture's kept rows.
     """
 
     files: tuple[ImageFile, ...]
@@ -40,10 +40,10 @@ class EncodedImage:
 
     Attributes:
         digest, grid, embeddings, rows: As of ``core.images.ImageSpan``.
-        num_tokens: Its tokens.
+        num_tokens: Number of its tokens.
         is_cached: Whether it had been encoded before.
-        problem: What a picture would have to be, where this one cannot be read; nothing else is known of it then.
-        found: What it is instead.
+        problem: For a picture that cannot be read: the kind of picture that was expected; all other fields are empty.
+        found: For such a picture: the kind that was found.
     """
 
     digest: bytes

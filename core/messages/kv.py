@@ -70,8 +70,8 @@ class KVHolder:
     Attributes:
         arrived_at: In seconds of the Scheduler's clock: compared with each other, and with nothing else.
         known_len: Tokens of prompt and output so far.
-        computed_len, host_len: Those of them whose KV is on the device, and on the host.
-        urgency: Place of its priority and deadline among those in the question, 0 for the most urgent.
+        computed_len, host_len: Known tokens whose KV is on the device, and on the host.
+        urgency: Place of its priority and deadline among the requests of the question, 0 for the most urgent.
         level, waited_s: Its queue of the MLFQ, and seconds since it ran, was promoted or came; 0 under another order.
         rank_s: Its rank under an order of the Gittins kind, lower first; 0 under another one.
     """
@@ -96,7 +96,7 @@ class OffloadQuestion:
         running, idle, offloaded, free, needed, host_free, host_capacity, block_size, short: As in
             ``policies.interfaces.KvView``.
         quantum_s: The first quantum of the MLFQ; 0 under another order.
-        queues: Its queues, the highest first.
+        queues: The queues of the MLFQ, the highest first.
     """
 
     seq: int
@@ -115,12 +115,12 @@ class OffloadQuestion:
 
 @dataclass(frozen=True, slots=True)
 class OffloadOrders:
-    """KVOffloadManager -> Scheduler: whose KV goes out and comes back, by request id; the Scheduler checks each order
-    against what has happened since, and the next plan carries those that stand.
+    """KVOffloadManager -> Scheduler: requests whose KV goes out and comes back, by id. The Scheduler checks each order
+    against later events, and the next plan carries the orders that are still valid.
 
     Attributes:
         seq: Number of the question.
-        drop: Those whose KV is computed again.
+        drop: Requests whose KV is dropped and computed again.
         break_off: As in ``policies.interfaces.KvMoves``.
         idle_target: Device tokens to keep free for newcomers.
     """

@@ -71,7 +71,7 @@ class EndedRequest:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPoint:
-    """KV tokens in use when so many further decoding steps are done, if no request joins."""
+    """KV tokens in use after ``steps`` further decoding steps, if no request joins."""
 
     steps: int
     tokens: int
@@ -79,7 +79,7 @@ class MemoryPoint:
 
 @dataclass(frozen=True, slots=True)
 class ForecastTally:
-    """What came of forecasts, over the requests that had one and ended of themselves or at their limit.
+    """Accuracy of forecasts, over the requests that had one and ended of themselves or at their limit.
 
     Attributes:
         error_tokens: Sum of the distances between mean and true length.
@@ -101,14 +101,14 @@ class ReplicaLive:
     """From a Scheduler.
 
     Attributes:
-        num_running: Requests with a place; those without wait.
+        num_running: Requests with a place; requests without one wait.
         used_tokens: KV tokens of the requests with a place.
-        capacity_tokens: KV tokens that its requests may hold, what they share counted for each; 0 without a worker.
+        capacity_tokens: KV tokens that its requests may hold, shared ones counted for each; 0 without a worker.
         curve: The predicted memory, at most ``policies.replica.live_view.MAX_POINTS`` points, steps rising.
-        requests: Those with a place first, then those that wait, best first.
-        ended: The last ones, newest first.
-        forecasts: Since the Scheduler began.
-        prompt_tokens: Prompt tokens computed or found cached since then; those computed again do not count.
+        requests: Requests with a place first, then waiting ones, best first.
+        ended: The last ended requests, newest first.
+        forecasts: Accuracy of forecasts since the Scheduler began.
+        prompt_tokens: Prompt tokens computed or found cached since then; tokens computed again do not count.
     """
 
     replica: str

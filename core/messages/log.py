@@ -169,7 +169,7 @@ class FinishedBatches:
 
 @dataclass(frozen=True, slots=True)
 class LogQuery:
-    """To the LogStore: asks for records after this row, at most so many."""
+    """To the LogStore: asks for at most ``limit`` records after this row."""
 
     after_row: int
     limit: int
@@ -305,7 +305,7 @@ class ServedAs:
 
 @dataclass(frozen=True, slots=True)
 class LoggedWindow:
-    """One request, those that ended around it, and how they were served."""
+    """One request, the requests that ended around it, and how all of them were served."""
 
     request_id: str
     served: ServedAs
@@ -324,7 +324,7 @@ class WhatIfQuestion:
 
 @dataclass(frozen=True, slots=True)
 class WhatIfAnswer:
-    """What would have become of that request; seconds.
+    """How the request would have ended under the change; times in seconds.
 
     Attributes:
         problem: Why there is no answer; else empty.

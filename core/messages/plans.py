@@ -24,7 +24,7 @@ class Slot:
         residency: Where the Scheduler wants its KV; with KV on the host it does not run.
         num_moves: How often the scheduler has changed ``residency``, ever. The worker obeys when the number exceeds
             the one it has seen, so a late or repeated plan moves nothing twice.
-        rests: It keeps what it has and computes nothing, unless there is nothing else to compute.
+        rests: The sequence keeps its KV and computes nothing, unless there is nothing else to compute.
         cut_off_at_s: A step is cut off when this sequence has taken part in steps of so many seconds
             (``SlotProgress.ran_s``); it then waits for a plan that gives it more. 0: steps run to their ends.
     """
@@ -50,8 +50,8 @@ class Plan:
 
     Attributes:
         worker_incarnation: The worker life this plan is for; others drop it.
-        lease: Which Scheduler life made it (``WorkerState.lease``); a worker drops what an earlier one made.
-        plan_seq: Rises by one a plan within a lease; a worker drops what is not newer.
+        lease: The Scheduler life that made it (``WorkerState.lease``); a worker drops plans of an earlier life.
+        plan_seq: Rises by one a plan within a lease; a worker drops plans that are not newer than its own.
         as_of_report_seq: The last report the scheduler had seen.
         reserve_blocks: Blocks that must stay free when a sequence starts (not when it grows).
         prompt_tokens: Prompt tokens of a step in which a sequence decodes, at most; 0 for no bound but the step's own.
@@ -72,10 +72,10 @@ class SlotProgress:
 
     Attributes:
         num_blocks: Blocks in its table; a shared block counts for each sequence that shares it.
-        stalled: Its client does not read: the sequence is paused, whatever its grants say.
+        stalled: Whether the sequence is paused, whatever its grants say, because its client does not read.
         cached_len: Prompt tokens that it found in the prefix cache when it first started.
-        residency: The order in force. DEVICE with the ``num_moves`` of an order to the host: refused for want of room
-            there.
+        residency: The order in force. DEVICE with the ``num_moves`` of an order to the host means that the order was
+            refused for want of room there.
         num_moves: ``num_moves`` of the last order that the worker has seen.
         num_host_blocks: Blocks of the host pool that it holds.
         ran_s: Seconds of all the steps that it took part in, in this life of the worker.
@@ -114,10 +114,10 @@ class FinishedSequence:
 
 @dataclass(frozen=True, slots=True)
 class TenantService:
-    """What a worker has computed for a tenant since the worker started.
+    """The work of a worker for a tenant since the worker started.
 
     Attributes:
-        gpu_s: GPU-seconds (``core.costs.row_shares``), with those of sequences that were aborted or recomputed.
+        gpu_s: GPU-seconds (``core.costs.row_shares``), aborted and recomputed sequences included.
     """
 
     tenant: str

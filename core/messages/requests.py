@@ -1,4 +1,4 @@
-"""Requests on their way: ingress -> Router -> Scheduler, and what comes back about them."""
+"""Requests on their way: ingress -> Router -> Scheduler, and the answers about them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Keys of attempts: those whose clients are gone (``abort``), or that the Scheduler is asked about or lacks."""
+    """Keys of attempts whose clients are gone (``abort``), or that the Scheduler is asked about or lacks."""
 
     keys: tuple[Key, ...]
 
@@ -46,7 +46,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Refusals:
-    """Scheduler -> Router, in answer to ``Submit``; also when those that it took will end."""
+    """Scheduler -> Router, in answer to ``Submit``: the refused requests, and when the accepted ones will end."""
 
     refusals: tuple[Refusal, ...]
     promises: tuple[Promise, ...] = ()
@@ -71,7 +71,7 @@ class SubmitReply:
 
 @dataclass(frozen=True, slots=True)
 class OpenRequest:
-    """An open stream as its ingress replica knows it; ``work_tokens`` is prompt plus what may yet come."""
+    """An open stream as its ingress replica knows it; ``work_tokens`` is the prompt plus all output that may come."""
 
     request_id: str
     attempt: int
@@ -82,7 +82,7 @@ class OpenRequest:
 
 @dataclass(frozen=True, slots=True)
 class IngressLoad:
-    """What is in flight at ingress replicas.
+    """Requests in flight at ingress replicas.
 
     Attributes:
         by_key: (client's key, "" without one; requests; prompt tokens).
@@ -92,7 +92,7 @@ class IngressLoad:
 
 
 def total_load(loads: Iterable[IngressLoad]) -> IngressLoad:
-    """The sum, key by key."""
+    """Adds the loads key by key."""
     requests: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
     for load in loads:
@@ -107,7 +107,7 @@ class Announce:
     """Ingress -> Router, every half second and after a fault: all its open streams, so that a new Router knows them.
 
     Attributes:
-        load: What is in flight there, also what has not been sent yet.
+        load: Requests in flight there, also the ones not sent yet.
     """
 
     ingress_id: str
@@ -124,8 +124,8 @@ class AnnounceReply:
         refusals: Attempts that will never run.
         replicas: Every replica whose tokens may be for this ingress.
         placed: Attempts that no longer wait, as far as the ingress did not know.
-        others: What is in flight at all other ingress replicas.
-        outlook: From which the queue delay is predicted.
+        others: Requests in flight at all other ingress replicas.
+        outlook: The load from which the queue delay is predicted.
     """
 
     lost: tuple[Key, ...]

@@ -1,4 +1,4 @@
-"""Resumable streams: what the ingress replica that runs one writes down, so that another one can go on with it."""
+"""Resumable streams: the log that an ingress replica writes of a stream, so that another replica can go on with it."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class StreamState:
 
     Attributes:
         stream_id: 128 random bits in hexadecimal.
-        epoch: Raised with each change of the ingress replica that runs the stream; lower ones are refused.
-        tenant: Its bound of bytes applies.
+        epoch: Raised with each change of the ingress replica that runs the stream; lower epochs are refused.
+        tenant: The tenant whose bound of bytes applies.
         owner: As ``Origin.owner``: only the same key may read the stream.
-        record: What is needed to run the rest; opaque to the store.
+        record: Data to run the rest of the stream; opaque to the store.
         entries: Encoded ``StreamEntry`` objects, from the first.
         ended: Whether the last entry is there.
     """
@@ -72,8 +72,8 @@ class StreamChanges:
     """Ingress replica -> StreamStore. A message whose answer was lost may be repeated.
 
     Attributes:
-        opened: New streams, and those that a new store does not know.
-        added: What has come since.
+        opened: New streams, and streams that a new store does not know.
+        added: Entries that have come since.
         kept: Streams without news that clients may still ask for.
         dropped: Streams that no client may ask for any more.
     """
@@ -106,11 +106,11 @@ class StreamName:
 
 @dataclass(frozen=True, slots=True)
 class StreamFound:
-    """What is known of a stream.
+    """What the store knows of a stream.
 
     Attributes:
         epoch: 0 if the stream is not known.
-        filling: Whether the store started so recently that ingress replicas may not have told it all they run.
+        filling: Whether the store started so recently that ingress replicas may not have told it all their streams.
     """
 
     epoch: int = 0

@@ -13,8 +13,8 @@ class TrafficCounts:
     """From an ingress replica to the Supervisor: its counts since it started, so that a lost report loses nothing.
 
     Attributes:
-        ended: Requests that ended, ``failed`` those of them that ended with an error, ``abandoned`` those whose clients
-            left before the end.
+        ended: Ended requests; of these, ``failed`` ended with an error, and the clients of ``abandoned`` left before
+            the end.
         rejected: Requests refused because the service was full.
         prompt_tokens: Prompt tokens of requests whose first token came.
         outside_tokens: Prompt tokens of requests that other servers answered: no Scheduler counts them.
@@ -72,7 +72,7 @@ class SeriesReply:
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """One of several things of a kind, such as a replica, and its lines."""
+    """One thing of several of a kind, such as a replica, and its series."""
 
     name: str
     columns: tuple[SeriesColumn, ...]
@@ -117,7 +117,7 @@ class Activities:
 
 @dataclass(frozen=True, slots=True)
 class NamesQuery:
-    """To a process: those of these components that it has."""
+    """To a process: asks about the named components, as far as the process has them."""
 
     names: tuple[str, ...]
 
@@ -132,7 +132,7 @@ class RecentDecisions:
 
 @dataclass(frozen=True, slots=True)
 class RecentReply:
-    """What the components of one process decided last."""
+    """The last decisions of the components of one process."""
 
     components: tuple[RecentDecisions, ...]
 

@@ -17,12 +17,12 @@ class ComponentStatus:
             (taken out), dead or lost (silent).
         restarts: How often the supervisor has started it again.
         http_port: Port of its process's /healthz and /metrics, on the loopback interface; 0 if there are none.
-        degraded: Why it works less well than it should; empty if it does not.
+        degraded: Why it works less well than it should; empty if all is well.
         last_end: Why the Supervisor last replaced its process; empty if it never did.
         url: Address of a replica that is another server; else empty.
         breaker: State of that server's circuit breaker: ``closed``, or why requests do not go there.
         loaded: Share of its model's weights that it has read, from 0 to 1; None if it reads none, or does not tell.
-        preparing: What holds up its start and is done only once on a machine; else empty.
+        preparing: Work that delays its start and is done once on a machine; else empty.
     """
 
     name: str
@@ -51,10 +51,10 @@ class ComponentRows:
 
 @dataclass(frozen=True, slots=True)
 class ProcessUse:
-    """What a process has cost.
+    """Processor time and memory of a process.
 
     Attributes:
-        name: What it is: a component's host, a part of Ray, the proxy.
+        name: Its part: a component's host, a part of Ray, the proxy.
         cpu_s: Processor seconds since it began.
         memory_bytes: Proportional memory now.
     """
@@ -72,7 +72,7 @@ class StatusReply:
 
     Attributes:
         queue_delay_s: Predicted queue delay of a new request, in seconds; None if it cannot be predicted.
-        processes: Those of the node of the ingress replica that answers; none where they were not asked for.
+        processes: Processes on the node of the ingress replica that answers; none where they were not asked for.
     """
 
     components: tuple[ComponentStatus, ...]
@@ -87,7 +87,7 @@ class ComponentCounts:
     """From the Supervisor: desired numbers of the components that can be scaled; ``backends`` are other servers.
 
     Attributes:
-        draining: Replicas that take no new requests and are to be drained, once theirs have ended or moved.
+        draining: Replicas that take no new requests and become ``drained`` once their requests have ended or moved.
         image_encoders: 0 where the model reads text alone.
         drained: Replicas that the operator has taken out: they count as replicas, and have no processes.
     """
@@ -104,11 +104,11 @@ class ComponentCounts:
 
 @dataclass(frozen=True, slots=True)
 class SeenService:
-    """From the Supervisor: the service as it saw it a moment ago.
+    """From the Supervisor: the service as the Supervisor saw it last.
 
     Attributes:
         counts: How many components there should be.
-        components: Every one of them that has a process; one that did not answer is dead, without what was known of it.
+        components: Rows of the components with a process; a row that did not answer is dead and otherwise empty.
         ingresses: The ingress replicas.
         kv, queue_delay_s: As in ``StatusReply``.
     """

@@ -1,4 +1,4 @@
-"""Measured times and what is learned from them, to and from the ServingTimeEstimator: of steps, from and to the
+"""Measured times and the models learned from them, to and from the ServingTimeEstimator: of steps, from and to the
 Schedulers, and of whole batches, from and to the Batcher (Magnus III-D)."""
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """One step and how long it took; what the step-time profile is fitted to.
+    """One step and its duration; the step-time profile is fitted to samples.
 
     Attributes:
         prefill_tokens: Tokens computed by sequences that had more than one to compute.
         decode_seqs: Sequences that computed exactly one token.
-        context_tokens: Tokens that the latter attended to, all together.
-        prefill_pairs: Pairs of (prompt token, token it attended to) of the former (``core.costs.attention_pairs``).
+        context_tokens: Tokens that the decoding sequences attended to, all together.
+        prefill_pairs: Pairs of (prompt token, token it attended to) of the prefill (``core.costs.attention_pairs``).
     """
 
     prefill_tokens: int
@@ -59,7 +59,7 @@ class StepProfileReply:
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """What the time of a batch is estimated from.
+    """The sizes of a batch from which its time is estimated.
 
     Attributes:
         num_requests: Number of requests.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """0 is no limit."""
+    """Limits of a tenant; 0 is no limit."""
 
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
@@ -21,8 +21,8 @@ class TenantCounts:
     Attributes:
         rejected: Requests that a limit of the tenant refused.
         in_flight: Requests in flight there now.
-        requests_left, tokens_left: What the replica believes is left of the limits; a new Supervisor begins with it.
-        gpu_s: GPU-seconds of the answers that were given to their end.
+        requests_left, tokens_left: The replica's belief of the limits' rest; a new Supervisor begins with it.
+        gpu_s: GPU-seconds of complete answers.
     """
 
     tenant: str

@@ -39,8 +39,8 @@ class TokenDelta:
         num_unnamed: Tokens after ``token_ids`` whose ids another server did not tell, only their text.
         fault: Cause of the failure, where there is an ``error``.
         gpu_s: GPU-seconds that the attempt took (``core.costs.row_shares``), on its last delta; 0 from another server.
-        vector: What a request that generates nothing has asked for (``SamplingParams.pooling``), float32 little-endian;
-            on its only delta.
+        vector: Result of a request that generates nothing (``SamplingParams.pooling``), float32 little-endian; on its
+            only delta.
     """
 
     request_id: str
@@ -91,7 +91,7 @@ class TokenBatches:
 
 
 def joined(deltas: Sequence[TokenDelta]) -> TokenDelta:
-    """Consecutive deltas of one stream as one."""
+    """Joins consecutive deltas of one stream to one."""
     first, last = deltas[0], deltas[-1]
     logprobs = [delta.logprobs for delta in deltas if delta.logprobs is not None]
     return dataclasses.replace(

@@ -29,8 +29,8 @@ class ServedWeights:
     """From the Supervisor.
 
     Attributes:
-        version: Number of the weights that new requests run on; 0 are those that the service started with.
-        model_dir: Where they are.
+        version: Number of the weights that new requests run on; 0 for the weights that the service started with.
+        model_dir: Directory of these weights.
     """
 
     version: int
@@ -39,20 +39,20 @@ class ServedWeights:
 
 @dataclass(frozen=True, slots=True)
 class WeightsState:
-    """What a Supervisor leaves to its successor.
+    """The state that a Supervisor leaves to its successor.
 
     Attributes:
         dirs: Model directory of each version in use.
         num_versions: Versions so far; numbers of upgrades that failed are not used again.
         version_of: The version of each replica that does not run ``current``.
         current: Version of new requests.
-        oldest: Requests of lower versions are ended.
+        oldest: Lowest version whose requests may run; requests of lower versions are ended.
         target: Version that all replicas are to run; ``current`` if no upgrade is under way.
         surge: The additional replica while an upgrade is under way; empty for none.
         drain_s: As of ``Upgrade``.
         since: When every request on other weights had come in, in seconds since the epoch; 0 if there was none.
         since_of_current: Whether ``since`` is known for the current version.
-        settings: For each version in use, what its settings differ in from those of the start, by section, as JSON.
+        settings: For each version in use, its settings that differ from the start's, by section, as JSON.
         renewed: Kinds of components of the whole service that start again once new requests run on ``target``.
     """
 
@@ -70,7 +70,7 @@ class WeightsState:
     renewed: tuple[str, ...] = ()
 
     def of(self, replica: str) -> int:
-        """The version that a replica runs."""
+        """Returns the version that a replica runs."""
         return dict(self.version_of).get(replica, self.current)
 
     def dir_of(self, version: int) -> str:
@@ -80,12 +80,12 @@ class WeightsState:
         return dict(self.settings).get(version, "{}")
 
     def with_settings(self, settings: str, renewed: tuple[str, ...]) -> WeightsState:
-        """The service has these settings; no replica starts again."""
+        """Returns the state with these settings for the current version; no replica starts again."""
         changed = tuple((dict(self.settings) | {self.current: settings}).items())
         return dataclasses.replace(self, settings=changed, renewed=renewed)
 
     def with_replica(self, replica: str, version: int) -> WeightsState:
-        """That replica runs that version from its next start on."""
+        """Returns the state in which the replica runs that version from its next start on."""
         return dataclasses.replace(self, version_of=tuple((dict(self.version_of) | {replica: version}).items()))
 
     def begun(
@@ -97,7 +97,7 @@ class WeightsState:
         drain_s: float,
         renewed: tuple[str, ...] = (),
     ) -> WeightsState:
-        """An upgrade of these replicas is under way; without a model directory, of their settings alone."""
+        """Returns the state of an upgrade of these replicas that begins; an empty ``model_dir`` keeps the weights."""
         target = self.num_versions
         version_of = dict.fromkeys(replicas, self.current) | ({surge: target} if surge else {})
         return dataclasses.replace(
@@ -114,7 +114,7 @@ class WeightsState:
         )
 
     def ended(self) -> WeightsState:
-        """All replicas run the current version, and there is no other."""
+        """Returns the state in which all replicas run the current version and no other is in use."""
         return dataclasses.replace(
             self,
             dirs=((self.current, self.dir_of(self.current)),),

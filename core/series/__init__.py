@@ -1,1 +1,1 @@
-"""What a service measured of itself over time, in bounded memory."""
+"""The history of a service's measurements, in bounded memory."""

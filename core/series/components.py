@@ -23,17 +23,17 @@ MAX_SHOWN = 12
 MAX_EVENTS = 200
 QUEUE, HEALTH, RESTARTS = "queue", "health", "restarts"
 READY, AWAY, DOWN = 0.0, 1.0, 2.0
-"""Values of ``HEALTH``: it does its work, it is starting, waiting or draining, it is gone."""
+"""Values of ``HEALTH``: the component works; it is starting, waiting or draining; it is gone."""
 
 LATE_S = 2.5
-"""One that has not answered for so long is down; before, it is only late, as on a busy machine."""
+"""A component that has not answered for so many seconds is down; until then it is late, as on a busy machine."""
 
 RESTARTED, LATE = "restarted", "late"
 _DOWN = frozenset({"dead", "lost", "failed"})
 
 
 def health_of(state: str) -> float:
-    """The value of ``HEALTH`` for a state."""
+    """Returns the value of ``HEALTH`` for a state."""
     return READY if state == "ready" else DOWN if state in _DOWN else AWAY
 
 
@@ -76,14 +76,13 @@ class ComponentHistory:
         self._table.tick(rows, now)
 
     def since(self, query: ComponentsQuery) -> ComponentsReply:
-        """The lines of the kind's components, and how their lives changed."""
+        """Returns the series of the kind's components, and their latest events."""
         names = sorted(name for name, row in self._last.items() if row.kind == query.kind)
         lines = self._table.since(query.span, names, MAX_SHOWN)
         return ComponentsReply(lines, tuple(each for each in self._events if each.kind == query.kind))
 
     def _remembered(self, row: ComponentStatus, now: float) -> ComponentStatus:
-        """A component that does not answer keeps the process and the restarts that were known of it; one that has never
-        answered is starting."""
+        """Adds the last process and restarts to a silent component's row; one that never answered is starting."""
         before = self._last.get(row.name)
         if row.pid:
             self._heard[row.name] = now
@@ -94,7 +93,7 @@ class ComponentHistory:
         return dataclasses.replace(row, state=state, pid=before.pid, node=before.node, restarts=before.restarts)
 
     def _note(self, row: ComponentStatus, now: float) -> None:
-        """An event where the state is another one than before, or the process is."""
+        """Records an event if the component's state or process has changed."""
         before = self._last.get(row.name)
         self._last[row.name] = row
         if before is None:
@@ -109,7 +108,7 @@ class ComponentHistory:
             self._told[row.name] = row.state
 
     def _rates(self, name: str, counts: Iterable[Count], now: float) -> dict[str, float]:
-        """Work a second by name, since it last told; a count that fell is of a new process, which counts from 0."""
+        """Returns work per second since the last counts; a count that fell is of a new process, which counts from 0."""
         values = {each.name: each.value for each in counts}
         told_at, before = self._counts.get(name, (now, values))
         self._counts[name] = now, values

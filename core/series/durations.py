@@ -15,14 +15,14 @@ BucketCounts = tuple[tuple[int, int], ...]
 
 
 def bucket_of(duration_s: float) -> int:
-    """The bucket of a duration; longer ones than the last bucket are in the last."""
+    """Returns the bucket of a duration; the last bucket also holds all longer durations."""
     if duration_s <= SHORTEST_S:
         return 0
     return min(NUM_BUCKETS - 1, 1 + int(PER_OCTAVE * math.log2(duration_s / SHORTEST_S)))
 
 
 def percentile_s(counts: Mapping[int, int], level: float) -> float | None:
-    """The duration below which a share ``level`` of the durations lies, in seconds; None without durations."""
+    """Returns the duration below which a share ``level`` of the durations lies, in seconds; None without durations."""
     total = sum(counts.values())
     if not total:
         return None
@@ -41,6 +41,6 @@ def add_counts(into: dict[int, int], more: Iterable[tuple[int, int]]) -> None:
 
 
 def more_since(now: BucketCounts, before: BucketCounts) -> list[tuple[int, int]]:
-    """What counts that only rise have gained; only buckets that gained something."""
+    """Returns the gains of counts that only rise, for the buckets that gained."""
     known = dict(before)
     return [(bucket, count - known.get(bucket, 0)) for bucket, count in now if count > known.get(bucket, 0)]

@@ -32,7 +32,7 @@ class Ring:
         return min(self._num_added, self.capacity)
 
     def add(self, at: float, values: Mapping[str, float | None]) -> None:
-        """A point; a column that ``values`` lacks has none.
+        """Adds a point; a column that ``values`` lacks has no value there.
 
         Args:
             at: Seconds, later than those of the point before.
@@ -45,7 +45,7 @@ class Ring:
         self._num_added += 1
 
     def after(self, at: float) -> tuple[list[float], dict[str, list[float | None]]]:
-        """The points later than ``at``, oldest first: their instants, and the values of each column. O(points)."""
+        """Returns the instants of the points later than ``at``, oldest first, and each column's values. O(points)."""
         indices = self._indices_after(at)
         columns = {
             name: [None if math.isnan(column[i]) else column[i] for i in indices]

@@ -24,7 +24,7 @@ MAX_TENANTS = 12
 
 OTHERS = "others"
 FORGET_S = 3600.0
-"""An ingress replica that has not reported for so long has ended; its counts are forgotten."""
+"""Seconds without a report after which an ingress replica has ended; its counts are forgotten then."""
 
 LEVELS = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 DURATIONS = ("ttft", "itl", "jct")
@@ -44,7 +44,7 @@ COLUMNS = (*GAUGES, *RATES, *(f"{name}_{level}" for name in DURATIONS for level 
 
 @dataclass(slots=True)
 class Instant:
-    """What is true when a second ends.
+    """Values at the end of a second.
 
     Attributes:
         kv_used, kv_peak: Share of the KV pools in use, and the predicted highest share; None without a pool.
@@ -67,7 +67,7 @@ class Instant:
 
 @dataclass(slots=True)
 class _Span:
-    """What has happened since a point was written."""
+    """Events and values since the last point was written."""
 
     counts: dict[str, float] = field(default_factory=dict)
     durations: dict[str, dict[int, int]] = field(default_factory=lambda: {name: {} for name in DURATIONS})
@@ -114,7 +114,7 @@ class ServiceSeries:
         self._minute_began: float | None = None
 
     def report(self, counts: TrafficCounts, now: float) -> None:
-        """Counts of one ingress replica. The first report of a replica is only what later ones are compared with."""
+        """Takes the counts of one ingress replica. Its first report only starts the comparison with later ones."""
         before = self._last.get(counts.ingress_id)
         self._last[counts.ingress_id] = counts, now
         if before is None:
@@ -145,7 +145,7 @@ class ServiceSeries:
             del self._last[ingress_id]
 
     def since(self, query: SeriesQuery) -> SeriesReply:
-        """The points that the query asks for."""
+        """Returns the points that the query asks for."""
         at, columns = (self._minutes if query.by_minute else self._seconds).after(query.after)
         tenants = []
         for name, rings in self._tenant_rings.items():
@@ -183,7 +183,7 @@ class ServiceSeries:
         self._gpu_s = gpu_s
 
     def _take_forecasts(self, replica: str, tally: ForecastTally) -> None:
-        """What has come since the last time; the first time, and after a restart, that is only compared with later."""
+        """Counts a replica's forecasts since its last tally; the first tally, also after a restart, counts none."""
         before = self._forecasts.get(replica)
         self._forecasts[replica] = tally
         if before is None or tally.num_requests < before.num_requests:

@@ -54,7 +54,7 @@ class _Tier:
         self.columns[cell] = array("f", [math.nan]) * self.capacity
 
     def after(self, at: float) -> list[int]:
-        """The places of later points, oldest first."""
+        """Returns the places of the points later than ``at``, oldest first."""
         kept = min(self.num_added, self.capacity)
         places = (number % self.capacity for number in range(self.num_added - kept, self.num_added))
         return [place for place in places if self.at[place] > at]
@@ -98,7 +98,7 @@ class SeriesTable:
         self._minute = minute
 
     def since(self, query: SeriesQuery, names: Iterable[str], max_rows: int) -> TableReply:
-        """The points that the query asks for, of the first ``max_rows`` of these rows. O(points * columns)."""
+        """Returns the points of the first ``max_rows`` of these rows that the query asks for. O(points * columns)."""
         tier = self._minutes if query.by_minute else self._seconds
         places = tier.after(query.after)
         known = [name for name in names if name in self._rows]

@@ -1,4 +1,4 @@
-"""What one ingress replica counts for the history of the service."""
+"""The counts of one ingress replica for the history of the service."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ class TrafficTally:
         self._jct: dict[int, int] = {}
 
     def first_token(self, ttft_s: float, n: int) -> None:
-        """The first ``n`` tokens of a request have come."""
+        """Counts the first ``n`` tokens of a request."""
         _count(self._ttft, ttft_s, 1)
         self._output_tokens += n
 
     def tokens(self, gap_s: float, n: int) -> None:
-        """``n`` further tokens have come ``gap_s`` after those before; ``n`` gaps of equal length."""
+        """Counts ``n`` further tokens, ``gap_s`` seconds after the tokens before, as ``n`` gaps of equal length."""
         _count(self._itl, gap_s / n, n)
         self._output_tokens += n
 
     def prompt(self, n: int, *, outside: bool) -> None:
-        """The prompt of a request, of ``n`` tokens, has been computed; ``outside``: by another server."""
+        """Counts a computed prompt of ``n`` tokens; ``outside``: another server computed it."""
         self._prompt_tokens += n
         self._outside_tokens += n if outside else 0
 
     def finished(self, reason: str, jct_s: float) -> None:
-        """A request has ended; what its client abandoned says nothing of how long requests take."""
+        """Counts the end of a request; a failed or abandoned one says nothing of how long requests take."""
         self._ended += 1
         if reason == "error":
             self._failed += 1
@@ -43,7 +43,7 @@ class TrafficTally:
             _count(self._jct, jct_s, 1)
 
     def counts(self, ingress_id: str) -> TrafficCounts:
-        """All counts as they are now."""
+        """Returns all counts as they are now."""
         durations = (tuple(sorted(each.items())) for each in (self._ttft, self._itl, self._jct))
         sums = (self._ended, self._failed, self._abandoned, self.rejected, self._prompt_tokens, self._output_tokens)
         ttft, itl, jct = durations

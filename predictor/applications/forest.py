@@ -14,7 +14,7 @@ from predictor.forest import Forest
 from predictor.quantiles import LengthDistributions
 
 SHRINK = 2.0
-"""So many examples of the level above weigh as much as an application's own: openings stand above instructions."""
+"""Examples that the mean of the level above counts for, beside a key's own: openings stand above instructions."""
 
 NUM_STATISTICS = 4
 """Statistics of a key: number of examples, mean logarithm of the output length, the same over the input length, and the
@@ -37,15 +37,15 @@ class KeyStatistics:
     sums: NDArray[np.float64]
 
     def derived(self, raw: Floats) -> Floats:
-        """The forest's input.
+        """Derives the forest's input.
 
         Args:
             raw: (rows, one of ``WIDTHS``), from ``raw_features``.
 
         Returns:
-            (rows, NUM_DERIVED and the columns behind the keys): the three lengths, the output length that the
-            application's mean says, the one that its mean ratio to the input says, how far its outputs spread, and the
-            columns of images and form as they are. O(rows log keys).
+            (rows, NUM_DERIVED and the columns behind the keys): the three lengths, the output length by the
+            application's mean, the output length by its mean ratio to the input, the spread of its outputs, and the
+            columns of images and form unchanged. O(rows log keys).
         """
         total = self.sums[-1:] / max(self.sums[-1, 0], 1.0)
         known = np.repeat(total[:, 1:], len(raw), axis=0)
@@ -59,7 +59,7 @@ class KeyStatistics:
         return derived.astype(np.float32)
 
     def _sums_of(self, keys: NDArray[np.int64]) -> NDArray[np.float64]:
-        """(rows, NUM_STATISTICS); zeros for a key without examples."""
+        """Looks up sums, shape (rows, NUM_STATISTICS); zeros for a key without examples."""
         if not len(self.keys):
             return np.zeros((len(keys), NUM_STATISTICS))
         place = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
@@ -67,7 +67,7 @@ class KeyStatistics:
 
 
 def statistics_of(raw: Floats, output_lens: NDArray[np.integer]) -> KeyStatistics:
-    """Statistics of examples: raw features (rows, NUM_FEATURES) and output lengths (rows,) in tokens."""
+    """Sums up examples: raw features (rows, NUM_FEATURES) and output lengths (rows,) in tokens."""
     log_lens = np.log1p(np.asarray(output_lens, np.float64))
     values = np.stack([np.ones(len(raw)), log_lens, log_lens - np.log1p(raw[:, 0]), log_lens**2], axis=1)
     keys, places = np.unique(np.concatenate([keys_of(raw, columns) for columns in KEYS]), return_inverse=True)
@@ -104,6 +104,6 @@ class ApplicationForest(Forest):
             raise ValueError("a forest by application whose arrays fit together")
 
     def distribution(self, features: Floats, levels: Sequence[float]) -> LengthDistributions:
-        """As ``Forest.distribution``, of raw features (rows, one of ``WIDTHS``)."""
+        """Returns what ``Forest.distribution`` does, for raw features (rows, one of ``WIDTHS``)."""
         derived = KeyStatistics(self.keys, self.key_sums).derived(features)
         return Forest.distribution(self, derived, levels)

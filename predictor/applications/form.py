@@ -1,4 +1,4 @@
-"""The form of a text: of which kinds of characters it is made. It needs no training and keeps no word.
+"""The form of a text: its kinds of characters. It needs no training and keeps no word.
 
 Within one application inputs differ in kind, and outputs with them: code has brackets and line breaks, a table has
 digits, another script has other bytes.
@@ -15,7 +15,7 @@ from core.forecast import ForecastQuestion
 from predictor.features import Floats
 
 READ_CHARS = 4096
-"""Most characters that are read of a text, for its form as for its key: bounds the time of a forecast."""
+"""Most characters that are read of a text, for its form and for its key: bounds the time of a forecast."""
 
 KINDS = (
     "\n\r",
@@ -28,14 +28,14 @@ KINDS = (
     bytes(range(128, 256)).decode("latin-1"),
 )
 """Kinds of bytes in UTF-8: line breaks, blanks, digits, capitals, ends of sentences, signs of code, other punctuation,
-and what is not ASCII. Small letters are the rest."""
+and bytes that are not ASCII. The rest are small letters."""
 
 NUM_FORM_FEATURES = 1 + len(KINDS)
 """Length of the text in characters, and the share of each kind among the bytes that were read."""
 
 
 def form_features(questions: Sequence[ForecastQuestion]) -> Floats:
-    """The form of each user input, or of the instruction where there is none; shape (rows, NUM_FORM_FEATURES)."""
+    """Reads the form of each user input, or else of its instruction; shape (rows, NUM_FORM_FEATURES)."""
     return np.array([_form(each.user_input or each.instruction) for each in questions], np.float32).reshape(
         -1, NUM_FORM_FEATURES
     )

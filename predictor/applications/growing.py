@@ -21,11 +21,11 @@ _NUM_FOLDS = 5
 
 
 def grow_by_application(raw: Floats, output_lens: NDArray[np.integer], options: ForestOptions) -> ApplicationForest:
-    """A forest over statistics of applications.
+    """Grows a forest over statistics of applications.
 
-    An example's own length is part of its application's statistics. A forest that was shown those would trust them too
-    much, so each example is shown the statistics of the other folds. Some examples are shown a second time, as requests
-    of an application without examples: its law is that of all applications, and not of the one that looks like it.
+    An example's own length is part of its application's statistics. A forest grown on these would trust them too much,
+    so each example gets the statistics of the other folds. Some examples are used a second time, as requests of an
+    application without examples, so that an unknown application gets the law of all, not of one that resembles it.
 
     Args:
         raw: (rows, one of ``WIDTHS``), from ``raw_features``.

@@ -1,6 +1,6 @@
-"""What the forecaster by application reads of a request: lengths, keys of its application, and its input's form.
+"""The features that the forecaster by application reads: lengths, keys of the application, and the input's form.
 
-No encoder reads it, and no word of it is kept.
+No encoder reads the request, and no word of it is kept.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ FORM = "form"
 """Entry of an artefact's metadata: whether its features tell the form of inputs."""
 
 NUM_FEATURES = NUM_TEXT_FEATURES + NUM_IMAGE_FEATURES + NUM_FORM_FEATURES
-"""Those, images, and the form of the input."""
+"""The text features, images, and the form of the input."""
 
 WIDTHS = (NUM_TEXT_FEATURES, NUM_TEXT_FEATURES + NUM_IMAGE_FEATURES, NUM_FEATURES)
-"""Features of artefacts: the oldest count no images, and those after them tell no form."""
+"""Widths of the features of artefacts: the oldest artefacts have no images, the next ones no form."""
 
 KEYS = (slice(3, 3 + KEY_PARTS), slice(3 + KEY_PARTS, NUM_TEXT_FEATURES))
 """Columns of the keys: the whole instruction, and the opening of the prompt."""
 
 NO_KEY = -1
-"""In all columns of a key: no application has it."""
+"""Value of all columns of a key that no application has."""
 
 OPENING_WORDS = 8
 """Words of the opening: applications without an instruction of their own often begin their prompts alike."""
@@ -49,10 +49,10 @@ SECRET, SECRET_BYTES = "key.secret", 32
 def raw_features(
     questions: Sequence[ForecastQuestion], secret: bytes, *, images: bool = True, form: bool = True
 ) -> Floats:
-    """What is logged of the questions, shape (rows, NUM_FEATURES).
+    """Reads the features that are logged of the questions, shape (rows, NUM_FEATURES).
 
     Args:
-        secret: ``SECRET_BYTES`` bytes that clients do not know, the same for all rows that are learned from together.
+        secret: ``SECRET_BYTES`` bytes that clients do not know, the same for all rows that train one model.
         images: Whether images count.
         form: Whether the form of the input counts. Without, the width is one of the smaller ``WIDTHS``.
     """
@@ -71,7 +71,7 @@ def raw_features(
 
 
 def keys_of(raw: Floats, columns: slice) -> NDArray[np.int64]:
-    """One key for each of the rows, which are from ``raw_features``."""
+    """Returns one key for each row of ``raw_features``."""
     high, middle, low = raw[:, columns].astype(np.int64).T
     keys: NDArray[np.int64] = (high << 2 * PART_BITS) | (middle << PART_BITS) | low
     return keys
@@ -107,8 +107,8 @@ def _opening(question: ForecastQuestion) -> str:
 
 
 def _key(secret: bytes, tenant: str, kind: str, text: str) -> tuple[int, ...]:
-    """The tenant is part of the key, so that its lengths by application serve its own requests; the secret keeps a
-    tenant from searching for a text with the key of another tenant's."""
+    """Hashes a text. The key holds the tenant, so that a tenant's lengths serve its own requests alone; the secret
+    keeps a tenant from searching for a text that has the key of another tenant's."""
     text_bytes = repr((tenant, kind, text)).encode("utf-8", "backslashreplace")
     number = int.from_bytes(hashlib.blake2b(text_bytes, digest_size=8, key=secret).digest())
     return tuple((number >> part * PART_BITS) & ((1 << PART_BITS) - 1) for part in reversed(range(KEY_PARTS)))

@@ -1,4 +1,4 @@
-"""Where a server without a trained artefact begins."""
+"""The artefacts that a server begins with if it has no trained one."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ MAX_EXAMPLES = 4000
 
 
 def untrained(weights: str, secret: bytes, num_trees: int = FOREST.num_trees) -> TrainedModel:
-    """The artefact that a server begins with, version 0: it knows how requests are read and nothing else.
+    """Makes the artefact that a server begins with, version 0: it says how requests are read and nothing else.
 
     Args:
-        weights: Names the served weights: lengths that other weights wrote are no examples for these.
-        secret: As in ``raw_features``; rows with keys of another one are no examples either.
-        num_trees: Trees of the forest that it grows.
+        weights: Names the served weights: outputs of other weights are no examples for these.
+        secret: As in ``raw_features``; rows with keys of another secret are no examples either.
+        num_trees: Trees of the forest that is grown later.
     """
     secret_name = hashlib.blake2b(b"name", digest_size=8, key=secret).hexdigest()
     metadata: dict[str, Any] = {
@@ -51,10 +51,10 @@ def untrained(weights: str, secret: bytes, num_trees: int = FOREST.num_trees) ->
 
 
 def untrained_with_encoder(encoder: Encoder, weights: str, num_trees: int = FOREST.num_trees) -> TrainedModel:
-    """The same over Magnus's features (USIN, section III-B): input length and compressed embeddings.
+    """Makes such an artefact over Magnus's features (USIN, section III-B): input length and compressed embeddings.
 
     Args:
-        encoder: The one that reads requests from now on.
+        encoder: The encoder that reads requests from now on.
         weights: As in ``untrained``.
         num_trees: As in ``untrained``.
 

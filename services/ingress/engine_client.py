@@ -1,4 +1,4 @@
-"""The ingress's side of the protocol: submits requests, receives their tokens, resumes what was lost."""
+"""The ingress's side of the protocol: submits requests, receives their tokens, resumes lost attempts."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ from services.ingress.streams import ClientStream, TokenInbox, fail_stream
 from services.ingress.versions import REPLACED, OpenRequests
 
 ANNOUNCE_S = 0.5
-"""How often the Router hears what is open here, and says what is lost."""
+"""Seconds between announcements of the open requests to the Router, which answers with the lost ones."""
 
 UNHEALTHY_AFTER_S = 5.0
-"""Without a word from the Router for so long, new requests would only wait."""
+"""Seconds without an answer of the Router after which this client is unhealthy: new requests would only wait."""
 
 SLOW_DELTAS = 256
-"""A client that leaves so many deltas unread lets its sequence rest ..."""
+"""Unread deltas of a client from which on the worker pauses its sequence ..."""
 
 READING_DELTAS = 64
-"""... until no more than these are left."""
+"""... until no more than so many are left."""
 
 OWN_ENGINE_S = 1.0
-"""How often it is looked whether a request past its deadline is on our own engine still."""
+"""Seconds between checks for requests that are past their deadline and still on this engine."""
 
 logger = logging.getLogger(__name__)
 
@@ -67,16 +67,16 @@ class EngineClient:
     """A ``Generator`` over the Router and the model workers.
 
     Args:
-        site: Where they are.
-        model: What clients may know about it.
-        keep: Sees to it that there is a Supervisor; runs as long as the client.
+        site: Where the Router and the workers are.
+        model: What clients may know about the model.
+        keep: Keeps a Supervisor alive; runs as long as the client.
         prefix_block_size: Tokens of the blocks by which prompts are compared; 0 if the placement compares none.
-        ingress_id: Ends the name of this process' actor, by which others find out whether it lives
-            (``actors.runtime.ingress_lives``); random where it has none.
+        ingress_id: End of the name of this process's actor, by which other processes find out whether it lives
+            (``actors.runtime.ingress_lives``); random where there is no actor.
 
     Attributes:
         overview: What operators see of the service from here.
-        open_requests: Those whose clients wait, by the weights that they run on.
+        open_requests: Requests whose clients wait, by the weights that they run on.
     """
 
     def __init__(
@@ -146,11 +146,11 @@ class EngineClient:
     async def stream(
         self, request: Request, text: PromptText | None = None, key: str = ""
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Deltas of one request, the last with a finish reason; closing early aborts it.
+        """Yields the deltas of one request, the last with a finish reason; closing early aborts the request.
 
         Raises:
-            CapacityError: too much is in flight already.
-            InvalidValueError: no worker can ever run it.
+            CapacityError: Too much is in flight already.
+            InvalidValueError: No worker can ever run the request.
         """
         if self.open_requests.is_replaced(request):
             yield TokenDelta("", 0, len(request.output_ids), (), "", "error", REPLACED)
@@ -182,7 +182,7 @@ class EngineClient:
             request,
             request_id=f"{self.ingress_id}-{next(self._ids)}",
             ingress_id=self.ingress_id,
-            # The log of a stream that another ingress replica goes on with names the weights that it began with.
+            # A stream that began at another ingress replica goes on with the weights that its log names.
             model_version=request.model_version if request.output_ids else self.open_requests.model_version,
             prefix_hashes=prefix_hashes(request, self._prefix_block_size),
             source=text.source if self._sends_text and text is not None else None,
@@ -196,7 +196,7 @@ class EngineClient:
         return stream
 
     def _watch_deadline(self, stream: ClientStream) -> None:
-        """A request has its first token in time, or fails."""
+        """Starts the timer that fails a request without a first token in time."""
         seconds = min(self.open_requests.deadline_s, self.open_requests.own_deadline_s)
         if seconds < math.inf:
             stream.deadline = asyncio.get_running_loop().call_later(seconds, self._miss_deadline, stream)
@@ -205,11 +205,11 @@ class EngineClient:
         request_id = stream.request.request_id
         replica = self._ledger.replica_of(request_id)
         if replica is None:
-            return  # it has come to its end, without a single token
+            return  # the request has ended without a token
         waited_s = time.monotonic() - stream.began
         if (
             replica and not is_backend(replica) and waited_s < self.open_requests.own_deadline_s
-        ):  # our own engine comes to everything in the end
+        ):  # this engine runs every request in the end
             seconds = min(OWN_ENGINE_S, self.open_requests.own_deadline_s - waited_s)
             stream.deadline = asyncio.get_running_loop().call_later(seconds, self._miss_deadline, stream)
             return
@@ -219,17 +219,17 @@ class EngineClient:
         self._outgoing_due.set()
 
     async def _ask(self, stream: ClientStream, text: PromptText, forecaster: PredictorClient) -> None:
-        """Asks how long it will be, and waits for the answer as long as the settings allow."""
+        """Asks for a forecast of the output length, and waits for it as long as the settings allow."""
         wait_s = self._predictor_wait_s
         if forecaster.ask(question_of(stream.request, text)) and wait_s > 0:
             await wait_for(stream.predicted, wait_s)
 
     def _foresee(self, answers: list[tuple[str, Forecast]]) -> None:
-        """Forecasts have come: those of requests that are on their way follow them."""
+        """Books forecasts; a forecast of a request that is on its way is sent after it."""
         for request_id, forecast in answers:
             stream = self._streams.get(request_id)
             if stream is None:
-                continue  # it has ended already
+                continue  # the request has ended
             stream.predicted.set()
             attempt = self._ledger.foresee(stream, forecast)
             if attempt is not None:
@@ -238,7 +238,7 @@ class EngineClient:
             self._outgoing_due.set()
 
     def _close(self, stream: ClientStream) -> None:
-        """The client has all it will get."""
+        """Closes a request whose client gets nothing more: aborts it if it runs, and logs it."""
         if stream.deadline is not None:
             stream.deadline.cancel()
         request, now = stream.request, time.monotonic()
@@ -262,7 +262,7 @@ class EngineClient:
         )
 
     async def _pump_outgoing(self) -> None:
-        """Submits and aborts in order of arrival; what comes while a call is under way goes with the next one."""
+        """Submits and aborts in order of arrival; requests that come during a call go with the next one."""
         while True:
             await self._outgoing_due.wait()
             self._outgoing_due.clear()
@@ -276,10 +276,10 @@ class EngineClient:
                 self._ledger.submit_failed(requests)
                 await asyncio.sleep(LOOK_AGAIN_S)
             if made:
-                with suppress(PeerLost):  # the requests go on without
+                with suppress(PeerLost):  # the requests go on without forecasts
                     await self._router.foresee(ForecastsMade(made))
             if aborts:
-                with suppress(PeerLost):  # if it still sends tokens, it is aborted again
+                with suppress(PeerLost):  # an attempt that still sends tokens is aborted again
                     await self._router.abort(Keys(aborts))
             self._after_faults()
 
@@ -335,13 +335,13 @@ class EngineClient:
                 self._pumps[replica] = asyncio.create_task(again_and_again(pump, LOOK_AGAIN_S))
 
     def _unfollow(self, replicas: set[str]) -> None:
-        """Stops asking replicas that are no more."""
+        """Stops asking replicas that no longer exist."""
         for replica in set(self._pumps) - replicas:
             if not self._ledger.runs_on(replica):
                 self._pumps.pop(replica).cancel()
 
     async def _pump_tokens(self, replica: str) -> None:
-        """Follows one worker, whatever life it is in."""
+        """Polls the tokens of one worker through all its lives."""
         worker = self._peers.worker(replica)
         is_external = is_backend(replica)
         inbox = TokenInbox()
@@ -374,14 +374,14 @@ class EngineClient:
         self._after_faults()
 
     def _note_returned(self, replica: str, deltas: Iterable[TokenDelta]) -> None:
-        """Why another server did not answer: if none does in the end, the client hears of it."""
+        """Notes why another server did not answer; the client is told if no server does in the end."""
         for delta in deltas:
             stream = self._streams.get(delta.request_id)
             if stream is not None and delta.error is not None:
                 stream.trouble = f"{replica}: {delta.error}" if delta.finish_reason == "abort" else ""
 
     def _after_faults(self) -> None:
-        """What the ledger has found lost goes out again, or is given up."""
+        """Sends the requests that the ledger found lost again, and fails the ones that it gave up."""
         for given_up in self._ledger.take_given_up():
             stream = self._streams.get(given_up.request_id)
             if stream is not None:  # else its client has left
@@ -434,7 +434,7 @@ class EngineClient:
 
     @property
     def hears(self) -> bool:
-        """Whether the Router has spoken of late; may be asked by any thread."""
+        """Whether the Router has answered within ``UNHEALTHY_AFTER_S``; any thread may ask."""
         heard_at = self._heard_at
         return heard_at is not None and time.monotonic() - heard_at < UNHEALTHY_AFTER_S
 
@@ -445,7 +445,6 @@ class EngineClient:
         return [*ended, *(each for trace in open_now for each in trace.so_far())]
 
     async def see(self, files: Sequence[ImageFile], salt: str) -> tuple[EncodedImage, ...]:
-        """As ``Generator.see``."""
         return await self._images.see(files, salt)
 
     async def close(self) -> None:

@@ -1,5 +1,4 @@
-"""Collects what is known of the decisions behind one answer, wherever that is: in the living components or in the
-log."""
+"""Collects the decision traces behind one answer, from the living components and from the log."""
 
 from __future__ import annotations
 
@@ -14,20 +13,20 @@ TIMEOUT_S = 2.0
 
 
 class Explanations:
-    """Asks the Router, which asks the Schedulers, and the log store."""
+    """Asks the log store and the Router, which asks the Schedulers."""
 
     def __init__(self, peers: PeerBook) -> None:
         self._router = peers.router()
         self._log_store = peers.log_store()
 
     async def find(self, response_id: str, own: Iterable[RequestTrace]) -> tuple[RequestTrace, ...]:
-        """Traces of the requests behind an answer, each once, in order of their ids; none if it is not known.
+        """Traces the requests behind an answer: each trace once, in order of ids; none if the answer is not known.
 
         Args:
-            own: Those that the asking ingress replica has itself.
+            own: Traces that the asking ingress replica has itself.
 
         Raises:
-            FarsightError: nothing is known of it, and the Router or the log store could not be asked.
+            FarsightError: Nothing is known of the answer, and the Router or the log store could not be asked.
         """
         query = TraceQuery(response_id)
         asked = (self._router.explain(query), self._log_store.read_traces(query))

@@ -1,4 +1,4 @@
-"""What an ingress replica refuses before it costs anything: a pure count of what is in flight, and a predicted wait."""
+"""The check of a request before it costs anything: a pure count of the requests in flight, and a predicted wait."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from policies.fleet.latency_targets import TargetCheck
 from policies.fleet.queue_delay import ended_after_s, queue_delay_s
 
 RETRY_AFTER_S = 1.0
-"""Where nothing is known of what requests take."""
+"""Seconds after which to try again, where nothing is known of how long requests take."""
 
 _LEAST_PREDICTED_S = 0.2
-"""A shorter wait says little, because the prompt and the first step take as long; but a limit so short that only such
-waits are admitted needs them: a tenth of the limit counts in any case."""
+"""Shorter predicted waits (s) teach little, because the prompt and the first step take as long. A short limit admits
+only such waits, so predictions from a tenth of the limit on count in any case."""
 
 _FADING = 0.02
 """Share of the past that a new wait replaces."""
 
 _MOST_CORRECTION = 4.0
-"""A wait beyond that has another cause, such as the death of a worker."""
+"""Largest factor between waits and predictions. A longer wait has another cause, such as the death of a worker."""
 
 _SURE = 0.99
-"""Share of the requests that are to wait no longer than the limit."""
+"""Share of the admitted requests that should wait no longer than the limit."""
 
 _NUM_ERRORS = 2000
-"""Latest errors of predictions from which it is learned how far waits exceed them. A machine stands still for a second
-now and then, more seldom than every ten seconds; under overload so many waits reach further back."""
+"""Latest errors of predictions, which teach how far waits exceed them. A machine stalls for a second now and then, at
+most every ten seconds; under overload so many waits reach further back than that."""
 
 _MOST_CAUTION = 0.5
-"""Share of the limit that is kept for errors at most."""
+"""Largest share of the limit that is reserved for errors."""
 
 
 class TooMuch(CapacityError):
     """A request that is refused at the first check.
 
     Args:
-        bound: Which bound it is: the label of ``farsight:rejected_requests``.
+        bound: The bound that was reached: the label of ``farsight:rejected_requests``.
     """
 
     def __init__(self, bound: str, message: str, retry_after_s: float) -> None:
@@ -62,12 +62,12 @@ class CountedRequest:
     """A request that was admitted and is in flight.
 
     Attributes:
-        key: Whose it is, as ``FirstCheck`` counts.
+        key: The key that ``FirstCheck`` counts it under.
         predicted_s: Its queue delay by the cost of steps, in seconds; 0 if none could be predicted.
         expected_s: The same, corrected by the waits before it.
         num_tokens: Output tokens so far.
-        output_len: Output tokens that it will have; None if it may end at any token. A forecast is no such number: with
-            forecasts that err by half, those that run end less as predicted than evenly.
+        output_len: Output tokens that it will have; None if it may end at any token. A forecast does not count: with
+            forecasts that err by half, requests end closer to evenly than to their forecasts.
         target_predicted_s: Predicted time to the first token of a request with a target; 0 without one.
     """
 
@@ -87,16 +87,16 @@ class CountedRequest:
 
 
 class FirstCheck:
-    """Counts by key what is in flight, and compares the waits that it predicts with those that follow.
+    """Counts the requests in flight by key, and compares predicted waits with the waits that follow.
 
     A key is the name of the tenant of an API key, "" where no keys are in use. The prediction knows the cost of steps
-    alone: what passes between them, and what other processes take of the machine, shows in the waits.
+    alone: the time between steps, and the load of other processes, shows in the waits.
 
     Args:
-        rejected: Told of each refusal by its bound.
+        rejected: Called at each refusal with its bound.
 
     Attributes:
-        limits: May be replaced at any time; what was admitted stays.
+        limits: May be replaced at any time; admitted requests stay.
     """
 
     def __init__(self, limits: ServerConfig, rejected: Callable[[str], None] = lambda _: None) -> None:
@@ -109,31 +109,31 @@ class FirstCheck:
         self._own_total = self._others_total = (0, 0)  # requests and tokens, over all keys
         self._outlook: LoadSnapshot | None = None
         self._unplaced: set[CountedRequest] = set()
-        self._unheard: set[CountedRequest] = set()  # which the Router may not have known when it last spoke of its load
+        self._unheard: set[CountedRequest] = set()  # the Router may not have counted them in its last load
         self._running: set[CountedRequest] = set()
         self._targets, self._predicted_s = TargetCheck(), 0.0
         self._predicted_s = self._waited_s = 0.0  # sums in which older waits fade
-        self._errors: deque[float] = deque()  # waits less what was expected, in seconds, in order of time ...
+        self._errors: deque[float] = deque()  # waits less expected waits, in seconds, in order of time ...
         self._ordered: list[float] = []  # ... and of size
-        self._tokens = self._tokens_s = 0.0  # the same of the tokens of those that run, and of the time between them
+        self._tokens = self._tokens_s = 0.0  # fading sums: tokens of running requests, and the seconds between them
 
     @property
     def snapshot(self) -> LoadSnapshot | None:
-        """The load as the Router last told it, with what has changed since; None before that."""
+        """The load that the Router last told, with the changes since; None before that."""
         return self._outlook
 
     def announcing(self) -> IngressLoad:
-        """What this replica has in flight; the answer to the announcement that is made now goes to ``heard``."""
+        """Returns ``load`` for an announcement, whose answer goes to ``heard``."""
         self._unheard = set(self._unplaced)
         return self.load()
 
     def load(self) -> IngressLoad:
-        """What this replica has in flight."""
+        """Returns the requests and prompt tokens that this replica has in flight."""
         own = self._own_requests
         return IngressLoad(tuple((key, own[key], self._own_tokens[key]) for key in own))
 
     def heard(self, reply: AnnounceReply) -> None:
-        """The Router has answered an announcement."""
+        """Books the Router's answer to an announcement."""
         self._others_requests = Counter({key: num for key, num, _ in reply.others.by_key})
         self._others_tokens = Counter({key: num for key, _, num in reply.others.by_key})
         self._others_total = self._others_requests.total(), self._others_tokens.total()
@@ -142,11 +142,10 @@ class FirstCheck:
             self._change(admitted.request, 1)
 
     def refusal(self, num_ahead: int = 0) -> TooMuch | None:
-        """Why any request at all would be refused now; None if one may be admitted. O(1), and O(running) if it is
-        refused.
+        """Returns why any request would be refused now; None if one may be admitted. O(1); a refusal is O(running).
 
         Args:
-            num_ahead: Requests that have come before it and that are not counted yet.
+            num_ahead: Requests that came before and are not counted yet.
         """
         num, tokens = self.in_flight
         limits = self.limits
@@ -158,7 +157,7 @@ class FirstCheck:
         return None
 
     def shed(self, num_ahead: int = 0) -> TooMuch | None:
-        """As ``refusal``, for a request that is refused if there is a reason."""
+        """Returns ``refusal`` and counts it: the caller refuses a request by it."""
         error = self.refusal(num_ahead)
         if error is not None:
             self._rejected(error.bound)
@@ -196,15 +195,14 @@ class FirstCheck:
         return self._check_delay()
 
     def free_places(self) -> int:
-        """Places at the replicas that no request has, wherever it came in; 0 as long as one waits for a replica, and
-        before the Router has spoken."""
+        """Returns how many more requests all replicas can run now; 0 while one waits, or before the Router answers."""
         outlook = self._outlook
         if outlook is None or outlook.demand.num_waiting:
             return 0
         return max(0, outlook.num_replicas * outlook.max_num_seqs - self.in_flight[0])
 
     def _check_targets(self, request: Request) -> None:
-        """A request that cannot have its tokens by when its client wants them is refused at once."""
+        """Raises TooMuch for a request whose tokens cannot come by the time that its client wants them."""
         self._predicted_s = 0.0
         if not request.wants_speed or self._outlook is None:
             return
@@ -213,11 +211,11 @@ class FirstCheck:
             raise TooMuch("deadline", missed.message, max(RETRY_AFTER_S, missed.late_s))
 
     def placed(self, admitted: CountedRequest) -> None:
-        """The Router has it, and counts it in its load from now on."""
+        """Books that the Router has the request, and counts it in its load from now on."""
         self._unplaced.discard(admitted)
 
     def waited(self, admitted: CountedRequest, waited_s: float, num_tokens: int = 1) -> None:
-        """A request had its first tokens so long after it was admitted."""
+        """Books the first tokens of a request, ``waited_s`` seconds after it was admitted."""
         self._running.add(admitted)
         admitted.num_tokens += num_tokens
         if admitted.target_predicted_s:
@@ -229,35 +227,35 @@ class FirstCheck:
             self._waited_s += waited_s - self._waited_s * _FADING
 
     def _note_error(self, error_s: float) -> None:
-        """O(``_NUM_ERRORS``), in the memory of one list."""
+        """Keeps an error, in order of time and of size. O(``_NUM_ERRORS``), in the memory of one list."""
         if len(self._errors) == _NUM_ERRORS:
             del self._ordered[bisect.bisect_left(self._ordered, self._errors.popleft())]
         self._errors.append(error_s)
         bisect.insort(self._ordered, error_s)
 
     def progressed(self, admitted: CountedRequest, num_tokens: int, seconds: float) -> None:
-        """A request that runs had so many more tokens, so long after those before."""
+        """Books further tokens of a running request, ``seconds`` after the tokens before."""
         admitted.num_tokens += num_tokens
         self._tokens += num_tokens - self._tokens * _FADING
         self._tokens_s += seconds - self._tokens_s * _FADING
 
     @property
     def correction(self) -> float:
-        """Waits over their predictions, of late."""
+        """Ratio of recent waits to their predictions."""
         if not self._predicted_s:
             return 1.0
         return min(_MOST_CORRECTION, max(1 / _MOST_CORRECTION, self._waited_s / self._predicted_s))
 
     @property
     def caution_s(self) -> float:
-        """Seconds by which all but the longest waits of late exceeded what was expected, at most."""
+        """Most seconds by which recent waits exceeded the expected ones, the longest 1 % aside."""
         if not self._ordered:
             return 0.0
         error_s = self._ordered[int(_SURE * (len(self._ordered) - 1))]
         return min(_MOST_CAUTION * self.limits.max_wait_s, max(0.0, error_s))
 
     def leave(self, admitted: CountedRequest) -> None:
-        """It is in flight no more."""
+        """Books that the request is no longer in flight."""
         key = admitted.key
         self._unplaced.discard(admitted)
         self._unheard.discard(admitted)
@@ -279,12 +277,12 @@ class FirstCheck:
         self._change(request, num)
 
     def _change(self, request: Request, num: int) -> None:
-        """The load with this request more (``num`` 1) or less (-1)."""
+        """Adds this request to the load (``num`` 1), or takes it out (-1)."""
         if self.limits.max_wait_s and self._outlook is not None:
             self._outlook = _changed(self._outlook, request, num)
 
     def _check(self, num: int, tokens: int, prompt_len: int, whose: str, most: int, most_tokens: int) -> None:
-        """0 is no limit. A request alone may have more tokens than the limit: else it could never run."""
+        """Raises TooMuch at a limit; 0 is none. A lone request may exceed that of tokens: else it could never run."""
         if most and num >= most:
             message = f"too many requests{whose} in flight: {num}, limit {most}"
             raise TooMuch("max_num_queued_reqs", message, self._ended_after_s(num - most + 1))
@@ -294,7 +292,7 @@ class FirstCheck:
             raise TooMuch("max_num_queued_tokens", message, self._ended_after_s(math.ceil(share * num)))
 
     def _check_delay(self, num_ahead: int = 0) -> float:
-        """The predicted delay behind all in flight and so many more like them."""
+        """Predicts the seconds behind all in flight and ``num_ahead`` more; raises TooMuch if they exceed the limit."""
         most_s, outlook = self.limits.max_wait_s, self._outlook
         if not most_s or outlook is None:
             return 0.0
@@ -308,7 +306,7 @@ class FirstCheck:
         return predicted_s
 
     def _shorter_after_s(self, outlook: LoadSnapshot, limit_s: float) -> float:
-        """Until so many have ended that the predicted delay is no longer than this limit."""
+        """Returns the seconds until enough requests have ended for the predicted delay to meet this limit."""
         lowest, highest = 0, outlook.demand.num_requests
         while highest - lowest > 1:
             middle = (lowest + highest) // 2
@@ -320,12 +318,12 @@ class FirstCheck:
         return self._ended_after_s(highest)
 
     def _ended_after_s(self, num_requests: int) -> float:
-        """Until so many have ended, if no others come: as those that run come to their ends, where these are known, and
-        beyond these as evenly as they do in the mean."""
+        """Returns the seconds until ``num_requests`` have ended, if no others come: running requests of known length
+        end in their order; beyond these, requests end evenly at the mean rate."""
         outlook = self._outlook
         if outlook is None:
             return RETRY_AFTER_S
-        # Those that came in elsewhere end as ours do.
+        # Requests of other ingress replicas end as this replica's do.
         own, others = self._own_total[0], self._others_total[0]
         num_own = math.ceil(num_requests * own / (own + others)) if others else num_requests
         left = self._left()
@@ -335,7 +333,7 @@ class FirstCheck:
         return RETRY_AFTER_S if found is None else self.correction * found
 
     def _left(self) -> list[float]:
-        """Tokens still to come of each own request that runs; none unless it is known of all."""
+        """Returns the tokens still to come of each running request of this replica; empty unless all are known."""
         left = []
         for admitted in self._running:
             if admitted.output_len is None:
@@ -345,9 +343,9 @@ class FirstCheck:
 
 
 def _changed(seen: LoadSnapshot, request: Request, num: int) -> LoadSnapshot:
-    """The load with this request more (``num`` 1) or less (-1).
+    """Returns the load with this request added (``num`` 1) or taken out (-1).
 
-    Its output is taken as long as the others' in the mean; alone, as long as it may be.
+    Its output counts as the mean of the others; alone, as its limit.
     """
     demand = seen.demand
     before = demand.num_requests
@@ -366,8 +364,7 @@ def _changed(seen: LoadSnapshot, request: Request, num: int) -> LoadSnapshot:
 
 
 def _longer(seen: LoadSnapshot, num: int) -> LoadSnapshot:
-    """The load with so many requests more, or less if that is negative, each as the others are in the mean; unchanged
-    where there are none."""
+    """Returns the load with ``num`` average requests added, or taken out if negative; unchanged if it is empty."""
     demand = seen.demand
     if not demand.num_requests:
         return seen

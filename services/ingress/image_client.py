@@ -1,4 +1,4 @@
-"""The ingress's side of pictures: has them encoded, by whichever ImageEncoder lives."""
+"""The ingress's side of pictures: has a living ImageEncoder encode them."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from services.api.errors import ApiError, unavailable
 from services.api.pictures.fetching import FetchLimits, PictureFetcher, Wanted
 
 COUNTS_S = 5.0
-"""How often the number of encoders is looked up."""
+"""Seconds between two lookups of the number of encoders."""
 
 RETRY_AFTER_S = 2.0
 
 BEGIN_S = 60.0
-"""Within so long after its pictures are encoded a request begins."""
+"""Seconds within which a request begins after its pictures are encoded."""
 
 _MIB = 1 << 20
 
 
 class ImageClient:
-    """Asks the encoder that a picture belongs to by its content, so that no other encodes it again. Pictures that are
-    named by a URL are fetched before.
+    """Sends each picture to the encoder that its content selects, so that no other encodes it again.
+
+    Pictures that are named by a URL are fetched before.
 
     Args:
-        site: What is served; its settings bound what waits here.
-        owner: Names this client among those of the machine.
+        site: What is served; its settings bound the pictures that wait here.
+        owner: Names this client among the clients of the machine.
     """
 
     def __init__(self, site: Site, peers: PeerBook, owner: str) -> None:
@@ -55,7 +56,7 @@ class ImageClient:
             await asyncio.sleep(COUNTS_S)
 
     async def see(self, files: Sequence[ImageFile], salt: str) -> tuple[EncodedImage, ...]:
-        """As ``Generator.see``: an encoder that dies is asked again when it is back."""
+        """Returns what the model reads, as ``Generator.see``; asks an encoder that dies again when it is back."""
         wanted = [Wanted(file.field, file.url) for file in files if file.url]
         if not wanted:
             return await self._seen(files, salt)
@@ -77,7 +78,7 @@ class ImageClient:
         return tuple(images)
 
     def _held_for_request(self, image: EncodedImage) -> bool:
-        """Whether its rows are there, and stay until its request has begun; they may be dropped at any time else."""
+        """Holds an image's rows until its request has begun; returns False if they were dropped before."""
         if self._holder is None or not image.rows:
             return True
         if not self._holder.hold(image.rows):
@@ -87,10 +88,10 @@ class ImageClient:
 
     @contextlib.contextmanager
     def held(self, request: Request) -> Iterator[None]:
-        """The rows of a request's images stay.
+        """Holds the rows of a request's images.
 
         Raises:
-            ApiError: 503: they are not there any more.
+            ApiError: 503: the rows are gone.
         """
         names: list[str] = []
         try:
@@ -104,7 +105,7 @@ class ImageClient:
                 self._holder.release(name)  # type: ignore[union-attr]
 
     def close(self) -> None:
-        """Ends what is held."""
+        """Releases all rows."""
         if self._holder is not None:
             self._holder.close()
 

@@ -54,13 +54,13 @@ from services.proxy.timed_http import ConnectionLimits
 from services.run_file import ADMIN_TOKEN_VARIABLE
 
 QUIET_REQUESTS = 32
-"""With no more than these open, a full collection of garbage takes a few milliseconds."""
+"""Most open requests at which a full garbage collection runs: it takes a few milliseconds then."""
 
 
 def connection_limits(server: ServerConfig, *, behind_haproxy: bool) -> ConnectionLimits:
     """Limits of the connections of an ingress replica.
 
-    Behind our HAProxy all connections come from HAProxy's address, and HAProxy itself counts those of each client.
+    Behind our HAProxy all connections come from HAProxy's address, and HAProxy itself counts each client's connections.
     """
     limits = ConnectionLimits.of(server)
     return dataclasses.replace(limits, per_address=0) if behind_haproxy else limits
@@ -71,7 +71,7 @@ class Ingress:
 
     Args:
         site: What is served.
-        scales_ingress: Whether somebody follows the wanted number of ingress replicas.
+        scales_ingress: Whether a process makes the number of ingress replicas the wanted one.
     """
 
     def __init__(self, site: Site, scales_ingress: bool) -> None:
@@ -102,7 +102,7 @@ class Ingress:
         limits = connection_limits(server, behind_haproxy=PROXY_DIRECTORY_VARIABLE in os.environ)
 
         def refusal() -> CapacityError | None:
-            """Before it is parsed; not where keys have to be looked at first, or a drain is the reason."""
+            """Refuses a request before it is parsed, except where keys come first or a drain is the reason."""
             return client.first_check.shed(len(pace)) if access.is_open and not readiness.is_draining else None
 
         # Ray Serve starts its server in this process once the application is built.
@@ -132,7 +132,7 @@ class Ingress:
         )
 
     def _spans(self, client: EngineClient) -> SpanExporter | None:
-        """Sends spans from now on, if there is an endpoint for them."""
+        """Starts to send spans, if there is an endpoint for them."""
         if not self._site.config.traces.endpoint:
             return None
         exporter = SpanExporter(self._site.config.traces, client.overview, client.registry)
@@ -158,7 +158,7 @@ class Ingress:
         await again_and_again(runner.run, LOOK_AGAIN_S)
 
     def _make_access_control(self, client: EngineClient) -> AccessControl:
-        """Access control, which counts tenants together with the other ingress replicas from now on."""
+        """Makes the access control, which counts tenants together with the other ingress replicas."""
         config = self._site.config
         # Under `serve deploy` the address is the cluster's, and unknown here.
         on_loopback = self._administration.scales_ingress and is_loopback(config.server.host)
@@ -177,7 +177,7 @@ class Ingress:
 
     @staticmethod
     async def _tell_liveness(client: EngineClient, readiness: Readiness) -> None:
-        """Where HAProxy is ours. Ray Serve's controller asks the replica's actor, which is on the same event loop."""
+        """Publishes ``Liveness`` to our HAProxy, if any; Ray Serve's controller asks the actor on this event loop."""
         from ray import serve
 
         directory = os.environ.get(PROXY_DIRECTORY_VARIABLE)
@@ -233,14 +233,14 @@ def why_no_forecasts(config: FarsightConfig) -> str:
 
 
 def served_abilities(site: Site) -> Abilities:
-    """What the replicas can do: those of our own engine; other servers generate."""
+    """Returns what the replicas of our own engine can do; other servers only generate."""
     if not site.config.model.replicas or site.config.engine.profile:
         return Abilities()
     return abilities_of(Path(site.model_dir))
 
 
 def served_image_input(site: Site) -> ImageInput | None:
-    """How the replicas of our own engine see; None if they do not."""
+    """Returns how the replicas of our own engine read pictures; None if they do not."""
     geometry = load_geometry(Path(site.model_dir)) if site.sees else None
     if geometry is None:
         return None

@@ -1,8 +1,8 @@
-"""What an ingress replica knows of its open requests: a state machine without clock or I/O.
+"""The ledger of an ingress replica's open requests: a state machine without clock or I/O.
 
-It owns ``(request_id, attempt)``. Whatever dies, an attempt that nobody runs any more is followed by a higher one that
-begins where the client's tokens end; tokens of other attempts are dropped. So a stream has no gap, no repeat and one
-end (design section 3, rules 8 and 10).
+The ledger owns ``(request_id, attempt)``. Whatever dies, an attempt that no worker runs any more is followed by a
+higher one that begins where the client's tokens end; tokens of other attempts are dropped. So a stream has no gap, no
+repeat and one end (design section 3, rules 8 and 10).
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from core.messages.tokens import TokenDelta
 from core.request import Request
 
 MAX_ATTEMPTS = 20
-"""A request that workers have lost so often may be what kills them: it is given up. A Router's absence costs none."""
+"""A request that workers have lost so often may be what kills them, and is given up. A lost Router does not count."""
 
 NO_LOAD = IngressLoad()
 
 ABORT_AGAIN_S = 1.0
-"""An attempt that still sends tokens so long after its abort is aborted again: the message was lost."""
+"""Seconds after which an attempt that still sends tokens is aborted again: the first message was lost."""
 
 
 @dataclass(slots=True)
 class OpenStream:
-    """One open request. The ledger changes it until it ends; the replica that made it adds its client's side.
+    """One open request. The ledger changes it until it ends; a subclass adds the client's side.
 
     Attributes:
         request: The current attempt.
         output_ids: All tokens that have come, over all attempts.
-        num_unnamed: Tokens behind them that another server made. Only their text is known, so no other replica can go
-            on where they end.
+        num_unnamed: Tokens behind ``output_ids`` that another server made. Only their text is known, so no other
+            replica can go on where they end.
         sent: Whether a Router was sent the current attempt.
         replica: Where the current attempt is; empty if that is not known.
         num_lost: Attempts that were lost after a Router had taken them.
@@ -62,7 +62,7 @@ class GivenUp:
     """A request that is closed without an end; its client has yet to be told.
 
     Attributes:
-        attempts: How many there were.
+        attempts: Number of its attempts.
     """
 
     request_id: str
@@ -90,27 +90,27 @@ class RequestLedger:
         return bool(self._outgoing or self._aborts)
 
     def runs_on(self, replica: str) -> bool:
-        """Whether tokens of an open request may come from there."""
+        """Returns whether tokens of an open request may come from this replica."""
         return any(stream.replica == replica for stream in self._open.values())
 
     def replica_of(self, request_id: str) -> str | None:
-        """Where the current attempt of an open request is, empty if it is nowhere; None if it is not open."""
+        """Returns the replica of an open request's current attempt, empty if it is nowhere; None if it is not open."""
         stream = self._open.get(request_id)
         return None if stream is None else stream.replica
 
     def open(self, stream: OpenStream) -> None:
-        """A client wants this; it goes out with the next ``take_outgoing``."""
+        """Opens a client's request; the next ``take_outgoing`` returns it."""
         request_id = stream.request.request_id
         self._open[request_id] = stream
         self._outgoing[request_id] = None
 
     def foresee(self, stream: OpenStream, forecast: Forecast) -> int | None:
-        """Its next attempts carry the forecast; returns the attempt that is on its way without, if one is."""
+        """Gives the forecast to the next attempts; returns the open attempt that was sent without it, if any."""
         stream.request = dataclasses.replace(stream.request, forecast=forecast)
         return stream.request.attempt if stream.sent and stream.request.request_id in self._open else None
 
     def close(self, request_id: str, now: float) -> None:
-        """The client has left, or was answered by other means; a request that has ended is closed already."""
+        """Closes and aborts a request whose client has left, or was answered by other means; ended ones are closed."""
         stream = self._open.pop(request_id, None)
         if stream is None:
             return
@@ -119,7 +119,7 @@ class RequestLedger:
             self._abort(stream.key, now)
 
     def take_outgoing(self) -> tuple[tuple[Request, ...], tuple[Key, ...]]:
-        """What the Router must be told: attempts to run, attempts to forget."""
+        """Takes what the Router must be told: attempts to run, and attempts to forget."""
         requests = []
         for request_id in self._outgoing:
             stream = self._open[request_id]
@@ -131,7 +131,7 @@ class RequestLedger:
         return tuple(requests), aborts
 
     def submitted(self, reply: SubmitReply) -> list[Refusal]:
-        """The Router has answered; returns the refusals of requests that are still open, which they end."""
+        """Books the Router's answer; returns the refusals of open requests, which are closed by them."""
         self._note_placed(reply.placed)
         return self._refused(reply.refusals)
 
@@ -142,14 +142,14 @@ class RequestLedger:
                 stream.replica, stream.worker_incarnation = placed.replica, placed.worker_incarnation
 
     def submit_failed(self, requests: Iterable[Request]) -> None:
-        """The Router died with these in its hands, or is not there; nobody knows whether they were placed."""
+        """Sends these requests again as new attempts: the Router died with them or is absent, so they may be placed."""
         for request in requests:
             stream = self._current((request.request_id, request.attempt))
-            if stream is not None and not stream.num_unnamed:  # whose tokens have come is placed, and runs
+            if stream is not None and not stream.num_unnamed:  # else it runs: its tokens have come
                 self._follow_up(stream)
 
     def receive(self, replica: str, incarnation: str, deltas: Iterable[TokenDelta], now: float) -> list[TokenDelta]:
-        """Tokens from a worker; returns those for clients. The one with a finish reason closes its request."""
+        """Books tokens from a worker; returns the deltas for clients. A finish reason closes the request."""
         return [delta for delta in deltas if self._take(replica, incarnation, delta, now)]
 
     def _take(self, replica: str, incarnation: str, delta: TokenDelta, now: float) -> bool:
@@ -160,7 +160,7 @@ class RequestLedger:
             return False
         stream.replica, stream.worker_incarnation = replica, incarnation
         if delta.finish_reason == "abort" or delta.start != stream.output_len:
-            self._resume([stream.key])  # nobody here has aborted it, or tokens were lost on the way
+            self._resume([stream.key])  # the abort did not come from here, or tokens were lost on the way
             return False
         stream.output_ids += delta.token_ids
         stream.num_unnamed += delta.num_unnamed
@@ -169,26 +169,26 @@ class RequestLedger:
         return True
 
     def worker_lost(self, replica: str) -> None:
-        """Its connection broke: what ran there is resumed wherever the Router places it."""
+        """Resumes the requests of a worker whose connection broke, wherever the Router places them."""
         self._resume([stream.key for stream in self._open.values() if stream.replica == replica])
 
     def announce(self, load: IngressLoad = NO_LOAD) -> Announce:
-        """All that has been sent and is still open.
+        """Lists the requests that have been sent and are still open.
 
         Args:
-            load: What this replica has in flight, as its ``FirstCheck`` counts it.
+            load: The load of this replica, as its ``FirstCheck`` counts it.
         """
         streams = [stream for stream in self._open.values() if stream.sent]
         return Announce(self.ingress_id, tuple(map(_announced, streams)), load)
 
     def announced(self, reply: AnnounceReply) -> list[Refusal]:
-        """The Router's answer: what is lost is resumed; returns refusals as ``submitted`` does."""
+        """Books the Router's answer: resumes lost requests; returns refusals as ``submitted`` does."""
         self._note_placed(reply.placed)
         self._resume(reply.lost)
         return self._refused(reply.refusals)
 
     def take_given_up(self) -> list[GivenUp]:
-        """Requests that were resumed too often, or cannot be resumed."""
+        """Takes the requests that were resumed too often, or cannot be resumed."""
         given_up, self._given_up = self._given_up, []
         return given_up
 
@@ -200,12 +200,12 @@ class RequestLedger:
         return ended
 
     def _current(self, key: Key) -> OpenStream | None:
-        """The open request whose attempt this is, once it has been sent."""
+        """Returns the open request of which this attempt is the current one and has been sent."""
         stream = self._open.get(key[0])
         return stream if stream is not None and stream.sent and stream.key == key else None
 
     def _resume(self, keys: Iterable[Key]) -> None:
-        """These were lost; they go out again, or are given up."""
+        """Sends lost attempts again as higher ones, or gives them up."""
         for key in keys:
             stream = self._current(key)
             if stream is None:
@@ -224,7 +224,7 @@ class RequestLedger:
         self._given_up.append(GivenUp(request_id, attempt + 1, reason))
 
     def _follow_up(self, stream: OpenStream) -> None:
-        """A higher attempt goes on where the client's tokens end."""
+        """Makes a higher attempt, which goes on where the client's tokens end."""
         request_id, attempt = stream.key
         stream.request = dataclasses.replace(stream.request, attempt=attempt + 1, output_ids=tuple(stream.output_ids))
         stream.sent, stream.replica, stream.worker_incarnation = False, "", ""
@@ -232,7 +232,7 @@ class RequestLedger:
         self.num_resumed += 1
 
     def _abort(self, key: Key, now: float) -> None:
-        """Amortised O(1): what was aborted long ago is forgotten from the oldest on."""
+        """Aborts an attempt unless that was done within ``ABORT_AGAIN_S``. Amortised O(1)."""
         aborted_at = self._aborted_at
         while aborted_at:
             oldest = next(iter(aborted_at))

@@ -27,7 +27,7 @@ _BODIES: dict[str, type[ChatCompletionRequest] | type[CompletionRequest]] = {
 
 
 def line_forecasts(client: EngineClient, encoder: PromptEncoder) -> ForecastLines | None:
-    """What forecasts the lines of batches that run over this client; None if no request of it gets a forecast."""
+    """Returns a function that forecasts lines of this client's batches; None if its requests get no forecasts."""
     forecaster = client.forecaster
     if forecaster is None:
         return None
@@ -46,7 +46,7 @@ def line_forecasts(client: EngineClient, encoder: PromptEncoder) -> ForecastLine
 
 
 async def _question(line: BatchLine, client: EngineClient, encoder: PromptEncoder) -> ForecastQuestion | None:
-    """About its first prompt; None where the line is wrong, which its own answer says, or its prompt is no text."""
+    """Asks about a line's first prompt; None if that is not text or the line is invalid, as its own answer says."""
     schema = _BODIES.get(line.url)
     if schema is None:
         return None

@@ -1,8 +1,8 @@
-"""Says that an ingress replica lives, apart from the event loop whose life it tells of.
+"""Tells whether an ingress replica lives, from outside the event loop that it watches.
 
 A thread with an event loop of its own answers, on a port of the loopback interface: HAProxy's checks and ``/health``
-need not wait behind the work of a burst. It answers for the loop that serves requests: once that has not turned for
-``HUNG_S``, the replica counts as dead, though its process lives.
+need not wait behind the work of a burst. The thread answers for the loop that serves requests: once that has not turned
+for ``HUNG_S``, the replica counts as dead, though its process lives.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from services.proxy.haproxy_config import CHECK_PATH, HEALTH_PATH, LIVENESS_FOLD
 
 BEAT_S = 0.25
 HUNG_S = 10.0
-"""A loop that has not turned for so long is not busy but stuck: in a burst a turn takes tens of milliseconds."""
+"""Seconds without a turn after which a loop is not busy but stuck: in a burst a turn takes tens of milliseconds."""
 
 SWITCH_S = 0.001
-"""How long a busy event loop keeps the interpreter from the thread, which needs it a dozen times for an answer."""
+"""Seconds that a busy event loop keeps the interpreter from the thread, which needs it a dozen times for an answer."""
 
 REQUEST_S = 5.0
 MAX_REQUEST_BYTES = 8192
 MAX_CONNECTIONS = 256
-"""What a caller may take of the thread: so long for its request, so much of it, and so many callers at once."""
+"""Bounds of callers: seconds to send a request, bytes of a request, and callers at once."""
 
 
 class Liveness:
@@ -40,7 +40,7 @@ class Liveness:
     Args:
         healthy: Whether requests can be taken; called in the thread, so it may only read.
         now: A monotonic clock, in seconds.
-        readiness: What is known of the Supervisor and of a drain; without it there is neither.
+        readiness: Whether a Supervisor answers and whether a drain is on; without it there is neither.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class Liveness:
 
     @property
     def alive(self) -> bool:
-        """Whether the watched loop has turned of late."""
+        """Whether the watched loop has turned within ``HUNG_S``."""
         return self._now() - self._turned_at < HUNG_S
 
     async def start(self) -> int:
-        """Begins to answer; returns the port."""
+        """Starts the thread; returns its port."""
         self._watch()
         sys.setswitchinterval(SWITCH_S)
         listens: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -107,7 +107,7 @@ class Liveness:
         loop.close()
 
     def reply(self, head: bytes) -> bytes:
-        """The answer to a request of which this is the beginning."""
+        """Returns the answer to a request that begins with ``head``."""
         method, _, rest = head.partition(b" ")
         path = rest.split(b" ", 1)[0].partition(b"?")[0].decode("latin-1")
         if method != b"GET":
@@ -158,7 +158,7 @@ class _Connection(asyncio.Protocol):
             self._patience.cancel()
 
     def give_up(self) -> None:
-        """Closes it unanswered."""
+        """Closes the connection without an answer."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -177,11 +177,11 @@ def _http(status: int, body: dict[str, object], headers: str = "") -> bytes:
 
 
 def publish(port: int, replica_id: str, directory: Path) -> None:
-    """Tells the proxy of this node where the replica's life is told.
+    """Tells the proxy of this node the port of the replica's ``Liveness``.
 
     Args:
         replica_id: As Ray Serve has it; the end of the name that it gives to the replica in HAProxy's configuration.
-        directory: Of the proxy's files.
+        directory: Directory of the proxy's files.
     """
     folder = directory / LIVENESS_FOLDER
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Finds a request in the log, and those that ended around it."""
+"""Finds a request in the log, and the requests that ended around it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ PAGE = 1000
 """Records of one reply: reading them takes about 10 ms of the event loop."""
 
 MOST_RECORDS = 10_000
-"""Latest ended requests among which it is looked for."""
+"""Latest ended requests that are searched."""
 
 MOST_BEFORE = 2000
-"""Records before its own that are read."""
+"""Records before the request's own that are read."""
 
 TIMEOUT_S = 5.0
 _END = 2**63 - 1
@@ -34,7 +34,7 @@ class LoggedRequests:
     """Reads the log from its end backwards.
 
     Args:
-        config: Of the service.
+        config: The service's configuration.
     """
 
     def __init__(self, peers: PeerBook, config: FarsightConfig) -> None:
@@ -42,7 +42,7 @@ class LoggedRequests:
         self._settings = served_settings(config)
 
     async def around(self, request_id: str, seen: LoadSnapshot | None) -> LoggedWindow | None:
-        """A window of the log; None if the request is not among the latest.
+        """Returns the window of the log around a request; None if it is not among the latest.
 
         Args:
             seen: The load now, which tells how a replica runs.

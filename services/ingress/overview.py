@@ -1,4 +1,4 @@
-"""What all processes together say: one status, one exposition of metrics."""
+"""The answers of all processes together: one status, one exposition of metrics."""
 
 from __future__ import annotations
 
@@ -43,26 +43,26 @@ from services.ingress.logged_requests import LoggedRequests
 from services.ingress.processes import processes_here
 
 _OPEN = {"Accept": OPEN_METRICS_TYPE}
-"""So that another ingress replica's exemplars come along."""
+"""OpenMetrics, so that another ingress replica sends its exemplars."""
 
 TIMEOUT_S = 1.0
 """A process that does not answer within this time is shown as dead."""
 
 ARTEFACTS_FOR_S = 10.0
-"""Pages show what has been learned at most this late."""
+"""Seconds by which pages show learned artefacts late at most."""
 
 MAX_ASKED = 12
-"""Components of a kind that are asked for their last decisions."""
+"""Most components of a kind that are asked for their last decisions."""
 
 DEFECTS = (RayTaskError, RemoteError)
-"""What a component raised by mistake, from another node or from this one."""
+"""Unexpected errors of a component, from another node or from this one."""
 
 
 R = TypeVar("R")
 
 
 class Own(Protocol):
-    """What the ingress replica that asks knows by itself."""
+    """What the asking ingress replica knows by itself."""
 
     ingress_id: str
     registry: CollectorRegistry
@@ -90,16 +90,16 @@ class Overview:
         self._learned = Recent(self._ask_artefacts, ARTEFACTS_FOR_S)
 
     async def status(self) -> StatusReply:
-        """A row for every component; those of a process that does not answer are dead.
+        """Returns a row for every component; components of a process that does not answer are dead.
 
-        All are asked at once: however many are dead, it takes twice ``TIMEOUT_S`` at most.
+        All processes are asked at once: however many are dead, the answer takes twice ``TIMEOUT_S`` at most.
         """
         await self._count()
         status, processes = await asyncio.gather(self._status(), asyncio.to_thread(processes_here))
         return dataclasses.replace(status, processes=processes)
 
     async def last_status(self) -> StatusReply:
-        """The same as the Supervisor saw it a moment ago, which is one question; without one that knows, as it is."""
+        """Returns the status that the Supervisor saw last, by one question; without an answer, asks every process."""
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 seen = await self.supervisor.seen()
@@ -134,10 +134,10 @@ class Overview:
         return StatusReply((*map(self._with_drain, rows), *drained, *ingress_rows), kv, artefacts, delay_s)
 
     async def answer(self, who: str, asked: Awaitable[R]) -> R:
-        """Returns what a component says to a message, if it does so in time.
+        """Returns a component's answer to a message.
 
         Raises:
-            FarsightError: It does not.
+            FarsightError: The component does not answer within ``TIMEOUT_S``.
         """
         try:
             async with asyncio.timeout(TIMEOUT_S):
@@ -153,7 +153,7 @@ class Overview:
         """Returns what is known of the decisions behind an answer, by all components.
 
         Raises:
-            FarsightError: Nothing is known of it, and the Router or the log store could not be asked.
+            FarsightError: Nothing is known of the answer, and the Router or the log store could not be asked.
         """
         return await self._explanations.find(response_id, self._own.own_traces(response_id))
 
@@ -166,7 +166,7 @@ class Overview:
         return await self._logged.around(request_id, self._own.first_check.snapshot)
 
     async def recent_decisions(self, kind: str) -> tuple[RecentDecisions, ...]:
-        """The last decisions of the components of a kind, of those that answer; none of an ingress replica."""
+        """Returns the last decisions of those components of a kind that answer; none of an ingress replica."""
         components = [SUPERVISOR, *wanted_components(self._counts, self._config.model.num_ranks)]
         asked = [name for name in components if kind_of(name, self._config) == kind][:MAX_ASKED]
         hosts = by_host(asked, self._peers.placement)
@@ -181,7 +181,7 @@ class Overview:
             return ()
 
     async def live(self, max_rows: int) -> LiveView:
-        """What is on each replica that answers; at most so many requests of each."""
+        """Returns the requests on each replica that answers, at most ``max_rows`` of each."""
         replicas = own_replicas(self._counts)
         found, snapshot, left = await asyncio.gather(
             asyncio.gather(*(self._live(replica, LiveQuery(max_rows)) for replica in replicas)),
@@ -218,7 +218,7 @@ class Overview:
                 with suppress(aiohttp.ClientError, TimeoutError):
                     async with session.get(f"http://127.0.0.1:{row.http_port}/metrics", headers=_OPEN) as reply:
                         pages[row.name] = await reply.text()
-        # In a thread: with many processes it takes long enough to be seen in the streams.
+        # In a thread: with many processes the merge takes long enough to delay streams.
         found = {name: text for name, text in pages.items() if text}
         return await asyncio.to_thread(merge_expositions, found, open_metrics=open_metrics)
 
@@ -243,7 +243,7 @@ class Overview:
         return [*rows, *(self._dead(component) for component in components if component in missing)]
 
     def _remembered(self, row: ComponentStatus) -> ComponentStatus:
-        """A row of the Supervisor's: one without a process did not answer."""
+        """Remembers a row that the Supervisor saw; a row without a process did not answer and becomes dead."""
         if not row.pid:
             return self._dead(row.name)
         self._last[row.name] = row
@@ -270,7 +270,7 @@ class Overview:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 return await ask()
-        except (FarsightError, TimeoutError, *DEFECTS):  # it may be there and not have opened its file yet
+        except (FarsightError, TimeoutError, *DEFECTS):  # the log store may not have opened its file yet
             return ()
 
     async def _snapshot(self) -> LoadSnapshot | None:
@@ -292,17 +292,17 @@ class Overview:
             return []
 
     def _with_drain(self, row: ComponentStatus) -> ComponentStatus:
-        """The state of a replica's component is that of its replica while that drains."""
+        """Replaces the state of a ready component by ``draining`` while its replica drains."""
         drains = row.state == "ready" and replica_of(row.name) in self._counts.draining
         return dataclasses.replace(row, state="draining") if drains else row
 
     def _drained(self, replica: str) -> ComponentStatus:
-        """The one row of a replica that the operator has taken out."""
+        """Makes the one row of a replica that the operator has taken out."""
         name = worker_name(replica)
         return ComponentStatus(name, kind_of(name, self._config), 0, "", "drained", 0, None, 0, 0)
 
     def _dead(self, component: str) -> ComponentStatus:
-        """What is known of it from its life, as far as that outlasts it."""
+        """Makes the row of a dead component, from its last row if there is one."""
         last = self._last.get(component)
         if last is None:
             return ComponentStatus(component, kind_of(component, self._config), 0, "", "dead", 0, None, 0, 0)

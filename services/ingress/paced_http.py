@@ -19,10 +19,10 @@ from services.api.shedding import Reason, Refused, asks_for_tokens
 from services.proxy.timed_http import ConnectionLimits, TimedHttp
 
 ACCEPTED_PER_TURN = 64
-"""Connections taken from the listening socket in one turn of the event loop: some 5 ms."""
+"""Most connections taken from the listening socket in one turn of the event loop: some 5 ms."""
 
 REFUSED_PER_TURN = 16
-"""Requests refused in one turn before they are parsed: some 4 ms."""
+"""Most requests refused in one turn before they are parsed: some 4 ms."""
 
 BACKLOG = 4096
 """Connections that may wait to be accepted. Beyond it the kernel drops them, and clients try again after seconds."""
@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 
 
 class PacedHttp(TimedHttp):
-    """One connection. The first bytes of a POST wait until the pace admits them; what is under way goes on.
+    """One connection. The first bytes of a POST wait until the pace admits them; a request under way goes on.
 
-    So a request that waits has cost no more than its connection: it is neither parsed nor routed, and Ray Serve has
-    not begun with it. Reading rests meanwhile, so at most one read's bytes are kept. Other methods are not held: a
-    look at the status goes ahead of the queue.
+    So a request that waits has cost no more than its connection: it is neither parsed nor routed, and Ray Serve does
+    not know of it. Reading is paused meanwhile, so at most one read's bytes are kept. Other methods are not held:
+    questions about the status go ahead of the queue.
     """
 
     def __init__(self, pace: LoopPace, server: PacedServer, *args: Any, **kwargs: Any) -> None:
@@ -55,11 +55,11 @@ class PacedHttp(TimedHttp):
 
     def data_received(self, data: bytes) -> None:
         if self._held:
-            self._held.append(data)  # had been read before the pause
+            self._held.append(data)  # read before the pause
         elif self._begins(data):
             self._held.append(data)
             self._unset_keepalive_if_required()  # the connection is not idle
-            self._wait(None)  # and what it waits for is us
+            self._wait(None)  # the client waits for this server, not the server for the client
             error = self._server.refusal(data)
             if error is None:
                 self.app, pace = self._app, self._pace
@@ -86,22 +86,23 @@ class PacedHttp(TimedHttp):
             super().data_received(data)
 
     def shutdown(self) -> None:
-        """The server stops listening: what has come is still answered."""
+        """Begins the held request when the server stops listening, so that it is still answered."""
         self._begin()
         super().shutdown()
 
 
 class PacedServer:
-    """Makes the connections of a uvicorn server; when one comes, it accepts the others that wait as well.
+    """Makes the connections of a uvicorn server; when one comes, also accepts the others that wait.
 
     uvloop takes one connection from a listening socket in each turn of the event loop. In a burst a turn takes some
-    10 ms: the socket's queue would fill, the kernel drop what comes then, and health checks wait behind all the rest.
+    10 ms: the socket's queue would fill, the kernel would drop further connections, and health checks would wait behind
+    the queue.
 
     Args:
-        reason: Asked as the first bytes of a request for tokens come.
+        reason: Called when the first bytes of a request for tokens come.
 
     Attributes:
-        refusals: The pace of requests that are refused before they are parsed: these do not wait behind the others.
+        refusals: The pace of requests that are refused before they are parsed, apart from the pace of the others.
     """
 
     def __init__(
@@ -122,17 +123,17 @@ class PacedServer:
         self._greetings: set[asyncio.Task[Any]] = set()
 
     def refusal(self, data: bytes) -> CapacityError | None:
-        """Why a request whose first bytes these are is refused at once."""
+        """Returns why a request that begins with ``data`` is refused at once; None if it is not."""
         return self._reason() if asks_for_tokens(data) else None
 
     def __call__(self, **arguments: Any) -> asyncio.Protocol:
-        """The protocol of a connection that the server has accepted; with what uvicorn hands to its protocols."""
+        """Returns the protocol of an accepted connection; uvicorn calls this with a protocol's arguments."""
         self._arguments = arguments
         self._accept_others()
         return self._protocol()
 
     def listens_on(self, port: int | None) -> None:
-        """Where the server listens; told by its connections."""
+        """Notes the port at which the server listens, as its connections tell it."""
         if port is None or (self._listener is not None and self._listener[0] == port):
             return
         descriptor = _find_listener(port)
@@ -169,13 +170,13 @@ class PacedServer:
 
 
 def pace_http(pace: LoopPace, limits: ConnectionLimits, reason: Reason, max_body_bytes: int) -> None:
-    """What every uvicorn server uses that this process starts from now on, as Ray Serve does in an ingress replica."""
-    # uvicorn takes a name to import, or what the name stands for.
+    """Makes all uvicorn servers that this process starts later paced, such as Ray Serve's in an ingress replica."""
+    # uvicorn takes the name of a protocol to import, or the protocol itself.
     cast(dict[str, Any], HTTP_PROTOCOLS)["auto"] = PacedServer(pace, limits, reason, max_body_bytes)
 
 
 def _duplicate(descriptor: int) -> socket.socket:
-    """Raises OSError if it is no socket."""
+    """Returns a second socket object for a descriptor. Raises OSError if it is not a socket."""
     duplicate = os.dup(descriptor)
     try:
         return socket.socket(fileno=duplicate)
@@ -185,7 +186,7 @@ def _duplicate(descriptor: int) -> socket.socket:
 
 
 def _find_listener(port: int) -> int | None:
-    """The descriptor of the socket of this process that listens on the port; None where the system does not tell."""
+    """Finds the descriptor of this process's socket that listens on the port; None where the system does not tell."""
     descriptors = os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else []
     for descriptor in map(int, descriptors):
         with contextlib.suppress(OSError), _duplicate(descriptor) as candidate:
@@ -195,7 +196,7 @@ def _find_listener(port: int) -> int | None:
 
 
 def _listens(candidate: socket.socket, port: int) -> bool:
-    """Whether it is a TCP socket that listens there."""
+    """Returns whether the candidate is a TCP socket that listens on the port."""
     if candidate.family not in (socket.AF_INET, socket.AF_INET6) or candidate.type != socket.SOCK_STREAM:
         return False
     listens = candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1

@@ -18,25 +18,26 @@ from core.request import Request
 from services.api.text.prompts import PromptText
 
 MAX_QUESTIONS = 64
-"""In one message."""
+"""Most questions in one message."""
 
 MAX_WAITING = 1024
-"""Questions that wait for a predictor; beyond them requests go without, as they do while there is none."""
+"""Most questions that wait for a predictor; further requests get no forecast, as while there is no predictor."""
 
 GATHER_S = 0.02
-"""What comes within so long is asked together, unless requests wait for it. A forecast matters to those who queue."""
+"""Seconds whose questions are asked together, unless requests wait for their forecasts. A forecast matters only to
+requests that queue."""
 
 COUNTS_S = 5.0
-"""How often the number of predictors is looked up."""
+"""Seconds between two lookups of the number of predictors."""
 
 ASK_S = 5.0
-"""So long ``forecasts`` waits for an answer."""
+"""Seconds that ``forecasts`` waits for its answers."""
 
 logger = logging.getLogger(__name__)
 
 
 def question_of(request: Request, text: PromptText) -> ForecastQuestion:
-    """What a predictor is told of a request whose prompt came as text."""
+    """Makes the question to a predictor about a request whose prompt came as text."""
     image_tokens = tuple(image.length for image in request.images)
     return ForecastQuestion(
         request.request_id,
@@ -51,10 +52,10 @@ def question_of(request: Request, text: PromptText) -> ForecastQuestion:
 
 
 class PredictorClient:
-    """Gives answers to ``answered`` as they come; a question that gets none is forgotten.
+    """Passes answers to ``answered`` as they come; a question without an answer is forgotten.
 
     Args:
-        degraded: Is told when a request goes without a forecast.
+        degraded: Notes that a request goes without a forecast.
         answered: Called with the request's id and its forecast, on the event loop.
     """
 
@@ -73,7 +74,7 @@ class PredictorClient:
         self._waiting: asyncio.Queue[ForecastQuestion] = asyncio.Queue(MAX_WAITING)
 
     def ask(self, question: ForecastQuestion) -> bool:
-        """Whether it has been taken."""
+        """Queues a question; returns False if the queue is full."""
         try:
             self._waiting.put_nowait(question)
         except asyncio.QueueFull:
@@ -83,7 +84,7 @@ class PredictorClient:
         return True
 
     async def forecasts(self, questions: Sequence[ForecastQuestion]) -> list[Forecast] | None:
-        """Asks at once, and waits; for what is no request yet. None if no predictor answers in time."""
+        """Asks at once, for prompts that are not requests yet; returns None if no predictor answers in time."""
         made: list[Forecast] = []
         try:
             async with asyncio.timeout(ASK_S):
@@ -97,7 +98,7 @@ class PredictorClient:
         return made
 
     async def run(self) -> None:
-        """Asks the predictors that are free; one message is under way for each."""
+        """Asks each predictor that is free; at most one message is under way for each."""
         pumps: list[asyncio.Task[None]] = []
         try:
             while True:

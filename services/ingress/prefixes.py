@@ -1,4 +1,4 @@
-"""What names the beginning of a prompt."""
+"""The names of a prompt's beginning, by which prefixes are compared."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvcache.block_manager import hash_blocks, salted_root
 
 
 def prefix_hashes(request: Request, block_size: int) -> tuple[int, ...]:
-    """Hashes of the prompt's full blocks; an image counts by its content. Empty where it can share none.
+    """Hashes the prompt's full blocks; an image counts by its content. Empty where the request can share none.
 
     Args:
         block_size: 0 where the placement compares no prompts.

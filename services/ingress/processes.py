@@ -17,14 +17,14 @@ _RAY = {"dashboard.py": "dashboard", "agent.py": "agent", "main.py": "runtime-en
 def processes_here() -> tuple[ProcessUse, ...]:
     """Returns every process of the service on this node, Ray's and HAProxy among them; none outside a Ray cluster.
 
-    Memory is proportional (PSS): what processes share is divided among them, so that a sum is right. It takes a few
-    milliseconds for each process.
+    Memory is proportional (PSS): shared memory is divided among its processes, so that a sum is right. The call takes a
+    few milliseconds for each process.
     """
     return tuple(_use(process, name) for process, name in _family())
 
 
 def _family() -> Iterator[tuple[psutil.Process, str]]:
-    """The raylet that started this process and all that it started; in a cluster of ``farsight serve``, that command's.
+    """Yields the raylet above this process and all its descendants; under ``farsight serve``, that command's instead.
 
     That command is the parent of the raylet and of the GCS. A raylet of another node, or of ``ray start``, has none.
     """
@@ -42,12 +42,12 @@ def _use(process: psutil.Process, name: str) -> ProcessUse:
         with process.oneshot():
             spent, memory = process.cpu_times(), process.memory_full_info()
             return ProcessUse(process.pid, name or _name(process), spent.user + spent.system, memory.pss)
-    except psutil.Error:  # it has just ended
+    except psutil.Error:  # the process has just ended
         return ProcessUse(process.pid, "ended", 0.0, 0)
 
 
 def _name(process: psutil.Process) -> str:
-    """Not the command line, whose arguments may be secret."""
+    """Names a process for people, without its command line, whose arguments may be secret."""
     words: list[str] = process.cmdline()
     if words and words[0].startswith("ray::"):
         return words[0].removeprefix("ray::").partition(".")[0].split(":")[0].strip()

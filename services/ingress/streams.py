@@ -1,5 +1,5 @@
-"""One open request as its ingress replica sees it: its tokens on the way in, what waits for its client, and what the
-log and an explanation will say of it."""
+"""One open request at its ingress replica: its tokens on the way in, the deltas that wait for its client, and its
+record for the log and for an explanation."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ MAX_NOTES = 32
 
 
 class TokenInbox:
-    """Takes replies in whatever order and however often they come; the mirror of the worker's ``TokenOutbox``.
+    """Takes replies in any order and any number of times; the mirror of the worker's ``TokenOutbox``.
 
-    One for each connection to a worker: it belongs to the life that answers first and begins with the first batch
-    that this one still has.
+    Each connection to a worker has an inbox. It belongs to the worker life that answers first, and begins with the
+    first batch that this life still has.
     """
 
     def __init__(self) -> None:
@@ -34,11 +34,11 @@ class TokenInbox:
 
     @property
     def ack_seq(self) -> int:
-        """The last batch received; a reply holds all after the last one acknowledged, so there are none missing."""
+        """Number of the last batch received; a reply holds all batches after the acknowledged one, so none is lost."""
         return self._ack_seq or 0
 
     def receive(self, reply: TokenBatches) -> list[TokenDelta]:
-        """The deltas of this reply that are new."""
+        """Returns the deltas of this reply that are new."""
         self.incarnation = self.incarnation or reply.worker_incarnation
         if reply.worker_incarnation != self.incarnation:
             return []
@@ -51,7 +51,7 @@ class TokenInbox:
 
 
 class Mailbox:
-    """Deltas of one stream; those that wait together are read as one, for each component that is sent has its price."""
+    """Deltas of one stream. Deltas that wait together are read as one, since each event sent to a client costs time."""
 
     def __init__(self) -> None:
         self._deltas: list[TokenDelta] = []
@@ -66,15 +66,15 @@ class Mailbox:
         self._filled.set()
 
     def fail(self, error: Exception) -> None:
-        """Ends the stream behind what is in it."""
+        """Ends the stream with an error behind the deltas that wait."""
         self._failure = error
         self._filled.set()
 
     async def take(self) -> TokenDelta:
-        """All that has come, but what tells of a failure by itself.
+        """Waits for deltas and joins all that have come; a delta with an error is returned by itself.
 
         Raises:
-            Exception: What ``fail`` was called with.
+            Exception: The error that ``fail`` was called with.
         """
         await self._filled.wait()
         deltas, self._deltas = self._deltas, []
@@ -89,11 +89,11 @@ class Mailbox:
 
 
 class StreamTrace:
-    """Notes in order of time; nothing of a request that nobody can ask for.
+    """Notes of a request in order of time; none of a request without an origin, which no client can ask for.
 
     Args:
-        request: As it came in; its origin stays.
-        received_at: When, in seconds since the epoch.
+        request: The first attempt; its origin stays.
+        received_at: Seconds since the epoch.
     """
 
     def __init__(self, request: Request, received_at: float) -> None:
@@ -112,7 +112,7 @@ class StreamTrace:
         self._decisions.append(Decision(kind, time.monotonic(), facts))
 
     def end(self, record: FinishedRequest) -> list[RequestTrace]:
-        """All of it with how the request ended, in one trace; none of a request that nobody can ask for."""
+        """Returns one trace of all notes and the request's end; none of a request that no client can ask for."""
         facts: dict[str, float | str] = {
             "reason": record.finish_reason,
             "output_tokens": record.output_len,
@@ -126,8 +126,8 @@ class StreamTrace:
 
     @property
     def exemplar(self) -> dict[str, str]:
-        """By which a latency is found again: the answer's id, and its trace's if it has a span; empty if no client can
-        ask for it."""
+        """Labels by which the request of a latency is found: the answer's id, and its trace's id if it has a span;
+        empty if no client can ask for it."""
         origin = self._request.origin
         if origin is None:
             return {}
@@ -165,9 +165,9 @@ class ClientStream(OpenStream):
 
     Attributes:
         answered_by, attempts: Replica whose tokens came last, and the number of attempts by then.
-        trouble: What the last external server that gave it back has said.
+        trouble: Error of the last external server that gave it back.
         predicted: Set once its forecast has come.
-        answer: Told of its promise; None where no client is told.
+        answer: Gets the promises of its end; None where no client is told.
         admitted: As ``FirstCheck.admit`` returned it.
     """
 
@@ -191,13 +191,13 @@ class ClientStream(OpenStream):
         self.trace = StreamTrace(self.request, self.received_at)
 
     def note_end(self, promise: Promise) -> None:
-        """A replica has said when it will end; the client hears it from the receipt on."""
+        """Passes a replica's promise on to the client, counted from the receipt of the request."""
         if self.answer is not None:
             passed_s = time.monotonic() - self.began
             self.answer.add(replace(promise, p50_s=promise.p50_s + passed_s, p90_s=promise.p90_s + passed_s))
 
     def record(self, now: float) -> FinishedRequest:
-        """What the log keeps of it."""
+        """Makes the request's record for the log."""
         return FinishedRequest(
             request_id=self.request.request_id,
             replica=self.answered_by,
@@ -215,7 +215,7 @@ class ClientStream(OpenStream):
 
 
 def fail_stream(stream: ClientStream, attempts: int, reason: str) -> None:
-    """Ends it, behind what has come."""
+    """Ends a stream with an error, behind the deltas that have come."""
     if stream.trouble:
         reason = f"{reason}; {stream.trouble}"
     stream.reason = "error"

@@ -1,4 +1,4 @@
-"""The exchange of an ingress replica with the Supervisor: whether one watches over the service, and when to drain."""
+"""The exchange of an ingress replica with the Supervisor: whether it watches the service, and when to drain."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ REPORT_S = 0.5
 """Seconds between two reports."""
 
 SUPERVISED_S = 5.0
-"""An ingress replica that has had no answer of the Supervisor for so long is unhealthy: what dies is not replaced."""
+"""Seconds without an answer of the Supervisor after which an ingress replica is unhealthy: dead components are not
+replaced then."""
 
 STOPPED = "the server is stopping, and the time for requests to end is over"
 
@@ -41,8 +42,8 @@ class Streams(Protocol):
 class SupervisorLink:
     """Reports to the Supervisor until it is cancelled.
 
-    Once it has heard that the service drains, it refuses new requests for the rest of its life, and ends at the time it
-    was told whatever is still open. Neither needs the Supervisor to go on.
+    Once it has heard that the service drains, it refuses new requests for the rest of its life. At the time that it was
+    told it ends all open requests. Neither needs a living Supervisor.
 
     Args:
         streams: The open requests, and the weights for new ones.
@@ -58,9 +59,8 @@ class SupervisorLink:
         self._switch: asyncio.Task[None] | None = None
 
     async def join(self) -> None:
-        """Returns once a Supervisor has answered: before that the weights for new requests are not known. While others
-        wait for a switch of weights, it waits as well."""
-        while not await self.report() or self._switches:  # noqa: ASYNC110, it asks another process
+        """Waits until a Supervisor has answered, so that new requests' weights are known, and no switch is due."""
+        while not await self.report() or self._switches:  # noqa: ASYNC110, the report asks another process
             await asyncio.sleep(LOOK_AGAIN_S)
 
     @property
@@ -73,7 +73,7 @@ class SupervisorLink:
             await asyncio.sleep(REPORT_S)
 
     async def report(self) -> bool:
-        """One report; whether the Supervisor has answered."""
+        """Sends one report; returns whether the Supervisor has answered."""
         readiness = self._readiness
         report = IngressReport(
             self._ingress_id,
@@ -95,7 +95,7 @@ class SupervisorLink:
         return True
 
     async def _use_weights(self, orders: IngressOrders) -> None:
-        """Now, or at the instant that the orders name, which the next report makes more exact."""
+        """Switches weights now, or at the instant that the orders name; the next report makes that more exact."""
         if self._switch is not None:
             self._switch.cancel()
         if orders.switch_in_s > 0 and orders.model_version > self._streams.model_version:
@@ -109,7 +109,7 @@ class SupervisorLink:
             await self._streams.use_weights(orders.model_version, orders.oldest_version)
 
     def _drain(self, drain_s: float) -> None:
-        """A later order may end the drain sooner, never later."""
+        """Drains, and ends open requests in ``drain_s`` seconds; a later order may only shorten that."""
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + drain_s
         self._readiness.is_draining = True

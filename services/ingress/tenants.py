@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 class TenantExchange:
     """Reports the counts of access control, and corrects its budgets by the answers.
 
-    While no Supervisor answers, access control goes on by what it knows; the next report holds everything since.
+    While no Supervisor answers, access control goes on with the budgets it has; the next report holds all counts since.
 
     Args:
         ingress_id: Names this life of the ingress replica.
@@ -40,7 +40,7 @@ class TenantExchange:
             await asyncio.sleep(EXCHANGE_S)
 
     async def exchange(self, access: AccessControl) -> None:
-        """One report, if there is anything to report."""
+        """Sends one report, if there is anything to report."""
         counts = tuple(access.take_due())
         if not counts:
             return

@@ -10,7 +10,7 @@ from core.errors import FarsightError
 from core.series.tally import TrafficTally
 
 REPORT_S = 0.5
-"""Twice for each point of the history, so that every point holds what came in its second."""
+"""Seconds between two reports: half of a point of the history, so that each point holds the counts of its second."""
 
 TIMEOUT_S = 1.0
 
@@ -36,7 +36,7 @@ class TrafficReports:
             await asyncio.sleep(REPORT_S)
 
     async def report(self) -> None:
-        """One report; without a Supervisor the next one tells it."""
+        """Sends one report; without a Supervisor, the next report holds its counts."""
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 await self._supervisor.count_traffic(self._tally.counts(self._ingress_id))

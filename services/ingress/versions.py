@@ -21,15 +21,15 @@ REPLACED = "its weights were replaced, and the time for it to end is over"
 
 
 class OpenRequests:
-    """What a Supervisor wants to know of an ingress replica's open requests, and may have done to them.
+    """The open requests of an ingress replica, as the Supervisor asks about them, switches their weights and ends them.
 
     Args:
         model: What clients may know about the model.
-        first_check: What new requests are compared with.
+        first_check: The check of new requests, whose limits may change.
         streams: The open requests by id, as their owner opens and closes them.
         ledger: Knows which of them have ended.
-        router: Is asked for the model that runs now.
-        wake: Called when something is to be told to the Router.
+        router: Answers which model runs now.
+        wake: Called when there is a message for the Router.
 
     Attributes:
         model_version: Version of the weights that new requests run on.
@@ -57,7 +57,7 @@ class OpenRequests:
         self._oldest_served = 0
 
     def use_limits(self, limits: str) -> None:
-        """New requests are compared with these settings in place of those of the start; by section, as JSON."""
+        """Checks new requests by these settings instead of the start's; by section, as JSON."""
         if limits != self._limits_changed:
             self._first_check.limits = changed(self._config, json.loads(limits)).server
             self._limits_changed = limits
@@ -75,11 +75,11 @@ class OpenRequests:
 
     @property
     def oldest_version(self) -> int:
-        """The lowest version of the weights of an open request; that of new ones if none is open."""
+        """The lowest version of the weights of an open request; the version of new requests if none is open."""
         return min((each.request.model_version for each in self._streams.values()), default=self.model_version)
 
     async def use_weights(self, version: int, oldest: int) -> None:
-        """New requests run on this version; those on older weights than the oldest end with an error.
+        """Runs new requests on this version; ends requests on weights below ``oldest`` with an error.
 
         Raises:
             PeerLost: The Router does not answer; nothing has changed.
@@ -96,11 +96,11 @@ class OpenRequests:
         self.end_streams(REPLACED, oldest)
 
     def is_replaced(self, request: Request) -> bool:
-        """Whether a request that is to go on began with weights that no replica runs any more."""
+        """Returns whether a request to resume began with weights that no replica runs any more."""
         return bool(request.output_ids) and request.model_version < self._oldest_served
 
     def end_streams(self, reason: str, oldest: int | None = None) -> None:
-        """Ends every open request with an error, or those on weights older than a version."""
+        """Ends every open request with an error, or only requests on weights below version ``oldest``."""
         for stream in list(self._streams.values()):
             request = stream.request
             if oldest is not None and request.model_version >= oldest:
