@@ -1,4 +1,4 @@
-"""Predicted output lengths, and the interface of predictors."""
+"""Predicted output lengths, the interface of predictors, and the messages that carry forecasts."""
 
 from __future__ import annotations
 
@@ -87,3 +87,31 @@ class Predictor(Protocol):
     def forecast(self, questions: Sequence[ForecastQuestion]) -> list[Forecast]:
         """Returns one forecast for each question, in their order."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastQuestions:
+    """Ingress -> LengthPredictor: asks for forecasts of these requests."""
+
+    questions: tuple[ForecastQuestion, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Forecasts:
+    """From the LengthPredictor: one forecast for each question, in their order."""
+
+    forecasts: tuple[Forecast, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastMade:
+    """Ingress -> Router -> Scheduler: the forecast of an attempt that was submitted before the forecast came."""
+
+    request_id: str
+    attempt: int
+    forecast: Forecast
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastsMade:
+    made: tuple[ForecastMade, ...]

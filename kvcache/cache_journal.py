@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from core.errors import IntegrityError
-from core.messages.cache import CachedRun, KVCacheEvent
+from core.messages.plans import CachedRun, KVCacheEvent
 from kvcache.block_manager import NO_PARENT, BlockManager
 
 

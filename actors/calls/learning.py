@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from actors.calls.message import message
-from core.forecast import Forecast
-from core.messages.forecasts import ForecastQuestions, Forecasts
+from core.forecast import Forecast, ForecastQuestions, Forecasts
 from core.messages.step_times import (
     BatchEstimates,
     BatchShapes,

@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import Protocol
 
 from actors.calls.message import message
-from core.load_snapshot import LoadSnapshot
-from core.messages.cache import CacheReply
+from core.forecast import ForecastsMade
 from core.messages.fleet import InFlight, ReplicaName, ReplicaNews, ReplicaState, ServedModel
-from core.messages.forecasts import ForecastsMade
 from core.messages.kv import KVUsage, OffloadOrders, OffloadQuestion
 from core.messages.live import LeftWaiting, LiveQuery, ReplicaLive
 from core.messages.log import RequestTraces, TraceQuery
 from core.messages.placement import PlacementView, ReplicaLoads
-from core.messages.plans import StepReport
-from core.messages.requests import Announce, AnnounceReply, Keys, Refusals, Submit, SubmitReply
+from core.messages.plans import CacheReply, StepReport
+from core.messages.requests import Announce, AnnounceReply, Keys, LoadSnapshot, Refusals, Submit, SubmitReply
 from core.messages.status import ComponentRows, ComponentStatus
 
 

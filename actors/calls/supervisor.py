@@ -5,11 +5,18 @@ from __future__ import annotations
 from typing import Protocol
 
 from actors.calls.message import message
-from core.messages.drains import DrainProgress, DrainReplica, DrainService, IngressOrders, IngressReport
 from core.messages.series import ComponentsQuery, ComponentsReply, SeriesQuery, SeriesReply, TableReply, TrafficCounts
 from core.messages.status import ComponentCounts, Scale, SeenService, StartState
+from core.messages.supervision import (
+    DrainProgress,
+    DrainReplica,
+    DrainService,
+    IngressOrders,
+    IngressReport,
+    ServedWeights,
+    Upgrade,
+)
 from core.messages.tenants import TenantBudgets, TenantReport, TenantUsages
-from core.messages.weights import ServedWeights, Upgrade
 
 
 class SupervisorCalls(Protocol):

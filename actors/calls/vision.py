@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from actors.calls.message import message
-from core.messages.images import EncodedImages, EncodeImages
+from core.images import EncodedImages, EncodeImages
 
 
 class ImageEncoderCalls(Protocol):

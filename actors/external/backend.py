@@ -21,11 +21,10 @@ from actors.runtime.metrics import BackendMetrics, EngineMetrics
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, wait_for
 from actors.runtime.request_traces import request_trace
 from actors.worker.token_channels import TICK_S, TokenChannels
-from core.messages.cache import StartedRequest
+from core.forecast import ForecastsMade
 from core.messages.fleet import ReplicaNews, ReplicaState
-from core.messages.forecasts import ForecastsMade
 from core.messages.log import RequestTrace, RequestTraces, TraceQuery
-from core.messages.plans import FinishedSequence, WorkerReady
+from core.messages.plans import FinishedSequence, StartedRequest, WorkerReady
 from core.messages.requests import Key, Keys, Refusal, Refusals, Submit
 from core.messages.tokens import TokenBatches, TokenDelta, TokenPoll
 from core.request import Request

@@ -28,7 +28,7 @@ from actors.external.openai_wire import (
     parse_chunk,
     refusal,
 )
-from core.config.replica import ReplicaConfig
+from core.config.actors import ReplicaConfig
 from core.errors import ConfigError
 from core.request import PromptSource, Request, SamplingParams
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from core.degraded import FORECASTS_FAIL, FORECASTS_SHED, SHED_SHOWN_S, Degraded
 from core.errors import FarsightError
 from core.forecast import Forecast, ForecastQuestion
+from core.messages.status import FORECASTS_FAIL, FORECASTS_SHED, SHED_SHOWN_S, Degraded
 from predictor.shedding import Effort, EffortBudget
 from predictor.text_predictor import TextPredictor
 

@@ -6,7 +6,7 @@ or the disk is strong evidence: the thread is stopped, or waits for something th
 
 from __future__ import annotations
 
-from core.messages.pulse import Pulse, ThreadClock, Work
+from core.messages.status import Pulse, ThreadClock, Work
 
 PATIENCE = 10.0
 """Factor on the time bound for a thread that computes, waits for a processor, or whose activity is unknown."""

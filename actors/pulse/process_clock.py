@@ -8,7 +8,7 @@ import signal
 import threading
 from pathlib import Path
 
-from core.messages.pulse import ProcessLife, ThreadClock
+from core.messages.status import ProcessLife, ThreadClock
 
 _PROC = Path("/proc")
 _BEGAN, _STATE = 19, 0

@@ -19,9 +19,8 @@ from actors.runtime.names import ROUTER
 from actors.runtime.peer import PeerBook, Site
 from core.config.load import FarsightConfig
 from core.decisions import Decision
-from core.degraded import Degraded
 from core.errors import MessageError
-from core.messages.pulse import Work
+from core.messages.status import Degraded, Work
 from policies.compose import is_batch_mode
 
 MAX_RECENT = 20

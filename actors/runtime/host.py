@@ -28,9 +28,8 @@ from actors.runtime.watching import Lives, own_node, period_s
 from core.codec import encode
 from core.decisions import pack_decisions
 from core.errors import MessageError
-from core.messages.pulse import Pulse
 from core.messages.series import Activities, Activity, Count, NamesQuery, RecentDecisions, RecentReply
-from core.messages.status import ComponentRows, ComponentStatus
+from core.messages.status import ComponentRows, ComponentStatus, Pulse
 
 logger = logging.getLogger(__name__)
 

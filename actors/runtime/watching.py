@@ -17,7 +17,7 @@ from actors.pulse.process_clock import clock_of, kill, own_life
 from actors.runtime.cluster_store import ClusterStore
 from actors.runtime.peer import Site
 from core.codec import decode, encode
-from core.messages.pulse import ProcessLife, Pulse, ThreadClock
+from core.messages.status import ProcessLife, Pulse, ThreadClock
 
 LOOKS = 10
 """Looks within the time after which a stopped process is replaced: one late answer proves nothing, several do."""

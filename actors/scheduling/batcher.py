@@ -15,8 +15,8 @@ from actors.scheduling.batch_estimates import EstimatedTimes
 from actors.scheduling.event_recorder import EventRecorder, recorded
 from actors.scheduling.router import FleetShell
 from core.decisions import Decision
+from core.forecast import ForecastsMade
 from core.messages.fleet import ReplicaState
-from core.messages.forecasts import ForecastsMade
 from core.messages.log import FinishedBatch, FinishedBatches
 from policies.compose import configured_batch_scheduler, predicts_requests
 from policies.event_log import BatchMachineConfig

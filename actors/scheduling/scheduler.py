@@ -20,13 +20,22 @@ from actors.scheduling.event_recorder import EventRecorder, recorded
 from core.costs import profile_cost
 from core.decisions import Decision, on_clock, pack_decisions, unpack_decisions
 from core.errors import MessageError
-from core.messages.cache import CacheReply, KVCacheEvent, StartedRequest
+from core.forecast import ForecastsMade
 from core.messages.fleet import ReplicaNews, ReplicaState
-from core.messages.forecasts import ForecastsMade
 from core.messages.kv import OffloadQuestion
 from core.messages.live import LiveQuery, ReplicaLive
 from core.messages.log import RequestTrace, RequestTraces, TraceQuery
-from core.messages.plans import FinishedSequence, Plan, ReportPoll, StepReport, WorkerReady, WorkerState
+from core.messages.plans import (
+    CacheReply,
+    FinishedSequence,
+    KVCacheEvent,
+    Plan,
+    ReportPoll,
+    StartedRequest,
+    StepReport,
+    WorkerReady,
+    WorkerState,
+)
 from core.messages.requests import Key, Keys, Refusal, Refusals, Submit
 from core.messages.step_times import ReplicaStepProfile, StepSample, StepSamples
 from policies.compose import configured_replica, is_batch_mode

@@ -9,10 +9,10 @@ from collections.abc import Callable, Coroutine, Sequence
 
 from actors.runtime.names import host_of, length_predictor_name
 from actors.runtime.peer import PeerBook, PeerLost
+from core.config.engine import ModelConfig
 from core.config.load import FarsightConfig
-from core.config.model import ModelConfig
 from core.errors import FarsightError
-from core.load_snapshot import LoadSnapshot
+from core.messages.requests import LoadSnapshot
 from core.messages.status import ComponentCounts
 from policies.fleet.queue_delay import queue_delay_s
 

@@ -48,12 +48,19 @@ from actors.supervision.ingress_reports import IngressReports
 from actors.supervision.upgrade import RollingUpgrade, check_room
 from core.codec import decode, encode
 from core.errors import FarsightError, MessageError
-from core.messages.drains import DrainProgress, DrainReplica, DrainService, IngressOrders, IngressReport
 from core.messages.fleet import ReplicaName
 from core.messages.series import ComponentsQuery, ComponentsReply, SeriesQuery, SeriesReply, TableReply, TrafficCounts
 from core.messages.status import ComponentCounts, Scale, SeenService, StartState
+from core.messages.supervision import (
+    DrainProgress,
+    DrainReplica,
+    DrainService,
+    IngressOrders,
+    IngressReport,
+    ServedWeights,
+    Upgrade,
+)
 from core.messages.tenants import TenantBudgets, TenantReport, TenantUsages
-from core.messages.weights import ServedWeights, Upgrade
 from policies.tenancy.budgets import SharedBudgets
 
 HEALTHY_AFTER_S = 10.0

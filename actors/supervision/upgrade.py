@@ -41,7 +41,7 @@ from core.config.rolling import (
 )
 from core.errors import FarsightError, InvalidValueError, MessageError
 from core.messages.status import ComponentCounts
-from core.messages.weights import ServedWeights, Upgrade, WeightsState
+from core.messages.supervision import ServedWeights, Upgrade, WeightsState
 
 LOOK_S = 0.1
 SWITCH_S = 1.5

@@ -30,10 +30,9 @@ from actors.runtime.shared_rows import rows_directory
 from actors.vision.encoding_cost import TERMS, EncodingCost
 from actors.vision.row_cache import CarriedRows, RowCache, SharedRows
 from core.errors import ConfigError, FarsightError, InvalidValueError
-from core.memory import return_large_blocks
-from core.messages.images import EncodedImage, EncodedImages, EncodeImages, ImageFile
-from core.messages.pulse import Work
-from core.processors import encoder_threads
+from core.images import EncodedImage, EncodedImages, EncodeImages, ImageFile
+from core.messages.status import Work
+from core.processors import encoder_threads, return_large_blocks
 from engine.devices.emulated_vision import EmulatedVision, emulate_vision
 from engine.vision.decoder import DecodeLimits, PictureDecoder
 from engine.vision.row_files import RowStore, rows_name

@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict
 from typing import Protocol
 
-from core.messages.images import EncodedImage
+from core.images import EncodedImage
 from engine.vision.row_files import RowStore
 
 logger = logging.getLogger(__name__)

@@ -22,8 +22,7 @@ from actors.runtime.names import LOG_STORE, by_host, initial_counts, length_pred
 from actors.runtime.peer import Answering, LocalPeer, PeerBook, Site
 from actors.scheduling.scheduler import FEED_S
 from core.config.load import FarsightConfig
-from core.forecast import QUANTILES, Forecast
-from core.messages.forecasts import ForecastQuestions, Forecasts
+from core.forecast import QUANTILES, Forecast, ForecastQuestions, Forecasts
 from services.api.backend import ModelInfo
 from services.ingress.engine_client import EngineClient
 

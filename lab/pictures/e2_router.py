@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from core.config.placement import PlacementConfig
+from core.config.scheduling import PlacementConfig
 from core.costs import StepCost
 from policies.placement.base import ReplicaLoad
 from policies.placement.e2 import E2Choice, E2Router

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from core.errors import IntegrityError
-from core.messages.forecasts import ForecastMade
+from core.forecast import ForecastMade
 from core.messages.requests import Key, OpenRequest
 from core.request import Request
 from policies.batching.base import BatchPolicy, FormedBatch

@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from core.messages.cache import KVCacheEvent
-from core.messages.plans import WorkerReady
+from core.messages.plans import KVCacheEvent, WorkerReady
 from policies.fleet.events import AskCache
 from policies.placement.base import Placement
 

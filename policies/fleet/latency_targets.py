@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from core.load_snapshot import LoadSnapshot
+from core.messages.requests import LoadSnapshot
 from core.request import Request
 from policies.fleet.queue_delay import Prediction, predict
 

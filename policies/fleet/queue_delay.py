@@ -15,7 +15,7 @@ import numpy as np
 
 from core.costs import StepCost
 from core.forecast import QUANTILES
-from core.load_snapshot import Demand, LoadSnapshot
+from core.messages.requests import Demand, LoadSnapshot
 from core.request import Request
 
 

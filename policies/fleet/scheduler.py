@@ -11,12 +11,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import replace
 
-from core.load_snapshot import Demand
-from core.messages.cache import StartedRequest
-from core.messages.forecasts import ForecastMade
+from core.forecast import ForecastMade
 from core.messages.placement import PrefixView, ReplicaView
-from core.messages.plans import WorkerReady
-from core.messages.requests import Key, Placed
+from core.messages.plans import StartedRequest, WorkerReady
+from core.messages.requests import Demand, Key, Placed
 from core.request import Request
 from policies.fleet.cache_notices import CacheNotices
 from policies.fleet.events import (

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from core.config.placement import PlacementConfig
+from core.config.scheduling import PlacementConfig
 from core.costs import StepCost
 from core.errors import InvalidValueError
-from core.messages.cache import KVCacheEvent
 from core.messages.placement import PrefixView, ReplicaView
+from core.messages.plans import KVCacheEvent
 from core.request import Request
 from policies.placement.base import PLACEMENTS, Choice, Placement, ReplicaLoad
 from policies.placement.e2_profiles import Regressions, from_step_cost

@@ -5,13 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.costs import StepCost
-from core.forecast import Forecast
-from core.messages.cache import KVCacheEvent, StartedRequest
-from core.messages.forecasts import ForecastMade
+from core.forecast import Forecast, ForecastMade
 from core.messages.kv import OffloadOrders, OffloadQuestion
-from core.messages.plans import FinishedSequence, Plan, StepReport, TenantService, WorkerState
-from core.messages.requests import Key
-from core.promise import Promise
+from core.messages.plans import (
+    FinishedSequence,
+    KVCacheEvent,
+    Plan,
+    StartedRequest,
+    StepReport,
+    TenantService,
+    WorkerState,
+)
+from core.messages.requests import Key, Promise
 from core.request import Origin, Request
 
 

@@ -6,8 +6,15 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 
 from core.errors import IntegrityError
-from core.messages.cache import KVCacheEvent
-from core.messages.plans import FinishedSequence, SlotProgress, StepReport, TenantService, WorkerReady, WorkerState
+from core.messages.plans import (
+    FinishedSequence,
+    KVCacheEvent,
+    SlotProgress,
+    StepReport,
+    TenantService,
+    WorkerReady,
+    WorkerState,
+)
 from core.messages.requests import Key
 from core.request import Request, Residency, SequenceStatus
 from kvcache.block_manager import NO_PARENT
@@ -316,9 +323,7 @@ class WorkerMirror:
             if scheduled.known_len > scheduled.max_total_len:
                 raise IntegrityError(f"{request_id}: longer than it may be")
             if (scheduled.blocks_on_host > 0) != (request_id in self.hosted):
-                raise IntegrityError(
-                    f"{request_id}: on the host, but not booked as such, or booked but not there"
-                )
+                raise IntegrityError(f"{request_id}: on the host, but not booked as such, or booked but not there")
 
 
 class ReplicaHits:

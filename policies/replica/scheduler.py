@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 
 from core.costs import StepCost
 from core.decisions import Facts
-from core.messages.forecasts import ForecastMade
+from core.forecast import ForecastMade
 from core.messages.plans import FinishedSequence, SlotProgress, StepReport, TenantService, WorkerState
-from core.messages.requests import Key
-from core.promise import Promise
+from core.messages.requests import Key, Promise
 from core.request import Request, Residency, SequenceStatus
 from kvcache.cache_journal import CacheMirror
 from policies.budget.step_budget import NO_BUDGET, StepBudget

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextvars import ContextVar
 
-from core.promise import Promise, last_end
+from core.messages.requests import Promise, last_end
 
 HEADERS: Mapping[str, str] = {
     "farsight-eta-p50": "Seconds from the start of the request by which it has ended with probability one half.",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from core.errors import InvalidValueError
-from core.messages.images import ImageFile
+from core.images import ImageFile
 from core.request import Origin, PromptSource, Request, SamplingParams, check_token_ids
 from services.api.backend import ModelInfo
 from services.api.beams.fields import BeamParams

@@ -23,14 +23,12 @@ from actors.runtime.health import HealthServer
 from actors.runtime.metrics import RequestMetrics, show_degraded
 from actors.runtime.names import is_backend
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, Site, again_and_again, wait_for
-from core.degraded import Degraded
 from core.errors import InvalidValueError
-from core.forecast import Forecast
-from core.messages.forecasts import ForecastMade, ForecastsMade
-from core.messages.images import EncodedImage, ImageFile
+from core.forecast import Forecast, ForecastMade, ForecastsMade
+from core.images import EncodedImage, ImageFile
 from core.messages.log import FinishedRequests, RequestTrace, RequestTraces
 from core.messages.requests import Keys, Refusal, Submit
-from core.messages.status import ComponentStatus
+from core.messages.status import ComponentStatus, Degraded
 from core.messages.tokens import TokenDelta, TokenPoll
 from core.request import Request
 from policies.compose import predicts_requests

@@ -12,8 +12,7 @@ from typing import Any
 
 from core.config.server import ServerConfig
 from core.errors import CapacityError
-from core.load_snapshot import Demand, LoadSnapshot
-from core.messages.requests import AnnounceReply, IngressLoad
+from core.messages.requests import AnnounceReply, Demand, IngressLoad, LoadSnapshot
 from core.request import Request
 from policies.fleet.latency_targets import TargetCheck
 from policies.fleet.queue_delay import ended_after_s, queue_delay_s

@@ -9,8 +9,8 @@ import json
 from actors.runtime.peer import PeerBook
 from core.config.load import FarsightConfig
 from core.errors import FarsightError
-from core.load_snapshot import LoadSnapshot
 from core.messages.log import FinishedRequest, LoggedWindow, LogQuery, ServedAs
+from core.messages.requests import LoadSnapshot
 
 PAGE = 1000
 """Records of one reply: reading them takes about 10 ms of the event loop."""

@@ -27,10 +27,10 @@ from actors.runtime.names import (
 from actors.runtime.peer import PeerBook, PeerLost, Site, current_counts
 from core.errors import FarsightError
 from core.exposition import OPEN_METRICS_TYPE, exposition
-from core.load_snapshot import LoadSnapshot
 from core.messages.kv import KVUsage
 from core.messages.live import LeftWaiting, LiveQuery, LiveView, ReplicaLive
 from core.messages.log import ArtefactInfo, LoggedWindow, RequestTrace
+from core.messages.requests import LoadSnapshot
 from core.messages.series import NamesQuery, RecentDecisions
 from core.messages.status import ComponentStatus, StatusReply
 from kvcache.residency import total_usage

@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from actors.runtime.names import initial_counts, length_predictor_name
 from actors.runtime.peer import LOOK_AGAIN_S, PeerBook, PeerLost, current_counts
 from core.config.load import FarsightConfig
-from core.degraded import FORECASTS_SHED, SHED_SHOWN_S, Degraded
 from core.errors import FarsightError
-from core.forecast import Forecast, ForecastQuestion
-from core.messages.forecasts import ForecastQuestions
+from core.forecast import Forecast, ForecastQuestion, ForecastQuestions
+from core.messages.status import FORECASTS_SHED, SHED_SHOWN_S, Degraded
 from core.request import Request
 from services.api.text.prompts import PromptText
 

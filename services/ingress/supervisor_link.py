@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from actors.runtime.peer import LOOK_AGAIN_S, PeerBook, PeerLost
-from core.messages.drains import IngressOrders, IngressReport
+from core.messages.supervision import IngressOrders, IngressReport
 from services.api.readiness import Readiness
 
 REPORT_S = 0.5

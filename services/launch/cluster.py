@@ -18,8 +18,7 @@ from typing import Any
 import psutil
 
 from actors.runtime.names import NAMESPACE, RUN_DIR_VARIABLE
-from core.config.access import AccessConfig
-from core.config.server import ServerConfig
+from core.config.server import AccessConfig, ServerConfig
 from core.errors import FarsightError
 from core.processors import usable_processors
 from services.launch.access import write_tls_file

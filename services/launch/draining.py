@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 
-from core.messages.drains import DrainProgress, DrainService
+from core.messages.supervision import DrainProgress, DrainService
 from services.launch.signals import StopSignal
 
 ASK_S = 0.2

@@ -6,10 +6,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from core.messages.cache import CacheReply, KVCacheEvent, StartedRequest
 from core.messages.fleet import ReplicaNews, ReplicaState
 from core.messages.kv import OffloadOrders, OffloadQuestion
-from core.messages.plans import FinishedSequence, Plan, ReportPoll, Slot, StepReport, WorkerReady, WorkerState
+from core.messages.plans import (
+    CacheReply,
+    FinishedSequence,
+    KVCacheEvent,
+    Plan,
+    ReportPoll,
+    Slot,
+    StartedRequest,
+    StepReport,
+    WorkerReady,
+    WorkerState,
+)
 from core.messages.requests import Announce, AnnounceReply, Key, Keys, Refusal, Refusals, Submit, SubmitReply
 from policies.fleet.batch_scheduler import BatchScheduler
 from policies.fleet.events import (

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from core.config.load import make_config
-from core.config.placement import PlacementConfig
-from core.config.scheduling import SchedulerConfig
+from core.config.scheduling import PlacementConfig, SchedulerConfig
 from core.messages.log import ServedAs
 from policies.compose import build_router, configured_replica
 from policies.interfaces import Job

@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 
 from core.forecast import QUANTILES, Forecast
-from core.load_snapshot import LoadSnapshot
+from core.messages.requests import LoadSnapshot
 from core.request import Slo
 from lab.reproduce.combined_runs import CombinedCell, replica_shape
 from lab.reproduce.paper_settings import UNBOUND

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from core.errors import InvalidValueError
-from core.messages.images import ImageFile
+from core.images import ImageFile
 from services.api.pictures.content import MixedContent, Picture
 from services.api.pictures.placing import ImageInput
 

@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from core.images import ImageSpan
-from core.messages.images import EncodedImage
+from core.images import EncodedImage, ImageSpan
 from core.request import Request
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.config.model import ModelConfig
+from core.config.engine import ModelConfig
 from core.errors import ConfigError, InvalidValueError
 from tokenization.model_dir import read_text
 

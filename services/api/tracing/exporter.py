@@ -10,7 +10,7 @@ from collections import deque
 import aiohttp
 from prometheus_client import CollectorRegistry, Counter
 
-from core.config.traces import TracesConfig
+from core.config.server import TracesConfig
 from core.errors import ConfigError, FarsightError
 from services.api.backend import Operator
 from services.api.pages.explain import Explanation, explanation

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.config.placement import PlacementConfig
-from core.config.scheduling import SchedulerConfig
+from core.config.scheduling import PlacementConfig, SchedulerConfig
 from core.errors import InvalidValueError
 from policies.admission.conservative import Conservative
 from policies.admission.past_future import PastFuture, TrueLengths

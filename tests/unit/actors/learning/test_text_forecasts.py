@@ -19,8 +19,7 @@ from actors.runtime.names import LOG_STORE
 from core.config.learning import PredictorConfig
 from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError, FarsightError
-from core.forecast import Example, Forecast, ForecastQuestion
-from core.messages.forecasts import ForecastQuestions
+from core.forecast import Example, Forecast, ForecastQuestion, ForecastQuestions
 from predictor.applications.reading import SECRET_BYTES
 from predictor.shedding import Effort
 from predictor.trainer import ForestOptions

@@ -6,7 +6,7 @@ import pytest
 
 from actors.pulse.liveness import PATIENCE, START_S, HostJudge
 from actors.worker.step_loop import FIRST_STEPS_S, MOST_TIMES, StepBounds
-from core.messages.pulse import ProcessLife, Pulse, ThreadClock, Work
+from core.messages.status import ProcessLife, Pulse, ThreadClock, Work
 from core.messages.step_times import StepSample
 
 SILENCE_S = 10.0

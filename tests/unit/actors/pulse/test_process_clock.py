@@ -16,7 +16,7 @@ import pytest
 
 from actors.pulse import process_clock
 from actors.pulse.process_clock import clock_of, is_alive, kill, own_life, read_clock
-from core.messages.pulse import ProcessLife, ThreadClock
+from core.messages.status import ProcessLife, ThreadClock
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
 

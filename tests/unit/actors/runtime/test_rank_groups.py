@@ -11,9 +11,8 @@ from actors.runtime import rank_groups
 from actors.runtime.names import host_of, rank_name, rank_of, wanted_components, worker_name
 from actors.runtime.peer import Site
 from core.config.actors import ActorsConfig
-from core.config.engine import EngineConfig
+from core.config.engine import EngineConfig, ModelConfig
 from core.config.load import FarsightConfig
-from core.config.model import ModelConfig
 from core.messages.status import ComponentCounts
 
 

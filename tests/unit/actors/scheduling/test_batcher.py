@@ -19,9 +19,8 @@ from actors.runtime.component import ComponentContext
 from actors.runtime.peer import Site
 from actors.scheduling.batcher import Batcher
 from core.codec import decode, encode
-from core.config.learning import PredictorConfig
+from core.config.learning import LogConfig, PredictorConfig
 from core.config.load import FarsightConfig
-from core.config.log import LogConfig
 from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.forecast import QUANTILES, Forecast
 from core.messages.fleet import ReplicaNews, ReplicaState

@@ -14,11 +14,10 @@ from actors.supervision.counts import scaled, takes_requests, without_drains
 from actors.supervision.ingress_reports import SILENCE_S, IngressReports
 from actors.supervision.supervisor import Supervisor
 from core.codec import decode, encode
-from core.config.model import ModelConfig
+from core.config.engine import ModelConfig
 from core.errors import MessageError
-from core.messages.drains import DrainProgress, DrainService, IngressOrders, IngressReport
 from core.messages.status import ComponentCounts, Scale
-from core.messages.weights import WeightsState
+from core.messages.supervision import DrainProgress, DrainService, IngressOrders, IngressReport, WeightsState
 from tests.unit.actors.components import component_context
 
 LEFT = WeightsState(((3, "/model"),), current=3, oldest=3, target=3, num_versions=4)

@@ -18,7 +18,7 @@ from actors.supervision.upgrade import RollingUpgrade, check_model
 from core.config.load import FarsightConfig
 from core.errors import FarsightError, MessageError
 from core.messages.status import ComponentCounts
-from core.messages.weights import Upgrade, WeightsState
+from core.messages.supervision import Upgrade, WeightsState
 from services.launch.launch import EMBEDDED_MODEL
 
 SITE = Site(FarsightConfig(), "", "fused")

@@ -8,7 +8,7 @@ import pytest
 
 from core.costs import StepCost
 from core.forecast import QUANTILES, Forecast
-from core.load_snapshot import Demand, LoadSnapshot
+from core.messages.requests import Demand, LoadSnapshot
 from core.request import NO_SLO, Request, SamplingParams, Slo
 from policies.fleet.latency_targets import LEVEL, MIN_WAITS, TargetCheck, WaitErrors, missed_target
 from policies.fleet.queue_delay import delay_law, predict, queue_delay_s

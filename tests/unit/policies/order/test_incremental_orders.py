@@ -15,7 +15,7 @@ import pytest
 from benchmarks.decisions.deep_queue import arrivals
 from core.config.scheduling import SchedulerConfig
 from core.costs import StepCost
-from core.messages.cache import CachedRun, KVCacheEvent
+from core.messages.plans import CachedRun, KVCacheEvent
 from core.request import Request, SamplingParams
 from kvcache.cache_journal import CacheMirror
 from policies.batching.hrrn import HrrnOrder

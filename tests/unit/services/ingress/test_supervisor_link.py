@@ -9,7 +9,7 @@ import pytest
 
 from actors.runtime.peer import PeerBook, PeerLost
 from core.errors import FarsightError
-from core.messages.drains import IngressOrders, IngressReport
+from core.messages.supervision import IngressOrders, IngressReport
 from core.messages.tenants import TenantBudgets, TenantReport, TenantUsages
 from policies.tenancy.budgets import SharedBudgets
 from services.api.access.access_control import AccessControl, AccessSettings

@@ -19,7 +19,7 @@ import pytest
 from ray._private import parameter, services
 
 from actors.runtime.names import RUN_DIR_VARIABLE
-from core.messages.drains import DrainProgress, DrainService
+from core.messages.supervision import DrainProgress, DrainService
 from services.launch import cluster, draining
 from services.launch.cluster import ServiceFailed
 from services.launch.daemons import first_dead
