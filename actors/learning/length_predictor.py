@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from actors.calls.learning import LengthPredictorCalls
+from actors.calls.scheduling import LengthPredictorCalls
 from actors.learning.text_forecasts import TextForecasts
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.peer import PeerLost

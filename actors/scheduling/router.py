@@ -9,8 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from actors.calls.learning import LengthPredictorCalls
-from actors.calls.scheduling import RouterCalls, SchedulerCalls
+from actors.calls.scheduling import LengthPredictorCalls, RouterCalls, SchedulerCalls
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.metrics import QueueDelay
 from actors.runtime.names import ROUTER, initial_counts

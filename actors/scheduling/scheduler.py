@@ -15,7 +15,6 @@ from actors.runtime.component import MAX_RECENT, Component, ComponentContext
 from actors.runtime.metrics import EngineMetrics, OffloadMetrics
 from actors.runtime.names import initial_counts
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, current_counts, wait_for
-from actors.runtime.request_traces import request_trace
 from actors.scheduling.event_recorder import EventRecorder, recorded
 from core.costs import profile_cost
 from core.decisions import Decision, on_clock, pack_decisions, unpack_decisions
@@ -62,6 +61,7 @@ from policies.replica.events import (
     WorkerConnected,
     WorkerLost,
     WorkerReported,
+    request_trace,
 )
 from policies.replica.live_view import SchedulerWatch
 from policies.replica.offload_client import OffloadTally

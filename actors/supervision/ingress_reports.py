@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import Collection
 
-from actors.runtime.ingress_lives import Gone
+from actors.runtime.component import Gone
 from core.messages.supervision import DrainProgress, DrainService, IngressReport
 
 SILENCE_S = 3.0

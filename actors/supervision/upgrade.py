@@ -14,7 +14,6 @@ from typing import Protocol
 
 import ray
 
-from actors.runtime.cluster_store import ClusterStore
 from actors.runtime.names import (
     LENGTH_PREDICTOR,
     kind_of,
@@ -25,7 +24,8 @@ from actors.runtime.names import (
     wanted_components,
 )
 from actors.runtime.peer import Site
-from actors.supervision.counts import without_drains
+from actors.runtime.watching import ClusterStore
+from actors.supervision.autoscaling import without_drains
 from core.codec import decode, encode
 from core.config.load import FarsightConfig
 from core.config.rolling import (

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 import ray
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from actors.calls.worker import RankTicket, WorkerCalls
-from actors.pulse.process_clock import read_clock
+from actors.calls.scheduling import RankTicket, WorkerCalls
+from actors.pulse import read_clock
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.metrics import EngineMetrics
 from actors.runtime.peer import wait_for

@@ -14,8 +14,8 @@ from typing import cast
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.calls.learning import LengthPredictorCalls
 from actors.calls.message import Peer
+from actors.calls.scheduling import LengthPredictorCalls
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.host import ComponentHost
 from actors.runtime.names import LOG_STORE, by_host, initial_counts, length_predictor_name, wanted_components

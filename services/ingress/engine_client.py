@@ -70,7 +70,7 @@ class EngineClient:
         keep: Keeps a Supervisor alive; runs as long as the client.
         prefix_block_size: Tokens of the blocks by which prompts are compared; 0 if the placement compares none.
         ingress_id: End of the name of this process's actor, by which other processes find out whether it lives
-            (``actors.runtime.ingress_lives``); random where there is no actor.
+            (``actors.runtime.component``); random where there is no actor.
 
     Attributes:
         overview: What operators see of the service from here.

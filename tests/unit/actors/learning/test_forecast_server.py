@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from actors.learning.forecasting import ForecastServer
+from actors.learning.text_forecasts import ForecastServer
 from core.errors import FarsightError
 from core.forecast import QUANTILES, Forecast, ForecastQuestion
 from core.messages.status import FORECASTS_FAIL, FORECASTS_SHED, Degraded

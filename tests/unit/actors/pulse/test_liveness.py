@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from actors.pulse.liveness import PATIENCE, START_S, HostJudge
+from actors.pulse import PATIENCE, START_S, HostJudge
 from actors.worker.step_loop import FIRST_STEPS_S, MOST_TIMES, StepBounds
 from core.messages.status import ProcessLife, Pulse, ThreadClock, Work
 from core.messages.step_times import StepSample

@@ -14,8 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from actors.pulse import process_clock
-from actors.pulse.process_clock import clock_of, is_alive, kill, own_life, read_clock
+from actors.pulse import clock_of, is_alive, kill, own_life, read_clock
 from core.messages.status import ProcessLife, ThreadClock
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
@@ -53,7 +52,7 @@ def test_a_thread_that_waits_for_a_processor_or_the_disk_does_not_stand_still(
     thread.mkdir(parents=True)
     (thread / "schedstat").write_text("1500000000 500000000 3\n")
     (thread / "stat").write_text(f"8 (of (any) name) {state} 1 7 7\n")
-    monkeypatch.setattr(process_clock, "_PROC", tmp_path)
+    monkeypatch.setattr("actors.pulse._PROC", tmp_path)
     assert read_clock(7, 8) == ThreadClock(2.0, runnable)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from actors.runtime.nodes import ClusterNode, choose_node, head_node
+from actors.runtime.hosts import ClusterNode, choose_node, head_node
 
 HEAD = ClusterNode("h", is_head=True, computes=True)
 A, B = (ClusterNode(name, is_head=False, computes=True) for name in "ab")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from actors.runtime import rank_groups
+from actors.runtime import hosts as rank_groups
 from actors.runtime.names import host_of, rank_name, rank_of, wanted_components, worker_name
 from actors.runtime.peer import Site
 from core.config.actors import ActorsConfig

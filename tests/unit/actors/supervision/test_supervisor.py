@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from actors.runtime.cluster_store import ClusterStore
 from actors.runtime.names import SUPERVISOR, own_replicas, wanted_components
 from actors.runtime.peer import PeerLost
+from actors.runtime.watching import ClusterStore
 from actors.supervision import supervisor as module
-from actors.supervision.counts import scaled, takes_requests, without_drains
+from actors.supervision.autoscaling import scaled, takes_requests, without_drains
 from actors.supervision.ingress_reports import SILENCE_S, IngressReports
 from actors.supervision.supervisor import Supervisor
 from core.codec import decode, encode

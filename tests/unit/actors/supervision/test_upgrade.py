@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import pytest
 
-from actors.runtime.cluster_store import ClusterStore
 from actors.runtime.names import own_replicas
 from actors.runtime.peer import Site
+from actors.runtime.watching import ClusterStore
 from actors.supervision import upgrade as module
 from actors.supervision.upgrade import RollingUpgrade, check_model
 from core.config.load import FarsightConfig

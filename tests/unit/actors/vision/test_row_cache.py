@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.vision.row_cache import CarriedRows, RowCache, SharedRows
+from actors.vision.image_encoder import CarriedRows, RowCache, SharedRows
 from core.images import EncodedImage, ImageSpan, digest_of
 from engine.vision.row_files import RowStore, SharedEmbeddings, rows_name
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.vision.tower_bench import measure_model, measure_tower
+from actors.vision.encoding_cost import measure_model, measure_tower
 from core.costs import ImageCost
 from engine.devices.emulated import Pace
 from engine.devices.emulated_vision import EmulatedVision, emulate_vision
