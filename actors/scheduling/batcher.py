@@ -27,7 +27,7 @@ from estimator.step_profile import MIN_SAMPLES
 from policies.batching.base import FormedBatch
 from policies.compose import configured_batch_scheduler, predicts_requests
 from policies.event_log import BatchMachineConfig
-from policies.fleet.batch_choice import BatchChoice
+from policies.fleet.batch_scheduler import BatchChoice
 from policies.fleet.events import (
     BatchEnded,
     GlobalEvent,

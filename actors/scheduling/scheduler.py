@@ -64,7 +64,7 @@ from policies.replica.events import (
     request_trace,
 )
 from policies.replica.live_view import SchedulerWatch
-from policies.replica.offload_client import OffloadTally
+from policies.replica.order_check import OffloadTally
 
 SAY_AGAIN_S = 1.0
 """Most seconds between two messages to the Router, so that a new Router soon knows the replica."""

@@ -25,7 +25,7 @@ from lab.reproduce.paper_settings import UNBOUND
 from lab.reproduce.rows import Own, Reproduction, Row, at_least
 from policies.compose import build_scheduler
 from policies.fleet.events import GlobalEvent, GlobalInstruction, HistoryLearned, RequestsEnded, RequestsStarted
-from policies.fleet.latency_targets import TargetCheck
+from policies.fleet.queue_delay import TargetCheck
 from policies.fleet.scheduler import GlobalScheduler
 from policies.lengths.history import LengthHistory
 from policies.placement.base import LeastWork
