@@ -18,7 +18,7 @@ from policies.interfaces import Job
 from policies.presets import PRESETS
 from policies.settings import PolicySettings
 from services.commands.simulate import experiment_of
-from services.ingress.logged_requests import served_settings
+from services.ingress.explanations import served_settings
 from simulator import run
 from simulator.cluster.latency import LinearLatency
 from simulator.experiment import Experiment

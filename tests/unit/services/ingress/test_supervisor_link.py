@@ -15,8 +15,7 @@ from policies.tenancy.budgets import SharedBudgets
 from services.api.access.access_control import AccessControl, AccessSettings
 from services.api.access.keys import Tenant
 from services.api.readiness import Readiness
-from services.ingress.supervisor_link import STOPPED, SUPERVISED_S, SupervisorLink
-from services.ingress.tenants import TenantExchange
+from services.ingress.supervisor_link import STOPPED, SUPERVISED_S, SupervisorLink, TenantExchange
 
 
 class Overseer:

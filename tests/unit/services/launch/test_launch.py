@@ -43,7 +43,7 @@ from services.launch.launch import (
     resolve_placement,
 )
 from services.launch.machine import check_gpus, check_own_gpus, check_port, visible_gpus
-from services.launch.welcome import Example, welcome
+from services.launch.starting import Example, welcome
 from tests.unit.actors.openai_double import OpenAIDouble
 from tests.unit.engine.gguf_files import write_gguf
 
