@@ -1,10 +1,8 @@
-"""Predicted output lengths, the interface of predictors, and the messages that carry forecasts."""
+"""Predicted output lengths, and the messages that carry forecasts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 """The levels at which every forecast gives the output length."""
@@ -79,14 +77,6 @@ class Example:
     question: ForecastQuestion
     output_len: int
     censored: bool = False
-
-
-class Predictor(Protocol):
-    """Predicts output lengths."""
-
-    def forecast(self, questions: Sequence[ForecastQuestion]) -> list[Forecast]:
-        """Returns one forecast for each question, in their order."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
