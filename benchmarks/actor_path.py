@@ -26,9 +26,8 @@ import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
 from core.config.actors import ActorsConfig
-from core.config.engine import EngineConfig
+from core.config.engine import EngineConfig, ModelConfig
 from core.config.load import FarsightConfig
-from core.config.model import ModelConfig
 from core.config.scheduling import SchedulerConfig
 from core.request import SamplingParams
 from services.api.requests import unnamed_request

@@ -14,8 +14,8 @@ from typing import Any
 
 from benchmarks.common.servers import RunningServer, farsight_command, vocab_size
 from services.bench.compare import num_errors, run_bench
+from services.bench.load import ProcessTree
 from services.bench.options import BenchOptions
-from services.bench.processes import ProcessTree
 from services.bench.report import provenance, write_json
 from services.bench.workloads import WORKLOADS
 

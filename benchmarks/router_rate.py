@@ -29,9 +29,8 @@ from actors.scheduling.router import Router
 from core.codec import decode, encode
 from core.config.load import FarsightConfig
 from core.config.scheduling import SchedulerConfig
-from core.messages.cache import CachedRun, CacheReply, KVCacheEvent, StartedRequest
 from core.messages.fleet import ReplicaNews, ReplicaState
-from core.messages.plans import FinishedSequence, WorkerReady
+from core.messages.plans import CachedRun, CacheReply, FinishedSequence, KVCacheEvent, StartedRequest, WorkerReady
 from core.messages.requests import Refusals, Submit
 from core.request import Origin, Request, SamplingParams, SequenceStatus
 from kvcache.block_manager import hash_blocks

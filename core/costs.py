@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import astuple, dataclass
-from typing import Protocol
 
 from core.errors import InvalidValueError
-from core.messages.step_times import ReplicaStepProfile, StepSample
+from core.messages.step_times import ReplicaStepProfile
 
 
 def attention_pairs(num_tokens: int, start: int) -> int:
@@ -156,19 +155,3 @@ def profile_cost(profile: ReplicaStepProfile) -> StepCost:
         profile.context_token_s,
         profile.prefill_pair_s,
     )
-
-
-class CostModel(Protocol):
-    """Predicts how long a step takes."""
-
-    def step_time_s(
-        self, prefill_tokens: int, decode_seqs: int, context_tokens: int, prefill_pairs: int = 0
-    ) -> float | None:
-        """Returns the seconds of a step; None before enough steps have been measured."""
-        ...
-
-    def cost(self) -> StepCost | None:
-        """Returns the cost that policies price with; None before enough steps have been measured."""
-        ...
-
-    def observe(self, samples: Sequence[StepSample]) -> None: ...

@@ -1,4 +1,4 @@
-"""Errors that say which field was wrong, what it held and what would be right."""
+"""Errors that say which field was wrong, what it held and what would be right; the check that raises them."""
 
 from __future__ import annotations
 
@@ -70,3 +70,8 @@ class RankLost(FarsightError):
 class WorkerBroken(FarsightError):
     """A model worker cannot go on: its device is lost, or its steps fail one after the other. The worker ends, and its
     requests are resumed elsewhere."""
+
+
+def require(ok: bool, name: str, value: object, expected: str) -> None:
+    if not ok:
+        raise ConfigError(name, value, expected)

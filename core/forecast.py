@@ -1,10 +1,8 @@
-"""Predicted output lengths, and the interface of predictors."""
+"""Predicted output lengths, and the messages that carry forecasts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 """The levels at which every forecast gives the output length."""
@@ -81,9 +79,29 @@ class Example:
     censored: bool = False
 
 
-class Predictor(Protocol):
-    """Predicts output lengths."""
+@dataclass(frozen=True, slots=True)
+class ForecastQuestions:
+    """Ingress -> LengthPredictor: asks for forecasts of these requests."""
 
-    def forecast(self, questions: Sequence[ForecastQuestion]) -> list[Forecast]:
-        """Returns one forecast for each question, in their order."""
-        ...
+    questions: tuple[ForecastQuestion, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Forecasts:
+    """From the LengthPredictor: one forecast for each question, in their order."""
+
+    forecasts: tuple[Forecast, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastMade:
+    """Ingress -> Router -> Scheduler: the forecast of an attempt that was submitted before the forecast came."""
+
+    request_id: str
+    attempt: int
+    forecast: Forecast
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastsMade:
+    made: tuple[ForecastMade, ...]

@@ -92,3 +92,61 @@ def identity_ids(prompt_ids: Sequence[int], images: Sequence[ImageSpan]) -> tupl
         for place in range(image.length):
             named[image.start + place] = (ids[place % len(ids)] + place) % (1 << 32)
     return tuple(named)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFile:
+    """A picture as its client sent it.
+
+    Attributes:
+        field: Where it stands in the request, for errors.
+        data: A file of any format that is read.
+        digest: Names the file (``digest_of``).
+        url: Where the ingress fetches it from; empty where the file is here, as it is for an ImageEncoder.
+    """
+
+    field: str
+    data: bytes
+    digest: bytes
+    url: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeImages:
+    """Ingress -> ImageEncoder: encode these.
+
+    Attributes:
+        salt: Only requests of the same salt share a picture's kept rows.
+    """
+
+    files: tuple[ImageFile, ...]
+    salt: str
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedImage:
+    """One picture as a model reads it.
+
+    Attributes:
+        digest, grid, embeddings, rows: As of ``core.images.ImageSpan``.
+        num_tokens: Number of its tokens.
+        is_cached: Whether it had been encoded before.
+        problem: For a picture that cannot be read: the kind of picture that was expected; all other fields are empty.
+        found: For such a picture: the kind that was found.
+    """
+
+    digest: bytes
+    num_tokens: int = 0
+    grid: tuple[int, ...] = ()
+    embeddings: bytes = b""
+    rows: str = ""
+    is_cached: bool = False
+    problem: str = ""
+    found: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedImages:
+    """ImageEncoder -> ingress: in the order of the question."""
+
+    images: tuple[EncodedImage, ...]

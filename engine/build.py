@@ -8,10 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.config.checks import require
 from core.config.engine import EngineConfig
 from core.config.scheduling import SchedulerConfig
-from core.errors import ConfigError
+from core.errors import ConfigError, require
 from core.messages.plans import WorkerReady
 from engine.checkpoint.check import check_checkpoint
 from engine.checkpoint.encoder_config import EncoderConfig, check_encoder, load_encoder_config, resolve_encoder_len

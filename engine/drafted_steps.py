@@ -11,7 +11,7 @@ from typing import NamedTuple
 from engine.sequence import Sequence
 from kvcache import PlanExecutor, StepBatch, StepItem
 from policies.speculation.base import Speculation
-from policies.speculation.guess_budget import GuessBudget
+from policies.speculation.price import GuessBudget
 
 SAMPLE = 4
 """So many of the requests that have won nothing are looked at in a step, others each time."""

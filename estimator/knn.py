@@ -17,7 +17,7 @@ import numpy.typing as npt
 from core.costs import StepCost, attention_pairs
 from core.errors import InvalidValueError
 from core.learning import ErrorRule, Schedule
-from core.memory import check_unpacked
+from core.processors import check_unpacked
 
 NUM_NEIGHBOURS = 5
 """k, the number of neighbours; the paper gives none."""

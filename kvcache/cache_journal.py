@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields
 
 from core.errors import IntegrityError
-from core.messages.cache import CachedRun, KVCacheEvent
 from core.messages.kv import KVTraffic, KVUsage
-from core.messages.plans import StepReport
+from core.messages.plans import CachedRun, KVCacheEvent, StepReport
 from kvcache.block_manager import NO_PARENT, BlockManager
 
 

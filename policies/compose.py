@@ -9,7 +9,6 @@ from core.config.load import FarsightConfig
 from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.errors import ConfigError
 from policies.batching.base import BATCHERS, BatchContext, BatchPolicy
-from policies.budget.step_budget import StepBudget
 from policies.external.scheduler import BackendScheduler
 from policies.fleet.batch_scheduler import BatchScheduler
 from policies.fleet.scheduler import GlobalScheduler
@@ -19,6 +18,7 @@ from policies.order.fcfs import Fcfs
 from policies.order.offload_orders import OffloadDecider, told
 from policies.placement.base import PLACEMENTS, Placement
 from policies.presets import PRESETS, Preset, find_preset
+from policies.replica.planner import StepBudget
 from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
 from policies.settings import BatchSettings, PolicySettings, ServingTime
 

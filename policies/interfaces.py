@@ -17,8 +17,7 @@ from core.costs import StepCost
 from core.decisions import Facts
 from core.errors import IntegrityError
 from core.forecast import Forecast
-from core.messages.cache import StartedRequest
-from core.messages.plans import Slot, SlotProgress
+from core.messages.plans import Slot, SlotProgress, StartedRequest
 from core.request import Request, Residency, is_flex
 from policies.parts import Parts
 from policies.settings import PolicySettings

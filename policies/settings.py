@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from core.config.placement import PlacementConfig
-from core.config.scheduling import BatchConfig, SchedulerConfig
+from core.config.scheduling import BatchConfig, PlacementConfig, SchedulerConfig
 from core.costs import A100_7B, StepCost
 from core.errors import InvalidValueError
 

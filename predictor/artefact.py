@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.errors import FarsightError
-from core.memory import check_unpacked
+from core.processors import check_unpacked
 
 FILE_NAME = "forecaster.npz"
 """Name of the artefact's file in the directory that ``farsight train`` writes."""

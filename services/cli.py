@@ -216,8 +216,8 @@ def serve(
     with failing_in_lines("serve"), naming_flags(overrides):
         settings = load_config(config, overrides)
         check_own_gpus(settings)  # before the imports of what starts a server, which take over a second
+        from services.launch.failures import in_format
         from services.launch.launch import run_service
-        from services.launch.log_lines import in_format
         from services.launch.signals import StopSignal
 
         say = in_format(typer.echo, settings.server.log_format)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from core.config.placement import PlacementConfig
-from core.config.scheduling import BatchConfig, SchedulerConfig
+from core.config.scheduling import BatchConfig, PlacementConfig, SchedulerConfig
 from core.errors import InvalidValueError
 from policies.compose import check_scheduler
 from simulator import predictors

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from core.config.placement import PlacementConfig
-from core.config.scheduling import BatchConfig, SchedulerConfig
+from core.config.scheduling import BatchConfig, PlacementConfig, SchedulerConfig
 from core.costs import FREE_IMAGES
 from core.errors import ConfigError, InvalidValueError
 from simulator.cluster.latency import LinearLatency, Roofline

@@ -19,8 +19,7 @@ from typing import Any
 
 import grimp
 
-from core.config.placement import PlacementConfig
-from core.config.scheduling import BatchConfig, SchedulerConfig
+from core.config.scheduling import BatchConfig, PlacementConfig, SchedulerConfig
 from farsight_rooms import ROOMS
 from policies.settings import BatchSettings, MlfqRules, PolicySettings
 

@@ -27,10 +27,9 @@ import ray
 from fastapi import FastAPI
 from starlette.types import Message
 
-from core.config.engine import EngineConfig
+from core.config.engine import EngineConfig, ModelConfig
+from core.config.learning import LogConfig
 from core.config.load import FarsightConfig
-from core.config.log import LogConfig
-from core.config.model import ModelConfig
 from core.config.scheduling import SchedulerConfig
 from farsight_rooms import ROOMS
 from services.api.app import build_app

@@ -1,21 +1,30 @@
-"""Messages to the Router, the replicas' Schedulers and their KV offload managers."""
+"""Messages to the components on a request's way: Router, Scheduler, worker, learners and ImageEncoder."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from actors.calls.message import message
-from core.load_snapshot import LoadSnapshot
-from core.messages.cache import CacheReply
+from core.forecast import Forecast, ForecastQuestions, Forecasts, ForecastsMade
+from core.images import EncodedImages, EncodeImages
 from core.messages.fleet import InFlight, ReplicaName, ReplicaNews, ReplicaState, ServedModel
-from core.messages.forecasts import ForecastsMade
 from core.messages.kv import KVUsage, OffloadOrders, OffloadQuestion
 from core.messages.live import LeftWaiting, LiveQuery, ReplicaLive
 from core.messages.log import RequestTraces, TraceQuery
 from core.messages.placement import PlacementView, ReplicaLoads
-from core.messages.plans import StepReport
-from core.messages.requests import Announce, AnnounceReply, Keys, Refusals, Submit, SubmitReply
+from core.messages.plans import CacheReply, Plan, ReportPoll, StepReport, WorkerState
+from core.messages.requests import Announce, AnnounceReply, Keys, LoadSnapshot, Refusals, Submit, SubmitReply
 from core.messages.status import ComponentRows, ComponentStatus
+from core.messages.step_times import (
+    BatchEstimates,
+    BatchShapes,
+    ReplicaStepProfile,
+    ServedBatchTimes,
+    StepProfileReply,
+    StepSamples,
+)
+from core.messages.tokens import TokenBatches, TokenPoll
 
 
 class RouterCalls(Protocol):
@@ -140,3 +149,80 @@ class KVOffloadCalls(Protocol):
     @message()
     async def usage(self) -> KVUsage:
         """Returns where the KV of the replica is, and how much KV has moved."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankTicket:
+    """ModelWorker -> Rank: rank 0's address, and the key that the other ranks need to connect."""
+
+    host: str
+    port: int
+    key: str
+
+
+class TokenCalls(Protocol):
+    """What ingress replicas fetch tokens from."""
+
+    @message(long=True)
+    async def poll_tokens(self, poll: TokenPoll) -> TokenBatches:
+        """Acknowledges tokens and waits for more; returns none after a while without new tokens."""
+
+
+class WorkerCalls(TokenCalls, Protocol):
+    """The ModelWorker of one replica."""
+
+    @message(long=True)
+    async def gather(self) -> RankTicket:
+        """Waits until rank 0 listens; returns the address to which the other ranks of the replica connect."""
+
+    @message(long=True)
+    async def connect(self) -> WorkerState:
+        """Gives the calling Scheduler a new lease; returns when the model is loaded."""
+
+    @message(long=True)
+    async def push_plan(self, plan: Plan) -> None:
+        """Applies a plan at the next step boundary."""
+
+    @message(long=True)
+    async def poll_report(self, poll: ReportPoll) -> StepReport:
+        """Acknowledges reports and waits for the next one."""
+
+
+class LengthPredictorCalls(Protocol):
+    """A LengthPredictor."""
+
+    @message(long=True)
+    async def predict(self, questions: ForecastQuestions) -> Forecasts:
+        """Returns one forecast per question; raises FarsightError if the predictor has no model or the model fails."""
+
+    @message()
+    async def forecast(self) -> Forecast:
+        """Returns the distribution of output lengths in the log as last read; never waits for the log."""
+
+
+class ServingTimeEstimatorCalls(Protocol):
+    """A ServingTimeEstimator."""
+
+    @message()
+    async def observe(self, samples: StepSamples) -> ReplicaStepProfile | None:
+        """Takes measured steps of one replica; returns the cost of its steps, None until enough are measured."""
+
+    @message()
+    async def profile(self) -> StepProfileReply:
+        """Returns the step costs of each replica, in the order in which the replicas first sent steps."""
+
+    @message()
+    async def estimate_batches(self, shapes: BatchShapes) -> BatchEstimates:
+        """Returns the estimated duration of each batch, in seconds (Magnus III-D)."""
+
+    @message()
+    async def observe_batches(self, batches: ServedBatchTimes) -> None:
+        """Takes batches that have ended, as training examples."""
+
+
+class ImageEncoderCalls(Protocol):
+    """An ImageEncoder."""
+
+    @message(long=True)
+    async def encode(self, order: EncodeImages) -> EncodedImages:
+        """Returns the rows of each picture, or why the picture has none."""

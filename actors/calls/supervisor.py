@@ -1,15 +1,32 @@
-"""Messages to the Supervisor."""
+"""Messages to the Supervisor, and to the processes that host components."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 from actors.calls.message import message
-from core.messages.drains import DrainProgress, DrainReplica, DrainService, IngressOrders, IngressReport
-from core.messages.series import ComponentsQuery, ComponentsReply, SeriesQuery, SeriesReply, TableReply, TrafficCounts
-from core.messages.status import ComponentCounts, Scale, SeenService, StartState
+from core.messages.series import (
+    Activities,
+    ComponentsQuery,
+    ComponentsReply,
+    NamesQuery,
+    RecentReply,
+    SeriesQuery,
+    SeriesReply,
+    TableReply,
+    TrafficCounts,
+)
+from core.messages.status import ComponentCounts, ComponentRows, Scale, SeenService, StartState
+from core.messages.supervision import (
+    DrainProgress,
+    DrainReplica,
+    DrainService,
+    IngressOrders,
+    IngressReport,
+    ServedWeights,
+    Upgrade,
+)
 from core.messages.tenants import TenantBudgets, TenantReport, TenantUsages
-from core.messages.weights import ServedWeights, Upgrade
 
 
 class SupervisorCalls(Protocol):
@@ -76,3 +93,19 @@ class SupervisorCalls(Protocol):
     @message()
     async def component_series(self, query: ComponentsQuery) -> ComponentsReply:
         """Returns queues, rates, health and restarts of the components of a kind over time."""
+
+
+class HostCalls(Protocol):
+    """A process with components."""
+
+    @message()
+    async def rows(self) -> ComponentRows:
+        """Returns the current status of every component of the process."""
+
+    @message()
+    async def activity(self, query: NamesQuery) -> Activities:
+        """Returns the current status of the named components of the process and their counts since their start."""
+
+    @message()
+    async def recent(self, query: NamesQuery) -> RecentReply:
+        """Returns the last decisions of the named components of the process."""

@@ -10,22 +10,18 @@ from collections.abc import Awaitable, Mapping
 from contextlib import aclosing
 from pathlib import Path
 
-from actors.calls.scheduling import ReplicaCalls
-from actors.calls.worker import TokenCalls
-from actors.external.backend_stream import BackendStream
-from actors.external.openai_server import OpenAIServer, find_api_key
+from actors.calls.scheduling import ReplicaCalls, TokenCalls
+from actors.external.openai_server import BackendStream, OpenAIServer, find_api_key
 from actors.external.openai_wire import BackendFailed, failed
 from actors.log.log_outbox import LogOutbox
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.metrics import BackendMetrics, EngineMetrics
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, wait_for
-from actors.runtime.request_traces import request_trace
 from actors.worker.token_channels import TICK_S, TokenChannels
-from core.messages.cache import StartedRequest
+from core.forecast import ForecastsMade
 from core.messages.fleet import ReplicaNews, ReplicaState
-from core.messages.forecasts import ForecastsMade
 from core.messages.log import RequestTrace, RequestTraces, TraceQuery
-from core.messages.plans import FinishedSequence, WorkerReady
+from core.messages.plans import FinishedSequence, StartedRequest, WorkerReady
 from core.messages.requests import Key, Keys, Refusal, Refusals, Submit
 from core.messages.tokens import TokenBatches, TokenDelta, TokenPoll
 from core.request import Request
@@ -55,6 +51,7 @@ from policies.replica.events import (
     RequestsAborted,
     RequestsArrived,
     RequestStarted,
+    request_trace,
 )
 
 SAY_AGAIN_S = 1.0

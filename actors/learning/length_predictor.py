@@ -10,15 +10,14 @@ from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from actors.calls.learning import LengthPredictorCalls
+from actors.calls.scheduling import LengthPredictorCalls
 from actors.learning.text_forecasts import TextForecasts
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.peer import PeerLost
-from core.degraded import LOG_READ
 from core.errors import FarsightError
-from core.forecast import Forecast
-from core.messages.forecasts import ForecastQuestions, Forecasts
+from core.forecast import Forecast, ForecastQuestions, Forecasts
 from core.messages.log import FinishedRequest, LogPage, LogQuery
+from core.messages.status import LOG_READ
 from policies.compose import predicts_requests
 from predictor.history import HistoryPredictor
 

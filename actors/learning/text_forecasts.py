@@ -5,33 +5,185 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import os
+import secrets
+import sys
+import threading
 import time
 from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from actors.calls.log_store import LogStoreCalls
-from actors.learning.application_secret import application_secret
-from actors.learning.forecasting import ForecastAnswer, ForecastServer
-from actors.learning.length_learner import LengthLearner
-from actors.learning.model_registry import ModelRegistry
+from actors.learning.length_learner import LengthLearner, ModelRegistry
 from actors.log.log_outbox import LogOutbox
 from actors.runtime.component import ComponentContext
 from actors.runtime.peer import PeerLost
 from core.config.learning import PredictorConfig
 from core.errors import ConfigError, FarsightError
 from core.forecast import Forecast, ForecastQuestion
-from core.messages.log import ForecastRecord, ForecastRecords
+from core.messages.log import Artefact, ArtefactName, ForecastRecord, ForecastRecords
+from core.messages.status import FORECASTS_FAIL, FORECASTS_SHED, SHED_SHOWN_S, Degraded
+from predictor.applications.reading import SECRET_BYTES
 from predictor.applications.start import untrained, untrained_with_encoder
 from predictor.artefact import TrainedModel, load
 from predictor.encoders import Encoder, Scorer
 from predictor.history import HistoryPredictor
 from predictor.retraining import MAX_FEATURES, can_be_retrained, feature_set
+from predictor.shedding import Effort, EffortBudget
 from predictor.text_predictor import TextPredictor
 
+SECRET_KIND = "application-keys"
+"""Kind of the artefact whose only version holds the secret."""
+
+_NAME = ArtefactName(SECRET_KIND, 1)
+
+NUM_TRIES, PAUSE_S = 10, 0.5
+
 logger = logging.getLogger(__name__)
+
+
+async def application_secret(log_store: LogStoreCalls) -> bytes:
+    """Returns the secret that the log holds; the first predictor that asks writes the secret.
+
+    While the log is unavailable, a predictor waits for some seconds and then takes a secret of its own. What this
+    predictor learns is lost when it ends: the name of its features contains the name of the secret, so that these
+    features are not mixed with others.
+    """
+    own = secrets.token_bytes(SECRET_BYTES)
+    for _ in range(NUM_TRIES):
+        try:
+            return await _kept(log_store, own)
+        except FarsightError:
+            await asyncio.sleep(PAUSE_S)
+    logger.warning("the log does not answer; forecasts by application begin with keys of their own")
+    return own
+
+
+async def _kept(log_store: LogStoreCalls, own: bytes) -> bytes:
+    found = (await log_store.read_artefact(_NAME)).artefact
+    if found is None:
+        note = "keys the hashes of instructions in the log"
+        with suppress(FarsightError):  # another predictor was first: its secret is read below
+            await log_store.put_artefact(Artefact(SECRET_KIND, 1, time.time(), None, 0, note, own))
+        found = (await log_store.read_artefact(_NAME)).artefact
+    if found is None:
+        raise FarsightError("the log kept no secret of application keys")
+    return found.data
+
+
+MAX_BATCH = 64
+"""Questions that are answered together."""
+
+NICENESS = 10
+"""Niceness of the thread that answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastAnswer:
+    """A forecast and its features, packed as float32; empty if the request's own features were not computed."""
+
+    forecast: Forecast
+    features: bytes
+
+
+class ForecastServer:
+    """Answers questions in batches, in order of asking; questions that come during a batch form the next one.
+
+    Args:
+        predictor: The version that serves; ``swap`` replaces it between batches.
+        cpu_share: Share of one core that full forecasts may take; beyond it forecasts use fewer features.
+        degraded: Is notified when fewer features are used and when the model fails.
+    """
+
+    def __init__(self, predictor: TextPredictor, cpu_share: float, degraded: Degraded) -> None:
+        self.predictor = predictor
+        self._degraded = degraded
+        self._cpu_share = cpu_share
+        self._budget = EffortBudget(cpu_share)
+        self._asked: asyncio.Queue[tuple[ForecastQuestion, asyncio.Future[ForecastAnswer]]] = asyncio.Queue()
+        self._num_open = 0
+        self._thread = ThreadPoolExecutor(1, "forecasts", initializer=_give_way)
+
+    @property
+    def num_open(self) -> int:
+        """Questions without an answer yet."""
+        return self._num_open
+
+    def swap(self, predictor: TextPredictor) -> None:
+        """Serves the next batch with another version."""
+        self.predictor = predictor
+
+    async def answer(self, questions: Sequence[ForecastQuestion]) -> list[ForecastAnswer]:
+        """Returns one answer for each question.
+
+        Raises:
+            FarsightError: The model failed on the batch that holds them.
+        """
+        loop = asyncio.get_running_loop()
+        futures: list[asyncio.Future[ForecastAnswer]] = [loop.create_future() for _ in questions]
+        for question, future in zip(questions, futures, strict=True):
+            self._asked.put_nowait((question, future))
+        self._num_open += len(questions)
+        try:
+            return await asyncio.gather(*futures)
+        finally:
+            self._num_open -= len(questions)
+
+    async def run(self) -> None:
+        """Serves until cancelled. An exception in a batch is raised in the callers of its questions."""
+        loop = asyncio.get_running_loop()
+        while True:
+            batch = [await self._asked.get()]
+            while len(batch) < MAX_BATCH and not self._asked.empty():
+                batch.append(self._asked.get_nowait())
+            questions = [question for question, _ in batch]
+            effort = self._budget.choose(time.monotonic(), len(questions))
+            try:
+                work = loop.run_in_executor(self._thread, _answer, self.predictor, questions, effort)
+                answers, seconds = await work
+            except Exception as error:  # whatever the model raises: the next batch may succeed
+                self._degraded.note(FORECASTS_FAIL, f"the predictor failed, requests go without a forecast: {error!r}")
+                for _, future in batch:
+                    if not future.done():
+                        future.set_exception(FarsightError(f"no forecast: {error!r}"))
+                continue
+            self._degraded.clear(FORECASTS_FAIL)
+            self._note_effort(effort)
+            self._budget.spend(effort, seconds, len(questions))
+            for (_, future), answer in zip(batch, answers, strict=True):
+                if not future.done():  # else its caller was cancelled
+                    future.set_result(answer)
+
+    def _note_effort(self, effort: Effort) -> None:
+        if effort is Effort.FULL:
+            return
+        used = "the last outputs alone" if effort is Effort.HISTORY else "the input's length"
+        reason = f"forecasts rest on {used}: more would exceed predictor.cpu_share = {self._cpu_share:g}"
+        self._degraded.note(FORECASTS_SHED, reason, time.monotonic(), SHED_SHOWN_S)
+
+
+def _give_way() -> None:
+    """Lowers this thread's priority: callers go on without a forecast, so serving comes first. Linux only."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
+def _answer(
+    predictor: TextPredictor, questions: list[ForecastQuestion], effort: Effort
+) -> tuple[list[ForecastAnswer], float]:
+    """Answers the questions; also returns the CPU seconds that this took."""
+    began = time.thread_time()
+    forecasts, features = predictor.forecast_with_features(questions, effort)
+    packed = [b"" if row is None else row.tobytes() for row in features]
+    answers = [ForecastAnswer(forecast, row) for forecast, row in zip(forecasts, packed, strict=True)]
+    return answers, time.thread_time() - began
+
 
 KEEP_UP_S = 5.0
 """Seconds between two searches for a newer version, by a predictor that does not learn itself."""

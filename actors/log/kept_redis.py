@@ -11,7 +11,7 @@ from typing import Any
 
 import msgpack
 
-from actors.log.kept_backend import within
+from actors.log.log_backend import within
 from core.kept import (
     AddParts,
     KeptObject,

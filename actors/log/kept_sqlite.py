@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 
 import aiosqlite
 
-from actors.log.kept_backend import MAX_INDICES, within
+from actors.log.log_backend import MAX_INDICES, within
 from core.kept import (
     AddParts,
     KeptObject,

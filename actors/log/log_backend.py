@@ -1,4 +1,4 @@
-"""The interface of the storage backends of the log store."""
+"""The interfaces of the storage backends of the log store: records, and kept objects beside them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from actors.log.kept_backend import KeptBackend
 from core.errors import MessageError
+from core.kept import (
+    AddParts,
+    KeptObject,
+    ObjectName,
+    ObjectPart,
+    ObjectQuery,
+    PartsQuery,
+    PutObject,
+    PutVerdict,
+)
 from core.messages.log import (
     Artefact,
     ArtefactInfo,
@@ -22,6 +31,43 @@ from core.messages.log import (
     LogQuery,
     RequestTrace,
 )
+
+
+class KeptBackend(Protocol):
+    """Every operation takes effect as a whole or not at all, and is durable when it returns."""
+
+    async def put(self, order: PutObject) -> PutVerdict:
+        """Stores an object or its next revision."""
+
+    async def find(self, name: ObjectName) -> KeptObject | None: ...
+
+    async def list(self, query: ObjectQuery) -> tuple[KeptObject, ...]: ...
+
+    async def drop(self, name: ObjectName) -> bool:
+        """Drops an object with its parts; returns whether the object was there."""
+
+    async def add_parts(self, order: AddParts) -> None: ...
+
+    async def parts(self, query: PartsQuery) -> tuple[ObjectPart, ...]: ...
+
+    async def drop_expired(self, now: float) -> None: ...
+
+
+MAX_INDICES = 1_000_000
+"""Most parts of one page without data."""
+
+
+def within(rows: list[tuple[int, bytes]], max_bytes: int) -> tuple[ObjectPart, ...]:
+    """Returns the first parts that together have at most ``max_bytes``; at least one part if there is any."""
+    found: list[ObjectPart] = []
+    total = 0
+    for index, data in rows:
+        total += len(data)
+        if found and total > max_bytes:
+            break
+        found.append(ObjectPart(index, data))
+    return tuple(found)
+
 
 Record = FinishedRequest | ForecastRecord | FinishedBatch | RequestTrace
 """A record, which is written once; its first field is its key."""

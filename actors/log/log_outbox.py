@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Generic, TypeVar
 
 from actors.runtime.peer import PeerLost
-from core.degraded import RECORDS_LOST, RECORDS_WAIT, Degraded
 from core.errors import FarsightError, MessageError
+from core.messages.status import RECORDS_LOST, RECORDS_WAIT, Degraded
 
 SEND_S = 0.2
 """Seconds between two messages."""

@@ -21,7 +21,6 @@ from actors.log.log_backend import LogBackend, Record, Retention, check_integers
 from actors.log.log_sqlite import SqliteLog
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.names import RUN_DIR_VARIABLE
-from core.degraded import LOG_READ, LOG_WRITE
 from core.errors import ConfigError, FarsightError, MessageError
 from core.kept import (
     AddParts,
@@ -50,6 +49,7 @@ from core.messages.log import (
     RequestTraces,
     TraceQuery,
 )
+from core.messages.status import LOG_READ, LOG_WRITE
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,11 @@ from typing import Any
 import ray
 from prometheus_client import CollectorRegistry, generate_latest
 
-from actors.calls.host import HostCalls
 from actors.calls.message import declared
-from actors.pulse.process_clock import own_life
-from actors.runtime.component import Component, ComponentContext, component_class
+from actors.calls.supervisor import HostCalls
+from actors.pulse import own_life
+from actors.runtime.component import Component, ComponentContext, component_class, gone_ingresses
 from actors.runtime.health import HealthServer
-from actors.runtime.ingress_lives import gone_ingresses
 from actors.runtime.log_lines import send_log_lines
 from actors.runtime.metrics import RefusedMessages, show_degraded
 from actors.runtime.names import HOST
@@ -28,9 +27,8 @@ from actors.runtime.watching import Lives, own_node, period_s
 from core.codec import encode
 from core.decisions import pack_decisions
 from core.errors import MessageError
-from core.messages.pulse import Pulse
 from core.messages.series import Activities, Activity, Count, NamesQuery, RecentDecisions, RecentReply
-from core.messages.status import ComponentRows, ComponentStatus
+from core.messages.status import ComponentRows, ComponentStatus, Pulse
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
-from core.degraded import Degraded
 from core.messages.kv import KVTraffic, KVUsage
+from core.messages.status import Degraded
 from core.series.tally import TrafficTally
 from policies.external.circuit_breaker import BreakerState
 from policies.external.events import FAILURE_KINDS

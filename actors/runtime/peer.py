@@ -10,14 +10,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from actors.calls.failures import PeerLost as PeerLost
-from actors.calls.host import HostCalls
-from actors.calls.learning import LengthPredictorCalls, ServingTimeEstimatorCalls
 from actors.calls.log_store import LogStoreCalls, StreamStoreCalls
 from actors.calls.message import Meter, Peer, stub
-from actors.calls.scheduling import KVOffloadCalls, RouterCalls, SchedulerCalls
-from actors.calls.supervisor import SupervisorCalls
-from actors.calls.vision import ImageEncoderCalls
-from actors.calls.worker import WorkerCalls
+from actors.calls.scheduling import (
+    ImageEncoderCalls,
+    KVOffloadCalls,
+    LengthPredictorCalls,
+    RouterCalls,
+    SchedulerCalls,
+    ServingTimeEstimatorCalls,
+    WorkerCalls,
+)
+from actors.calls.supervisor import HostCalls, SupervisorCalls
 from actors.runtime.names import (
     HOST,
     LOG_STORE,

@@ -9,8 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from actors.calls.learning import LengthPredictorCalls
-from actors.calls.scheduling import RouterCalls, SchedulerCalls
+from actors.calls.scheduling import LengthPredictorCalls, RouterCalls, SchedulerCalls
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.metrics import QueueDelay
 from actors.runtime.names import ROUTER, initial_counts
@@ -18,10 +17,8 @@ from actors.runtime.peer import PeerLost, current_counts
 from actors.scheduling.event_recorder import Handle
 from core.costs import StepCost, profile_cost
 from core.decisions import Decision, DecisionPacker, Facts, on_clock, pack_decisions
-from core.forecast import QUANTILES
-from core.load_snapshot import LoadSnapshot
+from core.forecast import QUANTILES, ForecastMade, ForecastsMade
 from core.messages.fleet import InFlight, ReplicaName, ReplicaNews, ReplicaState, ServedModel
-from core.messages.forecasts import ForecastMade, ForecastsMade
 from core.messages.live import EndedRequest, LeftWaiting
 from core.messages.log import RequestTrace, RequestTraces, TraceQuery
 from core.messages.placement import PlacementView, RecentPlacement, ReplicaLoads
@@ -31,15 +28,16 @@ from core.messages.requests import (
     IngressLoad,
     Key,
     Keys,
+    LoadSnapshot,
     OpenRequest,
     Placed,
+    Promise,
     Refusal,
     Submit,
     SubmitReply,
     total_load,
 )
 from core.messages.status import ComponentRows, ComponentStatus
-from core.promise import Promise
 from core.request import Request
 from policies.compose import build_router, follows_prefixes, is_batch_mode, placement_of
 from policies.fleet.events import (

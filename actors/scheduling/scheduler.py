@@ -15,18 +15,26 @@ from actors.runtime.component import MAX_RECENT, Component, ComponentContext
 from actors.runtime.metrics import EngineMetrics, OffloadMetrics
 from actors.runtime.names import initial_counts
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, current_counts, wait_for
-from actors.runtime.request_traces import request_trace
 from actors.scheduling.event_recorder import EventRecorder, recorded
 from core.costs import profile_cost
 from core.decisions import Decision, on_clock, pack_decisions, unpack_decisions
 from core.errors import MessageError
-from core.messages.cache import CacheReply, KVCacheEvent, StartedRequest
+from core.forecast import ForecastsMade
 from core.messages.fleet import ReplicaNews, ReplicaState
-from core.messages.forecasts import ForecastsMade
 from core.messages.kv import OffloadQuestion
 from core.messages.live import LiveQuery, ReplicaLive
 from core.messages.log import RequestTrace, RequestTraces, TraceQuery
-from core.messages.plans import FinishedSequence, Plan, ReportPoll, StepReport, WorkerReady, WorkerState
+from core.messages.plans import (
+    CacheReply,
+    FinishedSequence,
+    KVCacheEvent,
+    Plan,
+    ReportPoll,
+    StartedRequest,
+    StepReport,
+    WorkerReady,
+    WorkerState,
+)
 from core.messages.requests import Key, Keys, Refusal, Refusals, Submit
 from core.messages.step_times import ReplicaStepProfile, StepSample, StepSamples
 from policies.compose import configured_replica, is_batch_mode
@@ -53,9 +61,10 @@ from policies.replica.events import (
     WorkerConnected,
     WorkerLost,
     WorkerReported,
+    request_trace,
 )
 from policies.replica.live_view import SchedulerWatch
-from policies.replica.offload_client import OffloadTally
+from policies.replica.order_check import OffloadTally
 
 SAY_AGAIN_S = 1.0
 """Most seconds between two messages to the Router, so that a new Router soon knows the replica."""

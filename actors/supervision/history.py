@@ -17,10 +17,10 @@ from actors.runtime.component import kind_of
 from actors.runtime.names import SUPERVISOR, by_host, own_replicas, wanted_components, worker_name
 from actors.runtime.peer import PeerBook, PeerLost
 from core.config.load import FarsightConfig
-from core.load_snapshot import LoadSnapshot
 from core.messages.kv import KVUsage
 from core.messages.live import LiveQuery, ReplicaLive
 from core.messages.placement import ReplicaLoads
+from core.messages.requests import LoadSnapshot
 from core.messages.series import (
     Activity,
     ComponentsQuery,
@@ -33,9 +33,8 @@ from core.messages.series import (
     TrafficCounts,
 )
 from core.messages.status import ComponentCounts, ComponentRows, ComponentStatus, SeenService
-from core.series.components import MAX_COMPONENTS, ComponentHistory
+from core.series.components import MAX_COMPONENTS, ComponentHistory, SeriesTable
 from core.series.service import Instant, ServiceSeries
-from core.series.table import SeriesTable
 from kvcache.cache_journal import total_usage
 from policies.fleet.queue_delay import queue_delay_s
 from policies.tenancy.budgets import SharedBudgets

@@ -1,10 +1,9 @@
 """Supervisor: knows which components should be alive, detects deaths and restarts dead components.
 
-No state of this process needs to survive. A new Supervisor finds living actors by their names and adopts them. The
-desired numbers and the restart counts are in the cluster's key-value store, because an actor that died together with
-the previous Supervisor can no longer be found by name. The Supervisor restarts actors itself and does not use Ray's
-``max_restarts``: for a restarting actor Ray fails callers only when the actor is back, a second later; for a dead
-actor within 15 ms.
+No state of this process needs to survive. A new Supervisor adopts living actors by their names. Desired numbers and
+restart counts are in the cluster's key-value store, because an actor that died together with the previous Supervisor
+can no longer be found by name. The Supervisor does not use Ray's ``max_restarts``: for a restarting actor Ray fails
+callers only when the actor is back, a second later; for a dead actor within 15 ms.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ import ray
 from ray.exceptions import ActorUnavailableError, ActorUnschedulableError, RayActorError, RayTaskError
 
 from actors.calls.supervisor import SupervisorCalls
-from actors.runtime.cluster_store import ClusterStore
 from actors.runtime.component import Component, ComponentContext
-from actors.runtime.hosts import find_host, list_hosts, recreate_host, until_gone
+from actors.runtime.hosts import Homes, find_host, list_hosts, recreate_host, remove_rank_group, until_gone
 from actors.runtime.metrics import ComponentRestarts
 from actors.runtime.names import (
     IMAGE_ENCODER,
@@ -36,24 +34,28 @@ from actors.runtime.names import (
     own_replicas,
     wanted_components,
 )
-from actors.runtime.nodes import Homes
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, again_and_again
-from actors.runtime.rank_groups import remove_rank_group
 from actors.runtime.shared_rows import drop_rows_of
-from actors.runtime.watching import watched
-from actors.supervision.autoscaling import Autoscaler
-from actors.supervision.counts import scaled, takes_requests, without_drains
+from actors.runtime.watching import ClusterStore, watched
+from actors.supervision.autoscaling import Autoscaler, scaled, takes_requests, without_drains
 from actors.supervision.history import History
 from actors.supervision.ingress_reports import IngressReports
 from actors.supervision.upgrade import RollingUpgrade, check_room
 from core.codec import decode, encode
 from core.errors import FarsightError, MessageError
-from core.messages.drains import DrainProgress, DrainReplica, DrainService, IngressOrders, IngressReport
 from core.messages.fleet import ReplicaName
 from core.messages.series import ComponentsQuery, ComponentsReply, SeriesQuery, SeriesReply, TableReply, TrafficCounts
 from core.messages.status import ComponentCounts, Scale, SeenService, StartState
+from core.messages.supervision import (
+    DrainProgress,
+    DrainReplica,
+    DrainService,
+    IngressOrders,
+    IngressReport,
+    ServedWeights,
+    Upgrade,
+)
 from core.messages.tenants import TenantBudgets, TenantReport, TenantUsages
-from core.messages.weights import ServedWeights, Upgrade
 from policies.tenancy.budgets import SharedBudgets
 
 HEALTHY_AFTER_S = 10.0

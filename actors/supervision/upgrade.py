@@ -14,7 +14,6 @@ from typing import Protocol
 
 import ray
 
-from actors.runtime.cluster_store import ClusterStore
 from actors.runtime.names import (
     LENGTH_PREDICTOR,
     kind_of,
@@ -25,7 +24,8 @@ from actors.runtime.names import (
     wanted_components,
 )
 from actors.runtime.peer import Site
-from actors.supervision.counts import without_drains
+from actors.runtime.watching import ClusterStore
+from actors.supervision.autoscaling import without_drains
 from core.codec import decode, encode
 from core.config.load import FarsightConfig
 from core.config.rolling import (
@@ -41,7 +41,7 @@ from core.config.rolling import (
 )
 from core.errors import FarsightError, InvalidValueError, MessageError
 from core.messages.status import ComponentCounts
-from core.messages.weights import ServedWeights, Upgrade, WeightsState
+from core.messages.supervision import ServedWeights, Upgrade, WeightsState
 
 LOOK_S = 0.1
 SWITCH_S = 1.5

@@ -12,28 +12,27 @@ import logging
 import os
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import ray
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from actors.calls.vision import ImageEncoderCalls
-from actors.pulse.process_clock import read_clock
+from actors.calls.scheduling import ImageEncoderCalls
+from actors.pulse import read_clock
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.peer import again_and_again
 from actors.runtime.shared_rows import rows_directory
 from actors.vision.encoding_cost import TERMS, EncodingCost
-from actors.vision.row_cache import CarriedRows, RowCache, SharedRows
 from core.errors import ConfigError, FarsightError, InvalidValueError
-from core.memory import return_large_blocks
-from core.messages.images import EncodedImage, EncodedImages, EncodeImages, ImageFile
-from core.messages.pulse import Work
-from core.processors import encoder_threads
+from core.images import EncodedImage, EncodedImages, EncodeImages, ImageFile
+from core.messages.status import Work
+from core.processors import encoder_threads, return_large_blocks
 from engine.devices.emulated import EmulatedVision, emulate_vision
 from engine.vision.decoder import DecodeLimits, PictureDecoder
 from engine.vision.row_files import RowStore, rows_name
@@ -42,6 +41,95 @@ if TYPE_CHECKING:
     from core.config.load import FarsightConfig
     from engine.vision.geometry import PreparedImage
     from engine.vision.model import VisionModel
+
+
+logger = logging.getLogger(__name__)
+
+
+class RowCache(Protocol):
+    """Rows by the name that ``engine.vision.row_files.rows_name`` makes."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows."""
+        ...
+
+    def find(self, name: str) -> EncodedImage | None:
+        """Returns the rows of a picture without its digest, and marks them as most recently used."""
+        ...
+
+    def keep(self, name: str, image: EncodedImage) -> EncodedImage:
+        """Keeps the rows of a picture, in place of others; returns the image as answers are to describe it."""
+        ...
+
+    def sweep(self) -> None:
+        """Drops rows that no request asks for any more; called from time to time."""
+        ...
+
+
+class CarriedRows:
+    """Rows in the memory of this process; each answer carries them.
+
+    Args:
+        max_bytes: Most bytes of all rows; 0 keeps none.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[str, EncodedImage] = OrderedDict()
+        self.num_bytes = 0
+
+    def find(self, name: str) -> EncodedImage | None:
+        found = self._kept.get(name)
+        if found is not None:
+            self._kept.move_to_end(name)
+        return found
+
+    def keep(self, name: str, image: EncodedImage) -> EncodedImage:
+        """Implements ``RowCache.keep``; does not keep rows larger than the whole cache."""
+        size = len(image.embeddings)
+        if name not in self._kept and size <= self._max_bytes:
+            self._kept[name] = image
+            self.num_bytes += size
+        while self.num_bytes > self._max_bytes:
+            _, dropped = self._kept.popitem(last=False)
+            self.num_bytes -= len(dropped.embeddings)
+        return image
+
+    def sweep(self) -> None:
+        """Does nothing: no rows outlive their process."""
+
+
+class SharedRows:
+    """Rows in files; each answer names its file.
+
+    Args:
+        store: The store in the directory that the service shares.
+    """
+
+    def __init__(self, store: RowStore) -> None:
+        self._store = store
+
+    @property
+    def num_bytes(self) -> int:
+        return self._store.num_bytes
+
+    def find(self, name: str) -> EncodedImage | None:
+        found = self._store.find(name)
+        return None if found is None else EncodedImage(b"", found.num_tokens, found.grid, rows=name)
+
+    def keep(self, name: str, image: EncodedImage) -> EncodedImage:
+        """Implements ``RowCache.keep``; the answer carries rows that cannot be written."""
+        try:
+            self._store.keep(name, image.num_tokens, image.grid, image.embeddings)
+        except OSError as error:
+            logger.warning("rows of a picture cannot be written, and go with its request: %s", error)
+            return image
+        return EncodedImage(image.digest, image.num_tokens, image.grid, rows=name)
+
+    def sweep(self) -> None:
+        self._store.sweep(time.time())
+
 
 MAX_BATCH = 16
 """Most pictures that are decoded and not yet encoded, and so the largest batch."""
@@ -58,8 +146,6 @@ _NICE = 5
 _MIB = 1 << 20
 _BATCHES = (1.0, 2.0, 4.0, 8.0, float(MAX_BATCH))
 _TIMES_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 import ray
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from actors.calls.worker import RankTicket, WorkerCalls
-from actors.pulse.process_clock import read_clock
+from actors.calls.scheduling import RankTicket, WorkerCalls
+from actors.pulse import read_clock
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.metrics import EngineMetrics
 from actors.runtime.peer import wait_for
@@ -34,7 +34,7 @@ from actors.worker.step_loop import Step, StepBounds, StepLoop
 from actors.worker.token_channels import POLL_TIMEOUT_S, TICK_S, TokenChannels
 from core.errors import RankLost
 from core.messages.plans import Plan, ReportPoll, StepReport, WorkerState
-from core.messages.pulse import Work
+from core.messages.status import Work
 from core.messages.step_times import StepSample
 from core.messages.tokens import TokenBatches, TokenDelta, TokenPoll
 from core.processors import bind_to_node, compute_threads

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from benchmarks.common.tagged import wait_until_gone
-from services.bench.processes import ProcessTree
+from services.bench.load import ProcessTree
 from services.launch.launch import EMBEDDED_NAME
 
 TAG = "FARSIGHT_BENCH_RUN"

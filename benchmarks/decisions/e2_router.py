@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.decisions.row import Row
 from core.costs import StepCost
-from core.messages.cache import KVCacheEvent
+from core.messages.plans import KVCacheEvent
 from kvcache.block_manager import hash_blocks
 from policies.placement.base import ReplicaLoad
 from policies.placement.e2 import E2Router

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from actors.runtime.request_traces import request_trace
 from benchmarks.decisions.row import Row
 from core.codec import decode, encode
 from core.messages.plans import Plan, StepReport, WorkerReady, WorkerState
@@ -13,7 +12,15 @@ from core.messages.requests import Submit
 from core.request import Origin, Request, SamplingParams
 from kvcache import BatchLimits, BlockManager, LeaseExecutor
 from policies.compose import build_scheduler
-from policies.replica.events import AccountClosed, Event, RequestsArrived, SendPlan, WorkerConnected, WorkerReported
+from policies.replica.events import (
+    AccountClosed,
+    Event,
+    RequestsArrived,
+    SendPlan,
+    WorkerConnected,
+    WorkerReported,
+    request_trace,
+)
 from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
 
 PRESETS = ("fcfs", "fastserve", "past-future", "preble", "farsight")

@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.live_presets.live import Hardware
 from benchmarks.live_presets.study import System
-from core.config.placement import PlacementConfig
+from core.config.scheduling import PlacementConfig
 from estimator.profile_file import DeviceProfile
 from lab.reproduce.placements import REASONING
 from lab.reproduce.preble.runs import A6000_TOKENS, MISTRAL_7B_A6000

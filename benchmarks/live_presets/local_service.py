@@ -14,16 +14,15 @@ from typing import cast
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.calls.learning import LengthPredictorCalls
 from actors.calls.message import Peer
+from actors.calls.scheduling import LengthPredictorCalls
 from actors.runtime.component import Component, ComponentContext
 from actors.runtime.host import ComponentHost
 from actors.runtime.names import LOG_STORE, by_host, initial_counts, length_predictor_name, wanted_components
 from actors.runtime.peer import Answering, LocalPeer, PeerBook, Site
 from actors.scheduling.scheduler import FEED_S
 from core.config.load import FarsightConfig
-from core.forecast import QUANTILES, Forecast
-from core.messages.forecasts import ForecastQuestions, Forecasts
+from core.forecast import QUANTILES, Forecast, ForecastQuestions, Forecasts
 from services.api.backend import ModelInfo
 from services.ingress.engine_client import EngineClient
 

@@ -11,21 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from core.config.access import AccessConfig
-from core.config.actors import ActorsConfig
-from core.config.checks import require
-from core.config.engine import EMULATED, EngineConfig
-from core.config.files import FilesConfig
+from core.config.actors import ActorsConfig, ReplicaConfig
+from core.config.engine import EMULATED, EngineConfig, ModelConfig
 from core.config.images import ImagesConfig
-from core.config.learning import PredictorConfig
-from core.config.log import LogConfig
-from core.config.model import ModelConfig
-from core.config.placement import PlacementConfig
-from core.config.replica import ReplicaConfig
-from core.config.scheduling import BatchConfig, SchedulerConfig
-from core.config.server import ServerConfig
-from core.config.traces import TracesConfig
-from core.errors import ConfigError
+from core.config.learning import LogConfig, PredictorConfig
+from core.config.scheduling import BatchConfig, PlacementConfig, SchedulerConfig
+from core.config.server import AccessConfig, FilesConfig, ServerConfig, TracesConfig
+from core.errors import ConfigError, require
 
 
 @dataclass(frozen=True, slots=True)

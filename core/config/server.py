@@ -1,15 +1,16 @@
-"""``[server]``: HTTP, limits, proxy."""
+"""``[server]``, ``[access]``, ``[files]`` and ``[traces]``: the HTTP side, and what its clients may do."""
 
 from __future__ import annotations
 
 import dataclasses
 import ipaddress
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from core.config.checks import require
+from core.errors import require
 
 PROXIES = ("auto", "serve", "haproxy")
 LOG_FORMATS = ("text", "json")
@@ -126,3 +127,102 @@ class ServerConfig:
 
 UNBOUNDED: Mapping[str, Any] = {"max_queued_requests": 1_000_000, "max_queued_tokens": 2**40, "max_wait_s": 0.0}
 """Bounds on waiting requests that are in effect off: a measurement waits for its answers instead of being refused."""
+
+
+_ORIGIN = re.compile(r"https?://[A-Za-z0-9.\-\[\]:]+")
+_HOST = re.compile(r"(\*\.)?[A-Za-z0-9\-]+(\.[A-Za-z0-9\-]+)*|\[[0-9A-Fa-f:.]+\]|\*")
+
+
+@dataclass(frozen=True, slots=True)
+class AccessConfig:
+    """Keys, hosts, origins and TLS of the HTTP side.
+
+    Attributes:
+        key_file: File of API keys and tenants that ``farsight keys`` writes; empty: no file. With a file, or with
+            ``FARSIGHT_API_KEY`` in the environment, every request needs a key.
+        insecure: Serve without keys on an address other than the loopback interface.
+        allowed_hosts: Names that a request's ``Host`` header may have, separated by commas; ``*`` allows every name,
+            ``*.example.org`` every name below. Empty: with ``server.host`` on the loopback interface and no keys,
+            only names of the loopback interface; else every name.
+        cors_origins: Origins whose web pages may call the API from a browser, separated by commas, or ``*``; empty:
+            none.
+        tls_cert: File of the TLS certificate chain in PEM; empty serves plain HTTP.
+        tls_key: File of its private key in PEM.
+        failures_per_minute: Wrong keys that one client address may send in a minute before its further wrong keys are
+            answered late and with 429. Right keys are never slowed.
+    """
+
+    key_file: str = ""
+    insecure: bool = False
+    allowed_hosts: str = ""
+    cors_origins: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    failures_per_minute: int = 30
+
+    def __post_init__(self) -> None:
+        for host in listed(self.allowed_hosts):
+            ok = _HOST.fullmatch(host) is not None
+            require(ok, "access.allowed_hosts", host, "names as api.example.org, *.example.org or *, without a port")
+        for origin in listed(self.cors_origins):
+            ok = origin == "*" or _ORIGIN.fullmatch(origin) is not None
+            require(ok, "access.cors_origins", origin, "origins as https://app.example.org, or *")
+        require(
+            bool(self.tls_cert) == bool(self.tls_key), "access.tls_key", self.tls_key, "a file with access.tls_cert"
+        )
+        count = self.failures_per_minute
+        require(count >= 1, "access.failures_per_minute", count, "an integer >= 1")
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """Splits a list at its commas; drops spaces around items, and empty items."""
+    return tuple(item.strip() for item in text.split(",") if item.strip())
+
+
+@dataclass(frozen=True, slots=True)
+class FilesConfig:
+    """Files and batches of clients. They are kept in the log (``log.path``).
+
+    Attributes:
+        max_file_bytes: Larger files are refused; 0 turns files and batches off.
+        max_owner_bytes: Most bytes of the files of one tenant, or of all clients where no keys are in use; 0 is no
+            limit.
+        max_age_s: Seconds after which a file or an ended batch is dropped, unless its client asked for less.
+        max_batch_lines: Most requests of one batch.
+        batch_in_flight: Most requests of batches in flight at once, at each ingress replica. No more begin than the
+            replicas have places free.
+    """
+
+    max_file_bytes: int = 64 * 1024 * 1024
+    max_owner_bytes: int = 1024 * 1024 * 1024
+    max_age_s: float = 30 * 86_400.0
+    max_batch_lines: int = 50_000
+    batch_in_flight: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("max_file_bytes", "max_owner_bytes"):
+            require(getattr(self, name) >= 0, f"files.{name}", getattr(self, name), "an integer >= 0")
+        require(self.max_age_s > 0, "files.max_age_s", self.max_age_s, "a number > 0")
+        for name in ("max_batch_lines", "batch_in_flight"):
+            require(getattr(self, name) >= 1, f"files.{name}", getattr(self, name), "an integer >= 1")
+
+
+@dataclass(frozen=True, slots=True)
+class TracesConfig:
+    """Where spans go, and of which requests. A span holds names, numbers and decisions, never prompts or answers.
+
+    Attributes:
+        endpoint: URL that takes OTLP over HTTP, as ``http://127.0.0.1:4318/v1/traces``; empty for no spans.
+        sample: Share of the requests that get a span, from 0 to 1, where the client's ``traceparent`` does not decide.
+        service_name: ``service.name`` of the spans.
+    """
+
+    endpoint: str = ""
+    sample: float = 1.0
+    service_name: str = "farsight"
+
+    def __post_init__(self) -> None:
+        is_url = self.endpoint.startswith(("http://", "https://"))
+        expected = "a URL of http:// or https://, or nothing"
+        require(not self.endpoint or is_url, "traces.endpoint", self.endpoint, expected)
+        require(0.0 <= self.sample <= 1.0, "traces.sample", self.sample, "a share from 0 to 1")

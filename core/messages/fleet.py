@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.messages.cache import KVCacheEvent, StartedRequest
-from core.messages.plans import FinishedSequence, WorkerReady
+from core.messages.plans import FinishedSequence, KVCacheEvent, StartedRequest, WorkerReady
 from core.messages.requests import Key, Refusal
 from core.messages.step_times import ReplicaStepProfile
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.messages.cache import KVCacheEvent
 from core.messages.kv import NO_TRAFFIC, KVTraffic
 from core.messages.step_times import StepSample
 from core.request import Request, Residency, SequenceStatus
@@ -209,3 +208,59 @@ class WorkerState:
     ready: WorkerReady
     held: tuple[Request, ...]
     report: StepReport
+
+
+@dataclass(frozen=True, slots=True)
+class CachedRun:
+    """Cached blocks that follow each other, by their chained hashes (``kvcache.block_manager``).
+
+    Attributes:
+        parent: Hash of the block before the first of them, cached as well; 0 if the first begins a sequence.
+    """
+
+    parent: int
+    hashes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheEvent:
+    """Worker -> Scheduler -> Router: blocks that a worker's prefix cache has stored and evicted.
+
+    Attributes:
+        seq: Rises by one with each event within a worker's life.
+        whole: ``stored`` is the complete set, whatever earlier events said.
+        stored: Parents before their successors. Blocks that were stored before may be named again.
+        evicted: Hashes, successors before their predecessors; no successor of an evicted block stays cached.
+    """
+
+    seq: int
+    whole: bool
+    stored: tuple[CachedRun, ...] = ()
+    evicted: tuple[int, ...] = ()
+
+    @property
+    def num_hashes(self) -> int:
+        return len(self.evicted) + sum(len(run.hashes) for run in self.stored)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReply:
+    """Scheduler -> Router: all blocks that the worker caches, as a ``whole`` event; None if that is not known."""
+
+    worker_incarnation: str
+    notice: KVCacheEvent | None
+
+
+@dataclass(frozen=True, slots=True)
+class StartedRequest:
+    """An attempt has run for the first time.
+
+    Attributes:
+        cached_len: Prompt tokens that the replica found cached.
+        queue_s: Seconds that it waited there.
+    """
+
+    request_id: str
+    attempt: int
+    cached_len: int
+    queue_s: float

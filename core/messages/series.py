@@ -18,7 +18,7 @@ class TrafficCounts:
         rejected: Requests refused because the service was full.
         prompt_tokens: Prompt tokens of requests whose first token came.
         outside_tokens: Prompt tokens of requests that other servers answered: no Scheduler counts them.
-        ttft, itl, jct: (bucket of ``core.series.durations``, durations in it).
+        ttft, itl, jct: (bucket of ``core.series.tally``, durations in it).
     """
 
     ingress_id: str

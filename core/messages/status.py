@@ -1,7 +1,9 @@
-"""Status of components, and their desired numbers."""
+"""Status of components, their desired numbers, and what shows that one makes no progress or works less well."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from core.messages.kv import KVUsage
@@ -141,3 +143,107 @@ class Scale:
 
     kind: str
     count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadClock:
+    """A reading of a thread's progress, comparable with later readings of the same thread.
+
+    Attributes:
+        effort_s: Seconds that it has computed, or waited for a processor.
+        runnable: Whether it computes, or waits for a processor or the disk, now.
+    """
+
+    effort_s: float
+    runnable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The unit of work that a component is doing.
+
+    Attributes:
+        name: Name of the component.
+        count: Rises with each unit of work; while it stays the same, the same unit is in progress.
+        bound_s: Seconds that this unit may take.
+        clock: Reading of the thread that does the work; None if it is not known.
+    """
+
+    name: str
+    count: int
+    bound_s: float
+    clock: ThreadClock | None
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessLife:
+    """Identifies a process, so that the watcher never inspects or ends a later process with the same pid.
+
+    Attributes:
+        node_id: The node's id in Ray.
+        began: Its start in clock ticks since the machine's boot; 0 where the system does not tell.
+        thread_id: The system's id of the thread whose event loop answers.
+    """
+
+    node_id: str
+    pid: int
+    began: int
+    thread_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """Host -> its watcher: sign of life, and the work in progress of its components; idle components are left out.
+
+    Attributes:
+        starting: Whether a component still loads what it works with.
+    """
+
+    life: ProcessLife
+    work: tuple[Work, ...]
+    starting: bool = False
+
+
+LOG_READ = "log_read"
+LOG_WRITE = "log_write"
+RECORDS_WAIT = "records_wait"
+RECORDS_LOST = "records_lost"
+FORECASTS_SHED = "forecasts_shed"
+FORECASTS_FAIL = "forecasts_fail"
+
+SHED_SHOWN_S = 10.0
+"""How long the status says that a forecast was left out, or made with less than all features."""
+
+MAX_REASON = 300
+"""Longest text of a cause; it may quote another program."""
+
+
+class Degraded:
+    """The causes of one component, each under a name that programs can test. Knows no clock."""
+
+    def __init__(self) -> None:
+        self._causes: dict[str, tuple[str, float]] = {}
+
+    def note(self, cause: str, reason: str, now: float = 0.0, lasts_s: float = math.inf) -> None:
+        """Records a cause, which holds from now on.
+
+        Args:
+            cause: One of the names above.
+            reason: For people: what is wrong, and what follows.
+            now: Seconds; needed with ``lasts_s``.
+            lasts_s: Seconds after which the cause ends, for causes that show in single events; else ``clear`` ends it.
+        """
+        self._causes[cause] = (reason[:MAX_REASON], now + lasts_s)
+
+    def clear(self, cause: str) -> None:
+        """Ends a cause; does nothing if it was never noted."""
+        if cause in self._causes:
+            self._causes[cause] = ("", -math.inf)
+
+    def reason(self, now: float) -> str:
+        """Returns the reasons of all causes that hold, as one line; empty if none holds."""
+        return "; ".join(reason for reason, until in self._causes.values() if now < until)
+
+    def causes(self, now: float) -> Iterator[tuple[str, bool]]:
+        """Yields every cause that was ever noted, and whether it holds."""
+        return ((cause, now < until) for cause, (_, until) in self._causes.items())

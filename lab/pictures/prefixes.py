@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from core.config.placement import PlacementConfig
+from core.config.scheduling import PlacementConfig
 from core.costs import StepCost
 from policies.placement.base import ReplicaLoad
 from policies.placement.e2 import E2Choice, E2Router

@@ -18,13 +18,13 @@ from functools import partial
 import numpy as np
 
 from core.forecast import QUANTILES, Forecast
-from core.load_snapshot import LoadSnapshot
+from core.messages.requests import LoadSnapshot
 from core.request import Slo
 from lab.reproduce.combined import CombinedCell, replica_shape
 from lab.reproduce.rows import UNBOUND, Own, Reproduction, Row, at_least
 from policies.compose import build_scheduler
 from policies.fleet.events import GlobalEvent, GlobalInstruction, HistoryLearned, RequestsEnded, RequestsStarted
-from policies.fleet.latency_targets import TargetCheck
+from policies.fleet.queue_delay import TargetCheck
 from policies.fleet.scheduler import GlobalScheduler
 from policies.lengths.history import LengthHistory
 from policies.placement.base import LeastWork

@@ -18,8 +18,7 @@ from core.costs import StepCost
 from core.decisions import Facts
 from policies.batching.base import FormedBatch
 from policies.interfaces import ORDERS, Job, Order, ReplicaContext
-from policies.order.first_rows import in_order
-from policies.order.job_table import JobTable
+from policies.order.job_table import JobTable, in_order
 from policies.settings import ServingTime
 
 RIVALS = 4

@@ -13,10 +13,8 @@ from itertools import chain, repeat
 
 from core.decisions import Facts
 from core.errors import IntegrityError
-from core.forecast import Forecast
-from core.messages.cache import StartedRequest
-from core.messages.forecasts import ForecastMade
-from core.messages.plans import FinishedSequence
+from core.forecast import Forecast, ForecastMade
+from core.messages.plans import FinishedSequence, StartedRequest
 from core.messages.requests import Key
 from core.request import Request, SequenceStatus
 from policies.external.circuit_breaker import (

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from core.decisions import Facts
 from core.errors import IntegrityError
-from core.forecast import Forecast
-from core.messages.forecasts import ForecastMade
+from core.forecast import Forecast, ForecastMade
 from core.messages.requests import Key
 from core.request import Request
 from policies.batching.base import BatchPolicy, FormedBatch

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from core.costs import StepCost
 from core.forecast import Forecast
-from core.messages.cache import KVCacheEvent, StartedRequest
-from core.messages.plans import FinishedSequence, WorkerReady
+from core.messages.plans import FinishedSequence, KVCacheEvent, StartedRequest, WorkerReady
 from core.messages.requests import Key, OpenRequest
 from core.request import Request
 from policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived

@@ -13,12 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from core.errors import IntegrityError
-from core.forecast import Forecast
-from core.load_snapshot import Demand
-from core.messages.forecasts import ForecastMade
+from core.forecast import Forecast, ForecastMade
 from core.messages.placement import ReplicaView
 from core.messages.plans import FinishedSequence, WorkerReady
-from core.messages.requests import Key, OpenRequest
+from core.messages.requests import Demand, Key, OpenRequest
 from core.request import Request, SequenceStatus
 from policies.fleet.events import AbortOnReplica, AskReplica, GlobalInstruction, ReportLost
 from policies.lengths.law import variance as length_variance

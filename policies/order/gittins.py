@@ -19,9 +19,8 @@ from core.errors import IntegrityError, InvalidValueError
 from policies.interfaces import ORDERS, Job, Order, ReplicaContext
 from policies.lengths import law as length_law
 from policies.lengths.history import LengthHistory
-from policies.lengths.trust import PredictorGate
-from policies.order.first_rows import first_of, replayed
-from policies.order.job_table import JobTable
+from policies.lengths.law import PredictorGate
+from policies.order.job_table import JobTable, first_of, replayed
 from policies.settings import PRIOR_CAPACITY
 
 FloatArray = NDArray[np.float64]

@@ -15,7 +15,7 @@ import numpy as np
 
 from core.costs import StepCost
 from policies.interfaces import Job, ScheduledRequest
-from policies.outlook.laws import FloatArray, RemainingLaws, drawn
+from policies.outlook.rollout import FloatArray, RemainingLaws, drawn
 
 LEVEL = 0.9
 """Quantile of a job's length with which the job must still meet its target."""

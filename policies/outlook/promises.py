@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from core.costs import StepCost, attention_pairs
 from policies.interfaces import Job
 from policies.outlook.calibration import OnlineCalibration, Raw
-from policies.outlook.laws import RemainingLaws
-from policies.outlook.rollout import QueueState, RecentTraffic, RollOut
+from policies.outlook.rollout import QueueState, RecentTraffic, RemainingLaws, RollOut
 
 NUM_ARRIVALS = 32
 """Latest arrivals from which the arrival rate and the usual batch size are taken: load changes within seconds."""

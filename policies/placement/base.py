@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields
 from core.costs import StepCost
 from core.decisions import Facts
 from core.forecast import Forecast
-from core.messages.cache import KVCacheEvent
 from core.messages.placement import PrefixView, ReasonCount, RecentPlacement, ReplicaView
+from core.messages.plans import KVCacheEvent
 from core.request import Request
 from policies.parts import Parts
 from policies.settings import PolicySettings

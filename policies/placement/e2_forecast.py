@@ -14,8 +14,8 @@ import numpy as np
 from core.costs import StepCost
 from core.errors import InvalidValueError
 from core.forecast import Forecast
-from core.messages.cache import KVCacheEvent
 from core.messages.placement import PrefixView, ReplicaView
+from core.messages.plans import KVCacheEvent
 from core.request import Request
 from policies.placement.base import PLACEMENTS, Choice, Placement, ReplicaLoad
 from policies.placement.e2_profiles import from_step_cost

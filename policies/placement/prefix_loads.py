@@ -7,15 +7,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from core.config.placement import PlacementConfig
+from core.config.scheduling import PlacementConfig
 from core.costs import StepCost, mean_cost
 from core.errors import IntegrityError, InvalidValueError
-from core.messages.cache import KVCacheEvent
 from core.messages.placement import PrefixView, ReplicaView
+from core.messages.plans import KVCacheEvent
 from policies.placement.base import ReplicaLoad
 from policies.placement.e2_profiles import Regressions, from_step_cost
-from policies.placement.load_cost import LoadCost, Query
-from policies.placement.load_window import LoadWindow
+from policies.placement.load_cost import LoadCost, LoadWindow, Query
 from policies.placement.prefix_tree import PLACE_BYTES, Path, PrefixNode, RadixTree
 from policies.placement.prefix_view import busiest_prefixes
 from policies.placement.replica_slots import ReplicaSlots

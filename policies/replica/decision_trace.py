@@ -13,7 +13,7 @@ from typing import Any
 from core.decisions import DecisionPacker, Facts
 from core.errors import IntegrityError
 from core.forecast import QUANTILES, Forecast
-from core.promise import Promise
+from core.messages.requests import Promise
 from core.request import Request
 from policies.interfaces import Job, ReplicaPolicies, ScheduledRequest
 from policies.replica.events import AccountClosed, Instruction

@@ -5,13 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.costs import StepCost
-from core.forecast import Forecast
-from core.messages.cache import KVCacheEvent, StartedRequest
-from core.messages.forecasts import ForecastMade
+from core.decisions import on_clock
+from core.forecast import Forecast, ForecastMade
 from core.messages.kv import OffloadOrders, OffloadQuestion
-from core.messages.plans import FinishedSequence, Plan, StepReport, TenantService, WorkerState
-from core.messages.requests import Key
-from core.promise import Promise
+from core.messages.log import RequestTrace
+from core.messages.plans import (
+    FinishedSequence,
+    KVCacheEvent,
+    Plan,
+    StartedRequest,
+    StepReport,
+    TenantService,
+    WorkerState,
+)
+from core.messages.requests import Key, Promise
 from core.request import Origin, Request
 
 
@@ -207,3 +214,23 @@ Instruction = (
     | AccountClosed
     | PromisesMade
 )
+
+
+def request_trace(account: AccountClosed, source: str, epoch_s: float, *, ended: bool) -> RequestTrace:
+    """Makes the log record of an account.
+
+    Args:
+        epoch_s: Seconds since the epoch at which the clock of the decisions stood at 0.
+    """
+    origin = account.origin
+    return RequestTrace(
+        trace_id=f"{origin.response_id}/{account.request_id}/{account.attempt}",
+        request_id=account.request_id,
+        choice=origin.choice,
+        owner=origin.owner,
+        source=source,
+        attempt=account.attempt,
+        ended=ended,
+        num_left_out=account.num_left_out,
+        decisions=account.placement + on_clock(epoch_s, account.decisions),
+    )

@@ -12,7 +12,7 @@ import numpy as np
 from core.decisions import unpack_decisions
 from core.forecast import QUANTILES, Forecast
 from core.messages.live import EndedRequest, ForecastTally, LiveRequest, MemoryPoint, ReplicaLive
-from core.promise import Promise
+from core.messages.requests import Promise
 from core.request import Residency
 from policies.admission.past_future import peak_profile
 from policies.interfaces import ScheduledRequest

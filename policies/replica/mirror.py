@@ -6,8 +6,15 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 
 from core.errors import IntegrityError
-from core.messages.cache import KVCacheEvent
-from core.messages.plans import FinishedSequence, SlotProgress, StepReport, TenantService, WorkerReady, WorkerState
+from core.messages.plans import (
+    FinishedSequence,
+    KVCacheEvent,
+    SlotProgress,
+    StepReport,
+    TenantService,
+    WorkerReady,
+    WorkerState,
+)
 from core.messages.requests import Key
 from core.request import Request, Residency, SequenceStatus
 from kvcache.block_manager import NO_PARENT

@@ -12,13 +12,11 @@ from dataclasses import dataclass, replace
 
 from core.costs import StepCost
 from core.decisions import Facts
-from core.messages.forecasts import ForecastMade
+from core.forecast import ForecastMade
 from core.messages.plans import FinishedSequence, SlotProgress, StepReport, TenantService, WorkerState
-from core.messages.requests import Key
-from core.promise import Promise
+from core.messages.requests import Key, Promise
 from core.request import Request, Residency, SequenceStatus
 from kvcache.cache_journal import CacheMirror
-from policies.budget.step_budget import NO_BUDGET, StepBudget
 from policies.interfaces import ReplicaPolicies, ScheduledRequest
 from policies.outlook.just_enough import JustEnough, ServicePace
 from policies.outlook.promises import Outlook, PromiseMaker, ReplicaJobs
@@ -60,8 +58,8 @@ from policies.replica.facts import (
     TurnsChanged,
 )
 from policies.replica.mirror import WorkerMirror
-from policies.replica.offload_client import OffloadClient, OffloadTally
-from policies.replica.planner import ReplicaPlans
+from policies.replica.order_check import OffloadClient, OffloadTally
+from policies.replica.planner import NO_BUDGET, ReplicaPlans, StepBudget
 from policies.replica.step_selector import StepSelector
 from policies.tenancy.fair_shares import FairShares
 

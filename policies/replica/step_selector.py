@@ -17,8 +17,7 @@ from policies.order.offload_orders import ask
 from policies.replica import flex
 from policies.replica.facts import Admitted, Evicted, Fact, NotAdmitted
 from policies.replica.mirror import WorkerMirror
-from policies.replica.offload_client import OffloadClient
-from policies.replica.order_check import standing_orders
+from policies.replica.order_check import OffloadClient, standing_orders
 from policies.tenancy.fair_shares import FairShares
 
 

@@ -14,9 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from core.errors import FarsightError, InvalidValueError
-from core.messages.drains import DrainReplica
 from core.messages.status import ComponentCounts, Scale
-from core.messages.weights import Upgrade
+from core.messages.supervision import DrainReplica, Upgrade
 from services.api.access.keys import is_admin
 from services.api.backend import Operator
 from services.api.bodies import JsonRoute

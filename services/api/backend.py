@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from actors.calls.scheduling import RouterCalls
 from actors.calls.supervisor import SupervisorCalls
 from core.abilities import Abilities
-from core.messages.images import EncodedImage, ImageFile
+from core.images import EncodedImage, ImageFile
 from core.messages.live import LiveView
 from core.messages.log import LoggedWindow, RequestTrace
 from core.messages.series import RecentDecisions

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from core.messages.images import ImageFile
+from core.images import ImageFile
 from core.messages.tokens import TokenDelta, TokenLogprobs
 from core.request import Origin, PromptSource, Request, SamplingParams
 from tokenization.text_stream import TextDecoder

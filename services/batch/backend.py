@@ -22,7 +22,7 @@ from services.api.backend import Generator
 from services.api.batches.order import ForecastLines
 from services.api.text.prompts import PromptEncoder, text_settings
 from services.ingress.ingress import open_client
-from services.ingress.line_forecasts import line_forecasts
+from services.ingress.predictor_client import line_forecasts
 from services.launch.cluster import ServiceFailed
 from services.launch.launch import find_model, find_site, start_components
 from services.launch.stages import Stages

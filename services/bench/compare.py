@@ -11,23 +11,23 @@ from typing import Any
 import psutil
 
 from core.errors import ConfigError
-from services.bench.cases import Case, make_cases
+from services.bench.answers import Sla
+from services.bench.cases import Case, fit_cases, make_cases
 from services.bench.client import find_model
-from services.bench.fitting import fit_cases
 from services.bench.load import Connection, RunResult, measure, run_async
 from services.bench.options import BenchOptions, body_form, check_options, read_sla
-from services.bench.plots import plot_case
 from services.bench.report import case_table, provenance, write_json
-from services.bench.sla import Sla
 from services.bench.statistics import (
     Metrics,
     counted_by,
     error_examples,
     error_kinds,
+    latencies,
     per_request,
     ratios,
     run_metrics,
     summarize,
+    token_rate,
 )
 from services.bench.targets import BenchTarget, make_call
 
@@ -213,3 +213,50 @@ def num_errors(record: dict[str, Any]) -> int:
     """The number of failed requests in all runs."""
     runs = (run for case in record["cases"] for target in case["targets"] for run in target["runs"])
     return sum(sum(run["errors"].values()) for run in runs)
+
+
+SIZE_INCHES = (13.0, 7.0)
+NUM_BINS = 60
+
+TITLES = {
+    "ttft_ms": "Time to first token",
+    "tpot_ms": "Time per output token",
+    "mtpot_ms": "Longest pause of a request",
+    "jct_ms": "Time of a request",
+}
+
+
+def plot_case(path: Path, title: str, runs: Mapping[str, Sequence[RunResult]]) -> None:
+    """Writes a PNG: the distribution of every latency and the throughput over time, a line for each server.
+
+    Latencies are pooled over all rounds; the throughput is the mean of the rounds.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=SIZE_INCHES, layout="constrained")
+    axes = figure.subplots(2, 3).flatten()
+    figure.suptitle(title)
+    for panel, (name, heading) in zip(axes, TITLES.items(), strict=False):
+        _plot_distribution(panel, name, heading, runs)
+    _plot_throughput(axes[len(TITLES)], runs)
+    axes[-1].axis("off")
+    handles, labels = axes[len(TITLES)].get_legend_handles_labels()
+    axes[-1].legend(handles, labels, loc="center", fontsize="large")
+    figure.savefig(path, dpi=110)
+
+
+def _plot_distribution(panel: Any, name: str, heading: str, runs: Mapping[str, Sequence[RunResult]]) -> None:
+    for label, of_target in runs.items():
+        values = sorted(value for run in of_target for value in latencies(run.answers)[name])
+        shares = [100 * (i + 1) / len(values) for i in range(len(values))]
+        panel.step(values, shares, where="post", label=label)
+    panel.set(title=heading, xlabel="ms", ylabel="% of requests at most", ylim=(0, 100), xlim=(0, None))
+    panel.grid(alpha=0.3)
+
+
+def _plot_throughput(panel: Any, runs: Mapping[str, Sequence[RunResult]]) -> None:
+    for label, of_target in runs.items():
+        panel.plot(*token_rate(of_target, NUM_BINS), label=label)
+    panel.set(title="Throughput", xlabel="s from the beginning", ylabel="output tokens/s", ylim=(0, None))
+    panel.set_xlim(0, None)
+    panel.grid(alpha=0.3)

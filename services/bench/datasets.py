@@ -11,17 +11,43 @@ model text).
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import random
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
 
 from core.errors import InvalidValueError
 from services.bench.requests import BenchRequest, PromptPart
 from services.bench.workloads import GROUP_EXPONENT, ZipfRanks
+
+_GZIP_MAGIC = b"\x1f\x8b"
+
+
+@contextmanager
+def open_lines(field: str, path: Path) -> Iterator[TextIO]:
+    """The lines of a file.
+
+    Args:
+        field: The option that named the file.
+
+    Raises:
+        InvalidValueError: The file cannot be read.
+    """
+    try:
+        with path.open("rb") as probe:
+            packed = probe.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
+        opener: Callable[..., TextIO] = gzip.open if packed else open
+        with opener(path, "rt", encoding="utf-8", newline="") as lines:
+            yield lines
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise InvalidValueError(field, str(path), f"a readable file of UTF-8 text ({error})") from error
+
 
 BLOCK_TOKENS = 512
 """Prompt tokens per entry of ``hash_ids``."""

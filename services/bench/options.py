@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import ConfigError, FarsightError
-from services.bench.sla import Sla, parse_sla
+from services.bench.answers import Sla, parse_sla
 from services.bench.targets import PATHS, BodyForm, Endpoint
 from services.bench.workloads import NUM_GROUPS, PREFIX_TOKENS, WORKLOADS
 

@@ -9,9 +9,8 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from services.bench.answers import Answer
+from services.bench.answers import Answer, Sla, meets
 from services.bench.load import RunResult
-from services.bench.sla import Sla, meets
 
 Metrics = dict[str, float]
 """Numbers of one run by name; a number that the run does not have is absent."""

@@ -103,7 +103,7 @@ def _measure(runner: ModelRunner, engine: EngineConfig, rounds: int, as_json: bo
 
 def _with_pictures(found: ProfileFile, model_dir: Path, dtype: str, engine: EngineConfig, rounds: int) -> ProfileFile:
     """With the prices of pictures, where the model sees."""
-    from actors.vision.tower_bench import measure_model
+    from actors.vision.encoding_cost import measure_model
 
     cost = measure_model(model_dir, dtype, engine.device, rounds)
     if cost is None:

@@ -23,14 +23,12 @@ from actors.runtime.health import HealthServer
 from actors.runtime.metrics import RequestMetrics, show_degraded
 from actors.runtime.names import is_backend
 from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, Site, again_and_again, wait_for
-from core.degraded import Degraded
 from core.errors import InvalidValueError
-from core.forecast import Forecast
-from core.messages.forecasts import ForecastMade, ForecastsMade
-from core.messages.images import EncodedImage, ImageFile
+from core.forecast import Forecast, ForecastMade, ForecastsMade
+from core.images import EncodedImage, ImageFile
 from core.messages.log import FinishedRequests, RequestTrace, RequestTraces
 from core.messages.requests import Keys, Refusal, Submit
-from core.messages.status import ComponentStatus
+from core.messages.status import ComponentStatus, Degraded
 from core.messages.tokens import TokenDelta, TokenPoll
 from core.request import Request
 from policies.compose import predicts_requests
@@ -72,7 +70,7 @@ class EngineClient:
         keep: Keeps a Supervisor alive; runs as long as the client.
         prefix_block_size: Tokens of the blocks by which prompts are compared; 0 if the placement compares none.
         ingress_id: End of the name of this process's actor, by which other processes find out whether it lives
-            (``actors.runtime.ingress_lives``); random where there is no actor.
+            (``actors.runtime.component``); random where there is no actor.
 
     Attributes:
         overview: What operators see of the service from here.

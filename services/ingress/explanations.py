@@ -1,13 +1,17 @@
-"""Collects the decision traces behind one answer, from the living components and from the log."""
+"""Collects what is known of one answer: its decision traces, and its record in the log with the requests around it."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 from collections.abc import Iterable
 
 from actors.runtime.peer import PeerBook
+from core.config.load import FarsightConfig
 from core.errors import FarsightError
-from core.messages.log import RequestTrace, RequestTraces, TraceQuery
+from core.messages.log import FinishedRequest, LoggedWindow, LogQuery, RequestTrace, RequestTraces, ServedAs, TraceQuery
+from core.messages.requests import LoadSnapshot
 
 TIMEOUT_S = 2.0
 
@@ -49,3 +53,70 @@ def _traces(reply: RequestTraces | BaseException, failures: list[BaseException])
     if isinstance(reply, BaseException):
         raise reply
     return reply.records
+
+
+PAGE = 1000
+"""Records of one reply: reading them takes about 10 ms of the event loop."""
+
+MOST_RECORDS = 10_000
+"""Latest ended requests that are searched."""
+
+MOST_BEFORE = 2000
+"""Records before the request's own that are read."""
+
+SEARCH_TIMEOUT_S = 5.0
+_END = 2**63 - 1
+
+
+def served_settings(config: FarsightConfig) -> str:
+    """Returns the tables of a server by which its policies decide, as ``ServedAs.settings``."""
+    return json.dumps({name: dataclasses.asdict(getattr(config, name)) for name in ("scheduler", "placement", "batch")})
+
+
+class LoggedRequests:
+    """Reads the log from its end backwards.
+
+    Args:
+        config: The service's configuration.
+    """
+
+    def __init__(self, peers: PeerBook, config: FarsightConfig) -> None:
+        self._log_store = peers.log_store()
+        self._settings = served_settings(config)
+
+    async def around(self, request_id: str, seen: LoadSnapshot | None) -> LoggedWindow | None:
+        """Returns the window of the log around a request; None if it is not among the latest.
+
+        Args:
+            seen: The load now, which tells how a replica runs.
+
+        Raises:
+            FarsightError: The log cannot be read now, or steps have not been measured.
+        """
+        if seen is None or seen.cost is None or not seen.num_replicas or not seen.kv_tokens:
+            raise FarsightError("the cost of steps has not been measured yet")
+        try:
+            records = await asyncio.wait_for(self._records(request_id), SEARCH_TIMEOUT_S)
+        except TimeoutError as error:
+            raise FarsightError("the log does not answer") from error
+        if records is None:
+            return None
+        served = ServedAs(self._settings, seen.num_replicas, seen.kv_tokens, seen.max_num_seqs, seen.cost)
+        return LoggedWindow(request_id, served, records)
+
+    async def _records(self, request_id: str) -> tuple[FinishedRequest, ...] | None:
+        end = (await self._log_store.read(LogQuery(_END, 0))).last_row
+        lowest = max(0, end - MOST_RECORDS)
+        records: tuple[FinishedRequest, ...] = ()
+        before: int | None = None  # records ahead of its own, once it is found
+        while end > lowest and (before is None or before < MOST_BEFORE):
+            first = max(lowest, end - PAGE)
+            page = await self._log_store.read(LogQuery(first, end - first))
+            places = [place for place, each in enumerate(page.records) if each.request_id == request_id]
+            if before is not None:
+                before += len(page.records)
+            elif places:
+                before = places[0]
+            records = (*page.records, *records)
+            end = first
+        return None if before is None else records

@@ -12,11 +12,9 @@ from typing import Any
 
 from core.config.server import ServerConfig
 from core.errors import CapacityError
-from core.load_snapshot import Demand, LoadSnapshot
-from core.messages.requests import AnnounceReply, IngressLoad
+from core.messages.requests import AnnounceReply, Demand, IngressLoad, LoadSnapshot
 from core.request import Request
-from policies.fleet.latency_targets import TargetCheck
-from policies.fleet.queue_delay import ended_after_s, queue_delay_s
+from policies.fleet.queue_delay import TargetCheck, ended_after_s, queue_delay_s
 
 RETRY_AFTER_S = 1.0
 """Seconds after which to try again, where nothing is known of how long requests take."""

@@ -9,10 +9,9 @@ from collections.abc import Iterator, Sequence
 from actors.runtime.names import initial_counts
 from actors.runtime.peer import LOOK_AGAIN_S, PeerBook, PeerLost, Site, current_counts
 from actors.runtime.shared_rows import rows_directory
-from core.config.image_hosts import parse_image_hosts
+from core.config.images import parse_image_hosts
 from core.errors import CapacityError, FarsightError, InvalidValueError
-from core.images import digest_of
-from core.messages.images import EncodedImage, EncodeImages, ImageFile
+from core.images import EncodedImage, EncodeImages, ImageFile, digest_of
 from core.request import Request
 from engine.vision.row_files import RowHolder
 from services.api.errors import ApiError, unavailable

@@ -39,14 +39,12 @@ from services.api.readiness import Readiness
 from services.api.streams.manager import StreamManager
 from services.api.text.prompts import PromptEncoder, text_settings
 from services.ingress.engine_client import EngineClient
-from services.ingress.line_forecasts import line_forecasts
 from services.ingress.liveness import Liveness, publish
 from services.ingress.paced_http import pace_http
-from services.ingress.supervisor_link import SUPERVISED_S, SupervisorLink
-from services.ingress.tenants import TenantExchange
-from services.ingress.traffic import TrafficReports
+from services.ingress.predictor_client import line_forecasts
+from services.ingress.supervisor_link import SUPERVISED_S, SupervisorLink, TenantExchange, TrafficReports
 from services.proxy.haproxy import PROXY_DIRECTORY_VARIABLE
-from services.proxy.loopback import keep_on_loopback
+from services.proxy.ports import keep_on_loopback
 from services.proxy.timed_http import ConnectionLimits
 from services.run_file import ADMIN_TOKEN_VARIABLE
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 
 from core.decisions import Decision, Facts, on_clock, pack_decisions
 from core.messages.log import FinishedRequest, RequestTrace
+from core.messages.requests import Promise
 from core.messages.tokens import TokenBatches, TokenDelta, joined
-from core.promise import Promise
 from core.request import Request
 from services.api.answers.served import ANSWER, AnswerPromise
 from services.ingress.first_check import CountedRequest

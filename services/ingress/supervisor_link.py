@@ -1,13 +1,19 @@
-"""The exchange of an ingress replica with the Supervisor: whether it watches the service, and when to drain."""
+"""The exchange of an ingress replica with the Supervisor: whether it watches, when to drain, tenants and traffic."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import uuid
 from contextlib import suppress
 from typing import Protocol
 
 from actors.runtime.peer import LOOK_AGAIN_S, PeerBook, PeerLost
-from core.messages.drains import IngressOrders, IngressReport
+from core.errors import FarsightError
+from core.messages.supervision import IngressOrders, IngressReport
+from core.messages.tenants import TenantReport, TenantUsage
+from core.series.tally import TrafficTally
+from services.api.access.access_control import AccessControl
 from services.api.readiness import Readiness
 
 REPORT_S = 0.5
@@ -118,3 +124,95 @@ class SupervisorLink:
         if self._end is not None:
             self._end.cancel()
         self._ends_at, self._end = ends_at, loop.call_at(ends_at, self._streams.end_streams, STOPPED)
+
+
+EXCHANGE_S = 0.25
+"""Seconds between two reports while tenants send requests."""
+
+TIMEOUT_S = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+class TenantExchange:
+    """Reports the counts of access control, and corrects its budgets by the answers.
+
+    While no Supervisor answers, access control goes on with the budgets it has; the next report holds all counts since.
+
+    Args:
+        ingress_id: Names this life of the ingress replica.
+    """
+
+    def __init__(self, peers: PeerBook, ingress_id: str | None = None) -> None:
+        self._supervisor = peers.supervisor()
+        self._ingress_id = ingress_id or uuid.uuid4().hex
+        self._epoch = ""
+
+    async def run(self, access: AccessControl) -> None:
+        """Reports until it is cancelled."""
+        while True:
+            await self.exchange(access)
+            await asyncio.sleep(EXCHANGE_S)
+
+    async def exchange(self, access: AccessControl) -> None:
+        """Sends one report, if there is anything to report."""
+        counts = tuple(access.take_due())
+        if not counts:
+            return
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                answer = await self._supervisor.count_tenants(TenantReport(self._ingress_id, self._epoch, counts))
+        except (PeerLost, TimeoutError):
+            access.not_reported(counts)
+            return
+        except FarsightError:
+            access.not_reported(counts)
+            logger.exception("the Supervisor took no counts of tenants")
+            return
+        self._epoch = answer.epoch
+        access.correct(answer, counts)
+
+    async def usage(self) -> tuple[TenantUsage, ...]:
+        """Sums of all tenants over all ingress replicas.
+
+        Raises:
+            FarsightError: The Supervisor does not answer now.
+        """
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                return (await self._supervisor.tenant_usage()).tenants
+        except (PeerLost, TimeoutError) as error:
+            raise FarsightError("the Supervisor does not answer") from error
+
+
+TRAFFIC_REPORT_S = 0.5
+"""Seconds between two reports: half of a point of the history, so that each point holds the counts of its second."""
+
+
+class TrafficReports:
+    """Sends counts since the start of the replica, so that a lost report loses nothing.
+
+    Args:
+        ingress_id: As in the name of the replica's component.
+    """
+
+    def __init__(self, peers: PeerBook, tally: TrafficTally, ingress_id: str) -> None:
+        self._supervisor = peers.supervisor()
+        self._tally = tally
+        self._ingress_id = ingress_id
+
+    async def run(self) -> None:
+        """Reports until it is cancelled."""
+        while True:
+            await self.report()
+            await asyncio.sleep(TRAFFIC_REPORT_S)
+
+    async def report(self) -> None:
+        """Sends one report; without a Supervisor, the next report holds its counts."""
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                await self._supervisor.count_traffic(self._tally.counts(self._ingress_id))
+        except (PeerLost, TimeoutError):
+            return
+        except FarsightError:
+            logger.exception("the Supervisor took no counts of traffic")

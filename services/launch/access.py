@@ -8,9 +8,8 @@ import ssl
 from collections.abc import Mapping
 from pathlib import Path
 
-from core.config.access import AccessConfig
 from core.config.load import FarsightConfig
-from core.config.server import is_loopback
+from core.config.server import AccessConfig, is_loopback
 from core.errors import ConfigError, FarsightError
 from services.api.access.access_control import API_KEY_VARIABLE
 from services.api.access.key_file import read_key_file

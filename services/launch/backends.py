@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from actors.external.openai_server import OpenAIServer, find_api_key
 from actors.external.openai_wire import BackendFailed
+from core.config.actors import ReplicaConfig
 from core.config.load import FarsightConfig
-from core.config.replica import ReplicaConfig
 from core.errors import ConfigError
 from policies.compose import is_batch_mode
 from services.launch.cluster import ServiceFailed

@@ -18,13 +18,11 @@ from typing import Any
 import psutil
 
 from actors.runtime.names import NAMESPACE, RUN_DIR_VARIABLE
-from core.config.access import AccessConfig
-from core.config.server import ServerConfig
+from core.config.server import AccessConfig, ServerConfig
 from core.errors import FarsightError
 from core.processors import usable_processors
 from services.launch.access import write_tls_file
-from services.launch.daemons import watched_daemons
-from services.launch.signals import StopSignal
+from services.launch.signals import StopSignal, watched_daemons
 from services.launch.stages import Stages, StartTimedOut
 from services.proxy.haproxy import haproxy_environment
 from services.proxy.ports import free_ports, reserved_ports

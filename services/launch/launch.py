@@ -30,14 +30,12 @@ from services.api.access.access_control import API_KEY_VARIABLE
 from services.launch.access import absolute_paths, check_access
 from services.launch.backends import check_replicas, look_for_servers
 from services.launch.cluster import ServiceFailed, private_cluster
-from services.launch.draining import drain
-from services.launch.log_lines import PROCESS, print_line, printed_log_lines
+from services.launch.failures import PROCESS, print_line, printed_log_lines
 from services.launch.machine import check_gpus, check_own_gpus, check_port
 from services.launch.proxy import ProxyStart, front_proxy, wait_routed
-from services.launch.signals import StopSignal
+from services.launch.signals import StopSignal, drain
 from services.launch.stages import Stages
-from services.launch.starting import LOOK_S, StartingComponents
-from services.launch.welcome import Example, welcome
+from services.launch.starting import LOOK_S, Example, StartingComponents, welcome
 from services.progress import status_line
 from services.proxy.haproxy import HAProxyRunner, choose_proxy
 from services.run_file import ADMIN_TOKEN_VARIABLE, published

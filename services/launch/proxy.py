@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from core.config.access import AccessConfig
-from core.config.server import ServerConfig
+from core.config.server import AccessConfig, ServerConfig
 from core.errors import FarsightError
 from services.launch.signals import StopSignal
 from services.launch.stages import Stages, StartStage

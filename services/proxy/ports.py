@@ -1,4 +1,4 @@
-"""Reserves ports of this machine for one service."""
+"""Reserves ports of this machine for one service, and keeps a server of Ray Serve's on the loopback interface."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import random
 import socket
 from collections.abc import Iterable, Iterator
+from types import ModuleType
 
 from core.errors import FarsightError
 
@@ -65,3 +66,25 @@ def _bind(probe: socket.socket, port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+_ANY_PORT = "127.0.0.1:0"
+
+
+def keep_on_loopback(replica: ModuleType) -> None:
+    """Has Ray Serve's server for calls between deployments, which takes pickles, listen on the loopback interface.
+
+    There is one deployment, so it gets no call. Ray binds it to ``[::]`` and has no setting for its address.
+
+    Args:
+        replica: ``ray.serve._private.replica``, before it starts the server.
+
+    Raises:
+        AttributeError: This version of Ray binds the server in another way.
+    """
+    bind = replica.add_port_to_grpc_server
+
+    def bind_to_loopback(server: object, address: str) -> object:
+        return bind(server, _ANY_PORT)
+
+    replica.add_port_to_grpc_server = bind_to_loopback  # type: ignore[attr-defined]

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Generic, TypeVar
 
-from core.messages.cache import StartedRequest
-from core.messages.plans import FinishedSequence
+from core.messages.plans import FinishedSequence, StartedRequest
 from core.messages.requests import Key
 from core.request import Request
 from policies.fleet.batch_scheduler import BatchScheduler

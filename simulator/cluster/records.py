@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from core.promise import Promise
+from core.messages.requests import Promise
 from simulator.traffic.workload import SimRequest
 
 _BINS_PER_E = 100

@@ -16,9 +16,9 @@ import ray
 
 from actors.runtime.peer import Site
 from core.config.actors import ActorsConfig
+from core.config.engine import ModelConfig
+from core.config.learning import LogConfig
 from core.config.load import FarsightConfig
-from core.config.log import LogConfig
-from core.config.model import ModelConfig
 from core.config.scheduling import SchedulerConfig
 from services.ingress.engine_client import EngineClient
 from services.launch.cluster import few_daemons

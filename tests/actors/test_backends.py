@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from core.config.model import ModelConfig
-from core.config.replica import ReplicaConfig
+from core.config.actors import ReplicaConfig
+from core.config.engine import ModelConfig
 from core.messages.tokens import TokenDelta
 from core.request import SamplingParams
 from services.api.requests import unnamed_request

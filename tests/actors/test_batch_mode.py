@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from actors.runtime.names import LOG_STORE, ROUTER
-from core.config.model import ModelConfig
+from core.config.engine import ModelConfig
 from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.messages.log import BatchPage, LogQuery
 from core.messages.status import Scale

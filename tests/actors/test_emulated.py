@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from actors.runtime.names import ROUTER
-from core.config.engine import EngineConfig
-from core.config.model import ModelConfig
+from core.config.engine import EngineConfig, ModelConfig
 from core.config.scheduling import SchedulerConfig
 from core.messages.status import ComponentStatus, Scale
 from core.request import SamplingParams

@@ -18,9 +18,9 @@ from actors.runtime.names import ROUTER, scheduler_name
 from core.config.scheduling import SchedulerConfig
 from core.decisions import unpack_decisions
 from core.errors import FarsightError
-from core.load_snapshot import LoadSnapshot
-from core.messages.cache import CacheReply
 from core.messages.log import RequestTrace
+from core.messages.plans import CacheReply
+from core.messages.requests import LoadSnapshot
 from core.request import Origin
 from services.api.requests import unnamed_request
 from services.ingress.engine_client import EngineClient

@@ -26,7 +26,7 @@ from lab.embedded_vision.model import PATCHES, build_model, pixels_of, prompt_id
 from lab.embedded_vision.scenes import CELLS, MAX_SHAPES, Scene, Shape, number_scene, scenes, shapes_scene
 from lab.embedded_vision.words import IMAGE_ID, TASKS, Question, build_tokenizer, encode
 from services.launch.launch import EMBEDDED_MODEL, VISION_MODEL
-from services.launch.welcome import welcome
+from services.launch.starting import welcome
 
 RED, BLUE = Shape("circle", "red"), Shape("square", "blue")
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from core.messages.cache import CacheReply, KVCacheEvent, StartedRequest
 from core.messages.fleet import ReplicaNews, ReplicaState
 from core.messages.kv import OffloadOrders, OffloadQuestion
-from core.messages.plans import FinishedSequence, Plan, ReportPoll, Slot, StepReport, WorkerReady, WorkerState
+from core.messages.plans import (
+    CacheReply,
+    FinishedSequence,
+    KVCacheEvent,
+    Plan,
+    ReportPoll,
+    StartedRequest,
+    StepReport,
+    WorkerReady,
+    WorkerState,
+)
 from core.messages.requests import Announce, AnnounceReply, Key, Keys, Refusal, Refusals, Submit, SubmitReply
 from policies.fleet.batch_scheduler import BatchScheduler
 from policies.fleet.events import (
@@ -33,7 +42,6 @@ from policies.fleet.events import (
     TimePassed,
 )
 from policies.fleet.scheduler import FleetMachine
-from policies.interfaces import ReplicaPolicies, ScheduledRequest
 from policies.replica.events import (
     AskOffload,
     BatchBroken,
@@ -51,8 +59,7 @@ from policies.replica.events import (
     WorkerLost,
     WorkerReported,
 )
-from policies.replica.planner import ReplicaPlans
-from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
+from policies.replica.scheduler import ReplicaScheduler
 from tests.protocol.network import Component, attempts
 
 if TYPE_CHECKING:
@@ -60,30 +67,6 @@ if TYPE_CHECKING:
     from tests.protocol.world import World
 
 LOOK_AGAIN_S, SAY_AGAIN_S, RESEND_S, FORGET_INGRESS_S = 0.05, 1.0, 0.1, 10.0
-
-
-class _ShortPlans(ReplicaPlans):
-    """Grants a few tokens at a time, as an order with time slices does; FCFS grants everything at once."""
-
-    quantum = 4
-
-    def _slot(self, scheduled: ScheduledRequest, decode_s: float | None, *, standby: bool) -> Slot:
-        slot = super()._slot(scheduled, decode_s, standby=standby)
-        prefill_to = max(scheduled.computed_len, scheduled.host_len) + 2 * self.quantum
-        length_to = scheduled.known_len + self.quantum
-        return replace(slot, prefill_to=min(slot.prefill_to, prefill_to), length_to=min(slot.length_to, length_to))
-
-
-class ShortGrants(ReplicaScheduler):
-    """Renews its short grants after every report."""
-
-    def __init__(self, policies: ReplicaPolicies, limits: SchedulerLimits) -> None:
-        super().__init__(policies, limits)
-        self._planner = _ShortPlans(policies.order, limits.budget, limits.grant_lead_s, self._mirror)
-
-    def _book_report(self, report: StepReport, now: float) -> Iterator[Any]:
-        yield from super()._book_report(report, now)
-        self._mirror.stale |= bool(self._mirror.admitted)
 
 
 @dataclass(slots=True)

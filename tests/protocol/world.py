@@ -5,25 +5,29 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.costs import StepCost
+from core.messages.plans import Slot, StepReport
 from core.messages.requests import Refusal
 from core.messages.tokens import TokenDelta
 from kvcache import BatchLimits, StepBatch
 from policies.compose import build_batch_runner, build_batch_scheduler, build_offload, build_router, build_scheduler
-from policies.interfaces import ReplicaPolicies
+from policies.interfaces import ReplicaPolicies, ScheduledRequest
 from policies.kv.split_batch import SplitBatch
 from policies.order.offload_orders import OffloadDecider
 from policies.presets import PRESETS
 from policies.replica.events import CostLearned
-from policies.replica.scheduler import SchedulerLimits
+from policies.replica.planner import ReplicaPlans
+from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
 from policies.settings import BatchSettings, MlfqRules, PolicySettings
 from tests.protocol.ingress import IngressComponent
 from tests.protocol.model import BLOCK, Client, make_client, text_of
 from tests.protocol.network import Clock, Faults, Network
-from tests.protocol.schedulers import RouterComponent, SchedulerComponent, ShortGrants
+from tests.protocol.schedulers import RouterComponent, SchedulerComponent
 from tests.protocol.worker import STEP_S, ManagerComponent, WorkerComponent
 
 BUSY_S = 1.5
@@ -51,6 +55,30 @@ PARTS += [("gittins", "cheapest-victim"), ("gittins", "recompute-newest"), ("hit
 BATCH_PRESETS = [name for name, preset in PRESETS.items() if preset.mode == "batch"]
 
 ADMISSIONS = ["watermark", "conservative", "past-future"]
+
+
+class _ShortPlans(ReplicaPlans):
+    """Grants a few tokens at a time, as an order with time slices does; FCFS grants everything at once."""
+
+    quantum = 4
+
+    def _slot(self, scheduled: ScheduledRequest, decode_s: float | None, *, standby: bool) -> Slot:
+        slot = super()._slot(scheduled, decode_s, standby=standby)
+        prefill_to = max(scheduled.computed_len, scheduled.host_len) + 2 * self.quantum
+        length_to = scheduled.known_len + self.quantum
+        return replace(slot, prefill_to=min(slot.prefill_to, prefill_to), length_to=min(slot.length_to, length_to))
+
+
+class ShortGrants(ReplicaScheduler):
+    """Renews its short grants after every report."""
+
+    def __init__(self, policies: ReplicaPolicies, limits: SchedulerLimits) -> None:
+        super().__init__(policies, limits)
+        self._planner = _ShortPlans(policies.order, limits.budget, limits.grant_lead_s, self._mirror)
+
+    def _book_report(self, report: StepReport, now: float) -> Iterator[Any]:
+        yield from super()._book_report(report, now)
+        self._mirror.stale |= bool(self._mirror.admitted)
 
 
 class World:

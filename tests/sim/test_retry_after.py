@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from core.config.server import ServerConfig
-from core.load_snapshot import LoadSnapshot
-from core.messages.requests import AnnounceReply
+from core.messages.requests import AnnounceReply, LoadSnapshot
 from policies.compose import build_scheduler
 from policies.fleet.events import GlobalEvent, GlobalInstruction, RequestsEnded, RequestsStarted
 from policies.fleet.queue_delay import queue_delay_s

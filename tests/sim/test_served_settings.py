@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 
 from core.config.load import make_config
-from core.config.placement import PlacementConfig
-from core.config.scheduling import SchedulerConfig
+from core.config.scheduling import PlacementConfig, SchedulerConfig
 from core.messages.log import ServedAs
 from policies.compose import build_router, configured_replica
 from policies.interfaces import Job
 from policies.presets import PRESETS
 from policies.settings import PolicySettings
 from services.commands.simulate import experiment_of
-from services.ingress.logged_requests import served_settings
+from services.ingress.explanations import served_settings
 from simulator import run
 from simulator.cluster.latency import LinearLatency
 from simulator.counterfactual import experiment_as

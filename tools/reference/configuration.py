@@ -7,8 +7,8 @@ import inspect
 import re
 import typing
 
+from core.config.actors import ReplicaConfig
 from core.config.load import FarsightConfig
-from core.config.replica import ReplicaConfig
 
 
 def configuration_reference() -> str:

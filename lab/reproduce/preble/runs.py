@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from core.config.placement import PlacementConfig
+from core.config.scheduling import PlacementConfig
 from core.costs import StepCost
 from lab.reproduce.rows import UNBOUND, Draws
 from policies.admission.watermark import Aggressive

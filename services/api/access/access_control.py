@@ -12,7 +12,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from core.config.access import AccessConfig, listed
+from core.config.server import AccessConfig, listed
 from core.errors import FarsightError
 from core.messages.tenants import TenantBudgets, TenantCounts, TenantLimits, TenantUsage
 from policies.tenancy.budgets import Excess, LocalBudget

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from core.errors import CapacityError, InvalidValueError
-from core.messages.images import EncodedImage, ImageFile
+from core.images import EncodedImage, ImageFile
 from core.messages.tokens import TokenDelta
 from core.request import Request
 from services.api.access.access_control import AccessControl

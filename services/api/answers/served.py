@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from core.promise import Promise, last_end
+from core.messages.requests import Promise, last_end
 from services.api.generation import Generation
 
 if TYPE_CHECKING:

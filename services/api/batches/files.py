@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterable, Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
-from core.config.files import FilesConfig
+from core.config.server import FilesConfig
 from core.errors import FarsightError
 from core.kept import (
     AddParts,

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from core.errors import InvalidValueError
-from core.images import ImageSpan, digest_of
-from core.messages.images import EncodedImage, ImageFile
+from core.images import EncodedImage, ImageFile, ImageSpan, digest_of
 from core.request import Request
 from services.api.backend import ImageInput
 from services.api.fields import CONTENT, is_empty, refused

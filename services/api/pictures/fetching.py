@@ -20,7 +20,7 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
-from core.config.image_hosts import ImageHost, host_of, is_private_host, is_public, parse_address
+from core.config.images import ImageHost, host_of, is_private_host, is_public, parse_address
 from core.errors import CapacityError, InvalidValueError
 
 MAX_URL = 4096

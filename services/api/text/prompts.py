@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from core.child_process import ChildLost
-from core.config.model import ModelConfig
+from core.config.engine import ModelConfig
 from core.errors import CapacityError, ConfigError, InvalidValueError
 from core.request import PromptSource
 from services.api.errors import ApiError, unavailable

@@ -21,7 +21,7 @@ from opentelemetry.trace import set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from prometheus_client import CollectorRegistry, Counter
 
-from core.config.traces import TracesConfig
+from core.config.server import TracesConfig
 from core.errors import FarsightError
 from services.api.answers.served import TracedAnswer
 from services.api.backend import Operator

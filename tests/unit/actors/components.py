@@ -13,8 +13,8 @@ from actors.calls.log_store import LogStoreCalls
 from actors.log.log_store import LogStore
 from actors.runtime.component import ComponentContext
 from actors.runtime.peer import Site
+from core.config.learning import LogConfig
 from core.config.load import FarsightConfig
-from core.config.log import LogConfig
 from core.forecast import QUANTILES
 from core.messages.log import (
     Artefact,

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from core.memory import MAPPED_BYTES
-from core.processors import bind_to_node, compute_threads, numa_nodes, quota_processors, usable_processors
+from core.processors import MAPPED_BYTES, bind_to_node, compute_threads, numa_nodes, quota_processors, usable_processors
 
 ROOT = Path(__file__).parents[3]
 
@@ -123,7 +122,7 @@ os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:{num_masked}])
 import torch
 from core.config.engine import EngineConfig
 from core.config.load import FarsightConfig
-from core.config.model import ModelConfig
+from core.config.engine import ModelConfig
 from engine.build import build_worker
 from services.bench.report import provenance
 from services.launch.launch import EMBEDDED_MODEL, default_ingress_replicas, resolve_placement
@@ -191,7 +190,7 @@ NUM_BLOCKS = 8
 
 _PROGRAM = f"""
 import psutil
-from core.memory import return_large_blocks
+from core.processors import return_large_blocks
 if {{}}:
     assert return_large_blocks()
 bytearray(31 << 20)  # freed at once, and glibc's bound is there from now on

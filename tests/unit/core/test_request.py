@@ -7,12 +7,12 @@ import math
 
 import pytest
 
+from core.config.engine import parse_memory
 from core.costs import StepCost
-from core.degraded import FORECASTS_SHED, LOG_WRITE, MAX_REASON, Degraded
 from core.errors import InvalidValueError
 from core.learning import ErrorRule, Schedule
+from core.messages.status import FORECASTS_SHED, LOG_WRITE, MAX_REASON, Degraded
 from core.request import Request, SamplingParams, SequenceStatus
-from core.units import parse_memory
 
 
 def test_statuses_are_ordered_and_everything_from_stopped_on_is_an_end() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.costs import CostModel, StepCost, attention_pairs
+from core.costs import StepCost, attention_pairs
 from core.errors import InvalidValueError
 from core.messages.step_times import StepSample
 from estimator.step_profile import (
@@ -65,7 +65,7 @@ def time_s(profile: StepProfile, work: tuple[int, ...] = WORK) -> float:
 
 
 def test_nothing_is_said_before_enough_was_measured() -> None:
-    profile: CostModel = StepProfile()
+    profile = StepProfile()
     assert StepProfile().coefficients() == (0, 0, 0, 0, 0)
     profile.observe([])
     profile.observe([sample(duration_s) for duration_s in (0.0, -1.0, math.nan, math.inf)])  # cannot be: passed over

@@ -8,9 +8,8 @@ import random
 import pytest
 
 from core.errors import IntegrityError
-from core.messages.cache import CachedRun, KVCacheEvent
 from core.messages.kv import KVTraffic, KVUsage
-from core.messages.plans import SlotProgress, StepReport
+from core.messages.plans import CachedRun, KVCacheEvent, SlotProgress, StepReport
 from core.request import SequenceStatus
 from kvcache.block_manager import BlockManager
 from kvcache.cache_journal import CacheJournal, CacheMirror, ResidencyMirror, runs, total_usage

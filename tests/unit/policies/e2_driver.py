@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from core.config.placement import PlacementConfig
-from core.messages.cache import KVCacheEvent
+from core.config.scheduling import PlacementConfig
+from core.messages.plans import KVCacheEvent
 from policies.placement.base import ReplicaLoad
 from policies.placement.e2 import E2Choice, E2Router
 from policies.placement.e2_profiles import Regressions

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from core.config.placement import PlacementConfig
-from core.config.scheduling import BatchConfig, SchedulerConfig
+from core.config.scheduling import BatchConfig, PlacementConfig, SchedulerConfig
 from core.errors import ConfigError
 from policies.admission.watermark import Aggressive
 from policies.compose import (

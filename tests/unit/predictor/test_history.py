@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from core.codec import decode, encode
 from core.errors import InvalidValueError
-from core.forecast import QUANTILES, Forecast, ForecastQuestion, Predictor
+from core.forecast import QUANTILES, Forecast, ForecastQuestion
 from predictor.history import PRIOR_MEAN, HistoryPredictor
 from predictor.metrics import score
 from predictor.shedding import Effort, EffortBudget
@@ -17,7 +17,7 @@ LENGTHS = st.lists(st.integers(0, 100_000), min_size=1, max_size=50)
 
 
 def test_whatever_is_asked_the_answer_is_the_prior_and_then_what_was_learned() -> None:
-    predictor: Predictor = HistoryPredictor()
+    predictor = HistoryPredictor()
     history = HistoryPredictor()
     prior = history.current()
     assert (prior.mean, prior.num_samples, prior.source, prior.version) == (PRIOR_MEAN, 0, "history", 0)

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from core.codec import decode, encode
-from core.forecast import Example, Forecast, ForecastQuestion
-from core.messages.forecasts import ForecastQuestions
+from core.forecast import Example, Forecast, ForecastQuestion, ForecastQuestions
 from predictor.applications.reading import FORM, NUM_FEATURES, NUM_TEXT_FEATURES, SECRET_BYTES, raw_features
 from predictor.applications.start import untrained, untrained_with_encoder
 from predictor.artefact import TrainedModel, from_bytes

@@ -10,7 +10,7 @@ import pytest
 
 from core.codec import decode, encode
 from core.errors import InvalidValueError
-from core.forecast import Forecast, Predictor
+from core.forecast import Forecast
 from predictor.artefact import ArtefactError, TrainedModel, from_bytes
 from predictor.encoders import PROBE_TEXT
 from predictor.history import HistoryPredictor
@@ -41,7 +41,7 @@ def predictor_of(artefact: TrainedModel) -> TextPredictor:
 
 @pytest.mark.parametrize("kind", RECIPES)
 def test_every_kind_forecasts_what_it_has_not_seen(kind: str) -> None:
-    predictor: Predictor = predictor_of(trained(RECIPES[kind]))
+    predictor = predictor_of(trained(RECIPES[kind]))
     forecasts = predictor.forecast([each.question for each in UNSEEN])
     found = score(forecasts, [each.output_len for each in UNSEEN])
     assert found.tau > 0.6

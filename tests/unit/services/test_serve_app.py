@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from actors.runtime.peer import Site
+from core.config.engine import ModelConfig
 from core.config.load import FarsightConfig
-from core.config.model import ModelConfig
 from core.config.server import ServerConfig
 from core.errors import ConfigError, FarsightError
 from services.serve_app import check_unchanged, config_from_tables

@@ -16,9 +16,8 @@ from prometheus_client import CollectorRegistry
 
 import actors
 from actors.calls.message import declared, message, message_of, stub
-from actors.calls.scheduling import RouterCalls, SchedulerCalls
+from actors.calls.scheduling import RouterCalls, SchedulerCalls, WorkerCalls
 from actors.calls.supervisor import SupervisorCalls
-from actors.calls.worker import WorkerCalls
 from actors.runtime.component import Component, ComponentContext, component_class
 from actors.runtime.peer import LocalPeer, Site
 from core.codec import PackedInts, encode

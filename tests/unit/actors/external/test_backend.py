@@ -19,15 +19,14 @@ from actors.runtime.component import ComponentContext
 from actors.runtime.peer import Site
 from actors.worker.token_channels import TokenChannels
 from core.codec import decode
+from core.config.actors import ReplicaConfig
+from core.config.engine import ModelConfig
 from core.config.load import FarsightConfig
-from core.config.model import ModelConfig
-from core.config.replica import ReplicaConfig
 from core.decisions import unpack_decisions
 from core.errors import ConfigError
-from core.messages.cache import StartedRequest
 from core.messages.fleet import ReplicaNews, ReplicaState
 from core.messages.log import RequestTrace, RequestTraces, TraceQuery
-from core.messages.plans import FinishedSequence, WorkerReady
+from core.messages.plans import FinishedSequence, StartedRequest, WorkerReady
 from core.messages.requests import Key, Keys, Refusals, Submit
 from core.messages.tokens import TokenDelta, TokenPoll
 from core.request import Origin, PromptSource, Request, SamplingParams, SequenceStatus

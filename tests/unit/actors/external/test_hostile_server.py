@@ -11,7 +11,7 @@ from aiohttp import web
 
 from actors.external.openai_server import MAX_PAGE_BYTES, OpenAIServer
 from actors.external.openai_wire import MAX_EVENT_BYTES, BackendFailed, EventReader
-from core.config.replica import ReplicaConfig
+from core.config.actors import ReplicaConfig
 from core.errors import InvalidValueError
 
 

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from actors.learning.forecasting import ForecastServer
-from core.degraded import FORECASTS_FAIL, FORECASTS_SHED, Degraded
+from actors.learning.text_forecasts import ForecastServer
 from core.errors import FarsightError
 from core.forecast import QUANTILES, Forecast, ForecastQuestion
+from core.messages.status import FORECASTS_FAIL, FORECASTS_SHED, Degraded
 from predictor.shedding import Effort
 
 QUESTION = ForecastQuestion("a", "say", "hello", 1, 2, 16)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.learning import application_secret, length_learner, text_forecasts
+from actors.learning import length_learner, text_forecasts
 from actors.learning.length_predictor import LengthPredictor
 from actors.log import log_outbox
 from actors.log.log_store import LogStore
@@ -19,8 +19,7 @@ from actors.runtime.names import LOG_STORE
 from core.config.learning import PredictorConfig
 from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError, FarsightError
-from core.forecast import Example, Forecast, ForecastQuestion
-from core.messages.forecasts import ForecastQuestions
+from core.forecast import Example, Forecast, ForecastQuestion, ForecastQuestions
 from predictor.applications.reading import SECRET_BYTES
 from predictor.shedding import Effort
 from predictor.trainer import ForestOptions
@@ -218,7 +217,7 @@ async def test_predictors_of_one_log_key_applications_by_one_secret_that_outlive
             for component in (one, other):
                 assert component._reader is not None
                 found.append(component._reader._feature_set)
-            (kept,) = [each for each in (await store.artefacts()).artefacts if each.kind == application_secret.KIND]
+            (kept,) = [each for each in (await store.artefacts()).artefacts if each.kind == text_forecasts.SECRET_KIND]
             assert kept.num_bytes == SECRET_BYTES
     assert len(set(found)) == 1
     async with opened(path=str(tmp_path / "another")) as store, predicting(store, None) as component:
@@ -230,6 +229,6 @@ async def test_without_a_log_a_predictor_takes_a_secret_of_its_own(monkeypatch: 
         async def read_artefact(self, name: object) -> None:
             raise FarsightError("the log is away")
 
-    monkeypatch.setattr(application_secret, "PAUSE_S", 0.0)
-    found = {await application_secret.application_secret(Away()) for _ in range(2)}  # type: ignore[arg-type]
+    monkeypatch.setattr(text_forecasts, "PAUSE_S", 0.0)
+    found = {await text_forecasts.application_secret(Away()) for _ in range(2)}  # type: ignore[arg-type]
     assert {len(each) for each in found} == {SECRET_BYTES} and len(found) == 2

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.log.kept_backend import KeptBackend
-from actors.log.log_backend import LogBackend, Retention
+from actors.log.log_backend import KeptBackend, LogBackend, Retention
 from actors.log.log_redis import RedisLog
 from actors.log.log_sqlite import SqliteLog
 from core.kept import AddParts, KeptObject, ObjectName, ObjectPart, ObjectQuery, PartsQuery, PutObject

@@ -12,9 +12,9 @@ import pytest
 from actors.log import log_outbox
 from actors.log.log_outbox import LogOutbox
 from actors.runtime.peer import PeerLost
-from core.degraded import Degraded
 from core.errors import FarsightError, MessageError
 from core.messages.log import FinishedRequest, FinishedRequests
+from core.messages.status import Degraded
 from tests.unit.actors.components import LONG_S, finished, until
 
 

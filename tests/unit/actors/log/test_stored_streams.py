@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import generate_latest
 
-from actors.log.stored_streams import ENTRY_BYTES, FILLING_S, KEEP_S, StoredStreams
-from actors.log.stream_store import StreamStore
+from actors.log.stream_store import ENTRY_BYTES, FILLING_S, KEEP_S, StoredStreams, StreamStore
 from core.codec import decode, encode
 from core.messages.resumable import (
     StreamChanges,

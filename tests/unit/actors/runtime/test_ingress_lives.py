@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from actors.runtime import ingress_lives
-from actors.runtime.ingress_lives import gone_ingresses, without_actor
+from actors.runtime import component
+from actors.runtime.component import gone_ingresses, without_actor
 
 LIVING = "SERVE_REPLICA::farsight#Ingress#abcd1234"
 
@@ -21,7 +21,7 @@ async def test_no_ingress_replica_counts_as_dead_while_ray_cannot_be_asked(monke
         raise ConnectionError("the head is away")
 
     assert await gone_ingresses([]) == set()
-    monkeypatch.setattr(ingress_lives, "_actor_names", broken)
+    monkeypatch.setattr(component, "_actor_names", broken)
     assert await gone_ingresses(["abcd1234"]) == set()
-    monkeypatch.setattr(ingress_lives, "_actor_names", lambda: [LIVING])
+    monkeypatch.setattr(component, "_actor_names", lambda: [LIVING])
     assert await gone_ingresses(["abcd1234", "efgh5678"]) == {"efgh5678"}

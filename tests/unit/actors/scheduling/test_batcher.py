@@ -12,16 +12,14 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from actors.learning.batch_time_learner import KIND
-from actors.learning.serving_time_estimator import ServingTimeEstimator
+from actors.learning.serving_time_estimator import KIND, ServingTimeEstimator
 from actors.log.log_store import LogStore
 from actors.runtime.component import ComponentContext
 from actors.runtime.peer import Site
 from actors.scheduling.batcher import Batcher
 from core.codec import decode, encode
-from core.config.learning import PredictorConfig
+from core.config.learning import LogConfig, PredictorConfig
 from core.config.load import FarsightConfig
-from core.config.log import LogConfig
 from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.forecast import QUANTILES, Forecast
 from core.messages.fleet import ReplicaNews, ReplicaState
@@ -229,7 +227,7 @@ async def test_estimates_follow_the_measured_steps_until_batches_are_known() -> 
 async def test_every_so_often_a_version_is_stored_with_the_error_of_the_one_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("actors.learning.batch_time_learner.LOOK_S", 0.01)
+    monkeypatch.setattr("actors.learning.serving_time_estimator.LOOK_S", 0.01)
     async with opened() as log_store, shop("magnus", log_store, learn_every_s=0.05) as found:
         await found.up()
         await found.submit("a")

@@ -6,9 +6,9 @@ import dataclasses
 import itertools
 
 from actors.supervision.autoscaling import FULL_FOR_S, FULL_QUEUE, IDLE_FOR_S, LATE_FOR_S, QueueScaler, ReplicaScaler
-from core.config.model import ModelConfig
+from core.config.engine import ModelConfig
 from core.costs import StepCost
-from core.load_snapshot import Demand, LoadSnapshot
+from core.messages.requests import Demand, LoadSnapshot
 
 FULL = [FULL_QUEUE]
 

@@ -6,19 +6,18 @@ import dataclasses
 
 import pytest
 
-from actors.runtime.cluster_store import ClusterStore
 from actors.runtime.names import SUPERVISOR, own_replicas, wanted_components
 from actors.runtime.peer import PeerLost
+from actors.runtime.watching import ClusterStore
 from actors.supervision import supervisor as module
-from actors.supervision.counts import scaled, takes_requests, without_drains
+from actors.supervision.autoscaling import scaled, takes_requests, without_drains
 from actors.supervision.ingress_reports import SILENCE_S, IngressReports
 from actors.supervision.supervisor import Supervisor
 from core.codec import decode, encode
-from core.config.model import ModelConfig
+from core.config.engine import ModelConfig
 from core.errors import MessageError
-from core.messages.drains import DrainProgress, DrainService, IngressOrders, IngressReport
 from core.messages.status import ComponentCounts, Scale
-from core.messages.weights import WeightsState
+from core.messages.supervision import DrainProgress, DrainService, IngressOrders, IngressReport, WeightsState
 from tests.unit.actors.components import component_context
 
 LEFT = WeightsState(((3, "/model"),), current=3, oldest=3, target=3, num_versions=4)

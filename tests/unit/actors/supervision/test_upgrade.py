@@ -10,15 +10,15 @@ from typing import Any, cast
 
 import pytest
 
-from actors.runtime.cluster_store import ClusterStore
 from actors.runtime.names import own_replicas
 from actors.runtime.peer import Site
+from actors.runtime.watching import ClusterStore
 from actors.supervision import upgrade as module
 from actors.supervision.upgrade import RollingUpgrade, check_model
 from core.config.load import FarsightConfig
 from core.errors import FarsightError, MessageError
 from core.messages.status import ComponentCounts
-from core.messages.weights import Upgrade, WeightsState
+from core.messages.supervision import Upgrade, WeightsState
 from services.launch.launch import EMBEDDED_MODEL
 
 SITE = Site(FarsightConfig(), "", "fused")

@@ -22,12 +22,10 @@ from actors.runtime.component import ComponentContext
 from actors.runtime.names import RUN_DIR_VARIABLE
 from actors.runtime.peer import Site
 from actors.vision.image_encoder import ImageEncoder
-from core.config.engine import EngineConfig
+from core.config.engine import EngineConfig, ModelConfig
 from core.config.images import ImagesConfig
 from core.config.load import FarsightConfig
-from core.config.model import ModelConfig
-from core.images import ImageSpan, digest_of
-from core.messages.images import EncodedImage, EncodeImages, ImageFile
+from core.images import EncodedImage, EncodeImages, ImageFile, ImageSpan, digest_of
 from engine.vision.geometry import PreparedImage
 from engine.vision.model import load_vision
 from engine.vision.row_files import SharedEmbeddings

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.vision.row_cache import CarriedRows, RowCache, SharedRows
-from core.images import ImageSpan, digest_of
-from core.messages.images import EncodedImage
+from actors.vision.image_encoder import CarriedRows, RowCache, SharedRows
+from core.images import EncodedImage, ImageSpan, digest_of
 from engine.vision.row_files import RowStore, SharedEmbeddings, rows_name
 
 SIZE = 4 * 3 * 4

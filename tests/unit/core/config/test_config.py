@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from core.config.image_hosts import ImageHost, host_of, is_private_host, is_public, parse_image_hosts
+from core.config.images import ImageHost, host_of, is_private_host, is_public, parse_image_hosts
+from core.config.learning import LogConfig
 from core.config.load import FarsightConfig, load_config
-from core.config.log import LogConfig
 from core.config.server import ServerConfig
 from core.errors import CapacityError, ConfigError
 

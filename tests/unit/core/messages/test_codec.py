@@ -14,13 +14,10 @@ from core.codec import PackedInts, decode, encode
 from core.decisions import Decision, on_clock, pack_decisions, unpack_decisions
 from core.errors import MessageError
 from core.messages import SCHEMA_VERSION
-from core.messages import cache as cache_messages
 from core.messages import log as log_messages
-from core.messages import pulse as pulse_messages
-from core.messages.cache import KVCacheEvent
-from core.messages.plans import Plan, Slot, StepReport
+from core.messages.plans import CachedRun, CacheReply, KVCacheEvent, Plan, Slot, StartedRequest, StepReport
 from core.messages.requests import Keys, Submit
-from core.messages.status import ComponentStatus
+from core.messages.status import ComponentStatus, ProcessLife, Pulse, ThreadClock, Work
 from core.messages.tokens import TokenDelta
 from core.request import Request, SamplingParams
 from tests.volumes import at_volume
@@ -90,10 +87,15 @@ st.register_type_strategy(log_messages.ArtefactName, st.builds(log_messages.Arte
 
 MESSAGES = list(
     dict.fromkeys(
-        kind
-        for module in (cache_messages, messages, log_messages, pulse_messages, forecast)
-        for kind in vars(module).values()
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind)
+        [
+            *(CachedRun, KVCacheEvent, CacheReply, StartedRequest, ProcessLife, ThreadClock, Work, Pulse),
+            *(
+                kind
+                for module in (messages, log_messages, forecast)
+                for kind in vars(module).values()
+                if isinstance(kind, type) and dataclasses.is_dataclass(kind)
+            ),
+        ]
     )
 )
 

@@ -22,12 +22,9 @@ from core.messages.series import (
 )
 from core.messages.status import ComponentStatus
 from core.messages.tenants import TenantUsage
-from core.series.components import MAX_EVENTS, MAX_SHOWN, ComponentHistory
-from core.series.durations import NUM_BUCKETS, add_counts, bucket_of, percentile_s
-from core.series.ring import MINUTES, SECONDS, Ring
-from core.series.service import COLUMNS, FORGET_S, MAX_TENANTS, OTHERS, Instant, ServiceSeries
-from core.series.table import SeriesTable
-from core.series.tally import TrafficTally
+from core.series.components import MAX_EVENTS, MAX_SHOWN, ComponentHistory, SeriesTable
+from core.series.service import COLUMNS, FORGET_S, MAX_TENANTS, MINUTES, OTHERS, SECONDS, Instant, Ring, ServiceSeries
+from core.series.tally import NUM_BUCKETS, TrafficTally, add_counts, bucket_of, percentile_s
 
 NOW = 1_800_000_000.0
 SECOND = SeriesQuery()

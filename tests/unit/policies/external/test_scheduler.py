@@ -11,8 +11,7 @@ import pytest
 from core.config.scheduling import SchedulerConfig
 from core.decisions import unpack_decisions
 from core.errors import IntegrityError
-from core.forecast import QUANTILES, Forecast
-from core.messages.forecasts import ForecastMade
+from core.forecast import QUANTILES, Forecast, ForecastMade
 from core.messages.requests import Key
 from core.request import Origin, Request, SamplingParams, SequenceStatus
 from policies.compose import configured_backend

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from core.config.scheduling import BatchConfig
-from core.messages.forecasts import ForecastMade
+from core.forecast import ForecastMade
 from core.messages.plans import FinishedSequence, WorkerReady
 from core.messages.requests import Key, OpenRequest
 from core.request import Request, SamplingParams, SequenceStatus

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from core.config.placement import PlacementConfig
+from core.config.scheduling import PlacementConfig
 from core.costs import A100_7B, StepCost
-from core.forecast import QUANTILES, Forecast
-from core.messages.cache import KVCacheEvent, StartedRequest
-from core.messages.forecasts import ForecastMade
-from core.messages.plans import FinishedSequence, WorkerReady
+from core.forecast import QUANTILES, Forecast, ForecastMade
+from core.messages.plans import FinishedSequence, KVCacheEvent, StartedRequest, WorkerReady
 from core.request import Request, SamplingParams, SequenceStatus
 from policies.fleet.events import (
     AskCache,

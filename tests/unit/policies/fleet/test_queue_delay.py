@@ -8,10 +8,18 @@ import pytest
 
 from core.costs import StepCost
 from core.forecast import QUANTILES, Forecast
-from core.load_snapshot import Demand, LoadSnapshot
+from core.messages.requests import Demand, LoadSnapshot
 from core.request import NO_SLO, Request, SamplingParams, Slo
-from policies.fleet.latency_targets import LEVEL, MIN_WAITS, TargetCheck, WaitErrors, missed_target
-from policies.fleet.queue_delay import delay_law, predict, queue_delay_s
+from policies.fleet.queue_delay import (
+    LEVEL,
+    MIN_WAITS,
+    TargetCheck,
+    WaitErrors,
+    delay_law,
+    missed_target,
+    predict,
+    queue_delay_s,
+)
 
 FLAT = StepCost(base_s=0.010, prefill_token_s=0.0, decode_seq_s=0.0, context_token_s=0.0)
 """Only steps cost something, so every figure can be worked out by hand."""

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from core.load_snapshot import Demand
-from core.messages.forecasts import ForecastMade
-from core.messages.requests import Key, OpenRequest, Placed
+from core.forecast import ForecastMade
+from core.messages.requests import Demand, Key, OpenRequest, Placed
 from core.request import Request, SamplingParams
 from policies.fleet.events import (
     AbortOnReplica,

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from core.forecast import Forecast
 from policies.lengths.history import IntArray, LengthHistory
-from policies.lengths.law import LEVELS, NUM_POINTS, UNKNOWN, forecast_points, merged, remaining
-from policies.lengths.trust import PredictorGate, crps
+from policies.lengths.law import LEVELS, NUM_POINTS, UNKNOWN, PredictorGate, crps, forecast_points, merged, remaining
 
 EXAMPLE = (2, 3, 3, 5, 8)
 

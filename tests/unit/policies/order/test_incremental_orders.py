@@ -15,15 +15,15 @@ import pytest
 from benchmarks.decisions.deep_queue import arrivals
 from core.config.scheduling import SchedulerConfig
 from core.costs import StepCost
-from core.messages.cache import CachedRun, KVCacheEvent
+from core.messages.plans import CachedRun, KVCacheEvent
 from core.request import Request, SamplingParams
 from kvcache.cache_journal import CacheMirror
 from policies.batching.hrrn import HrrnOrder
 from policies.compose import build_scheduler
 from policies.interfaces import Job, Order, ScheduledRequest, make_scheduled
-from policies.order import first_rows, gittins
-from policies.order.first_rows import Kept, in_order
+from policies.order import gittins, job_table
 from policies.order.hit_groups import HitGroups, quotas
+from policies.order.job_table import Kept, in_order
 from policies.order.skip_join_mlfq import PROMOTIONS_AT_ONCE, SkipJoinMlfq
 from policies.replica import mirror as replica_mirror
 from policies.replica.events import Event, Instruction
@@ -41,7 +41,7 @@ COST = StepCost(0.01, 0.0001, 0.00002, 2e-7)
 
 @pytest.mark.parametrize("seed", range(15))
 def test_rows_in_order_are_those_of_a_whole_sort(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_rows, "AT_ONCE", 3)
+    monkeypatch.setattr(job_table, "AT_ONCE", 3)
     rng = np.random.default_rng(seed)
     num = int(rng.integers(0, 60))
     columns = [rng.integers(0, most, num).astype(np.float64) for most in rng.integers(1, 8, int(rng.integers(1, 4)))]

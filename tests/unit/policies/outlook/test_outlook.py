@@ -12,9 +12,18 @@ from core.costs import A100_7B, StepCost
 from core.forecast import QUANTILES, Forecast
 from policies.interfaces import Job
 from policies.outlook.calibration import MIN_ALL, WINDOW, OnlineCalibration, Raw, survival_quantile
-from policies.outlook.laws import RemainingLaws, drawn
 from policies.outlook.promises import PromiseMaker, ReplicaJobs
-from policies.outlook.rollout import MAX_LISTED, MAX_TURNS, QueueState, RecentTraffic, RollOut, StepPace, starts
+from policies.outlook.rollout import (
+    MAX_LISTED,
+    MAX_TURNS,
+    QueueState,
+    RecentTraffic,
+    RemainingLaws,
+    RollOut,
+    StepPace,
+    drawn,
+    starts,
+)
 
 FLAT = StepCost(base_s=0.01, prefill_token_s=0.0, decode_seq_s=0.0, context_token_s=0.0)
 IDLE = RecentTraffic(rate=0.0, running=1.0, output_len=100.0, prefill_s=0.0)

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.config.placement import PlacementConfig
+from core.config.scheduling import PlacementConfig
 from core.costs import StepCost
 from core.errors import IntegrityError, InvalidValueError
-from core.messages.cache import CachedRun, KVCacheEvent
+from core.messages.plans import CachedRun, KVCacheEvent
 from core.request import Request, SamplingParams
 from policies.placement.e2 import E2Choice, key_portion
 from policies.placement.e2_profiles import (

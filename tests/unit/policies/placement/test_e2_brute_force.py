@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from core.config.placement import PlacementConfig
+from core.config.scheduling import PlacementConfig
 from core.costs import StepCost
 from core.request import Request, SamplingParams
 from policies.placement.base import ReplicaLoad

@@ -11,10 +11,10 @@ from core.costs import StepCost
 from core.errors import IntegrityError, InvalidValueError
 from core.request import Request, SamplingParams
 from policies.placement.base import ReplicaLoad
+from policies.placement.e2 import PrefixScaling
 from policies.placement.e2_profiles import Regressions
-from policies.placement.load_window import LoadWindow
+from policies.placement.load_cost import LoadWindow
 from policies.placement.oracle_partition import OraclePartition
-from policies.placement.prefix_scaling import PrefixScaling
 from policies.placement.prefix_tree import PrefixNode
 from policies.placement.replica_slots import ReplicaSlots, bits, is_single
 from policies.placement.residual_work import RequestLengths, ResidualWork

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.errors import IntegrityError
-from core.messages.cache import CachedRun, KVCacheEvent
+from core.messages.plans import CachedRun, KVCacheEvent
 from policies.placement.base import ReplicaLoad
 from policies.placement.e2_profiles import from_step_cost
 from policies.placement.prefix_loads import PrefixLoads

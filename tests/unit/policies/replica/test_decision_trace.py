@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from core.decisions import Decision, unpack_decisions
-from core.forecast import QUANTILES, Forecast
-from core.messages.forecasts import ForecastMade
+from core.forecast import QUANTILES, Forecast, ForecastMade
 from core.messages.live import MemoryPoint
 from core.messages.plans import FinishedSequence, Plan, WorkerReady, WorkerState
 from core.request import Origin, Request, SamplingParams, SequenceStatus

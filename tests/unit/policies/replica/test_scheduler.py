@@ -9,10 +9,16 @@ import pytest
 
 from core.config.scheduling import SchedulerConfig
 from core.costs import StepCost
-from core.forecast import QUANTILES, Forecast
-from core.messages.cache import CachedRun, KVCacheEvent, StartedRequest
-from core.messages.forecasts import ForecastMade
-from core.messages.plans import FinishedSequence, SlotProgress, StepReport, WorkerReady
+from core.forecast import QUANTILES, Forecast, ForecastMade
+from core.messages.plans import (
+    CachedRun,
+    FinishedSequence,
+    KVCacheEvent,
+    SlotProgress,
+    StartedRequest,
+    StepReport,
+    WorkerReady,
+)
 from core.request import SequenceStatus
 from policies.compose import build_scheduler
 from policies.replica.events import (

@@ -9,9 +9,17 @@ from collections.abc import Sequence
 import pytest
 
 from policies.speculation.base import SPECULATIONS, SpeculationContext
-from policies.speculation.guess_budget import ALLOWANCE, FULL, OWN_FULL, RESERVE_FULL, GuessBudget
 from policies.speculation.ngram import MAX_DRAFTS, MOST_WAIT, NgramDrafter, NgramSpeculation
-from policies.speculation.price import LEAST_PRICE, PLAIN_EVERY, StepPrice
+from policies.speculation.price import (
+    ALLOWANCE,
+    FULL,
+    LEAST_PRICE,
+    OWN_FULL,
+    PLAIN_EVERY,
+    RESERVE_FULL,
+    GuessBudget,
+    StepPrice,
+)
 
 CHEAP = 0.1
 

@@ -16,17 +16,15 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from core.images import ImageSpan, digest_of
-from core.messages.drains import DrainReplica
-from core.messages.images import EncodedImage, ImageFile
+from core.images import EncodedImage, ImageFile, ImageSpan, digest_of
 from core.messages.kv import KVTraffic, KVUsage
 from core.messages.live import LiveView
 from core.messages.log import ArtefactInfo, LoggedWindow, RequestTrace
 from core.messages.placement import PlacementView
 from core.messages.series import ComponentsQuery, ComponentsReply, RecentDecisions, SeriesQuery, SeriesReply, TableReply
 from core.messages.status import ComponentCounts, ComponentStatus, Scale, StatusReply
+from core.messages.supervision import DrainReplica, ServedWeights, Upgrade
 from core.messages.tokens import TokenDelta
-from core.messages.weights import ServedWeights, Upgrade
 from core.request import Fault, Origin, Request, SamplingParams, Slo
 from services.api.app import DEFAULT_MAX_BODY_BYTES, build_app
 from services.api.backend import Generator, ModelInfo

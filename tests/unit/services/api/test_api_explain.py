@@ -14,8 +14,8 @@ from starlette.types import Message
 
 from core.decisions import Decision, Facts, on_clock, pack_decisions
 from core.messages.log import RequestTrace
+from core.messages.requests import Promise
 from core.messages.tokens import TokenDelta
-from core.promise import Promise
 from core.request import Origin, Request
 from services.api.access.presented import bearer_key, owner_of, owns
 from services.api.admin import Administration

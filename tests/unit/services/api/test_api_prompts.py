@@ -11,7 +11,7 @@ import httpx
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from core.config.model import TOOL_FORMATS, ModelConfig
+from core.config.engine import TOOL_FORMATS, ModelConfig
 from core.errors import ConfigError
 from core.request import PromptSource
 from services.api.generation import PromptText

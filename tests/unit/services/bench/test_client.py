@@ -10,11 +10,10 @@ import pytest
 
 from core.errors import FarsightError
 from services.bench.answers import Answer, StreamReader
-from services.bench.arrivals import drawn_arrivals
 from services.bench.client import TargetModel, find_model
 from services.bench.load import Connection, RunResult, measure, run_async
 from services.bench.targets import BenchTarget, BodyForm, make_call
-from services.bench.workloads import make_workload
+from services.bench.workloads import drawn_arrivals, make_workload
 from tests.unit.services.bench.fake_server import LONG_S, TOKENS_PER_CHUNK, FakeServer, fake_server
 
 NUM_REQUESTS = 6

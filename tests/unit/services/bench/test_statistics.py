@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from core.errors import InvalidValueError
-from services.bench.answers import Answer, CountedBy, Failure, StreamReader
+from services.bench.answers import Answer, CountedBy, Failure, StreamReader, meets, parse_sla
 from services.bench.load import CpuUsage, RunResult
 from services.bench.report import case_table, cell, provenance
-from services.bench.sla import meets, parse_sla
 from services.bench.statistics import (
     counted_by,
     distribution,

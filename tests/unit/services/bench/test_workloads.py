@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 
 from core.errors import InvalidValueError
-from services.bench.arrivals import drawn_arrivals, replayed_arrivals
-from services.bench.datasets import estimated_tokens, parse_prefix_groups, parse_texts, parse_trace
-from services.bench.files import open_lines
+from services.bench.datasets import estimated_tokens, open_lines, parse_prefix_groups, parse_texts, parse_trace
 from services.bench.requests import FIRST_ID, BenchRequest, PromptPart, clipped
 from services.bench.workloads import (
     LONG_LENS,
@@ -27,7 +25,9 @@ from services.bench.workloads import (
     ZIPF_OUTPUT_LENS,
     ZIPF_PROMPT_LENS,
     ZipfRanks,
+    drawn_arrivals,
     make_workload,
+    replayed_arrivals,
 )
 
 

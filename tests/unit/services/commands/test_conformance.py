@@ -14,11 +14,9 @@ import msgpack
 import pytest
 
 from actors.scheduling.event_recorder import EventRecorder
-from core.config.engine import EngineConfig
-from core.config.learning import PredictorConfig
+from core.config.engine import EngineConfig, ModelConfig
+from core.config.learning import LogConfig, PredictorConfig
 from core.config.load import FarsightConfig
-from core.config.log import LogConfig
-from core.config.model import ModelConfig
 from core.config.scheduling import BatchConfig, SchedulerConfig
 from core.costs import FREE_IMAGES, StepCost
 from core.errors import ConfigError, MessageError

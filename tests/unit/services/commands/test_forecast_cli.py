@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from actors.learning.batch_time_learner import BatchTimeLearner
+from actors.learning.serving_time_estimator import BatchTimeLearner
 from actors.runtime.component import ComponentContext
 from actors.runtime.peer import Site
 from core.config.load import FarsightConfig

@@ -18,9 +18,8 @@ from services.bench.answers import Answer, Failure
 from services.demo.live_service import LiveService
 from services.demo.pages import TOKEN_HEADER, DemoPages
 from services.demo.race import Race, percentile
-from services.demo.sending import request_body
+from services.demo.run import request_body, simulated_ratio
 from services.demo.settings import DemoSettings, to_toml
-from services.demo.simulated import simulated_ratio
 from simulator.traffic.workload import SimRequest
 from tests.free_ports import free_port
 

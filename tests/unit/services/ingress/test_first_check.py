@@ -9,8 +9,7 @@ import pytest
 
 from core.config.server import ServerConfig
 from core.costs import StepCost
-from core.load_snapshot import Demand, LoadSnapshot
-from core.messages.requests import AnnounceReply, IngressLoad, total_load
+from core.messages.requests import AnnounceReply, Demand, IngressLoad, LoadSnapshot, total_load
 from core.request import Request, SamplingParams, Slo
 from policies.fleet.queue_delay import ended_after_s, queue_delay_s
 from services.ingress.first_check import RETRY_AFTER_S, CountedRequest, FirstCheck, TooMuch

@@ -16,11 +16,9 @@ import pytest
 
 from actors.scheduling import router
 from actors.worker import model_worker, token_channels
-from core.config.engine import EngineConfig
-from core.config.learning import PredictorConfig
+from core.config.engine import EngineConfig, ModelConfig
+from core.config.learning import LogConfig, PredictorConfig
 from core.config.load import FarsightConfig
-from core.config.log import LogConfig
-from core.config.model import ModelConfig
 from core.config.scheduling import SchedulerConfig
 from core.config.server import ServerConfig
 from core.decisions import unpack_decisions

@@ -9,14 +9,13 @@ import pytest
 
 from actors.runtime.peer import PeerBook, PeerLost
 from core.errors import FarsightError
-from core.messages.drains import IngressOrders, IngressReport
+from core.messages.supervision import IngressOrders, IngressReport
 from core.messages.tenants import TenantBudgets, TenantReport, TenantUsages
 from policies.tenancy.budgets import SharedBudgets
 from services.api.access.access_control import AccessControl, AccessSettings
 from services.api.access.keys import Tenant
 from services.api.readiness import Readiness
-from services.ingress.supervisor_link import STOPPED, SUPERVISED_S, SupervisorLink
-from services.ingress.tenants import TenantExchange
+from services.ingress.supervisor_link import STOPPED, SUPERVISED_S, SupervisorLink, TenantExchange
 
 
 class Overseer:

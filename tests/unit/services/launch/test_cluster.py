@@ -19,12 +19,10 @@ import pytest
 from ray._private import parameter, services
 
 from actors.runtime.names import RUN_DIR_VARIABLE
-from core.messages.drains import DrainProgress, DrainService
-from services.launch import cluster, draining
+from core.messages.supervision import DrainProgress, DrainService
+from services.launch import cluster, signals
 from services.launch.cluster import ServiceFailed
-from services.launch.daemons import first_dead
-from services.launch.draining import drain
-from services.launch.signals import StopSignal
+from services.launch.signals import StopSignal, drain, first_dead
 from services.launch.stages import Stages, StartTimedOut
 from services.proxy.ports import free_ports, reserved_ports
 
@@ -240,8 +238,8 @@ def _orphan(environment: dict[str, str]) -> psutil.Process:
 
 @pytest.fixture
 def stop(monkeypatch: pytest.MonkeyPatch) -> Iterator[StopSignal]:
-    monkeypatch.setattr(draining, "LAST_BYTES_S", 0.0)
-    monkeypatch.setattr(draining, "LAST_ERRORS_S", 0.1)
+    monkeypatch.setattr(signals, "LAST_BYTES_S", 0.0)
+    monkeypatch.setattr(signals, "LAST_ERRORS_S", 0.1)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     made = StopSignal()
     made.running()

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from core.config.access import AccessConfig
 from core.config.load import FarsightConfig, load_config
-from core.config.server import ServerConfig
+from core.config.server import AccessConfig, ServerConfig
 from core.errors import ConfigError
 from services.api.access.key_file import KeyFile, changed_key_file
 from services.api.access.keys import Role, make_key

@@ -16,8 +16,7 @@ import typer
 from actors.runtime.log_lines import MAX_LINE, LineHandler, send_log_lines, send_no_log_lines
 from actors.runtime.names import RUN_DIR_VARIABLE
 from core.errors import ConfigError, FarsightError
-from services.launch.failures import describe, failing_in_lines, write_log
-from services.launch.log_lines import in_format, printed_log_lines
+from services.launch.failures import describe, failing_in_lines, in_format, printed_log_lines, write_log
 from services.launch.stages import StartTimedOut
 
 

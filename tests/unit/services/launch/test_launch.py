@@ -22,12 +22,10 @@ from PIL import Image
 import services
 from actors.runtime.hosts import num_gpus
 from actors.runtime.names import by_host, host_of, wanted_components
-from core.config.actors import ActorsConfig
-from core.config.engine import EngineConfig
+from core.config.actors import ActorsConfig, ReplicaConfig
+from core.config.engine import EngineConfig, ModelConfig
+from core.config.learning import LogConfig
 from core.config.load import FarsightConfig
-from core.config.log import LogConfig
-from core.config.model import ModelConfig
-from core.config.replica import ReplicaConfig
 from core.config.scheduling import SchedulerConfig
 from core.errors import ConfigError, InvalidValueError
 from core.messages.status import ComponentCounts
@@ -45,7 +43,7 @@ from services.launch.launch import (
     resolve_placement,
 )
 from services.launch.machine import check_gpus, check_own_gpus, check_port, visible_gpus
-from services.launch.welcome import Example, welcome
+from services.launch.starting import Example, welcome
 from tests.unit.actors.openai_double import OpenAIDouble
 from tests.unit.engine.gguf_files import write_gguf
 

@@ -21,14 +21,16 @@ from core.config.server import ServerConfig
 from core.errors import FarsightError
 from services.proxy import ports
 from services.proxy.haproxy import (
+    IDLE_PROBES,
     PROXY_DIRECTORY_VARIABLE,
     RAY_PORT_VARIABLE,
+    STOPPED_PROBES,
+    Silence,
     choose_proxy,
     haproxy_environment,
     max_connections,
 )
 from services.proxy.ports import BLOCK_SIZE, FIRST_PORT, NUM_BLOCKS, free_ports, reserved_ports
-from services.proxy.probe import IDLE_PROBES, STOPPED_PROBES, Silence
 from tests.free_ports import free_port
 
 LONG_S = 120.0

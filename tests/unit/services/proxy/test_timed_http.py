@@ -26,7 +26,7 @@ from uvicorn.config import HTTP_PROTOCOLS
 
 from core.config.server import ServerConfig
 from core.errors import ConfigError
-from services.proxy.loopback import keep_on_loopback
+from services.proxy.ports import keep_on_loopback
 from services.proxy.proxy_errors import OpenAIErrors, middlewares
 from services.proxy.timed_http import LIMITS_VARIABLE, ConnectionLimits, TimedHttp, time_proxy
 from tests.unit.services.uvicorn_server import LONG_S, send_whole, until, uvicorn_server

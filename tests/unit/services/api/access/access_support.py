@@ -15,7 +15,7 @@ import uvicorn
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from core.config.files import FilesConfig
+from core.config.server import FilesConfig
 from services.api.access.access_control import AccessControl, AccessSettings
 from services.api.access.key_file import KeyFile, changed_key_file
 from services.api.access.keys import Role, Tenant, make_key

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from core.config.access import AccessConfig
+from core.config.server import AccessConfig
 from core.request import FLEX
 from services.api.access.access_control import AccessControl, AccessSettings, access_settings
 from services.api.access.failures import MAX_ADDRESSES, MAX_SLOWED, SLOW_S, Failures

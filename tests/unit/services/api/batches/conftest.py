@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from core.config.files import FilesConfig
+from core.config.server import FilesConfig
 from services.api.access.access_control import AccessControl, AccessSettings
 from services.api.access.metered import MeteredGenerator
 from services.api.app import build_app

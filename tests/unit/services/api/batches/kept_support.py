@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from actors.log.kept_backend import KeptBackend
-from actors.log.log_backend import Retention
+from actors.log.log_backend import KeptBackend, Retention
 from actors.log.log_sqlite import SqliteLog
 from core.kept import (
     AddParts,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from core.config.image_hosts import parse_image_hosts
+from core.config.images import parse_image_hosts
 from core.errors import CapacityError, InvalidValueError
 from services.api.pictures.fetching import MAX_FETCHES, MAX_REDIRECTS, FetchLimits, Lookup, PictureFetcher, Wanted
 from tests.unit.services.api.api_support import LONG_S, until

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.log.stored_streams import StoredStreams
+from actors.log.stream_store import StoredStreams
 from core.errors import FarsightError
 from core.messages.resumable import StreamChanges, StreamFound, StreamName, StreamState, StreamVerdicts
 from core.messages.tokens import TokenDelta

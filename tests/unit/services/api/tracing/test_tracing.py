@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from actors.external.openai_wire import by_tokens
 from actors.runtime.log_lines import log_fields
 from core.codec import decode, encode
-from core.config.traces import TracesConfig
+from core.config.server import TracesConfig
 from core.decisions import Decision
 from core.errors import ConfigError
 from core.request import Origin, Request, SamplingParams

@@ -1,4 +1,4 @@
-"""What is asked of Ray for the processes of a replica; Ray itself is not asked."""
+"""On which node a host is created, and what Ray sets aside for ranks."""
 
 from __future__ import annotations
 
@@ -7,14 +7,56 @@ from typing import Any
 
 import pytest
 
-from actors.runtime import rank_groups
+from actors.runtime import hosts as host_module
+from actors.runtime.hosts import ClusterNode, choose_node, head_node
 from actors.runtime.names import host_of, rank_name, rank_of, wanted_components, worker_name
 from actors.runtime.peer import Site
 from core.config.actors import ActorsConfig
-from core.config.engine import EngineConfig
+from core.config.engine import EngineConfig, ModelConfig
 from core.config.load import FarsightConfig
-from core.config.model import ModelConfig
 from core.messages.status import ComponentCounts
+
+HEAD = ClusterNode("h", is_head=True, computes=True)
+A, B = (ClusterNode(name, is_head=False, computes=True) for name in "ab")
+
+
+def test_replicas_spread_and_the_head_takes_one_last() -> None:
+    homes: dict[str, str] = {}
+    for replica in "012345":
+        homes[replica] = choose_node(replica, homes, [HEAD, B, A])
+    assert list(homes.values()) == ["a", "b", "h", "a", "b", "h"]
+
+
+def test_a_head_without_cpus_takes_none_unless_there_is_nothing_else() -> None:
+    idle = ClusterNode("h", is_head=True, computes=False)
+    assert choose_node("0", {"1": "a", "2": "a"}, [idle, A]) == "a"
+    assert choose_node("0", {}, [idle]) == "h"
+
+
+def test_a_replica_stays_where_it_is_until_its_node_is_lost() -> None:
+    homes = {"0": "a", "1": "a", "2": "a"}
+    assert choose_node("1", homes, [HEAD, A, B]) == "a"
+    assert choose_node("1", homes, [HEAD, B]) == "b"
+    assert choose_node("1", {"0": "b", "1": "a", "2": "h"}, [HEAD, B]) == "b", "of equals not the head"
+    assert choose_node("1", {"0": "b", "1": "a"}, [HEAD, B]) == "h"
+
+
+def test_a_node_that_joins_gets_the_next_replica() -> None:
+    assert choose_node("2", {"0": "b", "1": "h"}, [HEAD, A, B]) == "a"
+
+
+def test_the_head_is_known() -> None:
+    assert head_node([A, HEAD, B]) == "h"
+    assert head_node([A]) == ""
+
+
+def test_a_replica_goes_where_a_gpu_is_left() -> None:
+    large = ClusterNode("l", is_head=False, computes=True, num_gpus=2)
+    homes: dict[str, str] = {}
+    for replica in "012":
+        homes[replica] = choose_node(replica, homes, [HEAD, A, large], on_gpu=True)
+    assert homes == {"0": "l", "1": "l", "2": "a"}, "the third waits, wherever it is"
+    assert choose_node("0", {}, [HEAD, A, large]) == "a"
 
 
 class Groups:
@@ -22,9 +64,9 @@ class Groups:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.asked: dict[str, tuple[list[dict[str, float]], str, str | None]] = {}
-        patch.setattr(rank_groups, "get_placement_group", self.get)
-        patch.setattr(rank_groups, "placement_group", self.create)
-        patch.setattr(rank_groups, "remove_placement_group", self.remove)
+        patch.setattr(host_module, "get_placement_group", self.get)
+        patch.setattr(host_module, "placement_group", self.create)
+        patch.setattr(host_module, "remove_placement_group", self.remove)
 
     def get(self, name: str) -> str:
         if name not in self.asked:
@@ -55,7 +97,7 @@ def site(tensor: int = 2, pipeline: int = 2, **actors: Any) -> Site:
 def test_all_ranks_of_a_replica_are_in_one_group_each_in_its_place(groups: Groups) -> None:
     where = site(gpus_per_rank=1.0)
     hosts = [worker_name("3"), *(rank_name("3", rank) for rank in (1, 2, 3))]
-    options = [rank_groups.rank_options(host, where) for host in hosts]
+    options = [host_module.rank_options(host, where) for host in hosts]
     assert groups.asked == {"farsight-replica-3": ([{"GPU": 1.0}] * 4, "PACK", "detached")}
     strategies = [each["scheduling_strategy"] for each in options]
     assert [each.placement_group for each in strategies] == ["farsight-replica-3"] * 4
@@ -65,17 +107,17 @@ def test_all_ranks_of_a_replica_are_in_one_group_each_in_its_place(groups: Group
 
 def test_each_replica_has_a_group_of_its_own_until_it_is_given_up(groups: Groups) -> None:
     for replica in "01":
-        rank_groups.rank_options(worker_name(replica), site())
+        host_module.rank_options(worker_name(replica), site())
     assert [bundles for bundles, _, _ in groups.asked.values()] == [[{"CPU": 0.01}] * 4] * 2
-    rank_groups.remove_rank_group("1", site())
-    rank_groups.remove_rank_group("1", site())
+    host_module.remove_rank_group("1", site())
+    host_module.remove_rank_group("1", site())
     assert list(groups.asked) == ["farsight-replica-0"]
 
 
 def test_nothing_is_asked_for_others(groups: Groups) -> None:
-    assert rank_groups.rank_options("control", site()) == {}
-    assert rank_groups.rank_options("length-predictor-0", site()) == {}
-    assert rank_groups.rank_options(worker_name("0"), site(1, 1)) == {}
+    assert host_module.rank_options("control", site()) == {}
+    assert host_module.rank_options("length-predictor-0", site()) == {}
+    assert host_module.rank_options(worker_name("0"), site(1, 1)) == {}
     assert groups.asked == {}
 
 

@@ -10,9 +10,9 @@ import pytest
 from core.config.scheduling import SchedulerConfig
 from core.costs import StepCost, attention_pairs
 from core.errors import ConfigError, InvalidValueError
-from policies.budget.step_budget import LEAST_TOKENS, UNBOUNDED, StepBudget
 from policies.compose import configured_scheduler
 from policies.interfaces import Job
+from policies.replica.planner import LEAST_TOKENS, UNBOUNDED, StepBudget
 from policies.settings import PolicySettings
 from simulator.cluster.records import Record
 from simulator.cluster.replica import ReplicaShape

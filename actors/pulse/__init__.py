@@ -1,1 +1,0 @@
-"""Judges whether a process or a step makes progress: thread clocks, time bounds, verdicts. No Ray."""

@@ -1,1 +1,0 @@
-"""The budget of prompt tokens of one step."""
