@@ -21,7 +21,7 @@ SCARCE, AMPLE = 3000, 60_000
 def outcome(preset: str, hop_s: float | None, host_kv_tokens: int) -> RunOutcome:
     experiment = Experiment(
         scheduler=SchedulerConfig(preset=preset),
-        num_requests=60,
+        num_requests=40,
         rate=20.0,
         kv_tokens=3000,
         host_kv_tokens=host_kv_tokens,
