@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -68,6 +69,12 @@ def by_kind(kind: str, examples: Sequence[Example]) -> TrainedModel:
     return from_bytes(train(examples, encoder, recipe).to_bytes())
 
 
+@functools.cache
+def of_pictures(kind: str) -> TrainedModel:
+    """Trained once for all tests, which only read it."""
+    return by_kind(kind, seen())
+
+
 def forecasts(artefact: TrainedModel, *questions: ForecastQuestion, effort: Effort = Effort.FULL) -> list[Forecast]:
     encoder = None if encoder_of(artefact) is None else CountingEncoder()
     predictor = TextPredictor(artefact, encoder, HistoryPredictor())
@@ -77,7 +84,7 @@ def forecasts(artefact: TrainedModel, *questions: ForecastQuestion, effort: Effo
 
 @pytest.mark.parametrize("kind", ["traffic", *RECIPES])
 def test_number_and_size_of_pictures_say_how_long_the_answer_is(kind: str) -> None:
-    artefact = by_kind(kind, seen())
+    artefact = of_pictures(kind)
     check_artefact(artefact)
     asked = [question(3), question(3, 100), question(3, 1000), question(3, 100, 100), question(3, 1000, 1000)]
     wanted = [10, 50, 140, 90, 270]
@@ -157,4 +164,4 @@ def test_trained_artefacts_from_before_read_as_they_did(kind: str, monkeypatch: 
     for effort in (Effort.FULL, Effort.LENGTH):
         plain, pictured = forecasts(before, question(3), question(3, 1000), effort=effort)
         assert plain == pictured
-    assert kind == "words" or feature_set(before) != feature_set(by_kind(kind, seen()))
+    assert kind == "words" or feature_set(before) != feature_set(of_pictures(kind))

@@ -12,7 +12,6 @@ import gguf
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers.convert_slow_tokenizer import generate_merges
 
 import services
 from engine.text.vocabulary import vocabulary_size
@@ -197,6 +196,8 @@ def scored(space: bool) -> tuple[Tokenizer, list[tuple[str, float, gguf.TokenTyp
     tokens += [(each, -float(at), gguf.TokenType.NORMAL) for at, each in enumerate(words) if each not in held]
     vocab = {token: index for index, (token, _, _) in enumerate(tokens)}
     scores = {token: score for token, score, kind in tokens if kind == gguf.TokenType.NORMAL}
+    from transformers.convert_slow_tokenizer import generate_merges
+
     merges = generate_merges({token: vocab[token] for token in scores}, scores)
     reference = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     replace = normalizers.Replace(" ", "▁")
