@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections.abc import Callable, Mapping
@@ -34,11 +35,12 @@ ODD = [
 """Texts in which tokenizers differ: spaces, digits, cases, marks, other scripts, control tokens, bytes."""
 
 
+@functools.cache
 def odd_texts() -> list[str]:
     """Those, and random strings of their characters."""
     rng = random.Random(5)
     characters = sorted(set("".join([*ODD, *CORPUS])))
-    return ODD + CORPUS + ["".join(rng.choices(characters, k=rng.randint(1, 40))) for _ in range(200)]
+    return ODD + CORPUS + ["".join(rng.choices(characters, k=rng.randint(1, 40))) for _ in range(100)]
 
 
 def assert_same(ours: Tokenizer, theirs: Tokenizer) -> None:
