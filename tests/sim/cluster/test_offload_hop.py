@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,9 +23,8 @@ def outcome(preset: str, hop_s: float | None, host: int) -> RunOutcome:
     """By day outputs are short."""
     daily = preset == "farsight-mean"
     workload, num, rate, kv = ("gsm8k-like", 100, 40.0, 1500) if daily else ("sharegpt-like", 60, 20.0, 3000)
-    pools = {"kv_tokens": kv, "host_kv_tokens": host * kv}
-    scheduler = SchedulerConfig(preset=preset)
-    experiment = Experiment(workload, num, rate, scheduler=scheduler, max_num_seqs=24, offload_hop_s=hop_s, **pools)
+    experiment = Experiment(workload, num, rate, kv_tokens=kv, host_kv_tokens=host * kv, max_num_seqs=24)
+    experiment = replace(experiment, scheduler=SchedulerConfig(preset=preset), offload_hop_s=hop_s)
     return run(experiment, make_arrivals(experiment))
 
 

@@ -361,10 +361,7 @@ def test_requests_in_flight_count_everywhere() -> None:
 
 def test_what_ran_on_a_dead_replica_is_no_longer_in_flight() -> None:
     shared = SharedBudgets("life")
-    dead, living = (
-        IngressReplica("a", TenantLimits(max_in_flight=1)),
-        IngressReplica("b", TenantLimits(max_in_flight=1)),
-    )
+    dead, living = (IngressReplica(name, TenantLimits(max_in_flight=1)) for name in "ab")
     dead.budget.admit(0.0)
     dead.exchange(shared, 0.0)
     living.exchange(shared, 0.1)
