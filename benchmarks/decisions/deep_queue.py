@@ -69,10 +69,10 @@ def arrivals(seed: int, *, prefixes: bool = False) -> Iterator[SimRequest]:
     rng = np.random.default_rng(seed)
     index = 0
     while True:
-        prompt_len = int(np.clip(rng.lognormal(5.5, 0.7), 16, 2000))
-        output_len = int(np.clip(rng.lognormal(4.7, 0.8), 2, 1000))
-        quantiles = tuple(np.sort(output_len * rng.lognormal(0.0, 0.5, 6)).tolist())
-        forecast = Forecast(float(np.mean(quantiles)), quantiles, 1, "benchmark", 0)
+        prompt_len = int(min(max(rng.lognormal(5.5, 0.7), 16), 2000))
+        output_len = int(min(max(rng.lognormal(4.7, 0.8), 2), 1000))
+        quantiles = tuple(sorted((output_len * rng.lognormal(0.0, 0.5, 6)).tolist()))
+        forecast = Forecast(sum(quantiles) / len(quantiles), quantiles, 1, "benchmark", 0)
         prefix: tuple[int, ...] = ()
         if prefixes:
             family = int(rng.integers(NUM_FAMILIES))

@@ -79,7 +79,8 @@ class BlockNames:
         if block_size < 1:
             raise InvalidValueError("block_size", block_size, "at least 1")
         self._block_size = block_size
-        self._names: dict[Hashable, int] = {}
+        self._names: dict[Hashable, dict[int, int]] = {}
+        self._num = 0
 
     def along(self, path: Sequence[tuple[Hashable, int]]) -> tuple[int, ...]:
         """Names of the full blocks along a path of (node, tokens); O(blocks).
@@ -91,8 +92,11 @@ class BlockNames:
         for depth, (_, num_tokens) in enumerate(path):
             end += num_tokens
             above = tuple(node for node, _ in path[: depth + 1])
-            blocks = range(len(names), end // self._block_size)
-            names.extend([self._names.setdefault((above, block), len(self._names)) for block in blocks])
+            known = self._names.setdefault(above, {})
+            for block in range(len(names), end // self._block_size):
+                if block not in known:
+                    known[block], self._num = self._num, self._num + 1
+                names.append(known[block])
         return tuple(names)
 
 

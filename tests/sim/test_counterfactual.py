@@ -37,11 +37,9 @@ def took(times_s: list[float]) -> list[Life]:
 def test_another_preset_is_answered_like_a_run_under_it() -> None:
     arrivals, as_served = lived()
     _, truth = lived(EXPERIMENT.under("past-future"))
-    errors = []
-    for index in range(20, 120, 20):
-        found = what_if(EXPERIMENT, arrivals, as_served, index, Change(preset="past-future"))
-        errors.append(abs(found.jct_s / truth[index].jct_s - 1))
-    assert np.median(errors) < 0.05
+    places = (20, 60, 100)
+    found = [what_if(EXPERIMENT, arrivals, as_served, each, Change(preset="past-future")).jct_s for each in places]
+    assert np.median([abs(jct_s / truth[each].jct_s - 1) for each, jct_s in zip(places, found, strict=True)]) < 0.05
 
 
 def test_more_replicas_and_a_higher_priority_end_a_request_sooner() -> None:
@@ -102,7 +100,7 @@ def test_a_whole_window_gives_the_answer_of_the_whole_run() -> None:
     calm = dataclasses.replace(EXPERIMENT, rate=0.5)
     arrivals, as_served = lived(calm)
     sizes = []
-    for index in range(10, 120, 10):
+    for index in range(15, 120, 15):
         found = what_if(calm, arrivals, as_served, index, Change(priority=-1))
         urgent = [dataclasses.replace(each, priority=-(place == index)) for place, each in enumerate(arrivals)]
         whole = run_until(calm, urgent, arrivals[index].request_id)

@@ -48,7 +48,7 @@ def completion_s(requests: list[SimRequest], order: str) -> np.ndarray[tuple[int
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 8))])
 def test_no_policy_beats_the_bounds(seed: int) -> None:
-    requests = crowd(seed, 150 if seed else 80)
+    requests = crowd(seed, 150 if seed else 50)
     tail_s = max(tail_bound(workload(requests, BOUNDS, each), 0.95) for each in shares())
     for order in ("fcfs", "gittins", "boosted"):
         took_s = completion_s(requests, order)

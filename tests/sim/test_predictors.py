@@ -39,14 +39,14 @@ def test_none_knows_nothing_but_the_limit() -> None:
 
 
 def test_noisy_quantiles_hold_as_often_as_they_say() -> None:
-    forecasts = _forecasts(Noisy(0.5, seed=3)(_arrivals(20_000, output_len=500)))
+    forecasts = _forecasts(Noisy(0.5, seed=3)(_arrivals(8000, output_len=500)))
     for place, level in enumerate(QUANTILES):
         covered = np.mean([f.quantiles[place] >= 500 for f in forecasts])
         assert covered == pytest.approx(level, abs=0.015)
 
 
 def test_noise_has_the_asked_sigma_and_keeps_the_limits() -> None:
-    medians = [f.quantiles[2] for f in _forecasts(Noisy(0.3, seed=1)(_arrivals(20_000, output_len=500)))]
+    medians = [f.quantiles[2] for f in _forecasts(Noisy(0.3, seed=1)(_arrivals(8000, output_len=500)))]
     assert np.std(np.log(medians)) == pytest.approx(0.3, rel=0.03)
     capped = _forecasts(Noisy(2.0)(_arrivals(500, output_len=50, cap=60)))
     assert all(1 <= q <= 60 for f in capped for q in (*f.quantiles, f.mean))

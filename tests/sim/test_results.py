@@ -33,7 +33,7 @@ def written(directory: Path, experiment: Experiment = SMALL) -> tuple[RunOutcome
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_same_seed_gives_the_same_bytes_and_another_one_others(tmp_path: Path, preset: str) -> None:
     """Nothing of a run is left over for the next one in the process, whatever ran in between."""
-    experiment = replace(SMALL.under(preset), num_replicas=2, predictor="noisy", num_requests=10)
+    experiment = replace(SMALL.under(preset), num_replicas=2, predictor="noisy", num_requests=10, workload="gsm8k-like")
     _, first = written(tmp_path / "first", experiment)
     _, between = written(tmp_path / "between", replace(experiment, seed=8, kv_tokens=2000))
     _, second = written(tmp_path / "second", experiment)

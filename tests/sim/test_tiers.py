@@ -74,10 +74,10 @@ def test_at_most_one_step_with_flex_work_passes_before_a_first_token(
     preset: str, rate: float, steps: list[Step]
 ) -> None:
     """The step that is under way when a request comes; after that flex requests hold neither places nor memory."""
-    firm = traffic(1, 60, rate)
-    flex = [as_flex(each) for each in traffic(2, 60, 8.0)]
+    firm = traffic(1, 40, rate)
+    flex = [as_flex(each) for each in traffic(2, 40, 8.0)]
     done = lives(preset, [*firm, *flex])
-    assert len(done) == 120, "flex requests get what is left, and end"
+    assert len(done) == 80, "flex requests get what is left, and end"
     assert sum(step.flex for step in steps) > 100
     for each in firm:
         record = done[each.request_id]
@@ -98,15 +98,15 @@ def served_alone_s(arrival: SimRequest, step_s: float) -> float:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_deadline_that_can_be_met_is_met_and_no_sooner_than_needed(preset: str) -> None:
     """Overload: without deadlines most of these requests would end too late."""
-    plain = traffic(3, 100, 16.0)
+    plain = traffic(3, 80, 16.0)
     by_s = {each.request_id: 1.5 + 1.5 * served_alone_s(each, 0.02) for each in plain[40::6]}
     with_targets = [told(each, deadline_s=by_s[each.request_id]) if each.request_id in by_s else each for each in plain]
     roomy = dataclasses.replace(EXPERIMENT.under(preset), kv_tokens=30_000)
     done = {record.arrival.request_id: record for record in run(roomy, with_targets).recorder.done}
-    without = {record.arrival.request_id: record for record in run(roomy, plain).recorder.done}
     late = [name for name, most_s in by_s.items() if done[name].jct_s > most_s]
     assert not late, [(done[name].jct_s, by_s[name]) for name in late]
     if preset in ("fcfs", "past-future"):
+        without = {record.arrival.request_id: record for record in run(roomy, plain).recorder.done}
         assert sum(without[name].jct_s > most_s for name, most_s in by_s.items()) > len(by_s) / 2
         slack = [by_s[name] - done[name].jct_s for name in by_s]
         assert np.median(slack) < 0.5 * np.median(list(by_s.values())), "service is just enough, not first"
@@ -114,7 +114,7 @@ def test_a_deadline_that_can_be_met_is_met_and_no_sooner_than_needed(preset: str
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_time_to_the_first_token_that_can_be_met_is_met(preset: str) -> None:
-    plain = traffic(4, 80, 12.0)
+    plain = traffic(4, 60, 12.0)
     names = {each.request_id for each in plain[::8]}
     with_targets = [
         dataclasses.replace(each, slo=Slo(ttft_s=1.0)) if each.request_id in names else each for each in plain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,21 +14,17 @@ from simulator.run import RunOutcome, run
 
 NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in ("fcfs", "fastserve")]
 EACH_PRESET = pytest.mark.parametrize("preset", ["farsight-mean", *NIGHTLY])
-SCARCE, AMPLE = 3000, 60_000
-"""Tokens of the host pool."""
+SCARCE, AMPLE = 1, 20
+"""Tokens of the host pool for each of the device's."""
 
 
 @functools.cache
-def outcome(preset: str, hop_s: float | None, host_kv_tokens: int) -> RunOutcome:
-    experiment = Experiment(
-        scheduler=SchedulerConfig(preset=preset),
-        num_requests=60,
-        rate=20.0,
-        kv_tokens=3000,
-        host_kv_tokens=host_kv_tokens,
-        max_num_seqs=24,
-        offload_hop_s=hop_s,
-    )
+def outcome(preset: str, hop_s: float | None, host: int) -> RunOutcome:
+    """By day outputs are short."""
+    daily = preset == "farsight-mean"
+    workload, num, rate, kv = ("gsm8k-like", 100, 40.0, 1500) if daily else ("sharegpt-like", 60, 20.0, 3000)
+    experiment = Experiment(workload, num, rate, kv_tokens=kv, host_kv_tokens=host * kv, max_num_seqs=24)
+    experiment = replace(experiment, scheduler=SchedulerConfig(preset=preset), offload_hop_s=hop_s)
     return run(experiment, make_arrivals(experiment))
 
 

@@ -163,7 +163,7 @@ def random_life(
     """Two workers with too little memory, and forecasts that are wrong."""
     rng = np.random.default_rng(seed)
     made, at = [], 0.0
-    for i in range(150):
+    for i in range(90):
         at += float(rng.exponential(0.05))
         output_len = int(rng.integers(1, 60))
         mean = float(max(1, output_len + int(rng.integers(-20, 10))))
@@ -180,7 +180,7 @@ def random_life(
         announce_s=0.5,
     )
     recorder = small.run(made)
-    assert len(recorder.done) == 150
+    assert len(recorder.done) == 90
     assert all(record.num_tokens == record.arrival.output_len for record in recorder.done)
     return recorder.done
 

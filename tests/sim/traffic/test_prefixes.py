@@ -31,9 +31,8 @@ from simulator.traffic.workloads import WORKLOADS, build_workload
 BLOCK = 16
 
 
-def _run(law: PrefixLaw, num: int = 2000, num_prefixes: int = 50, seed: int = 1) -> list[SimRequest]:
-    rng = np.random.default_rng(seed)
-    return prefix_workload(rng, list(range(num)), law, num_prefixes, BLOCK, popularity=0.0)
+def _run(law: PrefixLaw, num: int = 2000, prefixes: int = 50, seed: int = 1, block: int = BLOCK) -> list[SimRequest]:
+    return prefix_workload(np.random.default_rng(seed), list(range(num)), law, prefixes, block, popularity=0.0)
 
 
 def test_laws_hold_the_published_means() -> None:
@@ -49,7 +48,7 @@ def test_laws_hold_the_published_means() -> None:
 
 @pytest.mark.parametrize("law", LAWS.values(), ids=list(LAWS))
 def test_means_follow_the_law(law: PrefixLaw) -> None:
-    arrivals = _run(law, num_prefixes=400)
+    arrivals = _run(law, prefixes=400, block=4096)
     prompts = np.array([a.prompt_len for a in arrivals])
     assert prompts.mean() == pytest.approx(law.prompt, rel=0.06)
     assert np.mean([a.output_len for a in arrivals]) == pytest.approx(law.output, rel=0.15)
@@ -60,7 +59,7 @@ def test_means_follow_the_law(law: PrefixLaw) -> None:
 def test_the_shared_part_is_what_a_large_enough_cache_finds(law: PrefixLaw) -> None:
     seen: set[int] = set()
     found = total = 0
-    for arrival in _run(law, num=3000, num_prefixes=5):
+    for arrival in _run(law, num=1000, prefixes=5):
         found += BLOCK * sum(name in seen for name in arrival.prefix)
         total += arrival.prompt_len
         seen.update(arrival.prefix)
@@ -69,11 +68,12 @@ def test_the_shared_part_is_what_a_large_enough_cache_finds(law: PrefixLaw) -> N
 
 @pytest.mark.parametrize("law", LAWS.values(), ids=list(LAWS))
 def test_a_name_stands_for_one_place_in_the_tree(law: PrefixLaw) -> None:
-    before: dict[int, tuple[int, ...]] = {}
+    """Each name has one name before it; so, by induction, one way leads to it."""
+    before: dict[int, int] = {}
     for arrival in _run(law, num=200):
         assert BLOCK * len(arrival.prefix) <= arrival.prompt_len
-        for place, name in enumerate(arrival.prefix):
-            assert before.setdefault(name, arrival.prefix[:place]) == arrival.prefix[:place]
+        for earlier, name in pairwise((-1, *arrival.prefix)):
+            assert before.setdefault(name, earlier) == earlier
 
 
 def test_tools_share_the_system_prompt_and_no_more() -> None:
@@ -84,7 +84,7 @@ def test_tools_share_the_system_prompt_and_no_more() -> None:
 
 
 def test_turns_of_a_conversation_extend_each_other_and_then_a_new_one_begins() -> None:
-    arrivals = _run(AGENT, num=3 * AGENT.turns, num_prefixes=1)
+    arrivals = _run(AGENT, num=3 * AGENT.turns, prefixes=1)
     start = 1 + next(i for i in range(AGENT.turns) if arrivals[i + 1].prompt_len < arrivals[i].prompt_len)
     one, two = arrivals[start : start + AGENT.turns], arrivals[start + AGENT.turns :]
     for earlier, later in pairwise(one):
@@ -103,7 +103,7 @@ def test_popularity_follows_the_zipf_law() -> None:
     assert counts[0] / counts[1] == pytest.approx(2**1.1, rel=0.1)
     assert _run(TOOL_USE, 100) == _run(TOOL_USE, 100) != _run(TOOL_USE, 100, seed=2)
     with pytest.raises(InvalidValueError, match="longest"):
-        _run(TOOL_USE, num_prefixes=0)
+        _run(TOOL_USE, prefixes=0)
 
 
 def test_blocks_over_two_nodes_belong_to_the_deeper_one() -> None:

@@ -145,9 +145,9 @@ def _rewritten(change: Callable[[dict[str, np.ndarray]], object]) -> bytes:
 
 
 def _bomb() -> bytes:
-    """Returns a small file whose rows unpack to 100 MB."""
+    """Returns a small file whose rows unpack to 10 MB."""
     buffer = io.BytesIO()
-    np.savez_compressed(buffer, schema=np.array([1]), rows=np.zeros((3_125_000, 4)), checksum=np.zeros(32, np.uint8))
+    np.savez_compressed(buffer, schema=np.array([1]), rows=np.zeros((312_500, 4)), checksum=np.zeros(32, np.uint8))
     return buffer.getvalue()
 
 
@@ -159,7 +159,7 @@ DAMAGED = {
     "a row lost": (_rewritten(lambda arrays: arrays.update(rows=arrays["rows"][1:])), "checksum: got"),
     "another schema": (_rewritten(lambda arrays: arrays.update(schema=np.array([2]))), r"schema: got \[2\]"),
     "an array lost": (_rewritten(lambda arrays: arrays.pop("checksum")), "an artefact of batch times"),
-    "a bomb": (_bomb(), "3 arrays of 100000[0-9]* bytes; at most 3 and 164096 are read"),
+    "a bomb": (_bomb(), "3 arrays of 10000[0-9]* bytes; at most 3 and 164096 are read"),
     "an array too many": (_rewritten(lambda arrays: arrays.update(more=arrays["rows"])), "4 arrays of"),
     "a pickle": (_rewritten(lambda arrays: arrays.update(rows=np.array([{}, 1]))), "an artefact of batch times"),
 }

@@ -92,10 +92,10 @@ def test_nothing_is_said_of_a_device_that_has_only_seen_prompts() -> None:
 @pytest.mark.parametrize(("at_once", "noise"), [(1, 0.05), (7, 0.05), (5000, 0.05), (7, 0)])
 def test_the_prices_are_recovered_however_the_steps_come(at_once: int, noise: float) -> None:
     profile = StepProfile()
-    samples = steps(5000, noise=noise)
+    samples = steps(3000, noise=noise)
     for start in range(0, len(samples), at_once):
         profile.observe(samples[start : start + at_once])
-    assert profile.num_samples == 5000
+    assert profile.num_samples == 3000
     assert prices(profile) == pytest.approx(astuple(TRUE), rel=0.1 if noise else 1e-3)
 
 

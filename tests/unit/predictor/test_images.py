@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -51,15 +52,14 @@ def seen(num: int = 300) -> list[Example]:
     return found
 
 
-def from_traffic(examples: Sequence[Example]) -> TrainedModel:
-    features = raw_features([each.question for each in examples], SECRET)
-    samples = [Sample(row, each.output_len) for row, each in zip(features, examples, strict=True)]
-    return from_bytes(retrain(retraining(untrained("w", SECRET), samples)))
-
-
-def by_kind(kind: str, examples: Sequence[Example]) -> TrainedModel:
+@functools.cache
+def by_kind(kind: str) -> TrainedModel:
+    """Trained once for all tests, which only read it."""
+    examples = seen()
     if kind == "traffic":
-        return from_traffic(examples)
+        features = raw_features([each.question for each in examples], SECRET)
+        samples = [Sample(row, each.output_len) for row, each in zip(features, examples, strict=True)]
+        return from_bytes(retrain(retraining(untrained("w", SECRET), samples)))
     recipe = RECIPES[kind]
     recipe = replace(recipe, forest=replace(recipe.forest, num_trees=20, min_samples_leaf=5))
     recipe = recipe if recipe.d_user is None else replace(recipe, d_user=8)
@@ -76,7 +76,7 @@ def forecasts(artefact: TrainedModel, *questions: ForecastQuestion, effort: Effo
 
 @pytest.mark.parametrize("kind", ["traffic", *RECIPES])
 def test_number_and_size_of_pictures_say_how_long_the_answer_is(kind: str) -> None:
-    artefact = by_kind(kind, seen())
+    artefact = by_kind(kind)
     check_artefact(artefact)
     asked = [question(3), question(3, 100), question(3, 1000), question(3, 100, 100), question(3, 1000, 1000)]
     wanted = [10, 50, 140, 90, 270]
@@ -149,11 +149,11 @@ def test_trained_artefacts_from_before_read_as_they_did(kind: str, monkeypatch: 
 
     for module in ("predictor.training", "predictor.words"):
         monkeypatch.setattr(f"{module}.with_images", as_before)
-    written = by_kind(kind, seen())
+    written = by_kind.__wrapped__(kind)
     monkeypatch.undo()
     before = TrainedModel({name: value for name, value in written.metadata.items() if name != IMAGES}, written.arrays)
     check_artefact(before)
     for effort in (Effort.FULL, Effort.LENGTH):
         plain, pictured = forecasts(before, question(3), question(3, 1000), effort=effort)
         assert plain == pictured
-    assert kind == "words" or feature_set(before) != feature_set(by_kind(kind, seen()))
+    assert kind == "words" or feature_set(before) != feature_set(by_kind(kind))

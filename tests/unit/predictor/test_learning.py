@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sklearn.ensemble import RandomForestRegressor
 
 from core.errors import IntegrityError
 from core.learning import ErrorRule
@@ -187,6 +186,8 @@ def requests(num: int, tasks: Sequence[int], seed: int) -> list[Row]:
 
 
 def fit(rows: Sequence[Row]) -> Any:
+    from sklearn.ensemble import RandomForestRegressor
+
     data = np.array(rows)
     return RandomForestRegressor(20, max_depth=10, random_state=0, n_jobs=1).fit(data[:, :2], data[:, 2])
 

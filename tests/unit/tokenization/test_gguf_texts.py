@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections.abc import Callable, Mapping
@@ -12,7 +13,6 @@ import gguf
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers.convert_slow_tokenizer import generate_merges
 
 import services
 from engine.vocabulary import vocabulary_size
@@ -35,11 +35,12 @@ ODD = [
 """Texts in which tokenizers differ: spaces, digits, cases, marks, other scripts, control tokens, bytes."""
 
 
+@functools.cache
 def odd_texts() -> list[str]:
     """Those, and random strings of their characters."""
     rng = random.Random(5)
     characters = sorted(set("".join([*ODD, *CORPUS])))
-    return ODD + CORPUS + ["".join(rng.choices(characters, k=rng.randint(1, 40))) for _ in range(200)]
+    return ODD + CORPUS + ["".join(rng.choices(characters, k=rng.randint(1, 40))) for _ in range(100)]
 
 
 def assert_same(ours: Tokenizer, theirs: Tokenizer) -> None:
@@ -197,6 +198,8 @@ def scored(space: bool) -> tuple[Tokenizer, list[tuple[str, float, gguf.TokenTyp
     tokens += [(each, -float(at), gguf.TokenType.NORMAL) for at, each in enumerate(words) if each not in held]
     vocab = {token: index for index, (token, _, _) in enumerate(tokens)}
     scores = {token: score for token, score, kind in tokens if kind == gguf.TokenType.NORMAL}
+    from transformers.convert_slow_tokenizer import generate_merges
+
     merges = generate_merges({token: vocab[token] for token in scores}, scores)
     reference = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     replace = normalizers.Replace(" ", "▁")

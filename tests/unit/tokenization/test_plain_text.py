@@ -65,7 +65,7 @@ contents_of = st.lists(st.lists(st.sampled_from(FRAGMENTS), max_size=6).map("".j
 ordinary = st.lists(st.lists(st.sampled_from(ORDINARY), max_size=8).map("".join), min_size=1, max_size=3)
 
 
-@at_volume(40, 500)
+@at_volume(25, 500)
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_the_template_writes_control_tokens(kind: str, volume: int) -> None:
     @settings(max_examples=volume)

@@ -84,7 +84,7 @@ def valid(data: bytes) -> bool:
     return True
 
 
-@at_volume(50, 500)
+@at_volume(30, 500)
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_same_as_all_at_once_and_each_token_is_decoded_with_few_others(kind: str, volume: int) -> None:
     tokenizer = tokenizer_of(kind)

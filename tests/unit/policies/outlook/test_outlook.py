@@ -132,7 +132,7 @@ def test_a_new_history_changes_the_laws_of_jobs_that_are_here() -> None:
 def test_coverage_holds_whatever_the_prediction_is_wrong_by() -> None:
     rng, calibration = np.random.default_rng(3), OnlineCalibration()
     below = []
-    for number in range(4000):
+    for number in range(2500):
         now = float(10_000 * number)
         raw = Raw(7.0, 8.0, waits=False)  # far too short, and far too sure
         below.append([*calibration.corrected(raw, now)])

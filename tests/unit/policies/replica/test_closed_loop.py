@@ -160,7 +160,7 @@ ACTIONS = ["submit"] * 2 + ["step"] * 6 + ["plan", "report", "ack"] * 3 + ["abor
 DISASTERS = ["stall", "die", "reconnect", "resume", "resume"]
 
 
-@pytest.mark.parametrize("seed", seeds(120, nightly=480))
+@pytest.mark.parametrize("seed", seeds(100, nightly=500))
 def test_random_lives_drain_and_leave_the_pool_whole(seed: int) -> None:
     """Half of the schedulers die; clients that are slow block nobody for good."""
     rng = random.Random(seed)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import random
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from services.launch.launch import EMBEDDED_MODEL
+import services
 from tests.volumes import at_volume
 from tokenization.grammars.compiler import GrammarCompiler, problem_of
 from tokenization.grammars.reasoning import Matcher
@@ -65,7 +66,7 @@ FAMILIES = sorted(FORMATS)
 @cache
 def tokenizer_of(family: str) -> Tokenizer:
     """The embedded model's tokenizer, with the markers of a family as control tokens, as its models have them."""
-    tokenizer = Tokenizer.from_file(str(EMBEDDED_MODEL / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(Path(services.__file__).parent / "embedded_model/tokenizer.json"))
     tokenizer.add_special_tokens([AddedToken(marker, special=True) for marker in FORMATS[family].markers])
     tokenizer.add_tokens([AddedToken(marker, special=False) for marker in (THINK_BEGIN, THINK_END)])
     return tokenizer
@@ -131,7 +132,7 @@ def calls_in(parts: list[Part]) -> list[tuple[str, str]]:
     return list(zip(names, texts, strict=True))
 
 
-@at_volume(30, 200)
+@at_volume(15, 200)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_forced_call_parses_and_is_valid(family: str, volume: int) -> None:
     rng = random.Random(family)
