@@ -129,6 +129,8 @@ def admin_routes(operator: Operator, administration: Administration) -> APIRoute
     async def upgrade(body: UpgradeRequest) -> UpgradeReply:
         if not body.model and body.config is None:
             raise InvalidValueError("model", body.model, "a model directory, or config with the settings to change")
+        if "\0" in body.model:
+            raise InvalidValueError("model", body.model, "the absolute path of a model directory, without NUL bytes")
         settings = "" if body.config is None else json.dumps(body.config)
         order = Upgrade(body.model, body.surge, body.drain_s, settings)
         weights = await _changed(operator.supervisor.upgrade(order), "not_upgraded")

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.costs import StepCost
 from core.errors import IntegrityError
 from policies.batching.base import BatchQueue, FormedBatch, first_arrived, first_sealed, predicted_len
 from policies.batching.fcfs import FcfsBatches, vanilla_batch_size
-from policies.batching.hrrn import HighestResponseRatio, response_ratio
+from policies.batching.hrrn import HighestResponseRatio, remaining_service_s, response_ratio
 from policies.batching.wma import WmaBatcher, memory_tokens, wasted_memory_accesses
 from tests.unit.policies.batch_jobs import drain, exercise, make_job, names
 
@@ -19,20 +20,22 @@ GIB = 2**30
 
 
 @pytest.mark.parametrize(
-    ("mean", "limit", "output_len", "expected"),
+    ("mean", "output_len", "expected", "service_s"),
     [
-        (10.0, 100, 0, 10),
-        (10.1, 100, 0, 11),
-        (0.0, 100, 0, 1),
-        (500.0, 100, 0, 100),
-        (math.inf, 100, 0, 100),
-        (None, 100, 0, 100),
-        (10.0, 100, 4, 6),
-        (10.0, 100, 12, 1),
+        (10.1, 0, 11, 15 + 10.1 * 150),
+        (0.0, 0, 1, 15 + 150),
+        (math.inf, 0, 100, 15 + 100 * 150),
+        (None, 0, 100, 15 + 100 * 150),
+        (10.0, 4, 6, 49 + 6 * 190),
+        (10.0, 12, 1, 165 + 270),
     ],
 )
-def test_predicted_length(mean: float | None, limit: int, output_len: int, expected: int) -> None:
-    assert predicted_len(make_job("a", 5, mean, max_new_tokens=limit, output_len=output_len)) == expected
+def test_predicted_length_and_service(mean: float | None, output_len: int, expected: int, service_s: float) -> None:
+    """A limit of 100 tokens; 2 of the 5 of the prompt are cached, and the others pay for the pairs that they attend."""
+    job = make_job("a", 5, mean, max_new_tokens=100, output_len=output_len)
+    job.cached_len = 2
+    assert predicted_len(job) == expected
+    assert remaining_service_s(StepCost(0, 1, 100, 10, 1), job) == pytest.approx(service_s)
 
 
 @pytest.mark.parametrize(("memory_gib", "expected"), [(13.755, 7), (18.375, 10)])
@@ -166,11 +169,6 @@ def test_fcfs_halves_keep_their_place() -> None:
     batcher.remove("d")
     assert batcher.num_waiting == 6
     assert drain(batcher, 7) == [["a", "b"], ["with a", "between", "new"], ["c"]]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_fcfs_batches_lose_nothing(seed: int) -> None:
-    exercise(FcfsBatches(3), seed)
 
 
 Lens = tuple[int, int]
@@ -313,7 +311,9 @@ def test_batches_equal_those_of_trying_every_batch(
 
 @pytest.mark.parametrize("seed", range(4))
 def test_nothing_is_lost_or_doubled(seed: int) -> None:
+    exercise(FcfsBatches(3), seed)
     exercise(WmaBatcher(150, first_arrived, 300, [None, 4][seed % 2]), seed)
+    exercise(WmaBatcher(150, HighestResponseRatio(tokens_per_second), 300), seed)
 
 
 def test_more_open_batches_than_the_first_columns_hold() -> None:
@@ -321,11 +321,14 @@ def test_more_open_batches_than_the_first_columns_hold() -> None:
     assert batches_of(batcher, [(2, 2)] * 150) == [[index] for index in range(150)]
 
 
-def test_integrity_notices_a_batch_over_its_bounds() -> None:
+@pytest.mark.parametrize(("bound", "least"), [("memory_tokens", 28), ("wma_threshold", 47), ("max_batch_size", 2)])
+def test_integrity_notices_a_batch_over_its_bounds(bound: str, least: int) -> None:
     batcher = WmaBatcher(1e9, first_arrived)
     batcher.add(make_job("a", 5, 5), 0)
     batcher.add(make_job("b", 5, 9), 0)
-    batcher.wma_threshold = 10
+    setattr(batcher, bound, least)
+    batcher.check_integrity()
+    setattr(batcher, bound, least - 1)
     with pytest.raises(IntegrityError, match="bounds"):
         batcher.check_integrity()
 
@@ -395,11 +398,6 @@ def test_a_long_batch_is_not_starved_by_short_ones() -> None:
         served.append(batch.jobs[0].request_id)
     # Short ones are pulled with R = 2; the long one has that ratio at 50 s, and came first.
     assert served.index("long") == 49
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_batches_lose_nothing_under_hrrn(seed: int) -> None:
-    exercise(WmaBatcher(150, HighestResponseRatio(tokens_per_second), 300), seed)
 
 
 def test_the_story_of_a_choice_has_the_rivals_ratios() -> None:

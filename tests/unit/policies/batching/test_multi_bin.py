@@ -91,9 +91,6 @@ def test_edges_from_samples_hold_equal_mass() -> None:
     assert (edges[0], edges[-1]) == (samples.min(), samples.max())
     assert counts.min() >= 499 and counts.max() <= 501
     assert sample_edges([4, 1, 3, 2, 5], 2) == (1, 3, 5)
-
-
-def test_edges_from_a_quantile_function() -> None:
     assert equal_mass_edges(lambda level: 100 * level**2, 2) == (0, 25, 100)
 
 
@@ -234,11 +231,14 @@ def test_a_full_batch_that_a_late_forecast_leaves_fills_its_bin_anew() -> None:
     for job in jobs:
         batcher.add(job, 3.0)
     batcher.foresee([(jobs[1], made_forecast(6.0))], 4.0)
-    assert batcher._sealed.num_batches == 1, "of the same bin: it stays"
+    assert [batch.predicted_len for batch in batcher._sealed] == [6], "of the same bin: it stays, and takes longer"
     batcher.foresee([(jobs[0], made_forecast(40.0))], 5.0)
     batcher.check_integrity()
-    assert drain(batcher, 6.0) == [["r2", "r1"]]
-    assert batcher.num_waiting == 1
+    batch = batcher.pull(6.0)
+    assert batch is not None and names(batch) == ["r2", "r1"] and batcher.num_waiting == 1
+    batcher.split(batch, 6.0)
+    batcher.foresee([(jobs[2], made_forecast(40.0))], 7.0)
+    assert drain(batcher, 7.0) == [["r2"], ["r1"]], "parts of a batch stay as they are"
 
 
 def test_bins_are_learned_from_forecasts_that_come_late() -> None:

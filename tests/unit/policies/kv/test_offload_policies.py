@@ -279,15 +279,10 @@ def moves_of(seen: KvView) -> KvMoves:
     return rule.moves(seen, 0.0)
 
 
-def view(
-    running: list[Job] | None = None,
-    idle: list[Job] | None = None,
-    offloaded: list[Job] | None = None,
-    free: int = 0,
-    needed: int = 0,
-    host_free: int = 100_000,
-) -> KvView:
-    return KvView(running or [], idle or [], offloaded or [], free, needed, host_free, 100_000)
+def view(*jobs: list[Job], **fields: Any) -> KvView:
+    """Jobs that run, are idle and are offloaded."""
+    named = dict(zip(("running", "idle", "offloaded"), jobs, strict=False))
+    return view_of(**({"host_free": 100_000, "host_capacity": 100_000} | named | fields))
 
 
 def resident(name: str, length: float, computed_len: int = 500, **fields: object) -> Job:
@@ -304,12 +299,13 @@ def test_example_swap_or_compute_again() -> None:
 
 def test_worst_idle_first_then_the_tail_of_the_running() -> None:
     short, long = resident("short", 50), resident("long", 900)
-    running = [resident("first", 900), resident("last", 10)]
-    full = view(running, [long, short], needed=400)
-    assert moves_of(full).offload == (long,)
-    assert moves_of(view(running, [short, long], needed=1001)).offload == (long, short, running[1])
+    running = [resident("first", 900), resident("last", 10), foreseen("new", 10)]
+    assert moves_of(view(running, [long, short], needed=500)) == KvMoves((long,))
+    full = view(running, [short, long], needed=1001, host_free=1000)
+    assert moves_of(full) == KvMoves((long, short), drop=(running[1],))
     assert moves_of(view(running[:1], needed=10)) == KvMoves(), "the first of the running stays"
-    assert moves_of(view(running, [long], [foreseen("far", 900, host_len=100)], free=250, needed=250)) == KvMoves()
+    enough = view(running, [long], [foreseen("far", 900, host_len=100)], free=250, needed=250)
+    assert policy().moves(enough, 0.0) == KvMoves(), "no job is ranked: this order knows none of them"
     urgent = resident("urgent", 900, priority=-1)
     assert moves_of(view(idle=[urgent, short], needed=10)).offload == (short,), "urgent ones leave last"
 

@@ -63,14 +63,17 @@ def test_a_prefill_of_35_ms_joins_the_third_queue_of_40_ms() -> None:
 
 
 def test_only_missing_tokens_count_for_the_level() -> None:
-    order = unit_mlfq()
-    cached = Job("cached", 0.0, prompt_len=100, max_new_tokens=1, cached_len=98)
-    fresh = Job("fresh", 0.0, prompt_len=100, max_new_tokens=1)
-    order.add(fresh, 0.0)
-    order.add(cached, 0.0)
-    assert order.level(cached) == 2
-    assert order.level(fresh) == 8
-    assert ids(order) == ["cached", "fresh"]
+    order = SkipJoinMlfq(StepCost(0, 1, 1, 1, prefill_pair_s=1), SchedulerConfig(quantum_s=1.0))
+    known = [Job(f"{cached_len}", 0.0, 100, 1, cached_len=cached_len) for cached_len in (0, 98, 100)]
+    for job in known:
+        order.add(job, 0.0)
+    assert list(map(order.next_iteration_s, known)) == [100 + 5050, 2 + 99 + 100, 1 + 100], "one token in any case"
+    assert (list(map(order.level, known)), ids(order)) == ([14, 9, 8], ["100", "98", "0"])
+    whole = known[-1]
+    whole.output_len = 3
+    for computed_len, wanted in ((102, 1 + 103), (101, 2 + 102 + 103)):
+        whole.computed_len = computed_len
+        assert order.next_iteration_s(whole) == wanted
 
 
 def test_a_job_whose_kv_was_dropped_has_a_first_iteration_again() -> None:
@@ -83,14 +86,12 @@ def test_a_job_whose_kv_was_dropped_has_a_first_iteration_again() -> None:
         assert order.level(job) == 2
         job.output_len, job.computed_len = 20, 20
     dropped.computed_len = 0
-    assert order.next_iteration_s(kept) == 1
-    assert order.next_iteration_s(dropped) == 21
+    assert [order.next_iteration_s(job) for job in (kept, dropped)] == [1, 21]
     kept.computed_len, dropped.computed_len = 21, 10
     kept.output_len += 1
     for job in (kept, dropped):
         order.ran(job, 2.0, 3.0)
-    assert order.level(kept) == 3
-    assert order.level(dropped) == 2, "its prefill is under way"
+    assert (order.level(kept), order.level(dropped)) == (3, 2), "its prefill is under way"
     assert ids(order) == ["dropped", "kept"]
     uploaded = Job("a", 0.0, prompt_len=10, max_new_tokens=50, output_len=5, host_len=14)
     assert order.next_iteration_s(uploaded) == 1, "its KV is on the host"
@@ -145,9 +146,7 @@ def test_the_starving_are_promoted_with_time_for_one_iteration() -> None:
     order.refresh(9.9)
     assert order.level(job) == 4
     order.refresh(10.0)
-    assert order.level(job) == 1
-    assert order.slice_s(job) == 6
-    assert order.waited_s(job, 10.0) == 0
+    assert (order.level(job), order.slice_s(job), order.waited_s(job, 10.0)) == (1, 6, 0)
     job.computed_len, job.output_len = 6, 1
     order.ran(job, 6.0, 16.0)
     assert order.level(job) == 2
@@ -297,6 +296,7 @@ def test_ranks_are_those_of_a_sort_by_budget_and_level(seed: int, budget: int) -
         left -= 0 if job.output_len else job.prompt_len
     assert keys == sorted(keys)
     assert any(is_late for _, is_late, _ in keys), "or nothing was tried"
+    assert order.among(known[::-1], 30.0) == list(order.ranked(30.0))
 
 
 def test_a_job_sinks_to_where_its_next_iteration_fits() -> None:

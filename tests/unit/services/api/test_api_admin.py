@@ -60,8 +60,7 @@ async def test_without_the_token_nothing_is_done(
 @pytest.mark.parametrize("administration", [Administration()], indirect=True)
 async def test_a_service_without_a_token_says_how_to_get_one(http: Client) -> None:
     reply = await post(http, "scale", BODY, "Bearer ")
-    assert reply.status_code == 403
-    assert "FARSIGHT_ADMIN_TOKEN" in reply.json()["error"]["message"]
+    assert reply.status_code == 403 and "FARSIGHT_ADMIN_TOKEN" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("administration", [Administration(TOKEN, scales_ingress=False)], indirect=True)
@@ -87,6 +86,7 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
     ("drain", LONG, None, ""),
     ("upgrade", {"model": ""}, "model", ""),
     ("upgrade", {"model": "/" * 4097}, "model", ""),
+    ("upgrade", {"model": "/m\0"}, "model", r"got '/m\x00', expected the absolute path of a model"),
     ("upgrade", {"model": ["/m"]}, "model", ""),
     ("upgrade", {"model": "/m", "config": ["engine"]}, "config", ""),
     ("upgrade", {"model": "/m", "drain_s": -1}, "drain_s", ""),
@@ -122,8 +122,7 @@ async def test_what_the_supervisor_refuses_is_a_400_without_a_traceback(
 async def test_what_cannot_be_done_now_is_a_503(http: Client, backend: ScriptedBackend) -> None:
     backend.scale_error = FarsightError("worker-1 died while it started")
     reply = await post(http, "scale", BODY)
-    assert reply.status_code == 503
-    assert "worker-1 died" in reply.json()["error"]["message"]
+    assert reply.status_code == 503 and "worker-1 died" in reply.json()["error"]["message"]
 
 
 async def test_a_replica_is_taken_out_and_back(http: Client, backend: ScriptedBackend) -> None:

@@ -43,6 +43,9 @@ EXAMPLES = {"{model_id:path}": MODEL, "{response_id}": "cmpl-" + "0" * 32, "{str
 EXAMPLES |= {"{file_id}": "file-0", "{batch_id}": "batch_0"}
 
 
+INSIDE = (b"worker-0", b'"pid"', b'"kv"', b'"queue_delay_s"', b'"actors"')  # told by /status to operators
+
+
 def example(path: str) -> str:
     for name, value in EXAMPLES.items():
         path = path.replace(name, value)
@@ -53,8 +56,7 @@ def example(path: str) -> str:
 def check_error(reply: httpx.Response, status: int, code: str) -> dict[str, Any]:
     assert reply.status_code == status, reply.text
     error: dict[str, Any] = reply.json()["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
-    assert error["code"] == code
+    assert error.keys() == {"message", "type", "param", "code"} and error["code"] == code
     return error
 
 
@@ -71,6 +73,8 @@ def test_each_route_asks_for_its_role(guarded: GuardedServer, http: httpx.Client
     for name in (None, "serve", "observe", "admin"):
         headers = {} if name is None else guarded.bearer(name)
         reply = http.request(method, address, headers=headers, json={} if method == "POST" else None)
+        if path == "/status":
+            assert {word in reply.content for word in INSIDE} == {name in ("observe", "admin")}, reply.text
         if access is Everyone.PUBLIC:
             assert reply.status_code == 200
         elif name is None:
@@ -106,9 +110,8 @@ def test_both_headers_count_alike(guarded: GuardedServer, http: httpx.Client) ->
 
 
 def test_two_keys_that_differ_are_refused_in_any_order(guarded: GuardedServer, http: httpx.Client) -> None:
-    one, other = guarded.keys["serve"], guarded.keys["admin"]
-    bearer, plain = ("authorization", f"Bearer {one}"), ("x-api-key", other)
-    again = ("authorization", f"Bearer {other}")
+    bearer, again = (("authorization", f"Bearer {guarded.keys[name]}") for name in ("serve", "admin"))
+    plain = ("x-api-key", guarded.keys["admin"])
     for headers in ([bearer, plain], [plain, bearer], [bearer, again], [again, bearer]):
         check_error(http.get("/status", headers=headers), 401, "conflicting_api_keys")
 
@@ -117,7 +120,7 @@ TRICKS = [
     *("/status%0a", "/status%0A?x", "/%73tatus", "/STATUS", "//status", "/status/", "/./status", "/x/../status"),
     *("/v1/models/../../status", "/v1/models/..%2f..%2fstatus", "/health/../status", "/dashboard/../metrics"),
     *("/metrics%0a", "/metrics;x", "/admin/scale%0a", "/health%00/../status", "/status%00", "/docs/../status"),
-    *("/v1/models/%2e%2e/%2e%2e/admin/scale", "/placement%0a", "/placement#x", "/-/healthz", "/-/routes"),
+    *("/v1/models/%2e%2e/%2e%2e/admin/scale", "/placement%0a", "/placement#x", "/-/healthz", "/-/routes", "/status"),
 ]
 
 
@@ -128,7 +131,7 @@ def test_no_trick_with_paths_shows_what_a_role_protects(guarded: GuardedServer, 
     for key in ("", guarded.keys["serve"]):
         status, body = raw(guarded.port, f"{method} {path} HTTP/1.1\r\nHost: x\r\nx-api-key: {key}\r\n")
         assert status in (400, 401, 403, 404, 405), (key[:3], status, body)
-        assert b'"actors"' not in body and b"farsight:" not in body and b"ingress_replicas" not in body
+        assert not any(word in body for word in (*INSIDE, b"farsight:", b"ingress_replicas")), body
     assert guarded.backend.scaled == []
 
 
@@ -192,8 +195,7 @@ def test_refusals_do_not_wait_for_the_body(guarded: GuardedServer) -> None:
 
 
 def test_revoked_and_new_keys_count_within_a_second(guarded: GuardedServer, http: httpx.Client) -> None:
-    key = add_key(guarded.key_file, "short-lived")
-    headers = {"x-api-key": key}
+    headers = {"x-api-key": add_key(guarded.key_file, "short-lived")}
     guarded.clock.seconds += 1
     assert http.get("/v1/models", headers=headers).status_code == 200
     with changed_key_file(guarded.key_file) as content:
@@ -242,8 +244,7 @@ def test_limits_are_refused_in_openais_form(guarded: GuardedServer, http: httpx.
 
 
 def test_requests_in_flight_are_counted_until_they_end(guarded: GuardedServer, http: httpx.Client) -> None:
-    key = add_key(guarded.key_file, "narrow", tenant=Tenant("narrow", max_in_flight=1))
-    headers = {"x-api-key": key}
+    headers = {"x-api-key": add_key(guarded.key_file, "narrow", tenant=Tenant("narrow", max_in_flight=1))}
     guarded.clock.seconds += 1
     guarded.backend._script = (delta("a"), LONG_S, delta("b", "stop"))
     try:
@@ -305,9 +306,8 @@ def test_a_tenant_that_may_not_go_first_is_told_so(guarded: GuardedServer, http:
 
 
 def test_usage_is_told_to_its_tenant(guarded: GuardedServer, http: httpx.Client) -> None:
-    key = add_key(guarded.key_file, "counted")
+    headers = {"x-api-key": add_key(guarded.key_file, "counted")}
     guarded.clock.seconds += 1
-    headers = {"x-api-key": key}
     used = http.post("/v1/completions", json=BODY, headers=headers).json()["usage"]
     (row,) = http.get("/v1/usage", headers=headers).json()["data"]
     assert row["gpu_seconds"] == used["gpu_seconds"]
@@ -322,8 +322,7 @@ def test_usage_is_told_to_its_tenant(guarded: GuardedServer, http: httpx.Client)
 def test_an_admin_key_scales_as_the_admin_token_does(guarded: GuardedServer, http: httpx.Client) -> None:
     try:
         for headers in (guarded.bearer("admin"), {"Authorization": f"Bearer {ADMIN_TOKEN}"}):
-            body = {"kind": "replica", "count": 2}
-            assert http.post("/admin/scale", json=body, headers=headers).status_code == 200
+            assert http.post("/admin/scale", json={"kind": "replica", "count": 2}, headers=headers).status_code == 200
         assert guarded.backend.scaled == [("replica", 2)] * 2
     finally:
         guarded.backend.scaled.clear()

@@ -13,7 +13,7 @@ from core.errors import CapacityError
 from core.messages.resumable import StreamChanges, StreamVerdicts
 from core.messages.tokens import TokenDelta
 from core.request import Request
-from services.api.errors import ApiError
+from services.api.errors import ApiError, as_api_error
 from services.api.generation import PromptText
 from services.api.streams import manager
 from services.api.streams.live import LiveStream
@@ -28,6 +28,9 @@ from tests.unit.services.api.streams.stream_support import (
     events_of,
     http_side,
 )
+
+FULL = CapacityError("full", 2.0)
+BROKEN = ApiError("The generation failed: a reason.", status=503, code="generation_failed")
 
 
 @pytest.fixture
@@ -215,9 +218,7 @@ async def test_a_client_that_leaves_before_the_first_event_ends_the_run(side: Ht
     await until(lambda: side.backend.num_closed == 1 and len(side.store.streams) == 0)
 
 
-async def test_a_stream_whose_headers_went_out_goes_on_without_a_log_where_there_is_no_room(
-    encoder: PromptEncoder,
-) -> None:
+async def test_a_stream_whose_headers_went_out_goes_on_without_a_log_for_want_of_room(encoder: PromptEncoder) -> None:
     async with http_side(encoder, tenant_bytes=700) as side:
         replica = side.replica()
         live = await replica.start(max_tokens=40)
@@ -229,31 +230,30 @@ async def test_a_stream_whose_headers_went_out_goes_on_without_a_log_where_there
         assert_whole(reader, num_tokens=40)
 
 
-async def test_a_refused_request_leaves_nothing(side: HttpSide) -> None:
+@pytest.mark.parametrize("failure", [FULL, BROKEN])
+async def test_a_refused_request_leaves_nothing(side: HttpSide, failure: Exception) -> None:
     replica = side.replica()
-    side.backend.failure = CapacityError("full", 2.0)
+    side.backend.failure = failure
     reader = await replica.read(await replica.start()).finish()
-    assert isinstance(reader.error, CapacityError)
+    assert (reader.error, reader.events) == (failure, [])
     await until(lambda: len(side.store.streams) == 0 and len(replica.manager) == 0)
 
 
 @pytest.mark.parametrize("num_events", [0, 3])
-async def test_a_stream_that_was_refused_when_it_was_taken_waits_for_another_try(
-    side: HttpSide, num_events: int
-) -> None:
+async def test_a_stream_refused_when_it_was_taken_waits_for_another_try(side: HttpSide, num_events: int) -> None:
     stream_id, first = await lost(side, num_events)
     other = side.replica()
-    side.backend.failure = CapacityError("full", 2.0)
+    side.backend.failure = FULL
     for _ in range(2):
-        assert isinstance((await resumed(other, stream_id, num_events)).error, CapacityError)
+        assert (await resumed(other, stream_id, num_events)).error is FULL
         await until(lambda: len(other.manager) == 0)
     side.backend.failure = None
     side.backend.allow(8)
     assert_whole(first, await resumed(other, stream_id, num_events))
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1])
-async def test_a_failure_is_the_last_event_and_can_be_read_again(side: HttpSide, num_tokens: int) -> None:
+@pytest.mark.parametrize(("num_tokens", "failure"), [(0, BROKEN), (1, BROKEN), (1, FULL)])
+async def test_a_failure_is_the_last_event_and_read_again(side: HttpSide, num_tokens: int, failure: Exception) -> None:
     """Also one before the first token, but after the headers."""
     replica, shown = side.replica(), asyncio.Event()
 
@@ -264,7 +264,7 @@ async def test_a_failure_is_the_last_event_and_can_be_read_again(side: HttpSide,
             await shown.wait()
             for number in range(num_tokens):
                 yield TokenDelta("r", 0, number, (number,), f"{number} ", None)
-            raise ApiError("The generation failed: a reason.", status=503, code="generation_failed")
+            raise failure
 
     replica.backend = Failing()
     live = await replica.start()
@@ -272,7 +272,7 @@ async def test_a_failure_is_the_last_event_and_can_be_read_again(side: HttpSide,
     await until(live.show)
     shown.set()
     await reader.finish()
-    assert json.loads(reader.data[-2])["error"]["code"] == "generation_failed"
+    assert json.loads(reader.data[-2]) == as_api_error(failure).body()
     assert (len(reader.data), reader.data[-1]) == (num_tokens + 2, "[DONE]")
     assert all(event_id for event_id, _ in reader.events)
     for after in range(num_tokens + 1):
