@@ -8,7 +8,7 @@ import signal
 import threading
 from pathlib import Path
 
-from core.messages.status import ProcessLife, Pulse, ThreadClock, Work
+from farsight.core.messages.status import ProcessLife, Pulse, ThreadClock, Work
 
 _PROC = Path("/proc")
 _BEGAN, _STATE = 19, 0

@@ -25,17 +25,17 @@ import psutil
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
-from core.config.actors import ActorsConfig
-from core.config.engine import EngineConfig, ModelConfig
-from core.config.load import FarsightConfig
-from core.config.scheduling import SchedulerConfig
-from core.request import SamplingParams
-from services.api.requests import unnamed_request
-from services.bench.requests import BenchRequest, PromptPart
-from services.bench.statistics import percentile
+from farsight.core.config.actors import ActorsConfig
+from farsight.core.config.engine import EngineConfig, ModelConfig
+from farsight.core.config.load import FarsightConfig
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.request import SamplingParams
+from farsight.services.api.requests import unnamed_request
+from farsight.services.bench.requests import BenchRequest, PromptPart
+from farsight.services.bench.statistics import percentile
 
 if TYPE_CHECKING:
-    from services.ingress.engine_client import EngineClient
+    from farsight.services.ingress.engine_client import EngineClient
 
 PROMPT_LEN = 32
 WARM_UP_S = 2.0
@@ -72,10 +72,10 @@ def main() -> None:
 
 @contextmanager
 def _site(config: FarsightConfig) -> Iterator[Any]:
-    from services.launch.cluster import private_cluster
-    from services.launch.launch import find_model, find_site, start_components
-    from services.launch.signals import StopSignal
-    from services.launch.stages import silent_stages
+    from farsight.services.launch.cluster import private_cluster
+    from farsight.services.launch.launch import find_model, find_site, start_components
+    from farsight.services.launch.signals import StopSignal
+    from farsight.services.launch.stages import silent_stages
 
     site = find_site(config, find_model(config))
     stages = silent_stages(config.server.start_patience_s)
@@ -91,7 +91,7 @@ def _as_replica(work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
 
 
 async def _measure(site: Any, args: argparse.Namespace) -> dict[str, Any]:
-    from services.ingress.ingress import open_client
+    from farsight.services.ingress.ingress import open_client
 
     client = await open_client(site)
     try:
@@ -185,7 +185,7 @@ def _difference(before: dict[str, Any], after: dict[str, Any], num_tokens: int, 
 
 def _ttft_alone(model: Path, dtype: str, threads: int) -> float:
     """The median time to the first token of ``Engine`` in this process, one request at a time."""
-    from engine import Engine
+    from farsight.engine import Engine
 
     engine = Engine(model, dtype=dtype, engine=EngineConfig(num_threads=threads))
     ttfts = []

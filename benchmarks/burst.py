@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.servers import RunningServer, ServerCommand, farsight_command
-from services.bench.report import provenance, write_json
-from services.launch.launch import EMBEDDED_NAME
+from farsight.services.bench.report import provenance, write_json
+from farsight.services.launch.launch import EMBEDDED_NAME
 
 PROGRAM = ("python", "-m", "benchmarks.burst")
 PROFILE = {

@@ -21,13 +21,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.live_presets.live import Hardware, run_live
-from core.config.scheduling import SchedulerConfig
-from estimator.profile_file import A100_7B
-from simulator.cluster.records import Record
-from simulator.counterfactual import Change, Life, what_if
-from simulator.experiment import Experiment, make_arrivals
-from simulator.run import run
-from simulator.traffic.workload import Workload
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.estimator.profile_file import A100_7B
+from farsight.simulator.cluster.records import Record
+from farsight.simulator.counterfactual import Change, Life, what_if
+from farsight.simulator.experiment import Experiment, make_arrivals
+from farsight.simulator.run import run
+from farsight.simulator.traffic.workload import Workload
 
 DIFFERENT = 0.1
 

@@ -16,13 +16,13 @@ from typing import Any
 
 from benchmarks.common.servers import vocab_size
 from benchmarks.step_timing import StepLog, TimedRunner, detokenizing
-from core.config.engine import BACKENDS, WEIGHTS, EngineConfig
-from core.request import SamplingParams
-from engine.engine import Engine
-from services.bench.report import cell, markdown_table, provenance, write_json
-from services.bench.requests import BenchRequest
-from services.bench.statistics import Metrics, distribution, summarize
-from services.bench.workloads import WORKLOADS, make_workload
+from farsight.core.config.engine import BACKENDS, WEIGHTS, EngineConfig
+from farsight.core.request import SamplingParams
+from farsight.engine.engine import Engine
+from farsight.services.bench.report import cell, markdown_table, provenance, write_json
+from farsight.services.bench.requests import BenchRequest
+from farsight.services.bench.statistics import Metrics, distribution, summarize
+from farsight.services.bench.workloads import WORKLOADS, make_workload
 
 WARM_UP_REQUESTS = 32
 WARM_UP_TOKENS = 8

@@ -25,20 +25,20 @@ from typing import Any
 
 import numpy as np
 
-from core.config.engine import EngineConfig
-from core.costs import StepCost
-from core.messages.step_times import StepSample
-from core.request import SamplingParams
-from engine.engine import Engine
-from engine.runner import Runner
-from engine.sequence import Sequence
-from engine.step_results import StepFault
-from estimator.knn import MIN_BATCHES, BatchTimes, ServedBatch, padded_batch_s
-from estimator.step_profile import StepLimits, StepProfile, step_grid
-from kvcache import StepBatch
-from kvcache.step_batch import step_sample
-from services.bench.report import markdown_table, provenance
-from services.commands.step_bench import StepBench, fit_steps, measure, relative_errors
+from farsight.core.config.engine import EngineConfig
+from farsight.core.costs import StepCost
+from farsight.core.messages.step_times import StepSample
+from farsight.core.request import SamplingParams
+from farsight.engine.engine import Engine
+from farsight.engine.runner import Runner
+from farsight.engine.sequence import Sequence
+from farsight.engine.step_results import StepFault
+from farsight.estimator.knn import MIN_BATCHES, BatchTimes, ServedBatch, padded_batch_s
+from farsight.estimator.step_profile import StepLimits, StepProfile, step_grid
+from farsight.kvcache import StepBatch
+from farsight.kvcache.step_batch import step_sample
+from farsight.services.bench.report import markdown_table, provenance
+from farsight.services.commands.step_bench import StepBench, fit_steps, measure, relative_errors
 
 EMBEDDED_MODEL = Path(__file__).parent.parent / "services" / "embedded_model"
 GRID_ROUNDS = 3

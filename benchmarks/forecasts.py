@@ -19,16 +19,16 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.decisions.row import Row
-from core.forecast import Example, Forecast
-from engine.encoders.text_encoder import TextEncoder
-from predictor.encoders import MINILM
-from predictor.features import Floats
-from predictor.history import HistoryPredictor
-from predictor.metrics import Scores, kendall_tau, rmse, score
-from predictor.text_predictor import TextPredictor
-from predictor.trainer import ForestOptions, grow
-from predictor.training import RECIPES, Recipe, embed_all, train
-from services.commands.forecast_data import EMBEDDED_TOKENIZER, TokenCounter, read_examples
+from farsight.core.forecast import Example, Forecast
+from farsight.engine.encoders.text_encoder import TextEncoder
+from farsight.predictor.encoders import MINILM
+from farsight.predictor.features import Floats
+from farsight.predictor.history import HistoryPredictor
+from farsight.predictor.metrics import Scores, kendall_tau, rmse, score
+from farsight.predictor.text_predictor import TextPredictor
+from farsight.predictor.trainer import ForestOptions, grow
+from farsight.predictor.training import RECIPES, Recipe, embed_all, train
+from farsight.services.commands.forecast_data import EMBEDDED_TOKENIZER, TokenCounter, read_examples
 
 LIMIT = 1024
 """Longest prompts and outputs in Magnus's experiments, in tokens (§IV)."""

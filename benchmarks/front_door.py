@@ -22,8 +22,8 @@ from typing import Any
 
 from benchmarks.burst import PROFILE, Connection, judge
 from benchmarks.common.servers import RunningServer, ServerCommand, farsight_command
-from services.bench.report import provenance, write_json
-from services.launch.launch import EMBEDDED_NAME
+from farsight.services.bench.report import provenance, write_json
+from farsight.services.launch.launch import EMBEDDED_NAME
 
 PROGRAM = ("python", "-m", "benchmarks.front_door")
 NUM_BYTES = 4 * 1024 * 1024 - 1024

@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.weights_quality import RowLogits, token_losses
-from core.config.engine import EngineConfig
-from core.request import SamplingParams
-from engine import Engine
-from services.bench.report import markdown_table
-from simulator.traffic.traces import find_data
+from farsight.core.config.engine import EngineConfig
+from farsight.core.request import SamplingParams
+from farsight.engine import Engine
+from farsight.services.bench.report import markdown_table
+from farsight.simulator.traffic.traces import find_data
 
 TEXTS = (
     "hello world", " Hello  World ", "naïve café 日本語 🙂", "12345 + 67 = ?", "if (x != 0) {\n\treturn y;\n}\n",

@@ -22,8 +22,8 @@ from typing import Any
 
 import pytest
 
-from engine.cuda import device_problem, is_lost
-from services.bench.report import markdown_table
+from farsight.engine.cuda import device_problem, is_lost
+from farsight.services.bench.report import markdown_table
 
 TESTS = Path(__file__).parents[1] / "tests" / "gpu"
 

@@ -26,21 +26,21 @@ from typing import Any, cast
 import torch
 
 from benchmarks.common.gpu_models import SHAPES, model_config, random_weights
-from core.request import Request, Residency, SamplingParams
-from engine import cuda
-from engine.attention.attention import AttentionBackend
-from engine.attention.layout import StepSizes
-from engine.attention.torch_attention import TorchAttention
-from engine.checkpoint.model_config import DecoderConfig
-from engine.checkpoint.names import num_parameters
-from engine.devices.copiers import HostBlocks, StreamCopier
-from engine.kv_pool import KVPool
-from engine.sequence import Sequence
-from engine.steps.backends import GraphBackend, gpu_attention
-from engine.steps.decode_graphs import Capture
-from engine.steps.model_runner import ModelRunner
-from kvcache import KVCopy, StepBatch, StepItem
-from services.bench.report import markdown_table, provenance, write_json
+from farsight.core.request import Request, Residency, SamplingParams
+from farsight.engine import cuda
+from farsight.engine.attention.attention import AttentionBackend
+from farsight.engine.attention.layout import StepSizes
+from farsight.engine.attention.torch_attention import TorchAttention
+from farsight.engine.checkpoint.model_config import DecoderConfig
+from farsight.engine.checkpoint.names import num_parameters
+from farsight.engine.devices.copiers import HostBlocks, StreamCopier
+from farsight.engine.kv_pool import KVPool
+from farsight.engine.sequence import Sequence
+from farsight.engine.steps.backends import GraphBackend, gpu_attention
+from farsight.engine.steps.decode_graphs import Capture
+from farsight.engine.steps.model_runner import ModelRunner
+from farsight.kvcache import KVCopy, StepBatch, StepItem
+from farsight.services.bench.report import markdown_table, provenance, write_json
 
 BLOCK = 64
 

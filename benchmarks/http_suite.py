@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.servers import RunningServer, farsight_command, vocab_size
-from services.bench.compare import num_errors, run_bench
-from services.bench.load import ProcessTree
-from services.bench.options import BenchOptions
-from services.bench.report import provenance, write_json
-from services.bench.workloads import WORKLOADS
+from farsight.services.bench.compare import num_errors, run_bench
+from farsight.services.bench.load import ProcessTree
+from farsight.services.bench.options import BenchOptions
+from farsight.services.bench.report import provenance, write_json
+from farsight.services.bench.workloads import WORKLOADS
 
 PROGRAM = ("python", "-m", "benchmarks.http_suite")
 IDLE_S = 3.0

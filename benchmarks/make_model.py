@@ -23,8 +23,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from engine.checkpoint.model_config import load_model_config
-from engine.checkpoint.names import active_parameters, num_parameters
+from farsight.engine.checkpoint.model_config import load_model_config
+from farsight.engine.checkpoint.names import active_parameters, num_parameters
 
 VOCAB_SIZE = 4096
 MAX_MODEL_LEN = 2048

@@ -30,8 +30,8 @@ import psutil
 import uvloop
 
 from benchmarks.common.servers import RunningServer, ServerCommand, free_port
-from services.bench.report import provenance, write_json
-from services.launch.launch import EMBEDDED_NAME
+from farsight.services.bench.report import provenance, write_json
+from farsight.services.launch.launch import EMBEDDED_NAME
 
 PROGRAM = ("python", "-m", "benchmarks.overload")
 PROFILE = {
@@ -316,7 +316,7 @@ def _command(folder: Path, args: argparse.Namespace) -> ServerCommand:
         f"[server]\nmax_wait_s = {MAX_WAIT_S}\n{limits}[engine]\nmax_num_seqs = {PLACES}\n"
     )
     port = free_port()
-    words = [sys.executable, "-m", "services.cli", "serve", "--port", str(port)]
+    words = [sys.executable, "-m", "farsight.services.cli", "serve", "--port", str(port)]
     words += ["--config", str(folder / "config.toml")]
     if not args.real:
         (folder / "profile.json").write_text(json.dumps(PROFILE))

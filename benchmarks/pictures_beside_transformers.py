@@ -31,11 +31,11 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer, LlavaForConditionalGeneration
 
 from benchmarks.common.servers import RunningServer, ServerCommand, free_port
+from farsight.services.bench.report import markdown_table
+from farsight.services.launch.launch import VISION_MODEL, VISION_NAME
 from lab.embedded_vision.evaluate import asked_pictures
 from lab.embedded_vision.model import prompt_ids
 from lab.embedded_vision.words import TASKS
-from services.bench.report import markdown_table
-from services.launch.launch import VISION_MODEL, VISION_NAME
 
 READY_S = 300.0
 
@@ -183,7 +183,7 @@ def main() -> None:
         (folder / "config.toml").write_text(f"[images]\nnum_threads = {args.threads}\n")
         flags = ["--model", "embedded-vision", "--dtype", "float32", "--threads", str(args.threads)]
         flags += ["--config", str(folder / "config.toml"), "--benchmark-mode", "--port", str(port)]
-        words = [sys.executable, "-m", "services.cli", "serve", *flags]
+        words = [sys.executable, "-m", "farsight.services.cli", "serve", *flags]
         server = RunningServer(ServerCommand(words, port, VISION_NAME), folder / "server.log")
         try:
             server.wait_until_ready(READY_S)

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from benchmarks.common.servers import vocab_size
 from benchmarks.step_timing import TimedRunner
-from core.config.engine import EngineConfig
-from core.request import SamplingParams
-from engine.engine import Engine
-from kvcache.block_manager import hash_blocks
-from services.bench.report import markdown_table, provenance, write_json
-from services.bench.workloads import make_workload
+from farsight.core.config.engine import EngineConfig
+from farsight.core.request import SamplingParams
+from farsight.engine.engine import Engine
+from farsight.kvcache.block_manager import hash_blocks
+from farsight.services.bench.report import markdown_table, provenance, write_json
+from farsight.services.bench.workloads import make_workload
 
 Row = dict[str, float]
 

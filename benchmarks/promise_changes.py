@@ -13,16 +13,16 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.compose import build_router, build_scheduler
-from policies.replica.scheduler import SchedulerLimits
-from policies.settings import PolicySettings
-from services.bench.report import markdown_table
-from simulator.cluster.fleet import Fleet, FleetShape
-from simulator.cluster.latency import A100_7B
-from simulator.cluster.records import Record
-from simulator.cluster.replica import ReplicaShape
-from simulator.traffic.lengths import LogNormal
-from simulator.traffic.workload import SimRequest
+from farsight.policies.compose import build_router, build_scheduler
+from farsight.policies.replica.scheduler import SchedulerLimits
+from farsight.policies.settings import PolicySettings
+from farsight.services.bench.report import markdown_table
+from farsight.simulator.cluster.fleet import Fleet, FleetShape
+from farsight.simulator.cluster.latency import A100_7B
+from farsight.simulator.cluster.records import Record
+from farsight.simulator.cluster.replica import ReplicaShape
+from farsight.simulator.traffic.lengths import LogNormal
+from farsight.simulator.traffic.workload import SimRequest
 
 PLACES, PROMPT_LEN, MAX_LEN, SIGMA = 8, 60, 1024, 0.6
 BEFORE, BEHIND = 300, 200

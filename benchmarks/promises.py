@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.common.servers import RunningServer, ServerCommand, free_port
-from services.launch.launch import EMBEDDED_NAME
+from farsight.services.launch.launch import EMBEDDED_NAME
 
 PLACES = 16
 MEDIAN_LEN, SIGMA, MAX_LEN = 60, 0.8, 512
@@ -154,7 +154,7 @@ def main() -> None:
     earlier = [] if args.results is None else read_promises(args.results)
     folder, port = Path(tempfile.mkdtemp(prefix="farsight-promises-")), free_port()
     (folder / "config.toml").write_text(f"[server]\nmax_wait_s = 0.0\n[engine]\nmax_num_seqs = {PLACES}\n")
-    words = ["-m", "services.cli", "serve", *serving_words(args), "--preset", args.preset, "--benchmark-mode"]
+    words = ["-m", "farsight.services.cli", "serve", *serving_words(args), "--preset", args.preset, "--benchmark-mode"]
     words += ["--port", str(port), "--config", str(folder / "config.toml"), "--max-model-len", "2048"]
     server = RunningServer(ServerCommand([sys.executable, *words], port, served_name(args)), folder / "server.log")
     try:

@@ -22,19 +22,26 @@ from typing import Any
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from actors.runtime.component import ComponentContext
-from actors.runtime.names import scheduler_name
-from actors.runtime.peer import Site
-from actors.scheduling.router import Router
-from core.codec import decode, encode
-from core.config.load import FarsightConfig
-from core.config.scheduling import SchedulerConfig
-from core.messages.fleet import ReplicaNews, ReplicaState
-from core.messages.plans import CachedRun, CacheReply, FinishedSequence, KVCacheEvent, StartedRequest, WorkerReady
-from core.messages.requests import Refusals, Submit
-from core.request import Origin, Request, SamplingParams, SequenceStatus
-from kvcache.block_manager import hash_blocks
-from policies.fleet.scheduler import GlobalScheduler
+from farsight.actors.runtime.component import ComponentContext
+from farsight.actors.runtime.names import scheduler_name
+from farsight.actors.runtime.peer import Site
+from farsight.actors.scheduling.router import Router
+from farsight.core.codec import decode, encode
+from farsight.core.config.load import FarsightConfig
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.messages.fleet import ReplicaNews, ReplicaState
+from farsight.core.messages.plans import (
+    CachedRun,
+    CacheReply,
+    FinishedSequence,
+    KVCacheEvent,
+    StartedRequest,
+    WorkerReady,
+)
+from farsight.core.messages.requests import Refusals, Submit
+from farsight.core.request import Origin, Request, SamplingParams, SequenceStatus
+from farsight.kvcache.block_manager import hash_blocks
+from farsight.policies.fleet.scheduler import GlobalScheduler
 
 BLOCK_SIZE = 32
 PROMPT_LEN, SHARED, OUTPUT_LEN = 1835, 0.85, 43

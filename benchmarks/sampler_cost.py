@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from core.request import SamplingParams
-from engine.native.sampler import NativeSampler
-from engine.sampling.sampler import Sampler
-from engine.sequence import TokenCounts
-from services.bench.report import markdown_table, provenance, write_json
+from farsight.core.request import SamplingParams
+from farsight.engine.native.sampler import NativeSampler
+from farsight.engine.sampling.sampler import Sampler
+from farsight.engine.sequence import TokenCounts
+from farsight.services.bench.report import markdown_table, provenance, write_json
 
 VOCABULARIES = (49_152, 151_936, 262_144)
 SETTINGS: dict[str, dict[str, Any]] = {

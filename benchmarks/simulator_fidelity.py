@@ -21,18 +21,18 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-import services
 from benchmarks.common.servers import RunningServer, farsight_command
-from core.config.engine import EngineConfig
-from core.config.scheduling import SchedulerConfig
-from estimator.profile_file import A100_7B
-from services.bench.load import Connection, measure
-from services.bench.targets import BenchTarget, BodyForm, Call
-from services.commands.logged_traffic import Traffic, read_traffic
-from simulator.experiment import Experiment
-from simulator.run import run
-from simulator.traffic.workload import SimRequest
-from simulator.traffic.workloads import build_workload
+from farsight import services
+from farsight.core.config.engine import EngineConfig
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.estimator.profile_file import A100_7B
+from farsight.services.bench.load import Connection, measure
+from farsight.services.bench.targets import BenchTarget, BodyForm, Call
+from farsight.services.commands.logged_traffic import Traffic, read_traffic
+from farsight.simulator.experiment import Experiment
+from farsight.simulator.run import run
+from farsight.simulator.traffic.workload import SimRequest
+from farsight.simulator.traffic.workloads import build_workload
 
 WORKLOADS = {"gsm8k-like": 25.0, "sharegpt-like": 3.0, "zipf": 4.0}
 """Names and requests per second: enough that requests wait."""

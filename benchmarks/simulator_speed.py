@@ -12,12 +12,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from benchmarks.decisions.row import Row
-from policies.compose import build_router, build_scheduler
-from policies.replica.scheduler import SchedulerLimits
-from simulator.cluster.fleet import Fleet, FleetShape
-from simulator.cluster.latency import A100_7B
-from simulator.cluster.replica import ReplicaShape
-from simulator.traffic.workload import SimRequest
+from farsight.policies.compose import build_router, build_scheduler
+from farsight.policies.replica.scheduler import SchedulerLimits
+from farsight.simulator.cluster.fleet import Fleet, FleetShape
+from farsight.simulator.cluster.latency import A100_7B
+from farsight.simulator.cluster.replica import ReplicaShape
+from farsight.simulator.traffic.workload import SimRequest
 
 _LIMITS = SchedulerLimits(256, standby_slots=0)
 

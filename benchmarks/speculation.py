@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.weights_quality import prompts_and_answers
-from core.config.engine import EngineConfig
-from core.request import SamplingParams
-from engine.engine import Engine
+from farsight.core.config.engine import EngineConfig
+from farsight.core.request import SamplingParams
+from farsight.engine.engine import Engine
+from farsight.services.bench.report import markdown_table, provenance, write_json
 from lab.embedded_model.evaluate import EVALUATION_SEED, LONGEST_ANSWER
 from lab.embedded_model.tasks import TASKS, held_out_examples
-from services.bench.report import markdown_table, provenance, write_json
 
 MODEL = Path(__file__).parents[1] / "services" / "embedded_model"
 HEADER = ("task", "in flight", "tok/s with", "tok/s without", "ratio", "noise", "tokens a step", "accepted of guessed")

@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from actors.worker.step_loop import Step, StepLoop
-from core.config.engine import EngineConfig
-from core.request import SamplingParams
-from engine.engine import Engine
-from engine.native.model import NativeModel
-from engine.runner import Runner
-from engine.sequence import OutputText, Sequence
-from engine.step_results import StepFault
-from kvcache import StepBatch
-from services.bench.report import markdown_table, provenance, write_json
+from farsight.actors.worker.step_loop import Step, StepLoop
+from farsight.core.config.engine import EngineConfig
+from farsight.core.request import SamplingParams
+from farsight.engine.engine import Engine
+from farsight.engine.native.model import NativeModel
+from farsight.engine.runner import Runner
+from farsight.engine.sequence import OutputText, Sequence
+from farsight.engine.step_results import StepFault
+from farsight.kvcache import StepBatch
+from farsight.services.bench.report import markdown_table, provenance, write_json
 
 PROMPT_TOKENS = 60
 

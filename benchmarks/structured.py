@@ -21,15 +21,15 @@ from typing import Any
 
 import jsonschema
 
-from core.config.engine import EngineConfig
-from core.request import SamplingParams
-from engine.engine import Engine, RequestOutput
-from services.bench.report import markdown_table
-from services.launch.launch import EMBEDDED_MODEL
-from tokenization.grammars.compiler import GrammarCompiler, problem_of
-from tokenization.grammars.problems import GrammarRefused
-from tokenization.grammars.sources import of_schema
-from tokenization.loading import load_tokenizer
+from farsight.core.config.engine import EngineConfig
+from farsight.core.request import SamplingParams
+from farsight.engine.engine import Engine, RequestOutput
+from farsight.services.bench.report import markdown_table
+from farsight.services.launch.launch import EMBEDDED_MODEL
+from farsight.tokenization.grammars.compiler import GrammarCompiler, problem_of
+from farsight.tokenization.grammars.problems import GrammarRefused
+from farsight.tokenization.grammars.sources import of_schema
+from farsight.tokenization.loading import load_tokenizer
 
 LONG = {"type": "array", "minItems": 10_000, "items": {"type": "object", "properties": {"name": {"type": "string"}}}}
 """What never ends within a run."""

@@ -21,18 +21,18 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from benchmarks.common.text_model import TEXT_STEPS, held_out_text, train_text_model
-from core.config.engine import KV_DTYPES, WEIGHTS, EngineConfig
-from core.request import Request, SamplingParams
-from engine.build import BITS
-from engine.checkpoint.model_config import load_model_config
-from engine.checkpoint.weights import parse_dtype
-from engine.engine import Engine
-from engine.sequence import Sequence
-from engine.steps.model_runner import ModelRunner
-from kvcache import StepBatch, StepItem
+from farsight.core.config.engine import KV_DTYPES, WEIGHTS, EngineConfig
+from farsight.core.request import Request, SamplingParams
+from farsight.engine.build import BITS
+from farsight.engine.checkpoint.model_config import load_model_config
+from farsight.engine.checkpoint.weights import parse_dtype
+from farsight.engine.engine import Engine
+from farsight.engine.sequence import Sequence
+from farsight.engine.steps.model_runner import ModelRunner
+from farsight.kvcache import StepBatch, StepItem
+from farsight.services.bench.report import markdown_table, provenance, write_json
 from lab.embedded_model.evaluate import EVALUATION_SEED, LONGEST_ANSWER
 from lab.embedded_model.tasks import TASKS, Example, held_out_examples
-from services.bench.report import markdown_table, provenance, write_json
 
 EMBEDDED = Path("services/embedded_model")
 BLOCK_SIZE = 32

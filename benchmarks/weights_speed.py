@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 
-from core.config.engine import KV_DTYPES, WEIGHTS
-from core.request import Request, SamplingParams
-from engine.build import BITS
-from engine.sequence import Sequence
-from engine.steps.model_runner import ModelRunner
-from kvcache import StepBatch, StepItem
-from services.bench.report import markdown_table, provenance, write_json
+from farsight.core.config.engine import KV_DTYPES, WEIGHTS
+from farsight.core.request import Request, SamplingParams
+from farsight.engine.build import BITS
+from farsight.engine.sequence import Sequence
+from farsight.engine.steps.model_runner import ModelRunner
+from farsight.kvcache import StepBatch, StepItem
+from farsight.services.bench.report import markdown_table, provenance, write_json
 
 BLOCK_SIZE = 32
 CONTEXT = 200

@@ -24,8 +24,8 @@ from typing import Any, TypeVar, overload
 
 import msgpack
 
-from core.errors import InvalidValueError, MessageError
-from core.messages import SCHEMA_VERSION
+from farsight.core.errors import InvalidValueError, MessageError
+from farsight.core.messages import SCHEMA_VERSION
 
 T = TypeVar("T")
 _MANY = 16

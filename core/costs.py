@@ -6,8 +6,8 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import astuple, dataclass
 
-from core.errors import InvalidValueError
-from core.messages.step_times import ReplicaStepProfile
+from farsight.core.errors import InvalidValueError
+from farsight.core.messages.step_times import ReplicaStepProfile
 
 
 def attention_pairs(num_tokens: int, start: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgpack
 
-from core.errors import MessageError
+from farsight.core.errors import MessageError
 
 Facts = Mapping[str, float | str]
 """Named numbers and words; a name ends with its unit (``_s``, ``_tokens``) where it has one."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from core.errors import InvalidValueError
+from farsight.core.errors import InvalidValueError
 
 MAX_DIGEST = 64
 """Longest digest of an image, in bytes."""

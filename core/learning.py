@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from core.errors import InvalidValueError
+from farsight.core.errors import InvalidValueError
 
 
 @dataclass(frozen=True, slots=True)

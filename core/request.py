@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
-from core.abilities import POOLINGS
-from core.errors import InvalidValueError
-from core.forecast import Forecast
-from core.images import ImageSpan, check_spans
+from farsight.core.abilities import POOLINGS
+from farsight.core.errors import InvalidValueError
+from farsight.core.forecast import Forecast
+from farsight.core.images import ImageSpan, check_spans
 
 
 class SequenceStatus(IntEnum):

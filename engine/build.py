@@ -8,31 +8,36 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.config.engine import EngineConfig
-from core.config.scheduling import SchedulerConfig
-from core.errors import ConfigError, require
-from core.messages.plans import WorkerReady
-from engine.checkpoint.check import check_checkpoint
-from engine.checkpoint.encoder_config import EncoderConfig, check_encoder, load_encoder_config, resolve_encoder_len
-from engine.checkpoint.model_config import DecoderConfig, load_model_config, resolve_max_model_len
-from engine.checkpoint.rotary_config import LongScaling
-from engine.devices.emulated import emulate_device
-from engine.drafted_steps import DraftedSteps
-from engine.parallel.mesh import ALONE, Mesh, check_parallel
-from engine.runner import Device
-from engine.sequence import Detokenizer
-from engine.vision.geometry import load_geometry
-from engine.vision.spans import CarriedEmbeddings, EmbeddingSource, ImageInputs
-from engine.worker import LongSequences, Worker
-from kvcache import BatchLimits, BlockManager, LeaseExecutor, PipelinedExecutor, PlanExecutor, StaticExecutor
-from policies.compose import follows_prefixes, swaps_kv
-from policies.presets import find_preset
-from policies.speculation.base import SPECULATIONS, SpeculationContext
-from tokenization.grammars.compiler import GrammarCompiler
-from tokenization.loading import load_tokenizer
+from farsight.core.config.engine import EngineConfig
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.errors import ConfigError, require
+from farsight.core.messages.plans import WorkerReady
+from farsight.engine.checkpoint.check import check_checkpoint
+from farsight.engine.checkpoint.encoder_config import (
+    EncoderConfig,
+    check_encoder,
+    load_encoder_config,
+    resolve_encoder_len,
+)
+from farsight.engine.checkpoint.model_config import DecoderConfig, load_model_config, resolve_max_model_len
+from farsight.engine.checkpoint.rotary_config import LongScaling
+from farsight.engine.devices.emulated import emulate_device
+from farsight.engine.drafted_steps import DraftedSteps
+from farsight.engine.parallel.mesh import ALONE, Mesh, check_parallel
+from farsight.engine.runner import Device
+from farsight.engine.sequence import Detokenizer
+from farsight.engine.vision.geometry import load_geometry
+from farsight.engine.vision.spans import CarriedEmbeddings, EmbeddingSource, ImageInputs
+from farsight.engine.worker import LongSequences, Worker
+from farsight.kvcache import BatchLimits, BlockManager, LeaseExecutor, PipelinedExecutor, PlanExecutor, StaticExecutor
+from farsight.policies.compose import follows_prefixes, swaps_kv
+from farsight.policies.presets import find_preset
+from farsight.policies.speculation.base import SPECULATIONS, SpeculationContext
+from farsight.tokenization.grammars.compiler import GrammarCompiler
+from farsight.tokenization.loading import load_tokenizer
 
 if TYPE_CHECKING:
-    from engine.parallel.links import Ranks
+    from farsight.engine.parallel.links import Ranks
 
 
 BITS = {"full": 0, "float": 0, "int8": 8, "int4": 4}
@@ -117,11 +122,11 @@ def build_worker(
     tokenizer = load_tokenizer(model_dir)
     weights = find_preset(scheduler.preset).weights if engine.weights == "auto" else engine.weights
     if isinstance(config, EncoderConfig):
-        from engine.devices.encoder_device import load_encoder_device
+        from farsight.engine.devices.encoder_device import load_encoder_device
 
         device = load_encoder_device(model_dir, config, dtype_name, engine, num_replicas)
     elif ranks is not None:
-        from engine.parallel.device import load_parallel_device
+        from farsight.engine.parallel.device import load_parallel_device
 
         if BITS[weights]:
             raise ConfigError("engine.weights", weights, "full or float where a replica has several ranks")
@@ -139,9 +144,9 @@ def build_worker(
         device = emulate_device(config, tokenizer, engine, swaps=swaps)
     else:
         if engine.device == "cuda":
-            from engine.devices.model_device import load_gpu_device as load_device
+            from farsight.engine.devices.model_device import load_gpu_device as load_device
         else:
-            from engine.devices.model_device import load_device
+            from farsight.engine.devices.model_device import load_device
         device = load_device(
             model_dir,
             config,

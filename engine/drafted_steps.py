@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
-from engine.sequence import Sequence
-from kvcache import PlanExecutor, StepBatch, StepItem
-from policies.speculation.base import Speculation
-from policies.speculation.price import GuessBudget
+from farsight.engine.sequence import Sequence
+from farsight.kvcache import PlanExecutor, StepBatch, StepItem
+from farsight.policies.speculation.base import Speculation
+from farsight.policies.speculation.price import GuessBudget
 
 SAMPLE = 4
 """So many of the requests that have won nothing are looked at in a step, others each time."""

@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from core.messages.plans import FinishedSequence
-from core.messages.tokens import DeltaLogprobs, TokenDelta, joined
-from engine.sequence import Sequence
-from engine.step_results import LoggedTokens, NoToken
+from farsight.core.messages.plans import FinishedSequence
+from farsight.core.messages.tokens import DeltaLogprobs, TokenDelta, joined
+from farsight.engine.sequence import Sequence
+from farsight.engine.step_results import LoggedTokens, NoToken
 
 
 @dataclass(frozen=True, slots=True)

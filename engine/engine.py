@@ -12,25 +12,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.config.engine import EngineConfig
-from core.config.scheduling import SchedulerConfig
-from core.errors import InvalidValueError
-from core.images import ImageSpan
-from core.messages.tokens import TokenDelta
-from core.request import Request, SamplingParams, check_token_ids
-from engine.build import build_worker
-from engine.checkpoint.model_config import resolve_model_dir
-from engine.emission import Output
-from engine.step_results import IterationCutOff
-from engine.worker import Worker
-from kvcache import StepBatch
-from policies.compose import configured_scheduler
-from policies.replica.events import Event, RequestsAborted, RequestsArrived, SendPlan, WorkerConnected, WorkerReported
-from policies.replica.scheduler import ReplicaScheduler
-from tokenization.model_files import load_model_texts
+from farsight.core.config.engine import EngineConfig
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.errors import InvalidValueError
+from farsight.core.images import ImageSpan
+from farsight.core.messages.tokens import TokenDelta
+from farsight.core.request import Request, SamplingParams, check_token_ids
+from farsight.engine.build import build_worker
+from farsight.engine.checkpoint.model_config import resolve_model_dir
+from farsight.engine.emission import Output
+from farsight.engine.step_results import IterationCutOff
+from farsight.engine.worker import Worker
+from farsight.kvcache import StepBatch
+from farsight.policies.compose import configured_scheduler
+from farsight.policies.replica.events import (
+    Event,
+    RequestsAborted,
+    RequestsArrived,
+    SendPlan,
+    WorkerConnected,
+    WorkerReported,
+)
+from farsight.policies.replica.scheduler import ReplicaScheduler
+from farsight.tokenization.model_files import load_model_texts
 
 if TYPE_CHECKING:
-    from engine.parallel.links import Ranks
+    from farsight.engine.parallel.links import Ranks
 
 Prompt = str | list[int] | tuple[int, ...]
 """Plain text, whatever control tokens it names; or token ids as the model sees them, control tokens among them."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.checkpoint.model_config import KV_SCALE_BYTES, DecoderConfig
+from farsight.engine.checkpoint.model_config import KV_SCALE_BYTES, DecoderConfig
 
 
 def pool_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:

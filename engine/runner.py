@@ -11,12 +11,12 @@ from typing import Protocol
 
 import psutil
 
-from core.config.engine import EngineConfig
-from core.errors import ConfigError
-from core.request import Request, SamplingParams
-from engine.sequence import Sequence
-from engine.step_results import StepFault
-from kvcache import KVCopy, StepBatch, StepItem
+from farsight.core.config.engine import EngineConfig
+from farsight.core.errors import ConfigError
+from farsight.core.request import Request, SamplingParams
+from farsight.engine.sequence import Sequence
+from farsight.engine.step_results import StepFault
+from farsight.kvcache import KVCopy, StepBatch, StepItem
 
 
 class Runner(Protocol):

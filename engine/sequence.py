@@ -14,18 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from core.errors import InvalidValueError
-from core.images import identity_ids
-from core.messages.tokens import TokenLogprobs
-from core.request import Request, SamplingParams
-from engine.step_results import PooledRows
-from engine.vision.spans import ImageInputs, SequenceImages
-from kvcache import SequenceState
-from policies.speculation.base import Drafter
-from tokenization.grammars.compiler import GrammarCompiler
-from tokenization.grammars.problems import GrammarRefused
-from tokenization.grammars.reasoning import Matcher
-from tokenization.text_stream import TextDecoder, TextStream
+from farsight.core.errors import InvalidValueError
+from farsight.core.images import identity_ids
+from farsight.core.messages.tokens import TokenLogprobs
+from farsight.core.request import Request, SamplingParams
+from farsight.engine.step_results import PooledRows
+from farsight.engine.vision.spans import ImageInputs, SequenceImages
+from farsight.kvcache import SequenceState
+from farsight.policies.speculation.base import Drafter
+from farsight.tokenization.grammars.compiler import GrammarCompiler
+from farsight.tokenization.grammars.problems import GrammarRefused
+from farsight.tokenization.grammars.reasoning import Matcher
+from farsight.tokenization.text_stream import TextDecoder, TextStream
 
 
 class StopStrings:

@@ -8,8 +8,8 @@ from enum import Enum
 
 import numpy as np
 
-from core.messages.tokens import TokenLogprobs
-from core.request import Fault
+from farsight.core.messages.tokens import TokenLogprobs
+from farsight.core.request import Fault
 
 
 @dataclass(slots=True)
@@ -115,6 +115,6 @@ def lost_on(device: str) -> Callable[[], bool]:
     """
     if device != "cuda":
         return lambda: False
-    from engine import cuda
+    from farsight.engine import cuda
 
     return cuda.is_lost

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
-from engine.checkpoint.config_fields import read_json
-from tokenization.gguf_file import is_gguf, read_gguf
-from tokenization.gguf_texts import vocabulary_len
-from tokenization.loading import load_tokenizer
-from tokenization.text_stream import TextDecoder
+from farsight.engine.checkpoint.config_fields import read_json
+from farsight.tokenization.gguf_file import is_gguf, read_gguf
+from farsight.tokenization.gguf_texts import vocabulary_len
+from farsight.tokenization.loading import load_tokenizer
+from farsight.tokenization.text_stream import TextDecoder
 
 
 def vocabulary_size(model_dir: Path) -> int:

@@ -12,20 +12,20 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from core.errors import IntegrityError
-from core.messages.plans import FinishedSequence, Plan, WorkerReady, WorkerState
-from core.messages.requests import Key
-from core.messages.tokens import DeltaLogprobs, TokenDelta
-from core.request import Fault, Request, SamplingParams, SequenceStatus
-from engine.drafted_steps import DraftedSteps
-from engine.emission import Emission, HeldBack, Output, ended_by_prompt, joined_outputs
-from engine.runner import Copier, Runner
-from engine.sequence import Detokenizer, OutputText, Sequence
-from engine.step_results import LoggedTokens
-from engine.vision.spans import ImageInputs
-from kvcache import PlanExecutor, StepBatch
-from kvcache.block_manager import are_hashes_of, extend_hashes, root_of, salted_root
-from tokenization.grammars.compiler import GrammarCompiler
+from farsight.core.errors import IntegrityError
+from farsight.core.messages.plans import FinishedSequence, Plan, WorkerReady, WorkerState
+from farsight.core.messages.requests import Key
+from farsight.core.messages.tokens import DeltaLogprobs, TokenDelta
+from farsight.core.request import Fault, Request, SamplingParams, SequenceStatus
+from farsight.engine.drafted_steps import DraftedSteps
+from farsight.engine.emission import Emission, HeldBack, Output, ended_by_prompt, joined_outputs
+from farsight.engine.runner import Copier, Runner
+from farsight.engine.sequence import Detokenizer, OutputText, Sequence
+from farsight.engine.step_results import LoggedTokens
+from farsight.engine.vision.spans import ImageInputs
+from farsight.kvcache import PlanExecutor, StepBatch
+from farsight.kvcache.block_manager import are_hashes_of, extend_hashes, root_of, salted_root
+from farsight.tokenization.grammars.compiler import GrammarCompiler
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from core.costs import StepCost, attention_pairs
-from core.errors import InvalidValueError
-from core.learning import ErrorRule, Schedule
-from core.processors import check_unpacked
+from farsight.core.costs import StepCost, attention_pairs
+from farsight.core.errors import InvalidValueError
+from farsight.core.learning import ErrorRule, Schedule
+from farsight.core.processors import check_unpacked
 
 NUM_NEIGHBOURS = 5
 """k, the number of neighbours; the paper gives none."""

@@ -12,10 +12,10 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from core.config.engine import EMULATED
-from core.costs import A100_7B as A100_7B_COST
-from core.costs import FREE_IMAGES, ImageCost, StepCost
-from core.errors import ConfigError, InvalidValueError
+from farsight.core.config.engine import EMULATED
+from farsight.core.costs import A100_7B as A100_7B_COST
+from farsight.core.costs import FREE_IMAGES, ImageCost, StepCost
+from farsight.core.errors import ConfigError, InvalidValueError
 
 SCHEMA = 1
 """Format version of the file; other versions are refused."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from core.costs import StepCost
-from core.errors import InvalidValueError
-from core.messages.step_times import StepSample
+from farsight.core.costs import StepCost
+from farsight.core.errors import InvalidValueError
+from farsight.core.messages.step_times import StepSample
 
 MIN_SAMPLES = 32
 """Measured steps before the profile gives any time; the first of them are slower than all later ones."""

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
-from core.errors import IntegrityError
+from farsight.core.errors import IntegrityError
 
 BlockHashes = Callable[[str, int], Sequence[int]]
 """(request id, n) -> at least the first n block hashes of a sequence, all of whose first n blocks are known."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 
-from core.errors import IntegrityError
-from core.messages.kv import KVTraffic, KVUsage
-from core.messages.plans import CachedRun, KVCacheEvent, StepReport
-from kvcache.block_manager import NO_PARENT, BlockManager
+from farsight.core.errors import IntegrityError
+from farsight.core.messages.kv import KVTraffic, KVUsage
+from farsight.core.messages.plans import CachedRun, KVCacheEvent, StepReport
+from farsight.kvcache.block_manager import NO_PARENT, BlockManager
 
 
 class CacheJournal:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from kvcache.executor import SequenceState
+from farsight.kvcache.executor import SequenceState
 
 
 def is_cut_off(held: SequenceState, within_grants: bool) -> bool:

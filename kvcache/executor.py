@@ -11,14 +11,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from core.errors import IntegrityError
-from core.messages.kv import KVTraffic
-from core.messages.plans import FinishedSequence, Plan, Slot, SlotProgress, StepReport, TenantService
-from core.messages.step_times import StepSample
-from core.request import Request, Residency, SequenceStatus
-from kvcache.block_manager import BlockHashes, BlockManager
-from kvcache.cache_journal import CacheJournal
-from kvcache.step_batch import BatchLimits, KVCopy, ServiceMeter, StepBatch, StepItem
+from farsight.core.errors import IntegrityError
+from farsight.core.messages.kv import KVTraffic
+from farsight.core.messages.plans import FinishedSequence, Plan, Slot, SlotProgress, StepReport, TenantService
+from farsight.core.messages.step_times import StepSample
+from farsight.core.request import Request, Residency, SequenceStatus
+from farsight.kvcache.block_manager import BlockHashes, BlockManager
+from farsight.kvcache.cache_journal import CacheJournal
+from farsight.kvcache.step_batch import BatchLimits, KVCopy, ServiceMeter, StepBatch, StepItem
 
 NO_FURTHER: Mapping[str, int] = {}
 """No item of a step has yielded more than one token."""

@@ -12,13 +12,13 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from core.errors import IntegrityError
-from core.messages.plans import FinishedSequence
-from core.request import Residency, SequenceStatus
-from kvcache.block_manager import BlockHashes, BlockManager
-from kvcache.cutting_off import is_cut_off, seconds_until_cut_off
-from kvcache.executor import NO_FURTHER, PlanExecutor, SequenceState
-from kvcache.step_batch import BatchLimits, KVCopy, StepBatch, StepItem
+from farsight.core.errors import IntegrityError
+from farsight.core.messages.plans import FinishedSequence
+from farsight.core.request import Residency, SequenceStatus
+from farsight.kvcache.block_manager import BlockHashes, BlockManager
+from farsight.kvcache.cutting_off import is_cut_off, seconds_until_cut_off
+from farsight.kvcache.executor import NO_FURTHER, PlanExecutor, SequenceState
+from farsight.kvcache.step_batch import BatchLimits, KVCopy, StepBatch, StepItem
 
 
 @dataclass(slots=True)

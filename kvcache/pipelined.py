@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from core.errors import IntegrityError
-from core.messages.plans import FinishedSequence
-from core.request import Residency, SequenceStatus
-from kvcache.block_manager import BlockManager
-from kvcache.executor import NO_FURTHER, SequenceState
-from kvcache.lease import BatchDraft, LeaseExecutor
-from kvcache.step_batch import BatchLimits, StepBatch
+from farsight.core.errors import IntegrityError
+from farsight.core.messages.plans import FinishedSequence
+from farsight.core.request import Residency, SequenceStatus
+from farsight.kvcache.block_manager import BlockManager
+from farsight.kvcache.executor import NO_FURTHER, SequenceState
+from farsight.kvcache.lease import BatchDraft, LeaseExecutor
+from farsight.kvcache.step_batch import BatchLimits, StepBatch
 
 
 class PipelinedExecutor(LeaseExecutor):

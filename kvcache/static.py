@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from core.errors import IntegrityError
-from core.messages.plans import FinishedSequence
-from core.request import SequenceStatus
-from kvcache.block_manager import BlockHashes, BlockManager
-from kvcache.executor import NO_FURTHER, PlanExecutor, SequenceState
-from kvcache.step_batch import BatchLimits, KVCopy, Padding, StepBatch, StepItem
+from farsight.core.errors import IntegrityError
+from farsight.core.messages.plans import FinishedSequence
+from farsight.core.request import SequenceStatus
+from farsight.kvcache.block_manager import BlockHashes, BlockManager
+from farsight.kvcache.executor import NO_FURTHER, PlanExecutor, SequenceState
+from farsight.kvcache.step_batch import BatchLimits, KVCopy, Padding, StepBatch, StepItem
 
 
 @dataclass(slots=True)

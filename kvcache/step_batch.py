@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from core.costs import A100_7B, StepCost, attention_pairs, row_shares
-from core.messages.plans import TenantService
-from core.messages.step_times import StepSample
-from core.request import Residency
+from farsight.core.costs import A100_7B, StepCost, attention_pairs, row_shares
+from farsight.core.messages.plans import TenantService
+from farsight.core.messages.step_times import StepSample
+from farsight.core.request import Residency
 
 
 @dataclass(frozen=True, slots=True)

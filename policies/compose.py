@@ -5,22 +5,22 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from core.config.load import FarsightConfig
-from core.config.scheduling import BatchConfig, SchedulerConfig
-from core.errors import ConfigError
-from policies.batching.base import BATCHERS, BatchContext, BatchPolicy
-from policies.external.scheduler import BackendScheduler
-from policies.fleet.batch_scheduler import BatchScheduler
-from policies.fleet.scheduler import GlobalScheduler
-from policies.interfaces import ADMISSIONS, KV_POLICIES, ORDERS, ReplicaContext, ReplicaPolicies
-from policies.kv.split_batch import SplitBatch, WholeBatch
-from policies.order.fcfs import Fcfs
-from policies.order.offload_orders import OffloadDecider, told
-from policies.placement.base import PLACEMENTS, Placement
-from policies.presets import PRESETS, Preset, find_preset
-from policies.replica.planner import StepBudget
-from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
-from policies.settings import BatchSettings, PolicySettings, ServingTime
+from farsight.core.config.load import FarsightConfig
+from farsight.core.config.scheduling import BatchConfig, SchedulerConfig
+from farsight.core.errors import ConfigError
+from farsight.policies.batching.base import BATCHERS, BatchContext, BatchPolicy
+from farsight.policies.external.scheduler import BackendScheduler
+from farsight.policies.fleet.batch_scheduler import BatchScheduler
+from farsight.policies.fleet.scheduler import GlobalScheduler
+from farsight.policies.interfaces import ADMISSIONS, KV_POLICIES, ORDERS, ReplicaContext, ReplicaPolicies
+from farsight.policies.kv.split_batch import SplitBatch, WholeBatch
+from farsight.policies.order.fcfs import Fcfs
+from farsight.policies.order.offload_orders import OffloadDecider, told
+from farsight.policies.placement.base import PLACEMENTS, Placement
+from farsight.policies.presets import PRESETS, Preset, find_preset
+from farsight.policies.replica.planner import StepBudget
+from farsight.policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
+from farsight.policies.settings import BatchSettings, PolicySettings, ServingTime
 
 GRANT_LEAD_S = 0.15
 """Grant lead on a server: 1.5 times the interval between two reports of a worker."""

@@ -16,12 +16,12 @@ from typing import Any
 
 import msgpack
 
-from core.codec import decode, encode
-from core.config.scheduling import BatchConfig, SchedulerConfig
-from core.errors import IntegrityError, MessageError
-from policies.compose import configured_batch_scheduler, configured_replica
-from policies.fleet.events import GlobalEvent, GlobalInstruction
-from policies.replica.events import Event, Instruction
+from farsight.core.codec import decode, encode
+from farsight.core.config.scheduling import BatchConfig, SchedulerConfig
+from farsight.core.errors import IntegrityError, MessageError
+from farsight.policies.compose import configured_batch_scheduler, configured_replica
+from farsight.policies.fleet.events import GlobalEvent, GlobalInstruction
+from farsight.policies.replica.events import Event, Instruction
 
 SCHEMA_VERSION = 2
 """Version of the records, raised with every change of their form. Logs of version 1 do not state their version."""

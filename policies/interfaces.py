@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
-from core.costs import StepCost
-from core.decisions import Facts
-from core.errors import IntegrityError
-from core.forecast import Forecast
-from core.messages.plans import Slot, SlotProgress, StartedRequest
-from core.request import Request, Residency, is_flex
-from policies.parts import Parts
-from policies.settings import PolicySettings
+from farsight.core.costs import StepCost
+from farsight.core.decisions import Facts
+from farsight.core.errors import IntegrityError
+from farsight.core.forecast import Forecast
+from farsight.core.messages.plans import Slot, SlotProgress, StartedRequest
+from farsight.core.request import Request, Residency, is_flex
+from farsight.policies.parts import Parts
+from farsight.policies.settings import PolicySettings
 
 
 @dataclass(slots=True, eq=False)

@@ -15,19 +15,19 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Generic, TypeVar
 
-from core.errors import ConfigError, InvalidValueError
+from farsight.core.errors import ConfigError, InvalidValueError
 
 PartT = TypeVar("PartT")
 ContextT = TypeVar("ContextT")
 
 ENTRY_POINT_GROUP = "farsight.policies"
 FOLDERS = (
-    "policies.order",
-    "policies.admission",
-    "policies.kv",
-    "policies.placement",
-    "policies.batching",
-    "policies.speculation",
+    "farsight.policies.order",
+    "farsight.policies.admission",
+    "farsight.policies.kv",
+    "farsight.policies.placement",
+    "farsight.policies.batching",
+    "farsight.policies.speculation",
 )
 
 

@@ -6,8 +6,8 @@ import difflib
 from dataclasses import dataclass
 from typing import Literal
 
-from core.errors import ConfigError, InvalidValueError
-from policies.parts import load_parts
+from farsight.core.errors import ConfigError, InvalidValueError
+from farsight.policies.parts import load_parts
 
 
 @dataclass(frozen=True, slots=True)

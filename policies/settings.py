@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from core.config.scheduling import BatchConfig, PlacementConfig, SchedulerConfig
-from core.costs import A100_7B, StepCost
-from core.errors import InvalidValueError
+from farsight.core.config.scheduling import BatchConfig, PlacementConfig, SchedulerConfig
+from farsight.core.costs import A100_7B, StepCost
+from farsight.core.errors import InvalidValueError
 
 PRIOR_COST = A100_7B
 """Assumed cost of steps until steps have been measured."""

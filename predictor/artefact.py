@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from core.errors import FarsightError
-from core.processors import check_unpacked
+from farsight.core.errors import FarsightError
+from farsight.core.processors import check_unpacked
 
 FILE_NAME = "forecaster.npz"
 """Name of the artefact's file in the directory that ``farsight train`` writes."""

@@ -7,10 +7,10 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from core.errors import InvalidValueError
-from core.forecast import ForecastQuestion
-from predictor.artefact import TrainedModel
-from predictor.features import Floats
+from farsight.core.errors import InvalidValueError
+from farsight.core.forecast import ForecastQuestion
+from farsight.predictor.artefact import TrainedModel
+from farsight.predictor.features import Floats
 
 LABSE = "sentence-transformers/LaBSE"
 """Magnus's encoder (§III-B), 768 dimensions, from the model hub."""

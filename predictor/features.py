@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from core.errors import InvalidValueError
-from core.forecast import ForecastQuestion
+from farsight.core.errors import InvalidValueError
+from farsight.core.forecast import ForecastQuestion
 
 Floats = NDArray[np.float32]
 

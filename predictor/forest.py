@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from core.errors import InvalidValueError
-from predictor.features import Floats
-from predictor.quantiles import LengthDistributions, linear_quantiles
+from farsight.core.errors import InvalidValueError
+from farsight.predictor.features import Floats
+from farsight.predictor.quantiles import LengthDistributions, linear_quantiles
 
 MAX_TREES = 10_000
 MAX_DEPTH = 10_000

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from core.errors import InvalidValueError
-from core.forecast import QUANTILES, Forecast, ForecastQuestion
+from farsight.core.errors import InvalidValueError
+from farsight.core.forecast import QUANTILES, Forecast, ForecastQuestion
 
 PRIOR_MEAN = 256.0
 """Expected output length, in tokens, before any request has finished."""

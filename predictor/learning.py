@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from core.errors import IntegrityError
-from core.learning import ErrorRule, Schedule
+from farsight.core.errors import IntegrityError
+from farsight.core.learning import ErrorRule, Schedule
 
 RULE = ErrorRule(min_error=10.0, min_share=0.1)
 """Which outputs are learned from, by the error in tokens."""

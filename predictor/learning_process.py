@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
-from core.children import end_with_parent
+from farsight.core.children import end_with_parent
 
 NICENESS = 19
 """Niceness of the child, the highest one: serving comes first. A busy thread beside it keeps 98.5 % of its core."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from core.errors import InvalidValueError
-from predictor.features import Floats
-from predictor.quantiles import LengthDistributions, linear_quantiles
+from farsight.core.errors import InvalidValueError
+from farsight.predictor.features import Floats
+from farsight.predictor.quantiles import LengthDistributions, linear_quantiles
 
 NUM_BINS = 32
 """Number of bins of equal mass: the most that the paper tries."""

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from core.forecast import QUANTILES, Forecast
+from farsight.core.forecast import QUANTILES, Forecast
 
 COVERED_LEVELS = (0.1, 0.5, 0.9)
 """Quantiles whose coverage is reported."""

@@ -9,11 +9,11 @@ from typing import Protocol
 
 import numpy as np
 
-from core.errors import InvalidValueError
-from core.forecast import ForecastQuestion
-from predictor.encoders import Encoder, Scorer
-from predictor.features import NUM_IMAGE_FEATURES, FeatureShape, Floats, input_lens, with_images
-from predictor.words import WordScorer
+from farsight.core.errors import InvalidValueError
+from farsight.core.forecast import ForecastQuestion
+from farsight.predictor.encoders import Encoder, Scorer
+from farsight.predictor.features import NUM_IMAGE_FEATURES, FeatureShape, Floats, input_lens, with_images
+from farsight.predictor.words import WordScorer
 
 
 class EmbeddingCache:

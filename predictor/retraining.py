@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from core.errors import InvalidValueError
-from core.forecast import QUANTILES
-from predictor.applications.forest import grow_by_application
-from predictor.applications.reading import MODEL as APPLICATIONS
-from predictor.artefact import TrainedModel, from_bytes
-from predictor.features import IMAGES, Floats
-from predictor.metrics import pinball
-from predictor.models import FULL, LENGTH, pack, unpack
-from predictor.trainer import ForestOptions, grow
+from farsight.core.errors import InvalidValueError
+from farsight.core.forecast import QUANTILES
+from farsight.predictor.applications.forest import grow_by_application
+from farsight.predictor.applications.reading import MODEL as APPLICATIONS
+from farsight.predictor.artefact import TrainedModel, from_bytes
+from farsight.predictor.features import IMAGES, Floats
+from farsight.predictor.metrics import pinball
+from farsight.predictor.models import FULL, LENGTH, pack, unpack
+from farsight.predictor.trainer import ForestOptions, grow
 
 MAX_FEATURES = 64
 """Most features of a request; more would make the log as large as the texts."""

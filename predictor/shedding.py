@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from core.errors import InvalidValueError
+from farsight.core.errors import InvalidValueError
 
 _SMOOTHING = 0.1
 """Weight of the newest measurement in a level's cost: ten batches change it by two thirds."""

@@ -6,20 +6,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from core.errors import InvalidValueError
-from core.forecast import QUANTILES, Forecast, ForecastQuestion
-from predictor.applications.reading import FORM, SECRET, ApplicationReader
-from predictor.applications.reading import MODEL as APPLICATIONS
-from predictor.artefact import ArtefactError, TrainedModel
-from predictor.encoders import Encoder, Scorer
-from predictor.features import IMAGES, FeatureShape, Floats
-from predictor.history import HistoryPredictor
-from predictor.models import BERT, FULL, LENGTH, Model, unpack
-from predictor.quantiles import LengthDistributions
-from predictor.readers import EmbeddingCache, EmbeddingReader, Reader, ScoreReader, WordReader
-from predictor.retraining import is_untrained
-from predictor.shedding import Effort
-from predictor.words import WordScorer
+from farsight.core.errors import InvalidValueError
+from farsight.core.forecast import QUANTILES, Forecast, ForecastQuestion
+from farsight.predictor.applications.reading import FORM, SECRET, ApplicationReader
+from farsight.predictor.applications.reading import MODEL as APPLICATIONS
+from farsight.predictor.artefact import ArtefactError, TrainedModel
+from farsight.predictor.encoders import Encoder, Scorer
+from farsight.predictor.features import IMAGES, FeatureShape, Floats
+from farsight.predictor.history import HistoryPredictor
+from farsight.predictor.models import BERT, FULL, LENGTH, Model, unpack
+from farsight.predictor.quantiles import LengthDistributions
+from farsight.predictor.readers import EmbeddingCache, EmbeddingReader, Reader, ScoreReader, WordReader
+from farsight.predictor.retraining import is_untrained
+from farsight.predictor.shedding import Effort
+from farsight.predictor.words import WordScorer
 
 _MAX_CACHED = 1024
 """Instructions whose embeddings are kept."""

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from core.errors import InvalidValueError
-from predictor.features import Floats
-from predictor.forest import Forest
+from farsight.core.errors import InvalidValueError
+from farsight.predictor.features import Floats
+from farsight.predictor.forest import Forest
 
 
 @dataclass(frozen=True, slots=True)

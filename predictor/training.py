@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from core.errors import InvalidValueError
-from core.forecast import Example
-from predictor.artefact import TrainedModel
-from predictor.encoders import Encoder, probe_of
-from predictor.features import IMAGES, FeatureShape, Floats, input_lens, with_images
-from predictor.linear import fit_linear
-from predictor.models import FULL, LENGTH, pack
-from predictor.retraining import LENGTH_TREES, MAX_FEATURES, TRAIN_FEATURES, TRAIN_LENS
-from predictor.trainer import ForestOptions, grow
-from predictor.words import fit_words, with_scores
+from farsight.core.errors import InvalidValueError
+from farsight.core.forecast import Example
+from farsight.predictor.artefact import TrainedModel
+from farsight.predictor.encoders import Encoder, probe_of
+from farsight.predictor.features import IMAGES, FeatureShape, Floats, input_lens, with_images
+from farsight.predictor.linear import fit_linear
+from farsight.predictor.models import FULL, LENGTH, pack
+from farsight.predictor.retraining import LENGTH_TREES, MAX_FEATURES, TRAIN_FEATURES, TRAIN_LENS
+from farsight.predictor.trainer import ForestOptions, grow
+from farsight.predictor.words import fit_words, with_scores
 
 Progress = Callable[[int], None]
 """Called with the number of texts read so far."""

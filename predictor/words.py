@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from core.forecast import ForecastQuestion
-from predictor.features import NUM_IMAGE_FEATURES, Floats, with_images
+from farsight.core.forecast import ForecastQuestion
+from farsight.predictor.features import NUM_IMAGE_FEATURES, Floats, with_images
 
 NUM_BUCKETS = 2**15
 """Buckets for the n-grams of one text; instruction and user input have buckets of their own."""

@@ -13,28 +13,28 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from core.config.load import load_config
-from services.bench.command import bench
-from services.commands.advise import advise
-from services.commands.ask import KEY_VARIABLE, ApiKeyOption, JsonOption, ask, key_for
-from services.commands.evaluate import evaluate
-from services.commands.explain import explain
-from services.commands.front import front
-from services.commands.keys import KeyFileOption, keys
-from services.commands.profile import profile
-from services.commands.replay import replay
-from services.commands.simulate import compare, simulate
-from services.commands.train import train
-from services.demo.command import demo
-from services.launch.failures import failing_in_lines
-from services.launch.machine import check_own_gpus
-from services.one_line_errors import OneLineErrors, failing_in_one_line, naming_flags
-from services.server_address import HostOption, PortOption, UrlOption, address_of
+from farsight.core.config.load import load_config
+from farsight.services.bench.command import bench
+from farsight.services.commands.advise import advise
+from farsight.services.commands.ask import KEY_VARIABLE, ApiKeyOption, JsonOption, ask, key_for
+from farsight.services.commands.evaluate import evaluate
+from farsight.services.commands.explain import explain
+from farsight.services.commands.front import front
+from farsight.services.commands.keys import KeyFileOption, keys
+from farsight.services.commands.profile import profile
+from farsight.services.commands.replay import replay
+from farsight.services.commands.simulate import compare, simulate
+from farsight.services.commands.train import train
+from farsight.services.demo.command import demo
+from farsight.services.launch.failures import failing_in_lines
+from farsight.services.launch.machine import check_own_gpus
+from farsight.services.one_line_errors import OneLineErrors, failing_in_one_line, naming_flags
+from farsight.services.server_address import HostOption, PortOption, UrlOption, address_of
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from services.commands.scaling import ServerChange
+    from farsight.services.commands.scaling import ServerChange
 
 STATUS_TIMEOUT_S = 5.0
 
@@ -216,9 +216,9 @@ def serve(
     with failing_in_lines("serve"), naming_flags(overrides):
         settings = load_config(config, overrides)
         check_own_gpus(settings)  # before the imports of what starts a server, which take over a second
-        from services.launch.failures import in_format
-        from services.launch.launch import run_service
-        from services.launch.signals import StopSignal
+        from farsight.services.launch.failures import in_format
+        from farsight.services.launch.launch import run_service
+        from farsight.services.launch.signals import StopSignal
 
         say = in_format(typer.echo, settings.server.log_format)
         run_service(settings, say, StopSignal())
@@ -341,7 +341,7 @@ def scale(
     as_json: JsonOption = False,
 ) -> None:
     """Change the number of components of one kind while the server runs."""
-    from services.commands.scaling import scale_service
+    from farsight.services.commands.scaling import scale_service
 
     with failing_in_one_line():
         server = address_of(url, host, port)
@@ -360,7 +360,7 @@ def drain(
     as_json: JsonOption = False,
 ) -> None:
     """Take a replica out of a running server: its requests end or move, then its processes end."""
-    from services.commands.scaling import drain_replica
+    from farsight.services.commands.scaling import drain_replica
 
     with failing_in_one_line():
         server = address_of(url, host, port)
@@ -389,7 +389,7 @@ def upgrade(
     as_json: JsonOption = False,
 ) -> None:
     """Replace the weights of a running server, or settings; every stream ends on the weights that it began with."""
-    from services.commands.scaling import upgrade_service
+    from farsight.services.commands.scaling import upgrade_service
 
     with failing_in_one_line():
         server = address_of(url, host, port)
@@ -412,7 +412,7 @@ def down(
     as_json: JsonOption = False,
 ) -> None:
     """End all parts of Farsight that `serve deploy` started in a Ray cluster."""
-    from services.commands.down import end_service
+    from farsight.services.commands.down import end_service
 
     with failing_in_one_line():
         ended = end_service(address, lambda line: typer.echo(line, err=as_json))
@@ -438,7 +438,7 @@ def batch(
     as_json: JsonOption = False,
 ) -> None:
     """Run a file of requests as a Ray job. After an early end, the same command resumes it."""
-    from services.batch.submit import BatchOptions, count_answers, submit
+    from farsight.services.batch.submit import BatchOptions, count_answers, submit
 
     options = BatchOptions(model, config, concurrency, overwrite)
     with failing_in_lines("batch"):

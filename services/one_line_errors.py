@@ -10,7 +10,7 @@ import typer
 from pydantic import ValidationError
 from typer.core import TyperGroup
 
-from core.errors import FarsightError, InvalidValueError
+from farsight.core.errors import FarsightError, InvalidValueError
 
 _UsageError: type[Any] = typer.BadParameter.__mro__[1]
 """The base of all errors of arguments, which typer does not name in public."""

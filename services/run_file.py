@@ -10,8 +10,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from core.config.server import is_loopback
-from core.errors import FarsightError
+from farsight.core.config.server import is_loopback
+from farsight.core.errors import FarsightError
 
 ADMIN_TOKEN_VARIABLE = "FARSIGHT_ADMIN_TOKEN"
 """Environment variable with the admin token, for the processes of a service and its clients."""

@@ -11,12 +11,18 @@ import logging
 import os
 from typing import Any
 
-from actors.runtime.peer import Site
-from core.config.load import FarsightConfig, load_config
-from core.errors import ConfigError, FarsightError
-from policies.compose import check_scheduler
-from services.launch.access import check_access
-from services.launch.launch import default_ingress_replicas, find_model, find_site, ingress_app, start_components
+from farsight.actors.runtime.peer import Site
+from farsight.core.config.load import FarsightConfig, load_config
+from farsight.core.errors import ConfigError, FarsightError
+from farsight.policies.compose import check_scheduler
+from farsight.services.launch.access import check_access
+from farsight.services.launch.launch import (
+    default_ingress_replicas,
+    find_model,
+    find_site,
+    ingress_app,
+    start_components,
+)
 
 ANSWER_TIMEOUT_S = 10.0
 
@@ -81,7 +87,7 @@ def running_site(namespace: str) -> Site | None:
     import ray
     from ray.exceptions import RayError
 
-    from actors.runtime.hosts import find_host, list_hosts
+    from farsight.actors.runtime.hosts import find_host, list_hosts
 
     for host in list_hosts(namespace):
         handle = find_host(host, namespace)

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from core.errors import InvalidValueError
-from services.run_file import find_tls_cert
+from farsight.core.errors import InvalidValueError
+from farsight.services.run_file import find_tls_cert
 
 PortOption = Annotated[int, typer.Option(min=1, max=65535, help="Port of the running server.")]
 HostOption = Annotated[

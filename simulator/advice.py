@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
-from core.config.scheduling import DEFAULT_PRESET
-from core.errors import InvalidValueError
-from policies.presets import PRESETS
-from simulator.compare import paired_ratio, student_t
-from simulator.experiment import Experiment
-from simulator.run import run
-from simulator.summary import show
-from simulator.traffic.workload import SimRequest, Workload
-from simulator.traffic.workloads import retime
+from farsight.core.config.scheduling import DEFAULT_PRESET
+from farsight.core.errors import InvalidValueError
+from farsight.policies.presets import PRESETS
+from farsight.simulator.compare import paired_ratio, student_t
+from farsight.simulator.experiment import Experiment
+from farsight.simulator.run import run
+from farsight.simulator.summary import show
+from farsight.simulator.traffic.workload import SimRequest, Workload
+from farsight.simulator.traffic.workloads import retime
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist, fmean, stdev
 from typing import TYPE_CHECKING, Any
 
-from core.errors import InvalidValueError
-from simulator.experiment import Experiment, make_arrivals
-from simulator.run import run
-from simulator.summary import Summary, show
+from farsight.core.errors import InvalidValueError
+from farsight.simulator.experiment import Experiment, make_arrivals
+from farsight.simulator.run import run
+from farsight.simulator.summary import Summary, show
 
 if TYPE_CHECKING:
     from rich.table import Table

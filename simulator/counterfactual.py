@@ -16,18 +16,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from core.config.load import make_config
-from core.config.scheduling import SchedulerConfig
-from core.errors import InvalidValueError
-from core.forecast import Forecast
-from core.messages.log import FinishedRequest, ServedAs, WhatIfAnswer, WhatIfQuestion
-from policies.compose import is_steady
-from policies.presets import PRESETS
-from simulator.cluster.latency import LinearLatency
-from simulator.cluster.records import Record
-from simulator.experiment import Experiment
-from simulator.run import run_until
-from simulator.traffic.workload import SimRequest, Workload
+from farsight.core.config.load import make_config
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.errors import InvalidValueError
+from farsight.core.forecast import Forecast
+from farsight.core.messages.log import FinishedRequest, ServedAs, WhatIfAnswer, WhatIfQuestion
+from farsight.policies.compose import is_steady
+from farsight.policies.presets import PRESETS
+from farsight.simulator.cluster.latency import LinearLatency
+from farsight.simulator.cluster.records import Record
+from farsight.simulator.experiment import Experiment
+from farsight.simulator.run import run_until
+from farsight.simulator.traffic.workload import SimRequest, Workload
 
 MAX_CPU_MS = 1000.0
 """Processor time of an answer; the number of simulated requests follows from it."""

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import numpy as np
 
-from core.config.scheduling import BatchConfig, PlacementConfig, SchedulerConfig
-from core.errors import InvalidValueError
-from policies.compose import check_scheduler
-from simulator import predictors
-from simulator.cluster.latency import A100_7B, LinearLatency, Roofline
-from simulator.predictors import PredictLengths
-from simulator.summary import Sla
-from simulator.traffic.arrivals import debatch, rescale
-from simulator.traffic.prefixes import mooncake_blocks
-from simulator.traffic.traces import find_data, read_rows, read_trace
-from simulator.traffic.workload import SimRequest, Workload
-from simulator.traffic.workloads import BLOCK_SIZE, WORKLOADS, build_workload, retime
+from farsight.core.config.scheduling import BatchConfig, PlacementConfig, SchedulerConfig
+from farsight.core.errors import InvalidValueError
+from farsight.policies.compose import check_scheduler
+from farsight.simulator import predictors
+from farsight.simulator.cluster.latency import A100_7B, LinearLatency, Roofline
+from farsight.simulator.predictors import PredictLengths
+from farsight.simulator.summary import Sla
+from farsight.simulator.traffic.arrivals import debatch, rescale
+from farsight.simulator.traffic.prefixes import mooncake_blocks
+from farsight.simulator.traffic.traces import find_data, read_rows, read_trace
+from farsight.simulator.traffic.workload import SimRequest, Workload
+from farsight.simulator.traffic.workloads import BLOCK_SIZE, WORKLOADS, build_workload, retime
 
 DEFAULT_REQUESTS = 1000
 DEFAULT_RATE = 8.0

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from core.costs import StepCost, attention_pairs
-from core.errors import InvalidValueError
-from simulator.traffic.workload import SimRequest
+from farsight.core.costs import StepCost, attention_pairs
+from farsight.core.errors import InvalidValueError
+from farsight.simulator.traffic.workload import SimRequest
 
 FloatArray = NDArray[np.float64]
 

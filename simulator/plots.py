@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from core.errors import FarsightError
-from simulator.advice import Advice, Interval, Measured
-from simulator.cluster.records import Record
-from simulator.cluster.timeline import Timeline
+from farsight.core.errors import FarsightError
+from farsight.simulator.advice import Advice, Interval, Measured
+from farsight.simulator.cluster.records import Record
+from farsight.simulator.cluster.timeline import Timeline
 
 SIZE_INCHES = (9.0, 4.5)
 MAX_LINES = 8

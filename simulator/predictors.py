@@ -12,9 +12,9 @@ from statistics import NormalDist
 
 import numpy as np
 
-from core.errors import InvalidValueError
-from core.forecast import QUANTILES, Forecast
-from simulator.traffic.workload import SimRequest
+from farsight.core.errors import InvalidValueError
+from farsight.core.forecast import QUANTILES, Forecast
+from farsight.simulator.traffic.workload import SimRequest
 
 PredictLengths = Callable[[Sequence[SimRequest]], list[SimRequest]]
 """Sets the forecasts of a workload."""

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from core.config.scheduling import BatchConfig, PlacementConfig, SchedulerConfig
-from core.costs import FREE_IMAGES
-from core.errors import ConfigError, InvalidValueError
-from simulator.cluster.latency import LinearLatency, Roofline
-from simulator.cluster.records import Record
-from simulator.experiment import Experiment
-from simulator.summary import Summary
+from farsight.core.config.scheduling import BatchConfig, PlacementConfig, SchedulerConfig
+from farsight.core.costs import FREE_IMAGES
+from farsight.core.errors import ConfigError, InvalidValueError
+from farsight.simulator.cluster.latency import LinearLatency, Roofline
+from farsight.simulator.cluster.records import Record
+from farsight.simulator.experiment import Experiment
+from farsight.simulator.summary import Summary
 
 _EARLIER = ("preset", "watermark")
 """Settings of ``scheduler`` that are written beside it too, as earlier versions did."""

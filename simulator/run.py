@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from core.errors import IntegrityError, InvalidValueError
-from core.request import NO_SLO, is_flex
-from estimator.knn import padded_batch_s
-from policies.compose import (
+from farsight.core.errors import IntegrityError, InvalidValueError
+from farsight.core.request import NO_SLO, is_flex
+from farsight.estimator.knn import padded_batch_s
+from farsight.policies.compose import (
     build_router,
     configured_batch_scheduler,
     configured_offload,
@@ -17,16 +17,16 @@ from policies.compose import (
     is_batch_mode,
     is_steady,
 )
-from policies.order.offload_orders import OffloadDecider
-from policies.replica.scheduler import ReplicaScheduler
-from policies.settings import PolicySettings
-from simulator.cluster.fleet import Fleet, FleetShape
-from simulator.cluster.records import Record, Recorder
-from simulator.cluster.replica import ReplicaShape
-from simulator.cluster.timeline import Timeline
-from simulator.experiment import Experiment
-from simulator.summary import Summary, summarize
-from simulator.traffic.workload import Workload
+from farsight.policies.order.offload_orders import OffloadDecider
+from farsight.policies.replica.scheduler import ReplicaScheduler
+from farsight.policies.settings import PolicySettings
+from farsight.simulator.cluster.fleet import Fleet, FleetShape
+from farsight.simulator.cluster.records import Record, Recorder
+from farsight.simulator.cluster.replica import ReplicaShape
+from farsight.simulator.cluster.timeline import Timeline
+from farsight.simulator.experiment import Experiment
+from farsight.simulator.summary import Summary, summarize
+from farsight.simulator.traffic.workload import Workload
 
 ANNOUNCE_S = 0.5
 """Interval at which a server's ingress replicas announce their open streams."""

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from core.costs import attention_pairs
-from core.errors import InvalidValueError
-from simulator.cluster.latency import LatencyModel
-from simulator.cluster.records import Record, Recorder
-from simulator.cluster.replica import ReplicaShape
+from farsight.core.costs import attention_pairs
+from farsight.core.errors import InvalidValueError
+from farsight.simulator.cluster.latency import LatencyModel
+from farsight.simulator.cluster.records import Record, Recorder
+from farsight.simulator.cluster.replica import ReplicaShape
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from core.errors import InvalidValueError
+from farsight.core.errors import InvalidValueError
 
 MAX_ENTRIES = 65_536
 """Most metadata entries, and most tensors; large models have some hundred of the one and some thousand of the other."""

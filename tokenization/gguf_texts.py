@@ -7,7 +7,7 @@ from itertools import groupby
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from tokenization.gguf_file import GGUFError, GGUFFile
+from farsight.tokenization.gguf_file import GGUFError, GGUFFile
 
 _KEY = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)

@@ -15,10 +15,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from core.errors import InvalidValueError
-from tokenization.gguf_file import is_gguf, read_gguf
-from tokenization.gguf_texts import gguf_tokenizer
-from tokenization.model_dir import model_file
+from farsight.core.errors import InvalidValueError
+from farsight.tokenization.gguf_file import is_gguf, read_gguf
+from farsight.tokenization.gguf_texts import gguf_tokenizer
+from farsight.tokenization.model_dir import model_file
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

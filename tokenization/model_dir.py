@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from core.errors import InvalidValueError
+from farsight.core.errors import InvalidValueError
 
 MAX_TEXT = 1 << 24
 """Longest JSON file or template, in bytes; the longest real ones are indexes of some 9 MB."""

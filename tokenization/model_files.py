@@ -10,11 +10,11 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from tokenization.gguf_file import GGUFFile, is_gguf, read_gguf
-from tokenization.gguf_texts import gguf_special_tokens, gguf_templates, gguf_tokenizer
-from tokenization.loading import load_tokenizer
-from tokenization.model_dir import model_file, read_json_file, read_text
-from tokenization.plain_text import PlainTextEncoder
+from farsight.tokenization.gguf_file import GGUFFile, is_gguf, read_gguf
+from farsight.tokenization.gguf_texts import gguf_special_tokens, gguf_templates, gguf_tokenizer
+from farsight.tokenization.loading import load_tokenizer
+from farsight.tokenization.model_dir import model_file, read_json_file, read_text
+from farsight.tokenization.plain_text import PlainTextEncoder
 
 _MARKER = re.compile(r"[<\[{].+[>\]}]", re.DOTALL)
 """The form of markers that many tokenizers do not declare special, such as ``<think>`` and ``<|fim_prefix|>``."""

@@ -18,8 +18,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Encoding, Tokenizer
 
-from core.errors import InvalidValueError
-from tokenization.loading import is_panic
+from farsight.core.errors import InvalidValueError
+from farsight.tokenization.loading import is_panic
 
 Span = tuple[int, int]
 """Begin and end of a part of a text, in characters."""

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from farsight_rooms import ROOMS
+from tools.rooms import ROOMS
 
 PAGE = """# Coverage
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ast
 import asyncio
+import functools
 import json
 import subprocess
 import tempfile
@@ -19,13 +20,13 @@ from typing import Any
 
 import grimp
 
-from core.config.scheduling import BatchConfig, PlacementConfig, SchedulerConfig
-from farsight_rooms import ROOMS
-from policies.settings import BatchSettings, MlfqRules, PolicySettings
+from farsight.core.config.scheduling import BatchConfig, PlacementConfig, SchedulerConfig
+from farsight.policies.settings import BatchSettings, MlfqRules, PolicySettings
+from tools.rooms import ROOMS
 
 ROOT = Path(__file__).parents[1]
 LABORATORY = ("lab", "benchmarks")
-HTTP = "services.api"
+HTTP = "farsight.services.api"
 AIMS: dict[str, int] = {
     "house_lines": 88_000,
     "laboratory_lines": 16_000,
@@ -52,10 +53,15 @@ def num_lines(*folders: str) -> int:
     return sum(len(path.read_text("utf-8").splitlines()) for path in python_files(*folders))
 
 
-def imports_of(*rooms: str) -> dict[str, set[str]]:
-    """Returns the modules of rooms, each with those that it imports."""
-    graph = grimp.build_graph(*rooms, exclude_type_checking_imports=True, cache_dir=None)
-    return {module: set(graph.find_modules_directly_imported_by(module)) for module in graph.modules}
+@functools.cache
+def _graph() -> grimp.ImportGraph:
+    return grimp.build_graph("farsight", exclude_type_checking_imports=True, cache_dir=None)
+
+
+def imports_of(room: str) -> dict[str, set[str]]:
+    """Returns the modules of a room, each with those of the room that it imports."""
+    own = {module for module in _graph().modules if f"{module}.".startswith(f"farsight.{room}.")}
+    return {module: _graph().find_modules_directly_imported_by(module) & own for module in own}
 
 
 def circles(imports: Graph) -> list[list[str]]:
@@ -131,10 +137,10 @@ def measures() -> dict[str, Any]:
     rooms = {room: imports_of(room) for room in ROOMS}
     http = {module: others for module, others in rooms["services"].items() if f"{module}.".startswith(f"{HTTP}.")}
     return {
-        "house_lines": num_lines("farsight_rooms.py", *ROOMS),
+        "house_lines": num_lines("farsight/__init__.py", *ROOMS),
         "laboratory_lines": num_lines(*LABORATORY),
         "test_lines": num_lines("tests"),
-        "files": len(python_files("farsight_rooms.py", *ROOMS, "lab")),
+        "files": len(python_files("farsight/__init__.py", *ROOMS, "lab")),
         "http_floors": floors({module: others & http.keys() for module, others in http.items()}),
         "files_to_first_token": files_to_first_token(SchedulerConfig().preset),
         "settings_declared_twice": settings_declared_twice(),

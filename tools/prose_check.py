@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from farsight_rooms import ROOMS
+from tools.rooms import ROOMS
 
 CODE = (*ROOMS, "tools", "benchmarks", "tests")
 PAGES = ("docs", "deploy", "benchmarks")

@@ -27,20 +27,19 @@ import ray
 from fastapi import FastAPI
 from starlette.types import Message
 
-from core.config.engine import EngineConfig, ModelConfig
-from core.config.learning import LogConfig
-from core.config.load import FarsightConfig
-from core.config.scheduling import SchedulerConfig
-from farsight_rooms import ROOMS
-from services.api.app import build_app
-from services.api.text.prompts import PromptEncoder
+from farsight.core.config.engine import EngineConfig, ModelConfig
+from farsight.core.config.learning import LogConfig
+from farsight.core.config.load import FarsightConfig
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.services.api.app import build_app
+from farsight.services.api.text.prompts import PromptEncoder
 from tests.unit.actors.components import until
 from tests.unit.services.local_system import MODEL, local_system
 
 ROOT = Path(__file__).parents[1]
 WITHIN_S = 300.0
 BODY = {"model": "m", "prompt": "Once upon a time", "max_tokens": 40, "ignore_eos": True, "stream": True}
-_OURS = tuple(f"{ROOT / room}/" for room in ROOMS)
+_HOUSE = ROOT / "farsight"
 
 
 class FileTrace:
@@ -62,14 +61,14 @@ class FileTrace:
 
     def _see(self, frame: FrameType, event: str, arg: object) -> None:
         code = frame.f_code
-        if self._is_open and event == "call" and code.co_filename.startswith(_OURS):
+        if self._is_open and event == "call" and code.co_filename.startswith(f"{_HOUSE}/"):
             self._calls[code.co_filename, code.co_qualname] += 1
 
     def files(self) -> dict[str, Counter[str]]:
         """Calls of each function of each of our files, by the file's path below the root."""
         found: dict[str, Counter[str]] = {}
         for (name, function), count in sorted(self._calls.items()):
-            found.setdefault(str(Path(name).relative_to(ROOT)), Counter())[function] = count
+            found.setdefault(str(Path(name).relative_to(_HOUSE)), Counter())[function] = count
         return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from core.errors import (
+from farsight.core.errors import (
     CapacityError,
     ConfigError,
     FarsightError,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from actors.calls.message import message
-from core.kept import (
+from farsight.actors.calls.message import message
+from farsight.core.kept import (
     AddParts,
     DropExpired,
     ObjectName,
@@ -17,7 +17,7 @@ from core.kept import (
     PutObject,
     PutVerdict,
 )
-from core.messages.log import (
+from farsight.core.messages.log import (
     Artefact,
     ArtefactList,
     ArtefactName,
@@ -32,7 +32,7 @@ from core.messages.log import (
     RequestTraces,
     TraceQuery,
 )
-from core.messages.resumable import StreamChanges, StreamFound, StreamName, StreamState, StreamVerdicts
+from farsight.core.messages.resumable import StreamChanges, StreamFound, StreamName, StreamState, StreamVerdicts
 
 
 class LogStoreCalls(Protocol):

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from core.codec import decode, encode
+from farsight.core.codec import decode, encode
 
 F = TypeVar("F", bound=Callable[..., Coroutine[Any, Any, Any]])
 R = TypeVar("R")

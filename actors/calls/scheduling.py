@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from actors.calls.message import message
-from core.forecast import Forecast, ForecastQuestions, Forecasts, ForecastsMade
-from core.images import EncodedImages, EncodeImages
-from core.messages.fleet import InFlight, ReplicaName, ReplicaNews, ReplicaState, ServedModel
-from core.messages.kv import KVUsage, OffloadOrders, OffloadQuestion
-from core.messages.live import LeftWaiting, LiveQuery, ReplicaLive
-from core.messages.log import RequestTraces, TraceQuery
-from core.messages.placement import PlacementView, ReplicaLoads
-from core.messages.plans import CacheReply, Plan, ReportPoll, StepReport, WorkerState
-from core.messages.requests import Announce, AnnounceReply, Keys, LoadSnapshot, Refusals, Submit, SubmitReply
-from core.messages.status import ComponentRows, ComponentStatus
-from core.messages.step_times import (
+from farsight.actors.calls.message import message
+from farsight.core.forecast import Forecast, ForecastQuestions, Forecasts, ForecastsMade
+from farsight.core.images import EncodedImages, EncodeImages
+from farsight.core.messages.fleet import InFlight, ReplicaName, ReplicaNews, ReplicaState, ServedModel
+from farsight.core.messages.kv import KVUsage, OffloadOrders, OffloadQuestion
+from farsight.core.messages.live import LeftWaiting, LiveQuery, ReplicaLive
+from farsight.core.messages.log import RequestTraces, TraceQuery
+from farsight.core.messages.placement import PlacementView, ReplicaLoads
+from farsight.core.messages.plans import CacheReply, Plan, ReportPoll, StepReport, WorkerState
+from farsight.core.messages.requests import Announce, AnnounceReply, Keys, LoadSnapshot, Refusals, Submit, SubmitReply
+from farsight.core.messages.status import ComponentRows, ComponentStatus
+from farsight.core.messages.step_times import (
     BatchEstimates,
     BatchShapes,
     ReplicaStepProfile,
@@ -24,7 +24,7 @@ from core.messages.step_times import (
     StepProfileReply,
     StepSamples,
 )
-from core.messages.tokens import TokenBatches, TokenPoll
+from farsight.core.messages.tokens import TokenBatches, TokenPoll
 
 
 class RouterCalls(Protocol):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from actors.calls.message import message
-from core.messages.series import (
+from farsight.actors.calls.message import message
+from farsight.core.messages.series import (
     Activities,
     ComponentsQuery,
     ComponentsReply,
@@ -16,8 +16,8 @@ from core.messages.series import (
     TableReply,
     TrafficCounts,
 )
-from core.messages.status import ComponentCounts, ComponentRows, Scale, SeenService, StartState
-from core.messages.supervision import (
+from farsight.core.messages.status import ComponentCounts, ComponentRows, Scale, SeenService, StartState
+from farsight.core.messages.supervision import (
     DrainProgress,
     DrainReplica,
     DrainService,
@@ -26,7 +26,7 @@ from core.messages.supervision import (
     ServedWeights,
     Upgrade,
 )
-from core.messages.tenants import TenantBudgets, TenantReport, TenantUsages
+from farsight.core.messages.tenants import TenantBudgets, TenantReport, TenantUsages
 
 
 class SupervisorCalls(Protocol):

@@ -10,24 +10,24 @@ from collections.abc import Awaitable, Mapping
 from contextlib import aclosing
 from pathlib import Path
 
-from actors.calls.scheduling import ReplicaCalls, TokenCalls
-from actors.external.openai_server import BackendStream, OpenAIServer, find_api_key
-from actors.external.openai_wire import BackendFailed, failed
-from actors.log.log_outbox import LogOutbox
-from actors.runtime.component import Component, ComponentContext
-from actors.runtime.metrics import BackendMetrics, EngineMetrics
-from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, wait_for
-from actors.worker.token_channels import TICK_S, TokenChannels
-from core.forecast import ForecastsMade
-from core.messages.fleet import ReplicaNews, ReplicaState
-from core.messages.log import RequestTrace, RequestTraces, TraceQuery
-from core.messages.plans import FinishedSequence, StartedRequest, WorkerReady
-from core.messages.requests import Key, Keys, Refusal, Refusals, Submit
-from core.messages.tokens import TokenBatches, TokenDelta, TokenPoll
-from core.request import Request
-from engine.vocabulary import PromptDecoder, vocabulary_size
-from policies.compose import configured_backend
-from policies.external.events import (
+from farsight.actors.calls.scheduling import ReplicaCalls, TokenCalls
+from farsight.actors.external.openai_server import BackendStream, OpenAIServer, find_api_key
+from farsight.actors.external.openai_wire import BackendFailed, failed
+from farsight.actors.log.log_outbox import LogOutbox
+from farsight.actors.runtime.component import Component, ComponentContext
+from farsight.actors.runtime.metrics import BackendMetrics, EngineMetrics
+from farsight.actors.runtime.peer import LOOK_AGAIN_S, PeerLost, wait_for
+from farsight.actors.worker.token_channels import TICK_S, TokenChannels
+from farsight.core.forecast import ForecastsMade
+from farsight.core.messages.fleet import ReplicaNews, ReplicaState
+from farsight.core.messages.log import RequestTrace, RequestTraces, TraceQuery
+from farsight.core.messages.plans import FinishedSequence, StartedRequest, WorkerReady
+from farsight.core.messages.requests import Key, Keys, Refusal, Refusals, Submit
+from farsight.core.messages.tokens import TokenBatches, TokenDelta, TokenPoll
+from farsight.core.request import Request
+from farsight.engine.vocabulary import PromptDecoder, vocabulary_size
+from farsight.policies.compose import configured_backend
+from farsight.policies.external.events import (
     AskServer,
     BackendEvent,
     BackendInstruction,
@@ -42,8 +42,8 @@ from policies.external.events import (
     ReturnRequest,
     SendRequest,
 )
-from policies.replica.decision_trace import account_closed
-from policies.replica.events import (
+from farsight.policies.replica.decision_trace import account_closed
+from farsight.policies.replica.events import (
     AccountClosed,
     ForecastsArrived,
     RefuseRequest,

@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from actors.external.openai_wire import (
+from farsight.actors.external.openai_wire import (
     DONE,
     BackendFailed,
     Chunk,
@@ -29,10 +29,10 @@ from actors.external.openai_wire import (
     parse_chunk,
     refusal,
 )
-from core.config.actors import ReplicaConfig
-from core.errors import ConfigError
-from core.messages.tokens import TokenDelta
-from core.request import PromptSource, Request, SamplingParams, SequenceStatus
+from farsight.core.config.actors import ReplicaConfig
+from farsight.core.errors import ConfigError
+from farsight.core.messages.tokens import TokenDelta
+from farsight.core.request import PromptSource, Request, SamplingParams, SequenceStatus
 
 KEEP_ALIVE_S = 2.0
 """Idle connections are closed after so many seconds: earlier than the server closes them (uvicorn after 5 s)."""

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from core.errors import FarsightError
-from core.request import PromptSource, Request, SamplingParams
-from policies.external.events import ServerFailure
+from farsight.core.errors import FarsightError
+from farsight.core.request import PromptSource, Request, SamplingParams
+from farsight.policies.external.events import ServerFailure
 
 MAX_SEED = 2**63 - 1
 """The largest seed that every server accepts."""

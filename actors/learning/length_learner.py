@@ -12,18 +12,18 @@ from collections.abc import Callable
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter
 
-from actors.calls.log_store import LogStoreCalls
-from actors.runtime.peer import PeerLost
-from core.config.learning import PredictorConfig
-from core.learning import ErrorRule
-from core.messages import log as log_messages
-from core.messages.log import ExamplePage, LoggedExample, LogQuery
-from predictor.applications.start import GROWTH
-from predictor.applications.start import MAX_EXAMPLES as MAX_OWN_EXAMPLES
-from predictor.artefact import ArtefactError, TrainedModel, from_bytes
-from predictor.learning import MAX_EXAMPLES, ContinuousLearning, PredictionOutcome
-from predictor.learning_process import FitProcess
-from predictor.retraining import (
+from farsight.actors.calls.log_store import LogStoreCalls
+from farsight.actors.runtime.peer import PeerLost
+from farsight.core.config.learning import PredictorConfig
+from farsight.core.learning import ErrorRule
+from farsight.core.messages import log as log_messages
+from farsight.core.messages.log import ExamplePage, LoggedExample, LogQuery
+from farsight.predictor.applications.start import GROWTH
+from farsight.predictor.applications.start import MAX_EXAMPLES as MAX_OWN_EXAMPLES
+from farsight.predictor.artefact import ArtefactError, TrainedModel, from_bytes
+from farsight.predictor.learning import MAX_EXAMPLES, ContinuousLearning, PredictionOutcome
+from farsight.predictor.learning_process import FitProcess
+from farsight.predictor.retraining import (
     TRAIN_FEATURES,
     Sample,
     feature_set,

@@ -10,16 +10,16 @@ from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from actors.calls.scheduling import LengthPredictorCalls
-from actors.learning.text_forecasts import TextForecasts
-from actors.runtime.component import Component, ComponentContext
-from actors.runtime.peer import PeerLost
-from core.errors import FarsightError
-from core.forecast import Forecast, ForecastQuestions, Forecasts
-from core.messages.log import FinishedRequest, LogPage, LogQuery
-from core.messages.status import LOG_READ
-from policies.compose import predicts_requests
-from predictor.history import HistoryPredictor
+from farsight.actors.calls.scheduling import LengthPredictorCalls
+from farsight.actors.learning.text_forecasts import TextForecasts
+from farsight.actors.runtime.component import Component, ComponentContext
+from farsight.actors.runtime.peer import PeerLost
+from farsight.core.errors import FarsightError
+from farsight.core.forecast import Forecast, ForecastQuestions, Forecasts
+from farsight.core.messages.log import FinishedRequest, LogPage, LogQuery
+from farsight.core.messages.status import LOG_READ
+from farsight.policies.compose import predicts_requests
+from farsight.predictor.history import HistoryPredictor
 
 logger = logging.getLogger(__name__)
 

@@ -13,15 +13,15 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from actors.calls.log_store import LogStoreCalls
-from actors.calls.scheduling import ServingTimeEstimatorCalls
-from actors.runtime.component import Component, ComponentContext
-from actors.runtime.peer import PeerLost, again_and_again
-from core.costs import StepCost
-from core.errors import ConfigError, FarsightError, InvalidValueError
-from core.learning import ErrorRule
-from core.messages.log import Artefact, ArtefactName
-from core.messages.step_times import (
+from farsight.actors.calls.log_store import LogStoreCalls
+from farsight.actors.calls.scheduling import ServingTimeEstimatorCalls
+from farsight.actors.runtime.component import Component, ComponentContext
+from farsight.actors.runtime.peer import PeerLost, again_and_again
+from farsight.core.costs import StepCost
+from farsight.core.errors import ConfigError, FarsightError, InvalidValueError
+from farsight.core.learning import ErrorRule
+from farsight.core.messages.log import Artefact, ArtefactName
+from farsight.core.messages.step_times import (
     BatchEstimates,
     BatchShape,
     BatchShapes,
@@ -31,11 +31,11 @@ from core.messages.step_times import (
     StepProfileReply,
     StepSamples,
 )
-from estimator.knn import MIN_BATCHES, BatchLearning, BatchTimes, ServedBatch, read_batch_times
-from estimator.profile_file import known_cost
-from estimator.step_profile import StepProfile
-from policies.compose import is_batch_mode
-from policies.settings import PRIOR_COST
+from farsight.estimator.knn import MIN_BATCHES, BatchLearning, BatchTimes, ServedBatch, read_batch_times
+from farsight.estimator.profile_file import known_cost
+from farsight.estimator.step_profile import StepProfile
+from farsight.policies.compose import is_batch_mode
+from farsight.policies.settings import PRIOR_COST
 
 KIND = "batch-times"
 """Kind of the artefact."""

@@ -19,24 +19,24 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from actors.calls.log_store import LogStoreCalls
-from actors.learning.length_learner import LengthLearner, ModelRegistry
-from actors.log.log_outbox import LogOutbox
-from actors.runtime.component import ComponentContext
-from actors.runtime.peer import PeerLost
-from core.config.learning import PredictorConfig
-from core.errors import ConfigError, FarsightError
-from core.forecast import Forecast, ForecastQuestion
-from core.messages.log import Artefact, ArtefactName, ForecastRecord, ForecastRecords
-from core.messages.status import FORECASTS_FAIL, FORECASTS_SHED, SHED_SHOWN_S, Degraded
-from predictor.applications.reading import SECRET_BYTES
-from predictor.applications.start import untrained, untrained_with_encoder
-from predictor.artefact import TrainedModel, load
-from predictor.encoders import Encoder, Scorer
-from predictor.history import HistoryPredictor
-from predictor.retraining import MAX_FEATURES, can_be_retrained, feature_set
-from predictor.shedding import Effort, EffortBudget
-from predictor.text_predictor import TextPredictor
+from farsight.actors.calls.log_store import LogStoreCalls
+from farsight.actors.learning.length_learner import LengthLearner, ModelRegistry
+from farsight.actors.log.log_outbox import LogOutbox
+from farsight.actors.runtime.component import ComponentContext
+from farsight.actors.runtime.peer import PeerLost
+from farsight.core.config.learning import PredictorConfig
+from farsight.core.errors import ConfigError, FarsightError
+from farsight.core.forecast import Forecast, ForecastQuestion
+from farsight.core.messages.log import Artefact, ArtefactName, ForecastRecord, ForecastRecords
+from farsight.core.messages.status import FORECASTS_FAIL, FORECASTS_SHED, SHED_SHOWN_S, Degraded
+from farsight.predictor.applications.reading import SECRET_BYTES
+from farsight.predictor.applications.start import untrained, untrained_with_encoder
+from farsight.predictor.artefact import TrainedModel, load
+from farsight.predictor.encoders import Encoder, Scorer
+from farsight.predictor.history import HistoryPredictor
+from farsight.predictor.retraining import MAX_FEATURES, can_be_retrained, feature_set
+from farsight.predictor.shedding import Effort, EffortBudget
+from farsight.predictor.text_predictor import TextPredictor
 
 SECRET_KIND = "application-keys"
 """Kind of the artefact whose only version holds the secret."""
@@ -301,7 +301,7 @@ def _counter(registry: CollectorRegistry) -> Counter:
 
 
 def _load(settings: PredictorConfig) -> tuple[TrainedModel, Encoder | Scorer | None]:
-    from engine.encoders.regressor import text_model_of  # loads torch, which only these predictors need
+    from farsight.engine.encoders.regressor import text_model_of  # loads torch, which only these predictors need
 
     path = Path(settings.artefact)
     try:
@@ -313,7 +313,7 @@ def _load(settings: PredictorConfig) -> tuple[TrainedModel, Encoder | Scorer | N
 
 
 def _begin_with_encoder(settings: PredictorConfig, weights: str) -> tuple[TrainedModel, Encoder]:
-    from engine.encoders.text_encoder import TextEncoder
+    from farsight.engine.encoders.text_encoder import TextEncoder
 
     try:
         encoder = TextEncoder(settings.encoder, settings.device)

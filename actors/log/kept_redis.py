@@ -11,8 +11,8 @@ from typing import Any
 
 import msgpack
 
-from actors.log.log_backend import within
-from core.kept import (
+from farsight.actors.log.log_backend import within
+from farsight.core.kept import (
     AddParts,
     KeptObject,
     ObjectName,

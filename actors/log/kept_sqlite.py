@@ -8,8 +8,8 @@ from contextlib import AbstractAsyncContextManager
 
 import aiosqlite
 
-from actors.log.log_backend import MAX_INDICES, within
-from core.kept import (
+from farsight.actors.log.log_backend import MAX_INDICES, within
+from farsight.core.kept import (
     AddParts,
     KeptObject,
     ObjectName,

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from core.errors import MessageError
-from core.kept import (
+from farsight.core.errors import MessageError
+from farsight.core.kept import (
     AddParts,
     KeptObject,
     ObjectName,
@@ -19,7 +19,7 @@ from core.kept import (
     PutObject,
     PutVerdict,
 )
-from core.messages.log import (
+from farsight.core.messages.log import (
     Artefact,
     ArtefactInfo,
     BatchPage,

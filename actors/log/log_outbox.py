@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Generic, TypeVar
 
-from actors.runtime.peer import PeerLost
-from core.errors import FarsightError, MessageError
-from core.messages.status import RECORDS_LOST, RECORDS_WAIT, Degraded
+from farsight.actors.runtime.peer import PeerLost
+from farsight.core.errors import FarsightError, MessageError
+from farsight.core.messages.status import RECORDS_LOST, RECORDS_WAIT, Degraded
 
 SEND_S = 0.2
 """Seconds between two messages."""

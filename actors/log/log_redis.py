@@ -15,9 +15,9 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from actors.log import log_redis_scripts
-from actors.log.kept_redis import KeptRedis
-from actors.log.log_backend import (
+from farsight.actors.log import log_redis_scripts
+from farsight.actors.log.kept_redis import KeptRedis
+from farsight.actors.log.log_backend import (
     MAX_INT,
     RECORD_KINDS,
     Record,
@@ -27,8 +27,8 @@ from actors.log.log_backend import (
     version_refused,
     version_unknown,
 )
-from core.errors import ConfigError
-from core.messages.log import (
+from farsight.core.errors import ConfigError
+from farsight.core.messages.log import (
     Artefact,
     ArtefactInfo,
     BatchPage,

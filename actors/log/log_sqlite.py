@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import aiosqlite
 
-from actors.log.kept_sqlite import KeptSqlite
-from actors.log.log_backend import (
+from farsight.actors.log.kept_sqlite import KeptSqlite
+from farsight.actors.log.log_backend import (
     MAX_INT,
     RECORD_KINDS,
     Record,
@@ -24,9 +24,9 @@ from actors.log.log_backend import (
     version_refused,
     version_unknown,
 )
-from actors.log.log_sqlite_schema import APPLICATION_ID, SQL_SCHEMA_VERSION, STEPS
-from core.errors import ConfigError
-from core.messages.log import (
+from farsight.actors.log.log_sqlite_schema import APPLICATION_ID, SQL_SCHEMA_VERSION, STEPS
+from farsight.core.errors import ConfigError
+from farsight.core.messages.log import (
     Artefact,
     ArtefactInfo,
     BatchPage,

@@ -16,13 +16,13 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from actors.calls.log_store import LogStoreCalls
-from actors.log.log_backend import LogBackend, Record, Retention, check_integers
-from actors.log.log_sqlite import SqliteLog
-from actors.runtime.component import Component, ComponentContext
-from actors.runtime.names import RUN_DIR_VARIABLE
-from core.errors import ConfigError, FarsightError, MessageError
-from core.kept import (
+from farsight.actors.calls.log_store import LogStoreCalls
+from farsight.actors.log.log_backend import LogBackend, Record, Retention, check_integers
+from farsight.actors.log.log_sqlite import SqliteLog
+from farsight.actors.runtime.component import Component, ComponentContext
+from farsight.actors.runtime.names import RUN_DIR_VARIABLE
+from farsight.core.errors import ConfigError, FarsightError, MessageError
+from farsight.core.kept import (
     AddParts,
     DropExpired,
     ObjectName,
@@ -34,7 +34,7 @@ from core.kept import (
     PutObject,
     PutVerdict,
 )
-from core.messages.log import (
+from farsight.core.messages.log import (
     Artefact,
     ArtefactList,
     ArtefactName,
@@ -49,7 +49,7 @@ from core.messages.log import (
     RequestTraces,
     TraceQuery,
 )
-from core.messages.status import LOG_READ, LOG_WRITE
+from farsight.core.messages.status import LOG_READ, LOG_WRITE
 
 logger = logging.getLogger(__name__)
 
@@ -220,7 +220,7 @@ class LogStore(Component, LogStoreCalls):
         if not log.on_redis:
             return SqliteLog(self._path(), retention)
         try:
-            from actors.log.log_redis import RedisLog
+            from farsight.actors.log.log_redis import RedisLog
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] != "redis":
                 raise

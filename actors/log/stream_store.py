@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from actors.calls.log_store import StreamStoreCalls
-from actors.runtime.component import Component, ComponentContext
-from core.messages.resumable import (
+from farsight.actors.calls.log_store import StreamStoreCalls
+from farsight.actors.runtime.component import Component, ComponentContext
+from farsight.core.messages.resumable import (
     StreamChanges,
     StreamEntries,
     StreamEpoch,

@@ -14,14 +14,14 @@ from typing import Any, ClassVar
 
 from prometheus_client import CollectorRegistry
 
-from actors.calls.message import declared
-from actors.runtime.names import ROUTER
-from actors.runtime.peer import PeerBook, Site
-from core.config.load import FarsightConfig
-from core.decisions import Decision
-from core.errors import FarsightError, MessageError
-from core.messages.status import Degraded, Work
-from policies.compose import is_batch_mode
+from farsight.actors.calls.message import declared
+from farsight.actors.runtime.names import ROUTER
+from farsight.actors.runtime.peer import PeerBook, Site
+from farsight.core.config.load import FarsightConfig
+from farsight.core.decisions import Decision
+from farsight.core.errors import FarsightError, MessageError
+from farsight.core.messages.status import Degraded, Work
+from farsight.policies.compose import is_batch_mode
 
 logger = logging.getLogger(__name__)
 
@@ -214,22 +214,22 @@ class Component:
 
 
 _CLASSES = {
-    "router": "actors.scheduling.router:Router",
-    "scheduler": "actors.scheduling.scheduler:Scheduler",
-    "kv-offload-manager": "actors.scheduling.kv_offload_manager:KVOffloadManager",
-    "worker": "actors.worker.model_worker:ModelWorker",
-    "rank": "actors.worker.rank:Rank",
-    "backend": "actors.external.backend:OpenAIBackend",
-    "length-predictor": "actors.learning.length_predictor:LengthPredictor",
-    "serving-time-estimator": "actors.learning.serving_time_estimator:ServingTimeEstimator",
-    "image-encoder": "actors.vision.image_encoder:ImageEncoder",
-    "log-store": "actors.log.log_store:LogStore",
-    "stream-store": "actors.log.stream_store:StreamStore",
-    "supervisor": "actors.supervision.supervisor:Supervisor",
+    "router": "farsight.actors.scheduling.router:Router",
+    "scheduler": "farsight.actors.scheduling.scheduler:Scheduler",
+    "kv-offload-manager": "farsight.actors.scheduling.kv_offload_manager:KVOffloadManager",
+    "worker": "farsight.actors.worker.model_worker:ModelWorker",
+    "rank": "farsight.actors.worker.rank:Rank",
+    "backend": "farsight.actors.external.backend:OpenAIBackend",
+    "length-predictor": "farsight.actors.learning.length_predictor:LengthPredictor",
+    "serving-time-estimator": "farsight.actors.learning.serving_time_estimator:ServingTimeEstimator",
+    "image-encoder": "farsight.actors.vision.image_encoder:ImageEncoder",
+    "log-store": "farsight.actors.log.log_store:LogStore",
+    "stream-store": "farsight.actors.log.stream_store:StreamStore",
+    "supervisor": "farsight.actors.supervision.supervisor:Supervisor",
 }
 
 
-_BATCHER = "actors.scheduling.batcher:Batcher"
+_BATCHER = "farsight.actors.scheduling.batcher:Batcher"
 """The class that takes requests in, under the Router's name, if idle workers pull them in batches."""
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from core.exposition import OPEN_METRICS_TYPE, PLAIN_TYPE, accepts_open_metrics, exposition
-from core.messages.status import ComponentStatus
+from farsight.core.exposition import OPEN_METRICS_TYPE, PLAIN_TYPE, accepts_open_metrics, exposition
+from farsight.core.messages.status import ComponentStatus
 
 HEALTHY_STATES = frozenset({"ready", "draining"})
 """A draining component still does its work; a probe must not have it killed."""

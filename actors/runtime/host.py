@@ -13,22 +13,22 @@ from typing import Any
 import ray
 from prometheus_client import CollectorRegistry, generate_latest
 
-from actors.calls.message import declared
-from actors.calls.supervisor import HostCalls
-from actors.pulse import own_life
-from actors.runtime.component import Component, ComponentContext, component_class, gone_ingresses
-from actors.runtime.health import HealthServer
-from actors.runtime.log_lines import send_log_lines
-from actors.runtime.metrics import RefusedMessages, show_degraded
-from actors.runtime.names import HOST
-from actors.runtime.peer import PeerLost, Site
-from actors.runtime.remote import listen
-from actors.runtime.watching import Lives, own_node, period_s
-from core.codec import encode
-from core.decisions import pack_decisions
-from core.errors import MessageError
-from core.messages.series import Activities, Activity, Count, NamesQuery, RecentDecisions, RecentReply
-from core.messages.status import ComponentRows, ComponentStatus, Pulse
+from farsight.actors.calls.message import declared
+from farsight.actors.calls.supervisor import HostCalls
+from farsight.actors.pulse import own_life
+from farsight.actors.runtime.component import Component, ComponentContext, component_class, gone_ingresses
+from farsight.actors.runtime.health import HealthServer
+from farsight.actors.runtime.log_lines import send_log_lines
+from farsight.actors.runtime.metrics import RefusedMessages, show_degraded
+from farsight.actors.runtime.names import HOST
+from farsight.actors.runtime.peer import PeerLost, Site
+from farsight.actors.runtime.remote import listen
+from farsight.actors.runtime.watching import Lives, own_node, period_s
+from farsight.core.codec import encode
+from farsight.core.decisions import pack_decisions
+from farsight.core.errors import MessageError
+from farsight.core.messages.series import Activities, Activity, Count, NamesQuery, RecentDecisions, RecentReply
+from farsight.core.messages.status import ComponentRows, ComponentStatus, Pulse
 
 logger = logging.getLogger(__name__)
 

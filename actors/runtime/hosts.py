@@ -18,11 +18,19 @@ import ray
 from ray.util import get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from actors.runtime.host import ComponentHost
-from actors.runtime.names import IMAGE_ENCODER, SUPERVISOR, actor_name, host_of, rank_of, replica_of, worker_name
-from actors.runtime.peer import LOOK_AGAIN_S, Site
-from actors.runtime.watching import ClusterStore, watched
-from core.codec import decode, encode
+from farsight.actors.runtime.host import ComponentHost
+from farsight.actors.runtime.names import (
+    IMAGE_ENCODER,
+    SUPERVISOR,
+    actor_name,
+    host_of,
+    rank_of,
+    replica_of,
+    worker_name,
+)
+from farsight.actors.runtime.peer import LOOK_AGAIN_S, Site
+from farsight.actors.runtime.watching import ClusterStore, watched
+from farsight.core.codec import decode, encode
 
 _HEAD = "node:__internal_head__"
 """A resource that Ray gives to the head only."""

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from actors.runtime.names import RUN_DIR_VARIABLE
+from farsight.actors.runtime.names import RUN_DIR_VARIABLE
 
 ROOMS = ("actors", "core", "engine", "estimator", "kvcache", "policies", "predictor", "services", "tokenization")
 """Packages of Farsight, whose loggers send lines."""

@@ -17,11 +17,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
-from core.messages.kv import KVTraffic, KVUsage
-from core.messages.status import Degraded
-from core.series.tally import TrafficTally
-from policies.external.circuit_breaker import BreakerState
-from policies.external.events import FAILURE_KINDS
+from farsight.core.messages.kv import KVTraffic, KVUsage
+from farsight.core.messages.status import Degraded
+from farsight.core.series.tally import TrafficTally
+from farsight.policies.external.circuit_breaker import BreakerState
+from farsight.policies.external.events import FAILURE_KINDS
 
 TTFT_BUCKETS_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from core.config.load import FarsightConfig
-from core.messages.status import ComponentCounts
+from farsight.core.config.load import FarsightConfig
+from farsight.core.messages.status import ComponentCounts
 
 NAMESPACE = "farsight"
 

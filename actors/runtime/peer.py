@@ -9,10 +9,10 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from actors.calls.failures import PeerLost as PeerLost
-from actors.calls.log_store import LogStoreCalls, StreamStoreCalls
-from actors.calls.message import Meter, Peer, stub
-from actors.calls.scheduling import (
+from farsight.actors.calls.failures import PeerLost as PeerLost
+from farsight.actors.calls.log_store import LogStoreCalls, StreamStoreCalls
+from farsight.actors.calls.message import Meter, Peer, stub
+from farsight.actors.calls.scheduling import (
     ImageEncoderCalls,
     KVOffloadCalls,
     LengthPredictorCalls,
@@ -21,8 +21,8 @@ from actors.calls.scheduling import (
     ServingTimeEstimatorCalls,
     WorkerCalls,
 )
-from actors.calls.supervisor import HostCalls, SupervisorCalls
-from actors.runtime.names import (
+from farsight.actors.calls.supervisor import HostCalls, SupervisorCalls
+from farsight.actors.runtime.names import (
     HOST,
     LOG_STORE,
     NAMESPACE,
@@ -37,13 +37,13 @@ from actors.runtime.names import (
     serving_time_estimator_name,
     worker_name,
 )
-from core.config.load import FarsightConfig
-from core.messages.status import ComponentCounts
+from farsight.core.config.load import FarsightConfig
+from farsight.core.messages.status import ComponentCounts
 
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from actors.runtime.remote import RemoteActor
+    from farsight.actors.runtime.remote import RemoteActor
 
 LOOK_AGAIN_S = 0.05
 """Seconds between two searches for a lost peer."""
@@ -177,7 +177,7 @@ class PeerBook:
 
     def actor(self, host: str) -> RemoteActor:
         """Returns the actor of the process of that name."""
-        from actors.runtime.remote import (
+        from farsight.actors.runtime.remote import (
             RemoteActor,  # Ray reads its settings when it is imported: not before they are made
         )
 

@@ -23,9 +23,9 @@ import msgpack
 import ray
 from ray.exceptions import ActorUnschedulableError, ObjectLostError, RayActorError
 
-from actors.calls.failures import PeerLost, read_failure, write_failure
-from actors.runtime.names import NAMESPACE, actor_name
-from core.errors import FarsightError
+from farsight.actors.calls.failures import PeerLost, read_failure, write_failure
+from farsight.actors.runtime.names import NAMESPACE, actor_name
+from farsight.core.errors import FarsightError
 
 AVAILABLE = sys.platform == "linux"
 MAX_FRAME_BYTES = 2**31 - 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from actors.runtime.names import RUN_DIR_VARIABLE
-from engine.vision.row_files import drop_rows
+from farsight.actors.runtime.names import RUN_DIR_VARIABLE
+from farsight.engine.vision.row_files import drop_rows
 
 
 def rows_directory() -> Path | None:

@@ -12,10 +12,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from actors.pulse import HostJudge, clock_of, kill, own_life
-from actors.runtime.peer import Site
-from core.codec import decode, encode
-from core.messages.status import ProcessLife, Pulse, ThreadClock
+from farsight.actors.pulse import HostJudge, clock_of, kill, own_life
+from farsight.actors.runtime.peer import Site
+from farsight.core.codec import decode, encode
+from farsight.core.messages.status import ProcessLife, Pulse, ThreadClock
 
 
 class ClusterStore:

@@ -8,27 +8,27 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 
-from actors.log.log_outbox import LogOutbox
-from actors.runtime.component import ComponentContext
-from actors.runtime.metrics import BatchMetrics
-from actors.runtime.names import initial_counts
-from actors.runtime.peer import PeerLost, again_and_again, current_counts, wait_for
-from actors.scheduling.event_recorder import EventRecorder, recorded
-from actors.scheduling.router import FleetShell
-from core.costs import profile_cost
-from core.decisions import Decision
-from core.forecast import ForecastsMade
-from core.messages.fleet import ReplicaState
-from core.messages.log import FinishedBatch, FinishedBatches
-from core.messages.step_times import BatchShape, BatchShapes, ServedBatchTime, ServedBatchTimes
-from estimator.knn import padded_batch_s
-from estimator.profile_file import known_cost
-from estimator.step_profile import MIN_SAMPLES
-from policies.batching.base import FormedBatch
-from policies.compose import configured_batch_scheduler, predicts_requests
-from policies.event_log import BatchMachineConfig
-from policies.fleet.batch_scheduler import BatchChoice
-from policies.fleet.events import (
+from farsight.actors.log.log_outbox import LogOutbox
+from farsight.actors.runtime.component import ComponentContext
+from farsight.actors.runtime.metrics import BatchMetrics
+from farsight.actors.runtime.names import initial_counts
+from farsight.actors.runtime.peer import PeerLost, again_and_again, current_counts, wait_for
+from farsight.actors.scheduling.event_recorder import EventRecorder, recorded
+from farsight.actors.scheduling.router import FleetShell
+from farsight.core.costs import profile_cost
+from farsight.core.decisions import Decision
+from farsight.core.forecast import ForecastsMade
+from farsight.core.messages.fleet import ReplicaState
+from farsight.core.messages.log import FinishedBatch, FinishedBatches
+from farsight.core.messages.step_times import BatchShape, BatchShapes, ServedBatchTime, ServedBatchTimes
+from farsight.estimator.knn import padded_batch_s
+from farsight.estimator.profile_file import known_cost
+from farsight.estimator.step_profile import MIN_SAMPLES
+from farsight.policies.batching.base import FormedBatch
+from farsight.policies.compose import configured_batch_scheduler, predicts_requests
+from farsight.policies.event_log import BatchMachineConfig
+from farsight.policies.fleet.batch_scheduler import BatchChoice
+from farsight.policies.fleet.events import (
     BatchEnded,
     GlobalEvent,
     GlobalInstruction,
@@ -37,8 +37,8 @@ from policies.fleet.events import (
     ReplicaRests,
     TimePassed,
 )
-from policies.replica.events import ForecastsArrived
-from policies.settings import PRIOR_COST
+from farsight.policies.replica.events import ForecastsArrived
+from farsight.policies.settings import PRIOR_COST
 
 LOOK_S = 2.0
 """Seconds after which the estimators are asked again about the same batches."""

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from core.errors import ConfigError
-from policies.event_log import BatchMachineConfig, BatchShape, MachineConfig, pack_config, pack_handled
-from policies.settings import ServingTime
+from farsight.core.errors import ConfigError
+from farsight.policies.event_log import BatchMachineConfig, BatchShape, MachineConfig, pack_config, pack_handled
+from farsight.policies.settings import ServingTime
 
 SUFFIX = ".events"
 

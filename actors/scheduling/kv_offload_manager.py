@@ -9,14 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from actors.calls.scheduling import KVOffloadCalls
-from actors.runtime.component import Component, ComponentContext
-from actors.runtime.metrics import EngineMetrics, OffloadMetrics
-from core.errors import MessageError
-from core.messages.kv import KVUsage, OffloadOrders, OffloadQuestion
-from core.messages.plans import StepReport
-from kvcache.cache_journal import ResidencyMirror
-from policies.compose import configured_offload
+from farsight.actors.calls.scheduling import KVOffloadCalls
+from farsight.actors.runtime.component import Component, ComponentContext
+from farsight.actors.runtime.metrics import EngineMetrics, OffloadMetrics
+from farsight.core.errors import MessageError
+from farsight.core.messages.kv import KVUsage, OffloadOrders, OffloadQuestion
+from farsight.core.messages.plans import StepReport
+from farsight.kvcache.cache_journal import ResidencyMirror
+from farsight.policies.compose import configured_offload
 
 
 class KVOffloadManager(Component, KVOffloadCalls):

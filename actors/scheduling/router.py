@@ -9,20 +9,20 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from actors.calls.scheduling import LengthPredictorCalls, RouterCalls, SchedulerCalls
-from actors.runtime.component import Component, ComponentContext
-from actors.runtime.metrics import QueueDelay
-from actors.runtime.names import ROUTER, initial_counts
-from actors.runtime.peer import PeerLost, current_counts
-from actors.scheduling.event_recorder import Handle
-from core.costs import StepCost, profile_cost
-from core.decisions import Decision, DecisionPacker, Facts, on_clock, pack_decisions
-from core.forecast import QUANTILES, ForecastMade, ForecastsMade
-from core.messages.fleet import InFlight, ReplicaName, ReplicaNews, ReplicaState, ServedModel
-from core.messages.live import EndedRequest, LeftWaiting
-from core.messages.log import RequestTrace, RequestTraces, TraceQuery
-from core.messages.placement import PlacementView, RecentPlacement, ReplicaLoads
-from core.messages.requests import (
+from farsight.actors.calls.scheduling import LengthPredictorCalls, RouterCalls, SchedulerCalls
+from farsight.actors.runtime.component import Component, ComponentContext
+from farsight.actors.runtime.metrics import QueueDelay
+from farsight.actors.runtime.names import ROUTER, initial_counts
+from farsight.actors.runtime.peer import PeerLost, current_counts
+from farsight.actors.scheduling.event_recorder import Handle
+from farsight.core.costs import StepCost, profile_cost
+from farsight.core.decisions import Decision, DecisionPacker, Facts, on_clock, pack_decisions
+from farsight.core.forecast import QUANTILES, ForecastMade, ForecastsMade
+from farsight.core.messages.fleet import InFlight, ReplicaName, ReplicaNews, ReplicaState, ServedModel
+from farsight.core.messages.live import EndedRequest, LeftWaiting
+from farsight.core.messages.log import RequestTrace, RequestTraces, TraceQuery
+from farsight.core.messages.placement import PlacementView, RecentPlacement, ReplicaLoads
+from farsight.core.messages.requests import (
     Announce,
     AnnounceReply,
     IngressLoad,
@@ -37,10 +37,10 @@ from core.messages.requests import (
     SubmitReply,
     total_load,
 )
-from core.messages.status import ComponentRows, ComponentStatus
-from core.request import Request
-from policies.compose import build_router, follows_prefixes, is_batch_mode, placement_of
-from policies.fleet.events import (
+from farsight.core.messages.status import ComponentRows, ComponentStatus
+from farsight.core.request import Request
+from farsight.policies.compose import build_router, follows_prefixes, is_batch_mode, placement_of
+from farsight.policies.fleet.events import (
     AbortOnReplica,
     AskCache,
     AskReplica,
@@ -61,13 +61,13 @@ from policies.fleet.events import (
     RequestsStarted,
     StepsPriced,
 )
-from policies.fleet.queue_delay import queue_delay_s
-from policies.fleet.scheduler import FleetMachine
-from policies.placement.base import PlacementStats
-from policies.presets import max_running
-from policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
-from policies.replica.live_view import MAX_ENDED
-from policies.settings import PolicySettings
+from farsight.policies.fleet.queue_delay import queue_delay_s
+from farsight.policies.fleet.scheduler import FleetMachine
+from farsight.policies.placement.base import PlacementStats
+from farsight.policies.presets import max_running
+from farsight.policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
+from farsight.policies.replica.live_view import MAX_ENDED
+from farsight.policies.settings import PolicySettings
 
 TICK_S = 1.0
 """Seconds between two reads of the forecast, and between two searches for silent ingress replicas."""

@@ -9,22 +9,22 @@ from collections import deque
 from collections.abc import Awaitable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from actors.calls.scheduling import SchedulerCalls
-from actors.log.log_outbox import LogOutbox
-from actors.runtime.component import MAX_RECENT, Component, ComponentContext
-from actors.runtime.metrics import EngineMetrics, OffloadMetrics
-from actors.runtime.names import initial_counts
-from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, current_counts, wait_for
-from actors.scheduling.event_recorder import EventRecorder, recorded
-from core.costs import profile_cost
-from core.decisions import Decision, on_clock, pack_decisions, unpack_decisions
-from core.errors import MessageError
-from core.forecast import ForecastsMade
-from core.messages.fleet import ReplicaNews, ReplicaState
-from core.messages.kv import OffloadQuestion
-from core.messages.live import LiveQuery, ReplicaLive
-from core.messages.log import RequestTrace, RequestTraces, TraceQuery
-from core.messages.plans import (
+from farsight.actors.calls.scheduling import SchedulerCalls
+from farsight.actors.log.log_outbox import LogOutbox
+from farsight.actors.runtime.component import MAX_RECENT, Component, ComponentContext
+from farsight.actors.runtime.metrics import EngineMetrics, OffloadMetrics
+from farsight.actors.runtime.names import initial_counts
+from farsight.actors.runtime.peer import LOOK_AGAIN_S, PeerLost, current_counts, wait_for
+from farsight.actors.scheduling.event_recorder import EventRecorder, recorded
+from farsight.core.costs import profile_cost
+from farsight.core.decisions import Decision, on_clock, pack_decisions, unpack_decisions
+from farsight.core.errors import MessageError
+from farsight.core.forecast import ForecastsMade
+from farsight.core.messages.fleet import ReplicaNews, ReplicaState
+from farsight.core.messages.kv import OffloadQuestion
+from farsight.core.messages.live import LiveQuery, ReplicaLive
+from farsight.core.messages.log import RequestTrace, RequestTraces, TraceQuery
+from farsight.core.messages.plans import (
     CacheReply,
     FinishedSequence,
     KVCacheEvent,
@@ -35,12 +35,12 @@ from core.messages.plans import (
     WorkerReady,
     WorkerState,
 )
-from core.messages.requests import Key, Keys, Refusal, Refusals, Submit
-from core.messages.step_times import ReplicaStepProfile, StepSample, StepSamples
-from policies.compose import configured_replica, is_batch_mode
-from policies.event_log import MachineConfig
-from policies.replica.decision_trace import account_closed
-from policies.replica.events import (
+from farsight.core.messages.requests import Key, Keys, Refusal, Refusals, Submit
+from farsight.core.messages.step_times import ReplicaStepProfile, StepSample, StepSamples
+from farsight.policies.compose import configured_replica, is_batch_mode
+from farsight.policies.event_log import MachineConfig
+from farsight.policies.replica.decision_trace import account_closed
+from farsight.policies.replica.events import (
     AccountClosed,
     AskOffload,
     BatchBroken,
@@ -63,8 +63,8 @@ from policies.replica.events import (
     WorkerReported,
     request_trace,
 )
-from policies.replica.live_view import SchedulerWatch
-from policies.replica.order_check import OffloadTally
+from farsight.policies.replica.live_view import SchedulerWatch
+from farsight.policies.replica.order_check import OffloadTally
 
 SAY_AGAIN_S = 1.0
 """Most seconds between two messages to the Router, so that a new Router soon knows the replica."""

@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from actors.runtime.names import SCALABLE, host_of, length_predictor_name, own_replicas
-from actors.runtime.peer import PeerBook, PeerLost
-from core.config.engine import ModelConfig
-from core.config.load import FarsightConfig
-from core.errors import FarsightError, MessageError
-from core.messages.requests import LoadSnapshot
-from core.messages.status import ComponentCounts
-from policies.fleet.queue_delay import queue_delay_s
+from farsight.actors.runtime.names import SCALABLE, host_of, length_predictor_name, own_replicas
+from farsight.actors.runtime.peer import PeerBook, PeerLost
+from farsight.core.config.engine import ModelConfig
+from farsight.core.config.load import FarsightConfig
+from farsight.core.errors import FarsightError, MessageError
+from farsight.core.messages.requests import LoadSnapshot
+from farsight.core.messages.status import ComponentCounts
+from farsight.policies.fleet.queue_delay import queue_delay_s
 
 
 def scaled(before: ComponentCounts, kind: str, count: int) -> ComponentCounts:

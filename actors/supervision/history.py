@@ -13,15 +13,15 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TypeVar
 
-from actors.runtime.component import kind_of
-from actors.runtime.names import SUPERVISOR, by_host, own_replicas, wanted_components, worker_name
-from actors.runtime.peer import PeerBook, PeerLost
-from core.config.load import FarsightConfig
-from core.messages.kv import KVUsage
-from core.messages.live import LiveQuery, ReplicaLive
-from core.messages.placement import ReplicaLoads
-from core.messages.requests import LoadSnapshot
-from core.messages.series import (
+from farsight.actors.runtime.component import kind_of
+from farsight.actors.runtime.names import SUPERVISOR, by_host, own_replicas, wanted_components, worker_name
+from farsight.actors.runtime.peer import PeerBook, PeerLost
+from farsight.core.config.load import FarsightConfig
+from farsight.core.messages.kv import KVUsage
+from farsight.core.messages.live import LiveQuery, ReplicaLive
+from farsight.core.messages.placement import ReplicaLoads
+from farsight.core.messages.requests import LoadSnapshot
+from farsight.core.messages.series import (
     Activity,
     ComponentsQuery,
     ComponentsReply,
@@ -32,12 +32,12 @@ from core.messages.series import (
     TableReply,
     TrafficCounts,
 )
-from core.messages.status import ComponentCounts, ComponentRows, ComponentStatus, SeenService
-from core.series.components import MAX_COMPONENTS, ComponentHistory, SeriesTable
-from core.series.service import Instant, ServiceSeries
-from kvcache.cache_journal import total_usage
-from policies.fleet.queue_delay import queue_delay_s
-from policies.tenancy.budgets import SharedBudgets
+from farsight.core.messages.status import ComponentCounts, ComponentRows, ComponentStatus, SeenService
+from farsight.core.series.components import MAX_COMPONENTS, ComponentHistory, SeriesTable
+from farsight.core.series.service import Instant, ServiceSeries
+from farsight.kvcache.cache_journal import total_usage
+from farsight.policies.fleet.queue_delay import queue_delay_s
+from farsight.policies.tenancy.budgets import SharedBudgets
 
 TICK_S = 1.0
 TIMEOUT_S = 0.8

@@ -7,8 +7,8 @@ import asyncio
 import time
 from collections.abc import Collection
 
-from actors.runtime.component import Gone
-from core.messages.supervision import DrainProgress, DrainService, IngressReport
+from farsight.actors.runtime.component import Gone
+from farsight.core.messages.supervision import DrainProgress, DrainService, IngressReport
 
 SILENCE_S = 3.0
 """An ingress replica that has not reported for so many seconds may have died. Until that is known, its requests

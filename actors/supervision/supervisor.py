@@ -20,11 +20,11 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, ActorUnschedulableError, RayActorError, RayTaskError
 
-from actors.calls.supervisor import SupervisorCalls
-from actors.runtime.component import Component, ComponentContext
-from actors.runtime.hosts import Homes, find_host, list_hosts, recreate_host, remove_rank_group, until_gone
-from actors.runtime.metrics import ComponentRestarts
-from actors.runtime.names import (
+from farsight.actors.calls.supervisor import SupervisorCalls
+from farsight.actors.runtime.component import Component, ComponentContext
+from farsight.actors.runtime.hosts import Homes, find_host, list_hosts, recreate_host, remove_rank_group, until_gone
+from farsight.actors.runtime.metrics import ComponentRestarts
+from farsight.actors.runtime.names import (
     IMAGE_ENCODER,
     SCALABLE,
     SUPERVISOR,
@@ -34,19 +34,26 @@ from actors.runtime.names import (
     own_replicas,
     wanted_components,
 )
-from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, again_and_again
-from actors.runtime.shared_rows import drop_rows_of
-from actors.runtime.watching import ClusterStore, watched
-from actors.supervision.autoscaling import Autoscaler, scaled, takes_requests, without_drains
-from actors.supervision.history import History
-from actors.supervision.ingress_reports import IngressReports
-from actors.supervision.upgrade import RollingUpgrade, check_room
-from core.codec import decode, encode
-from core.errors import FarsightError, MessageError
-from core.messages.fleet import ReplicaName
-from core.messages.series import ComponentsQuery, ComponentsReply, SeriesQuery, SeriesReply, TableReply, TrafficCounts
-from core.messages.status import ComponentCounts, Scale, SeenService, StartState
-from core.messages.supervision import (
+from farsight.actors.runtime.peer import LOOK_AGAIN_S, PeerLost, again_and_again
+from farsight.actors.runtime.shared_rows import drop_rows_of
+from farsight.actors.runtime.watching import ClusterStore, watched
+from farsight.actors.supervision.autoscaling import Autoscaler, scaled, takes_requests, without_drains
+from farsight.actors.supervision.history import History
+from farsight.actors.supervision.ingress_reports import IngressReports
+from farsight.actors.supervision.upgrade import RollingUpgrade, check_room
+from farsight.core.codec import decode, encode
+from farsight.core.errors import FarsightError, MessageError
+from farsight.core.messages.fleet import ReplicaName
+from farsight.core.messages.series import (
+    ComponentsQuery,
+    ComponentsReply,
+    SeriesQuery,
+    SeriesReply,
+    TableReply,
+    TrafficCounts,
+)
+from farsight.core.messages.status import ComponentCounts, Scale, SeenService, StartState
+from farsight.core.messages.supervision import (
     DrainProgress,
     DrainReplica,
     DrainService,
@@ -55,8 +62,8 @@ from core.messages.supervision import (
     ServedWeights,
     Upgrade,
 )
-from core.messages.tenants import TenantBudgets, TenantReport, TenantUsages
-from policies.tenancy.budgets import SharedBudgets
+from farsight.core.messages.tenants import TenantBudgets, TenantReport, TenantUsages
+from farsight.policies.tenancy.budgets import SharedBudgets
 
 HEALTHY_AFTER_S = 10.0
 """A host that lived for so many seconds is restarted at once. After a second shorter life in a row the restart is

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import ray
 
-from actors.runtime.names import (
+from farsight.actors.runtime.names import (
     LENGTH_PREDICTOR,
     kind_of,
     own_replicas,
@@ -23,12 +23,12 @@ from actors.runtime.names import (
     scheduler_name,
     wanted_components,
 )
-from actors.runtime.peer import Site
-from actors.runtime.watching import ClusterStore
-from actors.supervision.autoscaling import without_drains
-from core.codec import decode, encode
-from core.config.load import FarsightConfig
-from core.config.rolling import (
+from farsight.actors.runtime.peer import Site
+from farsight.actors.runtime.watching import ClusterStore
+from farsight.actors.supervision.autoscaling import without_drains
+from farsight.core.codec import decode, encode
+from farsight.core.config.load import FarsightConfig
+from farsight.core.config.rolling import (
     READERS,
     Changes,
     at_once,
@@ -39,9 +39,9 @@ from core.config.rolling import (
     readers,
     rolling_settings,
 )
-from core.errors import FarsightError, InvalidValueError, MessageError
-from core.messages.status import ComponentCounts
-from core.messages.supervision import ServedWeights, Upgrade, WeightsState
+from farsight.core.errors import FarsightError, InvalidValueError, MessageError
+from farsight.core.messages.status import ComponentCounts
+from farsight.core.messages.supervision import ServedWeights, Upgrade, WeightsState
 
 LOOK_S = 0.1
 SWITCH_S = 1.5

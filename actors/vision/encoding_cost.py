@@ -9,12 +9,12 @@ from typing import Protocol
 
 import numpy as np
 
-from actors.worker.step_loop import FIRST_STEPS_S, MOST_TIMES
-from core.costs import ImageCost
-from core.messages.step_times import StepSample
-from core.processors import encoder_threads
-from engine.vision.geometry import PreparedImage
-from estimator.step_profile import MIN_SAMPLES, StepProfile
+from farsight.actors.worker.step_loop import FIRST_STEPS_S, MOST_TIMES
+from farsight.core.costs import ImageCost
+from farsight.core.messages.step_times import StepSample
+from farsight.core.processors import encoder_threads
+from farsight.engine.vision.geometry import PreparedImage
+from farsight.estimator.step_profile import MIN_SAMPLES, StepProfile
 
 TERMS = ("batch", "token", "pair")
 """Names of the coefficients: seconds of a batch, of each token, and of each pair of tokens of one picture."""
@@ -110,10 +110,10 @@ def measure_model(model_dir: Path, dtype: str, device: str, rounds: int) -> Imag
     """
     import torch
 
-    from engine.checkpoint.model_config import load_model_config
-    from engine.checkpoint.weights import parse_dtype
-    from engine.vision.geometry import load_geometry
-    from engine.vision.model import load_vision
+    from farsight.engine.checkpoint.model_config import load_model_config
+    from farsight.engine.checkpoint.weights import parse_dtype
+    from farsight.engine.vision.geometry import load_geometry
+    from farsight.engine.vision.model import load_vision
 
     if load_geometry(model_dir) is None:
         return None

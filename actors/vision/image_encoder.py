@@ -23,24 +23,24 @@ from typing import TYPE_CHECKING, Protocol
 import ray
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from actors.calls.scheduling import ImageEncoderCalls
-from actors.pulse import read_clock
-from actors.runtime.component import Component, ComponentContext
-from actors.runtime.peer import again_and_again
-from actors.runtime.shared_rows import rows_directory
-from actors.vision.encoding_cost import TERMS, EncodingCost
-from core.errors import ConfigError, FarsightError, InvalidValueError
-from core.images import EncodedImage, EncodedImages, EncodeImages, ImageFile
-from core.messages.status import Work
-from core.processors import encoder_threads, return_large_blocks
-from engine.devices.emulated import EmulatedVision, emulate_vision
-from engine.vision.decoder import DecodeLimits, PictureDecoder
-from engine.vision.row_files import RowStore, rows_name
+from farsight.actors.calls.scheduling import ImageEncoderCalls
+from farsight.actors.pulse import read_clock
+from farsight.actors.runtime.component import Component, ComponentContext
+from farsight.actors.runtime.peer import again_and_again
+from farsight.actors.runtime.shared_rows import rows_directory
+from farsight.actors.vision.encoding_cost import TERMS, EncodingCost
+from farsight.core.errors import ConfigError, FarsightError, InvalidValueError
+from farsight.core.images import EncodedImage, EncodedImages, EncodeImages, ImageFile
+from farsight.core.messages.status import Work
+from farsight.core.processors import encoder_threads, return_large_blocks
+from farsight.engine.devices.emulated import EmulatedVision, emulate_vision
+from farsight.engine.vision.decoder import DecodeLimits, PictureDecoder
+from farsight.engine.vision.row_files import RowStore, rows_name
 
 if TYPE_CHECKING:
-    from core.config.load import FarsightConfig
-    from engine.vision.geometry import PreparedImage
-    from engine.vision.model import VisionModel
+    from farsight.core.config.load import FarsightConfig
+    from farsight.engine.vision.geometry import PreparedImage
+    from farsight.engine.vision.model import VisionModel
 
 
 logger = logging.getLogger(__name__)
@@ -356,9 +356,9 @@ def _load(model_dir: Path, config: FarsightConfig) -> VisionModel | EmulatedVisi
 def _load_tower(model_dir: Path, config: FarsightConfig) -> VisionModel | None:
     import torch
 
-    from engine.checkpoint.model_config import load_model_config
-    from engine.checkpoint.weights import parse_dtype
-    from engine.vision.model import load_vision
+    from farsight.engine.checkpoint.model_config import load_model_config
+    from farsight.engine.checkpoint.weights import parse_dtype
+    from farsight.engine.vision.model import load_vision
 
     torch.set_num_threads(encoder_threads(config.images.num_threads))
     dtype = parse_dtype(config.model.dtype, load_model_config(model_dir), config.images.device)

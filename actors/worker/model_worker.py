@@ -24,29 +24,29 @@ from typing import TYPE_CHECKING
 import ray
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from actors.calls.scheduling import RankTicket, WorkerCalls
-from actors.pulse import read_clock
-from actors.runtime.component import Component, ComponentContext
-from actors.runtime.metrics import EngineMetrics
-from actors.runtime.peer import wait_for
-from actors.runtime.shared_rows import rows_directory
-from actors.worker.step_loop import Step, StepBounds, StepLoop
-from actors.worker.token_channels import POLL_TIMEOUT_S, TICK_S, TokenChannels
-from core.errors import RankLost
-from core.messages.plans import Plan, ReportPoll, StepReport, WorkerState
-from core.messages.status import Work
-from core.messages.step_times import StepSample
-from core.messages.tokens import TokenBatches, TokenDelta, TokenPoll
-from core.processors import bind_to_node, compute_threads
-from engine.native.library import is_compiling
-from kvcache.step_batch import step_sample
+from farsight.actors.calls.scheduling import RankTicket, WorkerCalls
+from farsight.actors.pulse import read_clock
+from farsight.actors.runtime.component import Component, ComponentContext
+from farsight.actors.runtime.metrics import EngineMetrics
+from farsight.actors.runtime.peer import wait_for
+from farsight.actors.runtime.shared_rows import rows_directory
+from farsight.actors.worker.step_loop import Step, StepBounds, StepLoop
+from farsight.actors.worker.token_channels import POLL_TIMEOUT_S, TICK_S, TokenChannels
+from farsight.core.errors import RankLost
+from farsight.core.messages.plans import Plan, ReportPoll, StepReport, WorkerState
+from farsight.core.messages.status import Work
+from farsight.core.messages.step_times import StepSample
+from farsight.core.messages.tokens import TokenBatches, TokenDelta, TokenPoll
+from farsight.core.processors import bind_to_node, compute_threads
+from farsight.engine.native.library import is_compiling
+from farsight.kvcache.step_batch import step_sample
 
 if TYPE_CHECKING:
-    from core.config.load import FarsightConfig
-    from engine.drafted_steps import DraftCounts
-    from engine.emission import Output
-    from engine.parallel.links import Ranks
-    from engine.worker import Worker
+    from farsight.core.config.load import FarsightConfig
+    from farsight.engine.drafted_steps import DraftCounts
+    from farsight.engine.emission import Output
+    from farsight.engine.parallel.links import Ranks
+    from farsight.engine.worker import Worker
 
 REPORT_INTERVAL_S = 0.1
 """Seconds between two reports ..."""
@@ -137,8 +137,8 @@ class ModelWorker(Component, WorkerCalls):
 
     def _open_ranks(self, loop: asyncio.AbstractEventLoop) -> Ranks:
         """Listens for the other ranks of the replica."""
-        from engine.parallel.links import Gathering, Ranks
-        from engine.parallel.mesh import Mesh
+        from farsight.engine.parallel.links import Gathering, Ranks
+        from farsight.engine.parallel.mesh import Mesh
 
         model = self.context.config.model
         mesh = Mesh(model.tensor_parallel, model.pipeline_parallel, model.expert_parallel)
@@ -349,8 +349,8 @@ def _build(
         place: The replica's number.
         progress: As in ``build_worker``.
     """
-    from engine.build import build_worker
-    from engine.vision.row_files import SharedEmbeddings
+    from farsight.engine.build import build_worker
+    from farsight.engine.vision.row_files import SharedEmbeddings
 
     if config.engine.device == "cpu" and ranks is None:
         bind_to_node(place, compute_threads(config.engine.num_threads, config.model.most_replicas))

@@ -10,13 +10,13 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from actors.runtime.component import Component, ComponentContext
-from actors.runtime.names import rank_of
-from actors.runtime.peer import LOOK_AGAIN_S, PeerLost
-from core.errors import RankLost
+from farsight.actors.runtime.component import Component, ComponentContext
+from farsight.actors.runtime.names import rank_of
+from farsight.actors.runtime.peer import LOOK_AGAIN_S, PeerLost
+from farsight.core.errors import RankLost
 
 if TYPE_CHECKING:
-    from engine.parallel.links import Link, Ticket
+    from farsight.engine.parallel.links import Link, Ticket
 
 
 class Rank(Component):
@@ -54,7 +54,7 @@ class Rank(Component):
 
     async def _join(self) -> tuple[Ticket, Link]:
         """Asks until rank 0 accepts this rank; an earlier life of rank 0 may answer, but accepts no ranks any more."""
-        from engine.parallel.links import Ticket, join
+        from farsight.engine.parallel.links import Ticket, join
 
         worker = self.context.peers.worker(self._replica)
         while True:
@@ -74,12 +74,12 @@ class Rank(Component):
 
 
 def _import_torch() -> None:
-    import engine.parallel.follower  # noqa: F401
+    import farsight.engine.parallel.follower  # noqa: F401
 
 
 def _follow(
     link: Link, ticket: Ticket, rank: int, on_ready: Callable[[], object], on_lost: Callable[[], object]
 ) -> None:
-    from engine.parallel.follower import follow
+    from farsight.engine.parallel.follower import follow
 
     follow(link, ticket, rank, on_ready, on_lost)

@@ -14,19 +14,19 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from core.costs import StepCost
-from core.errors import RankLost, WorkerBroken
-from core.messages.step_times import StepSample
-from engine.step_results import IterationCutOff, StepFault
-from kvcache.step_batch import step_sample
+from farsight.core.costs import StepCost
+from farsight.core.errors import RankLost, WorkerBroken
+from farsight.core.messages.step_times import StepSample
+from farsight.engine.step_results import IterationCutOff, StepFault
+from farsight.kvcache.step_batch import step_sample
 
 if TYPE_CHECKING:
-    from engine.emission import Emission, Output
-    from engine.worker import Worker
-    from kvcache import StepBatch
+    from farsight.engine.emission import Emission, Output
+    from farsight.engine.worker import Worker
+    from farsight.kvcache import StepBatch
 
 
-from estimator.step_profile import StepProfile
+from farsight.estimator.step_profile import StepProfile
 
 MOST_TIMES = 20.0
 """A step may take this many times its predicted seconds, plus a fixed time."""

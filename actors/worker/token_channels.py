@@ -10,8 +10,8 @@ import asyncio
 from collections import deque
 from collections.abc import Collection, Sequence
 
-from actors.runtime.peer import wait_for
-from core.messages.tokens import TokenBatch, TokenBatches, TokenDelta, TokenPoll
+from farsight.actors.runtime.peer import wait_for
+from farsight.core.messages.tokens import TokenBatch, TokenBatches, TokenDelta, TokenPoll
 
 FLUSH_INTERVAL_S = 0.015
 """Fewest seconds between two replies while more than ``FEW_ROWS`` run: a call costs as much as many tokens."""

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from engine.checkpoint.model_config import DecoderConfig, load_model_config
-from engine.checkpoint.weights import ModelWeights, allocate_weights
+from farsight.engine.checkpoint.model_config import DecoderConfig, load_model_config
+from farsight.engine.checkpoint.weights import ModelWeights, allocate_weights
 
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
 

@@ -21,8 +21,8 @@ from typing import Any
 import psutil
 
 from benchmarks.common.tagged import wait_until_gone
-from services.bench.load import ProcessTree
-from services.launch.launch import EMBEDDED_NAME
+from farsight.services.bench.load import ProcessTree
+from farsight.services.launch.launch import EMBEDDED_NAME
 
 TAG = "FARSIGHT_BENCH_RUN"
 """Environment variable that marks every process of the server, whichever process adopts it."""
@@ -147,7 +147,7 @@ def farsight_command(model_dir: Path | None, options: Sequence[str]) -> ServerCo
         options: More arguments.
     """
     port = free_port()
-    words = [sys.executable, "-m", "services.cli", "serve", "--benchmark-mode", "--port", str(port)]
+    words = [sys.executable, "-m", "farsight.services.cli", "serve", "--benchmark-mode", "--port", str(port)]
     if model_dir is None:
         return ServerCommand([*words, *options], port, EMBEDDED_NAME)
     return ServerCommand(

@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from services.launch.launch import EMBEDDED_NAME
+from farsight.services.launch.launch import EMBEDDED_NAME
 
 LONG_S = 300.0
 MAX_TRIES = 5

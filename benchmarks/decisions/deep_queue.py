@@ -18,21 +18,21 @@ from functools import partial
 import numpy as np
 
 from benchmarks.decisions.row import Row
-from core.config.scheduling import BatchConfig
-from core.costs import StepCost
-from core.forecast import Forecast
-from core.messages.plans import FinishedSequence, WorkerReady
-from core.request import Request, SequenceStatus
-from policies.compose import build_batch_scheduler, build_scheduler, is_batch_mode
-from policies.fleet.events import GlobalEvent, PlaceRequests, ReplicaUp, RequestsEnded
-from policies.presets import PRESETS
-from policies.replica.events import Event, Instruction, RequestsArrived, WorkerReported
-from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
-from policies.settings import BatchSettings, PolicySettings
-from simulator.cluster.latency import A100_7B
-from simulator.cluster.records import Record, Recorder
-from simulator.cluster.replica import Replica, ReplicaShape
-from simulator.traffic.workload import SimRequest, as_request
+from farsight.core.config.scheduling import BatchConfig
+from farsight.core.costs import StepCost
+from farsight.core.forecast import Forecast
+from farsight.core.messages.plans import FinishedSequence, WorkerReady
+from farsight.core.request import Request, SequenceStatus
+from farsight.policies.compose import build_batch_scheduler, build_scheduler, is_batch_mode
+from farsight.policies.fleet.events import GlobalEvent, PlaceRequests, ReplicaUp, RequestsEnded
+from farsight.policies.presets import PRESETS
+from farsight.policies.replica.events import Event, Instruction, RequestsArrived, WorkerReported
+from farsight.policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
+from farsight.policies.settings import BatchSettings, PolicySettings
+from farsight.simulator.cluster.latency import A100_7B
+from farsight.simulator.cluster.records import Record, Recorder
+from farsight.simulator.cluster.replica import Replica, ReplicaShape
+from farsight.simulator.traffic.workload import SimRequest, as_request
 
 NUM_WAITING = 10_000
 TARGET_MS = 2.0

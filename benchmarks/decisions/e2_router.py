@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.decisions.row import Row
-from core.costs import StepCost
-from core.messages.plans import KVCacheEvent
-from kvcache.block_manager import hash_blocks
-from policies.placement.base import ReplicaLoad
-from policies.placement.e2 import E2Router
-from policies.placement.e2_profiles import from_step_cost
+from farsight.core.costs import StepCost
+from farsight.core.messages.plans import KVCacheEvent
+from farsight.kvcache.block_manager import hash_blocks
+from farsight.policies.placement.base import ReplicaLoad
+from farsight.policies.placement.e2 import E2Router
+from farsight.policies.placement.e2_profiles import from_step_cost
 
 Arrival = tuple[float, tuple[int, ...], int, int]
 """(arrival in seconds, block hashes, prompt tokens, output tokens)"""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from benchmarks.decisions.row import Row, median_s
 from benchmarks.decisions.skip_join_mlfq import filled
-from policies.interfaces import KvView
-from policies.kv.enst_offload import EnstOffload, enst_s
+from farsight.policies.interfaces import KvView
+from farsight.policies.kv.enst_offload import EnstOffload, enst_s
 
 NUM_JOBS = 10_000
 NUM_IDLE = 1_000

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks.decisions.row import Row, median_s
-from core.costs import StepCost
-from core.forecast import Forecast
-from policies.interfaces import Job
-from policies.order.boosted import Boosted
-from policies.order.gittins import DecodePrice, Gittins
+from farsight.core.costs import StepCost
+from farsight.core.forecast import Forecast
+from farsight.policies.interfaces import Job
+from farsight.policies.order.boosted import Boosted
+from farsight.policies.order.gittins import DecodePrice, Gittins
 
 NUM_RUNNING, NUM_QUEUED, NUM_DEEP = 256, 1000, 10_000
 

@@ -6,8 +6,8 @@ import math
 from itertools import count
 
 from benchmarks.decisions.row import Row, median_s
-from policies.batching.multi_bin import MultiBinBatcher, uniform_edges
-from policies.interfaces import Job
+from farsight.policies.batching.multi_bin import MultiBinBatcher, uniform_edges
+from farsight.policies.interfaces import Job
 
 PER_CALL = 100
 

@@ -6,13 +6,13 @@ import time
 from collections.abc import Iterator
 
 from benchmarks.decisions.row import Row
-from core.codec import decode, encode
-from core.messages.plans import Plan, StepReport, WorkerReady, WorkerState
-from core.messages.requests import Submit
-from core.request import Origin, Request, SamplingParams
-from kvcache import BatchLimits, BlockManager, LeaseExecutor
-from policies.compose import build_scheduler
-from policies.replica.events import (
+from farsight.core.codec import decode, encode
+from farsight.core.messages.plans import Plan, StepReport, WorkerReady, WorkerState
+from farsight.core.messages.requests import Submit
+from farsight.core.request import Origin, Request, SamplingParams
+from farsight.kvcache import BatchLimits, BlockManager, LeaseExecutor
+from farsight.policies.compose import build_scheduler
+from farsight.policies.replica.events import (
     AccountClosed,
     Event,
     RequestsArrived,
@@ -21,7 +21,7 @@ from policies.replica.events import (
     WorkerReported,
     request_trace,
 )
-from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
+from farsight.policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
 
 PRESETS = ("fcfs", "fastserve", "past-future", "preble", "farsight")
 NUM_REQUESTS = 256

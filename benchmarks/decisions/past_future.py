@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from benchmarks.decisions.row import Row, median_s
-from policies.admission.past_future import HistoryLengths, PastFuture, future_memory
-from policies.interfaces import Job
-from policies.lengths.history import LengthHistory
+from farsight.policies.admission.past_future import HistoryLengths, PastFuture, future_memory
+from farsight.policies.interfaces import Job
+from farsight.policies.lengths.history import LengthHistory
 
 RUNNING = 256
 QUEUED = 1000

@@ -7,10 +7,10 @@ import itertools
 import numpy as np
 
 from benchmarks.decisions.row import Row, median_s
-from core.config.scheduling import SchedulerConfig
-from core.costs import StepCost
-from policies.interfaces import Job
-from policies.order.skip_join_mlfq import SkipJoinMlfq
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.costs import StepCost
+from farsight.policies.interfaces import Job
+from farsight.policies.order.skip_join_mlfq import SkipJoinMlfq
 
 NUM_JOBS = 10_000
 BATCH = 256

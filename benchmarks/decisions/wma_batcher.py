@@ -8,10 +8,10 @@ from itertools import count
 import numpy as np
 
 from benchmarks.decisions.row import Row, median_s
-from core.costs import StepCost
-from policies.batching.hrrn import HighestResponseRatio, HrrnOrder
-from policies.batching.wma import WmaBatcher
-from policies.interfaces import Job
+from farsight.core.costs import StepCost
+from farsight.policies.batching.hrrn import HighestResponseRatio, HrrnOrder
+from farsight.policies.batching.wma import WmaBatcher
+from farsight.policies.interfaces import Job
 
 NUM_BATCHES = 1000
 BATCH_SIZE = 20

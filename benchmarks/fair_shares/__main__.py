@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.fair_shares import live
 from benchmarks.fair_shares.simulated import HEAD, PRESETS, Sizes, measure
-from services.bench.report import provenance, write_json
+from farsight.services.bench.report import provenance, write_json
 
 PROGRAM = ("python", "-m", "benchmarks.fair_shares")
 

@@ -18,8 +18,8 @@ import uvloop
 from benchmarks.common.servers import RunningServer, ServerCommand, farsight_command
 from benchmarks.fair_shares.simulated import MAX_P99_RATIO, MIN_THROUGHPUT, NEIGHBOUR
 from benchmarks.overload import PLACES, PROFILE, Clients, Run
-from services.api.access.key_file import KeyFile, changed_key_file
-from services.api.access.keys import Role, make_key
+from farsight.services.api.access.key_file import KeyFile, changed_key_file
+from farsight.services.api.access.keys import Role, make_key
 
 CAPACITY_S = 10.0
 READY_S = 300.0

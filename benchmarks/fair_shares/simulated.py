@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from core.config.scheduling import SchedulerConfig
-from simulator.experiment import Experiment
-from simulator.predictors import Noisy
-from simulator.run import RunOutcome, run
-from simulator.traffic.workload import SimRequest
-from simulator.traffic.workloads import build_workload
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.simulator.experiment import Experiment
+from farsight.simulator.predictors import Noisy
+from farsight.simulator.run import RunOutcome, run
+from farsight.simulator.traffic.workload import SimRequest
+from farsight.simulator.traffic.workloads import build_workload
 
 PRESETS = ("fcfs", "fastserve", "past-future", "preble", "farsight", "magnus", "multi-bin")
 NEIGHBOUR = 10

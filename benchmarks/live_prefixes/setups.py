@@ -11,27 +11,27 @@ import numpy as np
 
 from benchmarks.live_presets.live import Hardware
 from benchmarks.live_presets.study import System
-from core.config.scheduling import PlacementConfig
-from estimator.profile_file import DeviceProfile
+from farsight.core.config.scheduling import PlacementConfig
+from farsight.estimator.profile_file import DeviceProfile
+from farsight.policies.compose import build_router, build_scheduler
+from farsight.policies.fleet.scheduler import GlobalScheduler
+from farsight.policies.placement.oracle_partition import OraclePartition
+from farsight.policies.presets import find_preset
+from farsight.policies.replica.scheduler import SchedulerLimits
+from farsight.policies.settings import PolicySettings
+from farsight.simulator.cluster.fleet import Fleet, FleetShape
+from farsight.simulator.cluster.latency import LinearLatency
+from farsight.simulator.cluster.records import Record
+from farsight.simulator.cluster.replica import ReplicaShape
+from farsight.simulator.predictors import Noisy
+from farsight.simulator.summary import Sla
+from farsight.simulator.traffic.arrivals import Poisson, debatch, rescale
+from farsight.simulator.traffic.prefixes import PROGRAMMING, PrefixLaw, prefix_workload, real_prefixes
+from farsight.simulator.traffic.traces import find_data, read_trace
+from farsight.simulator.traffic.workload import SimRequest
+from farsight.simulator.traffic.workloads import retime
 from lab.reproduce.placements import REASONING
 from lab.reproduce.preble.runs import A6000_TOKENS, MISTRAL_7B_A6000
-from policies.compose import build_router, build_scheduler
-from policies.fleet.scheduler import GlobalScheduler
-from policies.placement.oracle_partition import OraclePartition
-from policies.presets import find_preset
-from policies.replica.scheduler import SchedulerLimits
-from policies.settings import PolicySettings
-from simulator.cluster.fleet import Fleet, FleetShape
-from simulator.cluster.latency import LinearLatency
-from simulator.cluster.records import Record
-from simulator.cluster.replica import ReplicaShape
-from simulator.predictors import Noisy
-from simulator.summary import Sla
-from simulator.traffic.arrivals import Poisson, debatch, rescale
-from simulator.traffic.prefixes import PROGRAMMING, PrefixLaw, prefix_workload, real_prefixes
-from simulator.traffic.traces import find_data, read_trace
-from simulator.traffic.workload import SimRequest
-from simulator.traffic.workloads import retime
 
 BLOCK = 64
 SEATS = 128

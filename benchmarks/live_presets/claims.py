@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from benchmarks.live_presets.runs import Figures
-from simulator.compare import Ratio, paired_ratio, student_t
+from farsight.simulator.compare import Ratio, paired_ratio, student_t
 
 Lookup = Callable[[str, int, bool], Figures]
 """(system, seed, live) -> its figures."""

@@ -15,7 +15,7 @@ from benchmarks.live_presets.claims import Claim
 from benchmarks.live_presets.priority import can_come_first
 from benchmarks.live_presets.runs import Figures, Run, Store, measure
 from benchmarks.live_presets.study import Study
-from core.children import worker_pool
+from farsight.core.children import worker_pool
 
 SHOWN = ("claim", "ratio", "low", "high", "target", "verdict", "live", "simulated", "requests", "gap_ms", "lag_ms")
 

@@ -18,14 +18,14 @@ from typing import Any
 import uvloop
 
 from benchmarks.live_presets.local_service import Service, running
-from core.config.load import FarsightConfig, load_config
-from core.request import SamplingParams
-from estimator.profile_file import DeviceProfile
-from services.api.generation import PromptText
-from services.api.requests import unnamed_request
-from services.launch.launch import EMBEDDED_MODEL
-from simulator.cluster.records import Record, Recorder
-from simulator.traffic.workload import SimRequest
+from farsight.core.config.load import FarsightConfig, load_config
+from farsight.core.request import SamplingParams
+from farsight.estimator.profile_file import DeviceProfile
+from farsight.services.api.generation import PromptText
+from farsight.services.api.requests import unnamed_request
+from farsight.services.launch.launch import EMBEDDED_MODEL
+from farsight.simulator.cluster.records import Record, Recorder
+from farsight.simulator.traffic.workload import SimRequest
 
 LATEST_S = 600.0
 """After the last arrival: a run that takes longer has got stuck."""

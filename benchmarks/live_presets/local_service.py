@@ -14,17 +14,17 @@ from typing import cast
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.calls.message import Peer
-from actors.calls.scheduling import LengthPredictorCalls
-from actors.runtime.component import Component, ComponentContext
-from actors.runtime.host import ComponentHost
-from actors.runtime.names import LOG_STORE, by_host, initial_counts, length_predictor_name, wanted_components
-from actors.runtime.peer import Answering, LocalPeer, PeerBook, Site
-from actors.scheduling.scheduler import FEED_S
-from core.config.load import FarsightConfig
-from core.forecast import QUANTILES, Forecast, ForecastQuestions, Forecasts
-from services.api.backend import ModelInfo
-from services.ingress.engine_client import EngineClient
+from farsight.actors.calls.message import Peer
+from farsight.actors.calls.scheduling import LengthPredictorCalls
+from farsight.actors.runtime.component import Component, ComponentContext
+from farsight.actors.runtime.host import ComponentHost
+from farsight.actors.runtime.names import LOG_STORE, by_host, initial_counts, length_predictor_name, wanted_components
+from farsight.actors.runtime.peer import Answering, LocalPeer, PeerBook, Site
+from farsight.actors.scheduling.scheduler import FEED_S
+from farsight.core.config.load import FarsightConfig
+from farsight.core.forecast import QUANTILES, Forecast, ForecastQuestions, Forecasts
+from farsight.services.api.backend import ModelInfo
+from farsight.services.ingress.engine_client import EngineClient
 
 _SERVING = ("Router", "Batcher", "Scheduler", "ModelWorker")
 """Kinds of components without which nothing is served."""

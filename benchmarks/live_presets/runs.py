@@ -13,10 +13,10 @@ import numpy as np
 from benchmarks.live_presets.live import run_live
 from benchmarks.live_presets.priority import before_others
 from benchmarks.live_presets.study import Setup, Study, System
-from core.errors import ConfigError
-from simulator.cluster.records import Record
-from simulator.summary import Sla
-from simulator.traffic.workload import SimRequest
+from farsight.core.errors import ConfigError
+from farsight.simulator.cluster.records import Record
+from farsight.simulator.summary import Sla
+from farsight.simulator.traffic.workload import SimRequest
 
 MAX_LAG_S = 0.004
 """Mean lag above which a run was disturbed by other work on the machine. At 2 ms mean JCTs were within 8 % of the

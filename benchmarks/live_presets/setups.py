@@ -10,22 +10,22 @@ import numpy as np
 
 from benchmarks.live_presets.live import Hardware
 from benchmarks.live_presets.study import System
-from core.config.scheduling import BatchConfig, SchedulerConfig
-from estimator.profile_file import A100_7B
+from farsight.core.config.scheduling import BatchConfig, SchedulerConfig
+from farsight.estimator.profile_file import A100_7B
+from farsight.policies.compose import build_scheduler
+from farsight.policies.settings import PolicySettings
+from farsight.simulator import predictors
+from farsight.simulator.cluster.latency import A100_7B as LATENCY
+from farsight.simulator.cluster.records import Record
+from farsight.simulator.experiment import Experiment
+from farsight.simulator.run import run as run_experiment
+from farsight.simulator.summary import Sla
+from farsight.simulator.traffic.arrivals import AllAtOnce
+from farsight.simulator.traffic.lengths import LengthPair, Uniform
+from farsight.simulator.traffic.workload import SimRequest
+from farsight.simulator.traffic.workloads import draw
 from lab.reproduce import combined
 from lab.reproduce.combined import HOST_TOKENS, CombinedCell, Policy
-from policies.compose import build_scheduler
-from policies.settings import PolicySettings
-from simulator import predictors
-from simulator.cluster.latency import A100_7B as LATENCY
-from simulator.cluster.records import Record
-from simulator.experiment import Experiment
-from simulator.run import run as run_experiment
-from simulator.summary import Sla
-from simulator.traffic.arrivals import AllAtOnce
-from simulator.traffic.lengths import LengthPair, Uniform
-from simulator.traffic.workload import SimRequest
-from simulator.traffic.workloads import draw
 
 FILLED_S = 30.0
 """In the paper Multi-Bin's batches wait until they are full; here for at most so many seconds."""

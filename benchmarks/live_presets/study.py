@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from simulator.cluster.records import Record
-from simulator.summary import Sla
-from simulator.traffic.workload import SimRequest
+from farsight.simulator.cluster.records import Record
+from farsight.simulator.summary import Sla
+from farsight.simulator.traffic.workload import SimRequest
 
 if TYPE_CHECKING:
     from benchmarks.live_presets.claims import Claim

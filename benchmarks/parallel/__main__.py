@@ -23,12 +23,12 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.make_model import PRESETS, random_model, train_tokenizer
 from benchmarks.parallel.emulated import BASE_S, ROW_S, emulate_stages, stage_s
-from core.config.engine import EngineConfig
-from core.processors import usable_processors
-from core.request import SamplingParams
-from engine import Engine
-from engine.parallel.links import RANK_MODULE, LocalRanks
-from engine.parallel.mesh import Mesh
+from farsight.core.config.engine import EngineConfig
+from farsight.core.processors import usable_processors
+from farsight.core.request import SamplingParams
+from farsight.engine import Engine
+from farsight.engine.parallel.links import RANK_MODULE, LocalRanks
+from farsight.engine.parallel.mesh import Mesh
 
 PROMPT_LEN = 4
 NUM_TOKENS = 16

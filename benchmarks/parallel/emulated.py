@@ -10,10 +10,10 @@ import time
 
 from torch import Tensor
 
-from engine.attention.attention import StepAttention, StepLayout
-from engine.kv_pool import KVPool
-from engine.models.layers import DecoderLayers
-from engine.parallel.__main__ import main
+from farsight.engine.attention.attention import StepAttention, StepLayout
+from farsight.engine.kv_pool import KVPool
+from farsight.engine.models.layers import DecoderLayers
+from farsight.engine.parallel.__main__ import main
 
 BASE_S = 0.03
 ROW_S = 0.003

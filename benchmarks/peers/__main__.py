@@ -24,10 +24,10 @@ from typing import Any
 
 from benchmarks.common.servers import RunningServer, ServerCommand, vocab_size
 from benchmarks.peers.commands import PEERS, Peer, PeerOptions, own_command, peer, versions
-from services.bench.compare import num_errors, run_bench
-from services.bench.options import BenchOptions
-from services.bench.report import write_json
-from services.bench.workloads import WORKLOADS
+from farsight.services.bench.compare import num_errors, run_bench
+from farsight.services.bench.options import BenchOptions
+from farsight.services.bench.report import write_json
+from farsight.services.bench.workloads import WORKLOADS
 
 PROGRAM = ("python", "-m", "benchmarks.peers")
 

@@ -22,7 +22,7 @@ from benchmarks.real_presets.cells import WORKLOADS, Bench, Run, System, missing
 from benchmarks.real_presets.part import measure_part
 from benchmarks.real_presets.simulated import Machine, simulate
 from benchmarks.real_presets.table import plot, table
-from services.commands.simulate import hardware
+from farsight.services.commands.simulate import hardware
 
 RUNS_ARE_MISSING = 3
 """Exit status of a part that ended before the whole."""

@@ -13,14 +13,14 @@ from typing import Any
 
 from benchmarks.common.servers import RunningServer, ServerCommand, farsight_command, vocab_size
 from benchmarks.peers.commands import PeerOptions, vllm_command
-from core.errors import ConfigError
-from services.bench.datasets import open_lines, parse_texts
-from services.bench.load import Connection, measure
-from services.bench.report import provenance
-from services.bench.requests import BenchRequest
-from services.bench.statistics import Metrics, error_kinds, run_metrics
-from services.bench.targets import BenchTarget, BodyForm, make_call
-from services.bench.workloads import drawn_arrivals, make_workload
+from farsight.core.errors import ConfigError
+from farsight.services.bench.datasets import open_lines, parse_texts
+from farsight.services.bench.load import Connection, measure
+from farsight.services.bench.report import provenance
+from farsight.services.bench.requests import BenchRequest
+from farsight.services.bench.statistics import Metrics, error_kinds, run_metrics
+from farsight.services.bench.targets import BenchTarget, BodyForm, make_call
+from farsight.services.bench.workloads import drawn_arrivals, make_workload
 
 VLLM = "vllm"
 WORKLOADS = ("hol", "texts")

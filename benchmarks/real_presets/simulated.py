@@ -18,15 +18,15 @@ from benchmarks.real_presets.cells import (
     known_capacity,
     run_arrivals,
 )
-from core.config.scheduling import SchedulerConfig
-from policies.compose import build_router, configured_replica
-from services.bench.requests import BenchRequest
-from services.bench.statistics import Metrics, distribution
-from simulator.cluster.fleet import Fleet, FleetShape
-from simulator.cluster.latency import LinearLatency, Roofline
-from simulator.cluster.records import Record
-from simulator.cluster.replica import ReplicaShape
-from simulator.traffic.workload import SimRequest
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.policies.compose import build_router, configured_replica
+from farsight.services.bench.requests import BenchRequest
+from farsight.services.bench.statistics import Metrics, distribution
+from farsight.simulator.cluster.fleet import Fleet, FleetShape
+from farsight.simulator.cluster.latency import LinearLatency, Roofline
+from farsight.simulator.cluster.records import Record
+from farsight.simulator.cluster.replica import ReplicaShape
+from farsight.simulator.traffic.workload import SimRequest
 
 BLOCK_TOKENS = 16
 CHUNK = 2048

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.bench.report import markdown_table
-from simulator.compare import paired_ratio
+from farsight.services.bench.report import markdown_table
+from farsight.simulator.compare import paired_ratio
 
 Runs = Mapping[int, Mapping[str, float]]
 """Metrics by seed."""

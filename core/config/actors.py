@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from core.errors import require
+from farsight.core.errors import require
 
 PLACEMENTS = ("auto", "together", "fused", "split", "packed")
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from core.errors import ConfigError, InvalidValueError, require
+from farsight.core.errors import ConfigError, InvalidValueError, require
 
 TOOL_FORMATS = (
     *("auto", "hermes", "llama3", "mistral", "mistral-args", "granite", "deepseek-v3", "deepseek-v3.1", "harmony"),

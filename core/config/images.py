@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from core.config.server import listed
-from core.errors import require
+from farsight.core.config.server import listed
+from farsight.core.errors import require
 
 DEVICES = ("cpu", "cuda")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.errors import require
+from farsight.core.errors import require
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from core.config.actors import ActorsConfig, ReplicaConfig
-from core.config.engine import EMULATED, EngineConfig, ModelConfig
-from core.config.images import ImagesConfig
-from core.config.learning import LogConfig, PredictorConfig
-from core.config.scheduling import BatchConfig, PlacementConfig, SchedulerConfig
-from core.config.server import AccessConfig, FilesConfig, ServerConfig, TracesConfig
-from core.errors import ConfigError, require
+from farsight.core.config.actors import ActorsConfig, ReplicaConfig
+from farsight.core.config.engine import EMULATED, EngineConfig, ModelConfig
+from farsight.core.config.images import ImagesConfig
+from farsight.core.config.learning import LogConfig, PredictorConfig
+from farsight.core.config.scheduling import BatchConfig, PlacementConfig, SchedulerConfig
+from farsight.core.config.server import AccessConfig, FilesConfig, ServerConfig, TracesConfig
+from farsight.core.errors import ConfigError, require
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from core.config.load import FarsightConfig, load_config
-from core.errors import ConfigError
+from farsight.core.config.load import FarsightConfig, load_config
+from farsight.core.errors import ConfigError
 
 AT_ONCE = "server"
 """Section whose rolling settings the ingress replicas take over as they run; no process starts again for them."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from core.config.engine import EXECUTIONS
-from core.errors import require
+from farsight.core.config.engine import EXECUTIONS
+from farsight.core.errors import require
 
 DEFAULT_PRESET = "fcfs"
 """What a server does that is told nothing."""
@@ -67,7 +67,7 @@ class SchedulerConfig:
         offload_deadline_ms: Milliseconds that the Scheduler waits for the KVOffloadManager to say whose KV moves; then
             it decides by the same rule alone, and waits again once the manager answers in time. 0 never asks.
         event_log: Directory in which every Scheduler, and in batch mode the Batcher, records the events and
-            instructions of its state machine; ``python -m services.commands.conformance`` replays them. Empty
+            instructions of its state machine; ``python -m farsight.services.commands.conformance`` replays them. Empty
             records nothing.
     """
 

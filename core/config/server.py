@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from core.errors import require
+from farsight.core.errors import require
 
 PROXIES = ("auto", "serve", "haproxy")
 LOG_FORMATS = ("text", "json")

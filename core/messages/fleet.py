@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.messages.plans import FinishedSequence, KVCacheEvent, StartedRequest, WorkerReady
-from core.messages.requests import Key, Refusal
-from core.messages.step_times import ReplicaStepProfile
+from farsight.core.messages.plans import FinishedSequence, KVCacheEvent, StartedRequest, WorkerReady
+from farsight.core.messages.requests import Key, Refusal
+from farsight.core.messages.step_times import ReplicaStepProfile
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from core.costs import StepCost
-from core.errors import InvalidValueError
-from core.forecast import QUANTILES
+from farsight.core.costs import StepCost
+from farsight.core.errors import InvalidValueError
+from farsight.core.forecast import QUANTILES
 
 MAX_FEATURE_BYTES = 64 * 1024
 """Most bytes of one forecast's features in the log."""

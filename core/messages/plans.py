@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.messages.kv import NO_TRAFFIC, KVTraffic
-from core.messages.step_times import StepSample
-from core.request import Request, Residency, SequenceStatus
+from farsight.core.messages.kv import NO_TRAFFIC, KVTraffic
+from farsight.core.messages.step_times import StepSample
+from farsight.core.request import Request, Residency, SequenceStatus
 
 
 @dataclass(frozen=True, slots=True)

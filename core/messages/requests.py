@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from core.costs import StepCost
-from core.request import Request
+from farsight.core.costs import StepCost
+from farsight.core.request import Request
 
 Key = tuple[str, int]
 """(request id, attempt)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.messages.tokens import TokenDelta
+from farsight.core.messages.tokens import TokenDelta
 
 END = -1
 """``StreamEntry.index`` of the last entry of a stream."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.messages.status import ComponentStatus
+from farsight.core.messages.status import ComponentStatus
 
 
 @dataclass(frozen=True, slots=True)

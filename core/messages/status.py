@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from core.messages.kv import KVUsage
-from core.messages.log import ArtefactInfo
+from farsight.core.messages.kv import KVUsage
+from farsight.core.messages.log import ArtefactInfo
 
 
 @dataclass(frozen=True, slots=True)

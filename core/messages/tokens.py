@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from core.request import Fault
+from farsight.core.request import Fault
 
 TokenLogprobs = tuple[tuple[int, ...], tuple[float, ...]]
 """Ids and their log probabilities: the token itself, then the likeliest ones, best first."""

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from core.messages.series import (
+from farsight.core.messages.series import (
     Activity,
     ComponentsQuery,
     ComponentsReply,
@@ -22,8 +22,8 @@ from core.messages.series import (
     TableReply,
     TableRow,
 )
-from core.messages.status import ComponentStatus
-from core.series.service import MINUTE_S, MINUTES, SECONDS, Ring
+from farsight.core.messages.status import ComponentStatus
+from farsight.core.series.service import MINUTE_S, MINUTES, SECONDS, Ring
 
 Values = Mapping[str, float]
 """By column; a column that is not in it has no value then."""

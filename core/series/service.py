@@ -13,10 +13,10 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from core.messages.live import ForecastTally
-from core.messages.series import SeriesColumn, SeriesQuery, SeriesReply, TrafficCounts
-from core.messages.tenants import TenantUsage
-from core.series.tally import add_counts, more_since, percentile_s
+from farsight.core.messages.live import ForecastTally
+from farsight.core.messages.series import SeriesColumn, SeriesQuery, SeriesReply, TrafficCounts
+from farsight.core.messages.tenants import TenantUsage
+from farsight.core.series.tally import add_counts, more_since, percentile_s
 
 SECONDS = 900
 MINUTES = 1440

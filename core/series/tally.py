@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from core.messages.series import TrafficCounts
+from farsight.core.messages.series import TrafficCounts
 
 SHORTEST_S = 1e-4
 PER_OCTAVE = 4

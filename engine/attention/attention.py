@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.checkpoint.model_config import DecoderConfig
-from engine.kv_pool import KVPool
+from farsight.engine.checkpoint.model_config import DecoderConfig
+from farsight.engine.kv_pool import KVPool
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.errors import IntegrityError
-from engine.attention.attention import DecodePart, GivenTensors, PrefillPart, StepLayout
-from engine.sequence import Sequence
-from engine.vision.spans import GivenRows, joined
-from kvcache import StepBatch, StepItem
+from farsight.core.errors import IntegrityError
+from farsight.engine.attention.attention import DecodePart, GivenTensors, PrefillPart, StepLayout
+from farsight.engine.sequence import Sequence
+from farsight.engine.vision.spans import GivenRows, joined
+from farsight.kvcache import StepBatch, StepItem
 
 _NARROWEST = 8
 _WIDER = 4

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from engine.attention.attention import (
+from farsight.engine.attention.attention import (
     PLAIN_SCORES,
     DecodePart,
     PrefillPart,
@@ -19,8 +19,8 @@ from engine.attention.attention import (
     StepLayout,
     attend,
 )
-from engine.checkpoint.model_config import DecoderConfig
-from engine.kv_pool import KVPool
+from farsight.engine.checkpoint.model_config import DecoderConfig
+from farsight.engine.kv_pool import KVPool
 
 Masks = dict[int | None, Tensor | None]
 """The mask that is added to the scores, by sliding window; no mask where plain causality suffices."""

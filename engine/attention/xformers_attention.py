@@ -21,7 +21,7 @@ from xformers.ops import fmha
 from xformers.ops.fmha import attn_bias, flash, flash3, triton_splitk
 from xformers.ops.fmha.dispatch import fa3_available
 
-from engine.attention.attention import (
+from farsight.engine.attention.attention import (
     PLAIN_SCORES,
     DecodePart,
     PrefillPart,
@@ -30,9 +30,9 @@ from engine.attention.attention import (
     StepAttention,
     StepLayout,
 )
-from engine.attention.layout import StepSizes
-from engine.checkpoint.model_config import DecoderConfig
-from engine.kv_pool import KVPool
+from farsight.engine.attention.layout import StepSizes
+from farsight.engine.checkpoint.model_config import DecoderConfig
+from farsight.engine.kv_pool import KVPool
 
 Operator = type[Any]
 """A kernel of ``xformers.ops.fmha``."""

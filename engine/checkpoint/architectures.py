@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from engine.checkpoint.families.deepseek import DEEPSEEK
-from engine.checkpoint.families.gemma import GEMMA_LIKE
-from engine.checkpoint.families.gpt import GPT_LIKE
-from engine.checkpoint.families.llama import LLAMA_LIKE
-from engine.checkpoint.families.mixtures import MIXTURES
-from engine.checkpoint.families.record import Architecture as Architecture
-from engine.checkpoint.families.record import Windows as Windows
-from engine.checkpoint.families.remote import REMOTE
+from farsight.engine.checkpoint.families.deepseek import DEEPSEEK
+from farsight.engine.checkpoint.families.gemma import GEMMA_LIKE
+from farsight.engine.checkpoint.families.gpt import GPT_LIKE
+from farsight.engine.checkpoint.families.llama import LLAMA_LIKE
+from farsight.engine.checkpoint.families.mixtures import MIXTURES
+from farsight.engine.checkpoint.families.record import Architecture as Architecture
+from farsight.engine.checkpoint.families.record import Windows as Windows
+from farsight.engine.checkpoint.families.remote import REMOTE
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     **LLAMA_LIKE,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from engine.checkpoint.config_fields import CheckpointError, Shape
-from engine.checkpoint.gguf_model import gguf_tensors
-from engine.checkpoint.model_config import DecoderConfig
-from engine.checkpoint.names import check_complete, known_name, tensor_shapes
-from engine.checkpoint.quantization import StoredMatrix, stored_matrices
-from engine.checkpoint.stored import FLOATS, StoredTensor, stored_tensors
-from tokenization.gguf_file import GGUFFile, GGUFTensor, is_gguf, read_gguf
+from farsight.engine.checkpoint.config_fields import CheckpointError, Shape
+from farsight.engine.checkpoint.gguf_model import gguf_tensors
+from farsight.engine.checkpoint.model_config import DecoderConfig
+from farsight.engine.checkpoint.names import check_complete, known_name, tensor_shapes
+from farsight.engine.checkpoint.quantization import StoredMatrix, stored_matrices
+from farsight.engine.checkpoint.stored import FLOATS, StoredTensor, stored_tensors
+from farsight.tokenization.gguf_file import GGUFFile, GGUFTensor, is_gguf, read_gguf
 
 _LONGEST_BIAS = 1 << 22
 """Bytes of a bias that are read to see whether it is zero."""

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from core.errors import InvalidValueError
-from tokenization.model_dir import model_file, read_json_file
+from farsight.core.errors import InvalidValueError
+from farsight.tokenization.model_dir import model_file, read_json_file
 
 Shape = tuple[int, ...]
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from core.abilities import Abilities
-from core.errors import ConfigError, InvalidValueError
-from engine.checkpoint.config_fields import CheckpointError, Fields, Shape, UnsupportedModelError, read_json
-from engine.checkpoint.families.encoder import ENCODERS, EncoderArchitecture
-from engine.checkpoint.families.record import ACTIVATIONS
-from engine.checkpoint.model_config import MAX_LAYERS, load_model_config
-from engine.checkpoint.stored import FLOATS, StoredTensor, stored_tensors
-from tokenization.gguf_file import is_gguf
-from tokenization.model_dir import model_file, read_json_file
+from farsight.core.abilities import Abilities
+from farsight.core.errors import ConfigError, InvalidValueError
+from farsight.engine.checkpoint.config_fields import CheckpointError, Fields, Shape, UnsupportedModelError, read_json
+from farsight.engine.checkpoint.families.encoder import ENCODERS, EncoderArchitecture
+from farsight.engine.checkpoint.families.record import ACTIVATIONS
+from farsight.engine.checkpoint.model_config import MAX_LAYERS, load_model_config
+from farsight.engine.checkpoint.stored import FLOATS, StoredTensor, stored_tensors
+from farsight.tokenization.gguf_file import is_gguf
+from farsight.tokenization.model_dir import model_file, read_json_file
 
 _POOLING_MODES: Mapping[str, str] = {
     "pooling_mode_cls_token": "cls",

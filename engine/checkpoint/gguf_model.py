@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from engine.checkpoint.config_fields import CheckpointError, UnsupportedModelError
-from tokenization.gguf_file import GGUFFile, GGUFTensor
-from tokenization.gguf_texts import gguf_end_ids
+from farsight.engine.checkpoint.config_fields import CheckpointError, UnsupportedModelError
+from farsight.tokenization.gguf_file import GGUFFile, GGUFTensor
+from farsight.tokenization.gguf_texts import gguf_end_ids
 
 ARCHITECTURE_NAMES: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",

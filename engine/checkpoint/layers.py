@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.checkpoint.families.record import Latent
-from engine.checkpoint.model_config import DecoderConfig
-from engine.checkpoint.quantized import JoinedLinear, QuantizedLinear
+from farsight.engine.checkpoint.families.record import Latent
+from farsight.engine.checkpoint.model_config import DecoderConfig
+from farsight.engine.checkpoint.quantized import JoinedLinear, QuantizedLinear
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,17 +14,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from core.errors import ConfigError, InvalidValueError
-from engine.checkpoint.architectures import ARCHITECTURES, Architecture, Windows
-from engine.checkpoint.config_fields import Fields, UnsupportedModelError, read_json
-from engine.checkpoint.families.record import ACTIVATIONS, Biases, Blocks, Experts, Latent, TensorNames, of_config
-from engine.checkpoint.families.vision import VISION, NestedText, seeing_name, text_part
-from engine.checkpoint.gguf_model import EXPERT_DOWN, EXPERT_UP, gguf_config, rope_factors
-from engine.checkpoint.quantization import Quantization, read_quantization
-from engine.checkpoint.rotary_config import FactorScaling, LongScaling, read_rotary
-from engine.checkpoint.rotary_config import RotaryConfig as RotaryConfig
-from tokenization.gguf_file import GGUFFile, is_gguf, read_gguf
-from tokenization.model_dir import model_file
+from farsight.core.errors import ConfigError, InvalidValueError
+from farsight.engine.checkpoint.architectures import ARCHITECTURES, Architecture, Windows
+from farsight.engine.checkpoint.config_fields import Fields, UnsupportedModelError, read_json
+from farsight.engine.checkpoint.families.record import (
+    ACTIVATIONS,
+    Biases,
+    Blocks,
+    Experts,
+    Latent,
+    TensorNames,
+    of_config,
+)
+from farsight.engine.checkpoint.families.vision import VISION, NestedText, seeing_name, text_part
+from farsight.engine.checkpoint.gguf_model import EXPERT_DOWN, EXPERT_UP, gguf_config, rope_factors
+from farsight.engine.checkpoint.quantization import Quantization, read_quantization
+from farsight.engine.checkpoint.rotary_config import FactorScaling, LongScaling, read_rotary
+from farsight.engine.checkpoint.rotary_config import RotaryConfig as RotaryConfig
+from farsight.tokenization.gguf_file import GGUFFile, is_gguf, read_gguf
+from farsight.tokenization.model_dir import model_file
 
 if TYPE_CHECKING:  # reading a configuration must not cost a process the whole of torch
     import torch

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterator, Sequence, Set, Sized
 
-from engine.checkpoint.config_fields import CheckpointError, Shape
-from engine.checkpoint.families.record import Experts, Latent
-from engine.checkpoint.model_config import DecoderConfig
+from farsight.engine.checkpoint.config_fields import CheckpointError, Shape
+from farsight.engine.checkpoint.families.record import Experts, Latent
+from farsight.engine.checkpoint.model_config import DecoderConfig
 
 CORRECTION = "e_score_correction_bias"
 """What is added to the scores of experts, behind the router's name."""

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from engine.checkpoint.config_fields import CheckpointError, Shape, UnsupportedModelError
-from engine.checkpoint.stored import FLOATS, StoredTensor
+from farsight.engine.checkpoint.config_fields import CheckpointError, Shape, UnsupportedModelError
+from farsight.engine.checkpoint.stored import FLOATS, StoredTensor
 
 Method = Literal["gptq", "awq", "packed", "int8", "fp8", "mxfp4"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from core.errors import InvalidValueError
+from farsight.core.errors import InvalidValueError
 
 NIBBLE_CENTER = 8
 """The 4-bit value that stands for 0 where there are no minima."""

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from engine.checkpoint.config_fields import CheckpointError
-from engine.checkpoint.quantization import MX_GROUP, Quantization
-from engine.checkpoint.quantized import QuantizedLinear, gather_records, pack_nibbles
+from farsight.engine.checkpoint.config_fields import CheckpointError
+from farsight.engine.checkpoint.quantization import MX_GROUP, Quantization
+from farsight.engine.checkpoint.quantized import QuantizedLinear, gather_records, pack_nibbles
 
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 """Where each of eight neighbours stands in an int32 of AWQ."""

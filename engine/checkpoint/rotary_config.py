@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.checkpoint.config_fields import Fields, UnsupportedModelError
+from farsight.engine.checkpoint.config_fields import Fields, UnsupportedModelError
 
 _COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _FIELDS = {

@@ -18,14 +18,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.checkpoint.check import gguf_checkpoint, safetensors_checkpoint
-from engine.checkpoint.config_fields import CheckpointError
-from engine.checkpoint.gguf_model import turned_heads
-from engine.checkpoint.model_config import DecoderConfig
-from engine.checkpoint.quantization import StoredMatrix
-from engine.checkpoint.quantized import QuantizedLinear, gather_records
-from engine.checkpoint.repacking import float_rows, gguf_record, has_record, record_rows, repacked
-from tokenization.gguf_file import GGUFTensor, is_gguf, read_gguf
+from farsight.engine.checkpoint.check import gguf_checkpoint, safetensors_checkpoint
+from farsight.engine.checkpoint.config_fields import CheckpointError
+from farsight.engine.checkpoint.gguf_model import turned_heads
+from farsight.engine.checkpoint.model_config import DecoderConfig
+from farsight.engine.checkpoint.quantization import StoredMatrix
+from farsight.engine.checkpoint.quantized import QuantizedLinear, gather_records
+from farsight.engine.checkpoint.repacking import float_rows, gguf_record, has_record, record_rows, repacked
+from farsight.tokenization.gguf_file import GGUFTensor, is_gguf, read_gguf
 
 SMALL = 1 << 22
 """Values up to which one thread computes alone."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.config_fields import CheckpointError, Shape
-from tokenization.model_dir import model_file, read_json_file
+from farsight.engine.checkpoint.config_fields import CheckpointError, Shape
+from farsight.tokenization.model_dir import model_file, read_json_file
 
 MAX_HEADER = 1 << 25
 """Longest header of a safetensors file, in bytes; the longest real ones have some 6 MB."""

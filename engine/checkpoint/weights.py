@@ -9,21 +9,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from core.errors import InvalidValueError
-from engine.checkpoint.config_fields import CheckpointError as CheckpointError
-from engine.checkpoint.families.record import Experts, Latent
-from engine.checkpoint.layers import ExpertWeights as ExpertWeights
-from engine.checkpoint.layers import LatentWeights as LatentWeights
-from engine.checkpoint.layers import LayerWeights as LayerWeights
-from engine.checkpoint.layers import Linear as Linear
-from engine.checkpoint.layers import Matrix as Matrix
-from engine.checkpoint.layers import ModelWeights as ModelWeights
-from engine.checkpoint.layers import Norm as Norm
-from engine.checkpoint.layers import latent_orders, qkv_order, turned_order
-from engine.checkpoint.model_config import DecoderConfig
-from engine.checkpoint.names import CORRECTION, head_norm_sizes, latent_sizes, num_parameters
-from engine.checkpoint.quantized import QuantizedLinear, join_records
-from engine.checkpoint.sources import TensorSource, open_checkpoint, threads_for
+from farsight.core.errors import InvalidValueError
+from farsight.engine.checkpoint.config_fields import CheckpointError as CheckpointError
+from farsight.engine.checkpoint.families.record import Experts, Latent
+from farsight.engine.checkpoint.layers import ExpertWeights as ExpertWeights
+from farsight.engine.checkpoint.layers import LatentWeights as LatentWeights
+from farsight.engine.checkpoint.layers import LayerWeights as LayerWeights
+from farsight.engine.checkpoint.layers import Linear as Linear
+from farsight.engine.checkpoint.layers import Matrix as Matrix
+from farsight.engine.checkpoint.layers import ModelWeights as ModelWeights
+from farsight.engine.checkpoint.layers import Norm as Norm
+from farsight.engine.checkpoint.layers import latent_orders, qkv_order, turned_order
+from farsight.engine.checkpoint.model_config import DecoderConfig
+from farsight.engine.checkpoint.names import CORRECTION, head_norm_sizes, latent_sizes, num_parameters
+from farsight.engine.checkpoint.quantized import QuantizedLinear, join_records
+from farsight.engine.checkpoint.sources import TensorSource, open_checkpoint, threads_for
 
 Progress = Callable[[float], object]
 """Takes a share, from 0 to 1."""

@@ -9,10 +9,10 @@ from typing import Protocol
 
 import torch
 
-from core.request import Residency
-from engine.kv_pool import KVPool
-from engine.runner import Copies
-from kvcache import KVCopy
+from farsight.core.request import Residency
+from farsight.engine.kv_pool import KVPool
+from farsight.engine.runner import Copies
+from farsight.kvcache import KVCopy
 
 STAGING_BYTES = 64 * 2**20
 """Most bytes of the device's staging buffer for copies; it holds at least one block."""

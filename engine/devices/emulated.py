@@ -18,19 +18,19 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from core.config.engine import EngineConfig
-from core.costs import ImageCost, StepCost
-from core.errors import ConfigError, InvalidValueError
-from core.messages.tokens import TokenLogprobs
-from core.request import Fault, Request, Residency
-from engine.checkpoint.model_config import DecoderConfig, load_model_config
-from engine.runner import Copies, Device, num_host_pool_blocks, num_pool_blocks
-from engine.sequence import Detokenizer, Sequence
-from engine.step_results import ItemLogprobs, IterationCutOff, LoggedTokens, NoToken, StepFault
-from engine.vision.geometry import ImageGeometry, PreparedImage, load_geometry
-from estimator.profile_file import DeviceProfile, find_device_profile
-from kvcache import KVCopy, StepBatch, StepItem
-from kvcache.step_batch import step_work
+from farsight.core.config.engine import EngineConfig
+from farsight.core.costs import ImageCost, StepCost
+from farsight.core.errors import ConfigError, InvalidValueError
+from farsight.core.messages.tokens import TokenLogprobs
+from farsight.core.request import Fault, Request, Residency
+from farsight.engine.checkpoint.model_config import DecoderConfig, load_model_config
+from farsight.engine.runner import Copies, Device, num_host_pool_blocks, num_pool_blocks
+from farsight.engine.sequence import Detokenizer, Sequence
+from farsight.engine.step_results import ItemLogprobs, IterationCutOff, LoggedTokens, NoToken, StepFault
+from farsight.engine.vision.geometry import ImageGeometry, PreparedImage, load_geometry
+from farsight.estimator.profile_file import DeviceProfile, find_device_profile
+from farsight.kvcache import KVCopy, StepBatch, StepItem
+from farsight.kvcache.step_batch import step_work
 
 LEAST_SHARE = 0.5
 """Least share of its time that a step takes, however late the host is."""

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import torch
 
-from core.config.engine import EngineConfig
-from core.errors import ConfigError
-from core.processors import compute_threads
-from core.request import Fault
-from engine.checkpoint.encoder_config import EncoderConfig, resolve_encoder_len
-from engine.checkpoint.weights import dtype_of_name
-from engine.models.encoder import EncoderModel, EncoderText
-from engine.runner import Device
-from engine.sequence import Sequence
-from engine.step_results import LoggedTokens, NoToken, PooledRows, StepFault
-from kvcache import StepBatch
+from farsight.core.config.engine import EngineConfig
+from farsight.core.errors import ConfigError
+from farsight.core.processors import compute_threads
+from farsight.core.request import Fault
+from farsight.engine.checkpoint.encoder_config import EncoderConfig, resolve_encoder_len
+from farsight.engine.checkpoint.weights import dtype_of_name
+from farsight.engine.models.encoder import EncoderModel, EncoderText
+from farsight.engine.runner import Device
+from farsight.engine.sequence import Sequence
+from farsight.engine.step_results import LoggedTokens, NoToken, PooledRows, StepFault
+from farsight.kvcache import StepBatch
 
 _NO_TOKEN_ID = 0
 """Stands for the token of a request that generates nothing: for the books alone."""

@@ -7,21 +7,21 @@ from pathlib import Path
 
 import torch
 
-from core.config.engine import EngineConfig
-from core.errors import ConfigError
-from core.processors import compute_threads
-from engine import cuda
-from engine.attention.layout import StepSizes
-from engine.checkpoint.model_config import DecoderConfig, resolve_max_model_len
-from engine.checkpoint.weights import ModelWeights, Progress, load_weights, parse_dtype
-from engine.devices.copiers import HostBlocks, KVCopier, StreamCopier
-from engine.kv_pool import KVPool, pool_dtype
-from engine.models.quantize import quantize_weights
-from engine.native.model import NativeBackend
-from engine.runner import Device, available_bytes, largest_step, num_host_pool_blocks, num_pool_blocks
-from engine.steps.backends import GraphBackend, TorchBackend, gpu_attention
-from engine.steps.careful_steps import CarefulSteps
-from engine.steps.model_runner import ModelRunner
+from farsight.core.config.engine import EngineConfig
+from farsight.core.errors import ConfigError
+from farsight.core.processors import compute_threads
+from farsight.engine import cuda
+from farsight.engine.attention.layout import StepSizes
+from farsight.engine.checkpoint.model_config import DecoderConfig, resolve_max_model_len
+from farsight.engine.checkpoint.weights import ModelWeights, Progress, load_weights, parse_dtype
+from farsight.engine.devices.copiers import HostBlocks, KVCopier, StreamCopier
+from farsight.engine.kv_pool import KVPool, pool_dtype
+from farsight.engine.models.quantize import quantize_weights
+from farsight.engine.native.model import NativeBackend
+from farsight.engine.runner import Device, available_bytes, largest_step, num_host_pool_blocks, num_pool_blocks
+from farsight.engine.steps.backends import GraphBackend, TorchBackend, gpu_attention
+from farsight.engine.steps.careful_steps import CarefulSteps
+from farsight.engine.steps.model_runner import ModelRunner
 
 AUTO_SHARE = 0.2
 """Share of the machine's available memory that ``auto`` takes at most: for the KV pool, and again for the host pool."""

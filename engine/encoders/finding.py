@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from core.errors import InvalidValueError
-from engine.checkpoint.model_config import HUB_ID, MODEL_FILES
-from predictor.encoders import AUTO, LABSE, MINILM
+from farsight.core.errors import InvalidValueError
+from farsight.engine.checkpoint.model_config import HUB_ID, MODEL_FILES
+from farsight.predictor.encoders import AUTO, LABSE, MINILM
 
 EXPECTED = (
     "the directory of an encoder (BertModel, RobertaModel, XLMRobertaModel), a hub id that is reachable, or "

@@ -14,19 +14,19 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor
 
-from core.errors import InvalidValueError
-from core.forecast import Example
-from core.processors import usable_processors
-from engine.checkpoint.encoder_config import EncoderConfig
-from engine.encoders.regressor import LengthRegressor, files_of, read_pairs
-from engine.encoders.starts import begin_with_nothing, begin_with_weights
-from engine.encoders.text_encoder import encoder_config, text_tokenizer, torch_device
-from engine.models.encoder import EncoderModel, EncoderText
-from predictor.artefact import TrainedModel
-from predictor.features import Floats
-from predictor.linear import NUM_BINS, BinnedLinear, fit_linear
-from predictor.models import BERT, FULL, pack
-from predictor.training import complete_ones
+from farsight.core.errors import InvalidValueError
+from farsight.core.forecast import Example
+from farsight.core.processors import usable_processors
+from farsight.engine.checkpoint.encoder_config import EncoderConfig
+from farsight.engine.encoders.regressor import LengthRegressor, files_of, read_pairs
+from farsight.engine.encoders.starts import begin_with_nothing, begin_with_weights
+from farsight.engine.encoders.text_encoder import encoder_config, text_tokenizer, torch_device
+from farsight.engine.models.encoder import EncoderModel, EncoderText
+from farsight.predictor.artefact import TrainedModel
+from farsight.predictor.features import Floats
+from farsight.predictor.linear import NUM_BINS, BinnedLinear, fit_linear
+from farsight.predictor.models import BERT, FULL, pack
+from farsight.predictor.training import complete_ones
 
 Progress = Callable[[int], None]
 """Called with the number of examples read so far, over all epochs."""

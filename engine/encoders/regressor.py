@@ -18,17 +18,17 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from core.errors import InvalidValueError
-from core.forecast import ForecastQuestion
-from core.processors import usable_processors
-from engine.encoders.finding import encoder_dir, settled_name
-from engine.encoders.text_encoder import TextEncoder, encoder_config, text_tokenizer, torch_device
-from engine.models.encoder import EncoderModel, EncoderText
-from predictor.artefact import ArtefactError, TrainedModel
-from predictor.encoders import Encoder, Scorer, check_probe
-from predictor.features import Floats
-from predictor.models import BERT
-from predictor.text_predictor import encoder_of
+from farsight.core.errors import InvalidValueError
+from farsight.core.forecast import ForecastQuestion
+from farsight.core.processors import usable_processors
+from farsight.engine.encoders.finding import encoder_dir, settled_name
+from farsight.engine.encoders.text_encoder import TextEncoder, encoder_config, text_tokenizer, torch_device
+from farsight.engine.models.encoder import EncoderModel, EncoderText
+from farsight.predictor.artefact import ArtefactError, TrainedModel
+from farsight.predictor.encoders import Encoder, Scorer, check_probe
+from farsight.predictor.features import Floats
+from farsight.predictor.models import BERT
+from farsight.predictor.text_predictor import encoder_of
 
 FILES = ("config.json", "tokenizer.json", "model.safetensors")
 """Files of the encoder; each is an array ``encoder.FILE`` of bytes."""

@@ -12,13 +12,13 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
 
-from core.errors import InvalidValueError
-from core.forecast import ForecastQuestion
-from engine.checkpoint.config_fields import read_json
-from engine.checkpoint.encoder_config import encoder_shapes
-from engine.encoders.text_encoder import encoder_config
-from engine.models.encoder import EncoderModel
-from tokenization.loading import load_tokenizer
+from farsight.core.errors import InvalidValueError
+from farsight.core.forecast import ForecastQuestion
+from farsight.engine.checkpoint.config_fields import read_json
+from farsight.engine.checkpoint.encoder_config import encoder_shapes
+from farsight.engine.encoders.text_encoder import encoder_config
+from farsight.engine.models.encoder import EncoderModel
+from farsight.tokenization.loading import load_tokenizer
 
 _WITH_A_LAYER = {
     "BertModel": "BertForSequenceClassification",

@@ -10,15 +10,15 @@ import torch
 from tokenizers import Tokenizer
 from torch.nn import functional as F
 
-from core.errors import InvalidValueError
-from core.processors import usable_processors
-from engine.checkpoint.config_fields import Fields, read_json
-from engine.checkpoint.encoder_config import EncoderConfig, load_encoder_config
-from engine.encoders.finding import EXPECTED, encoder_dir, settled_name
-from engine.models.encoder import EncoderModel, EncoderText
-from predictor.encoders import LABSE
-from predictor.features import Floats
-from tokenization.loading import load_tokenizer
+from farsight.core.errors import InvalidValueError
+from farsight.core.processors import usable_processors
+from farsight.engine.checkpoint.config_fields import Fields, read_json
+from farsight.engine.checkpoint.encoder_config import EncoderConfig, load_encoder_config
+from farsight.engine.encoders.finding import EXPECTED, encoder_dir, settled_name
+from farsight.engine.models.encoder import EncoderModel, EncoderText
+from farsight.predictor.encoders import LABSE
+from farsight.predictor.features import Floats
+from farsight.tokenization.loading import load_tokenizer
 
 
 class TextEncoder:

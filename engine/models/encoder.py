@@ -15,9 +15,9 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.checkpoint.encoder_config import EncoderConfig, check_encoder, dense_tensors
-from engine.checkpoint.stored import StoredTensor
-from engine.models.layers import ACTIVATION_FUNCTIONS
+from farsight.engine.checkpoint.encoder_config import EncoderConfig, check_encoder, dense_tensors
+from farsight.engine.checkpoint.stored import StoredTensor
+from farsight.engine.models.layers import ACTIVATION_FUNCTIONS
 
 _AFTER_POOLING: Mapping[str, Callable[[Tensor], Tensor]] = {
     "Tanh": torch.tanh,

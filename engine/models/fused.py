@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.attention.attention import StepAttention, StepLayout
-from engine.checkpoint.model_config import DecoderConfig
-from engine.kv_pool import KVPool
-from engine.models.layers import DecoderLayers, linear
+from farsight.engine.attention.attention import StepAttention, StepLayout
+from farsight.engine.checkpoint.model_config import DecoderConfig
+from farsight.engine.kv_pool import KVPool
+from farsight.engine.models.layers import DecoderLayers, linear
 
 _GATED_BLOCK = 1024
 """Columns that a program of ``gated`` computes."""

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.attention.attention import StepAttention, StepLayout
-from engine.checkpoint.families.record import Experts, Latent
-from engine.checkpoint.model_config import DecoderConfig
-from engine.checkpoint.rotary_config import RotaryConfig
-from engine.checkpoint.weights import ExpertWeights, LatentWeights, LayerWeights, Matrix, Norm
-from engine.kv_pool import KVPool
-from engine.models.rotary import rotary_tables
-from engine.step_results import IterationCutOff
+from farsight.engine.attention.attention import StepAttention, StepLayout
+from farsight.engine.checkpoint.families.record import Experts, Latent
+from farsight.engine.checkpoint.model_config import DecoderConfig
+from farsight.engine.checkpoint.rotary_config import RotaryConfig
+from farsight.engine.checkpoint.weights import ExpertWeights, LatentWeights, LayerWeights, Matrix, Norm
+from farsight.engine.kv_pool import KVPool
+from farsight.engine.models.rotary import rotary_tables
+from farsight.engine.step_results import IterationCutOff
 
 
 def linear(rows: Tensor, layer: Matrix) -> Tensor:

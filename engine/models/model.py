@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.attention.attention import StepAttention, StepLayout
-from engine.checkpoint.model_config import DecoderConfig
-from engine.checkpoint.quantized import QuantizedLinear
-from engine.checkpoint.weights import LayerWeights, ModelWeights, Norm
-from engine.kv_pool import KVPool
-from engine.models.layers import DecoderLayers, normalised
+from farsight.engine.attention.attention import StepAttention, StepLayout
+from farsight.engine.checkpoint.model_config import DecoderConfig
+from farsight.engine.checkpoint.quantized import QuantizedLinear
+from farsight.engine.checkpoint.weights import LayerWeights, ModelWeights, Norm
+from farsight.engine.kv_pool import KVPool
+from farsight.engine.models.layers import DecoderLayers, normalised
 
 
 class DecoderModel:
@@ -114,7 +114,7 @@ def make_layers(
 ) -> DecoderLayers:
     """Layers of a whole model, in the fastest implementation for the device of ``like``; see ``DecoderLayers``."""
     if like.device.type == "cuda" and not compiled:
-        from engine.models.fused import (  # needs Triton, which torch brings where it has CUDA
+        from farsight.engine.models.fused import (  # needs Triton, which torch brings where it has CUDA
             FusedLayers,
             can_fuse,
         )

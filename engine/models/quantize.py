@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.checkpoint.quantized import NIBBLE_CENTER, JoinedLinear, QuantizedLinear, pack_nibbles
-from engine.checkpoint.sources import threads_for
-from engine.checkpoint.weights import ExpertWeights, LayerWeights, Linear, Matrix, ModelWeights
+from farsight.engine.checkpoint.quantized import NIBBLE_CENTER, JoinedLinear, QuantizedLinear, pack_nibbles
+from farsight.engine.checkpoint.sources import threads_for
+from farsight.engine.checkpoint.weights import ExpertWeights, LayerWeights, Linear, Matrix, ModelWeights
 
 logger = logging.getLogger(__name__)
 

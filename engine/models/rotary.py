@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from engine.checkpoint.rotary_config import (
+from farsight.engine.checkpoint.rotary_config import (
     DynamicScaling,
     FactorScaling,
     LinearScaling,

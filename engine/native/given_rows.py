@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from core.errors import IntegrityError
-from engine.checkpoint.rotary_config import RotaryConfig
-from engine.models.rotary import rotary_tables
-from engine.vision.spans import GivenRows
+from farsight.core.errors import IntegrityError
+from farsight.engine.checkpoint.rotary_config import RotaryConfig
+from farsight.engine.models.rotary import rotary_tables
+from farsight.engine.vision.spans import GivenRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import threading
 from functools import cache
 from pathlib import Path
 
-from core.errors import FarsightError
+from farsight.core.errors import FarsightError
 
 _HERE = Path(__file__).parent
 _SOURCE = _HERE / "step.cpp"
@@ -107,5 +107,5 @@ def _compile(compiler: str, built: Path) -> str | None:
     return None if result.returncode == 0 else result.stderr.strip().split("\n")[0] or "no message"
 
 
-if __name__ == "__main__":  # at install: python -m engine.native.library
+if __name__ == "__main__":  # at install: python -m farsight.engine.native.library
     load_library()

@@ -14,24 +14,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.errors import IntegrityError
-from engine.attention.attention import ScoreShape
-from engine.attention.layout import DecodeInputs, check_row_tokens, fill_rows, find_given_rows, find_sample_rows
-from engine.checkpoint.architectures import ARCHITECTURES
-from engine.checkpoint.model_config import DecoderConfig
-from engine.checkpoint.quantized import JoinedLinear, QuantizedLinear
-from engine.checkpoint.rotary_config import RotaryConfig
-from engine.checkpoint.weights import ExpertWeights, LayerWeights, Linear, Matrix, ModelWeights, Norm
-from engine.kv_pool import KVPool
-from engine.models.model import embedding_scale, last_hidden
-from engine.models.rotary import rotary_tables
-from engine.native.given_rows import GivenInputs, RowAngles
-from engine.native.library import load_library
-from engine.sampling.sampler import StepLogits
-from engine.sequence import Sequence
-from engine.step_results import IterationCutOff
-from engine.vision.spans import GivenRows
-from kvcache import StepBatch, StepItem
+from farsight.core.errors import IntegrityError
+from farsight.engine.attention.attention import ScoreShape
+from farsight.engine.attention.layout import (
+    DecodeInputs,
+    check_row_tokens,
+    fill_rows,
+    find_given_rows,
+    find_sample_rows,
+)
+from farsight.engine.checkpoint.architectures import ARCHITECTURES
+from farsight.engine.checkpoint.model_config import DecoderConfig
+from farsight.engine.checkpoint.quantized import JoinedLinear, QuantizedLinear
+from farsight.engine.checkpoint.rotary_config import RotaryConfig
+from farsight.engine.checkpoint.weights import ExpertWeights, LayerWeights, Linear, Matrix, ModelWeights, Norm
+from farsight.engine.kv_pool import KVPool
+from farsight.engine.models.model import embedding_scale, last_hidden
+from farsight.engine.models.rotary import rotary_tables
+from farsight.engine.native.given_rows import GivenInputs, RowAngles
+from farsight.engine.native.library import load_library
+from farsight.engine.sampling.sampler import StepLogits
+from farsight.engine.sequence import Sequence
+from farsight.engine.step_results import IterationCutOff
+from farsight.engine.vision.spans import GivenRows
+from farsight.kvcache import StepBatch, StepItem
 
 
 @dataclass(frozen=True, slots=True)

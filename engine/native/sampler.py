@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from core.messages.tokens import TokenLogprobs
-from core.request import SamplingParams
-from engine.native.library import load_library
-from engine.native.model import NativeModel
-from engine.sampling.logit_adjustments import TokenHistory, forbidden_ids
-from engine.sampling.sampler import Sampler
-from engine.sampling.token_masks import MaskedRows
+from farsight.core.messages.tokens import TokenLogprobs
+from farsight.core.request import SamplingParams
+from farsight.engine.native.library import load_library
+from farsight.engine.native.model import NativeModel
+from farsight.engine.sampling.logit_adjustments import TokenHistory, forbidden_ids
+from farsight.engine.sampling.sampler import Sampler
+from farsight.engine.sampling.token_masks import MaskedRows
 
 _LARGEST_TOP_K = 2**31 - 1
 _POINTERS = ("seen", "counts", "num_seen", "biased", "biases", "num_biased", "allowed", "num_allowed")

@@ -1,14 +1,14 @@
-"""One rank: ``python -m engine.parallel HOST PORT RANK PARENT``, the key on standard input."""
+"""One rank: ``python -m farsight.engine.parallel HOST PORT RANK PARENT``, the key on standard input."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-from core.children import end_with_parent
-from core.errors import FarsightError
-from engine.parallel.follower import follow
-from engine.parallel.links import Ticket, join
+from farsight.core.children import end_with_parent
+from farsight.core.errors import FarsightError
+from farsight.engine.parallel.follower import follow
+from farsight.engine.parallel.links import Ticket, join
 
 
 def main() -> None:

@@ -12,22 +12,30 @@ from pathlib import Path
 
 import torch
 
-from core.config.engine import EngineConfig
-from core.errors import RankLost
-from core.processors import compute_threads
-from engine.checkpoint.model_config import DecoderConfig, resolve_max_model_len
-from engine.checkpoint.weights import CheckpointError, parse_dtype
-from engine.devices.model_device import AUTO_SHARE
-from engine.parallel.driver import Lead, ParallelBackend, ParallelCopier, ParallelRunner, StepReports
-from engine.parallel.exchange import Exchange, RankGroup
-from engine.parallel.links import Link, Ranks
-from engine.parallel.mesh import Part, check_parallel
-from engine.parallel.shards import load_shard
-from engine.parallel.stage import check_gpu, free_bytes, make_pools, make_stage, recover_on
-from engine.parallel.wire import Finished, RankLoaded, RankMeasured, RankPools, RankSetup, pack_json, unpack_report
-from engine.runner import Device, available_bytes, num_host_pool_blocks, num_pool_blocks
-from engine.step_results import lost_on
-from engine.steps.careful_steps import CarefulSteps, Counts
+from farsight.core.config.engine import EngineConfig
+from farsight.core.errors import RankLost
+from farsight.core.processors import compute_threads
+from farsight.engine.checkpoint.model_config import DecoderConfig, resolve_max_model_len
+from farsight.engine.checkpoint.weights import CheckpointError, parse_dtype
+from farsight.engine.devices.model_device import AUTO_SHARE
+from farsight.engine.parallel.driver import Lead, ParallelBackend, ParallelCopier, ParallelRunner, StepReports
+from farsight.engine.parallel.exchange import Exchange, RankGroup
+from farsight.engine.parallel.links import Link, Ranks
+from farsight.engine.parallel.mesh import Part, check_parallel
+from farsight.engine.parallel.shards import load_shard
+from farsight.engine.parallel.stage import check_gpu, free_bytes, make_pools, make_stage, recover_on
+from farsight.engine.parallel.wire import (
+    Finished,
+    RankLoaded,
+    RankMeasured,
+    RankPools,
+    RankSetup,
+    pack_json,
+    unpack_report,
+)
+from farsight.engine.runner import Device, available_bytes, num_host_pool_blocks, num_pool_blocks
+from farsight.engine.step_results import lost_on
+from farsight.engine.steps.careful_steps import CarefulSteps, Counts
 
 GATHER_TIMEOUT_S = 120.0
 """Seconds for all processes of a replica to come up."""

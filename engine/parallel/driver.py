@@ -11,19 +11,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from core.errors import RankLost
-from engine.attention.layout import check_row_tokens, fill_rows, order_items
-from engine.checkpoint.model_config import DecoderConfig
-from engine.kv_pool import KVPool
-from engine.parallel.links import Link
-from engine.parallel.stage import Stage
-from engine.parallel.wire import Copied, Finished, StepOrder, pack_order
-from engine.runner import Copier
-from engine.sampling.sampler import StepLogits, find_prompt_rows
-from engine.sequence import Sequence
-from engine.steps.careful_steps import CarefulSteps, Counts
-from engine.steps.model_runner import ModelRunner
-from kvcache import KVCopy, StepBatch
+from farsight.core.errors import RankLost
+from farsight.engine.attention.layout import check_row_tokens, fill_rows, order_items
+from farsight.engine.checkpoint.model_config import DecoderConfig
+from farsight.engine.kv_pool import KVPool
+from farsight.engine.parallel.links import Link
+from farsight.engine.parallel.stage import Stage
+from farsight.engine.parallel.wire import Copied, Finished, StepOrder, pack_order
+from farsight.engine.runner import Copier
+from farsight.engine.sampling.sampler import StepLogits, find_prompt_rows
+from farsight.engine.sequence import Sequence
+from farsight.engine.steps.careful_steps import CarefulSteps, Counts
+from farsight.engine.steps.model_runner import ModelRunner
+from farsight.kvcache import KVCopy, StepBatch
 
 
 class StepReports:

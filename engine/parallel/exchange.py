@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented there; torch does not say so to mypy
 
-from core.config.engine import EngineConfig
-from core.errors import RankLost
-from engine.parallel.mesh import Mesh, Part
+from farsight.core.config.engine import EngineConfig
+from farsight.core.errors import RankLost
+from farsight.engine.parallel.mesh import Mesh, Part
 
 _TIMEOUT_S = 600.0
 """Timeout of an exchange between living ranks; rank 0 learns of a dead rank sooner."""

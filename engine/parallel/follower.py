@@ -11,14 +11,14 @@ from queue import SimpleQueue
 
 import torch
 
-from core.errors import FarsightError, RankLost, WorkerBroken
-from engine.checkpoint.model_config import load_model_config
-from engine.parallel.exchange import Exchange, RankGroup
-from engine.parallel.links import Link, Ticket
-from engine.parallel.mesh import Part
-from engine.parallel.shards import load_shard
-from engine.parallel.stage import Stage, check_gpu, free_bytes, make_pools, make_stage, recover_on
-from engine.parallel.wire import (
+from farsight.core.errors import FarsightError, RankLost, WorkerBroken
+from farsight.engine.checkpoint.model_config import load_model_config
+from farsight.engine.parallel.exchange import Exchange, RankGroup
+from farsight.engine.parallel.links import Link, Ticket
+from farsight.engine.parallel.mesh import Part
+from farsight.engine.parallel.shards import load_shard
+from farsight.engine.parallel.stage import Stage, check_gpu, free_bytes, make_pools, make_stage, recover_on
+from farsight.engine.parallel.wire import (
     Copied,
     RankLoaded,
     RankMeasured,
@@ -29,9 +29,9 @@ from engine.parallel.wire import (
     pack_report,
     unpack_order,
 )
-from engine.runner import Copier
-from engine.step_results import lost_on
-from kvcache import KVCopy
+from farsight.engine.runner import Copier
+from farsight.engine.step_results import lost_on
+from farsight.kvcache import KVCopy
 
 
 def follow(

@@ -20,8 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.errors import RankLost
-from engine.parallel.mesh import Mesh
+from farsight.core.errors import RankLost
+from farsight.engine.parallel.mesh import Mesh
 
 _LENGTH = struct.Struct("<Q")
 _HELLO = struct.Struct("<32sI")
@@ -167,7 +167,7 @@ logger = logging.getLogger(__name__)
 
 _END_TIMEOUT_S = 60.0
 
-RANK_MODULE = "engine.parallel"
+RANK_MODULE = "farsight.engine.parallel"
 """The module that a rank runs: ``python -m RANK_MODULE HOST PORT RANK PARENT``, the key on standard input."""
 
 
@@ -191,7 +191,7 @@ class LocalRanks:
 
     def _spawn(self, gathering: Gathering, rank: int) -> subprocess.Popen[bytes]:
         ticket = gathering.ticket
-        root = Path(__file__).resolve().parents[2]
+        root = Path(__file__).absolute().parents[3]
         command = [sys.executable, "-m", self._module, ticket.host, str(ticket.port), str(rank), str(os.getpid())]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=root)
         assert process.stdin is not None

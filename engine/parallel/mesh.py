@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from core.config.engine import EngineConfig
-from core.errors import ConfigError
-from engine.checkpoint.families.record import Experts
-from engine.checkpoint.model_config import DecoderConfig
+from farsight.core.config.engine import EngineConfig
+from farsight.core.errors import ConfigError
+from farsight.engine.checkpoint.families.record import Experts
+from farsight.engine.checkpoint.model_config import DecoderConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.checkpoint.families.record import Experts, TensorNames
-from engine.checkpoint.sources import open_checkpoint, threads_for
-from engine.checkpoint.weights import Allocation, LayerWeights, Norm
-from engine.parallel.mesh import Part
+from farsight.engine.checkpoint.families.record import Experts, TensorNames
+from farsight.engine.checkpoint.sources import open_checkpoint, threads_for
+from farsight.engine.checkpoint.weights import Allocation, LayerWeights, Norm
+from farsight.engine.parallel.mesh import Part
 
 
 @dataclass(frozen=True, slots=True)

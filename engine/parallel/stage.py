@@ -10,25 +10,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from core.config.engine import EngineConfig
-from core.errors import ConfigError, RankLost
-from engine.attention.attention import AttentionBackend
-from engine.attention.layout import StepSizes, build_layout, find_sample_rows, layout_of, order_items
-from engine.attention.torch_attention import TorchAttention
-from engine.checkpoint.layers import Linear
-from engine.devices.copiers import HostBlocks, KVCopier, StreamCopier
-from engine.devices.model_device import AUTO_SHARE
-from engine.kv_pool import KVPool
-from engine.models.layers import DecoderLayers
-from engine.models.model import embed, output_logits
-from engine.parallel.exchange import Arrival, Exchange
-from engine.parallel.mesh import Part
-from engine.parallel.shards import StageWeights
-from engine.parallel.wire import Finished, RankPools, StepOrder
-from engine.runner import Copier, available_bytes, largest_step
-from engine.sampling.sampler import Sampler
-from engine.sequence import Sequence
-from engine.steps.backends import gpu_attention
+from farsight.core.config.engine import EngineConfig
+from farsight.core.errors import ConfigError, RankLost
+from farsight.engine.attention.attention import AttentionBackend
+from farsight.engine.attention.layout import StepSizes, build_layout, find_sample_rows, layout_of, order_items
+from farsight.engine.attention.torch_attention import TorchAttention
+from farsight.engine.checkpoint.layers import Linear
+from farsight.engine.devices.copiers import HostBlocks, KVCopier, StreamCopier
+from farsight.engine.devices.model_device import AUTO_SHARE
+from farsight.engine.kv_pool import KVPool
+from farsight.engine.models.layers import DecoderLayers
+from farsight.engine.models.model import embed, output_logits
+from farsight.engine.parallel.exchange import Arrival, Exchange
+from farsight.engine.parallel.mesh import Part
+from farsight.engine.parallel.shards import StageWeights
+from farsight.engine.parallel.wire import Finished, RankPools, StepOrder
+from farsight.engine.runner import Copier, available_bytes, largest_step
+from farsight.engine.sampling.sampler import Sampler
+from farsight.engine.sequence import Sequence
+from farsight.engine.steps.backends import gpu_attention
 
 logger = logging.getLogger(__name__)
 
@@ -197,7 +197,7 @@ def make_pools(part: Part, pools: RankPools, engine: EngineConfig, dtype: torch.
     if not pools.num_host_blocks:
         return pool, None
     if device == "cuda":
-        from engine import cuda
+        from farsight.engine import cuda
 
         host = HostBlocks(pool, pools.num_host_blocks)
         cuda.pin(host.data)
@@ -209,7 +209,7 @@ def check_gpu(engine: EngineConfig) -> None:
     """Raises ConfigError if this rank should compute on a GPU and has none."""
     if engine.device != "cuda":
         return
-    from engine import cuda
+    from farsight.engine import cuda
 
     problem = cuda.device_problem()
     if problem is not None:
@@ -220,7 +220,7 @@ def recover_on(device: str) -> Callable[[], None]:
     """A function that frees memory of a device that has run out of it, as far as possible."""
     if device != "cuda":
         return lambda: None
-    from engine import cuda
+    from farsight.engine import cuda
 
     return cuda.recover
 
@@ -236,7 +236,7 @@ def free_bytes(part: Part, weights: StageWeights, engine: EngineConfig, num_shar
     """
     if engine.device != "cuda":
         return int(AUTO_SHARE / num_sharers * available_bytes())
-    from engine import cuda
+    from farsight.engine import cuda
 
     return cuda.free_bytes(engine.gpu_memory_utilization, lambda: run_largest_step(part, weights, engine))
 

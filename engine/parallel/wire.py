@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from core.config.engine import EngineConfig
-from core.request import Residency
-from engine.parallel.mesh import Mesh
-from kvcache import KVCopy, StepItem
+from farsight.core.config.engine import EngineConfig
+from farsight.core.request import Residency
+from farsight.engine.parallel.mesh import Mesh
+from farsight.kvcache import KVCopy, StepItem
 
 _STEP, _COPY = 1, 2
 _COPIED = struct.Struct("<Bq?")

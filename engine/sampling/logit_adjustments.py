@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.request import Fault, SamplingParams
-from engine.sequence import TokenCounts
-from engine.step_results import NoToken
+from farsight.core.request import Fault, SamplingParams
+from farsight.engine.sequence import TokenCounts
+from farsight.engine.step_results import NoToken
 
 
 class TokenHistory(Protocol):

@@ -15,14 +15,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from core.errors import IntegrityError
-from core.messages.tokens import TokenLogprobs
-from core.request import SamplingParams
-from engine.sampling.logit_adjustments import TokenHistory, adjust_logits, why_no_token
-from engine.sampling.token_masks import MaskedRows
-from engine.sequence import Sequence
-from engine.step_results import NoToken
-from kvcache import StepBatch
+from farsight.core.errors import IntegrityError
+from farsight.core.messages.tokens import TokenLogprobs
+from farsight.core.request import SamplingParams
+from farsight.engine.sampling.logit_adjustments import TokenHistory, adjust_logits, why_no_token
+from farsight.engine.sampling.token_masks import MaskedRows
+from farsight.engine.sequence import Sequence
+from farsight.engine.step_results import NoToken
+from farsight.kvcache import StepBatch
 
 NO_TOKEN = -1
 """Stands for the token of a row that has none: a score is NaN or +inf, or all are -inf. Never a token id."""

@@ -15,13 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from core.errors import IntegrityError
-from core.request import SamplingParams
-from engine.sampling.logit_adjustments import TokenHistory
-from engine.sampling.sampler import NO_TOKEN
-from engine.sequence import Sequence, TokenCounts
-from engine.step_results import PooledRows
-from kvcache import StepBatch, StepItem
+from farsight.core.errors import IntegrityError
+from farsight.core.request import SamplingParams
+from farsight.engine.sampling.logit_adjustments import TokenHistory
+from farsight.engine.sampling.sampler import NO_TOKEN
+from farsight.engine.sequence import Sequence, TokenCounts
+from farsight.engine.step_results import PooledRows
+from farsight.kvcache import StepBatch, StepItem
 
 
 class DraftedHistory(NamedTuple):

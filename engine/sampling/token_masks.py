@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from core.request import Fault
-from engine.sequence import Sequence
-from engine.step_results import NoToken
-from kvcache import StepItem
+from farsight.core.request import Fault
+from farsight.engine.sequence import Sequence
+from farsight.engine.step_results import NoToken
+from farsight.kvcache import StepItem
 
 
 class MaskedRows(NamedTuple):

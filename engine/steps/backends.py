@@ -10,21 +10,28 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from core.errors import ConfigError
-from engine.attention.attention import AttentionBackend, StepLayout
-from engine.attention.layout import DecodeInputs, StepSizes, build_layout, check_row_tokens, find_given_rows, layout_of
-from engine.attention.torch_attention import TorchAttention
-from engine.checkpoint.model_config import DecoderConfig
-from engine.checkpoint.weights import ModelWeights
-from engine.kv_pool import KVPool
-from engine.models.model import DecoderModel, last_hidden
-from engine.native.library import NativeUnavailable
-from engine.native.model import NativeBackend, matrix_problem, native_problem
-from engine.native.sampler import NativeSampler
-from engine.sampling.sampler import Sampler, StepLogits
-from engine.sequence import Sequence
-from engine.steps.decode_graphs import Capture, DecodeGraphs
-from kvcache import StepBatch
+from farsight.core.errors import ConfigError
+from farsight.engine.attention.attention import AttentionBackend, StepLayout
+from farsight.engine.attention.layout import (
+    DecodeInputs,
+    StepSizes,
+    build_layout,
+    check_row_tokens,
+    find_given_rows,
+    layout_of,
+)
+from farsight.engine.attention.torch_attention import TorchAttention
+from farsight.engine.checkpoint.model_config import DecoderConfig
+from farsight.engine.checkpoint.weights import ModelWeights
+from farsight.engine.kv_pool import KVPool
+from farsight.engine.models.model import DecoderModel, last_hidden
+from farsight.engine.native.library import NativeUnavailable
+from farsight.engine.native.model import NativeBackend, matrix_problem, native_problem
+from farsight.engine.native.sampler import NativeSampler
+from farsight.engine.sampling.sampler import Sampler, StepLogits
+from farsight.engine.sequence import Sequence
+from farsight.engine.steps.decode_graphs import Capture, DecodeGraphs
+from farsight.kvcache import StepBatch
 
 logger = logging.getLogger(__name__)
 
@@ -245,7 +252,7 @@ def gpu_attention(name: str, config: DecoderConfig, pool: KVPool, sizes: StepSiz
         return TorchAttention.of_model(config)
     logging.getLogger("xformers").setLevel(logging.ERROR)  # it warns of an extension that is not needed
     try:
-        from engine.attention.xformers_attention import (
+        from farsight.engine.attention.xformers_attention import (
             XformersAttention,
             gpu_operators,
             operator_problem,

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from engine.sequence import Sequence
-from engine.step_results import ItemLogprobs, LoggedTokens, NoToken, PooledRows, StepFault
-from kvcache import StepBatch, StepItem
+from farsight.engine.sequence import Sequence
+from farsight.engine.step_results import ItemLogprobs, LoggedTokens, NoToken, PooledRows, StepFault
+from farsight.kvcache import StepBatch, StepItem
 
 logger = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.attention.attention import AttentionBackend, StaticDecode, StepLayout
-from engine.attention.layout import DecodeInputs, StepSizes, check_row_tokens, find_opened_blocks
-from engine.kv_pool import KVPool
-from engine.models.model import DecoderModel
-from engine.sampling.sampler import likeliest
-from kvcache import StepItem
+from farsight.engine.attention.attention import AttentionBackend, StaticDecode, StepLayout
+from farsight.engine.attention.layout import DecodeInputs, StepSizes, check_row_tokens, find_opened_blocks
+from farsight.engine.kv_pool import KVPool
+from farsight.engine.models.model import DecoderModel
+from farsight.engine.sampling.sampler import likeliest
+from farsight.kvcache import StepItem
 
 logger = logging.getLogger(__name__)
 

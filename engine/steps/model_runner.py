@@ -11,22 +11,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from core.errors import IntegrityError
-from core.request import Fault, Request, SamplingParams
-from engine.attention.layout import DecodeInputs, find_sample_rows, order_items
-from engine.checkpoint.model_config import DecoderConfig, load_model_config, resolve_max_model_len
-from engine.checkpoint.weights import Progress, load_weights
-from engine.kv_pool import KVPool, pool_dtype
-from engine.models.quantize import quantize_weights, tell_of_rounding
-from engine.native.model import NativeBackend
-from engine.sampling.sampler import NO_TOKEN, PromptRows, Sampler, StepLogits, find_prompt_rows
-from engine.sampling.step_rows import RowsToPool, find_rows_to_pool, pool_rows, sampled_rows, tokens_that_stand
-from engine.sampling.token_masks import MaskedRows, begin_masks
-from engine.sequence import Sequence
-from engine.step_results import ItemLogprobs, LoggedTokens, NoToken, PooledRows, StepFault
-from engine.steps.backends import ReadyBackend, StepBackend, make_backend, make_sampler
-from engine.steps.careful_steps import CarefulSteps, fault_of
-from kvcache import StepBatch, StepItem
+from farsight.core.errors import IntegrityError
+from farsight.core.request import Fault, Request, SamplingParams
+from farsight.engine.attention.layout import DecodeInputs, find_sample_rows, order_items
+from farsight.engine.checkpoint.model_config import DecoderConfig, load_model_config, resolve_max_model_len
+from farsight.engine.checkpoint.weights import Progress, load_weights
+from farsight.engine.kv_pool import KVPool, pool_dtype
+from farsight.engine.models.quantize import quantize_weights, tell_of_rounding
+from farsight.engine.native.model import NativeBackend
+from farsight.engine.sampling.sampler import NO_TOKEN, PromptRows, Sampler, StepLogits, find_prompt_rows
+from farsight.engine.sampling.step_rows import RowsToPool, find_rows_to_pool, pool_rows, sampled_rows, tokens_that_stand
+from farsight.engine.sampling.token_masks import MaskedRows, begin_masks
+from farsight.engine.sequence import Sequence
+from farsight.engine.step_results import ItemLogprobs, LoggedTokens, NoToken, PooledRows, StepFault
+from farsight.engine.steps.backends import ReadyBackend, StepBackend, make_backend, make_sampler
+from farsight.engine.steps.careful_steps import CarefulSteps, fault_of
+from farsight.kvcache import StepBatch, StepItem
 
 _PADS = "\0pads"
 """Request id of the padding; no real request id contains a NUL."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from engine.checkpoint.config_fields import Fields
-from engine.vision.pixels import (
+from farsight.engine.checkpoint.config_fields import Fields
+from farsight.engine.vision.pixels import (
     CLIP_PROCESSOR,
     Normalising,
     class_rows,

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.checkpoint.config_fields import Fields
-from engine.vision.anyres import AnyresPixels, read_anyres
-from engine.vision.geometry import PreparedImage
-from engine.vision.layers import ACTIVATIONS, Dense, LayerNorm, TowerTensors
+from farsight.engine.checkpoint.config_fields import Fields
+from farsight.engine.vision.anyres import AnyresPixels, read_anyres
+from farsight.engine.vision.geometry import PreparedImage
+from farsight.engine.vision.layers import ACTIVATIONS, Dense, LayerNorm, TowerTensors
 
 _MAX_LAYERS = 1 << 10
 _SQUARES = 16

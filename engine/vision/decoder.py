@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from core.child_process import ChildLost, ChildStopped, LimitedChild
-from core.errors import FarsightError, InvalidValueError
-from engine.vision.decoder_process import PICTURE, READ, SIZE
+from farsight.core.child_process import ChildLost, ChildStopped, LimitedChild
+from farsight.core.errors import FarsightError, InvalidValueError
+from farsight.engine.vision.decoder_process import PICTURE, READ, SIZE
 
-_MODULE = "engine.vision.decoder_process"
+_MODULE = "farsight.engine.vision.decoder_process"
 
 _TRIES = 2
 """A child that something else has ended, or that got no processor time, takes no file with it: the file is read once

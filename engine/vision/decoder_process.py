@@ -1,4 +1,4 @@
-"""Reads picture files in a child: ``python -m engine.vision.decoder_process PIXELS SIDE CPU_S BYTES SOCKET``.
+"""Reads picture files in a child: ``python -m farsight.engine.vision.decoder_process PIXELS SIDE CPU_S BYTES SOCKET``.
 
 See ``engine.vision.decoder``. Imports Pillow and nothing of a model.
 """
@@ -15,7 +15,7 @@ from io import BytesIO
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from core.child_process import LENGTH, limit_process, parent_stream, processor_time, receive
+from farsight.core.child_process import LENGTH, limit_process, parent_stream, processor_time, receive
 
 FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP")
 """What Pillow may take a file for. TIFF is none of them: it is a family of formats, most of them read by libraries that

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from engine.checkpoint.config_fields import Fields
-from engine.vision.pixels import CLIP_PROCESSOR, Normalising, read_normalising, resized
+from farsight.engine.checkpoint.config_fields import Fields
+from farsight.engine.vision.pixels import CLIP_PROCESSOR, Normalising, read_normalising, resized
 
 _LONGEST = 200
 """A picture's longer side is at most so many times the shorter."""

@@ -13,13 +13,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from core.errors import InvalidValueError
-from engine.checkpoint.config_fields import Fields, read_json
-from engine.checkpoint.families.vision import VISION, Shape, VisionFamily, seeing_name
-from engine.vision.anyres import read_anyres
-from engine.vision.dynamic import read_dynamic
-from engine.vision.pixels import check_rgb, read_square, read_stretched
-from tokenization.gguf_file import is_gguf
+from farsight.core.errors import InvalidValueError
+from farsight.engine.checkpoint.config_fields import Fields, read_json
+from farsight.engine.checkpoint.families.vision import VISION, Shape, VisionFamily, seeing_name
+from farsight.engine.vision.anyres import read_anyres
+from farsight.engine.vision.dynamic import read_dynamic
+from farsight.engine.vision.pixels import check_rgb, read_square, read_stretched
+from farsight.tokenization.gguf_file import is_gguf
 
 MAX_SIDE = 1 << 15
 """Longest side of a picture, in pixels."""

@@ -11,9 +11,9 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.checkpoint.config_fields import CheckpointError
-from engine.checkpoint.families.vision import VisionFamily
-from engine.checkpoint.stored import FLOATS, stored_tensors
+from farsight.engine.checkpoint.config_fields import CheckpointError
+from farsight.engine.checkpoint.families.vision import VisionFamily
+from farsight.engine.checkpoint.stored import FLOATS, stored_tensors
 
 _IGNORED = ("position_ids", "rotary_pos_emb.inv_freq")
 """Ends of names of buffers that carry nothing."""

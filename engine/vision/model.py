@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.checkpoint.config_fields import CheckpointError, read_json
-from engine.checkpoint.families.vision import VISION, Tower
-from engine.vision.clip import ClipTower
-from engine.vision.geometry import ImageGeometry, PreparedImage, load_geometry
-from engine.vision.layers import TowerTensors, read_tower
-from engine.vision.qwen import QwenTower
-from engine.vision.qwen_vl import QwenVlTower
+from farsight.engine.checkpoint.config_fields import CheckpointError, read_json
+from farsight.engine.checkpoint.families.vision import VISION, Tower
+from farsight.engine.vision.clip import ClipTower
+from farsight.engine.vision.geometry import ImageGeometry, PreparedImage, load_geometry
+from farsight.engine.vision.layers import TowerTensors, read_tower
+from farsight.engine.vision.qwen import QwenTower
+from farsight.engine.vision.qwen_vl import QwenVlTower
 
 
 class VisionTower(Protocol):

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from core.errors import InvalidValueError
-from engine.checkpoint.config_fields import Fields
+from farsight.core.errors import InvalidValueError
+from farsight.engine.checkpoint.config_fields import Fields
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.checkpoint.config_fields import Fields
-from engine.vision.geometry import PreparedImage
-from engine.vision.layers import ACTIVATIONS, Dense, LayerNorm, RootNorm, TowerTensors
+from farsight.engine.checkpoint.config_fields import Fields
+from farsight.engine.vision.geometry import PreparedImage
+from farsight.engine.vision.layers import ACTIVATIONS, Dense, LayerNorm, RootNorm, TowerTensors
 
 _MAX_LAYERS = 1 << 10
 _EPS = 1e-6

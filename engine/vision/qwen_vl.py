@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.checkpoint.config_fields import Fields
-from engine.vision.geometry import PreparedImage
-from engine.vision.layers import Dense, LayerNorm, TowerTensors
-from engine.vision.pixels import visual_fields
+from farsight.engine.checkpoint.config_fields import Fields
+from farsight.engine.vision.geometry import PreparedImage
+from farsight.engine.vision.layers import Dense, LayerNorm, TowerTensors
+from farsight.engine.vision.pixels import visual_fields
 
 _MAX_LAYERS = 1 << 10
 _EPS = 1e-6

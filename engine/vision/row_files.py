@@ -21,9 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-from core.errors import InvalidValueError
-from core.images import ImageSpan
-from engine.vision.spans import CarriedEmbeddings, unpacked
+from farsight.core.errors import InvalidValueError
+from farsight.core.images import ImageSpan
+from farsight.engine.vision.spans import CarriedEmbeddings, unpacked
 
 _HEAD = struct.Struct("<8sIIIIQ")
 _MAGIC = b"farsrows"

@@ -11,9 +11,9 @@ from typing import Protocol
 
 import numpy as np
 
-from core.errors import InvalidValueError
-from core.images import ImageSpan
-from core.request import Request
+from farsight.core.errors import InvalidValueError
+from farsight.core.images import ImageSpan
+from farsight.core.request import Request
 
 
 class EmbeddingSource(Protocol):

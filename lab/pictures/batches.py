@@ -7,12 +7,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from farsight.policies.batching.base import BatchPolicy, FormedBatch, first_arrived
+from farsight.policies.batching.fcfs import FcfsBatches
+from farsight.policies.batching.multi_bin import MultiBinBatcher, uniform_edges
+from farsight.policies.batching.wma import WmaBatcher, wasted_memory_accesses
+from farsight.policies.interfaces import Job
 from lab.reproduce.multi_bin_runs import UniformService
-from policies.batching.base import BatchPolicy, FormedBatch, first_arrived
-from policies.batching.fcfs import FcfsBatches
-from policies.batching.multi_bin import MultiBinBatcher, uniform_edges
-from policies.batching.wma import WmaBatcher, wasted_memory_accesses
-from policies.interfaces import Job
 
 SYSTEM = UniformService(1, 20, 128)
 RATE = 8

@@ -9,16 +9,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from core.config.scheduling import SchedulerConfig
-from core.costs import StepCost
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.costs import StepCost
+from farsight.policies.admission.conservative import Conservative
+from farsight.policies.admission.past_future import HistoryLengths, PastFuture, future_memory
+from farsight.policies.admission.watermark import Aggressive
+from farsight.policies.interfaces import Admission, Job, KvView
+from farsight.policies.kv.enst_offload import EnstOffload, enst_s
+from farsight.policies.lengths.history import LengthHistory
+from farsight.policies.order.skip_join_mlfq import SkipJoinMlfq
 from lab.reproduce.rows import FIXED_QUANTUM
-from policies.admission.conservative import Conservative
-from policies.admission.past_future import HistoryLengths, PastFuture, future_memory
-from policies.admission.watermark import Aggressive
-from policies.interfaces import Admission, Job, KvView
-from policies.kv.enst_offload import EnstOffload, enst_s
-from policies.lengths.history import LengthHistory
-from policies.order.skip_join_mlfq import SkipJoinMlfq
 
 CAPACITY = 3000
 LIMIT = 300

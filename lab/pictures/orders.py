@@ -11,17 +11,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from core.config.scheduling import SchedulerConfig
-from core.costs import StepCost
-from core.forecast import Forecast
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.costs import StepCost
+from farsight.core.forecast import Forecast
+from farsight.policies.batching.base import BatchQueue, ChooseBatch, first_arrived
+from farsight.policies.batching.hrrn import HighestResponseRatio, response_ratio
+from farsight.policies.interfaces import Job
+from farsight.policies.order.boosted import Boosted, boosts
+from farsight.policies.order.gittins import DecodePrice, Gittins
+from farsight.policies.order.hit_groups import HitGroups, quotas
+from farsight.policies.order.skip_join_mlfq import SkipJoinMlfq
 from lab.reproduce.rows import FIXED_QUANTUM
-from policies.batching.base import BatchQueue, ChooseBatch, first_arrived
-from policies.batching.hrrn import HighestResponseRatio, response_ratio
-from policies.interfaces import Job
-from policies.order.boosted import Boosted, boosts
-from policies.order.gittins import DecodePrice, Gittins
-from policies.order.hit_groups import HitGroups, quotas
-from policies.order.skip_join_mlfq import SkipJoinMlfq
 
 NUM_WAITING = (3, 30, 300)
 """Requests of 500 output tokens that wait."""

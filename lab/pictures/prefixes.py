@@ -10,12 +10,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from core.config.scheduling import PlacementConfig
-from core.costs import StepCost
-from policies.placement.base import ReplicaLoad
-from policies.placement.e2 import E2Choice, E2Router
-from policies.placement.e2_profiles import from_step_cost
-from policies.placement.prefix_tree import PrefixNode, RadixTree
+from farsight.core.config.scheduling import PlacementConfig
+from farsight.core.costs import StepCost
+from farsight.policies.placement.base import ReplicaLoad
+from farsight.policies.placement.e2 import E2Choice, E2Router
+from farsight.policies.placement.e2_profiles import from_step_cost
+from farsight.policies.placement.prefix_tree import PrefixNode, RadixTree
 
 BLOCK = 64
 TIMES = from_step_cost(StepCost(base_s=5e-3, prefill_token_s=1e-4, decode_seq_s=1e-4, context_token_s=2e-8))

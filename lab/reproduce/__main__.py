@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from core.children import worker_pool
-from core.processors import usable_processors
+from farsight.core.children import worker_pool
+from farsight.core.processors import usable_processors
 from lab.reproduce.papers import gap_lines
 from lab.reproduce.register import REPRODUCTIONS
 from lab.reproduce.rows import Figure, Reproduction, Row, count_line

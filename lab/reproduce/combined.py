@@ -18,19 +18,19 @@ from functools import partial
 
 import numpy as np
 
+from farsight.policies.compose import build_router, build_scheduler
+from farsight.policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
+from farsight.policies.settings import PolicySettings
+from farsight.simulator import predictors
+from farsight.simulator.cluster.fleet import Fleet, FleetShape
+from farsight.simulator.cluster.latency import A100_7B
+from farsight.simulator.cluster.records import Record
+from farsight.simulator.cluster.replica import ReplicaShape
+from farsight.simulator.traffic.arrivals import Gamma, Poisson, rescale
+from farsight.simulator.traffic.traces import MissingTraceError
+from farsight.simulator.traffic.workload import SimRequest
+from farsight.simulator.traffic.workloads import build_workload, retime
 from lab.reproduce.rows import ARTIFACT, FIXED_QUANTUM, UNBOUND, Exempt, Own, Reproduction, Row, at_least, at_most
-from policies.compose import build_router, build_scheduler
-from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
-from policies.settings import PolicySettings
-from simulator import predictors
-from simulator.cluster.fleet import Fleet, FleetShape
-from simulator.cluster.latency import A100_7B
-from simulator.cluster.records import Record
-from simulator.cluster.replica import ReplicaShape
-from simulator.traffic.arrivals import Gamma, Poisson, rescale
-from simulator.traffic.traces import MissingTraceError
-from simulator.traffic.workload import SimRequest
-from simulator.traffic.workloads import build_workload, retime
 
 BLOCK_SIZE = 16
 HOST_TOKENS = 262_144

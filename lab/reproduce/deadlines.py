@@ -17,24 +17,30 @@ from functools import partial
 
 import numpy as np
 
-from core.forecast import QUANTILES, Forecast
-from core.messages.requests import LoadSnapshot
-from core.request import Slo
+from farsight.core.forecast import QUANTILES, Forecast
+from farsight.core.messages.requests import LoadSnapshot
+from farsight.core.request import Slo
+from farsight.policies.compose import build_scheduler
+from farsight.policies.fleet.events import (
+    GlobalEvent,
+    GlobalInstruction,
+    HistoryLearned,
+    RequestsEnded,
+    RequestsStarted,
+)
+from farsight.policies.fleet.queue_delay import TargetCheck
+from farsight.policies.fleet.scheduler import GlobalScheduler
+from farsight.policies.lengths.history import LengthHistory
+from farsight.policies.placement.base import LeastWork
+from farsight.policies.replica.events import RefuseRequest, RequestsAborted, RequestsArrived
+from farsight.policies.replica.scheduler import SchedulerLimits
+from farsight.policies.settings import PolicySettings
+from farsight.simulator.cluster.fleet import Fleet, FleetShape
+from farsight.simulator.cluster.latency import A100_7B
+from farsight.simulator.cluster.records import Record
+from farsight.simulator.traffic.workload import SimRequest
 from lab.reproduce.combined import CombinedCell, replica_shape
 from lab.reproduce.rows import UNBOUND, Own, Reproduction, Row, at_least
-from policies.compose import build_scheduler
-from policies.fleet.events import GlobalEvent, GlobalInstruction, HistoryLearned, RequestsEnded, RequestsStarted
-from policies.fleet.queue_delay import TargetCheck
-from policies.fleet.scheduler import GlobalScheduler
-from policies.lengths.history import LengthHistory
-from policies.placement.base import LeastWork
-from policies.replica.events import RefuseRequest, RequestsAborted, RequestsArrived
-from policies.replica.scheduler import SchedulerLimits
-from policies.settings import PolicySettings
-from simulator.cluster.fleet import Fleet, FleetShape
-from simulator.cluster.latency import A100_7B
-from simulator.cluster.records import Record
-from simulator.traffic.workload import SimRequest
 
 SLO = Slo(ttft_s=5.0, tpot_s=0.2)
 SEED = 31

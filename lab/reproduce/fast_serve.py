@@ -21,9 +21,17 @@ from functools import partial
 
 import numpy as np
 
-from core.config.scheduling import SchedulerConfig
-from core.costs import StepCost
-from core.forecast import QUANTILES, Forecast
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.costs import StepCost
+from farsight.core.forecast import QUANTILES, Forecast
+from farsight.policies.compose import build_router, build_scheduler
+from farsight.policies.replica.scheduler import SchedulerLimits
+from farsight.policies.settings import PolicySettings
+from farsight.simulator.cluster.fleet import Fleet, FleetShape
+from farsight.simulator.cluster.latency import GPUS, MODELS, LinearLatency, Roofline
+from farsight.simulator.cluster.records import Recorder
+from farsight.simulator.cluster.replica import ReplicaShape
+from farsight.simulator.traffic.workload import SimRequest
 from lab.reproduce.fast_serve_systems import Load, Testbed, serve, serve_batches
 from lab.reproduce.rows import (
     ARTIFACT,
@@ -38,14 +46,6 @@ from lab.reproduce.rows import (
     at_most,
     near,
 )
-from policies.compose import build_router, build_scheduler
-from policies.replica.scheduler import SchedulerLimits
-from policies.settings import PolicySettings
-from simulator.cluster.fleet import Fleet, FleetShape
-from simulator.cluster.latency import GPUS, MODELS, LinearLatency, Roofline
-from simulator.cluster.records import Recorder
-from simulator.cluster.replica import ReplicaShape
-from simulator.traffic.workload import SimRequest
 
 HELD_OUT_SEEDS = (2, 3, 4)
 DRAWS = Draws(len(HELD_OUT_SEEDS))

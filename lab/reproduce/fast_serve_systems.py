@@ -8,21 +8,21 @@ from functools import cached_property
 
 import numpy as np
 
-from core.config.scheduling import SchedulerConfig
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.policies.batching.fcfs import FcfsBatches
+from farsight.policies.compose import build_router, build_scheduler
+from farsight.policies.replica.scheduler import SchedulerLimits
+from farsight.policies.settings import PolicySettings
+from farsight.simulator.cluster.fleet import Fleet, FleetShape
+from farsight.simulator.cluster.latency import LatencyModel, PipelineLatency, Roofline
+from farsight.simulator.cluster.padded import padded_fleet
+from farsight.simulator.cluster.records import Recorder
+from farsight.simulator.cluster.replica import ReplicaShape
+from farsight.simulator.traffic.arrivals import Gamma
+from farsight.simulator.traffic.lengths import LengthPair, ZipfLengths
+from farsight.simulator.traffic.workload import SimRequest
+from farsight.simulator.traffic.workloads import draw
 from lab.reproduce.rows import ARTIFACT, FIXED_QUANTUM
-from policies.batching.fcfs import FcfsBatches
-from policies.compose import build_router, build_scheduler
-from policies.replica.scheduler import SchedulerLimits
-from policies.settings import PolicySettings
-from simulator.cluster.fleet import Fleet, FleetShape
-from simulator.cluster.latency import LatencyModel, PipelineLatency, Roofline
-from simulator.cluster.padded import padded_fleet
-from simulator.cluster.records import Recorder
-from simulator.cluster.replica import ReplicaShape
-from simulator.traffic.arrivals import Gamma
-from simulator.traffic.lengths import LengthPair, ZipfLengths
-from simulator.traffic.workload import SimRequest
-from simulator.traffic.workloads import draw
 
 BLOCK_SIZE = 16
 

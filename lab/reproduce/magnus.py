@@ -11,6 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
+from farsight.policies.batching.base import BatchPolicy
+from farsight.policies.batching.fcfs import FcfsBatches
+from farsight.simulator.cluster.padded import padded_fleet
+from farsight.simulator.traffic.traces import MissingTraceError
+from farsight.simulator.traffic.workload import SimRequest
 from lab.reproduce.magnus_systems import (
     DEVICE,
     LIMIT,
@@ -36,11 +41,6 @@ from lab.reproduce.rows import (
     near,
     per_cent,
 )
-from policies.batching.base import BatchPolicy
-from policies.batching.fcfs import FcfsBatches
-from simulator.cluster.padded import padded_fleet
-from simulator.traffic.traces import MissingTraceError
-from simulator.traffic.workload import SimRequest
 
 
 def _case_study_requests() -> list[SimRequest]:

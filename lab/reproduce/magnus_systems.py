@@ -26,26 +26,26 @@ from functools import cache, partial
 
 import numpy as np
 
-from core.costs import ImageCost, StepCost
-from core.forecast import QUANTILES, Forecast
-from estimator.knn import MIN_BATCHES, PERIOD_S, BatchTimes, ServedBatch, padded_batch_s
+from farsight.core.costs import ImageCost, StepCost
+from farsight.core.forecast import QUANTILES, Forecast
+from farsight.estimator.knn import MIN_BATCHES, PERIOD_S, BatchTimes, ServedBatch, padded_batch_s
+from farsight.policies.batching.base import BatchPolicy, ChooseBatch, first_arrived
+from farsight.policies.batching.fcfs import FcfsBatches
+from farsight.policies.batching.hrrn import HighestResponseRatio
+from farsight.policies.batching.wma import WmaBatcher
+from farsight.policies.compose import build_router, build_scheduler
+from farsight.policies.fleet.events import BatchEnded
+from farsight.policies.replica.scheduler import SchedulerLimits
+from farsight.policies.settings import PolicySettings
+from farsight.simulator.cluster.fleet import Fleet, FleetShape
+from farsight.simulator.cluster.latency import GPUS, MODELS, LinearLatency, Roofline
+from farsight.simulator.cluster.padded import num_computed_tokens, padded_fleet
+from farsight.simulator.cluster.records import Record
+from farsight.simulator.cluster.replica import ReplicaShape
+from farsight.simulator.traffic.arrivals import Poisson
+from farsight.simulator.traffic.traces import MissingTraceError, count_tokens, find_data, read_rows
+from farsight.simulator.traffic.workload import SimRequest
 from lab.reproduce.rows import EXACT, UNBOUND, Exempt, OrderCheck, Printed, Reproduction, Row, near
-from policies.batching.base import BatchPolicy, ChooseBatch, first_arrived
-from policies.batching.fcfs import FcfsBatches
-from policies.batching.hrrn import HighestResponseRatio
-from policies.batching.wma import WmaBatcher
-from policies.compose import build_router, build_scheduler
-from policies.fleet.events import BatchEnded
-from policies.replica.scheduler import SchedulerLimits
-from policies.settings import PolicySettings
-from simulator.cluster.fleet import Fleet, FleetShape
-from simulator.cluster.latency import GPUS, MODELS, LinearLatency, Roofline
-from simulator.cluster.padded import num_computed_tokens, padded_fleet
-from simulator.cluster.records import Record
-from simulator.cluster.replica import ReplicaShape
-from simulator.traffic.arrivals import Poisson
-from simulator.traffic.traces import MissingTraceError, count_tokens, find_data, read_rows
-from simulator.traffic.workload import SimRequest
 
 MEMORY_TOKENS = 16_096
 _CAPACITY_TOKENS = int(MEMORY_TOKENS / 0.7)

@@ -11,7 +11,11 @@ from functools import partial
 
 import numpy as np
 
-from core.costs import StepCost
+from farsight.core.costs import StepCost
+from farsight.policies.batching.multi_bin import exponential_edges, sample_edges, uniform_edges
+from farsight.simulator.cluster.latency import LinearLatency
+from farsight.simulator.traffic.arrivals import AllAtOnce
+from farsight.simulator.traffic.lengths import GSM8K_LIKE
 from lab.reproduce.multi_bin_runs import (
     PHI,
     UniformService,
@@ -26,10 +30,6 @@ from lab.reproduce.multi_bin_runs import (
     uniform_run,
 )
 from lab.reproduce.rows import EXACT, Figure, Fitted, OrderCheck, Own, Printed, Reproduction, Row, near
-from policies.batching.multi_bin import exponential_edges, sample_edges, uniform_edges
-from simulator.cluster.latency import LinearLatency
-from simulator.traffic.arrivals import AllAtOnce
-from simulator.traffic.lengths import GSM8K_LIKE
 
 _UNIFORM = UniformService(1, 20, 128)
 

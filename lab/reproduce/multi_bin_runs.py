@@ -20,15 +20,21 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from core.costs import StepCost
-from core.errors import InvalidValueError
-from core.forecast import QUANTILES, Forecast
-from policies.batching.multi_bin import MultiBinBatcher, exponential_edges, log_chain, sample_edges, uniform_edges
-from simulator.cluster.latency import GPUS, LatencyModel, LinearLatency, ModelShape, Roofline
-from simulator.cluster.padded import padded_fleet
-from simulator.traffic.arrivals import AllAtOnce, ArrivalProcess, Poisson
-from simulator.traffic.lengths import GSM8K_LIKE, LogNormal
-from simulator.traffic.workload import SimRequest
+from farsight.core.costs import StepCost
+from farsight.core.errors import InvalidValueError
+from farsight.core.forecast import QUANTILES, Forecast
+from farsight.policies.batching.multi_bin import (
+    MultiBinBatcher,
+    exponential_edges,
+    log_chain,
+    sample_edges,
+    uniform_edges,
+)
+from farsight.simulator.cluster.latency import GPUS, LatencyModel, LinearLatency, ModelShape, Roofline
+from farsight.simulator.cluster.padded import padded_fleet
+from farsight.simulator.traffic.arrivals import AllAtOnce, ArrivalProcess, Poisson
+from farsight.simulator.traffic.lengths import GSM8K_LIKE, LogNormal
+from farsight.simulator.traffic.workload import SimRequest
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

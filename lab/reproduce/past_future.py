@@ -25,6 +25,10 @@ from functools import partial
 
 import numpy as np
 
+from farsight.simulator.cluster.latency import GPUS, MODELS, Roofline
+from farsight.simulator.cluster.records import Record
+from farsight.simulator.summary import Sla
+from farsight.simulator.traffic.lengths import D1, D2, D3, LengthPair
 from lab.reproduce.past_future_images import TABLE_2_REPRODUCTION
 from lab.reproduce.past_future_runs import (
     DISTRIBUTIONS,
@@ -53,10 +57,6 @@ from lab.reproduce.rows import (
     judge,
     near,
 )
-from simulator.cluster.latency import GPUS, MODELS, Roofline
-from simulator.cluster.records import Record
-from simulator.summary import Sla
-from simulator.traffic.lengths import D1, D2, D3, LengthPair
 
 NUM_REQUESTS = 3000
 METHODS = (

@@ -23,16 +23,16 @@ from functools import partial
 
 import numpy as np
 
-from core.costs import FREE_IMAGES, ImageCost, StepCost
+from farsight.core.costs import FREE_IMAGES, ImageCost, StepCost
+from farsight.policies.batching.fcfs import FcfsBatches
+from farsight.simulator.cluster.latency import GPUS, MODELS, Roofline
+from farsight.simulator.cluster.padded import padded_fleet
+from farsight.simulator.cluster.records import Record
+from farsight.simulator.experiment import free_kv_tokens
+from farsight.simulator.traffic.lengths import LogNormal, Uniform
+from farsight.simulator.traffic.workload import SimImage, SimRequest
 from lab.reproduce.past_future_runs import certain, conservative, past_future, serve
 from lab.reproduce.rows import Exempt, OrderCheck, Printed, Reproduction, Row, near
-from policies.batching.fcfs import FcfsBatches
-from simulator.cluster.latency import GPUS, MODELS, Roofline
-from simulator.cluster.padded import padded_fleet
-from simulator.cluster.records import Record
-from simulator.experiment import free_kv_tokens
-from simulator.traffic.lengths import LogNormal, Uniform
-from simulator.traffic.workload import SimImage, SimRequest
 
 NAME = "past_future_table2"
 NUM_QUESTIONS = 1000

@@ -11,24 +11,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from core.forecast import QUANTILES, Forecast
+from farsight.core.forecast import QUANTILES, Forecast
+from farsight.policies.admission.conservative import Conservative
+from farsight.policies.admission.past_future import HistoryLengths, PastFuture, TrueLengths, future_memory
+from farsight.policies.admission.watermark import Aggressive
+from farsight.policies.compose import build_router
+from farsight.policies.interfaces import Admission, Job, ReplicaPolicies
+from farsight.policies.kv.newest_first import NewestGiveWay
+from farsight.policies.lengths.history import LengthHistory
+from farsight.policies.order.fcfs import Fcfs
+from farsight.policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
+from farsight.simulator.cluster.fleet import Fleet, FleetShape
+from farsight.simulator.cluster.latency import A100_7B, LatencyModel
+from farsight.simulator.cluster.records import Record
+from farsight.simulator.cluster.replica import ReplicaShape
+from farsight.simulator.traffic.lengths import D1, D2, D3, LengthPair, LogNormal
+from farsight.simulator.traffic.traces import MissingTraceError, find_data, read_trace
+from farsight.simulator.traffic.workload import SimRequest
 from lab.reproduce.rows import EXACT, ONE_DRAW, Exempt, OrderCheck, Row
-from policies.admission.conservative import Conservative
-from policies.admission.past_future import HistoryLengths, PastFuture, TrueLengths, future_memory
-from policies.admission.watermark import Aggressive
-from policies.compose import build_router
-from policies.interfaces import Admission, Job, ReplicaPolicies
-from policies.kv.newest_first import NewestGiveWay
-from policies.lengths.history import LengthHistory
-from policies.order.fcfs import Fcfs
-from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
-from simulator.cluster.fleet import Fleet, FleetShape
-from simulator.cluster.latency import A100_7B, LatencyModel
-from simulator.cluster.records import Record
-from simulator.cluster.replica import ReplicaShape
-from simulator.traffic.lengths import D1, D2, D3, LengthPair, LogNormal
-from simulator.traffic.traces import MissingTraceError, find_data, read_trace
-from simulator.traffic.workload import SimRequest
 
 CAPACITY = 121_060
 UNBOUNDED = 10**6

@@ -14,20 +14,20 @@ from functools import partial
 
 import numpy as np
 
+from farsight.policies.compose import build_router, build_scheduler
+from farsight.policies.presets import find_preset
+from farsight.policies.replica.scheduler import SchedulerLimits
+from farsight.policies.settings import PolicySettings
+from farsight.simulator.cluster.fleet import Fleet, FleetShape
+from farsight.simulator.cluster.latency import A100_7B
+from farsight.simulator.compare import paired_ratio
+from farsight.simulator.predictors import Noisy
+from farsight.simulator.traffic.arrivals import Gamma, Poisson
+from farsight.simulator.traffic.prefixes import PROGRAMMING, TOOL_USE, PrefixLaw, prefix_workload
+from farsight.simulator.traffic.workload import SimRequest
+from farsight.simulator.traffic.workloads import build_workload, retime
 from lab.reproduce.preble.runs import BLOCK, FOUR_A6000, SEATS, PrebleCluster
 from lab.reproduce.rows import UNBOUND, Exempt, Own, Reproduction, Row, at_most
-from policies.compose import build_router, build_scheduler
-from policies.presets import find_preset
-from policies.replica.scheduler import SchedulerLimits
-from policies.settings import PolicySettings
-from simulator.cluster.fleet import Fleet, FleetShape
-from simulator.cluster.latency import A100_7B
-from simulator.compare import paired_ratio
-from simulator.predictors import Noisy
-from simulator.traffic.arrivals import Gamma, Poisson
-from simulator.traffic.prefixes import PROGRAMMING, TOOL_USE, PrefixLaw, prefix_workload
-from simulator.traffic.workload import SimRequest
-from simulator.traffic.workloads import build_workload, retime
 
 SEEDS = tuple(range(10))
 SIGMA = 0.5

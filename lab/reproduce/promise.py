@@ -15,16 +15,16 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from core.forecast import QUANTILES, Forecast
+from farsight.core.forecast import QUANTILES, Forecast
+from farsight.policies.compose import build_router, build_scheduler
+from farsight.policies.replica.scheduler import SchedulerLimits
+from farsight.policies.settings import PolicySettings
+from farsight.simulator.cluster.fleet import Fleet, FleetShape
+from farsight.simulator.cluster.latency import A100_7B
+from farsight.simulator.traffic.lengths import SHAREGPT_LIKE, LengthLaw, LogNormal
+from farsight.simulator.traffic.workload import SimRequest
 from lab.reproduce.combined import CombinedCell, replica_shape
 from lab.reproduce.rows import UNBOUND, Own, Reproduction, Row, at_most, between
-from policies.compose import build_router, build_scheduler
-from policies.replica.scheduler import SchedulerLimits
-from policies.settings import PolicySettings
-from simulator.cluster.fleet import Fleet, FleetShape
-from simulator.cluster.latency import A100_7B
-from simulator.traffic.lengths import SHAREGPT_LIKE, LengthLaw, LogNormal
-from simulator.traffic.workload import SimRequest
 
 FloatArray = NDArray[np.float64]
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from core.config.scheduling import SchedulerConfig
-from core.errors import InvalidValueError
-from policies.settings import MlfqRules
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.errors import InvalidValueError
+from farsight.policies.settings import MlfqRules
 
 Verdict = Literal["ok", "fitted", "off", "open", "exempt"]
 Basis = Literal["printed", "range", "order", "own", "fitted", "exempt"]

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from core.decisions import Facts
-from core.errors import InvalidValueError
-from policies.admission.past_future import future_memory
-from policies.interfaces import ADMISSIONS, Admission, Job, ReplicaContext
-from policies.lengths.history import IntArray
+from farsight.core.decisions import Facts
+from farsight.core.errors import InvalidValueError
+from farsight.policies.admission.past_future import future_memory
+from farsight.policies.interfaces import ADMISSIONS, Admission, Job, ReplicaContext
+from farsight.policies.lengths.history import IntArray
 
 
 class Conservative(Admission):

@@ -11,10 +11,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from core.decisions import Facts
-from core.errors import InvalidValueError
-from policies.interfaces import ADMISSIONS, Admission, Job, ReplicaContext
-from policies.lengths.history import IntArray, LengthHistory
+from farsight.core.decisions import Facts
+from farsight.core.errors import InvalidValueError
+from farsight.policies.interfaces import ADMISSIONS, Admission, Job, ReplicaContext
+from farsight.policies.lengths.history import IntArray, LengthHistory
 
 ENTRIES_PER_POINT = 200
 """A small batch gets several lists of draws, until it has about this many draws (LightLLM)."""

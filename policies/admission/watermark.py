@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from core.decisions import Facts
-from core.errors import InvalidValueError
-from policies.interfaces import ADMISSIONS, Admission, Job, ReplicaContext
+from farsight.core.decisions import Facts
+from farsight.core.errors import InvalidValueError
+from farsight.policies.interfaces import ADMISSIONS, Admission, Job, ReplicaContext
 
 
 class Aggressive(Admission):

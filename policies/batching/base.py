@@ -15,12 +15,12 @@ from itertools import count
 
 from sortedcontainers import SortedDict
 
-from core.decisions import Facts
-from core.errors import IntegrityError
-from core.forecast import Forecast
-from policies.interfaces import Job
-from policies.parts import Parts
-from policies.settings import BatchSettings
+from farsight.core.decisions import Facts
+from farsight.core.errors import IntegrityError
+from farsight.core.forecast import Forecast
+from farsight.policies.interfaces import Job
+from farsight.policies.parts import Parts
+from farsight.policies.settings import BatchSettings
 
 
 def predicted_len(job: Job) -> int:

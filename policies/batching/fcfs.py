@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 
 from sortedcontainers import SortedKeyList
 
-from core.errors import IntegrityError, InvalidValueError
-from core.forecast import Forecast
-from policies.batching.base import BATCHERS, BatchContext, BatchPolicy, BatchQueue, FormedBatch, first_arrived
-from policies.interfaces import Job
+from farsight.core.errors import IntegrityError, InvalidValueError
+from farsight.core.forecast import Forecast
+from farsight.policies.batching.base import BATCHERS, BatchContext, BatchPolicy, BatchQueue, FormedBatch, first_arrived
+from farsight.policies.interfaces import Job
 
 
 def vanilla_batch_size(

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from core.costs import StepCost
-from core.decisions import Facts
-from policies.batching.base import FormedBatch
-from policies.interfaces import ORDERS, Job, Order, ReplicaContext
-from policies.order.job_table import JobTable, in_order
-from policies.settings import ServingTime
+from farsight.core.costs import StepCost
+from farsight.core.decisions import Facts
+from farsight.policies.batching.base import FormedBatch
+from farsight.policies.interfaces import ORDERS, Job, Order, ReplicaContext
+from farsight.policies.order.job_table import JobTable, in_order
+from farsight.policies.settings import ServingTime
 
 RIVALS = 4
 """Most other batches whose response ratio an explanation shows: those that have waited longest in the queue."""

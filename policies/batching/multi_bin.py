@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from core.decisions import Facts
-from core.errors import IntegrityError, InvalidValueError
-from core.forecast import Forecast
-from policies.batching.base import (
+from farsight.core.decisions import Facts
+from farsight.core.errors import IntegrityError, InvalidValueError
+from farsight.core.forecast import Forecast
+from farsight.policies.batching.base import (
     BATCHERS,
     BatchContext,
     BatchPolicy,
@@ -27,7 +27,7 @@ from policies.batching.base import (
     first_sealed,
     predicted_len,
 )
-from policies.interfaces import Job
+from farsight.policies.interfaces import Job
 
 MIN_LENGTHS = 100
 """Fewest lengths from which edges are learned; also the number of jobs between two updates of the edges."""

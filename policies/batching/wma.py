@@ -28,9 +28,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from core.decisions import Facts
-from core.errors import IntegrityError, InvalidValueError
-from policies.batching.base import (
+from farsight.core.decisions import Facts
+from farsight.core.errors import IntegrityError, InvalidValueError
+from farsight.policies.batching.base import (
     BATCHERS,
     BatchContext,
     BatchPolicy,
@@ -40,8 +40,8 @@ from policies.batching.base import (
     first_arrived,
     predicted_len,
 )
-from policies.batching.hrrn import HighestResponseRatio
-from policies.interfaces import Job
+from farsight.policies.batching.hrrn import HighestResponseRatio
+from farsight.policies.interfaces import Job
 
 IntArray = NDArray[np.int64]
 Lengths = TypeVar("Lengths", int, IntArray)

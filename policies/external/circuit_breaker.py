@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
 
-from core.errors import IntegrityError
+from farsight.core.errors import IntegrityError
 
 
 class BreakerState(StrEnum):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.messages.requests import Key
-from core.request import Request, SequenceStatus
-from policies.replica.events import (
+from farsight.core.messages.requests import Key
+from farsight.core.request import Request, SequenceStatus
+from farsight.policies.replica.events import (
     AccountClosed,
     ForecastsArrived,
     RefuseRequest,

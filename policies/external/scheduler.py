@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 
-from core.decisions import Facts
-from core.errors import IntegrityError
-from core.forecast import Forecast, ForecastMade
-from core.messages.plans import FinishedSequence, StartedRequest
-from core.messages.requests import Key
-from core.request import Request, SequenceStatus
-from policies.external.circuit_breaker import (
+from farsight.core.decisions import Facts
+from farsight.core.errors import IntegrityError
+from farsight.core.forecast import Forecast, ForecastMade
+from farsight.core.messages.plans import FinishedSequence, StartedRequest
+from farsight.core.messages.requests import Key
+from farsight.core.request import Request, SequenceStatus
+from farsight.policies.external.circuit_breaker import (
     BreakerEvent,
     CircuitBreaker,
     Failed,
@@ -26,7 +26,7 @@ from policies.external.circuit_breaker import (
     ProbePassed,
     Succeeded,
 )
-from policies.external.events import (
+from farsight.policies.external.events import (
     AskServer,
     BackendEvent,
     BackendInstruction,
@@ -42,9 +42,9 @@ from policies.external.events import (
     SendRequest,
     ServerFailure,
 )
-from policies.interfaces import Job, Order
-from policies.replica.decision_trace import Account, Accounts, account_closed, forecast_facts
-from policies.replica.events import (
+from farsight.policies.interfaces import Job, Order
+from farsight.policies.replica.decision_trace import Account, Accounts, account_closed, forecast_facts
+from farsight.policies.replica.events import (
     ForecastsArrived,
     RefuseRequest,
     RequestEnded,
@@ -52,7 +52,7 @@ from policies.replica.events import (
     RequestsArrived,
     RequestStarted,
 )
-from policies.tenancy.fair_shares import FairShares
+from farsight.policies.tenancy.fair_shares import FairShares
 
 NUM_REMEMBERED = 4096
 """Ended attempts that are remembered: their ingress replicas may not know yet that they ended."""

@@ -10,14 +10,14 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from core.decisions import Facts
-from core.errors import IntegrityError
-from core.forecast import ForecastMade
-from core.messages.requests import Key, OpenRequest
-from core.request import Request
-from policies.batching.base import BatchPolicy, FormedBatch
-from policies.fleet.central_queue import CentralQueue, Member
-from policies.fleet.events import (
+from farsight.core.decisions import Facts
+from farsight.core.errors import IntegrityError
+from farsight.core.forecast import ForecastMade
+from farsight.core.messages.requests import Key, OpenRequest
+from farsight.core.request import Request
+from farsight.policies.batching.base import BatchPolicy, FormedBatch
+from farsight.policies.fleet.central_queue import CentralQueue, Member
+from farsight.policies.fleet.events import (
     BatchEnded,
     GlobalEvent,
     GlobalInstruction,
@@ -35,12 +35,12 @@ from policies.fleet.events import (
     ReportLost,
     RequestsEnded,
 )
-from policies.fleet.request_table import Entry
-from policies.fleet.scheduler import FleetMachine
-from policies.interfaces import Job
-from policies.placement.base import Choice
-from policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
-from policies.settings import ServingTime
+from farsight.policies.fleet.request_table import Entry
+from farsight.policies.fleet.scheduler import FleetMachine
+from farsight.policies.interfaces import Job
+from farsight.policies.placement.base import Choice
+from farsight.policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
+from farsight.policies.settings import ServingTime
 
 
 @dataclass(frozen=True, slots=True)

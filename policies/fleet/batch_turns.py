@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from core.errors import IntegrityError
-from core.forecast import Forecast
-from policies.batching.base import BatchPolicy, FormedBatch
-from policies.interfaces import Job
-from policies.order.fcfs import Fcfs
-from policies.tenancy.fair_shares import FairShares
+from farsight.core.errors import IntegrityError
+from farsight.core.forecast import Forecast
+from farsight.policies.batching.base import BatchPolicy, FormedBatch
+from farsight.policies.interfaces import Job
+from farsight.policies.order.fcfs import Fcfs
+from farsight.policies.tenancy.fair_shares import FairShares
 
 WINDOW = 4
 """While several tenants wait: most requests that the batcher has at once, and most that it is given after a request

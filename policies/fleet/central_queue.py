@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from core.decisions import Facts
-from core.errors import IntegrityError
-from core.forecast import Forecast, ForecastMade
-from core.messages.requests import Key
-from core.request import Request
-from policies.batching.base import BatchPolicy, FormedBatch
-from policies.fleet.batch_turns import BatchTurns
-from policies.interfaces import Job
+from farsight.core.decisions import Facts
+from farsight.core.errors import IntegrityError
+from farsight.core.forecast import Forecast, ForecastMade
+from farsight.core.messages.requests import Key
+from farsight.core.request import Request
+from farsight.policies.batching.base import BatchPolicy, FormedBatch
+from farsight.policies.fleet.batch_turns import BatchTurns
+from farsight.policies.interfaces import Job
 
 
 @dataclass(frozen=True, slots=True)

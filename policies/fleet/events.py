@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.costs import StepCost
-from core.forecast import Forecast
-from core.messages.plans import FinishedSequence, KVCacheEvent, StartedRequest, WorkerReady
-from core.messages.requests import Key, OpenRequest
-from core.request import Request
-from policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
+from farsight.core.costs import StepCost
+from farsight.core.forecast import Forecast
+from farsight.core.messages.plans import FinishedSequence, KVCacheEvent, StartedRequest, WorkerReady
+from farsight.core.messages.requests import Key, OpenRequest
+from farsight.core.request import Request
+from farsight.policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
 
 
 @dataclass(frozen=True, slots=True)

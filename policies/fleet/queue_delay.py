@@ -14,10 +14,10 @@ from statistics import NormalDist
 
 import numpy as np
 
-from core.costs import StepCost
-from core.forecast import QUANTILES
-from core.messages.requests import Demand, LoadSnapshot
-from core.request import Request
+from farsight.core.costs import StepCost
+from farsight.core.forecast import QUANTILES
+from farsight.core.messages.requests import Demand, LoadSnapshot
+from farsight.core.request import Request
 
 
 def queue_delay_s(outlook: LoadSnapshot, num_replicas: int) -> float | None:

@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from core.errors import IntegrityError
-from core.forecast import Forecast, ForecastMade
-from core.messages.placement import ReplicaView
-from core.messages.plans import FinishedSequence, WorkerReady
-from core.messages.requests import Demand, Key, OpenRequest
-from core.request import Request, SequenceStatus
-from policies.fleet.events import AbortOnReplica, AskReplica, GlobalInstruction, ReportLost
-from policies.lengths.law import variance as length_variance
-from policies.placement.base import Choice, ReplicaLoad
-from policies.replica.events import RefuseRequest
+from farsight.core.errors import IntegrityError
+from farsight.core.forecast import Forecast, ForecastMade
+from farsight.core.messages.placement import ReplicaView
+from farsight.core.messages.plans import FinishedSequence, WorkerReady
+from farsight.core.messages.requests import Demand, Key, OpenRequest
+from farsight.core.request import Request, SequenceStatus
+from farsight.policies.fleet.events import AbortOnReplica, AskReplica, GlobalInstruction, ReportLost
+from farsight.policies.lengths.law import variance as length_variance
+from farsight.policies.placement.base import Choice, ReplicaLoad
+from farsight.policies.replica.events import RefuseRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from core.forecast import ForecastMade
-from core.messages.placement import PrefixView, ReplicaView
-from core.messages.plans import KVCacheEvent, StartedRequest, WorkerReady
-from core.messages.requests import Demand, Key, Placed
-from core.request import Request
-from policies.fleet.events import (
+from farsight.core.forecast import ForecastMade
+from farsight.core.messages.placement import PrefixView, ReplicaView
+from farsight.core.messages.plans import KVCacheEvent, StartedRequest, WorkerReady
+from farsight.core.messages.requests import Demand, Key, Placed
+from farsight.core.request import Request
+from farsight.policies.fleet.events import (
     AskCache,
     GlobalEvent,
     GlobalInstruction,
@@ -35,9 +35,9 @@ from policies.fleet.events import (
     RequestsStarted,
     StepsPriced,
 )
-from policies.fleet.request_table import Entry, RequestTable
-from policies.placement.base import Choice, Placement, ReplicaLoad
-from policies.replica.events import ForecastsArrived, RequestsAborted, RequestsArrived
+from farsight.policies.fleet.request_table import Entry, RequestTable
+from farsight.policies.placement.base import Choice, Placement, ReplicaLoad
+from farsight.policies.replica.events import ForecastsArrived, RequestsAborted, RequestsArrived
 
 ASK_AGAIN_S = 1.0
 """Seconds after which a replica that has not told what it caches is asked again."""

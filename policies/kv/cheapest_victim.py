@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from core.errors import InvalidValueError
-from policies.interfaces import KV_POLICIES, Job, KvMoves, KvPolicy, KvView, ReplicaContext
-from policies.order.gittins import Gittins
+from farsight.core.errors import InvalidValueError
+from farsight.policies.interfaces import KV_POLICIES, Job, KvMoves, KvPolicy, KvView, ReplicaContext
+from farsight.policies.order.gittins import Gittins
 
 
 @dataclass(frozen=True, slots=True)

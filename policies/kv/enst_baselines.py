@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.decisions import Facts
-from policies.interfaces import KV_POLICIES, Job, KvMoves, KvPolicy, KvView, ReplicaContext
-from policies.kv.enst_offload import MIN_HOST_SHARE, by_enst, enst_s, make_room
-from policies.order.skip_join_mlfq import SkipJoinMlfq
+from farsight.core.decisions import Facts
+from farsight.policies.interfaces import KV_POLICIES, Job, KvMoves, KvPolicy, KvView, ReplicaContext
+from farsight.policies.kv.enst_offload import MIN_HOST_SHARE, by_enst, enst_s, make_room
+from farsight.policies.order.skip_join_mlfq import SkipJoinMlfq
 
 
 @dataclass(frozen=True, slots=True)

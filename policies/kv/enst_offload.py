@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from core.decisions import Facts
-from core.errors import InvalidValueError
-from policies.interfaces import KV_POLICIES, Job, KvMoves, KvPolicy, KvView, ReplicaContext
-from policies.order.skip_join_mlfq import Group, SkipJoinMlfq, Urgency
+from farsight.core.decisions import Facts
+from farsight.core.errors import InvalidValueError
+from farsight.policies.interfaces import KV_POLICIES, Job, KvMoves, KvPolicy, KvView, ReplicaContext
+from farsight.policies.order.skip_join_mlfq import Group, SkipJoinMlfq, Urgency
 
 _Turn = tuple[Urgency, float, int, float]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from policies.interfaces import Admission, Job, KvMoves, KvPolicy, KvView
+from farsight.policies.interfaces import Admission, Job, KvMoves, KvPolicy, KvView
 
 
 class WholeBatch(Admission):

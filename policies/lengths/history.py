@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from core.errors import InvalidValueError
+from farsight.core.errors import InvalidValueError
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]

@@ -11,8 +11,8 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from core.errors import InvalidValueError
-from core.forecast import QUANTILES, Forecast
+from farsight.core.errors import InvalidValueError
+from farsight.core.forecast import QUANTILES, Forecast
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]

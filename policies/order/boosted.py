@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from core.decisions import Facts
-from core.errors import InvalidValueError
-from policies.interfaces import ORDERS, Job, ReplicaContext
-from policies.lengths import law as length_law
-from policies.order.gittins import DecodePrice, FloatArray, Gittins
-from policies.settings import PRIOR_CAPACITY
+from farsight.core.decisions import Facts
+from farsight.core.errors import InvalidValueError
+from farsight.policies.interfaces import ORDERS, Job, ReplicaContext
+from farsight.policies.lengths import law as length_law
+from farsight.policies.order.gittins import DecodePrice, FloatArray, Gittins
+from farsight.policies.settings import PRIOR_CAPACITY
 
 MAX_BOOST_S = 1800.0
 """In seconds: no request is overtaken by one that came half an hour later."""

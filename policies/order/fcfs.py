@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from sortedcontainers import SortedDict
 
-from core.costs import StepCost
-from policies.interfaces import ORDERS, Job, Order, ReplicaContext
+from farsight.core.costs import StepCost
+from farsight.policies.interfaces import ORDERS, Job, Order, ReplicaContext
 
 _Key = tuple[tuple[int, float], int]
 

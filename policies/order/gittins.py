@@ -13,15 +13,15 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from core.costs import StepCost
-from core.decisions import Facts
-from core.errors import IntegrityError, InvalidValueError
-from policies.interfaces import ORDERS, Job, Order, ReplicaContext
-from policies.lengths import law as length_law
-from policies.lengths.history import LengthHistory
-from policies.lengths.law import PredictorGate
-from policies.order.job_table import JobTable, first_of, replayed
-from policies.settings import PRIOR_CAPACITY
+from farsight.core.costs import StepCost
+from farsight.core.decisions import Facts
+from farsight.core.errors import IntegrityError, InvalidValueError
+from farsight.policies.interfaces import ORDERS, Job, Order, ReplicaContext
+from farsight.policies.lengths import law as length_law
+from farsight.policies.lengths.history import LengthHistory
+from farsight.policies.lengths.law import PredictorGate
+from farsight.policies.order.job_table import JobTable, first_of, replayed
+from farsight.policies.settings import PRIOR_CAPACITY
 
 FloatArray = NDArray[np.float64]
 Unit = Literal["volume", "time"]

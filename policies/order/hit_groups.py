@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from sortedcontainers import SortedDict
 
-from core.costs import StepCost
-from core.decisions import Facts
-from core.errors import IntegrityError, InvalidValueError
-from policies.interfaces import ORDERS, Job, Order, ReplicaContext
+from farsight.core.costs import StepCost
+from farsight.core.decisions import Facts
+from farsight.core.errors import IntegrityError, InvalidValueError
+from farsight.policies.interfaces import ORDERS, Job, Order, ReplicaContext
 
 _Urgency = tuple[int, float]
 _Turn = tuple[float, int]

@@ -9,8 +9,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from core.errors import IntegrityError
-from policies.interfaces import Job
+from farsight.core.errors import IntegrityError
+from farsight.policies.interfaces import Job
 
 _FIRST_ROWS = 64
 

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from core.errors import MessageError
-from core.messages.kv import KVHolder, OffloadOrders, OffloadQuestion, QueueSize
-from policies.interfaces import Job, KvMoves, KvPolicy, KvView, Order
-from policies.order.gittins import DecodePrice, FloatArray, Gittins
-from policies.order.skip_join_mlfq import Group, SkipJoinMlfq, Urgency
-from policies.settings import PRIOR_CAPACITY, PRIOR_COST
+from farsight.core.errors import MessageError
+from farsight.core.messages.kv import KVHolder, OffloadOrders, OffloadQuestion, QueueSize
+from farsight.policies.interfaces import Job, KvMoves, KvPolicy, KvView, Order
+from farsight.policies.order.gittins import DecodePrice, FloatArray, Gittins
+from farsight.policies.order.skip_join_mlfq import Group, SkipJoinMlfq, Urgency
+from farsight.policies.settings import PRIOR_CAPACITY, PRIOR_COST
 
 _MOST_QUANTA = 700.0
 """The natural logarithm of the largest number is 709."""

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 from sortedcontainers import SortedDict
 
-from core.config.scheduling import SchedulerConfig
-from core.costs import StepCost
-from core.decisions import Facts
-from core.errors import IntegrityError
-from policies.interfaces import ORDERS, Job, Order, ReplicaContext
-from policies.settings import MlfqRules
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.costs import StepCost
+from farsight.core.decisions import Facts
+from farsight.core.errors import IntegrityError
+from farsight.policies.interfaces import ORDERS, Job, Order, ReplicaContext
+from farsight.policies.settings import MlfqRules
 
 Urgency = tuple[int, float]
 Group = tuple[Urgency, int]

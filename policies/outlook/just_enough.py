@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from core.costs import StepCost
-from policies.interfaces import Job, ScheduledRequest
-from policies.outlook.rollout import FloatArray, RemainingLaws, drawn
+from farsight.core.costs import StepCost
+from farsight.policies.interfaces import Job, ScheduledRequest
+from farsight.policies.outlook.rollout import FloatArray, RemainingLaws, drawn
 
 LEVEL = 0.9
 """Quantile of a job's length with which the job must still meet its target."""

@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from core.costs import StepCost, attention_pairs
-from policies.interfaces import Job
-from policies.outlook.calibration import OnlineCalibration, Raw
-from policies.outlook.rollout import QueueState, RecentTraffic, RemainingLaws, RollOut
+from farsight.core.costs import StepCost, attention_pairs
+from farsight.policies.interfaces import Job
+from farsight.policies.outlook.calibration import OnlineCalibration, Raw
+from farsight.policies.outlook.rollout import QueueState, RecentTraffic, RemainingLaws, RollOut
 
 NUM_ARRIVALS = 32
 """Latest arrivals from which the arrival rate and the usual batch size are taken: load changes within seconds."""

@@ -17,12 +17,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from core.costs import StepCost
-from core.forecast import Forecast
-from policies.interfaces import Job
-from policies.lengths import law as length_law
-from policies.lengths.history import LengthHistory
-from policies.lengths.law import PredictorGate, equiprobable
+from farsight.core.costs import StepCost
+from farsight.core.forecast import Forecast
+from farsight.policies.interfaces import Job
+from farsight.policies.lengths import law as length_law
+from farsight.policies.lengths.history import LengthHistory
+from farsight.policies.lengths.law import PredictorGate, equiprobable
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]

@@ -10,14 +10,14 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from core.costs import StepCost
-from core.decisions import Facts
-from core.forecast import Forecast
-from core.messages.placement import PrefixView, ReasonCount, RecentPlacement, ReplicaView
-from core.messages.plans import KVCacheEvent
-from core.request import Request
-from policies.parts import Parts
-from policies.settings import PolicySettings
+from farsight.core.costs import StepCost
+from farsight.core.decisions import Facts
+from farsight.core.forecast import Forecast
+from farsight.core.messages.placement import PrefixView, ReasonCount, RecentPlacement, ReplicaView
+from farsight.core.messages.plans import KVCacheEvent
+from farsight.core.request import Request
+from farsight.policies.parts import Parts
+from farsight.policies.settings import PolicySettings
 
 NUM_RECENT = 20
 """Placements that a dashboard shows one by one."""

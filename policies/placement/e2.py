@@ -8,19 +8,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from core.config.scheduling import PlacementConfig
-from core.costs import StepCost
-from core.errors import InvalidValueError
-from core.messages.placement import PrefixView, ReplicaView
-from core.messages.plans import KVCacheEvent
-from core.request import Request
-from policies.placement.base import PLACEMENTS, Choice, Placement, ReplicaLoad
-from policies.placement.e2_profiles import Regressions, from_step_cost
-from policies.placement.load_cost import Query
-from policies.placement.prefix_loads import PrefixLoads
-from policies.placement.prefix_tree import Path, PrefixNode
-from policies.placement.replica_slots import bits, is_single
-from policies.settings import PolicySettings
+from farsight.core.config.scheduling import PlacementConfig
+from farsight.core.costs import StepCost
+from farsight.core.errors import InvalidValueError
+from farsight.core.messages.placement import PrefixView, ReplicaView
+from farsight.core.messages.plans import KVCacheEvent
+from farsight.core.request import Request
+from farsight.policies.placement.base import PLACEMENTS, Choice, Placement, ReplicaLoad
+from farsight.policies.placement.e2_profiles import Regressions, from_step_cost
+from farsight.policies.placement.load_cost import Query
+from farsight.policies.placement.prefix_loads import PrefixLoads
+from farsight.policies.placement.prefix_tree import Path, PrefixNode
+from farsight.policies.placement.replica_slots import bits, is_single
+from farsight.policies.settings import PolicySettings
 
 
 @dataclass(slots=True, eq=False)

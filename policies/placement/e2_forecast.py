@@ -11,20 +11,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from core.costs import StepCost
-from core.errors import InvalidValueError
-from core.forecast import Forecast
-from core.messages.placement import PrefixView, ReplicaView
-from core.messages.plans import KVCacheEvent
-from core.request import Request
-from policies.placement.base import PLACEMENTS, Choice, Placement, ReplicaLoad
-from policies.placement.e2_profiles import from_step_cost
-from policies.placement.load_cost import Query
-from policies.placement.prefix_loads import MAX_TREE_BYTES, PrefixLoads
-from policies.placement.prefix_tree import Path
-from policies.placement.replica_slots import Floats
-from policies.placement.residual_work import RequestLengths, ResidualWork
-from policies.settings import PolicySettings
+from farsight.core.costs import StepCost
+from farsight.core.errors import InvalidValueError
+from farsight.core.forecast import Forecast
+from farsight.core.messages.placement import PrefixView, ReplicaView
+from farsight.core.messages.plans import KVCacheEvent
+from farsight.core.request import Request
+from farsight.policies.placement.base import PLACEMENTS, Choice, Placement, ReplicaLoad
+from farsight.policies.placement.e2_profiles import from_step_cost
+from farsight.policies.placement.load_cost import Query
+from farsight.policies.placement.prefix_loads import MAX_TREE_BYTES, PrefixLoads
+from farsight.policies.placement.prefix_tree import Path
+from farsight.policies.placement.replica_slots import Floats
+from farsight.policies.placement.residual_work import RequestLengths, ResidualWork
+from farsight.policies.settings import PolicySettings
 
 WINDOW_S = 180.0
 """Seconds for which uses of a prefix weigh against its eviction (H of Preble), and over which the mean output length is

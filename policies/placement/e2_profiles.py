@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from core.costs import StepCost
+from farsight.core.costs import StepCost
 
 INITIAL_TPOT_S = 0.15
 """Seconds an output token in the authors' implementation, before it has measured any."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from core.errors import IntegrityError
-from policies.placement.e2_profiles import Regressions
-from policies.placement.prefix_tree import PrefixNode, RadixTree
-from policies.placement.replica_slots import Floats, ReplicaSlots, bits, is_single
+from farsight.core.errors import IntegrityError
+from farsight.policies.placement.e2_profiles import Regressions
+from farsight.policies.placement.prefix_tree import PrefixNode, RadixTree
+from farsight.policies.placement.replica_slots import Floats, ReplicaSlots, bits, is_single
 
 
 class LoadWindow:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from core.errors import InvalidValueError
-from core.request import Request
-from policies.placement.base import Choice, Placement, ReplicaLoad
+from farsight.core.errors import InvalidValueError
+from farsight.core.request import Request
+from farsight.policies.placement.base import Choice, Placement, ReplicaLoad
 
 
 class OraclePartition(Placement):

@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from core.config.scheduling import PlacementConfig
-from core.costs import StepCost, mean_cost
-from core.errors import IntegrityError, InvalidValueError
-from core.messages.placement import PrefixView, ReplicaView
-from core.messages.plans import KVCacheEvent
-from policies.placement.base import ReplicaLoad
-from policies.placement.e2_profiles import Regressions, from_step_cost
-from policies.placement.load_cost import LoadCost, LoadWindow, Query
-from policies.placement.prefix_tree import PLACE_BYTES, Path, PrefixNode, RadixTree
-from policies.placement.prefix_view import busiest_prefixes
-from policies.placement.replica_slots import ReplicaSlots
+from farsight.core.config.scheduling import PlacementConfig
+from farsight.core.costs import StepCost, mean_cost
+from farsight.core.errors import IntegrityError, InvalidValueError
+from farsight.core.messages.placement import PrefixView, ReplicaView
+from farsight.core.messages.plans import KVCacheEvent
+from farsight.policies.placement.base import ReplicaLoad
+from farsight.policies.placement.e2_profiles import Regressions, from_step_cost
+from farsight.policies.placement.load_cost import LoadCost, LoadWindow, Query
+from farsight.policies.placement.prefix_tree import PLACE_BYTES, Path, PrefixNode, RadixTree
+from farsight.policies.placement.prefix_view import busiest_prefixes
+from farsight.policies.placement.replica_slots import ReplicaSlots
 
 ROOM_SHARE = 1 / 16
 """A tree that exceeds its memory limit is cut to this share below the limit, so that cuts are rare."""

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from core.errors import IntegrityError
+from farsight.core.errors import IntegrityError
 
 Path = tuple[int, ...]
 

@@ -6,8 +6,8 @@ import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 
-from core.messages.placement import PrefixView
-from policies.placement.prefix_tree import PrefixNode, RadixTree
+from farsight.core.messages.placement import PrefixView
+from farsight.policies.placement.prefix_tree import PrefixNode, RadixTree
 
 
 def busiest_prefixes(tree: RadixTree, names: Sequence[str], block_size: int, limit: int) -> tuple[PrefixView, ...]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from core.errors import InvalidValueError
-from policies.placement.base import ReplicaLoad
+from farsight.core.errors import InvalidValueError
+from farsight.policies.placement.base import ReplicaLoad
 
 Floats = npt.NDArray[np.float64]
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from core.costs import StepCost
-from core.errors import IntegrityError
-from policies.admission.past_future import future_memory
-from policies.lengths.law import MIN_REMAINING
-from policies.placement.replica_slots import Floats
+from farsight.core.costs import StepCost
+from farsight.core.errors import IntegrityError
+from farsight.policies.admission.past_future import future_memory
+from farsight.policies.lengths.law import MIN_REMAINING
+from farsight.policies.placement.replica_slots import Floats
 
 _TABLES = ("_held", "_running", "_begun_at", "_lengths", "_own_lens", "_context_lens", "_produced", "_left")
 

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from core.decisions import DecisionPacker, Facts
-from core.errors import IntegrityError
-from core.forecast import QUANTILES, Forecast
-from core.messages.requests import Promise
-from core.request import Request
-from policies.interfaces import Job, ReplicaPolicies, ScheduledRequest
-from policies.replica.events import AccountClosed, Instruction
-from policies.replica.facts import (
+from farsight.core.decisions import DecisionPacker, Facts
+from farsight.core.errors import IntegrityError
+from farsight.core.forecast import QUANTILES, Forecast
+from farsight.core.messages.requests import Promise
+from farsight.core.request import Request
+from farsight.policies.interfaces import Job, ReplicaPolicies, ScheduledRequest
+from farsight.policies.replica.events import AccountClosed, Instruction
+from farsight.policies.replica.facts import (
     Admitted,
     Adopted,
     Arrived,
@@ -32,7 +32,7 @@ from policies.replica.facts import (
     TurnedAway,
     TurnsChanged,
 )
-from policies.tenancy.fair_shares import FairShares
+from farsight.policies.tenancy.fair_shares import FairShares
 
 MAX_DECISIONS = 64
 """Most decisions noted of one request: the first half of this number and the latest; the rest is only counted."""

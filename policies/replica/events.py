@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.costs import StepCost
-from core.decisions import on_clock
-from core.forecast import Forecast, ForecastMade
-from core.messages.kv import OffloadOrders, OffloadQuestion
-from core.messages.log import RequestTrace
-from core.messages.plans import (
+from farsight.core.costs import StepCost
+from farsight.core.decisions import on_clock
+from farsight.core.forecast import Forecast, ForecastMade
+from farsight.core.messages.kv import OffloadOrders, OffloadQuestion
+from farsight.core.messages.log import RequestTrace
+from farsight.core.messages.plans import (
     FinishedSequence,
     KVCacheEvent,
     Plan,
@@ -18,8 +18,8 @@ from core.messages.plans import (
     TenantService,
     WorkerState,
 )
-from core.messages.requests import Key, Promise
-from core.request import Origin, Request
+from farsight.core.messages.requests import Key, Promise
+from farsight.core.request import Origin, Request
 
 
 @dataclass(frozen=True, slots=True)

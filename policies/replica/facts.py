@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.request import Request, SequenceStatus
-from policies.interfaces import Job, ScheduledRequest
+from farsight.core.request import Request, SequenceStatus
+from farsight.policies.interfaces import Job, ScheduledRequest
 
 
 @dataclass(slots=True, eq=False)

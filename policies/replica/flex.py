@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from policies.interfaces import Job, ScheduledRequest
+from farsight.policies.interfaces import Job, ScheduledRequest
 
 
 def with_room(flex: Sequence[ScheduledRequest], free_blocks: int, block_size: int) -> list[ScheduledRequest]:

@@ -9,15 +9,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from core.decisions import unpack_decisions
-from core.forecast import QUANTILES, Forecast
-from core.messages.live import EndedRequest, ForecastTally, LiveRequest, MemoryPoint, ReplicaLive
-from core.messages.requests import Promise
-from core.request import Residency
-from policies.admission.past_future import peak_profile
-from policies.interfaces import ScheduledRequest
-from policies.replica.events import AccountClosed, RequestEnded
-from policies.replica.scheduler import ReplicaScheduler
+from farsight.core.decisions import unpack_decisions
+from farsight.core.forecast import QUANTILES, Forecast
+from farsight.core.messages.live import EndedRequest, ForecastTally, LiveRequest, MemoryPoint, ReplicaLive
+from farsight.core.messages.requests import Promise
+from farsight.core.request import Residency
+from farsight.policies.admission.past_future import peak_profile
+from farsight.policies.interfaces import ScheduledRequest
+from farsight.policies.replica.events import AccountClosed, RequestEnded
+from farsight.policies.replica.scheduler import ReplicaScheduler
 
 MAX_ENDS = 50
 """Most requests for which a view predicts the end: about 3 ms of CPU."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 
-from core.errors import IntegrityError
-from core.messages.plans import (
+from farsight.core.errors import IntegrityError
+from farsight.core.messages.plans import (
     FinishedSequence,
     KVCacheEvent,
     SlotProgress,
@@ -15,11 +15,11 @@ from core.messages.plans import (
     WorkerReady,
     WorkerState,
 )
-from core.messages.requests import Key
-from core.request import Request, Residency, SequenceStatus
-from kvcache.block_manager import NO_PARENT
-from kvcache.cache_journal import CacheMirror
-from policies.interfaces import Job, KvView, ScheduledRequest, make_scheduled
+from farsight.core.messages.requests import Key
+from farsight.core.request import Request, Residency, SequenceStatus
+from farsight.kvcache.block_manager import NO_PARENT
+from farsight.kvcache.cache_journal import CacheMirror
+from farsight.policies.interfaces import Job, KvView, ScheduledRequest, make_scheduled
 
 _WHOLE = (SequenceStatus.FINISHED_STOPPED, SequenceStatus.FINISHED_LENGTH)
 

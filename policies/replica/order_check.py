@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from core.messages.kv import OffloadOrders, OffloadQuestion
-from core.request import Residency
-from policies.interfaces import Job, KvMoves, KvView, ScheduledRequest
+from farsight.core.messages.kv import OffloadOrders, OffloadQuestion
+from farsight.core.request import Residency
+from farsight.policies.interfaces import Job, KvMoves, KvView, ScheduledRequest
 
 
 @dataclass(slots=True)

@@ -12,12 +12,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from core.costs import StepCost
-from core.errors import InvalidValueError
-from core.messages.plans import Plan, Slot
-from core.request import Residency
-from policies.interfaces import Job, Order, ScheduledRequest
-from policies.replica.mirror import WorkerMirror
+from farsight.core.costs import StepCost
+from farsight.core.errors import InvalidValueError
+from farsight.core.messages.plans import Plan, Slot
+from farsight.core.request import Residency
+from farsight.policies.interfaces import Job, Order, ScheduledRequest
+from farsight.policies.replica.mirror import WorkerMirror
 
 UNBOUNDED = 0
 """No bound but the step's own."""

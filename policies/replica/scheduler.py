@@ -10,19 +10,19 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from core.costs import StepCost
-from core.decisions import Facts
-from core.forecast import ForecastMade
-from core.messages.plans import FinishedSequence, SlotProgress, StepReport, TenantService, WorkerState
-from core.messages.requests import Key, Promise
-from core.request import Request, Residency, SequenceStatus
-from kvcache.cache_journal import CacheMirror
-from policies.interfaces import ReplicaPolicies, ScheduledRequest
-from policies.outlook.just_enough import JustEnough, ServicePace
-from policies.outlook.promises import Outlook, PromiseMaker, ReplicaJobs
-from policies.outlook.rollout import MAX_LISTED
-from policies.replica.decision_trace import Account, DecisionTrace, promise_facts
-from policies.replica.events import (
+from farsight.core.costs import StepCost
+from farsight.core.decisions import Facts
+from farsight.core.forecast import ForecastMade
+from farsight.core.messages.plans import FinishedSequence, SlotProgress, StepReport, TenantService, WorkerState
+from farsight.core.messages.requests import Key, Promise
+from farsight.core.request import Request, Residency, SequenceStatus
+from farsight.kvcache.cache_journal import CacheMirror
+from farsight.policies.interfaces import ReplicaPolicies, ScheduledRequest
+from farsight.policies.outlook.just_enough import JustEnough, ServicePace
+from farsight.policies.outlook.promises import Outlook, PromiseMaker, ReplicaJobs
+from farsight.policies.outlook.rollout import MAX_LISTED
+from farsight.policies.replica.decision_trace import Account, DecisionTrace, promise_facts
+from farsight.policies.replica.events import (
     AskOffload,
     BatchBroken,
     CacheTold,
@@ -45,7 +45,7 @@ from policies.replica.events import (
     WorkerLost,
     WorkerReported,
 )
-from policies.replica.facts import (
+from farsight.policies.replica.facts import (
     Adopted,
     Arrived,
     EndReached,
@@ -57,11 +57,11 @@ from policies.replica.facts import (
     TurnedAway,
     TurnsChanged,
 )
-from policies.replica.mirror import WorkerMirror
-from policies.replica.order_check import OffloadClient, OffloadTally
-from policies.replica.planner import NO_BUDGET, ReplicaPlans, StepBudget
-from policies.replica.step_selector import StepSelector
-from policies.tenancy.fair_shares import FairShares
+from farsight.policies.replica.mirror import WorkerMirror
+from farsight.policies.replica.order_check import OffloadClient, OffloadTally
+from farsight.policies.replica.planner import NO_BUDGET, ReplicaPlans, StepBudget
+from farsight.policies.replica.step_selector import StepSelector
+from farsight.policies.tenancy.fair_shares import FairShares
 
 COST_CHANGE = 0.05
 """Share by which a step cost must differ to count as changed."""

@@ -9,16 +9,16 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from core.errors import IntegrityError
-from core.messages.kv import OffloadOrders, OffloadQuestion
-from core.request import Residency
-from policies.interfaces import Admission, Job, KvMoves, KvView, RanksSome, ReplicaPolicies, ScheduledRequest
-from policies.order.offload_orders import ask
-from policies.replica import flex
-from policies.replica.facts import Admitted, Evicted, Fact, NotAdmitted
-from policies.replica.mirror import WorkerMirror
-from policies.replica.order_check import OffloadClient, standing_orders
-from policies.tenancy.fair_shares import FairShares
+from farsight.core.errors import IntegrityError
+from farsight.core.messages.kv import OffloadOrders, OffloadQuestion
+from farsight.core.request import Residency
+from farsight.policies.interfaces import Admission, Job, KvMoves, KvView, RanksSome, ReplicaPolicies, ScheduledRequest
+from farsight.policies.order.offload_orders import ask
+from farsight.policies.replica import flex
+from farsight.policies.replica.facts import Admitted, Evicted, Fact, NotAdmitted
+from farsight.policies.replica.mirror import WorkerMirror
+from farsight.policies.replica.order_check import OffloadClient, standing_orders
+from farsight.policies.tenancy.fair_shares import FairShares
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from policies.parts import Parts
+from farsight.policies.parts import Parts
 
 
 class Drafter(ABC):

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from policies.speculation.base import SPECULATIONS, Drafter, Speculation, SpeculationContext
-from policies.speculation.price import StepPrice
+from farsight.policies.speculation.base import SPECULATIONS, Drafter, Speculation, SpeculationContext
+from farsight.policies.speculation.price import StepPrice
 
 NUM_CHARACTERS = 0x110000
 """Code points of Unicode."""

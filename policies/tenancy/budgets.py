@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from core.messages.tenants import (
+from farsight.core.messages.tenants import (
     TenantBudget,
     TenantBudgets,
     TenantCounts,

@@ -16,9 +16,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 
-from core.decisions import Facts
-from core.errors import IntegrityError
-from policies.interfaces import Job, Order, RanksSome
+from farsight.core.decisions import Facts
+from farsight.core.errors import IntegrityError
+from farsight.policies.interfaces import Job, Order, RanksSome
 
 AHEAD_S = 1.0
 """Seconds that a walk counts ahead for each job that runs or is yielded, by the job's share of the replica. So free

@@ -8,12 +8,12 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from core.errors import InvalidValueError
-from predictor.applications.reading import KEYS, NO_KEY, NUM_TEXT_FEATURES, WIDTHS, keys_of
-from predictor.features import Floats
-from predictor.forest import Forest
-from predictor.quantiles import LengthDistributions
-from predictor.trainer import ForestOptions, grow
+from farsight.core.errors import InvalidValueError
+from farsight.predictor.applications.reading import KEYS, NO_KEY, NUM_TEXT_FEATURES, WIDTHS, keys_of
+from farsight.predictor.features import Floats
+from farsight.predictor.forest import Forest
+from farsight.predictor.quantiles import LengthDistributions
+from farsight.predictor.trainer import ForestOptions, grow
 
 SHRINK = 2.0
 """Examples that the mean of the level above counts for, beside a key's own: openings stand above instructions."""

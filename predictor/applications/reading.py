@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from core.forecast import ForecastQuestion
-from predictor.features import NUM_IMAGE_FEATURES, Floats, with_images
+from farsight.core.forecast import ForecastQuestion
+from farsight.predictor.features import NUM_IMAGE_FEATURES, Floats, with_images
 
 READ_CHARS = 4096
 """Most characters that are read of a text, for its form and for its key: bounds the time of a forecast."""

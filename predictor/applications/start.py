@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from predictor.applications.reading import FORM, MODEL, NUM_FEATURES, SECRET
-from predictor.artefact import TrainedModel
-from predictor.encoders import Encoder, probe_of
-from predictor.features import IMAGES, NUM_IMAGE_FEATURES, FeatureShape
-from predictor.retraining import FEATURE_SET, TRAIN_FEATURES, TRAIN_LENS
-from predictor.trainer import ForestOptions
+from farsight.predictor.applications.reading import FORM, MODEL, NUM_FEATURES, SECRET
+from farsight.predictor.artefact import TrainedModel
+from farsight.predictor.encoders import Encoder, probe_of
+from farsight.predictor.features import IMAGES, NUM_IMAGE_FEATURES, FeatureShape
+from farsight.predictor.retraining import FEATURE_SET, TRAIN_FEATURES, TRAIN_LENS
+from farsight.predictor.trainer import ForestOptions
 
 FOREST = ForestOptions(num_trees=50, min_samples_leaf=5, samples_per_leaf=16, log_target=True)
 

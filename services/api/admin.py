@@ -13,14 +13,14 @@ from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from core.errors import FarsightError, InvalidValueError
-from core.messages.status import ComponentCounts, Scale
-from core.messages.supervision import DrainReplica, Upgrade
-from services.api.access.keys import is_admin
-from services.api.backend import Operator
-from services.api.bodies import JsonRoute
-from services.api.errors import SERVER_ERROR, ApiError, ErrorReply
-from services.api.fields import StrictModel
+from farsight.core.errors import FarsightError, InvalidValueError
+from farsight.core.messages.status import ComponentCounts, Scale
+from farsight.core.messages.supervision import DrainReplica, Upgrade
+from farsight.services.api.access.keys import is_admin
+from farsight.services.api.backend import Operator
+from farsight.services.api.bodies import JsonRoute
+from farsight.services.api.errors import SERVER_ERROR, ApiError, ErrorReply
+from farsight.services.api.fields import StrictModel
 
 INGRESS = "ingress"
 MAX_COUNT = 1000

@@ -8,16 +8,16 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from core.errors import FarsightError
-from core.exposition import OPEN_METRICS_TYPE, PLAIN_TYPE, accepts_open_metrics
-from core.messages.placement import PlacementView
-from services.api.access.access_control import AccessControl
-from services.api.access.gate import install_access_control, route_paths, routes_of, usage_routes
-from services.api.access.keys import may_observe
-from services.api.access.metered import MeteredGenerator
-from services.api.admin import Administration, admin_routes
-from services.api.answers.beam_search import search
-from services.api.answers.replies import (
+from farsight.core.errors import FarsightError
+from farsight.core.exposition import OPEN_METRICS_TYPE, PLAIN_TYPE, accepts_open_metrics
+from farsight.core.messages.placement import PlacementView
+from farsight.services.api.access.access_control import AccessControl
+from farsight.services.api.access.gate import install_access_control, route_paths, routes_of, usage_routes
+from farsight.services.api.access.keys import may_observe
+from farsight.services.api.access.metered import MeteredGenerator
+from farsight.services.api.admin import Administration, admin_routes
+from farsight.services.api.answers.beam_search import search
+from farsight.services.api.answers.replies import (
     ChatCompletion,
     Completion,
     Health,
@@ -31,38 +31,38 @@ from services.api.answers.replies import (
     model_card,
     status_reply,
 )
-from services.api.answers.served import ANSWER, HEADERS, AnswerPromise
-from services.api.answers.sse import ChunkWriter, EventStream, chunks
-from services.api.backend import Generator, Operator
-from services.api.batches.records import Batches
-from services.api.batches.routes import FILES_PATH, FORM_BYTES, batch_routes, file_routes
-from services.api.bodies import JsonRoute
-from services.api.body_workers import BodyWorkers, read_body
-from services.api.dialects.messages import AnthropicErrors, message_routes
-from services.api.dialects.responses import response_routes
-from services.api.dialects.running import Running, named_for, seeing
-from services.api.dialects.stored import StoredResponses
-from services.api.errors import SERVER_ERROR, ApiError, ErrorReply, install_error_handlers, unhealthy
-from services.api.generate import ClientGone, collect, while_connected
-from services.api.generation import Generation
-from services.api.middleware import BodyLimit, LastResort, Methods, Slashes
-from services.api.pages.dashboard import docs_routes, home_routes, page_routes
-from services.api.pages.explain import explain_routes
-from services.api.pages.live import live_routes
-from services.api.pages.what_if import what_if_routes
-from services.api.readiness import DrainGate, Readiness, Reason, Shed
-from services.api.requests import check_model, generation_of
-from services.api.schemas import ChatCompletionRequest, CompletionRequest
-from services.api.streams.manager import StreamManager
-from services.api.streams.routes import ResumableStreams, stream_routes, wants_resumable
-from services.api.text.prompts import PromptEncoder
-from services.api.tokens import token_routes
-from services.api.tracing.access_log import AccessLog
-from services.api.tracing.middleware import Tracing
-from services.api.vectors.routes import VectorCalls, vector_routes
+from farsight.services.api.answers.served import ANSWER, HEADERS, AnswerPromise
+from farsight.services.api.answers.sse import ChunkWriter, EventStream, chunks
+from farsight.services.api.backend import Generator, Operator
+from farsight.services.api.batches.records import Batches
+from farsight.services.api.batches.routes import FILES_PATH, FORM_BYTES, batch_routes, file_routes
+from farsight.services.api.bodies import JsonRoute
+from farsight.services.api.body_workers import BodyWorkers, read_body
+from farsight.services.api.dialects.messages import AnthropicErrors, message_routes
+from farsight.services.api.dialects.responses import response_routes
+from farsight.services.api.dialects.running import Running, named_for, seeing
+from farsight.services.api.dialects.stored import StoredResponses
+from farsight.services.api.errors import SERVER_ERROR, ApiError, ErrorReply, install_error_handlers, unhealthy
+from farsight.services.api.generate import ClientGone, collect, while_connected
+from farsight.services.api.generation import Generation
+from farsight.services.api.middleware import BodyLimit, LastResort, Methods, Slashes
+from farsight.services.api.pages.dashboard import docs_routes, home_routes, page_routes
+from farsight.services.api.pages.explain import explain_routes
+from farsight.services.api.pages.live import live_routes
+from farsight.services.api.pages.what_if import what_if_routes
+from farsight.services.api.readiness import DrainGate, Readiness, Reason, Shed
+from farsight.services.api.requests import check_model, generation_of
+from farsight.services.api.schemas import ChatCompletionRequest, CompletionRequest
+from farsight.services.api.streams.manager import StreamManager
+from farsight.services.api.streams.routes import ResumableStreams, stream_routes, wants_resumable
+from farsight.services.api.text.prompts import PromptEncoder
+from farsight.services.api.tokens import token_routes
+from farsight.services.api.tracing.access_log import AccessLog
+from farsight.services.api.tracing.middleware import Tracing
+from farsight.services.api.vectors.routes import VectorCalls, vector_routes
 
 if TYPE_CHECKING:
-    from services.api.tracing.exporter import SpanExporter
+    from farsight.services.api.tracing.exporter import SpanExporter
 
 DEFAULT_MAX_BODY_BYTES = 4 * 1024 * 1024
 API_VERSION = "1"

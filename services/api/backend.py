@@ -6,19 +6,19 @@ from collections.abc import AsyncGenerator, Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from actors.calls.scheduling import RouterCalls
-from actors.calls.supervisor import SupervisorCalls
-from core.abilities import Abilities
-from core.images import EncodedImage, ImageFile
-from core.messages.live import LiveView
-from core.messages.log import LoggedWindow, RequestTrace
-from core.messages.series import RecentDecisions
-from core.messages.status import StatusReply
-from core.messages.tokens import TokenDelta
-from core.request import Request
+from farsight.actors.calls.scheduling import RouterCalls
+from farsight.actors.calls.supervisor import SupervisorCalls
+from farsight.core.abilities import Abilities
+from farsight.core.images import EncodedImage, ImageFile
+from farsight.core.messages.live import LiveView
+from farsight.core.messages.log import LoggedWindow, RequestTrace
+from farsight.core.messages.series import RecentDecisions
+from farsight.core.messages.status import StatusReply
+from farsight.core.messages.tokens import TokenDelta
+from farsight.core.request import Request
 
 if TYPE_CHECKING:
-    from services.api.generation import PromptText
+    from farsight.services.api.generation import PromptText
 
 R = TypeVar("R")
 

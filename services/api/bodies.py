@@ -13,8 +13,8 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.api.errors import ApiError
-from services.api.fields import shown
+from farsight.services.api.errors import ApiError
+from farsight.services.api.fields import shown
 
 LARGE_BODY_BYTES = 64 * 1024
 """From here on parsing may hold the event loop for more than some 10 ms, whatever JSON it is."""

@@ -25,18 +25,18 @@ from typing import Any
 import msgpack
 import psutil
 
-from core.child_process import LENGTH, framed, start_child
-from core.codec import decode, encode
-from core.errors import CapacityError, InvalidValueError
-from core.request import Request
-from services.api.backend import ModelInfo
-from services.api.bodies import checked, parse_object
-from services.api.errors import ApiError, as_api_error, unavailable
-from services.api.fields import MAX_PROMPTS
-from services.api.generation import Generation
-from services.api.requests import make_generation
-from services.api.schemas import ChatCompletionRequest, CompletionRequest
-from services.api.text.prompts import PromptEncoder, TextSettings
+from farsight.core.child_process import LENGTH, framed, start_child
+from farsight.core.codec import decode, encode
+from farsight.core.errors import CapacityError, InvalidValueError
+from farsight.core.request import Request
+from farsight.services.api.backend import ModelInfo
+from farsight.services.api.bodies import checked, parse_object
+from farsight.services.api.errors import ApiError, as_api_error, unavailable
+from farsight.services.api.fields import MAX_PROMPTS
+from farsight.services.api.generation import Generation
+from farsight.services.api.requests import make_generation
+from farsight.services.api.schemas import ChatCompletionRequest, CompletionRequest
+from farsight.services.api.text.prompts import PromptEncoder, TextSettings
 
 NUM_PROCESSES = 2
 """In each ingress replica; each starts when there is a body for it, and stays."""
@@ -193,7 +193,7 @@ class _Worker:
 
     @classmethod
     async def start(cls, arguments: tuple[str, ...]) -> _Worker:
-        process, connection = await asyncio.to_thread(start_child, "services.api.body_workers", *arguments)
+        process, connection = await asyncio.to_thread(start_child, "farsight.services.api.body_workers", *arguments)
         connection.setblocking(False)
         return cls(process, await asyncio.open_connection(sock=connection))
 
@@ -262,7 +262,7 @@ async def _generation(reply: bytes) -> Generation:
 
 
 def main() -> None:
-    """Reads bodies until the socket closes: ``python -m services.api.body_workers MODEL TEMPLATE FORMAT SOCKET``."""
+    """Reads bodies until the end: ``python -m farsight.services.api.body_workers MODEL TEMPLATE FORMAT SOCKET``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     with contextlib.suppress(OSError):
         os.nice(_NICE)

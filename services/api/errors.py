@@ -17,8 +17,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from core.errors import CapacityError, InvalidValueError
-from services.api.fields import EXPECTED, shown
+from farsight.core.errors import CapacityError, InvalidValueError
+from farsight.services.api.fields import EXPECTED, shown
 
 logger = logging.getLogger(__name__)
 

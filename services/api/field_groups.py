@@ -8,10 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from core.request import FLEX, NO_SLO, Slo
-from services.api.fields import MAX_PRIORITY, NO_EFFECT, NeutralOnly, StrictModel, is_empty, refused
-from services.api.generation import BeamParams
-from tokenization.grammars.rewriting import nesting
+from farsight.core.request import FLEX, NO_SLO, Slo
+from farsight.services.api.fields import MAX_PRIORITY, NO_EFFECT, NeutralOnly, StrictModel, is_empty, refused
+from farsight.services.api.generation import BeamParams
+from farsight.tokenization.grammars.rewriting import nesting
 
 MAX_TOOLS = 128
 

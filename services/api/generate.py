@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
-from core.messages.tokens import TokenDelta
-from core.request import Fault, Request
-from services.api.backend import Generator
-from services.api.errors import INVALID_REQUEST, SERVER_ERROR, ApiError
-from services.api.generation import ChoiceResult, Generation
+from farsight.core.messages.tokens import TokenDelta
+from farsight.core.request import Fault, Request
+from farsight.services.api.backend import Generator
+from farsight.services.api.errors import INVALID_REQUEST, SERVER_ERROR, ApiError
+from farsight.services.api.generation import ChoiceResult, Generation
 
 _T = TypeVar("_T")
 _QUEUED_DELTAS = 64

@@ -7,11 +7,11 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from core.images import ImageFile
-from core.messages.tokens import TokenDelta, TokenLogprobs
-from core.request import Origin, PromptSource, Request, SamplingParams
-from tokenization.text_stream import TextDecoder
-from tokenization.tool_formats.parts import OutputForm
+from farsight.core.images import ImageFile
+from farsight.core.messages.tokens import TokenDelta, TokenLogprobs
+from farsight.core.request import Origin, PromptSource, Request, SamplingParams
+from farsight.tokenization.text_stream import TextDecoder
+from farsight.tokenization.tool_formats.parts import OutputForm
 
 GPU_SECONDS_DIGITS = 6
 """Decimals of GPU-seconds in answers: microseconds."""

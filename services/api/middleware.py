@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.api.errors import ApiError, as_api_error
+from farsight.services.api.errors import ApiError, as_api_error
 
 PER_TURN = 4
 """A request uses about 2 ms of the loop, spread over about six turns, until it is sent to the Router. With four new

@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from core.errors import CapacityError
-from services.api.errors import SERVER_ERROR, ApiError, as_api_error, unhealthy
-from services.api.middleware import drop_body
+from farsight.core.errors import CapacityError
+from farsight.services.api.errors import SERVER_ERROR, ApiError, as_api_error, unhealthy
+from farsight.services.api.middleware import drop_body
 
 RETRY_AFTER_S = 1
 """A client that tries again after so many seconds may reach another server behind the same address."""

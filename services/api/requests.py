@@ -9,18 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from core.errors import InvalidValueError
-from core.request import PromptSource, Request, SamplingParams, check_token_ids
-from services.api.backend import Generator, ImageInput, ModelInfo
-from services.api.errors import ApiError
-from services.api.fields import shown
-from services.api.generation import Echo, Generation, PromptText
-from services.api.pictures.content import check_pictures, check_places, expanded, pictures_of, placed
-from services.api.schemas import ChatCompletionRequest, ChatTurn, CompletionRequest, SamplingFields
-from services.api.structured import Constraint
-from services.api.text.grammars import chat_grammar, own_grammar
-from services.api.text.prompts import ChatEnd, ChatPrompt, PromptEncoder, of_chat, of_completion
-from tokenization.tool_formats.parts import OutputForm
+from farsight.core.errors import InvalidValueError
+from farsight.core.request import PromptSource, Request, SamplingParams, check_token_ids
+from farsight.services.api.backend import Generator, ImageInput, ModelInfo
+from farsight.services.api.errors import ApiError
+from farsight.services.api.fields import shown
+from farsight.services.api.generation import Echo, Generation, PromptText
+from farsight.services.api.pictures.content import check_pictures, check_places, expanded, pictures_of, placed
+from farsight.services.api.schemas import ChatCompletionRequest, ChatTurn, CompletionRequest, SamplingFields
+from farsight.services.api.structured import Constraint
+from farsight.services.api.text.grammars import chat_grammar, own_grammar
+from farsight.services.api.text.prompts import ChatEnd, ChatPrompt, PromptEncoder, of_chat, of_completion
+from farsight.tokenization.tool_formats.parts import OutputForm
 
 DEFAULT_MAX_TOKENS = 16
 _THREAD_FROM_CHARS = 16_384

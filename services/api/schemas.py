@@ -8,8 +8,15 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field, PlainValidator, model_validator
 
-from services.api.field_groups import MAX_CALLS, MAX_SCHEMA_DEPTH, BeamFields, TargetFields, ToolCall, ToolFields
-from services.api.fields import (
+from farsight.services.api.field_groups import (
+    MAX_CALLS,
+    MAX_SCHEMA_DEPTH,
+    BeamFields,
+    TargetFields,
+    ToolCall,
+    ToolFields,
+)
+from farsight.services.api.fields import (
     CHAT_NEUTRAL,
     COMPLETION_NEUTRAL,
     CONTENT,
@@ -33,9 +40,9 @@ from services.api.fields import (
     StrictModel,
     refused,
 )
-from services.api.pictures.content import MixedContent, check_content
-from services.api.structured import Constraint, ResponseFormat, SchemaOrText, StructuredOutputs, constraint_of
-from tokenization.grammars.rewriting import nesting
+from farsight.services.api.pictures.content import MixedContent, check_content
+from farsight.services.api.structured import Constraint, ResponseFormat, SchemaOrText, StructuredOutputs, constraint_of
+from farsight.tokenization.grammars.rewriting import nesting
 
 MAX_THINKING_TOKENS = 2**31 - 1
 MAX_TEMPLATE_CHARS = 4096

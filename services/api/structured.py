@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, PlainValidator, model_validator
 
-from services.api.fields import MAX_CHOICES, NeutralOnly, StrictModel, refused
+from farsight.services.api.fields import MAX_CHOICES, NeutralOnly, StrictModel, refused
 
 
 def _check_schema(value: Any) -> dict[str, Any] | bool:

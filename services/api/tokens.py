@@ -9,15 +9,15 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import JSONResponse, Response
 
-from core.request import check_token_ids
-from services.api.access.presented import own_salt
-from services.api.backend import Generator
-from services.api.bodies import JsonRoute, read_whole
-from services.api.fields import StrictModel, refused
-from services.api.generate import while_connected
-from services.api.requests import check_model, prompt_ids_of
-from services.api.schemas import ChatTurn
-from services.api.text.prompts import PromptEncoder
+from farsight.core.request import check_token_ids
+from farsight.services.api.access.presented import own_salt
+from farsight.services.api.backend import Generator
+from farsight.services.api.bodies import JsonRoute, read_whole
+from farsight.services.api.fields import StrictModel, refused
+from farsight.services.api.generate import while_connected
+from farsight.services.api.requests import check_model, prompt_ids_of
+from farsight.services.api.schemas import ChatTurn
+from farsight.services.api.text.prompts import PromptEncoder
 
 
 class TokenizeRequest(ChatTurn):

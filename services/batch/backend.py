@@ -14,18 +14,18 @@ import psutil
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from actors.runtime.hosts import create_host
-from actors.runtime.names import SUPERVISOR, host_of
-from actors.runtime.peer import Site
-from core.config.load import FarsightConfig
-from services.api.backend import Generator
-from services.api.batches.order import ForecastLines
-from services.api.text.prompts import PromptEncoder, text_settings
-from services.ingress.ingress import open_client
-from services.ingress.predictor_client import line_forecasts
-from services.launch.cluster import ServiceFailed
-from services.launch.launch import find_model, find_site, start_components
-from services.launch.stages import Stages
+from farsight.actors.runtime.hosts import create_host
+from farsight.actors.runtime.names import SUPERVISOR, host_of
+from farsight.actors.runtime.peer import Site
+from farsight.core.config.load import FarsightConfig
+from farsight.services.api.backend import Generator
+from farsight.services.api.batches.order import ForecastLines
+from farsight.services.api.text.prompts import PromptEncoder, text_settings
+from farsight.services.ingress.ingress import open_client
+from farsight.services.ingress.predictor_client import line_forecasts
+from farsight.services.launch.cluster import ServiceFailed
+from farsight.services.launch.launch import find_model, find_site, start_components
+from farsight.services.launch.stages import Stages
 
 _GCS_FLAG = "--gcs-address="
 

@@ -1,4 +1,4 @@
-"""The entry point of the Ray job: ``python -m services.batch.job IN OUT``. A second run resumes the first."""
+"""The entry point of the Ray job: ``python -m farsight.services.batch.job IN OUT``. A second run resumes the first."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Annotated
 import typer
 import uvloop
 
-from core.children import end_with_parent
-from core.config.load import FarsightConfig, load_config
-from services.api.app import build_app
-from services.api.batches.lines import LineResult, read_batch
-from services.api.batches.sender import run_lines
-from services.batch.backend import open_backend
-from services.batch.progress import LOCK_WAIT_S, ProgressStore
-from services.batch.submit import DEFAULT_CONCURRENCY
-from services.launch.failures import failing_in_lines
-from services.launch.stages import Stages
+from farsight.core.children import end_with_parent
+from farsight.core.config.load import FarsightConfig, load_config
+from farsight.services.api.app import build_app
+from farsight.services.api.batches.lines import LineResult, read_batch
+from farsight.services.api.batches.sender import run_lines
+from farsight.services.batch.backend import open_backend
+from farsight.services.batch.progress import LOCK_WAIT_S, ProgressStore
+from farsight.services.batch.submit import DEFAULT_CONCURRENCY
+from farsight.services.launch.failures import failing_in_lines
+from farsight.services.launch.stages import Stages
 
 PROGRESS_INTERVAL_S = 5.0
 

@@ -16,8 +16,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from core.errors import FarsightError, IntegrityError, InvalidValueError
-from services.api.batches.lines import Batch, BatchLine, LineResult, read_result
+from farsight.core.errors import FarsightError, IntegrityError, InvalidValueError
+from farsight.services.api.batches.lines import Batch, BatchLine, LineResult, read_result
 
 FORMAT_VERSION = 1
 LOCK_WAIT_S = 10.0

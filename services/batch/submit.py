@@ -23,11 +23,11 @@ from typing import Any, Protocol
 
 import psutil
 
-from core.errors import FarsightError, InvalidValueError
-from services.api.batches.lines import read_batch, read_result
-from services.batch.progress import LOCK_WAIT_S, ProgressStore, partial_path
-from services.launch.signals import INTERRUPTED, StopSignal
-from services.launch.stages import Stages, StartStage
+from farsight.core.errors import FarsightError, InvalidValueError
+from farsight.services.api.batches.lines import read_batch, read_result
+from farsight.services.batch.progress import LOCK_WAIT_S, ProgressStore, partial_path
+from farsight.services.launch.signals import INTERRUPTED, StopSignal
+from farsight.services.launch.stages import Stages, StartStage
 
 DEFAULT_CONCURRENCY = 64
 SUBMIT_WAIT_S = 120.0
@@ -39,7 +39,7 @@ STOP_WAIT_S = 60.0
 UNREACHABLE_S = 60.0
 """Seconds without an answer from the cluster after which the command stops following its job."""
 
-_JOB_MODULE = "services.batch.job"
+_JOB_MODULE = "farsight.services.batch.job"
 _POLL_S = 0.2
 _RECONNECT_S = 1.0
 _SUCCEEDED = "SUCCEEDED"
@@ -231,7 +231,7 @@ def _line_stages(say: Say, patience_s: float) -> Stages:
 
 
 def _submit_locally(command: str, stop: StopSignal, say: Say, patience_s: float) -> int:
-    from services.launch.cluster import private_cluster
+    from farsight.services.launch.cluster import private_cluster
 
     say("Starting a private Ray cluster.\n")
     stages = _line_stages(say, patience_s)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from core.errors import InvalidValueError
+from farsight.core.errors import InvalidValueError
 
 SHOWN_CHARS = 200
 _DATA = b"data:"

@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from services.bench.client import count_prompt
-from services.bench.datasets import open_lines, parse_prefix_groups, parse_texts, parse_trace
-from services.bench.load import run_async
-from services.bench.options import BenchOptions, body_form
-from services.bench.requests import BenchRequest, PromptPart, clipped
-from services.bench.targets import BenchTarget, make_call
-from services.bench.workloads import GAMMA_CV, drawn_arrivals, make_workload, replayed_arrivals
+from farsight.services.bench.client import count_prompt
+from farsight.services.bench.datasets import open_lines, parse_prefix_groups, parse_texts, parse_trace
+from farsight.services.bench.load import run_async
+from farsight.services.bench.options import BenchOptions, body_form
+from farsight.services.bench.requests import BenchRequest, PromptPart, clipped
+from farsight.services.bench.targets import BenchTarget, make_call
+from farsight.services.bench.workloads import GAMMA_CV, drawn_arrivals, make_workload, replayed_arrivals
 
 
 @dataclass(frozen=True, slots=True)

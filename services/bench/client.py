@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from core.errors import FarsightError
-from services.bench.answers import SHOWN_CHARS, Answer, CountedBy, Failure, StreamReader, shown
-from services.bench.targets import PATHS, BenchTarget, BodyForm, Call, Endpoint
+from farsight.core.errors import FarsightError
+from farsight.services.bench.answers import SHOWN_CHARS, Answer, CountedBy, Failure, StreamReader, shown
+from farsight.services.bench.targets import PATHS, BenchTarget, BodyForm, Call, Endpoint
 
 READ_BUFFER_BYTES = 1 << 20
 LOOKUP_TIMEOUT_S = 30.0

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from core.errors import ConfigError, FarsightError
-from services.server_address import HostOption, PortOption, server_url
+from farsight.core.errors import ConfigError, FarsightError
+from farsight.services.server_address import HostOption, PortOption, server_url
 
 KEY_VARIABLES = ["FARSIGHT_BENCH_API_KEY", "FARSIGHT_API_KEY"]
 """Environment variables with the key; the first goes before the second."""
@@ -86,8 +86,8 @@ def bench(
 ) -> None:
     """Load OpenAI-compatible servers and measure them; exit status 1 if a request failed."""
     given: dict[str, Any] = dict(locals())
-    from services.bench.compare import num_errors, run_bench
-    from services.bench.options import BenchOptions
+    from farsight.services.bench.compare import num_errors, run_bench
+    from farsight.services.bench.options import BenchOptions
 
     try:
         del given["host"], given["port"]

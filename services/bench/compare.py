@@ -10,14 +10,14 @@ from typing import Any
 
 import psutil
 
-from core.errors import ConfigError
-from services.bench.answers import Sla
-from services.bench.cases import Case, fit_cases, make_cases
-from services.bench.client import find_model
-from services.bench.load import Connection, RunResult, measure, run_async
-from services.bench.options import BenchOptions, body_form, check_options, read_sla
-from services.bench.report import case_table, provenance, write_json
-from services.bench.statistics import (
+from farsight.core.errors import ConfigError
+from farsight.services.bench.answers import Sla
+from farsight.services.bench.cases import Case, fit_cases, make_cases
+from farsight.services.bench.client import find_model
+from farsight.services.bench.load import Connection, RunResult, measure, run_async
+from farsight.services.bench.options import BenchOptions, body_form, check_options, read_sla
+from farsight.services.bench.report import case_table, provenance, write_json
+from farsight.services.bench.statistics import (
     Metrics,
     counted_by,
     error_examples,
@@ -29,7 +29,7 @@ from services.bench.statistics import (
     summarize,
     token_rate,
 )
-from services.bench.targets import BenchTarget, make_call
+from farsight.services.bench.targets import BenchTarget, make_call
 
 WARM_UP_TOKENS = 8
 SALT_BITS = 24

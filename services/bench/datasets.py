@@ -22,9 +22,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from core.errors import InvalidValueError
-from services.bench.requests import BenchRequest, PromptPart
-from services.bench.workloads import GROUP_EXPONENT, ZipfRanks
+from farsight.core.errors import InvalidValueError
+from farsight.services.bench.requests import BenchRequest, PromptPart
+from farsight.services.bench.workloads import GROUP_EXPONENT, ZipfRanks
 
 _GZIP_MAGIC = b"\x1f\x8b"
 

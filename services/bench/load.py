@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import psutil
 
-from services.bench.answers import Answer
-from services.bench.client import Client, open_client
-from services.bench.targets import BenchTarget, BodyForm, Call
+from farsight.services.bench.answers import Answer
+from farsight.services.bench.client import Client, open_client
+from farsight.services.bench.targets import BenchTarget, BodyForm, Call
 
 
 class ProcessTree:

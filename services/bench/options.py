@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from core.errors import ConfigError, FarsightError
-from services.bench.answers import Sla, parse_sla
-from services.bench.targets import PATHS, BodyForm, Endpoint
-from services.bench.workloads import NUM_GROUPS, PREFIX_TOKENS, WORKLOADS
+from farsight.core.errors import ConfigError, FarsightError
+from farsight.services.bench.answers import Sla, parse_sla
+from farsight.services.bench.targets import PATHS, BodyForm, Endpoint
+from farsight.services.bench.workloads import NUM_GROUPS, PREFIX_TOKENS, WORKLOADS
 
 PROMPT_FORMS = ("text", "ids")
 DEFAULT_WORKLOAD = "skewed"

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from core.processors import usable_processors
-from services.bench.statistics import Metrics
+from farsight.core.processors import usable_processors
+from farsight.services.bench.statistics import Metrics
 
 PACKAGES = ("farsight", "torch", "triton", "xformers", "ray", "tokenizers", "aiohttp", "uvloop")
 

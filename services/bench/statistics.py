@@ -9,8 +9,8 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from services.bench.answers import Answer, Sla, meets
-from services.bench.load import RunResult
+from farsight.services.bench.answers import Answer, Sla, meets
+from farsight.services.bench.load import RunResult
 
 Metrics = dict[str, float]
 """Numbers of one run by name; a number that the run does not have is absent."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from services.bench.requests import BenchRequest
+from farsight.services.bench.requests import BenchRequest
 
 Endpoint = Literal["completions", "chat"]
 PATHS: Mapping[str, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}

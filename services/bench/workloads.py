@@ -15,7 +15,7 @@ from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from services.bench.requests import BenchRequest, PromptPart
+from farsight.services.bench.requests import BenchRequest, PromptPart
 
 PROMPT_LENS = (64, 256)
 OUTPUT_LENS = (8, 256)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from core.errors import ConfigError
-from services.commands.ask import JsonOption
-from services.commands.simulate import (
+from farsight.core.errors import ConfigError
+from farsight.services.commands.ask import JsonOption
+from farsight.services.commands.simulate import (
     ConfigOption,
     GpuOption,
     KvTokensOption,
@@ -31,13 +31,13 @@ from services.commands.simulate import (
     say_if_pictures_cost_nothing,
     wide_console,
 )
-from services.progress import progress_bar
-from services.words import counted
+from farsight.services.progress import progress_bar
+from farsight.services.words import counted
 
 if TYPE_CHECKING:
-    from simulator.advice import Advice, Measured, Setup
-    from simulator.experiment import Experiment
-    from simulator.traffic.workload import SimRequest, Workload
+    from farsight.simulator.advice import Advice, Measured, Setup
+    from farsight.simulator.experiment import Experiment
+    from farsight.simulator.traffic.workload import SimRequest, Workload
 
 ABLATIONS = (
     *("magnus-vs", "magnus-vsq", "magnus-ccb", "magnus-glp", "magnus-abp"),
@@ -86,10 +86,10 @@ def advise(
     with one_line_errors():
         if not 0 < good <= 1:
             raise ConfigError("--good", good, "a share above 0, at most 1")
-        from simulator.advice import advise as judge
-        from simulator.advice import cut_windows, setups, table, to_dict
-        from simulator.results import to_json
-        from simulator.summary import Sla
+        from farsight.simulator.advice import advise as judge
+        from farsight.simulator.advice import cut_windows, setups, table, to_dict
+        from farsight.simulator.results import to_json
+        from farsight.simulator.summary import Sla
 
         names = _default_presets() if presets is None else preset_names("--presets", presets)
         if plot is not None:
@@ -111,7 +111,7 @@ def advise(
         measured = _measure(experiment, options, parts, seconds, as_json)
         advice = judge(measured, good)
         if plot is not None:
-            from simulator.plots import write_picture
+            from farsight.simulator.plots import write_picture
 
             write_picture(plot, measured, advice, good)
         if as_json:
@@ -124,13 +124,13 @@ def advise(
 
 
 def _default_presets() -> list[str]:
-    from policies.presets import PRESETS
+    from farsight.policies.presets import PRESETS
 
     return [name for name in PRESETS if name not in ABLATIONS]
 
 
 def _check_picture(plot: Path) -> None:
-    from simulator.plots import check_matplotlib
+    from farsight.simulator.plots import check_matplotlib
 
     check_matplotlib()
     if plot.suffix not in (".png", ".svg"):
@@ -139,12 +139,12 @@ def _check_picture(plot: Path) -> None:
 
 def _arrivals(experiment: Experiment, num_requests: int) -> Workload:
     """The traffic of a log, of a trace, or of a workload by name."""
-    from simulator.experiment import DEFAULT_RATE, TRACES, make_arrivals
-    from simulator.traffic.workloads import WORKLOADS
+    from farsight.simulator.experiment import DEFAULT_RATE, TRACES, make_arrivals
+    from farsight.simulator.traffic.workloads import WORKLOADS
 
     name = experiment.workload
     if name.startswith(("redis://", "rediss://")) or _is_sqlite(Path(name)):
-        from services.commands.logged_traffic import read_traffic
+        from farsight.services.commands.logged_traffic import read_traffic
 
         return read_traffic(name).arrivals()
     drawn = name in WORKLOADS and name not in TRACES
@@ -169,9 +169,9 @@ def _measure(
     experiment: Experiment, options: Sequence[Setup], parts: Sequence[list[SimRequest]], seconds: float, as_json: bool
 ) -> list[Measured]:
     """Runs windows side by side on all processors until the time is over; the first window always to its end."""
-    from core.children import worker_pool
-    from core.processors import usable_processors
-    from simulator.advice import complete, in_order, run_setup
+    from farsight.core.children import worker_pool
+    from farsight.core.processors import usable_processors
+    from farsight.simulator.advice import complete, in_order, run_setup
 
     runs = in_order(options, len(parts))
     end = time.monotonic() + seconds

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from core.errors import FarsightError
-from services.run_file import find_admin_token, find_tls_cert
+from farsight.core.errors import FarsightError
+from farsight.services.run_file import find_admin_token, find_tls_cert
 
 KEY_VARIABLE = "FARSIGHT_API_KEY"
 

@@ -1,4 +1,4 @@
-"""``python -m services.commands.conformance FILE...``: do replayed event logs of machines give the same?"""
+"""``python -m farsight.services.commands.conformance FILE...``: do replayed event logs of machines give the same?"""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import typer
 
-from core.errors import FarsightError
-from policies.event_log import Difference, replay
+from farsight.core.errors import FarsightError
+from farsight.policies.event_log import Difference, replay
 
 
 def main(paths: list[str]) -> int:

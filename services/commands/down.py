@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from actors.runtime.names import CONTROL, NAMESPACE, SUPERVISOR, actor_name
-from core.errors import ConfigError, FarsightError
+from farsight.actors.runtime.names import CONTROL, NAMESPACE, SUPERVISOR, actor_name
+from farsight.core.errors import ConfigError, FarsightError
 
 CONNECT_TIMEOUT_S = 5.0
 
@@ -66,7 +66,7 @@ def _end_ingress(say: Callable[[str], None]) -> list[str]:
     import ray
     from ray import serve
 
-    from services.launch.launch import APP_NAME
+    from farsight.services.launch.launch import APP_NAME
 
     ended = []
     if APP_NAME in serve.status().applications:
@@ -88,7 +88,7 @@ def _wait_forgotten() -> None:
     """
     from ray import serve
 
-    from services.launch.launch import APP_NAME
+    from farsight.services.launch.launch import APP_NAME
 
     deadline = time.monotonic() + TIMEOUT_S
     while APP_NAME in serve.status().applications:
@@ -99,7 +99,7 @@ def _wait_forgotten() -> None:
 
 def _end_components(say: Callable[[str], None]) -> list[str]:
     """Ends the Supervisor first, since it restarts the other actors."""
-    from actors.runtime.hosts import list_hosts
+    from farsight.actors.runtime.hosts import list_hosts
 
     deadline = time.monotonic() + TIMEOUT_S
     said: list[str] = []

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from core.errors import ConfigError
-from services.commands.ask import JsonOption
-from services.commands.train import (
+from farsight.core.errors import ConfigError
+from farsight.services.commands.ask import JsonOption
+from farsight.services.commands.train import (
     DataArgument,
     DeviceOption,
     StrictOption,
@@ -19,13 +19,13 @@ from services.commands.train import (
     one_line_errors,
     report_rejected,
 )
-from services.progress import hide_downloads, progress_bar
+from farsight.services.progress import hide_downloads, progress_bar
 
 if TYPE_CHECKING:
-    from core.forecast import Forecast
-    from predictor.metrics import Scores
-    from predictor.text_predictor import TextPredictor
-    from services.commands.forecast_data import Examples
+    from farsight.core.forecast import Forecast
+    from farsight.predictor.metrics import Scores
+    from farsight.predictor.text_predictor import TextPredictor
+    from farsight.services.commands.forecast_data import Examples
 
 _BATCH = 256
 
@@ -66,7 +66,7 @@ def evaluate(
         else:
             _print(scores, tasks)
         if plot is not None:
-            from services.commands.forecast_plot import write_plot
+            from farsight.services.commands.forecast_plot import write_plot
 
             write_plot(plot, forecasts, lens, found.tasks, scores)
             typer.echo(f"written: {plot}", err=True)
@@ -74,7 +74,7 @@ def evaluate(
 
 def _check_plot(path: Path) -> None:
     """Checks that the plot can be written before texts are read for minutes."""
-    from simulator.plots import check_matplotlib
+    from farsight.simulator.plots import check_matplotlib
 
     check_matplotlib()
     if path.suffix != ".png" or not path.parent.is_dir():
@@ -82,10 +82,10 @@ def _check_plot(path: Path) -> None:
 
 
 def _load(directory: Path, encoder: str | None, device: str) -> TextPredictor:
-    from engine.encoders.regressor import text_model_of
-    from predictor.artefact import load
-    from predictor.history import HistoryPredictor
-    from predictor.text_predictor import TextPredictor
+    from farsight.engine.encoders.regressor import text_model_of
+    from farsight.predictor.artefact import load
+    from farsight.predictor.history import HistoryPredictor
+    from farsight.predictor.text_predictor import TextPredictor
 
     artefact = load(directory)
     return TextPredictor(artefact, text_model_of(artefact, encoder or "", device), HistoryPredictor())
@@ -93,7 +93,7 @@ def _load(directory: Path, encoder: str | None, device: str) -> TextPredictor:
 
 def _read(data: Path, tokenizer: Path | None, strict: bool, as_json: bool) -> Examples:
     """The rows whose outputs were not cut off; the true length of the others is unknown."""
-    from services.commands.forecast_data import EMBEDDED_TOKENIZER, Examples, TokenCounter, read_examples
+    from farsight.services.commands.forecast_data import EMBEDDED_TOKENIZER, Examples, TokenCounter, read_examples
 
     with progress_bar("rows", as_json=as_json) as progress:
         found = read_examples(data, TokenCounter(tokenizer or EMBEDDED_TOKENIZER), strict, progress)
@@ -119,7 +119,7 @@ def _scores(
     forecasts: Sequence[Forecast], lens: Sequence[int], tasks: Sequence[str]
 ) -> tuple[Scores, dict[str, Scores]]:
     """Scores of all rows, and by task where rows name one."""
-    from predictor.metrics import score
+    from farsight.predictor.metrics import score
 
     by_task = {}
     for task in sorted(set(tasks) - {""}):

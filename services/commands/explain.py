@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from core.errors import ConfigError, FarsightError
-from services.commands.ask import ApiKeyOption, JsonOption, ask, key_for
-from services.commands.simulate import (
+from farsight.core.errors import ConfigError, FarsightError
+from farsight.services.commands.ask import ApiKeyOption, JsonOption, ask, key_for
+from farsight.services.commands.simulate import (
     ConfigOption,
     KvTokensOption,
     MaxNumSeqsOption,
@@ -21,8 +21,8 @@ from services.commands.simulate import (
     ReplicasOption,
     check_counts,
 )
-from services.server_address import HostOption, PortOption, UrlOption, address_of
-from services.words import counted
+from farsight.services.server_address import HostOption, PortOption, UrlOption, address_of
+from farsight.services.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,9 +61,9 @@ def answer(question: Question, request_id: str) -> dict[str, Any]:
     Raises:
         FarsightError: The change, the log or the request is not as expected.
     """
-    from services.commands.logged_traffic import read_traffic
-    from services.commands.simulate import experiment_of, hardware
-    from simulator.counterfactual import as_life, parse_change, what_if
+    from farsight.services.commands.logged_traffic import read_traffic
+    from farsight.services.commands.simulate import experiment_of, hardware
+    from farsight.simulator.counterfactual import as_life, parse_change, what_if
 
     change = parse_change(question.change)
     latency, kv_tokens = hardware(None, None, None, question.profile)
@@ -158,7 +158,7 @@ def _path(response_id: str) -> str:
 
 def _what_if(url: str, found: dict[str, Any], change: str, api_key: str | None) -> list[dict[str, Any]]:
     """What the server says of each choice of an answer."""
-    from simulator.counterfactual import parse_change
+    from farsight.simulator.counterfactual import parse_change
 
     fields = {name: value for name, value in dataclasses.asdict(parse_change(change)).items() if value is not None}
     path, key = f"{_path(found['id'])}/what-if", key_for(url, api_key)

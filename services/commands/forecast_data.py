@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from core.errors import ConfigError, FarsightError, InvalidValueError
-from core.forecast import Example, ForecastQuestion
+from farsight.core.errors import ConfigError, FarsightError, InvalidValueError
+from farsight.core.forecast import Example, ForecastQuestion
 
 EMBEDDED_TOKENIZER = Path(__file__).parents[1] / "embedded_model"
 MAX_NEW_TOKENS = 2**20
@@ -61,7 +61,7 @@ class TokenCounter:
     """
 
     def __init__(self, path: Path) -> None:
-        from tokenization.loading import load_tokenizer
+        from farsight.tokenization.loading import load_tokenizer
 
         try:
             self._tokenizer = load_tokenizer(path)

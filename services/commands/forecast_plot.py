@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from core.forecast import QUANTILES, Forecast
-from predictor.metrics import Scores
+from farsight.core.forecast import QUANTILES, Forecast
+from farsight.predictor.metrics import Scores
 
 _MAX_POINTS = 4000
 """Most points drawn; more would cover each other."""

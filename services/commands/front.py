@@ -11,12 +11,12 @@ from typing import Annotated, Any, Protocol
 
 import typer
 
-from core.config.load import make_config
-from core.errors import ConfigError, FarsightError, InvalidValueError
-from services.api.access.access_control import API_KEY_VARIABLE
-from services.commands.ask import ask
-from services.launch.failures import failing_in_lines
-from services.one_line_errors import naming_flags
+from farsight.core.config.load import make_config
+from farsight.core.errors import ConfigError, FarsightError, InvalidValueError
+from farsight.services.api.access.access_control import API_KEY_VARIABLE
+from farsight.services.commands.ask import ask
+from farsight.services.launch.failures import failing_in_lines
+from farsight.services.one_line_errors import naming_flags
 
 TAKES_TOKENS = ("farsight", "vllm", "sglang", "llamacpp")
 """Servers, by ``owned_by`` in their list of models, that take a prompt as token ids."""
@@ -209,8 +209,8 @@ def front(
 ) -> None:
     """Stand before other servers (vLLM, SGLang, llama.cpp, Ollama): queue, forecasts, limits, explanations."""
     with failing_in_lines("front"):
-        from services.launch.launch import run_service
-        from services.launch.signals import StopSignal
+        from farsight.services.launch.launch import run_service
+        from farsight.services.launch.signals import StopSignal
 
         key = _upstream_key(upstream_key_env)
         given = {
@@ -255,7 +255,7 @@ def front_tables(
 
 def _tokenizer_here(server: FoundServer, model: str, ask_server: Ask) -> str:
     """Where the server's own model is, if this machine has it. Our own server's embedded models are always here."""
-    from services.launch.launch import EMBEDDED_MODEL, EMBEDDED_NAME, VISION_MODEL, VISION_NAME
+    from farsight.services.launch.launch import EMBEDDED_MODEL, EMBEDDED_NAME, VISION_MODEL, VISION_NAME
 
     shipped = {EMBEDDED_NAME: EMBEDDED_MODEL, VISION_NAME: VISION_MODEL}
     if server.kind == "farsight" and model in shipped:

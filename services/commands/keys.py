@@ -11,11 +11,11 @@ from typing import Annotated, Any
 
 import typer
 
-from core.errors import FarsightError, InvalidValueError
-from services.api.access.key_file import KeyFile, changed_key_file, checked_name, parse_tenant, read_key_file
-from services.api.access.keys import Role, Tenant, make_key
-from services.commands.ask import JsonOption
-from services.one_line_errors import failing_in_one_line, naming_flags
+from farsight.core.errors import FarsightError, InvalidValueError
+from farsight.services.api.access.key_file import KeyFile, changed_key_file, checked_name, parse_tenant, read_key_file
+from farsight.services.api.access.keys import Role, Tenant, make_key
+from farsight.services.commands.ask import JsonOption
+from farsight.services.one_line_errors import failing_in_one_line, naming_flags
 
 FILE_VARIABLE = "FARSIGHT_KEY_FILE"
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.log.log_backend import LogBackend, Retention
-from actors.log.log_sqlite_schema import APPLICATION_ID, SQL_SCHEMA_VERSION
-from core.errors import ConfigError
-from core.forecast import Forecast
-from core.messages.log import FinishedRequest, LogQuery
+from farsight.actors.log.log_backend import LogBackend, Retention
+from farsight.actors.log.log_sqlite_schema import APPLICATION_ID, SQL_SCHEMA_VERSION
+from farsight.core.errors import ConfigError
+from farsight.core.forecast import Forecast
+from farsight.core.messages.log import FinishedRequest, LogQuery
 
 if TYPE_CHECKING:
-    from simulator.traffic.workload import SimRequest
+    from farsight.simulator.traffic.workload import SimRequest
 
 PAGE = 5000
 
@@ -45,7 +45,7 @@ class Traffic:
 
     def arrivals(self) -> list[SimRequest]:
         """Arrivals for the simulator, from instant 0 on. A forecast counts as known at its request's arrival."""
-        from simulator.counterfactual import as_arrival
+        from farsight.simulator.counterfactual import as_arrival
 
         begin = min((each.request.received_at for each in self.logged), default=0.0)
         return [as_arrival(each.request, begin, each.forecast) for each in self.logged]
@@ -61,7 +61,7 @@ def read_traffic(path: str) -> Traffic:
         ConfigError: There is no log, or it is empty.
     """
     rows = _read_redis(path) if path.startswith(("redis://", "rediss://")) else _read_sqlite(Path(path))
-    from simulator.counterfactual import is_known
+    from farsight.simulator.counterfactual import is_known
 
     kept = [each for each in rows if is_known(each.request)]
     if not kept:
@@ -122,7 +122,7 @@ def _read_redis(url: str) -> list[Logged]:
     try:
         import redis
 
-        from actors.log.log_redis import PREFIX, RedisLog, without_password
+        from farsight.actors.log.log_redis import PREFIX, RedisLog, without_password
     except ModuleNotFoundError as error:
         raise ConfigError("LOG", "redis://", "a file, or the extra installed: pip install 'farsight[redis]'") from error
     shown = without_password(url)

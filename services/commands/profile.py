@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from core.config.engine import EngineConfig
-from core.errors import ConfigError, FarsightError
-from core.processors import compute_threads, usable_processors
-from services.commands.ask import JsonOption
-from services.one_line_errors import naming_flags
-from services.progress import hide_downloads, progress_bar, share_bar
+from farsight.core.config.engine import EngineConfig
+from farsight.core.errors import ConfigError, FarsightError
+from farsight.core.processors import compute_threads, usable_processors
+from farsight.services.commands.ask import JsonOption
+from farsight.services.one_line_errors import naming_flags
+from farsight.services.progress import hide_downloads, progress_bar, share_bar
 
 if TYPE_CHECKING:
-    from engine.steps.model_runner import ModelRunner
-    from estimator.profile_file import ProfiledMachine, ProfileFile
-    from services.commands.step_bench import MeasuredStep
+    from farsight.engine.steps.model_runner import ModelRunner
+    from farsight.estimator.profile_file import ProfiledMachine, ProfileFile
+    from farsight.services.commands.step_bench import MeasuredStep
 
 BUSY_SHARE = 0.9
 """Below this share of CPU time in wall time the command warns that other programs ran."""
@@ -55,9 +55,9 @@ def profile(
 
 
 def _profile(out: Path, model: str | None, dtype: str, engine: EngineConfig, rounds: int, as_json: bool) -> None:
-    from engine.build import build_worker
-    from engine.checkpoint.model_config import resolve_model_dir
-    from services.commands.step_bench import HELD_BACK_EVERY, fit
+    from farsight.engine.build import build_worker
+    from farsight.engine.checkpoint.model_config import resolve_model_dir
+    from farsight.services.commands.step_bench import HELD_BACK_EVERY, fit
 
     if rounds < HELD_BACK_EVERY:
         raise ConfigError("--rounds", rounds, f"an integer >= {HELD_BACK_EVERY}")
@@ -86,8 +86,8 @@ def _profile(out: Path, model: str | None, dtype: str, engine: EngineConfig, rou
 
 
 def _measure(runner: ModelRunner, engine: EngineConfig, rounds: int, as_json: bool) -> list[MeasuredStep]:
-    from estimator.step_profile import MIN_SAMPLES, SMALLEST_CHUNK, StepLimits, step_grid
-    from services.commands.step_bench import StepBench, measure, num_fitted
+    from farsight.estimator.step_profile import MIN_SAMPLES, SMALLEST_CHUNK, StepLimits, step_grid
+    from farsight.services.commands.step_bench import StepBench, measure, num_fitted
 
     pool, max_model_len = runner.pool, runner.max_model_len
     if max_model_len < SMALLEST_CHUNK:
@@ -103,7 +103,7 @@ def _measure(runner: ModelRunner, engine: EngineConfig, rounds: int, as_json: bo
 
 def _with_pictures(found: ProfileFile, model_dir: Path, dtype: str, engine: EngineConfig, rounds: int) -> ProfileFile:
     """With the prices of pictures, where the model sees."""
-    from actors.vision.encoding_cost import measure_model
+    from farsight.actors.vision.encoding_cost import measure_model
 
     cost = measure_model(model_dir, dtype, engine.device, rounds)
     if cost is None:
@@ -112,7 +112,7 @@ def _with_pictures(found: ProfileFile, model_dir: Path, dtype: str, engine: Engi
 
 
 def _machine(model: str, runner: ModelRunner, steps: list[MeasuredStep], num_threads: int) -> ProfiledMachine:
-    from estimator.profile_file import ProfiledMachine
+    from farsight.estimator.profile_file import ProfiledMachine
 
     wall_s = sum(step.sample.duration_s for step in steps)
     return ProfiledMachine(
@@ -138,7 +138,7 @@ def _print(found: ProfileFile, steps: list[MeasuredStep]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from services.commands.step_bench import fit_steps, is_held_back, relative_errors
+    from farsight.services.commands.step_bench import fit_steps, is_held_back, relative_errors
 
     console = Console()
     if not console.is_terminal:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from services.commands.ask import JsonOption
-from services.commands.simulate import (
+from farsight.services.commands.ask import JsonOption
+from farsight.services.commands.simulate import (
     ConfigOption,
     GpuOption,
     KvTokensOption,
@@ -25,14 +25,14 @@ from services.commands.simulate import (
     preset_names,
     wide_console,
 )
-from services.progress import progress_bar
-from services.words import counted
+from farsight.services.progress import progress_bar
+from farsight.services.words import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from services.commands.logged_traffic import Traffic
-    from simulator.experiment import Experiment
+    from farsight.services.commands.logged_traffic import Traffic
+    from farsight.simulator.experiment import Experiment
 
 LOGGED = "logged"
 """The name of the logged run among the presets."""
@@ -60,7 +60,7 @@ def replay(
         presets = preset_names("--preset", ",".join(preset))
         counts = {"--replicas": replicas, "--tensor-parallel": tensor_parallel}
         check_counts(counts | {"--kv-tokens": kv_tokens, "--max-num-seqs": max_num_seqs})
-        from services.commands.logged_traffic import read_traffic
+        from farsight.services.commands.logged_traffic import read_traffic
 
         traffic = read_traffic(log)
         latency, tokens = hardware(gpu, model, tensor_parallel, profile)
@@ -72,7 +72,7 @@ def replay(
         )
         rows = [_truth(traffic), *_replayed(experiment, presets, traffic, as_json)]
         if as_json:
-            from simulator.results import to_json
+            from farsight.simulator.results import to_json
 
             for row in rows:
                 typer.echo(to_json(row))
@@ -85,7 +85,7 @@ def replay(
 
 def _truth(traffic: Traffic) -> _Row:
     """The logged run, with the same measures as the summary of a simulation."""
-    from simulator.summary import MeanAndPercentiles, distribution
+    from farsight.simulator.summary import MeanAndPercentiles, distribution
 
     requests = [each.request for each in traffic.logged]
     measured = {
@@ -99,7 +99,7 @@ def _truth(traffic: Traffic) -> _Row:
 
 
 def _replayed(experiment: Experiment, presets: Sequence[str], traffic: Traffic, as_json: bool) -> list[_Row]:
-    from simulator.run import run
+    from farsight.simulator.run import run
 
     arrivals, rows = traffic.arrivals(), []
     for name in presets:
@@ -122,7 +122,7 @@ _COLUMNS = {
 def _table(rows: Sequence[_Row]) -> Table:
     from rich.table import Table
 
-    from simulator.summary import show
+    from farsight.simulator.summary import show
 
     table = Table("", *_COLUMNS, "mean JCT to logged")
     for column in table.columns[1:]:

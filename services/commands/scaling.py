@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actors.runtime.names import SCALABLE
-from core.config.load import read_toml
-from core.errors import InvalidValueError
-from services.commands.ask import ask
+from farsight.actors.runtime.names import SCALABLE
+from farsight.core.config.load import read_toml
+from farsight.core.errors import InvalidValueError
+from farsight.services.commands.ask import ask
 
 ROW_KINDS = {
     "replica": "ModelWorker",

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from core.errors import ConfigError, FarsightError, InvalidValueError
-from services.commands.ask import JsonOption
-from services.progress import progress_bar
-from services.words import counted
+from farsight.core.errors import ConfigError, FarsightError, InvalidValueError
+from farsight.services.commands.ask import JsonOption
+from farsight.services.progress import progress_bar
+from farsight.services.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from simulator.cluster.latency import LatencyModel, LinearLatency, Roofline
-    from simulator.experiment import Experiment
-    from simulator.traffic.workload import Workload
+    from farsight.simulator.cluster.latency import LatencyModel, LinearLatency, Roofline
+    from farsight.simulator.experiment import Experiment
+    from farsight.simulator.traffic.workload import Workload
 
 _FLAGS = {
     "scheduler.preset": "--preset",
@@ -119,7 +119,7 @@ def simulate(
         is_saved = config is not None and config.suffix != ".toml"
         experiment = _saved(context, config) if is_saved else _experiment(given, preset, seed)  # type: ignore[arg-type]
         if plot is not None:
-            from simulator.plots import check_matplotlib
+            from farsight.simulator.plots import check_matplotlib
 
             check_matplotlib()
         _make_directory("--out", out)
@@ -189,7 +189,7 @@ def preset_names(flag: str, given: str) -> list[str]:
     Raises:
         ConfigError: One does not exist, or stands there twice; names the flag.
     """
-    from policies.presets import find_preset
+    from farsight.policies.presets import find_preset
 
     names = [name.strip() for name in given.split(",")]
     if len(set(names)) != len(names) or not all(names):
@@ -213,7 +213,7 @@ def _make_directory(flag: str, path: Path | None) -> None:
 
 def _saved(context: typer.Context, path: Path) -> Experiment:
     """The experiment of a config.json; other flags are refused, since they could contradict it."""
-    from simulator.results import read_config
+    from farsight.simulator.results import read_config
 
     for parameter in context.command.params:
         name = parameter.name or ""
@@ -226,7 +226,7 @@ def _saved(context: typer.Context, path: Path) -> Experiment:
 def _experiment(given: dict[str, Any], preset: str | None, seed: int) -> Experiment:
     from dataclasses import replace
 
-    from simulator.summary import Sla
+    from farsight.simulator.summary import Sla
 
     latency, kv_tokens = hardware(given["gpu"], given["model"], given["tensor_parallel"], given["profile"])
     experiment = replace(
@@ -252,8 +252,8 @@ def experiment_of(config: Path | None, replicas: int | None = None, max_num_seqs
     """
     from dataclasses import replace
 
-    from core.config.load import load_config
-    from simulator.experiment import Experiment
+    from farsight.core.config.load import load_config
+    from farsight.simulator.experiment import Experiment
 
     experiment = Experiment()
     if config is not None:
@@ -275,8 +275,8 @@ def hardware(
     gpu: str | None, model: str | None, tensor_parallel: int | None, profile: Path | None
 ) -> tuple[LinearLatency | Roofline, int]:
     """Step times of a replica, and its KV pool in tokens."""
-    from simulator.cluster.latency import GPUS, MODELS, Roofline
-    from simulator.experiment import Experiment, free_kv_tokens
+    from farsight.simulator.cluster.latency import GPUS, MODELS, Roofline
+    from farsight.simulator.experiment import Experiment, free_kv_tokens
 
     if gpu is None and model is None and tensor_parallel is None:
         default = Experiment()
@@ -298,8 +298,8 @@ def _read_profile(path: Path) -> LinearLatency:
     """Reads a profile, from `farsight profile` or hand-written; missing fields default as in ``LinearLatency``."""
     from dataclasses import replace
 
-    from estimator.profile_file import parse_profile
-    from simulator.cluster.latency import LinearLatency
+    from farsight.estimator.profile_file import parse_profile
+    from farsight.simulator.cluster.latency import LinearLatency
 
     try:
         text = path.read_text("utf-8")
@@ -324,12 +324,12 @@ def say_if_pictures_cost_nothing(arrivals: Workload, latency: LatencyModel) -> N
 
 
 def _simulate(experiment: Experiment, out: Path | None, plot: Path | None, as_json: bool) -> None:
-    from simulator.cluster.timeline import Timeline
-    from simulator.experiment import make_arrivals
-    from simulator.plots import write_plots
-    from simulator.results import config_of, to_json, write_results
-    from simulator.run import run
-    from simulator.summary import tables
+    from farsight.simulator.cluster.timeline import Timeline
+    from farsight.simulator.experiment import make_arrivals
+    from farsight.simulator.plots import write_plots
+    from farsight.simulator.results import config_of, to_json, write_results
+    from farsight.simulator.run import run
+    from farsight.simulator.summary import tables
 
     arrivals = make_arrivals(experiment)
     say_if_pictures_cost_nothing(arrivals, experiment.latency)
@@ -357,9 +357,9 @@ def _simulate(experiment: Experiment, out: Path | None, plot: Path | None, as_js
 
 
 def _compare(experiment: Experiment, presets: list[str], seeds: range, as_json: bool) -> None:
-    from simulator.compare import compare as run_all
-    from simulator.compare import comparison_table, idle_slowdown
-    from simulator.results import to_json
+    from farsight.simulator.compare import compare as run_all
+    from farsight.simulator.compare import comparison_table, idle_slowdown
+    from farsight.simulator.results import to_json
 
     num_requests = experiment.num_requests
     total = None if num_requests is None else num_requests * len(presets) * len(seeds)

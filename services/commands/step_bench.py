@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from core.messages.step_times import StepSample
-from core.request import Request, SamplingParams
-from engine.sequence import Sequence as TokenSequence
-from engine.steps.model_runner import ModelRunner
-from estimator.profile_file import HeldBackErrors, ProfiledMachine, ProfiledRange, ProfileFile
-from estimator.step_profile import StepProfile, StepShape
-from kvcache import StepBatch, StepItem
-from kvcache.step_batch import step_sample
+from farsight.core.messages.step_times import StepSample
+from farsight.core.request import Request, SamplingParams
+from farsight.engine.sequence import Sequence as TokenSequence
+from farsight.engine.steps.model_runner import ModelRunner
+from farsight.estimator.profile_file import HeldBackErrors, ProfiledMachine, ProfiledRange, ProfileFile
+from farsight.estimator.step_profile import StepProfile, StepShape
+from farsight.kvcache import StepBatch, StepItem
+from farsight.kvcache.step_batch import step_sample
 
 HELD_BACK_EVERY = 3
 """One round in this many is held back from the fit to measure its error."""

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from core.errors import ConfigError, FarsightError, InvalidValueError
-from core.forecast import Example
-from services.commands.ask import JsonOption
-from services.progress import hide_downloads, progress_bar
-from services.words import counted
+from farsight.core.errors import ConfigError, FarsightError, InvalidValueError
+from farsight.core.forecast import Example
+from farsight.services.commands.ask import JsonOption
+from farsight.services.progress import hide_downloads, progress_bar
+from farsight.services.words import counted
 
 if TYPE_CHECKING:
-    from estimator.knn import ServedBatch
-    from predictor.artefact import TrainedModel
-    from predictor.training import Recipe
+    from farsight.estimator.knn import ServedBatch
+    from farsight.predictor.artefact import TrainedModel
+    from farsight.predictor.training import Recipe
 
 Training: TypeAlias = "Callable[[Sequence[Example], int, Callable[[int], None] | None], TrainedModel]"
 """Makes an artefact of examples, with a version, and reports its progress."""
@@ -82,7 +82,7 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Train a predictor of output lengths on finished requests; with --estimator, of times on finished batches."""
-    from predictor.models import BERT
+    from farsight.predictor.models import BERT
 
     with one_line_errors():
         if estimator:
@@ -104,8 +104,8 @@ def _recipe(kind: str, encoder: str | None, d_user: int | None, d_app: int | Non
     """The recipe of a kind with the given options; ``forest`` holds fields of ``ForestOptions``."""
     from dataclasses import replace
 
-    from predictor.models import BERT
-    from predictor.training import RECIPES
+    from farsight.predictor.models import BERT
+    from farsight.predictor.training import RECIPES
 
     if kind not in RECIPES:
         raise ConfigError("--kind", kind, f"one of {', '.join((*RECIPES, BERT))}")
@@ -123,13 +123,13 @@ def _recipe(kind: str, encoder: str | None, d_user: int | None, d_app: int | Non
 
 
 def _training(recipe: Recipe, encoder: str | None, device: str) -> Training:
-    from predictor.encoders import AUTO
-    from predictor.training import train as train_artefact
+    from farsight.predictor.encoders import AUTO
+    from farsight.predictor.training import train as train_artefact
 
     def made(examples: Sequence[Example], version: int, progress: Callable[[int], None] | None) -> TrainedModel:
         loaded = None
         if recipe.reads != "words":
-            from engine.encoders.text_encoder import TextEncoder
+            from farsight.engine.encoders.text_encoder import TextEncoder
 
             loaded = TextEncoder(encoder or AUTO, device)
             typer.echo(f"encoder: {loaded.name}, {loaded.dim} dimensions", err=True)
@@ -139,8 +139,8 @@ def _training(recipe: Recipe, encoder: str | None, device: str) -> Training:
 
 
 def _fine_tuning(encoder: str | None, device: str, epochs: int, max_tokens: int, seed: int) -> Training:
-    from engine.encoders.finding import encoder_dir, settled_name
-    from engine.encoders.fine_tuning import FineTuning, fine_tune
+    from farsight.engine.encoders.finding import encoder_dir, settled_name
+    from farsight.engine.encoders.fine_tuning import FineTuning, fine_tune
 
     options = FineTuning(epochs, max_tokens, seed=seed)
 
@@ -152,8 +152,8 @@ def _fine_tuning(encoder: str | None, device: str, epochs: int, max_tokens: int,
 
 
 def _train(data: Path, out: Path, training: Training, tokenizer: Path | None, strict: bool, as_json: bool) -> None:
-    from predictor.artefact import FILE_NAME, load
-    from services.commands.forecast_data import EMBEDDED_TOKENIZER, TokenCounter, read_examples
+    from farsight.predictor.artefact import FILE_NAME, load
+    from farsight.services.commands.forecast_data import EMBEDDED_TOKENIZER, TokenCounter, read_examples
 
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -184,8 +184,8 @@ def _train_estimator(log: Path, out: Path) -> tuple[Path, int]:
     Raises:
         ConfigError: There is no log, it holds no batches, or the directory cannot be written.
     """
-    from core.costs import A100_7B
-    from estimator.knn import BatchTimes, write_batch_times
+    from farsight.core.costs import A100_7B
+    from farsight.estimator.knn import BatchTimes, write_batch_times
 
     batches = _served_batches(log)
     if not batches:
@@ -199,8 +199,8 @@ def _train_estimator(log: Path, out: Path) -> tuple[Path, int]:
 
 def _served_batches(log: Path) -> list[ServedBatch]:
     """Batches that generated something, in the order of their ends."""
-    from estimator.knn import ServedBatch
-    from services.commands.logged_traffic import opened_log
+    from farsight.estimator.knn import ServedBatch
+    from farsight.services.commands.logged_traffic import opened_log
 
     with opened_log(log, "DATA") as (connection, version):
         if version < _FIRST_WITH_BATCHES:

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from core.errors import ConfigError
-from services.commands.ask import JsonOption
-from services.commands.simulate import one_line_errors, preset_names
+from farsight.core.errors import ConfigError
+from farsight.services.commands.ask import JsonOption
+from farsight.services.commands.simulate import one_line_errors, preset_names
 
 
 def demo(
@@ -41,8 +41,8 @@ def demo(
 ) -> None:
     """Two presets under the same arrivals on emulated A100s, live, on a page: no model, no GPU."""
     with one_line_errors():
-        from services.demo.run import results_text, run_demo
-        from services.demo.settings import DemoSettings
+        from farsight.services.demo.run import results_text, run_demo
+        from farsight.services.demo.settings import DemoSettings
 
         names = preset_names("--presets", presets)
         if len(names) != 2:

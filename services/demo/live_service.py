@@ -15,10 +15,10 @@ from typing import Any
 import aiohttp
 import psutil
 
-from core.errors import FarsightError
-from services.api.access.access_control import API_KEY_VARIABLE
-from services.demo.settings import to_toml
-from services.run_file import ADMIN_TOKEN_VARIABLE
+from farsight.core.errors import FarsightError
+from farsight.services.api.access.access_control import API_KEY_VARIABLE
+from farsight.services.demo.settings import to_toml
+from farsight.services.run_file import ADMIN_TOKEN_VARIABLE
 
 START_S = 300.0
 """A service that has not answered by then has failed."""
@@ -28,8 +28,8 @@ LOOK_S = 0.1
 SHOWN_CHARS = 2000
 
 _PROGRAM = (
-    "from core.children import end_with_parent; end_with_parent({parent});"
-    " from services.cli import app; app(prog_name='farsight')"
+    "from farsight.core.children import end_with_parent; end_with_parent({parent});"
+    " from farsight.services.cli import app; app(prog_name='farsight')"
 )
 """A service ends with the demo, however that ends."""
 

@@ -15,10 +15,10 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from core.errors import FarsightError
-from services.api.pages.dashboard import html_page, operator_page
-from services.demo.live_service import LiveService
-from services.demo.race import Race
+from farsight.core.errors import FarsightError
+from farsight.services.api.pages.dashboard import html_page, operator_page
+from farsight.services.demo.live_service import LiveService
+from farsight.services.demo.race import Race
 
 TOKEN_HEADER = "X-Farsight-Demo"
 KILL_EVERY_S = 3.0

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from services.bench.answers import Answer
-from simulator.traffic.workload import SimRequest
+from farsight.services.bench.answers import Answer
+from farsight.simulator.traffic.workload import SimRequest
 
 PAUSE_S = 0.25
 """A gap between two chunks of an answer that is longer is drawn as a pause."""

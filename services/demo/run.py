@@ -19,15 +19,15 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from core.errors import ConfigError
-from services.bench.answers import SHOWN_CHARS, Answer, Failure, StreamReader, shown
-from services.demo.live_service import LiveService
-from services.demo.pages import DemoPages
-from services.demo.race import Race, RaceLane, RaceSide
-from services.demo.settings import DemoSettings
-from services.words import counted
-from simulator.run import run
-from simulator.traffic.workload import SimRequest
+from farsight.core.errors import ConfigError
+from farsight.services.bench.answers import SHOWN_CHARS, Answer, Failure, StreamReader, shown
+from farsight.services.demo.live_service import LiveService
+from farsight.services.demo.pages import DemoPages
+from farsight.services.demo.race import Race, RaceLane, RaceSide
+from farsight.services.demo.settings import DemoSettings
+from farsight.services.words import counted
+from farsight.simulator.run import run
+from farsight.simulator.traffic.workload import SimRequest
 
 
 def simulated_ratio(settings: DemoSettings, arrivals: Sequence[SimRequest]) -> float:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from core.config.scheduling import SchedulerConfig
-from core.errors import ConfigError, InvalidValueError
-from estimator.profile_file import A100_7B
-from simulator.experiment import Experiment, make_arrivals
-from simulator.traffic.workload import SimRequest
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.errors import ConfigError, InvalidValueError
+from farsight.estimator.profile_file import A100_7B
+from farsight.simulator.experiment import Experiment, make_arrivals
+from farsight.simulator.traffic.workload import SimRequest
 
 CHUNK = 512
 """Prompt tokens of a step beside the decodes."""

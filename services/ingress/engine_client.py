@@ -18,30 +18,30 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from actors.log.log_outbox import LogOutbox
-from actors.runtime.health import HealthServer
-from actors.runtime.metrics import RequestMetrics, show_degraded
-from actors.runtime.names import is_backend
-from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, Site, again_and_again, wait_for
-from core.errors import InvalidValueError
-from core.forecast import Forecast, ForecastMade, ForecastsMade
-from core.images import EncodedImage, ImageFile
-from core.messages.log import FinishedRequests, RequestTrace, RequestTraces
-from core.messages.requests import Keys, Refusal, Submit
-from core.messages.status import ComponentStatus, Degraded
-from core.messages.tokens import TokenDelta, TokenPoll
-from core.request import Request
-from policies.compose import predicts_requests
-from services.api.backend import ModelInfo
-from services.api.generation import PromptText
-from services.ingress.first_check import CountedRequest, FirstCheck
-from services.ingress.image_client import ImageClient
-from services.ingress.ledger import RequestLedger
-from services.ingress.overview import Overview
-from services.ingress.predictor_client import PredictorClient, question_of
-from services.ingress.prefixes import prefix_hashes
-from services.ingress.streams import ClientStream, TokenInbox, fail_stream
-from services.ingress.versions import REPLACED, OpenRequests
+from farsight.actors.log.log_outbox import LogOutbox
+from farsight.actors.runtime.health import HealthServer
+from farsight.actors.runtime.metrics import RequestMetrics, show_degraded
+from farsight.actors.runtime.names import is_backend
+from farsight.actors.runtime.peer import LOOK_AGAIN_S, PeerLost, Site, again_and_again, wait_for
+from farsight.core.errors import InvalidValueError
+from farsight.core.forecast import Forecast, ForecastMade, ForecastsMade
+from farsight.core.images import EncodedImage, ImageFile
+from farsight.core.messages.log import FinishedRequests, RequestTrace, RequestTraces
+from farsight.core.messages.requests import Keys, Refusal, Submit
+from farsight.core.messages.status import ComponentStatus, Degraded
+from farsight.core.messages.tokens import TokenDelta, TokenPoll
+from farsight.core.request import Request
+from farsight.policies.compose import predicts_requests
+from farsight.services.api.backend import ModelInfo
+from farsight.services.api.generation import PromptText
+from farsight.services.ingress.first_check import CountedRequest, FirstCheck
+from farsight.services.ingress.image_client import ImageClient
+from farsight.services.ingress.ledger import RequestLedger
+from farsight.services.ingress.overview import Overview
+from farsight.services.ingress.predictor_client import PredictorClient, question_of
+from farsight.services.ingress.prefixes import prefix_hashes
+from farsight.services.ingress.streams import ClientStream, TokenInbox, fail_stream
+from farsight.services.ingress.versions import REPLACED, OpenRequests
 
 ANNOUNCE_S = 0.5
 """Seconds between announcements of the open requests to the Router, which answers with the lost ones."""

@@ -7,11 +7,19 @@ import dataclasses
 import json
 from collections.abc import Iterable
 
-from actors.runtime.peer import PeerBook
-from core.config.load import FarsightConfig
-from core.errors import FarsightError
-from core.messages.log import FinishedRequest, LoggedWindow, LogQuery, RequestTrace, RequestTraces, ServedAs, TraceQuery
-from core.messages.requests import LoadSnapshot
+from farsight.actors.runtime.peer import PeerBook
+from farsight.core.config.load import FarsightConfig
+from farsight.core.errors import FarsightError
+from farsight.core.messages.log import (
+    FinishedRequest,
+    LoggedWindow,
+    LogQuery,
+    RequestTrace,
+    RequestTraces,
+    ServedAs,
+    TraceQuery,
+)
+from farsight.core.messages.requests import LoadSnapshot
 
 TIMEOUT_S = 2.0
 

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from core.config.server import ServerConfig
-from core.errors import CapacityError
-from core.messages.requests import AnnounceReply, Demand, IngressLoad, LoadSnapshot
-from core.request import Request
-from policies.fleet.queue_delay import TargetCheck, ended_after_s, queue_delay_s
+from farsight.core.config.server import ServerConfig
+from farsight.core.errors import CapacityError
+from farsight.core.messages.requests import AnnounceReply, Demand, IngressLoad, LoadSnapshot
+from farsight.core.request import Request
+from farsight.policies.fleet.queue_delay import TargetCheck, ended_after_s, queue_delay_s
 
 RETRY_AFTER_S = 1.0
 """Seconds after which to try again, where nothing is known of how long requests take."""

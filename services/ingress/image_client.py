@@ -6,16 +6,16 @@ import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from actors.runtime.names import initial_counts
-from actors.runtime.peer import LOOK_AGAIN_S, PeerBook, PeerLost, Site, current_counts
-from actors.runtime.shared_rows import rows_directory
-from core.config.images import parse_image_hosts
-from core.errors import CapacityError, FarsightError, InvalidValueError
-from core.images import EncodedImage, EncodeImages, ImageFile, digest_of
-from core.request import Request
-from engine.vision.row_files import RowHolder
-from services.api.errors import ApiError, unavailable
-from services.api.pictures.fetching import FetchLimits, PictureFetcher, Wanted
+from farsight.actors.runtime.names import initial_counts
+from farsight.actors.runtime.peer import LOOK_AGAIN_S, PeerBook, PeerLost, Site, current_counts
+from farsight.actors.runtime.shared_rows import rows_directory
+from farsight.core.config.images import parse_image_hosts
+from farsight.core.errors import CapacityError, FarsightError, InvalidValueError
+from farsight.core.images import EncodedImage, EncodeImages, ImageFile, digest_of
+from farsight.core.request import Request
+from farsight.engine.vision.row_files import RowHolder
+from farsight.services.api.errors import ApiError, unavailable
+from farsight.services.api.pictures.fetching import FetchLimits, PictureFetcher, Wanted
 
 COUNTS_S = 5.0
 """Seconds between two lookups of the number of encoders."""

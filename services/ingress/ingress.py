@@ -12,44 +12,44 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.runtime.garbage import collect_when_quiet, leave_full_collections_to_us
-from actors.runtime.hosts import keep_supervisor
-from actors.runtime.log_lines import send_log_lines
-from actors.runtime.peer import LOOK_AGAIN_S, PeerLost, Site, again_and_again
-from core.abilities import Abilities
-from core.config.load import FarsightConfig
-from core.config.server import ServerConfig, is_loopback
-from core.errors import CapacityError, ConfigError
-from core.messages.fleet import ServedModel
-from engine.checkpoint.encoder_config import abilities_of
-from engine.vision.geometry import load_geometry
-from estimator.profile_file import profile_label
-from policies.compose import forecasting_presets, predicts_requests
-from services.api.access.access_control import AccessControl, access_settings
-from services.api.access.metered import MeteredGenerator
-from services.api.admin import Administration
-from services.api.app import build_app
-from services.api.backend import ImageInput, ModelInfo
-from services.api.batches.files import Files
-from services.api.batches.records import Batches
-from services.api.batches.running import BatchRunner, RunningPlace
-from services.api.body_workers import BodyWorkers
-from services.api.middleware import LoopPace
-from services.api.readiness import Readiness
-from services.api.streams.manager import StreamManager
-from services.api.text.prompts import PromptEncoder, text_settings
-from services.ingress.engine_client import EngineClient
-from services.ingress.liveness import Liveness, publish
-from services.ingress.paced_http import pace_http
-from services.ingress.predictor_client import line_forecasts
-from services.ingress.supervisor_link import SUPERVISED_S, SupervisorLink, TenantExchange, TrafficReports
-from services.proxy.haproxy import PROXY_DIRECTORY_VARIABLE
-from services.proxy.ports import keep_on_loopback
-from services.proxy.timed_http import ConnectionLimits
-from services.run_file import ADMIN_TOKEN_VARIABLE
+from farsight.actors.runtime.garbage import collect_when_quiet, leave_full_collections_to_us
+from farsight.actors.runtime.hosts import keep_supervisor
+from farsight.actors.runtime.log_lines import send_log_lines
+from farsight.actors.runtime.peer import LOOK_AGAIN_S, PeerLost, Site, again_and_again
+from farsight.core.abilities import Abilities
+from farsight.core.config.load import FarsightConfig
+from farsight.core.config.server import ServerConfig, is_loopback
+from farsight.core.errors import CapacityError, ConfigError
+from farsight.core.messages.fleet import ServedModel
+from farsight.engine.checkpoint.encoder_config import abilities_of
+from farsight.engine.vision.geometry import load_geometry
+from farsight.estimator.profile_file import profile_label
+from farsight.policies.compose import forecasting_presets, predicts_requests
+from farsight.services.api.access.access_control import AccessControl, access_settings
+from farsight.services.api.access.metered import MeteredGenerator
+from farsight.services.api.admin import Administration
+from farsight.services.api.app import build_app
+from farsight.services.api.backend import ImageInput, ModelInfo
+from farsight.services.api.batches.files import Files
+from farsight.services.api.batches.records import Batches
+from farsight.services.api.batches.running import BatchRunner, RunningPlace
+from farsight.services.api.body_workers import BodyWorkers
+from farsight.services.api.middleware import LoopPace
+from farsight.services.api.readiness import Readiness
+from farsight.services.api.streams.manager import StreamManager
+from farsight.services.api.text.prompts import PromptEncoder, text_settings
+from farsight.services.ingress.engine_client import EngineClient
+from farsight.services.ingress.liveness import Liveness, publish
+from farsight.services.ingress.paced_http import pace_http
+from farsight.services.ingress.predictor_client import line_forecasts
+from farsight.services.ingress.supervisor_link import SUPERVISED_S, SupervisorLink, TenantExchange, TrafficReports
+from farsight.services.proxy.haproxy import PROXY_DIRECTORY_VARIABLE
+from farsight.services.proxy.ports import keep_on_loopback
+from farsight.services.proxy.timed_http import ConnectionLimits
+from farsight.services.run_file import ADMIN_TOKEN_VARIABLE
 
 if TYPE_CHECKING:
-    from services.api.tracing.exporter import SpanExporter
+    from farsight.services.api.tracing.exporter import SpanExporter
 
 QUIET_REQUESTS = 32
 """Most open requests at which a full garbage collection runs: it takes a few milliseconds then."""
@@ -139,7 +139,7 @@ class Ingress:
         if not traces.endpoint:
             return None
         try:
-            from services.api.tracing.exporter import SpanExporter
+            from farsight.services.api.tracing.exporter import SpanExporter
         except ImportError as error:
             expected = "nothing, or an installation with the extra otel: pip install 'farsight[otel]'"
             raise ConfigError("traces.endpoint", traces.endpoint, expected) from error

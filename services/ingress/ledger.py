@@ -12,10 +12,19 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from core.forecast import Forecast
-from core.messages.requests import Announce, AnnounceReply, IngressLoad, Key, OpenRequest, Placed, Refusal, SubmitReply
-from core.messages.tokens import TokenDelta
-from core.request import Request
+from farsight.core.forecast import Forecast
+from farsight.core.messages.requests import (
+    Announce,
+    AnnounceReply,
+    IngressLoad,
+    Key,
+    OpenRequest,
+    Placed,
+    Refusal,
+    SubmitReply,
+)
+from farsight.core.messages.tokens import TokenDelta
+from farsight.core.request import Request
 
 MAX_ATTEMPTS = 20
 """A request that workers have lost so often may be what kills them, and is given up. A lost Router does not count."""

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
-from services.api.answers.replies import Health
-from services.api.errors import ApiError, unhealthy
-from services.api.readiness import Readiness
-from services.proxy.haproxy_config import CHECK_PATH, HEALTH_PATH, LIVENESS_FOLDER, READY_PATH
+from farsight.services.api.answers.replies import Health
+from farsight.services.api.errors import ApiError, unhealthy
+from farsight.services.api.readiness import Readiness
+from farsight.services.proxy.haproxy_config import CHECK_PATH, HEALTH_PATH, LIVENESS_FOLDER, READY_PATH
 
 BEAT_S = 0.25
 HUNG_S = 10.0

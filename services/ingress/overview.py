@@ -15,9 +15,9 @@ import psutil
 from prometheus_client import CollectorRegistry
 from ray.exceptions import RayTaskError
 
-from actors.calls.failures import RemoteError
-from actors.runtime.component import kind_of
-from actors.runtime.names import (
+from farsight.actors.calls.failures import RemoteError
+from farsight.actors.runtime.component import kind_of
+from farsight.actors.runtime.names import (
     RUN_DIR_VARIABLE,
     SUPERVISOR,
     by_host,
@@ -27,21 +27,21 @@ from actors.runtime.names import (
     wanted_components,
     worker_name,
 )
-from actors.runtime.peer import PeerBook, PeerLost, Site, current_counts
-from core.errors import FarsightError
-from core.exposition import OPEN_METRICS_TYPE, exposition
-from core.messages.kv import KVUsage
-from core.messages.live import LeftWaiting, LiveQuery, LiveView, ReplicaLive
-from core.messages.log import ArtefactInfo, LoggedWindow, RequestTrace
-from core.messages.requests import LoadSnapshot
-from core.messages.series import NamesQuery, RecentDecisions
-from core.messages.status import ComponentStatus, ProcessUse, StatusReply
-from kvcache.cache_journal import total_usage
-from policies.fleet.queue_delay import queue_delay_s
-from services.api.pages.live_parts import Recent
-from services.api.pages.metrics_page import merge_expositions
-from services.ingress.explanations import Explanations, LoggedRequests
-from services.ingress.first_check import FirstCheck
+from farsight.actors.runtime.peer import PeerBook, PeerLost, Site, current_counts
+from farsight.core.errors import FarsightError
+from farsight.core.exposition import OPEN_METRICS_TYPE, exposition
+from farsight.core.messages.kv import KVUsage
+from farsight.core.messages.live import LeftWaiting, LiveQuery, LiveView, ReplicaLive
+from farsight.core.messages.log import ArtefactInfo, LoggedWindow, RequestTrace
+from farsight.core.messages.requests import LoadSnapshot
+from farsight.core.messages.series import NamesQuery, RecentDecisions
+from farsight.core.messages.status import ComponentStatus, ProcessUse, StatusReply
+from farsight.kvcache.cache_journal import total_usage
+from farsight.policies.fleet.queue_delay import queue_delay_s
+from farsight.services.api.pages.live_parts import Recent
+from farsight.services.api.pages.metrics_page import merge_expositions
+from farsight.services.ingress.explanations import Explanations, LoggedRequests
+from farsight.services.ingress.first_check import FirstCheck
 
 _COMMANDS = ("template_process", "body_workers", "what_if_process", "raylet", "gcs_server", "haproxy")
 _RAY = {"dashboard.py": "dashboard", "agent.py": "agent", "main.py": "runtime-env agent"}

@@ -12,11 +12,11 @@ from typing import Any, cast
 
 from uvicorn.config import HTTP_PROTOCOLS
 
-from core.config.server import ServerConfig
-from core.errors import CapacityError
-from services.api.middleware import LoopPace
-from services.api.readiness import Reason, Refused, asks_for_tokens
-from services.proxy.timed_http import ConnectionLimits, TimedHttp
+from farsight.core.config.server import ServerConfig
+from farsight.core.errors import CapacityError
+from farsight.services.api.middleware import LoopPace
+from farsight.services.api.readiness import Reason, Refused, asks_for_tokens
+from farsight.services.proxy.timed_http import ConnectionLimits, TimedHttp
 
 ACCEPTED_PER_TURN = 64
 """Most connections taken from the listening socket in one turn of the event loop: some 5 ms."""

@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from actors.runtime.names import initial_counts, length_predictor_name
-from actors.runtime.peer import LOOK_AGAIN_S, PeerBook, PeerLost, current_counts
-from core.config.load import FarsightConfig
-from core.errors import FarsightError
-from core.forecast import Forecast, ForecastQuestion, ForecastQuestions
-from core.messages.status import FORECASTS_SHED, SHED_SHOWN_S, Degraded
-from core.request import Request
-from services.api.batches.lines import BatchLine
-from services.api.batches.order import ForecastLines
-from services.api.errors import ApiError
-from services.api.generation import PromptText
-from services.api.requests import generation_of
-from services.api.schemas import ChatCompletionRequest, CompletionRequest
-from services.api.text.prompts import PromptEncoder
+from farsight.actors.runtime.names import initial_counts, length_predictor_name
+from farsight.actors.runtime.peer import LOOK_AGAIN_S, PeerBook, PeerLost, current_counts
+from farsight.core.config.load import FarsightConfig
+from farsight.core.errors import FarsightError
+from farsight.core.forecast import Forecast, ForecastQuestion, ForecastQuestions
+from farsight.core.messages.status import FORECASTS_SHED, SHED_SHOWN_S, Degraded
+from farsight.core.request import Request
+from farsight.services.api.batches.lines import BatchLine
+from farsight.services.api.batches.order import ForecastLines
+from farsight.services.api.errors import ApiError
+from farsight.services.api.generation import PromptText
+from farsight.services.api.requests import generation_of
+from farsight.services.api.schemas import ChatCompletionRequest, CompletionRequest
+from farsight.services.api.text.prompts import PromptEncoder
 
 if TYPE_CHECKING:
-    from services.ingress.engine_client import EngineClient
+    from farsight.services.ingress.engine_client import EngineClient
 
 
 MAX_QUESTIONS = 64

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from core.images import identity_ids
-from core.request import Request
-from kvcache.block_manager import hash_blocks, salted_root
+from farsight.core.images import identity_ids
+from farsight.core.request import Request
+from farsight.kvcache.block_manager import hash_blocks, salted_root
 
 
 def prefix_hashes(request: Request, block_size: int) -> tuple[int, ...]:

@@ -7,14 +7,14 @@ import asyncio
 import time
 from dataclasses import dataclass, field, replace
 
-from core.decisions import Decision, Facts, on_clock, pack_decisions
-from core.messages.log import FinishedRequest, RequestTrace
-from core.messages.requests import Promise
-from core.messages.tokens import TokenBatches, TokenDelta, joined
-from core.request import Request
-from services.api.answers.served import ANSWER, AnswerPromise
-from services.ingress.first_check import CountedRequest
-from services.ingress.ledger import OpenStream
+from farsight.core.decisions import Decision, Facts, on_clock, pack_decisions
+from farsight.core.messages.log import FinishedRequest, RequestTrace
+from farsight.core.messages.requests import Promise
+from farsight.core.messages.tokens import TokenBatches, TokenDelta, joined
+from farsight.core.request import Request
+from farsight.services.api.answers.served import ANSWER, AnswerPromise
+from farsight.services.ingress.first_check import CountedRequest
+from farsight.services.ingress.ledger import OpenStream
 
 SOURCE = "ingress"
 MAX_NOTES = 32

@@ -8,13 +8,13 @@ import uuid
 from contextlib import suppress
 from typing import Protocol
 
-from actors.runtime.peer import LOOK_AGAIN_S, PeerBook, PeerLost
-from core.errors import FarsightError
-from core.messages.supervision import IngressOrders, IngressReport
-from core.messages.tenants import TenantReport, TenantUsage
-from core.series.tally import TrafficTally
-from services.api.access.access_control import AccessControl
-from services.api.readiness import Readiness
+from farsight.actors.runtime.peer import LOOK_AGAIN_S, PeerBook, PeerLost
+from farsight.core.errors import FarsightError
+from farsight.core.messages.supervision import IngressOrders, IngressReport
+from farsight.core.messages.tenants import TenantReport, TenantUsage
+from farsight.core.series.tally import TrafficTally
+from farsight.services.api.access.access_control import AccessControl
+from farsight.services.api.readiness import Readiness
 
 REPORT_S = 0.5
 """Seconds between two reports."""

@@ -8,14 +8,14 @@ import math
 import time
 from collections.abc import Callable, Mapping
 
-from actors.calls.scheduling import RouterCalls
-from core.config.load import FarsightConfig
-from core.config.rolling import changed
-from core.request import Request
-from services.api.backend import ModelInfo
-from services.ingress.first_check import FirstCheck
-from services.ingress.ledger import RequestLedger
-from services.ingress.streams import ClientStream, fail_stream
+from farsight.actors.calls.scheduling import RouterCalls
+from farsight.core.config.load import FarsightConfig
+from farsight.core.config.rolling import changed
+from farsight.core.request import Request
+from farsight.services.api.backend import ModelInfo
+from farsight.services.ingress.first_check import FirstCheck
+from farsight.services.ingress.ledger import RequestLedger
+from farsight.services.ingress.streams import ClientStream, fail_stream
 
 REPLACED = "its weights were replaced, and the time for it to end is over"
 

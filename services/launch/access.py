@@ -8,12 +8,12 @@ import ssl
 from collections.abc import Mapping
 from pathlib import Path
 
-from core.config.load import FarsightConfig
-from core.config.server import AccessConfig, is_loopback
-from core.errors import ConfigError, FarsightError
-from services.api.access.access_control import API_KEY_VARIABLE
-from services.api.access.key_file import read_key_file
-from services.proxy.haproxy_config import TLS_FILE
+from farsight.core.config.load import FarsightConfig
+from farsight.core.config.server import AccessConfig, is_loopback
+from farsight.core.errors import ConfigError, FarsightError
+from farsight.services.api.access.access_control import API_KEY_VARIABLE
+from farsight.services.api.access.key_file import read_key_file
+from farsight.services.proxy.haproxy_config import TLS_FILE
 
 MIN_KEY_LEN = 16
 """Characters of a key that the operator makes up: it is kept by one fast hash, so it must not be easy to guess."""

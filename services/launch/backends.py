@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from actors.external.openai_server import OpenAIServer, find_api_key
-from actors.external.openai_wire import BackendFailed
-from core.config.actors import ReplicaConfig
-from core.config.load import FarsightConfig
-from core.errors import ConfigError
-from policies.compose import is_batch_mode
-from services.launch.cluster import ServiceFailed
+from farsight.actors.external.openai_server import OpenAIServer, find_api_key
+from farsight.actors.external.openai_wire import BackendFailed
+from farsight.core.config.actors import ReplicaConfig
+from farsight.core.config.load import FarsightConfig
+from farsight.core.errors import ConfigError
+from farsight.policies.compose import is_batch_mode
+from farsight.services.launch.cluster import ServiceFailed
 
 LOOK_S = 15.0
 """Seconds to wait for the first answers. A server that does not answer in time is left out until it does."""

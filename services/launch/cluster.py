@@ -17,17 +17,17 @@ from typing import Any
 
 import psutil
 
-from actors.runtime.names import NAMESPACE, RUN_DIR_VARIABLE
-from core.config.server import AccessConfig, ServerConfig
-from core.errors import FarsightError
-from core.processors import usable_processors
-from services.launch.access import write_tls_file
-from services.launch.signals import StopSignal, watched_daemons
-from services.launch.stages import Stages, StartTimedOut
-from services.proxy.haproxy import haproxy_environment
-from services.proxy.ports import free_ports, reserved_ports
-from services.proxy.timed_http import LIMITS_VARIABLE, ConnectionLimits
-from services.run_file import ADMIN_TOKEN_VARIABLE
+from farsight.actors.runtime.names import NAMESPACE, RUN_DIR_VARIABLE
+from farsight.core.config.server import AccessConfig, ServerConfig
+from farsight.core.errors import FarsightError
+from farsight.core.processors import usable_processors
+from farsight.services.launch.access import write_tls_file
+from farsight.services.launch.signals import StopSignal, watched_daemons
+from farsight.services.launch.stages import Stages, StartTimedOut
+from farsight.services.proxy.haproxy import haproxy_environment
+from farsight.services.proxy.ports import free_ports, reserved_ports
+from farsight.services.proxy.timed_http import LIMITS_VARIABLE, ConnectionLimits
+from farsight.services.run_file import ADMIN_TOKEN_VARIABLE
 
 OBJECT_STORE_BYTES = 128 * 1024 * 1024
 
@@ -304,7 +304,7 @@ def _set_environment(directory: Path, proxy: str, ports: range, server: ServerCo
     token = directory / "auth_token"
     token.write_text(secrets.token_hex(32))
     token.chmod(0o600)
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(__file__).absolute().parents[3])
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ |= {
         "PYTHONPATH": os.pathsep.join(paths),
@@ -343,6 +343,6 @@ def _set_environment(directory: Path, proxy: str, ports: range, server: ServerCo
     if proxy == "haproxy":
         os.environ |= haproxy_environment(directory, ports)
     else:
-        os.environ["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] = "services.proxy.proxy_errors.middlewares"
+        os.environ["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] = "farsight.services.proxy.proxy_errors.middlewares"
         limits = None if server is None else ConnectionLimits.of(server)
         os.environ[LIMITS_VARIABLE] = "" if limits is None else limits.to_json()

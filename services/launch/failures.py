@@ -14,10 +14,10 @@ from pathlib import Path
 
 import typer
 
-from actors.runtime.log_lines import FORMATS, MAX_LINE, SOCKET_NAME, log_fields
-from core.errors import FarsightError, InvalidValueError
-from services.launch.stages import StartTimedOut
-from services.run_file import make_run_directory
+from farsight.actors.runtime.log_lines import FORMATS, MAX_LINE, SOCKET_NAME, log_fields
+from farsight.core.errors import FarsightError, InvalidValueError
+from farsight.services.launch.stages import StartTimedOut
+from farsight.services.run_file import make_run_directory
 
 _LONGEST_LINE = 400
 _LONGEST_LOG = 200_000
@@ -134,7 +134,7 @@ def in_format(say: Callable[[str], None], log_format: str) -> Callable[[str], No
         return say
 
     def say_fields(line: str) -> None:
-        record = logging.LogRecord("services.launch", logging.INFO, "", 0, line, None, None)
+        record = logging.LogRecord("farsight.services.launch", logging.INFO, "", 0, line, None, None)
         say(FORMATS[log_format](log_fields(record, PROCESS)))
 
     return say_fields

@@ -15,30 +15,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from actors.calls.message import Asked
-from actors.calls.supervisor import SupervisorCalls
-from actors.runtime.log_lines import send_log_lines
-from actors.runtime.names import RUN_DIR_VARIABLE, SUPERVISOR, host_of
-from actors.runtime.peer import Site
-from core.config.learning import PredictorConfig
-from core.config.load import FarsightConfig
-from core.errors import ConfigError, InvalidValueError
-from core.processors import numa_nodes, usable_processors
-from estimator.profile_file import profile_label, resolve_device
-from policies.compose import check_scheduler, predicts_requests
-from services.api.access.access_control import API_KEY_VARIABLE
-from services.launch.access import absolute_paths, check_access
-from services.launch.backends import check_replicas, look_for_servers
-from services.launch.cluster import ServiceFailed, private_cluster
-from services.launch.failures import PROCESS, print_line, printed_log_lines
-from services.launch.machine import check_gpus, check_own_gpus, check_port
-from services.launch.proxy import ProxyStart, front_proxy, wait_routed
-from services.launch.signals import StopSignal, drain
-from services.launch.stages import Stages
-from services.launch.starting import LOOK_S, Example, StartingComponents, welcome
-from services.progress import status_line
-from services.proxy.haproxy import HAProxyRunner, choose_proxy
-from services.run_file import ADMIN_TOKEN_VARIABLE, published
+from farsight.actors.calls.message import Asked
+from farsight.actors.calls.supervisor import SupervisorCalls
+from farsight.actors.runtime.log_lines import send_log_lines
+from farsight.actors.runtime.names import RUN_DIR_VARIABLE, SUPERVISOR, host_of
+from farsight.actors.runtime.peer import Site
+from farsight.core.config.learning import PredictorConfig
+from farsight.core.config.load import FarsightConfig
+from farsight.core.errors import ConfigError, InvalidValueError
+from farsight.core.processors import numa_nodes, usable_processors
+from farsight.estimator.profile_file import profile_label, resolve_device
+from farsight.policies.compose import check_scheduler, predicts_requests
+from farsight.services.api.access.access_control import API_KEY_VARIABLE
+from farsight.services.launch.access import absolute_paths, check_access
+from farsight.services.launch.backends import check_replicas, look_for_servers
+from farsight.services.launch.cluster import ServiceFailed, private_cluster
+from farsight.services.launch.failures import PROCESS, print_line, printed_log_lines
+from farsight.services.launch.machine import check_gpus, check_own_gpus, check_port
+from farsight.services.launch.proxy import ProxyStart, front_proxy, wait_routed
+from farsight.services.launch.signals import StopSignal, drain
+from farsight.services.launch.stages import Stages
+from farsight.services.launch.starting import LOOK_S, Example, StartingComponents, welcome
+from farsight.services.progress import status_line
+from farsight.services.proxy.haproxy import HAProxyRunner, choose_proxy
+from farsight.services.run_file import ADMIN_TOKEN_VARIABLE, published
 
 EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded_model"
 EMBEDDED_NAME = "farsight-embedded"
@@ -89,11 +89,11 @@ def find_model(config: FarsightConfig) -> LocatedModel:
     Raises:
         InvalidValueError: The model does not exist, is not supported or cannot run as configured.
     """
-    from engine.build import check_worker
-    from engine.checkpoint.model_config import resolve_model_dir
-    from engine.parallel.mesh import Mesh
-    from engine.vocabulary import vocabulary_size
-    from services.api.text.prompts import PromptEncoder, text_settings
+    from farsight.engine.build import check_worker
+    from farsight.engine.checkpoint.model_config import resolve_model_dir
+    from farsight.engine.parallel.mesh import Mesh
+    from farsight.engine.vocabulary import vocabulary_size
+    from farsight.services.api.text.prompts import PromptEncoder, text_settings
 
     model = LocatedModel(EMBEDDED_MODEL, config.model.name or EMBEDDED_NAME)
     if config.model.path == VISION_PATH:
@@ -143,15 +143,15 @@ def find_site(config: FarsightConfig, model: LocatedModel) -> Site:
 
 def _sees(config: FarsightConfig, directory: Path) -> bool:
     """Whether replicas of our own engine read pictures."""
-    from engine.vision.geometry import load_geometry
+    from farsight.engine.vision.geometry import load_geometry
 
     return bool(config.model.replicas) and load_geometry(directory) is not None
 
 
 def _find_predictor(predictor: PredictorConfig) -> PredictorConfig:
     """The predictor's configuration with absolute paths, after a check that its files can be read."""
-    from predictor.artefact import ArtefactError, load
-    from predictor.models import check_artefact
+    from farsight.predictor.artefact import ArtefactError, load
+    from farsight.predictor.models import check_artefact
 
     predictor = dataclasses.replace(predictor, encoder=_find_encoder(predictor.encoder))
     if not predictor.artefact:
@@ -166,8 +166,8 @@ def _find_predictor(predictor: PredictorConfig) -> PredictorConfig:
 
 def _find_encoder(name: str) -> str:
     """The encoder's directory as an absolute path, or its name; a hub id is in the hub's cache afterwards."""
-    from engine.checkpoint.encoder_config import check_encoder, load_encoder_config
-    from engine.encoders.finding import EXPECTED, encoder_dir, settled_name
+    from farsight.engine.checkpoint.encoder_config import check_encoder, load_encoder_config
+    from farsight.engine.encoders.finding import EXPECTED, encoder_dir, settled_name
 
     if not name:
         return ""
@@ -272,7 +272,7 @@ class Service:
         import ray
         from ray.exceptions import RayError
 
-        from actors.runtime.hosts import find_host
+        from farsight.actors.runtime.hosts import find_host
 
         host = find_host(host_of(SUPERVISOR, self._site.placement), self._site.namespace)
         if host is None:
@@ -292,7 +292,7 @@ def start_components(site: Site) -> StartingComponents:
     """
     import ray
 
-    from actors.runtime.hosts import create_host
+    from farsight.actors.runtime.hosts import create_host
 
     check_gpus(site.config, ray.cluster_resources())  # type: ignore[no-untyped-call]
     host = create_host(host_of(SUPERVISOR, site.placement), site, 0)
@@ -310,7 +310,7 @@ def ingress_app(site: Site, replicas: int, *, scalable: bool = False) -> Any:
     """
     from ray import serve
 
-    from services.ingress.ingress import Ingress
+    from farsight.services.ingress.ingress import Ingress
 
     deployment: Any = serve.deployment(serve.ingress()(Ingress))
     deployment = deployment.options(
@@ -412,7 +412,7 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
 
 def fitting_example(config: FarsightConfig, model: LocatedModel) -> Example:
     """Returns which request fits the served model."""
-    from engine.checkpoint.encoder_config import load_encoder_config
+    from farsight.engine.checkpoint.encoder_config import load_encoder_config
 
     if not config.model.replicas and not config.model.path:
         return "chat"  # Other servers compute; the embedded model's tokenizer stands in for their model's.

@@ -8,8 +8,8 @@ import importlib.metadata
 import socket
 from collections.abc import Mapping
 
-from core.config.load import FarsightConfig
-from core.errors import ConfigError
+from farsight.core.config.load import FarsightConfig
+from farsight.core.errors import ConfigError
 
 
 def check_port(host: str, port: int) -> None:

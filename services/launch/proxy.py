@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from core.config.server import AccessConfig, ServerConfig
-from core.errors import FarsightError
-from services.launch.signals import StopSignal
-from services.launch.stages import Stages, StartStage
-from services.launch.starting import LOOK_S
-from services.proxy.haproxy import PROXY_DIRECTORY_VARIABLE, RAY_PORT_VARIABLE, HAProxyRunner
-from services.proxy.haproxy_config import IngressServer, read_liveness
-from services.proxy.ports import LOOPBACK
+from farsight.core.config.server import AccessConfig, ServerConfig
+from farsight.core.errors import FarsightError
+from farsight.services.launch.signals import StopSignal
+from farsight.services.launch.stages import Stages, StartStage
+from farsight.services.launch.starting import LOOK_S
+from farsight.services.proxy.haproxy import PROXY_DIRECTORY_VARIABLE, RAY_PORT_VARIABLE, HAProxyRunner
+from farsight.services.proxy.haproxy_config import IngressServer, read_liveness
+from farsight.services.proxy.ports import LOOPBACK
 
 _LOGGING = {"enable_access_log": False, "log_level": "WARNING"}
 

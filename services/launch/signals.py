@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import psutil
 
-from core.messages.supervision import DrainProgress, DrainService
+from farsight.core.messages.supervision import DrainProgress, DrainService
 
 INTERRUPTED = 130
 """Exit status of an interrupted start: 128 + SIGINT, as in shells."""

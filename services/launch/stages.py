@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from core.errors import FarsightError
-from services.progress import StatusLine
+from farsight.core.errors import FarsightError
+from farsight.services.progress import StatusLine
 
 SAY_EVERY_S = 10.0
 """Seconds between two reports of what a slow stage waits for."""

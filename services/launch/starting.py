@@ -9,18 +9,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from actors.calls.message import Asked
-from actors.calls.supervisor import SupervisorCalls
-from actors.runtime.names import SUPERVISOR
-from actors.runtime.peer import Site
-from core.errors import FarsightError
-from core.messages.status import StartState
-from services.launch.cluster import ServiceFailed
-from services.launch.stages import Stages, StartStage
-from services.words import counted
+from farsight.actors.calls.message import Asked
+from farsight.actors.calls.supervisor import SupervisorCalls
+from farsight.actors.runtime.names import SUPERVISOR
+from farsight.actors.runtime.peer import Site
+from farsight.core.errors import FarsightError
+from farsight.core.messages.status import StartState
+from farsight.services.launch.cluster import ServiceFailed
+from farsight.services.launch.stages import Stages, StartStage
+from farsight.services.words import counted
 
 if TYPE_CHECKING:
-    from services.launch.proxy import ProxyStart
+    from farsight.services.launch.proxy import ProxyStart
 
 
 LOOK_S = 0.1

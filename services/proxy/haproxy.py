@@ -17,9 +17,9 @@ from pathlib import Path
 
 import psutil
 
-from core.config.server import ServerConfig
-from core.errors import ConfigError
-from services.proxy.haproxy_config import (
+from farsight.core.config.server import ServerConfig
+from farsight.core.errors import ConfigError
+from farsight.services.proxy.haproxy_config import (
     INGRESS_BACKEND,
     SILENCE_S,
     SOCKET_FILE,
@@ -27,8 +27,8 @@ from services.proxy.haproxy_config import (
     IngressServer,
     config_text,
 )
-from services.proxy.ports import free_ports
-from services.proxy.timed_http import ConnectionLimits
+from farsight.services.proxy.ports import free_ports
+from farsight.services.proxy.timed_http import ConnectionLimits
 
 PROBE_S = 0.5
 """Between two probes."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from services.proxy.timed_http import ConnectionLimits
+    from farsight.services.proxy.timed_http import ConnectionLimits
 
 CHECK_PATH = "/-/healthz"
 """What HAProxy asks the ingress replicas for, at their liveness ports."""

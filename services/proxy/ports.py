@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterable, Iterator
 from types import ModuleType
 
-from core.errors import FarsightError
+from farsight.core.errors import FarsightError
 
 FIRST_PORT = 30_000
 BLOCK_SIZE = 150

@@ -12,8 +12,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.proxy.haproxy_config import HONEST_STATUS, RETRY_AFTER_S, error_json
-from services.proxy.timed_http import time_proxy
+from farsight.services.proxy.haproxy_config import HONEST_STATUS, RETRY_AFTER_S, error_json
+from farsight.services.proxy.timed_http import time_proxy
 
 logger = logging.getLogger(__name__)
 

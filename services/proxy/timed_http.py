@@ -19,8 +19,8 @@ from typing import Any, cast
 from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from core.config.server import ServerConfig
-from services.proxy.haproxy_config import error_json
+from farsight.core.config.server import ServerConfig
+from farsight.services.proxy.haproxy_config import error_json
 
 LIMITS_VARIABLE = "FARSIGHT_CONNECTION_LIMITS"
 """Environment variable with the limits as JSON, for Ray Serve's own proxy."""

@@ -10,8 +10,8 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
-from core.costs import ImageCost
-from simulator.traffic.workload import SimImage
+from farsight.core.costs import ImageCost
+from farsight.simulator.traffic.workload import SimImage
 
 MAX_BATCH = 16
 """Most pictures of a batch, as of a server's encoder."""

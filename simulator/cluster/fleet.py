@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Generic, TypeVar
 
-from core.messages.plans import FinishedSequence, StartedRequest
-from core.messages.requests import Key
-from core.request import Request
-from policies.fleet.batch_scheduler import BatchScheduler
-from policies.fleet.events import (
+from farsight.core.messages.plans import FinishedSequence, StartedRequest
+from farsight.core.messages.requests import Key
+from farsight.core.request import Request
+from farsight.policies.fleet.batch_scheduler import BatchScheduler
+from farsight.policies.fleet.events import (
     BatchEnded,
     GlobalEvent,
     PlaceRequests,
@@ -27,17 +27,17 @@ from policies.fleet.events import (
     RequestsStarted,
     TimePassed,
 )
-from policies.fleet.scheduler import FleetMachine
-from policies.order.offload_orders import OffloadDecider
-from policies.replica.events import RefuseRequest, RequestsArrived
-from policies.replica.scheduler import ReplicaScheduler
-from simulator.cluster.encoder import SimulatedEncoder
-from simulator.cluster.latency import LatencyModel
-from simulator.cluster.pipelined import PipelinedReplica
-from simulator.cluster.records import Record, Recorder
-from simulator.cluster.replica import Replica, ReplicaShape
-from simulator.cluster.timeline import Timeline
-from simulator.traffic.workload import SimRequest, as_request, shared_blocks
+from farsight.policies.fleet.scheduler import FleetMachine
+from farsight.policies.order.offload_orders import OffloadDecider
+from farsight.policies.replica.events import RefuseRequest, RequestsArrived
+from farsight.policies.replica.scheduler import ReplicaScheduler
+from farsight.simulator.cluster.encoder import SimulatedEncoder
+from farsight.simulator.cluster.latency import LatencyModel
+from farsight.simulator.cluster.pipelined import PipelinedReplica
+from farsight.simulator.cluster.records import Record, Recorder
+from farsight.simulator.cluster.replica import Replica, ReplicaShape
+from farsight.simulator.cluster.timeline import Timeline
+from farsight.simulator.traffic.workload import SimRequest, as_request, shared_blocks
 
 Owner = TypeVar("Owner", bound=Hashable)
 

@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from core.costs import FREE_IMAGES, ImageCost, StepCost
-from core.errors import InvalidValueError
-from estimator.profile_file import A100_7B as A100_PROFILE
-from kvcache import StepBatch
-from kvcache.step_batch import StepWork
+from farsight.core.costs import FREE_IMAGES, ImageCost, StepCost
+from farsight.core.errors import InvalidValueError
+from farsight.estimator.profile_file import A100_7B as A100_PROFILE
+from farsight.kvcache import StepBatch
+from farsight.kvcache.step_batch import StepWork
 
 
 class LatencyModel(Protocol):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
-from estimator.knn import padded_batch_s
-from policies.batching.base import BatchPolicy
-from policies.compose import build_batch_runner
-from policies.fleet.batch_scheduler import BatchScheduler
-from simulator.cluster.fleet import Fleet, FleetShape
-from simulator.cluster.latency import LatencyModel
-from simulator.cluster.replica import ReplicaShape
+from farsight.estimator.knn import padded_batch_s
+from farsight.policies.batching.base import BatchPolicy
+from farsight.policies.compose import build_batch_runner
+from farsight.policies.fleet.batch_scheduler import BatchScheduler
+from farsight.simulator.cluster.fleet import Fleet, FleetShape
+from farsight.simulator.cluster.latency import LatencyModel
+from farsight.simulator.cluster.replica import ReplicaShape
 
 _MOST_SEQUENCES = 4096
 """Requests of one batch at most; more than any batch of the papers has."""

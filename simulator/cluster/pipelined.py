@@ -10,14 +10,14 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from core.errors import InvalidValueError
-from core.request import Request
-from kvcache import StepBatch
-from kvcache.step_batch import step_work
-from policies.replica.events import StepsRan
-from simulator.cluster.latency import StepRun
-from simulator.cluster.records import Record
-from simulator.cluster.replica import Replica
+from farsight.core.errors import InvalidValueError
+from farsight.core.request import Request
+from farsight.kvcache import StepBatch
+from farsight.kvcache.step_batch import step_work
+from farsight.policies.replica.events import StepsRan
+from farsight.simulator.cluster.latency import StepRun
+from farsight.simulator.cluster.records import Record
+from farsight.simulator.cluster.replica import Replica
 
 
 class StageTimes:

@@ -7,8 +7,8 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from core.messages.requests import Promise
-from simulator.traffic.workload import SimRequest
+from farsight.core.messages.requests import Promise
+from farsight.simulator.traffic.workload import SimRequest
 
 _BINS_PER_E = 100
 """Bins of the histogram of inter-token latencies for each factor of e: each is 1 % wide."""

@@ -15,12 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from core.errors import IntegrityError, InvalidValueError
-from core.messages.kv import OffloadQuestion
-from core.messages.plans import FinishedSequence, Plan, WorkerReady, WorkerState
-from core.messages.requests import Key
-from core.request import Request, Residency
-from kvcache import (
+from farsight.core.errors import IntegrityError, InvalidValueError
+from farsight.core.messages.kv import OffloadQuestion
+from farsight.core.messages.plans import FinishedSequence, Plan, WorkerReady, WorkerState
+from farsight.core.messages.requests import Key
+from farsight.core.request import Request, Residency
+from farsight.kvcache import (
     BatchLimits,
     BlockManager,
     LeaseExecutor,
@@ -29,9 +29,9 @@ from kvcache import (
     StepBatch,
     StepItem,
 )
-from kvcache.step_batch import step_work
-from policies.order.offload_orders import OffloadDecider
-from policies.replica.events import (
+from farsight.kvcache.step_batch import step_work
+from farsight.policies.order.offload_orders import OffloadDecider
+from farsight.policies.replica.events import (
     AskOffload,
     BatchBroken,
     CostLearned,
@@ -46,9 +46,9 @@ from policies.replica.events import (
     WorkerConnected,
     WorkerReported,
 )
-from policies.replica.scheduler import ReplicaScheduler
-from simulator.cluster.latency import LatencyModel, StepRun
-from simulator.cluster.records import Record, Recorder, ReplicaUsage
+from farsight.policies.replica.scheduler import ReplicaScheduler
+from farsight.simulator.cluster.latency import LatencyModel, StepRun
+from farsight.simulator.cluster.records import Record, Recorder, ReplicaUsage
 
 Execution = Literal["ragged", "static"]
 """As ``SchedulerConfig.execution``."""

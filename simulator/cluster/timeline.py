@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from core.errors import InvalidValueError
-from simulator.cluster.replica import Replica
+from farsight.core.errors import InvalidValueError
+from farsight.simulator.cluster.replica import Replica
 
 SERIES = ("waiting", "running", "offloaded", "used_tokens", "predicted_tokens")
 """The samples of each replica: number of requests that wait (or are paused with KV on the device), that execute, and

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from core.errors import InvalidValueError
+from farsight.core.errors import InvalidValueError
 
 Instants = NDArray[np.float64]
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from core.errors import InvalidValueError
+from farsight.core.errors import InvalidValueError
 
 Lengths = NDArray[np.int64]
 

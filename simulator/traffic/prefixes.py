@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from core.errors import InvalidValueError
-from simulator.traffic.lengths import Exponential, Lengths, LogNormal, ZipfLengths
-from simulator.traffic.traces import MOONCAKE_BLOCK, TraceRow, count_tokens, read_rows
-from simulator.traffic.workload import SimRequest
+from farsight.core.errors import InvalidValueError
+from farsight.simulator.traffic.lengths import Exponential, Lengths, LogNormal, ZipfLengths
+from farsight.simulator.traffic.traces import MOONCAKE_BLOCK, TraceRow, count_tokens, read_rows
+from farsight.simulator.traffic.workload import SimRequest
 
 POPULARITY = 1.1
 """Exponent of the Zipf law by which prefixes are chosen (Preble, ablation)."""

@@ -19,8 +19,8 @@ from itertools import starmap
 from pathlib import Path
 from typing import Any
 
-from core.errors import FarsightError
-from simulator.traffic.workload import SimImage, SimRequest
+from farsight.core.errors import FarsightError
+from farsight.simulator.traffic.workload import SimImage, SimRequest
 
 MOONCAKE_BLOCK = 512
 """Prompt tokens for each of Mooncake's ``hash_ids``."""

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 
-from core.errors import InvalidValueError
-from core.forecast import Forecast
-from core.images import ImageSpan
-from core.request import NO_SLO, Request, SamplingParams, Slo
+from farsight.core.errors import InvalidValueError
+from farsight.core.forecast import Forecast
+from farsight.core.images import ImageSpan
+from farsight.core.request import NO_SLO, Request, SamplingParams, Slo
 
 _NAME_BITS = 61
 """Bits of a block's name: below the names that replicas give to blocks of outputs (``1 << 62``)."""

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from core.errors import InvalidValueError
-from simulator.traffic.arrivals import AllAtOnce, ArrivalProcess, Gamma, Poisson, debatch, rescale
-from simulator.traffic.lengths import D1, D2, D3, GSM8K_LIKE, SHAREGPT_LIKE, LengthPair, Uniform, ZipfLengths
-from simulator.traffic.prefixes import LAWS, PrefixLaw, mooncake_blocks, prefix_workload, real_prefixes
-from simulator.traffic.traces import find_data, read_texts, read_trace
-from simulator.traffic.workload import SimRequest
+from farsight.core.errors import InvalidValueError
+from farsight.simulator.traffic.arrivals import AllAtOnce, ArrivalProcess, Gamma, Poisson, debatch, rescale
+from farsight.simulator.traffic.lengths import D1, D2, D3, GSM8K_LIKE, SHAREGPT_LIKE, LengthPair, Uniform, ZipfLengths
+from farsight.simulator.traffic.prefixes import LAWS, PrefixLaw, mooncake_blocks, prefix_workload, real_prefixes
+from farsight.simulator.traffic.traces import find_data, read_texts, read_trace
+from farsight.simulator.traffic.workload import SimRequest
 
 CHAT = LengthPair(Uniform(20, 200), Uniform(10, 64), 64)
 REPORT = LengthPair(Uniform(200, 600), Uniform(200, 640), 640)

@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 import ray
 
-from actors.runtime.peer import Site
-from core.config.actors import ActorsConfig
-from core.config.engine import ModelConfig
-from core.config.learning import LogConfig
-from core.config.load import FarsightConfig
-from core.config.scheduling import SchedulerConfig
-from services.ingress.engine_client import EngineClient
-from services.launch.cluster import few_daemons
-from services.launch.launch import start_components
-from services.launch.stages import silent_stages
-from services.proxy.ports import reserved_ports
+from farsight.actors.runtime.peer import Site
+from farsight.core.config.actors import ActorsConfig
+from farsight.core.config.engine import ModelConfig
+from farsight.core.config.learning import LogConfig
+from farsight.core.config.load import FarsightConfig
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.services.ingress.engine_client import EngineClient
+from farsight.services.launch.cluster import few_daemons
+from farsight.services.launch.launch import start_components
+from farsight.services.launch.stages import silent_stages
+from farsight.services.proxy.ports import reserved_ports
 from tests.actors.local_system import ENGINE, MAX_LEN, System, Truth, calm_client
 from tests.stage import Stage, forwards, on_stage
 from tests.unit.engine.small_models import save_model

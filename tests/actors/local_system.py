@@ -19,21 +19,21 @@ import ray
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.runtime.hosts import find_host, list_hosts
-from actors.runtime.names import LOG_STORE, SUPERVISOR, actor_name, host_of
-from actors.runtime.peer import Site
-from core.codec import decode, encode
-from core.config.engine import EngineConfig
-from core.config.server import ServerConfig
-from core.messages.log import FinishedRequest, LogPage, LogQuery
-from core.messages.status import ComponentStatus, StatusReply
-from core.request import SamplingParams
-from engine import Engine
-from engine.sampling.sampler import counter_uniform, warp_logits
-from services.api.requests import unnamed_request
-from services.ingress import overview
-from services.ingress.engine_client import EngineClient
-from services.ingress.ingress import open_client
+from farsight.actors.runtime.hosts import find_host, list_hosts
+from farsight.actors.runtime.names import LOG_STORE, SUPERVISOR, actor_name, host_of
+from farsight.actors.runtime.peer import Site
+from farsight.core.codec import decode, encode
+from farsight.core.config.engine import EngineConfig
+from farsight.core.config.server import ServerConfig
+from farsight.core.messages.log import FinishedRequest, LogPage, LogQuery
+from farsight.core.messages.status import ComponentStatus, StatusReply
+from farsight.core.request import SamplingParams
+from farsight.engine import Engine
+from farsight.engine.sampling.sampler import counter_uniform, warp_logits
+from farsight.services.api.requests import unnamed_request
+from farsight.services.ingress import overview
+from farsight.services.ingress.engine_client import EngineClient
+from farsight.services.ingress.ingress import open_client
 from tests.unit.engine.small_models import load_reference
 
 LONG_S = 150.0

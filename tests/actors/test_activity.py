@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from core.decisions import unpack_decisions
-from core.errors import FarsightError
-from core.messages.series import ComponentsQuery, ComponentsReply, SeriesQuery
-from services.ingress.engine_client import EngineClient
+from farsight.core.decisions import unpack_decisions
+from farsight.core.errors import FarsightError
+from farsight.core.messages.series import ComponentsQuery, ComponentsReply, SeriesQuery
+from farsight.services.ingress.engine_client import EngineClient
 from tests.actors.local_system import System, calm_client, eventually, kill, read, ready_rows
 from tests.actors.test_deaths import FUSED
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from core.config.actors import ReplicaConfig
-from core.config.engine import ModelConfig
-from core.messages.tokens import TokenDelta
-from core.request import SamplingParams
-from services.api.requests import unnamed_request
-from services.ingress.engine_client import EngineClient
+from farsight.core.config.actors import ReplicaConfig
+from farsight.core.config.engine import ModelConfig
+from farsight.core.messages.tokens import TokenDelta
+from farsight.core.request import SamplingParams
+from farsight.services.api.requests import unnamed_request
+from farsight.services.ingress.engine_client import EngineClient
 from tests.actors.conftest import CONTINUOUS, open_system
 from tests.actors.local_system import LONG_S, System, eventually, kill, patient_rows, rows
 from tests.unit.actors.openai_double import OpenAIDouble

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from actors.runtime.names import LOG_STORE, ROUTER
-from core.config.engine import ModelConfig
-from core.config.scheduling import BatchConfig, SchedulerConfig
-from core.messages.log import BatchPage, LogQuery
-from core.messages.status import Scale
-from policies.event_log import read_log
-from policies.fleet.events import PlaceRequests, ReplicaBroke
-from services.ingress.engine_client import EngineClient
+from farsight.actors.runtime.names import LOG_STORE, ROUTER
+from farsight.core.config.engine import ModelConfig
+from farsight.core.config.scheduling import BatchConfig, SchedulerConfig
+from farsight.core.messages.log import BatchPage, LogQuery
+from farsight.core.messages.status import Scale
+from farsight.policies.event_log import read_log
+from farsight.policies.fleet.events import PlaceRequests, ReplicaBroke
+from farsight.services.ingress.engine_client import EngineClient
 from tests.actors.conftest import open_system
 from tests.actors.local_system import (
     ENGINE,

@@ -12,11 +12,11 @@ from typing import Any
 import psutil
 import pytest
 
-from actors.runtime.host import ComponentHost
-from actors.runtime.names import SUPERVISOR
-from actors.worker.model_worker import ModelWorker
-from core.messages.status import ComponentStatus
-from services.ingress.engine_client import EngineClient
+from farsight.actors.runtime.host import ComponentHost
+from farsight.actors.runtime.names import SUPERVISOR
+from farsight.actors.worker.model_worker import ModelWorker
+from farsight.core.messages.status import ComponentStatus
+from farsight.services.ingress.engine_client import EngineClient
 from tests.actors.local_system import (
     NUM_TOKENS,
     System,

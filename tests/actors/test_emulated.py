@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from actors.runtime.names import ROUTER
-from core.config.engine import EngineConfig, ModelConfig
-from core.config.scheduling import SchedulerConfig
-from core.messages.status import ComponentStatus, Scale
-from core.request import SamplingParams
-from services.api.requests import unnamed_request
-from services.ingress.engine_client import EngineClient
+from farsight.actors.runtime.names import ROUTER
+from farsight.core.config.engine import EngineConfig, ModelConfig
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.messages.status import ComponentStatus, Scale
+from farsight.core.request import SamplingParams
+from farsight.services.api.requests import unnamed_request
+from farsight.services.ingress.engine_client import EngineClient
 from tests.actors.conftest import CONTINUOUS, open_system
 from tests.actors.local_system import (
     ENGINE,

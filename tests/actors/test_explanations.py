@@ -9,13 +9,13 @@ import secrets
 from collections.abc import Callable
 from contextlib import aclosing
 
-from core.decisions import unpack_decisions
-from core.errors import FarsightError
-from core.messages.log import RequestTrace
-from core.request import Origin
-from services.api.answers.served import ANSWER, AnswerPromise
-from services.api.requests import unnamed_request
-from services.ingress.engine_client import EngineClient
+from farsight.core.decisions import unpack_decisions
+from farsight.core.errors import FarsightError
+from farsight.core.messages.log import RequestTrace
+from farsight.core.request import Origin
+from farsight.services.api.answers.served import ANSWER, AnswerPromise
+from farsight.services.api.requests import unnamed_request
+from farsight.services.ingress.engine_client import EngineClient
 from tests.actors.local_system import LONG_S, NUM_BEFORE_GATE, PROMPTS, System, calm_client, eventually, sampling
 
 NUM_TOKENS = 1000

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.runtime.names import kv_offload_manager_name, scheduler_name
-from core.config.engine import ModelConfig
-from core.config.scheduling import SchedulerConfig
+from farsight.actors.runtime.names import kv_offload_manager_name, scheduler_name
+from farsight.core.config.engine import ModelConfig
+from farsight.core.config.scheduling import SchedulerConfig
 from tests.actors.conftest import open_system
 from tests.actors.local_system import ENGINE, System, Truth, calm_client, eventually, under_load
 from tests.actors.test_deaths import kill_components, wait_successors

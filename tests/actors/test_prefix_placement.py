@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from actors.runtime.names import ROUTER, scheduler_name
-from core.config.scheduling import SchedulerConfig
-from core.decisions import unpack_decisions
-from core.errors import FarsightError
-from core.messages.log import RequestTrace
-from core.messages.plans import CacheReply
-from core.messages.requests import LoadSnapshot
-from core.request import Origin
-from services.api.requests import unnamed_request
-from services.ingress.engine_client import EngineClient
+from farsight.actors.runtime.names import ROUTER, scheduler_name
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.decisions import unpack_decisions
+from farsight.core.errors import FarsightError
+from farsight.core.messages.log import RequestTrace
+from farsight.core.messages.plans import CacheReply
+from farsight.core.messages.requests import LoadSnapshot
+from farsight.core.request import Origin
+from farsight.services.api.requests import unnamed_request
+from farsight.services.ingress.engine_client import EngineClient
 from tests.actors.conftest import NUM_REPLICAS, open_system
 from tests.actors.local_system import (
     BLOCK_SIZE,

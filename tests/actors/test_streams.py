@@ -8,12 +8,12 @@ from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
 
-from actors.runtime.names import kv_offload_manager_name, length_predictor_name, worker_name
-from core.forecast import Forecast
-from core.messages.kv import KVUsage
-from core.request import SamplingParams
-from services.api.requests import unnamed_request
-from services.ingress.engine_client import SLOW_DELTAS, EngineClient
+from farsight.actors.runtime.names import kv_offload_manager_name, length_predictor_name, worker_name
+from farsight.core.forecast import Forecast
+from farsight.core.messages.kv import KVUsage
+from farsight.core.request import SamplingParams
+from farsight.services.api.requests import unnamed_request
+from farsight.services.ingress.engine_client import SLOW_DELTAS, EngineClient
 from tests.actors.local_system import (
     BLOCK_SIZE,
     MAX_LEN,

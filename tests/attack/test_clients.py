@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.burst import judge
 from benchmarks.front_door import SHAPES
-from services.launch.launch import EMBEDDED_NAME
+from farsight.services.launch.launch import EMBEDDED_NAME
 from tests.attack.victim import Victim, completion, post
 from tests.e2e.server import LONG_S, wait_until
 

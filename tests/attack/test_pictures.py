@@ -17,8 +17,8 @@ import pytest
 from PIL import Image
 from transformers.image_utils import load_image
 
-from engine.vision.decoder import DecodeLimits
-from engine.vision.decoder_process import FORMATS
+from farsight.engine.vision.decoder import DecodeLimits
+from farsight.engine.vision.decoder_process import FORMATS
 from tests.attack.hostile_pictures import hostile_picture
 from tests.attack.victim import Victim
 from tests.e2e.pictures import placeholders_of

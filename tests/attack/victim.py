@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import httpx
 import psutil
 
-from services.launch.launch import EMBEDDED_NAME
+from farsight.services.launch.launch import EMBEDDED_NAME
 from tests.e2e.server import LONG_S, Server, wait_until
 
 NEIGHBOUR_TOKENS = 200

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.launch.launch import EMBEDDED_NAME
+from farsight.services.launch.launch import EMBEDDED_NAME
 from tests.e2e.server import Server, one_ingress, start_server
 from tests.stage import on_stage
 

@@ -11,9 +11,9 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from core.request import PromptSource, Request, SamplingParams
-from engine import Engine
-from services.launch.launch import EMBEDDED_MODEL
+from farsight.core.request import PromptSource, Request, SamplingParams
+from farsight.engine import Engine
+from farsight.services.launch.launch import EMBEDDED_MODEL
 from tests.unit.actors.external.test_backend import Replica
 
 MESSAGES = [{"role": "system", "content": "Spell the digits:"}, {"role": "user", "content": "407"}]

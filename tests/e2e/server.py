@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from services.run_file import run_directory
+from farsight.services.run_file import run_directory
 from tests.free_ports import free_port
 
 LONG_S = 300.0
@@ -32,7 +32,7 @@ GONE_TIMEOUT_S = LONG_S
 
 
 def farsight(*args: str) -> list[str]:
-    return [sys.executable, "-m", "services.cli", *args]
+    return [sys.executable, "-m", "farsight.services.cli", *args]
 
 
 @dataclass

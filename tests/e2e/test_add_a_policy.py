@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.launch.launch import EMBEDDED_NAME
+from farsight.services.launch.launch import EMBEDDED_NAME
 from tests.e2e.server import LONG_S, start_server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +49,7 @@ def test_the_page_leads_to_a_served_request(tmp_path: Path, monkeypatch: pytest.
     run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), ".")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), str(ROOT)]))
     assert "2 passed" in run(sys.executable, *pytest_command[1:], "-p", "no:cacheprovider")
-    summary = json.loads(run(sys.executable, "-m", "services.cli", *simulate[1:], "--json"))
+    summary = json.loads(run(sys.executable, "-m", "farsight.services.cli", *simulate[1:], "--json"))
     assert "200" in json.dumps(summary)
 
     server = start_server(tmp_path / "log", *serve[2:], "--device", "emulated:a100-7b")

@@ -17,7 +17,7 @@ from urllib.error import HTTPError
 
 import pytest
 
-from services.launch.launch import EMBEDDED_NAME
+from farsight.services.launch.launch import EMBEDDED_NAME
 from tests.e2e.server import LONG_S, Server, farsight, start_server, wait_until
 from tests.stage import on_stage
 

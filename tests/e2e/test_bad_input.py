@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from benchmarks.common.streams import streams_midway
-from engine.checkpoint.model_config import load_model_config
-from services.launch.launch import EMBEDDED_MODEL
+from farsight.engine.checkpoint.model_config import load_model_config
+from farsight.services.launch.launch import EMBEDDED_MODEL
 from tests.e2e.server import LONG_S, Server
 
 CHAT = "/v1/chat/completions"

@@ -28,7 +28,7 @@ import pytest
 
 from benchmarks.common.resumable import Client, clients
 from benchmarks.common.streams import open_streams, stream_body
-from services.launch.launch import EMBEDDED_NAME
+from farsight.services.launch.launch import EMBEDDED_NAME
 from tests.e2e.batch.batch_runs import command_of
 from tests.e2e.second_node import SecondNode
 from tests.e2e.server import LONG_S, Server, farsight, start_server, wait_until

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 
-from services.launch.launch import EMBEDDED_NAME
+from farsight.services.launch.launch import EMBEDDED_NAME
 from tests.e2e.server import LONG_S, Server, farsight, start_server, wait_until
 from tests.unit.actors.redis_server import redis_server
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import openai
 import pytest
 
+from farsight.services.launch.launch import EMBEDDED_MODEL, EMBEDDED_NAME
 from lab.embedded_model.tasks import TASKS, Example, Task, held_out_examples
-from services.launch.launch import EMBEDDED_MODEL, EMBEDDED_NAME
 from tests.e2e.server import Server, one_ingress, start_server
 from tests.unit.engine.gguf_files import write_gguf
 

@@ -11,9 +11,9 @@ import openai
 import pytest
 from playwright.sync_api import Page, expect, sync_playwright
 
+from farsight.services.launch.launch import VISION_NAME
 from lab.embedded_vision.evaluate import asked_pictures
 from lab.embedded_vision.words import TASKS, Question
-from services.launch.launch import VISION_NAME
 from tests.e2e.pages.test_dashboard_page import LONG_S, NO_TIME_LIMIT, chromium_path, start_browser
 from tests.e2e.pictures import data_url
 from tests.e2e.server import Server, start_server

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from benchmarks.burst import load
-from services.launch.launch import EMBEDDED_NAME
+from farsight.services.launch.launch import EMBEDDED_NAME
 from tests.e2e.server import LONG_S, Server, farsight, holds_torch, start_server, wait_until
 
 PROFILE = {

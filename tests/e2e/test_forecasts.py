@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from services.launch.launch import EMBEDDED_NAME
+from farsight.services.launch.launch import EMBEDDED_NAME
 from tests.e2e.server import LONG_S, Server, farsight, start_server, wait_until
 
 LENGTHS = {"Say:": 10, "Tell:": 200}

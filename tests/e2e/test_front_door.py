@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from services.api.access.keys import Role, Tenant
-from services.launch.launch import EMBEDDED_NAME
-from services.run_file import run_directory
+from farsight.services.api.access.keys import Role, Tenant
+from farsight.services.launch.launch import EMBEDDED_NAME
+from farsight.services.run_file import run_directory
 from tests.e2e.server import LONG_S, Server, farsight, spawn_server, wait_until
 from tests.e2e.test_hygiene import listeners
 from tests.unit.services.api.access.access_support import add_key

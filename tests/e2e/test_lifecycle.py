@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.launch.launch import EMBEDDED_MODEL
+from farsight.services.launch.launch import EMBEDDED_MODEL
 from tests.e2e.batch.batch_runs import without_agents
 from tests.e2e.server import LONG_S, farsight, kill_all, start_server
 from tests.free_ports import free_port

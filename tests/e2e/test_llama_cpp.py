@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from core.request import Request, SamplingParams
-from services.api.text.prompts import PromptEncoder
-from services.launch.launch import EMBEDDED_MODEL
+from farsight.core.request import Request, SamplingParams
+from farsight.services.api.text.prompts import PromptEncoder
+from farsight.services.launch.launch import EMBEDDED_MODEL
 from tests.e2e.other_servers import ANSWER, MESSAGES, answer, answer_to_chat, other_server, own_answers
 from tests.e2e.server import start_server
 from tests.free_ports import free_port

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.free_ports import free_port
+from tools.rooms import ROOMS
 
 ROOT = Path(__file__).parents[2]
 BUILD_S = 1800
@@ -81,18 +82,22 @@ def elsewhere(installed: Path, tmp_path: Path) -> dict[str, str]:
 
 def test_wheel_holds_every_module(installed: Path, elsewhere: dict[str, str], tmp_path: Path) -> None:
     tracked = run("git", "-C", ROOT, "ls-files").splitlines()
-    rooms = [name for name in os.listdir(installed) if (installed / name / "__init__.py").exists()]
-    shipped = [name for name in tracked if name.split("/")[0] in rooms]
+    assert [name for name in os.listdir(installed) if (installed / name / "__init__.py").exists()] == ["farsight"]
+    shipped = [name for name in tracked if name.split("/")[0] in ROOMS]
     assert len(shipped) > 300
-    assert [name for name in shipped if not (installed / name).exists()] == []
-    where = run(sys.executable, "-c", "import services.cli as cli; print(cli.__file__)", cwd=tmp_path, env=elsewhere)
+    assert [name for name in shipped if not (installed / "farsight" / name).exists()] == []
+    where = run(
+        sys.executable, "-c", "import farsight.services.cli as cli; print(cli.__file__)", cwd=tmp_path, env=elsewhere
+    )
     assert Path(where.strip()).is_relative_to(installed)
 
 
 @pytest.fixture
 def from_wheel(elsewhere: dict[str, str], tmp_path: Path) -> Iterator[int]:
     port = free_port()
-    command = [sys.executable, "-m", "services.cli", "serve", "--port", str(port)]
+    (tmp_path / "core").mkdir()  # a project with a package of its own that is called like a room
+    (tmp_path / "core" / "__init__.py").write_text("raise AssertionError(__file__)")
+    command = [sys.executable, "-m", "farsight.services.cli", "serve", "--port", str(port)]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(command, cwd=tmp_path, env=elsewhere, stdout=log, stderr=subprocess.STDOUT)
     yield port

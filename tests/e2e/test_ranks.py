@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from benchmarks.common.streams import LONG_S, stream_body, streams_midway
-from core.config.engine import EngineConfig
-from core.request import SamplingParams
-from engine import Engine
-from services.launch.launch import EMBEDDED_MODEL, EMBEDDED_NAME
+from farsight.core.config.engine import EngineConfig
+from farsight.core.request import SamplingParams
+from farsight.engine import Engine
+from farsight.services.launch.launch import EMBEDDED_MODEL, EMBEDDED_NAME
 from tests.e2e.server import Server, start_server, wait_until
 
 NUM_STREAMS = 4

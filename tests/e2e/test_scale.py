@@ -15,8 +15,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from services.commands.scaling import ROW_KINDS
-from services.launch.launch import EMBEDDED_NAME
+from farsight.services.commands.scaling import ROW_KINDS
+from farsight.services.launch.launch import EMBEDDED_NAME
 from tests.e2e.server import Server, farsight, one_ingress, start_server
 
 NUM_CLIENTS = 32

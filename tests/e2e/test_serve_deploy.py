@@ -17,7 +17,7 @@ import httpx
 import pytest
 import yaml
 
-from services.launch.launch import EMBEDDED_NAME
+from farsight.services.launch.launch import EMBEDDED_NAME
 from tests.e2e.batch.batch_runs import wait_no_hosts
 from tests.e2e.ray_head import ROOT, TIMEOUT_S, Head, running_head
 from tests.e2e.server import farsight, wait_until

@@ -12,11 +12,11 @@ import httpx
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics_families
 
-from core.config.engine import EngineConfig
-from core.exposition import OPEN_METRICS_TYPE
-from core.request import SamplingParams
-from engine import Engine
-from services.launch.launch import EMBEDDED_MODEL
+from farsight.core.config.engine import EngineConfig
+from farsight.core.exposition import OPEN_METRICS_TYPE
+from farsight.core.request import SamplingParams
+from farsight.engine import Engine
+from farsight.services.launch.launch import EMBEDDED_MODEL
 from tests.e2e.server import LONG_S, Server, farsight, holds_torch, wait_until
 
 ROW = {

@@ -19,9 +19,9 @@ import json, os, sys, threading, time
 import psutil
 
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-from services.launch import cluster
-from services.launch.signals import StopSignal
-from services.launch.stages import Stages
+from farsight.services.launch import cluster
+from farsight.services.launch.signals import StopSignal
+from farsight.services.launch.stages import Stages
 
 first = []  # processes of the first try
 start_ray, waits = cluster._try_ray, iter([2.0])

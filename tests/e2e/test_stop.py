@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.launch.launch import EMBEDDED_NAME
-from services.run_file import run_directory
+from farsight.services.launch.launch import EMBEDDED_NAME
+from farsight.services.run_file import run_directory
 from tests.e2e.batch.batch_runs import command_of, hosts_among
 from tests.e2e.server import LONG_S, Server, name_of, spawn_server, start_server, wait_until
 from tests.e2e.test_hygiene import check_listeners, environment

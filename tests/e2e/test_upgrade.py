@@ -16,9 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from core.config.engine import EngineConfig
-from engine.checkpoint.model_config import load_model_config
-from services.launch.launch import EMBEDDED_MODEL, EMBEDDED_NAME
+from farsight.core.config.engine import EngineConfig
+from farsight.engine.checkpoint.model_config import load_model_config
+from farsight.services.launch.launch import EMBEDDED_MODEL, EMBEDDED_NAME
 from tests.e2e.server import Server, farsight, one_ingress, start_server
 from tests.e2e.test_scale import NUM_CLIENTS, TIMEOUT_S, body, eventually, read, rows
 

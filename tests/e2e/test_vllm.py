@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from core.request import Request, SamplingParams
-from services.api.text.prompts import PromptEncoder
-from services.launch.launch import EMBEDDED_MODEL
+from farsight.core.request import Request, SamplingParams
+from farsight.services.api.text.prompts import PromptEncoder
+from farsight.services.launch.launch import EMBEDDED_MODEL
 from tests.e2e.other_servers import ANSWER, MESSAGES, answer, answer_to_chat, other_server, own_answers
 from tests.free_ports import free_port
 from tests.unit.actors.components import until

@@ -6,11 +6,11 @@ import random
 
 import torch
 
-from core.request import Residency
-from engine.devices.copiers import StreamCopier
-from engine.runner import Copies
-from engine.steps.model_runner import ModelRunner
-from kvcache import KVCopy
+from farsight.core.request import Residency
+from farsight.engine.devices.copiers import StreamCopier
+from farsight.engine.runner import Copies
+from farsight.engine.steps.model_runner import ModelRunner
+from farsight.kvcache import KVCopy
 from tests.unit.engine.driver import Driver
 
 

@@ -12,22 +12,22 @@ import pytest
 import torch
 
 from benchmarks.common.gpu_models import model_config, random_weights, save_random_checkpoint
-from core.config.engine import EngineConfig
-from core.request import SamplingParams
-from engine import cuda
-from engine.attention.attention import AttentionBackend
-from engine.attention.layout import StepSizes
-from engine.attention.torch_attention import TorchAttention
-from engine.attention.xformers_attention import PAGE_SIZE, XformersAttention
-from engine.checkpoint.model_config import DecoderConfig
-from engine.checkpoint.weights import ModelWeights
-from engine.devices.copiers import HostBlocks, StreamCopier
-from engine.devices.model_device import load_gpu_device
-from engine.kv_pool import KVPool
-from engine.sampling.sampler import NO_TOKEN, Sampler
-from engine.steps.backends import GraphBackend, TorchBackend, gpu_attention
-from engine.steps.careful_steps import CarefulSteps
-from engine.steps.model_runner import ModelRunner
+from farsight.core.config.engine import EngineConfig
+from farsight.core.request import SamplingParams
+from farsight.engine import cuda
+from farsight.engine.attention.attention import AttentionBackend
+from farsight.engine.attention.layout import StepSizes
+from farsight.engine.attention.torch_attention import TorchAttention
+from farsight.engine.attention.xformers_attention import PAGE_SIZE, XformersAttention
+from farsight.engine.checkpoint.model_config import DecoderConfig
+from farsight.engine.checkpoint.weights import ModelWeights
+from farsight.engine.devices.copiers import HostBlocks, StreamCopier
+from farsight.engine.devices.model_device import load_gpu_device
+from farsight.engine.kv_pool import KVPool
+from farsight.engine.sampling.sampler import NO_TOKEN, Sampler
+from farsight.engine.steps.backends import GraphBackend, TorchBackend, gpu_attention
+from farsight.engine.steps.careful_steps import CarefulSteps
+from farsight.engine.steps.model_runner import ModelRunner
 from tests.gpu.moving import MovingDriver, wander
 from tests.unit.engine.driver import Driver
 

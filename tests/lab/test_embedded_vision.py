@@ -14,19 +14,19 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, LlavaForConditionalGeneration
 
-from core.config.engine import EngineConfig
-from core.images import ImageSpan, digest_of
-from core.request import SamplingParams
-from engine.engine import Engine
-from engine.vision.model import load_vision
+from farsight.core.config.engine import EngineConfig
+from farsight.core.images import ImageSpan, digest_of
+from farsight.core.request import SamplingParams
+from farsight.engine.engine import Engine
+from farsight.engine.vision.model import load_vision
+from farsight.services.launch.launch import EMBEDDED_MODEL, VISION_MODEL
+from farsight.services.launch.starting import welcome
 from lab.embedded_vision.answers import answer_logits, collate, margin
 from lab.embedded_vision.drawing import SIDE, draw
 from lab.embedded_vision.evaluate import answers, asked_pictures
 from lab.embedded_vision.model import PATCHES, build_model, pixels_of, prompt_ids
 from lab.embedded_vision.scenes import CELLS, MAX_SHAPES, Scene, Shape, number_scene, scenes, shapes_scene
 from lab.embedded_vision.words import IMAGE_ID, TASKS, Question, build_tokenizer, encode
-from services.launch.launch import EMBEDDED_MODEL, VISION_MODEL
-from services.launch.starting import welcome
 
 RED, BLUE = Shape("circle", "red"), Shape("square", "blue")
 

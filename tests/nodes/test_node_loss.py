@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from actors.runtime.names import replica_components
 from benchmarks.ray_nodes import Nodes
-from core.messages.status import ComponentStatus
-from services.ingress.engine_client import EngineClient
+from farsight.actors.runtime.names import replica_components
+from farsight.core.messages.status import ComponentStatus
+from farsight.services.ingress.engine_client import EngineClient
 from tests.actors.local_system import System, Truth, calm_client, eventually, read, rows, under_load
 
 pytestmark = pytest.mark.timeout(900)  # three nodes and a service start

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from core.messages.requests import AnnounceReply, Keys, Refusal, Submit, SubmitReply
-from core.messages.tokens import TokenBatches, TokenPoll
-from core.request import Request
-from services.ingress.ledger import OpenStream, RequestLedger
-from services.ingress.streams import TokenInbox
+from farsight.core.messages.requests import AnnounceReply, Keys, Refusal, Submit, SubmitReply
+from farsight.core.messages.tokens import TokenBatches, TokenPoll
+from farsight.core.request import Request
+from farsight.services.ingress.ledger import OpenStream, RequestLedger
+from farsight.services.ingress.streams import TokenInbox
 from tests.protocol.network import Component, attempts
 
 if TYPE_CHECKING:

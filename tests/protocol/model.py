@@ -6,13 +6,13 @@ import zlib
 from collections.abc import Sequence as Values
 from dataclasses import dataclass, field
 
-from core.messages.plans import Slot
-from core.messages.requests import Key
-from core.request import Request, SamplingParams
-from engine.sequence import Sequence
-from engine.step_results import StepFault
-from kvcache import BatchLimits, BlockManager, StepBatch, StepItem
-from kvcache.block_manager import hash_blocks
+from farsight.core.messages.plans import Slot
+from farsight.core.messages.requests import Key
+from farsight.core.request import Request, SamplingParams
+from farsight.engine.sequence import Sequence
+from farsight.engine.step_results import StepFault
+from farsight.kvcache import BatchLimits, BlockManager, StepBatch, StepItem
+from farsight.kvcache.block_manager import hash_blocks
 
 BLOCK = 4
 EOS = 0

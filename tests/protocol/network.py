@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from core.codec import decode, encode
-from core.request import Request
+from farsight.core.codec import decode, encode
+from farsight.core.request import Request
 
 if TYPE_CHECKING:
     from tests.protocol.world import World

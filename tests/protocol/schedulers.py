@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from core.messages.fleet import ReplicaNews, ReplicaState
-from core.messages.kv import OffloadOrders, OffloadQuestion
-from core.messages.plans import (
+from farsight.core.messages.fleet import ReplicaNews, ReplicaState
+from farsight.core.messages.kv import OffloadOrders, OffloadQuestion
+from farsight.core.messages.plans import (
     CacheReply,
     FinishedSequence,
     KVCacheEvent,
@@ -19,9 +19,9 @@ from core.messages.plans import (
     WorkerReady,
     WorkerState,
 )
-from core.messages.requests import Announce, AnnounceReply, Key, Keys, Refusal, Refusals, Submit, SubmitReply
-from policies.fleet.batch_scheduler import BatchScheduler
-from policies.fleet.events import (
+from farsight.core.messages.requests import Announce, AnnounceReply, Key, Keys, Refusal, Refusals, Submit, SubmitReply
+from farsight.policies.fleet.batch_scheduler import BatchScheduler
+from farsight.policies.fleet.events import (
     AbortOnReplica,
     AskCache,
     AskReplica,
@@ -41,8 +41,8 @@ from policies.fleet.events import (
     RequestsStarted,
     TimePassed,
 )
-from policies.fleet.scheduler import FleetMachine
-from policies.replica.events import (
+from farsight.policies.fleet.scheduler import FleetMachine
+from farsight.policies.replica.events import (
     AskOffload,
     BatchBroken,
     CacheTold,
@@ -59,7 +59,7 @@ from policies.replica.events import (
     WorkerLost,
     WorkerReported,
 )
-from policies.replica.scheduler import ReplicaScheduler
+from farsight.policies.replica.scheduler import ReplicaScheduler
 from tests.protocol.network import Component, attempts
 
 if TYPE_CHECKING:

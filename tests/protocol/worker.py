@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
-from actors.worker.token_channels import TokenOutbox
-from core.messages.kv import OffloadOrders, OffloadQuestion
-from core.messages.plans import FinishedSequence, Plan, ReportPoll, StepReport, WorkerReady, WorkerState
-from core.messages.tokens import TokenBatches, TokenPoll
-from core.request import Residency
-from engine.emission import Emission, Output
-from engine.sequence import Detokenizer
-from engine.worker import Worker
-from kvcache import BatchLimits, BlockManager, KVCopy, LeaseExecutor, PlanExecutor, StaticExecutor, StepBatch
-from policies.order.offload_orders import OffloadDecider
+from farsight.actors.worker.token_channels import TokenOutbox
+from farsight.core.messages.kv import OffloadOrders, OffloadQuestion
+from farsight.core.messages.plans import FinishedSequence, Plan, ReportPoll, StepReport, WorkerReady, WorkerState
+from farsight.core.messages.tokens import TokenBatches, TokenPoll
+from farsight.core.request import Residency
+from farsight.engine.emission import Emission, Output
+from farsight.engine.sequence import Detokenizer
+from farsight.engine.worker import Worker
+from farsight.kvcache import BatchLimits, BlockManager, KVCopy, LeaseExecutor, PlanExecutor, StaticExecutor, StepBatch
+from farsight.policies.order.offload_orders import OffloadDecider
 from tests.protocol.model import BLOCK, EOS, Device, LaggingDetokenizer
 from tests.protocol.network import Component, attempts
 

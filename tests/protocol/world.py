@@ -9,21 +9,27 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from core.config.scheduling import BatchConfig, SchedulerConfig
-from core.costs import StepCost
-from core.messages.plans import Slot, StepReport
-from core.messages.requests import Refusal
-from core.messages.tokens import TokenDelta
-from kvcache import BatchLimits, StepBatch
-from policies.compose import build_batch_runner, build_batch_scheduler, build_offload, build_router, build_scheduler
-from policies.interfaces import ReplicaPolicies, ScheduledRequest
-from policies.kv.split_batch import SplitBatch
-from policies.order.offload_orders import OffloadDecider
-from policies.presets import PRESETS
-from policies.replica.events import CostLearned
-from policies.replica.planner import ReplicaPlans
-from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
-from policies.settings import BatchSettings, MlfqRules, PolicySettings
+from farsight.core.config.scheduling import BatchConfig, SchedulerConfig
+from farsight.core.costs import StepCost
+from farsight.core.messages.plans import Slot, StepReport
+from farsight.core.messages.requests import Refusal
+from farsight.core.messages.tokens import TokenDelta
+from farsight.kvcache import BatchLimits, StepBatch
+from farsight.policies.compose import (
+    build_batch_runner,
+    build_batch_scheduler,
+    build_offload,
+    build_router,
+    build_scheduler,
+)
+from farsight.policies.interfaces import ReplicaPolicies, ScheduledRequest
+from farsight.policies.kv.split_batch import SplitBatch
+from farsight.policies.order.offload_orders import OffloadDecider
+from farsight.policies.presets import PRESETS
+from farsight.policies.replica.events import CostLearned
+from farsight.policies.replica.planner import ReplicaPlans
+from farsight.policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
+from farsight.policies.settings import BatchSettings, MlfqRules, PolicySettings
 from tests.protocol.ingress import IngressComponent
 from tests.protocol.model import BLOCK, Client, make_client, text_of
 from tests.protocol.network import Clock, Faults, Network

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from core.config.scheduling import SchedulerConfig
-from core.costs import StepCost
-from policies.compose import build_router, build_scheduler
-from policies.replica.scheduler import SchedulerLimits
-from policies.settings import PolicySettings
-from simulator.cluster.fleet import Fleet, FleetShape
-from simulator.cluster.latency import LatencyModel, LinearLatency
-from simulator.cluster.replica import ReplicaShape
-from simulator.cluster.timeline import Timeline
-from simulator.traffic.workload import SimRequest
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.costs import StepCost
+from farsight.policies.compose import build_router, build_scheduler
+from farsight.policies.replica.scheduler import SchedulerLimits
+from farsight.policies.settings import PolicySettings
+from farsight.simulator.cluster.fleet import Fleet, FleetShape
+from farsight.simulator.cluster.latency import LatencyModel, LinearLatency
+from farsight.simulator.cluster.replica import ReplicaShape
+from farsight.simulator.cluster.timeline import Timeline
+from farsight.simulator.traffic.workload import SimRequest
 
 STEP = LinearLatency(StepCost(1.0, 0.0, 0.0, 0.0))
 """Every step takes a second, whatever is in it."""

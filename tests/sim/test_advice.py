@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from core.config.scheduling import DEFAULT_PRESET
-from core.errors import InvalidValueError
-from simulator.advice import (
+from farsight.core.config.scheduling import DEFAULT_PRESET
+from farsight.core.errors import InvalidValueError
+from farsight.simulator.advice import (
     METRICS,
     Measured,
     Setup,
@@ -22,7 +22,7 @@ from simulator.advice import (
     setups,
     to_dict,
 )
-from simulator.experiment import Experiment, make_arrivals
+from farsight.simulator.experiment import Experiment, make_arrivals
 
 
 def measured(preset: str, replicas: int, good: list[float], jct: list[float]) -> Measured:

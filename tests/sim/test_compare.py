@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from core.errors import InvalidValueError
-from simulator.compare import Compared, compare, comparison_table, paired_ratio, paired_ratios, student_t
-from simulator.experiment import Experiment, make_arrivals
-from simulator.results import to_json
-from simulator.run import RunOutcome, run
+from farsight.core.errors import InvalidValueError
+from farsight.simulator.compare import Compared, compare, comparison_table, paired_ratio, paired_ratios, student_t
+from farsight.simulator.experiment import Experiment, make_arrivals
+from farsight.simulator.results import to_json
+from farsight.simulator.run import RunOutcome, run
 
 SMALL = Experiment(num_requests=40, kv_tokens=4000)
 
@@ -67,7 +67,7 @@ def test_every_preset_has_the_workload_of_each_seed(monkeypatch: pytest.MonkeyPa
         ran.append((experiment.preset, experiment.seed))
         return run(experiment, *args, **kwargs)
 
-    monkeypatch.setattr("simulator.compare.run", note)
+    monkeypatch.setattr("farsight.simulator.compare.run", note)
     (got,) = compare(SMALL, ["fcfs"], [3, 5], told.append)
     assert ran == [("fcfs", 3), ("fcfs", 5)], "policies may draw as well as workloads"
     assert told == sorted(told) and told[-1] == 80

@@ -10,12 +10,12 @@ import math
 import numpy as np
 import pytest
 
-from core.config.scheduling import SchedulerConfig
-from core.errors import InvalidValueError
-from simulator.counterfactual import Change, Life, most_requests, parse_change, what_if, window
-from simulator.experiment import Experiment, make_arrivals
-from simulator.run import run, run_until
-from simulator.traffic.workload import Workload
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.errors import InvalidValueError
+from farsight.simulator.counterfactual import Change, Life, most_requests, parse_change, what_if, window
+from farsight.simulator.experiment import Experiment, make_arrivals
+from farsight.simulator.run import run, run_until
+from farsight.simulator.traffic.workload import Workload
 
 EXPERIMENT = Experiment(num_requests=120, rate=12.0, kv_tokens=20_000, max_num_seqs=16, seed=4)
 

@@ -7,18 +7,18 @@ import math
 import numpy as np
 import pytest
 
-from core.config.scheduling import SchedulerConfig
-from core.costs import StepCost
-from core.errors import InvalidValueError
-from policies.compose import build_router, build_scheduler
-from policies.replica.scheduler import SchedulerLimits
-from policies.settings import PolicySettings
-from simulator import predictors
-from simulator.cluster.fleet import Fleet, FleetShape
-from simulator.cluster.latency import LinearLatency
-from simulator.cluster.replica import ReplicaShape
-from simulator.frontier import MeanBound, ReplicaBounds, shares, tail_bound, workload
-from simulator.traffic.workload import SimRequest
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.costs import StepCost
+from farsight.core.errors import InvalidValueError
+from farsight.policies.compose import build_router, build_scheduler
+from farsight.policies.replica.scheduler import SchedulerLimits
+from farsight.policies.settings import PolicySettings
+from farsight.simulator import predictors
+from farsight.simulator.cluster.fleet import Fleet, FleetShape
+from farsight.simulator.cluster.latency import LinearLatency
+from farsight.simulator.cluster.replica import ReplicaShape
+from farsight.simulator.frontier import MeanBound, ReplicaBounds, shares, tail_bound, workload
+from farsight.simulator.traffic.workload import SimRequest
 
 COST = StepCost(base_s=0.010, prefill_token_s=0.1e-3, decode_seq_s=0.1e-3, context_token_s=1e-6)
 BOUNDS = ReplicaBounds(COST, max_num_seqs=8, kv_tokens=2400, max_batch_tokens=128)

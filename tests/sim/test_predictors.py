@@ -7,10 +7,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from core.errors import InvalidValueError
-from core.forecast import QUANTILES, Forecast
-from simulator.predictors import Noisy, Shuffled, history, none, oracle
-from simulator.traffic.workload import SimRequest
+from farsight.core.errors import InvalidValueError
+from farsight.core.forecast import QUANTILES, Forecast
+from farsight.simulator.predictors import Noisy, Shuffled, history, none, oracle
+from farsight.simulator.traffic.workload import SimRequest
 
 
 def _arrivals(num: int = 50, output_len: int | None = None, cap: int = 10_000) -> list[SimRequest]:

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from core.config.scheduling import BatchConfig, SchedulerConfig
-from core.costs import FREE_IMAGES
-from core.errors import ConfigError, IntegrityError, InvalidValueError
-from policies.presets import PRESETS
-from simulator.cluster.latency import GPUS, MODELS, LinearLatency, ModelShape, Roofline, VisionShape
-from simulator.cluster.timeline import Timeline
-from simulator.experiment import DEFAULT_RATE, PREDICTORS, Experiment, free_kv_tokens, make_arrivals
-from simulator.results import config_of, read_config, request_row, to_json, write_results
-from simulator.run import RunOutcome, run
-from simulator.traffic.workload import SimRequest
+from farsight.core.config.scheduling import BatchConfig, SchedulerConfig
+from farsight.core.costs import FREE_IMAGES
+from farsight.core.errors import ConfigError, IntegrityError, InvalidValueError
+from farsight.policies.presets import PRESETS
+from farsight.simulator.cluster.latency import GPUS, MODELS, LinearLatency, ModelShape, Roofline, VisionShape
+from farsight.simulator.cluster.timeline import Timeline
+from farsight.simulator.experiment import DEFAULT_RATE, PREDICTORS, Experiment, free_kv_tokens, make_arrivals
+from farsight.simulator.results import config_of, read_config, request_row, to_json, write_results
+from farsight.simulator.run import RunOutcome, run
+from farsight.simulator.traffic.workload import SimRequest
 
 SMALL = Experiment(num_requests=60, kv_tokens=4000, rate=20.0, seed=7)
 
@@ -91,7 +91,7 @@ def test_what_never_fits_is_refused_and_counted() -> None:
 
 
 def test_requests_that_never_end_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("policies.admission.watermark.Aggressive.admits", lambda *_: False)
+    monkeypatch.setattr("farsight.policies.admission.watermark.Aggressive.admits", lambda *_: False)
     with pytest.raises(IntegrityError, match="preset fcfs: 60 of 60 requests never ended"):
         run(SMALL, make_arrivals(SMALL))
 

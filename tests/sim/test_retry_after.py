@@ -12,23 +12,23 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from core.config.server import ServerConfig
-from core.messages.requests import AnnounceReply, LoadSnapshot
-from policies.compose import build_scheduler
-from policies.fleet.events import GlobalEvent, GlobalInstruction, RequestsEnded, RequestsStarted
-from policies.fleet.queue_delay import queue_delay_s
-from policies.fleet.scheduler import GlobalScheduler
-from policies.placement.base import LeastWork
-from policies.replica.events import RefuseRequest, RequestsArrived
-from policies.replica.scheduler import SchedulerLimits
-from policies.settings import PolicySettings
-from services.ingress.first_check import CountedRequest, FirstCheck, TooMuch
-from simulator import predictors
-from simulator.cluster.fleet import Fleet, FleetShape
-from simulator.cluster.latency import A100_7B
-from simulator.cluster.replica import ReplicaShape
-from simulator.traffic.workload import SimRequest
-from simulator.traffic.workloads import build_workload
+from farsight.core.config.server import ServerConfig
+from farsight.core.messages.requests import AnnounceReply, LoadSnapshot
+from farsight.policies.compose import build_scheduler
+from farsight.policies.fleet.events import GlobalEvent, GlobalInstruction, RequestsEnded, RequestsStarted
+from farsight.policies.fleet.queue_delay import queue_delay_s
+from farsight.policies.fleet.scheduler import GlobalScheduler
+from farsight.policies.placement.base import LeastWork
+from farsight.policies.replica.events import RefuseRequest, RequestsArrived
+from farsight.policies.replica.scheduler import SchedulerLimits
+from farsight.policies.settings import PolicySettings
+from farsight.services.ingress.first_check import CountedRequest, FirstCheck, TooMuch
+from farsight.simulator import predictors
+from farsight.simulator.cluster.fleet import Fleet, FleetShape
+from farsight.simulator.cluster.latency import A100_7B
+from farsight.simulator.cluster.replica import ReplicaShape
+from farsight.simulator.traffic.workload import SimRequest
+from farsight.simulator.traffic.workloads import build_workload
 
 SHAPE = ReplicaShape(num_blocks=120_000 // 16, block_size=16, max_num_seqs=32, max_batch_tokens=2048)
 ANNOUNCE_S = 0.5

@@ -10,20 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.config.load import make_config
-from core.config.scheduling import PlacementConfig, SchedulerConfig
-from core.messages.log import ServedAs
-from policies.compose import build_router, configured_replica
-from policies.interfaces import Job
-from policies.presets import PRESETS
-from policies.settings import PolicySettings
-from services.commands.simulate import experiment_of
-from services.ingress.explanations import served_settings
-from simulator import run
-from simulator.cluster.latency import LinearLatency
-from simulator.counterfactual import experiment_as
-from simulator.experiment import Experiment
-from simulator.traffic.workload import SimRequest
+from farsight.core.config.load import make_config
+from farsight.core.config.scheduling import PlacementConfig, SchedulerConfig
+from farsight.core.messages.log import ServedAs
+from farsight.policies.compose import build_router, configured_replica
+from farsight.policies.interfaces import Job
+from farsight.policies.presets import PRESETS
+from farsight.policies.settings import PolicySettings
+from farsight.services.commands.simulate import experiment_of
+from farsight.services.ingress.explanations import served_settings
+from farsight.simulator import run
+from farsight.simulator.cluster.latency import LinearLatency
+from farsight.simulator.counterfactual import experiment_as
+from farsight.simulator.experiment import Experiment
+from farsight.simulator.traffic.workload import SimRequest
 
 NUM_SEQS = 100
 PRIOR = PolicySettings()

@@ -9,14 +9,14 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from core.forecast import QUANTILES, Forecast
-from core.request import FLEX, Slo
-from simulator.cluster.latency import StepRun
-from simulator.cluster.records import Record
-from simulator.cluster.replica import Replica
-from simulator.experiment import Experiment
-from simulator.run import run
-from simulator.traffic.workload import SimRequest
+from farsight.core.forecast import QUANTILES, Forecast
+from farsight.core.request import FLEX, Slo
+from farsight.simulator.cluster.latency import StepRun
+from farsight.simulator.cluster.records import Record
+from farsight.simulator.cluster.replica import Replica
+from farsight.simulator.experiment import Experiment
+from farsight.simulator.run import run
+from farsight.simulator.traffic.workload import SimRequest
 
 PRESETS = ("fcfs", "past-future", "fastserve", "farsight")
 EXPERIMENT = Experiment(kv_tokens=6_000, max_num_seqs=8, max_batch_tokens=512)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from farsight_rooms import ROOMS
+from tools.rooms import ROOMS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "private_names.md"
@@ -54,7 +54,7 @@ def imported(tree: ast.Module) -> Iterator[str]:
 
 def is_foreign(name: str) -> bool:
     top = name.partition(".")[0]
-    return top not in (*ROOMS, "farsight_rooms", "__future__") and top not in sys.stdlib_module_names
+    return top not in ("farsight", "__future__") and top not in sys.stdlib_module_names
 
 
 def is_private(name: str) -> bool:

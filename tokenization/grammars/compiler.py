@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 
-from core.request import ReasoningBudget
-from tokenization.grammars.problems import GrammarRefused, plain
-from tokenization.grammars.reasoning import AnyText, BudgetMatcher, Matcher
-from tokenization.text_stream import TokenBytes, special_ids
+from farsight.core.request import ReasoningBudget
+from farsight.tokenization.grammars.problems import GrammarRefused, plain
+from farsight.tokenization.grammars.reasoning import AnyText, BudgetMatcher, Matcher
+from farsight.tokenization.text_stream import TokenBytes, special_ids
 
 LIMITS = LLParserLimits(
     max_items_in_row=1000,

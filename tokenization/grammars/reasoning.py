@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
-from core.request import ReasoningBudget
+from farsight.core.request import ReasoningBudget
 
 
 class Matcher(Protocol):

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal, localcontext
 from typing import Any
 
-from tokenization.grammars.disjoint import EXACT, are_disjoint, finite_values, resolved
-from tokenization.grammars.problems import GrammarRefused, escaped
+from farsight.tokenization.grammars.disjoint import EXACT, are_disjoint, finite_values, resolved
+from farsight.tokenization.grammars.problems import GrammarRefused, escaped
 
 MAX_DEPTH = 124
 """Levels of objects and lists within a schema. The compiler's JSON reader stops at 128, the grammar around included."""

@@ -16,8 +16,8 @@ from typing import Any
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
-from tokenization.grammars.problems import GrammarRefused, plain
-from tokenization.grammars.rewriting import as_text, rewritten
+from farsight.tokenization.grammars.problems import GrammarRefused, plain
+from farsight.tokenization.grammars.rewriting import as_text, rewritten
 
 MAX_SOURCE_CHARS = 64 * 1024
 """Characters of a grammar as its client writes it."""

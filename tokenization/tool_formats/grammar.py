@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tokenization.grammars.sources import inline_schema
-from tokenization.tool_formats.formats import REASONING, THINK_BEGIN, THINK_END, ToolFormat
-from tokenization.tool_formats.parts import Tool
+from farsight.tokenization.grammars.sources import inline_schema
+from farsight.tokenization.tool_formats.formats import REASONING, THINK_BEGIN, THINK_END, ToolFormat
+from farsight.tokenization.tool_formats.parts import Tool
 
 MAX_PARALLEL = 16
 """Most calls of one output: a model that repeats itself ends."""

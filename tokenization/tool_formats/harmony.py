@@ -9,8 +9,16 @@ from __future__ import annotations
 
 import re
 
-from tokenization.tool_formats.object_call import JsonEnd
-from tokenization.tool_formats.parts import CallArguments, CallEnd, CallStart, OutputForm, Part, ReasoningPart, TextPart
+from farsight.tokenization.tool_formats.object_call import JsonEnd
+from farsight.tokenization.tool_formats.parts import (
+    CallArguments,
+    CallEnd,
+    CallStart,
+    OutputForm,
+    Part,
+    ReasoningPart,
+    TextPart,
+)
 
 _MARKER = re.compile(r"<\|(?:channel|message|constrain|start|end|call|return)\|>")
 _MAX_MARKER = len("<|constrain|>")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Literal
 
-from tokenization.tool_formats.parts import CallArguments, CallEnd, CallStart, Part
+from farsight.tokenization.tool_formats.parts import CallArguments, CallEnd, CallStart, Part
 
 
 class JsonEnd:

@@ -9,11 +9,19 @@ import re
 from collections.abc import Iterable
 from typing import Protocol
 
-from tokenization.tool_formats.formats import FORMATS, THINK_BEGIN, THINK_END
-from tokenization.tool_formats.harmony import HarmonyParser
-from tokenization.tool_formats.object_call import JsonEnd, ObjectCall
-from tokenization.tool_formats.parts import CallArguments, CallEnd, CallStart, OutputForm, Part, ReasoningPart, TextPart
-from tokenization.tool_formats.pythonic import CALLS, MAYBE_CALLS, PythonEnd, read_call
+from farsight.tokenization.tool_formats.formats import FORMATS, THINK_BEGIN, THINK_END
+from farsight.tokenization.tool_formats.harmony import HarmonyParser
+from farsight.tokenization.tool_formats.object_call import JsonEnd, ObjectCall
+from farsight.tokenization.tool_formats.parts import (
+    CallArguments,
+    CallEnd,
+    CallStart,
+    OutputForm,
+    Part,
+    ReasoningPart,
+    TextPart,
+)
+from farsight.tokenization.tool_formats.pythonic import CALLS, MAYBE_CALLS, PythonEnd, read_call
 
 _MAX_HEADER = 1000
 """Most characters between an opener and the arguments of its call, and before the first call in Python."""

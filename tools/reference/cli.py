@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from services.cli import app
+from farsight.services.cli import app
 
 
 def cli_reference() -> str:

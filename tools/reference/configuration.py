@@ -7,8 +7,8 @@ import inspect
 import re
 import typing
 
-from core.config.actors import ReplicaConfig
-from core.config.load import FarsightConfig
+from farsight.core.config.actors import ReplicaConfig
+from farsight.core.config.load import FarsightConfig
 
 
 def configuration_reference() -> str:

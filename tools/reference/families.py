@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from engine.checkpoint.architectures import ARCHITECTURES
-from engine.checkpoint.families.encoder import ENCODERS
-from engine.checkpoint.families.record import Evidence
-from engine.checkpoint.families.vision import VISION
+from farsight.engine.checkpoint.architectures import ARCHITECTURES
+from farsight.engine.checkpoint.families.encoder import ENCODERS
+from farsight.engine.checkpoint.families.record import Evidence
+from farsight.engine.checkpoint.families.vision import VISION
 
 
 def families_table() -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from policies.batching.base import BATCHERS
-from policies.interfaces import ADMISSIONS, KV_POLICIES, ORDERS
-from policies.parts import Parts, load_parts
-from policies.placement.base import PLACEMENTS
-from policies.presets import PRESETS, Preset
-from policies.speculation.base import SPECULATIONS
+from farsight.policies.batching.base import BATCHERS
+from farsight.policies.interfaces import ADMISSIONS, KV_POLICIES, ORDERS
+from farsight.policies.parts import Parts, load_parts
+from farsight.policies.placement.base import PLACEMENTS
+from farsight.policies.presets import PRESETS, Preset
+from farsight.policies.speculation.base import SPECULATIONS
 
 
 def presets_table() -> str:

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from engine.checkpoint.config_fields import Fields
-from engine.checkpoint.families.llama import COMMON
-from engine.checkpoint.families.record import (
+from farsight.engine.checkpoint.config_fields import Fields
+from farsight.engine.checkpoint.families.llama import COMMON
+from farsight.engine.checkpoint.families.record import (
     ROPE_KINDS,
     Architecture,
     Blocks,
@@ -19,7 +19,7 @@ from engine.checkpoint.families.record import (
     Windows,
     chosen_experts,
 )
-from engine.checkpoint.rotary_config import RotaryConfig, read_rotary
+from farsight.engine.checkpoint.rotary_config import RotaryConfig, read_rotary
 
 _V2 = COMMON | {
     "vocab_size": 102400,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from engine.checkpoint.families.record import Evidence
+from farsight.engine.checkpoint.families.record import Evidence
 
 
 @dataclass(frozen=True, slots=True)

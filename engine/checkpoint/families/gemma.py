@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from engine.checkpoint.config_fields import Fields
-from engine.checkpoint.families.llama import COMMON
-from engine.checkpoint.families.record import (
+from farsight.engine.checkpoint.config_fields import Fields
+from farsight.engine.checkpoint.families.llama import COMMON
+from farsight.engine.checkpoint.families.record import (
     ROPE_KINDS,
     Architecture,
     Biases,
@@ -18,7 +18,7 @@ from engine.checkpoint.families.record import (
     Windows,
     windows_by_type,
 )
-from engine.checkpoint.rotary_config import RotaryConfig, read_rotary
+from farsight.engine.checkpoint.rotary_config import RotaryConfig, read_rotary
 
 _GEMMA = COMMON | {
     "vocab_size": 256000,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from engine.checkpoint.config_fields import Fields
-from engine.checkpoint.families.record import (
+from farsight.engine.checkpoint.config_fields import Fields
+from farsight.engine.checkpoint.families.record import (
     PLAIN_GELU,
     Architecture,
     Biases,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from engine.checkpoint.config_fields import Fields
-from engine.checkpoint.families.record import (
+from farsight.engine.checkpoint.config_fields import Fields
+from farsight.engine.checkpoint.families.record import (
     ROPE_KINDS,
     Architecture,
     Biases,
@@ -16,7 +16,7 @@ from engine.checkpoint.families.record import (
     same_window,
     windows_by_type,
 )
-from engine.checkpoint.rotary_config import RotaryConfig, read_rotary
+from farsight.engine.checkpoint.rotary_config import RotaryConfig, read_rotary
 
 
 def optional_biases(config: Fields) -> Biases:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from engine.checkpoint.config_fields import Fields
-from engine.checkpoint.families.llama import COMMON, granite_blocks, optional_biases
-from engine.checkpoint.families.record import (
+from farsight.engine.checkpoint.config_fields import Fields
+from farsight.engine.checkpoint.families.llama import COMMON, granite_blocks, optional_biases
+from farsight.engine.checkpoint.families.record import (
     Architecture,
     Biases,
     Blocks,

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from engine.checkpoint.config_fields import Fields
-from engine.checkpoint.rotary_config import RotaryConfig
+from farsight.engine.checkpoint.config_fields import Fields
+from farsight.engine.checkpoint.rotary_config import RotaryConfig
 
 
 @dataclass(frozen=True, slots=True)

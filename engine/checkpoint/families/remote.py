@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from engine.checkpoint.config_fields import Fields
-from engine.checkpoint.families.llama import COMMON
-from engine.checkpoint.families.record import Architecture, Biases, Blocks, Evidence, TensorNames
+from farsight.engine.checkpoint.config_fields import Fields
+from farsight.engine.checkpoint.families.llama import COMMON
+from farsight.engine.checkpoint.families.record import Architecture, Biases, Blocks, Evidence, TensorNames
 
 _REFERENCE = "a description"
 _INTERNLM2 = COMMON | {

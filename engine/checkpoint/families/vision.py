@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from engine.checkpoint.config_fields import Fields, UnsupportedModelError
-from engine.checkpoint.families.record import Evidence
+from farsight.engine.checkpoint.config_fields import Fields, UnsupportedModelError
+from farsight.engine.checkpoint.families.record import Evidence
 
 Tower = Literal["clip", "qwen2_vl", "qwen2_5_vl", "qwen_vl"]
 """What turns pixels into rows."""

@@ -16,6 +16,12 @@ from functools import partial
 
 import numpy as np
 
+from farsight.policies.placement.base import ReplicaLoad
+from farsight.policies.placement.e2 import E2Router
+from farsight.policies.placement.e2_profiles import from_step_cost
+from farsight.simulator.traffic.prefixes import TOOL_USE, VIDEO_QA, Level, PrefixLaw, prefix_workload
+from farsight.simulator.traffic.traces import MissingTraceError, find_data, read_trace
+from farsight.simulator.traffic.workload import SimRequest
 from lab.reproduce.preble.runs import (
     BLOCK,
     E2_ALONE,
@@ -39,12 +45,6 @@ from lab.reproduce.preble.runs import (
     slowed,
 )
 from lab.reproduce.rows import ONE_DRAW, Draws, Exempt, OrderCheck, Printed, Reproduction, Row, between, near
-from policies.placement.base import ReplicaLoad
-from policies.placement.e2 import E2Router
-from policies.placement.e2_profiles import from_step_cost
-from simulator.traffic.prefixes import TOOL_USE, VIDEO_QA, Level, PrefixLaw, prefix_workload
-from simulator.traffic.traces import MissingTraceError, find_data, read_trace
-from simulator.traffic.workload import SimRequest
 
 LOADS = (0.6, 0.8, 1.0, 1.2)
 SEEDS = (0, 1, 2)

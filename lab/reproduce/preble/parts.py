@@ -22,6 +22,9 @@ from functools import partial
 
 import numpy as np
 
+from farsight.simulator.cluster.latency import GPUS, MODELS, Roofline
+from farsight.simulator.traffic.prefixes import LONG_DOCUMENT, PROGRAMMING, TOOL_USE, Level, PrefixLaw, prefix_workload
+from farsight.simulator.traffic.workload import SimRequest
 from lab.reproduce.preble.runs import (
     A6000_TOKENS,
     BLOCK,
@@ -45,9 +48,6 @@ from lab.reproduce.preble.runs import (
     slowed,
 )
 from lab.reproduce.rows import Draws, OrderCheck, Reproduction, Row
-from simulator.cluster.latency import GPUS, MODELS, Roofline
-from simulator.traffic.prefixes import LONG_DOCUMENT, PROGRAMMING, TOOL_USE, Level, PrefixLaw, prefix_workload
-from simulator.traffic.workload import SimRequest
 
 SEEDS = (0, 1, 2)
 NAME = "preble_parts"

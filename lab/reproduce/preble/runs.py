@@ -8,28 +8,36 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from core.config.scheduling import PlacementConfig
-from core.costs import StepCost
+from farsight.core.config.scheduling import PlacementConfig
+from farsight.core.costs import StepCost
+from farsight.policies.admission.watermark import Aggressive
+from farsight.policies.compose import build_scheduler
+from farsight.policies.fleet.scheduler import GlobalScheduler
+from farsight.policies.interfaces import ReplicaPolicies
+from farsight.policies.kv.newest_first import NewestGiveWay
+from farsight.policies.order.hit_groups import HitGroups
+from farsight.policies.placement.base import Placement, RoundRobin
+from farsight.policies.placement.e2 import E2Router
+from farsight.policies.placement.e2_profiles import from_step_cost
+from farsight.policies.placement.oracle_partition import OraclePartition
+from farsight.policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
+from farsight.policies.settings import PolicySettings
+from farsight.simulator.cluster.fleet import Fleet, FleetShape
+from farsight.simulator.cluster.latency import LatencyModel, LinearLatency
+from farsight.simulator.cluster.records import Record
+from farsight.simulator.cluster.replica import ReplicaShape
+from farsight.simulator.traffic.arrivals import Poisson
+from farsight.simulator.traffic.prefixes import (
+    AGENT,
+    LONG_DOCUMENT,
+    PROGRAMMING,
+    TOOL_USE,
+    VIDEO_QA,
+    PrefixLaw,
+    prefix_workload,
+)
+from farsight.simulator.traffic.workload import SimRequest
 from lab.reproduce.rows import UNBOUND, Draws
-from policies.admission.watermark import Aggressive
-from policies.compose import build_scheduler
-from policies.fleet.scheduler import GlobalScheduler
-from policies.interfaces import ReplicaPolicies
-from policies.kv.newest_first import NewestGiveWay
-from policies.order.hit_groups import HitGroups
-from policies.placement.base import Placement, RoundRobin
-from policies.placement.e2 import E2Router
-from policies.placement.e2_profiles import from_step_cost
-from policies.placement.oracle_partition import OraclePartition
-from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
-from policies.settings import PolicySettings
-from simulator.cluster.fleet import Fleet, FleetShape
-from simulator.cluster.latency import LatencyModel, LinearLatency
-from simulator.cluster.records import Record
-from simulator.cluster.replica import ReplicaShape
-from simulator.traffic.arrivals import Poisson
-from simulator.traffic.prefixes import AGENT, LONG_DOCUMENT, PROGRAMMING, TOOL_USE, VIDEO_QA, PrefixLaw, prefix_workload
-from simulator.traffic.workload import SimRequest
 
 BLOCK = 64
 SEATS = 256

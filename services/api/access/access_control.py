@@ -12,13 +12,13 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from core.config.server import AccessConfig, listed
-from core.errors import FarsightError
-from core.messages.tenants import TenantBudgets, TenantCounts, TenantLimits, TenantUsage
-from policies.tenancy.budgets import Excess, LocalBudget
-from services.api.access.failures import Failures
-from services.api.access.key_file import read_key_file
-from services.api.access.keys import Caller, KeyRecord, KeyRing, Role, Tenant, record_of
+from farsight.core.config.server import AccessConfig, listed
+from farsight.core.errors import FarsightError
+from farsight.core.messages.tenants import TenantBudgets, TenantCounts, TenantLimits, TenantUsage
+from farsight.policies.tenancy.budgets import Excess, LocalBudget
+from farsight.services.api.access.failures import Failures
+from farsight.services.api.access.key_file import read_key_file
+from farsight.services.api.access.keys import Caller, KeyRecord, KeyRing, Role, Tenant, record_of
 
 API_KEY_VARIABLE = "FARSIGHT_API_KEY"
 """Environment variable with the one key of a server that has no key file, and with the key that a client sends."""

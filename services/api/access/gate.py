@@ -16,15 +16,15 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from core.messages.tenants import TenantUsage
-from policies.tenancy.budgets import Excess, LocalBudget
-from services.api.access.access_control import AccessControl, in_flight
-from services.api.access.failures import MAX_SLOWED, SLOW_S
-from services.api.access.keys import CURRENT, SCOPE_KEY, Caller, Role
-from services.api.access.presented import ConflictingKeys, client_address, host_of, presented_key
-from services.api.access.roles import Everyone, RouteRoles
-from services.api.errors import ApiError
-from services.api.generation import GPU_SECONDS_DIGITS
+from farsight.core.messages.tenants import TenantUsage
+from farsight.policies.tenancy.budgets import Excess, LocalBudget
+from farsight.services.api.access.access_control import AccessControl, in_flight
+from farsight.services.api.access.failures import MAX_SLOWED, SLOW_S
+from farsight.services.api.access.keys import CURRENT, SCOPE_KEY, Caller, Role
+from farsight.services.api.access.presented import ConflictingKeys, client_address, host_of, presented_key
+from farsight.services.api.access.roles import Everyone, RouteRoles
+from farsight.services.api.errors import ApiError
+from farsight.services.api.generation import GPU_SECONDS_DIGITS
 
 _LIMIT_NAMES = {
     "requests": "requests a minute",

@@ -17,8 +17,8 @@ from dataclasses import field as dataclass_field
 from pathlib import Path
 from typing import Any
 
-from core.errors import FarsightError, InvalidValueError
-from services.api.access.keys import KeyRecord, Role, Tenant
+from farsight.core.errors import FarsightError, InvalidValueError
+from farsight.services.api.access.keys import KeyRecord, Role, Tenant
 
 VERSION = 1
 MAX_BYTES = 16 * 1024 * 1024

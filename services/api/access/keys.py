@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from core.request import FLEX, is_flex
+from farsight.core.request import FLEX, is_flex
 
 PREFIX = "fsk"
 MAX_KEY_LEN = 512

@@ -6,16 +6,16 @@ import dataclasses
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from core.errors import CapacityError, InvalidValueError
-from core.images import EncodedImage, ImageFile
-from core.messages.tokens import TokenDelta
-from core.request import Request
-from services.api.access.access_control import AccessControl
-from services.api.access.keys import CURRENT, Caller
-from services.api.access.presented import owner_of, salt_of
-from services.api.backend import Generator, ModelInfo
-from services.api.field_groups import PRIORITY_TIER
-from services.api.generation import Generation, PromptText, first_cached_len
+from farsight.core.errors import CapacityError, InvalidValueError
+from farsight.core.images import EncodedImage, ImageFile
+from farsight.core.messages.tokens import TokenDelta
+from farsight.core.request import Request
+from farsight.services.api.access.access_control import AccessControl
+from farsight.services.api.access.keys import CURRENT, Caller
+from farsight.services.api.access.presented import owner_of, salt_of
+from farsight.services.api.backend import Generator, ModelInfo
+from farsight.services.api.field_groups import PRIORITY_TIER
+from farsight.services.api.generation import Generation, PromptText, first_cached_len
 
 
 class MeteredGenerator:

@@ -9,7 +9,7 @@ from enum import Enum
 from starlette.routing import compile_path
 from starlette.types import Scope
 
-from services.api.access.keys import Role
+from farsight.services.api.access.keys import Role
 
 
 class Everyone(Enum):

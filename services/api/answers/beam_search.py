@@ -10,13 +10,13 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from core.messages.tokens import TokenLogprobs
-from core.request import Request, SamplingParams
-from services.api.backend import Generator
-from services.api.errors import ApiError
-from services.api.generate import collect
-from services.api.generation import BeamParams, ChoiceResult, Generation
-from services.api.text.token_texts import TokenTexts
+from farsight.core.messages.tokens import TokenLogprobs
+from farsight.core.request import Request, SamplingParams
+from farsight.services.api.backend import Generator
+from farsight.services.api.errors import ApiError
+from farsight.services.api.generate import collect
+from farsight.services.api.generation import BeamParams, ChoiceResult, Generation
+from farsight.services.api.text.token_texts import TokenTexts
 
 
 @dataclass(frozen=True, slots=True)

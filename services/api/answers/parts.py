@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from core.messages.tokens import TokenLogprobs
-from services.api.generation import Echo
-from services.api.text.token_texts import TokenTexts
-from tokenization.tool_formats.parser import parser_of
-from tokenization.tool_formats.parts import (
+from farsight.core.messages.tokens import TokenLogprobs
+from farsight.services.api.generation import Echo
+from farsight.services.api.text.token_texts import TokenTexts
+from farsight.tokenization.tool_formats.parser import parser_of
+from farsight.tokenization.tool_formats.parts import (
     CallArguments,
     CallStart,
     OutputForm,

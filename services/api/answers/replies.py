@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
 
-from core.messages.status import StatusReply
-from core.messages.tokens import TokenLogprobs
-from services.api.answers.parts import (
+from farsight.core.messages.status import StatusReply
+from farsight.core.messages.tokens import TokenLogprobs
+from farsight.services.api.answers.parts import (
     CompletionLogprobs,
     TakenApart,
     answer_of,
@@ -19,9 +19,9 @@ from services.api.answers.parts import (
     likeliest,
     prompt_logprobs,
 )
-from services.api.backend import ModelInfo
-from services.api.generation import GPU_SECONDS_DIGITS, ChoiceResult, Generation, Used, shown_choices
-from services.api.text.token_texts import TokenTexts
+from farsight.services.api.backend import ModelInfo
+from farsight.services.api.generation import GPU_SECONDS_DIGITS, ChoiceResult, Generation, Used, shown_choices
+from farsight.services.api.text.token_texts import TokenTexts
 
 _Model = TypeVar("_Model", bound=BaseModel)
 

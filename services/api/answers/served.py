@@ -10,8 +10,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from core.messages.requests import Promise, last_end
-from services.api.generation import Generation
+from farsight.core.messages.requests import Promise, last_end
+from farsight.services.api.generation import Generation
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import Span

@@ -16,15 +16,15 @@ from typing import Any, Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from core.messages.tokens import DeltaLogprobs, TokenDelta
-from services.api.answers.parts import ChoiceParts, CompletionLogprobs, chat_logprobs
-from services.api.answers.replies import UsageFields, completion_logprobs, first_prompt_entry, usage
-from services.api.answers.served import ANSWER
-from services.api.backend import Generator
-from services.api.errors import ApiError, as_api_error
-from services.api.generate import ClientGone, run_requests, while_connected
-from services.api.generation import Generation, Used
-from services.api.text.token_texts import TokenTexts
+from farsight.core.messages.tokens import DeltaLogprobs, TokenDelta
+from farsight.services.api.answers.parts import ChoiceParts, CompletionLogprobs, chat_logprobs
+from farsight.services.api.answers.replies import UsageFields, completion_logprobs, first_prompt_entry, usage
+from farsight.services.api.answers.served import ANSWER
+from farsight.services.api.backend import Generator
+from farsight.services.api.errors import ApiError, as_api_error
+from farsight.services.api.generate import ClientGone, run_requests, while_connected
+from farsight.services.api.generation import Generation, Used
+from farsight.services.api.text.token_texts import TokenTexts
 
 DONE = b"data: [DONE]\n\n"
 EARLY_S = 5.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope
 
-from core.errors import FarsightError
+from farsight.core.errors import FarsightError
 
 
 @dataclass(frozen=True, slots=True)

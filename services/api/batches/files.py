@@ -9,9 +9,9 @@ from collections.abc import AsyncGenerator, AsyncIterable, Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
-from core.config.server import FilesConfig
-from core.errors import FarsightError
-from core.kept import (
+from farsight.core.config.server import FilesConfig
+from farsight.core.errors import FarsightError
+from farsight.core.kept import (
     AddParts,
     DropExpired,
     KeptObject,
@@ -25,7 +25,7 @@ from core.kept import (
     PutObject,
     PutVerdict,
 )
-from services.api.errors import ApiError
+from farsight.services.api.errors import ApiError
 
 FILE, BATCH, RUN, LINES = "file", "batch", "run", "lines"
 """Kinds of kept objects: a file; a batch; that a batch is still to be run, and by whom; results of its lines so far."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from core.errors import InvalidValueError
+from farsight.core.errors import InvalidValueError
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 

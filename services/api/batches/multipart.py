@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from email.message import Message
 
-from services.api.errors import ApiError
+from farsight.services.api.errors import ApiError
 
 _MAX_PARTS = 16
 _MAX_HEAD_BYTES = 8192

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from itertools import islice
 
-from core.forecast import Forecast
-from services.api.batches.lines import BatchLine
+from farsight.core.forecast import Forecast
+from farsight.services.api.batches.lines import BatchLine
 
 WINDOW_LINES = 256
 """So many lines are forecast and put in order together: each line waits for the forecasts of its window alone, and a

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from core.kept import KeptObject, ObjectName, ObjectQuery, PutObject
-from services.api.batches.files import BATCH, LINES, RUN, Files, not_found
-from services.api.errors import ApiError
+from farsight.core.kept import KeptObject, ObjectName, ObjectQuery, PutObject
+from farsight.services.api.batches.files import BATCH, LINES, RUN, Files, not_found
+from farsight.services.api.errors import ApiError
 
 WINDOW_S = 24 * 3600.0
 ENDED = ("failed", "completed", "expired", "cancelled")

@@ -9,15 +9,15 @@ from fastapi import APIRouter, Query, Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from core.kept import KeptObject
-from services.api.access.keys import tenant_name
-from services.api.batches.files import MAX_FILENAME_BYTES, Files, file_record, file_reply
-from services.api.batches.lines import URLS
-from services.api.batches.multipart import FormPart, parse_form
-from services.api.batches.records import Batches, batch_reply
-from services.api.bodies import JsonRoute
-from services.api.errors import ApiError
-from services.api.fields import StrictModel
+from farsight.core.kept import KeptObject
+from farsight.services.api.access.keys import tenant_name
+from farsight.services.api.batches.files import MAX_FILENAME_BYTES, Files, file_record, file_reply
+from farsight.services.api.batches.lines import URLS
+from farsight.services.api.batches.multipart import FormPart, parse_form
+from farsight.services.api.batches.records import Batches, batch_reply
+from farsight.services.api.bodies import JsonRoute
+from farsight.services.api.errors import ApiError
+from farsight.services.api.fields import StrictModel
 
 FILES_PATH = "/v1/files"
 FORM_BYTES = 16 * 1024

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 
 from starlette.types import ASGIApp
 
-from core.errors import FarsightError, InvalidValueError
-from core.kept import (
+from farsight.core.errors import FarsightError, InvalidValueError
+from farsight.core.kept import (
     AddParts,
     DropExpired,
     KeptObject,
@@ -28,13 +28,13 @@ from core.kept import (
     PartsQuery,
     PutObject,
 )
-from services.api.access.keys import CURRENT, Caller
-from services.api.batches.files import LINES, PART_BYTES, RUN, FileRecord
-from services.api.batches.lines import BatchLine, LineChecker, LineResult, raw_lines, unsent
-from services.api.batches.order import ForecastLines
-from services.api.batches.records import WINDOW_S, BatchError, Batches, BatchRecord, StoredBatch, batch_tier
-from services.api.batches.sender import RetryPolicy, run_lines
-from services.api.errors import ApiError
+from farsight.services.api.access.keys import CURRENT, Caller
+from farsight.services.api.batches.files import LINES, PART_BYTES, RUN, FileRecord
+from farsight.services.api.batches.lines import BatchLine, LineChecker, LineResult, raw_lines, unsent
+from farsight.services.api.batches.order import ForecastLines
+from farsight.services.api.batches.records import WINDOW_S, BatchError, Batches, BatchRecord, StoredBatch, batch_tier
+from farsight.services.api.batches.sender import RetryPolicy, run_lines
+from farsight.services.api.errors import ApiError
 
 LEASE_S = 10.0
 """So long a batch stays with an ingress replica that says nothing more."""

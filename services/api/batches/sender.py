@@ -16,10 +16,10 @@ from typing import Protocol
 
 from starlette.types import ASGIApp
 
-from core.errors import FarsightError
-from services.api.batches.asgi import Reply, post_json
-from services.api.batches.lines import BatchLine, LineResult, answered, unsent
-from services.api.batches.order import ForecastLines, in_order
+from farsight.core.errors import FarsightError
+from farsight.services.api.batches.asgi import Reply, post_json
+from farsight.services.api.batches.lines import BatchLine, LineResult, answered, unsent
+from farsight.services.api.batches.order import ForecastLines, in_order
 
 GROUP_LINES, GROUP_S = 32, 0.5
 """Results are kept in groups: at most so many, or those of so many seconds."""

@@ -8,12 +8,19 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from services.api.errors import ApiError
-from services.api.field_groups import MAX_SCHEMA_DEPTH, MAX_TOOLS, Name
-from services.api.fields import MAX_STOP_STRINGS, NO_EFFECT, NeutralOnly, StrictModel, shown
-from services.api.pictures.content import MixedContent, NoPicture, Picture, content_of, picture_from, web_picture
-from services.api.schemas import ChatCompletionRequest
-from tokenization.grammars.rewriting import nesting
+from farsight.services.api.errors import ApiError
+from farsight.services.api.field_groups import MAX_SCHEMA_DEPTH, MAX_TOOLS, Name
+from farsight.services.api.fields import MAX_STOP_STRINGS, NO_EFFECT, NeutralOnly, StrictModel, shown
+from farsight.services.api.pictures.content import (
+    MixedContent,
+    NoPicture,
+    Picture,
+    content_of,
+    picture_from,
+    web_picture,
+)
+from farsight.services.api.schemas import ChatCompletionRequest
+from farsight.tokenization.grammars.rewriting import nesting
 
 _MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 

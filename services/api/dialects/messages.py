@@ -13,18 +13,25 @@ from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from core.messages.tokens import TokenDelta
-from services.api.answers.parts import ChoiceParts, TakenApart, answer_of
-from services.api.answers.replies import UsageFields
-from services.api.bodies import JsonRoute, read_whole
-from services.api.dialects.message_body import CountTokensRequest, MessagesRequest
-from services.api.dialects.running import Running, as_chat
-from services.api.errors import ApiError
-from services.api.generation import ChoiceResult, Generation
-from services.api.requests import check_model
-from services.api.schemas import ChatCompletionRequest
-from services.api.text.token_texts import TokenTexts
-from tokenization.tool_formats.parts import CallArguments, CallStart, OutputForm, ReasoningPart, SentPart, TextPart
+from farsight.core.messages.tokens import TokenDelta
+from farsight.services.api.answers.parts import ChoiceParts, TakenApart, answer_of
+from farsight.services.api.answers.replies import UsageFields
+from farsight.services.api.bodies import JsonRoute, read_whole
+from farsight.services.api.dialects.message_body import CountTokensRequest, MessagesRequest
+from farsight.services.api.dialects.running import Running, as_chat
+from farsight.services.api.errors import ApiError
+from farsight.services.api.generation import ChoiceResult, Generation
+from farsight.services.api.requests import check_model
+from farsight.services.api.schemas import ChatCompletionRequest
+from farsight.services.api.text.token_texts import TokenTexts
+from farsight.tokenization.tool_formats.parts import (
+    CallArguments,
+    CallStart,
+    OutputForm,
+    ReasoningPart,
+    SentPart,
+    TextPart,
+)
 
 _PREFIX = "/v1/messages"
 _KINDS = {

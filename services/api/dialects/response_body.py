@@ -7,12 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from services.api.errors import ApiError
-from services.api.field_groups import MAX_TOOLS, Name
-from services.api.fields import MAX_TOP_LOGPROBS, NO_EFFECT, NeutralOnly, StrictModel, is_empty, shown
-from services.api.pictures.content import MixedContent, NoPicture, Picture, content_of, picture_of
-from services.api.schemas import ChatCompletionRequest
-from services.api.structured import Schema
+from farsight.services.api.errors import ApiError
+from farsight.services.api.field_groups import MAX_TOOLS, Name
+from farsight.services.api.fields import MAX_TOP_LOGPROBS, NO_EFFECT, NeutralOnly, StrictModel, is_empty, shown
+from farsight.services.api.pictures.content import MixedContent, NoPicture, Picture, content_of, picture_of
+from farsight.services.api.schemas import ChatCompletionRequest
+from farsight.services.api.structured import Schema
 
 MAX_ITEMS = 4096
 """Items of one input."""

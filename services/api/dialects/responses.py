@@ -8,16 +8,16 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from services.api.access.keys import tenant_name
-from services.api.answers.replies import UsageFields
-from services.api.answers.sse import EventStream, chunks
-from services.api.bodies import JsonRoute, read_whole
-from services.api.dialects.response_body import ResponsesRequest
-from services.api.dialects.responses_writer import ResponseWriter
-from services.api.dialects.running import Running, as_chat
-from services.api.dialects.stored import Keeping, StoredResponses
-from services.api.errors import ApiError
-from services.api.generation import ChoiceResult
+from farsight.services.api.access.keys import tenant_name
+from farsight.services.api.answers.replies import UsageFields
+from farsight.services.api.answers.sse import EventStream, chunks
+from farsight.services.api.bodies import JsonRoute, read_whole
+from farsight.services.api.dialects.response_body import ResponsesRequest
+from farsight.services.api.dialects.responses_writer import ResponseWriter
+from farsight.services.api.dialects.running import Running, as_chat
+from farsight.services.api.dialects.stored import Keeping, StoredResponses
+from farsight.services.api.errors import ApiError
+from farsight.services.api.generation import ChoiceResult
 
 _NO_STORE = "nothing can be stored here: [files] max_file_bytes is 0"
 

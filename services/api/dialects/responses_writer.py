@@ -7,12 +7,19 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from core.messages.tokens import TokenDelta
-from services.api.answers.parts import ChoiceParts
-from services.api.answers.replies import UsageFields
-from services.api.errors import ApiError
-from services.api.generation import Generation
-from tokenization.tool_formats.parts import CallArguments, CallStart, OutputForm, ReasoningPart, SentPart, TextPart
+from farsight.core.messages.tokens import TokenDelta
+from farsight.services.api.answers.parts import ChoiceParts
+from farsight.services.api.answers.replies import UsageFields
+from farsight.services.api.errors import ApiError
+from farsight.services.api.generation import Generation
+from farsight.tokenization.tool_formats.parts import (
+    CallArguments,
+    CallStart,
+    OutputForm,
+    ReasoningPart,
+    SentPart,
+    TextPart,
+)
 
 _TEXT_ALONE = OutputForm("hermes")
 

@@ -13,19 +13,19 @@ from pydantic import ValidationError
 from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse, Response
 
-from services.api.access.metered import served_as
-from services.api.access.presented import own_salt, owner_of, salt_of, sent_key
-from services.api.answers.replies import UsageFields, usage_of
-from services.api.answers.served import ANSWER, AnswerPromise, served, traced
-from services.api.answers.sse import EventStream, StreamWriter, chunks
-from services.api.backend import Generator
-from services.api.bodies import body_error
-from services.api.errors import ApiError
-from services.api.generate import collect, while_connected
-from services.api.generation import ChoiceResult, Generation
-from services.api.requests import generation_of, prompt_ids_of, with_pictures
-from services.api.schemas import ChatCompletionRequest
-from services.api.text.prompts import PromptEncoder
+from farsight.services.api.access.metered import served_as
+from farsight.services.api.access.presented import own_salt, owner_of, salt_of, sent_key
+from farsight.services.api.answers.replies import UsageFields, usage_of
+from farsight.services.api.answers.served import ANSWER, AnswerPromise, served, traced
+from farsight.services.api.answers.sse import EventStream, StreamWriter, chunks
+from farsight.services.api.backend import Generator
+from farsight.services.api.bodies import body_error
+from farsight.services.api.errors import ApiError
+from farsight.services.api.generate import collect, while_connected
+from farsight.services.api.generation import ChoiceResult, Generation
+from farsight.services.api.requests import generation_of, prompt_ids_of, with_pictures
+from farsight.services.api.schemas import ChatCompletionRequest
+from farsight.services.api.text.prompts import PromptEncoder
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from core.kept import KeptObject, ObjectName, PutObject
-from services.api.batches.files import UPLOADING_S, Files, not_found
-from services.api.dialects.responses_writer import ResponseWriter
-from services.api.errors import ApiError, as_api_error
+from farsight.core.kept import KeptObject, ObjectName, PutObject
+from farsight.services.api.batches.files import UPLOADING_S, Files, not_found
+from farsight.services.api.dialects.responses_writer import ResponseWriter
+from farsight.services.api.errors import ApiError, as_api_error
 
 RESPONSE = "response"
 """Kind of the kept objects."""

@@ -17,7 +17,7 @@ from importlib import resources
 from fastapi import APIRouter, FastAPI
 from starlette.responses import HTMLResponse, Response
 
-from services.api.access.roles import ROLES
+from farsight.services.api.access.roles import ROLES
 
 _BLOCK = {kind: re.compile(f"<{kind}>(.*?)</{kind}>", re.DOTALL) for kind in ("script", "style")}
 
@@ -97,7 +97,9 @@ def _whole(name: str) -> str:
 
 
 def _read(name: str) -> str:
-    return resources.files("services.api.pages").joinpath("static", *name.split("/")).read_text(encoding="utf-8")
+    return (
+        resources.files("farsight.services.api.pages").joinpath("static", *name.split("/")).read_text(encoding="utf-8")
+    )
 
 
 LINKS = {

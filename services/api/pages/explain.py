@@ -13,14 +13,14 @@ from typing import Any, Literal
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
-from core.decisions import Decision, unpack_decisions
-from core.errors import FarsightError
-from core.messages.log import RequestTrace
-from services.api.access.keys import CURRENT, Role
-from services.api.access.presented import owns, sent_key
-from services.api.backend import Operator
-from services.api.errors import SERVER_ERROR, ApiError, ErrorReply
-from services.api.pages.sentences import sentence
+from farsight.core.decisions import Decision, unpack_decisions
+from farsight.core.errors import FarsightError
+from farsight.core.messages.log import RequestTrace
+from farsight.services.api.access.keys import CURRENT, Role
+from farsight.services.api.access.presented import owns, sent_key
+from farsight.services.api.backend import Operator
+from farsight.services.api.errors import SERVER_ERROR, ApiError, ErrorReply
+from farsight.services.api.pages.sentences import sentence
 
 RESPONSE_ID = re.compile(r"(chatcmpl|cmpl)-[0-9a-f]{32}")
 

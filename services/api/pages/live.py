@@ -10,14 +10,14 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
-from core.errors import FarsightError
-from core.messages.live import LiveView
-from core.messages.series import SeriesQuery
-from services.api.answers.replies import Status
-from services.api.backend import Generator, Operator
-from services.api.errors import SERVER_ERROR, ApiError, ErrorReply
-from services.api.pages.explain import RESPONSE_ID, Explanation, explanation, unknown_request
-from services.api.pages.live_parts import FOR_S, Components, LiveParts, Series, Table
+from farsight.core.errors import FarsightError
+from farsight.core.messages.live import LiveView
+from farsight.core.messages.series import SeriesQuery
+from farsight.services.api.answers.replies import Status
+from farsight.services.api.backend import Generator, Operator
+from farsight.services.api.errors import SERVER_ERROR, ApiError, ErrorReply
+from farsight.services.api.pages.explain import RESPONSE_ID, Explanation, explanation, unknown_request
+from farsight.services.api.pages.live_parts import FOR_S, Components, LiveParts, Series, Table
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     503: {"model": ErrorReply, "description": "The component that knows does not answer now."}

@@ -13,13 +13,20 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from pydantic import BaseModel, TypeAdapter
 
-from core.decisions import Facts, unpack_decisions
-from core.messages.live import LiveView
-from core.messages.placement import PlacementView
-from core.messages.series import ComponentsQuery, LifeEvent, RecentDecisions, SeriesColumn, SeriesQuery, TableReply
-from services.api.answers.replies import status_reply
-from services.api.backend import Generator, Operator
-from services.api.pages.sentences import sentence
+from farsight.core.decisions import Facts, unpack_decisions
+from farsight.core.messages.live import LiveView
+from farsight.core.messages.placement import PlacementView
+from farsight.core.messages.series import (
+    ComponentsQuery,
+    LifeEvent,
+    RecentDecisions,
+    SeriesColumn,
+    SeriesQuery,
+    TableReply,
+)
+from farsight.services.api.answers.replies import status_reply
+from farsight.services.api.backend import Generator, Operator
+from farsight.services.api.pages.sentences import sentence
 
 MAX_ROWS = 200
 """Requests of each replica in one answer."""

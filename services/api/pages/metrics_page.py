@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
-from core.exposition import OPEN_METRICS_END, exposition
+from farsight.core.exposition import OPEN_METRICS_END, exposition
 
 HOST_LABEL = "piece_host"
 """The label that names the process where two processes expose the same series."""

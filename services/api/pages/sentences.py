@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from core.decisions import Decision, Facts
-from services.words import counted
+from farsight.core.decisions import Decision, Facts
+from farsight.services.words import counted
 
 
 def sentence(decision: Decision) -> str:

@@ -11,16 +11,16 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel
 
-from core.errors import FarsightError, InvalidValueError
-from core.messages.log import RequestTrace, WhatIfAnswer, WhatIfQuestion
-from policies.presets import PRESETS
-from services.api.access.keys import CURRENT
-from services.api.access.presented import owner_of, sent_key
-from services.api.backend import Operator
-from services.api.errors import SERVER_ERROR, ApiError
-from services.api.fields import MAX_PRIORITY
-from services.api.pages.explain import ERRORS, own_traces, unknown_request
-from services.api.pages.what_if_process import WhatIfProcess
+from farsight.core.errors import FarsightError, InvalidValueError
+from farsight.core.messages.log import RequestTrace, WhatIfAnswer, WhatIfQuestion
+from farsight.policies.presets import PRESETS
+from farsight.services.api.access.keys import CURRENT
+from farsight.services.api.access.presented import owner_of, sent_key
+from farsight.services.api.backend import Operator
+from farsight.services.api.errors import SERVER_ERROR, ApiError
+from farsight.services.api.fields import MAX_PRIORITY
+from farsight.services.api.pages.explain import ERRORS, own_traces, unknown_request
+from farsight.services.api.pages.what_if_process import WhatIfProcess
 
 MAX_REPLICAS = 64
 PER_MINUTE = 12

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 
-from core.child_process import (
+from farsight.core.child_process import (
     ChildLost,
     ChildStopped,
     LimitedChild,
@@ -18,9 +18,9 @@ from core.child_process import (
     processor_time,
     receive,
 )
-from core.codec import decode, encode
-from core.errors import FarsightError
-from core.messages.log import WhatIfAnswer, WhatIfQuestion
+from farsight.core.codec import decode, encode
+from farsight.core.errors import FarsightError
+from farsight.core.messages.log import WhatIfAnswer, WhatIfQuestion
 
 MOST_CPU_S = 10.0
 """Processor time of one question."""
@@ -59,8 +59,8 @@ class WhatIfProcess:
 
 
 def main() -> None:
-    """``python -m services.api.pages.what_if_process SOCKET``"""
-    from simulator.counterfactual import answer
+    """``python -m farsight.services.api.pages.what_if_process SOCKET``"""
+    from farsight.simulator.counterfactual import answer
 
     limit_process(MOST_BYTES)
     with parent_stream() as stream:

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from core.errors import InvalidValueError
-from core.images import EncodedImage, ImageFile, ImageSpan, digest_of
-from core.request import Request
-from services.api.backend import ImageInput
-from services.api.fields import CONTENT, is_empty, refused
+from farsight.core.errors import InvalidValueError
+from farsight.core.images import EncodedImage, ImageFile, ImageSpan, digest_of
+from farsight.core.request import Request
+from farsight.services.api.backend import ImageInput
+from farsight.services.api.fields import CONTENT, is_empty, refused
 
 MAX_PARTS = 4096
 """Parts of one message."""

@@ -20,8 +20,8 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
-from core.config.images import ImageHost, host_of, is_private_host, is_public, parse_address
-from core.errors import CapacityError, InvalidValueError
+from farsight.core.config.images import ImageHost, host_of, is_private_host, is_public, parse_address
+from farsight.core.errors import CapacityError, InvalidValueError
 
 MAX_URL = 4096
 """Characters of a URL."""

@@ -12,16 +12,16 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from core.codec import decode, encode
-from core.errors import CapacityError
-from core.messages.resumable import END, StreamEntries, StreamEntry, StreamEpoch, StreamState
-from core.messages.tokens import TokenDelta
-from core.request import Request
-from services.api.backend import Generator
-from services.api.errors import INVALID_REQUEST, SERVER_ERROR, ApiError, as_api_error
-from services.api.fields import shown
-from services.api.generate import run_requests
-from services.api.generation import Generation
+from farsight.core.codec import decode, encode
+from farsight.core.errors import CapacityError
+from farsight.core.messages.resumable import END, StreamEntries, StreamEntry, StreamEpoch, StreamState
+from farsight.core.messages.tokens import TokenDelta
+from farsight.core.request import Request
+from farsight.services.api.backend import Generator
+from farsight.services.api.errors import INVALID_REQUEST, SERVER_ERROR, ApiError, as_api_error
+from farsight.services.api.fields import shown
+from farsight.services.api.generate import run_requests
+from farsight.services.api.generation import Generation
 
 EVENT_ID = re.compile(r"([0-9a-f]{32})-([1-9][0-9]{0,14})")
 

@@ -9,13 +9,13 @@ import secrets
 from collections.abc import Callable
 from typing import Protocol
 
-from core.errors import FarsightError
-from core.messages.resumable import StreamChanges, StreamFound, StreamName, StreamState, StreamVerdicts
-from services.api.access.presented import owner_of, owns
-from services.api.backend import Generator
-from services.api.errors import ApiError, unavailable
-from services.api.generation import Generation
-from services.api.streams.live import LiveStream, generation_in, record_of, superseded
+from farsight.core.errors import FarsightError
+from farsight.core.messages.resumable import StreamChanges, StreamFound, StreamName, StreamState, StreamVerdicts
+from farsight.services.api.access.presented import owner_of, owns
+from farsight.services.api.backend import Generator
+from farsight.services.api.errors import ApiError, unavailable
+from farsight.services.api.generation import Generation
+from farsight.services.api.streams.live import LiveStream, generation_in, record_of, superseded
 
 RESUME_S = 60.0
 """How long a stream waits for a client after the last one has gone; then its requests end and its log is dropped."""

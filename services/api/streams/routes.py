@@ -10,19 +10,19 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from core.codec import decode
-from core.messages.resumable import StreamEntry
-from services.api.access.access_control import AccessControl
-from services.api.access.keys import CURRENT
-from services.api.access.presented import sent_key
-from services.api.answers.sse import DONE, AnswerEvents, ChunkWriter, EventStream, event
-from services.api.backend import Generator
-from services.api.errors import ApiError
-from services.api.fields import shown
-from services.api.generation import Generation
-from services.api.streams.live import LiveStream, StreamRecord, events_seen, generation_in
-from services.api.streams.manager import Hold, StreamManager, hold_nothing
-from services.api.text.token_texts import TokenTexts
+from farsight.core.codec import decode
+from farsight.core.messages.resumable import StreamEntry
+from farsight.services.api.access.access_control import AccessControl
+from farsight.services.api.access.keys import CURRENT
+from farsight.services.api.access.presented import sent_key
+from farsight.services.api.answers.sse import DONE, AnswerEvents, ChunkWriter, EventStream, event
+from farsight.services.api.backend import Generator
+from farsight.services.api.errors import ApiError
+from farsight.services.api.fields import shown
+from farsight.services.api.generation import Generation
+from farsight.services.api.streams.live import LiveStream, StreamRecord, events_seen, generation_in
+from farsight.services.api.streams.manager import Hold, StreamManager, hold_nothing
+from farsight.services.api.text.token_texts import TokenTexts
 
 RESUMABLE_HEADER = "X-Farsight-Resumable"
 """In a request, ``true`` asks for a resumable stream."""

@@ -6,10 +6,18 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from core.request import ReasoningBudget
-from tokenization.text_stream import special_ids
-from tokenization.tool_formats.formats import FORMATS, REASONING, THINK_BEGIN, THINK_END, ToolFormat, format_of, reasons
-from tokenization.tool_formats.parts import OutputForm
+from farsight.core.request import ReasoningBudget
+from farsight.tokenization.text_stream import special_ids
+from farsight.tokenization.tool_formats.formats import (
+    FORMATS,
+    REASONING,
+    THINK_BEGIN,
+    THINK_END,
+    ToolFormat,
+    format_of,
+    reasons,
+)
+from farsight.tokenization.tool_formats.parts import OutputForm
 
 
 class Dialect:

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from core.errors import InvalidValueError
-from services.api.errors import ApiError
-from services.api.field_groups import FunctionDefinition
-from services.api.structured import Constraint
-from services.api.text.dialect import Dialect
-from tokenization.grammars import sources
-from tokenization.grammars.compiler import problem_of
-from tokenization.grammars.problems import GrammarRefused, find_place
-from tokenization.tool_formats.grammar import GrammarWriter, TokenId, UnwritableTool, no_tokens
-from tokenization.tool_formats.parts import OutputForm, Tool
+from farsight.core.errors import InvalidValueError
+from farsight.services.api.errors import ApiError
+from farsight.services.api.field_groups import FunctionDefinition
+from farsight.services.api.structured import Constraint
+from farsight.services.api.text.dialect import Dialect
+from farsight.tokenization.grammars import sources
+from farsight.tokenization.grammars.compiler import problem_of
+from farsight.tokenization.grammars.problems import GrammarRefused, find_place
+from farsight.tokenization.tool_formats.grammar import GrammarWriter, TokenId, UnwritableTool, no_tokens
+from farsight.tokenization.tool_formats.parts import OutputForm, Tool
 
 if TYPE_CHECKING:
-    from services.api.schemas import ChatCompletionRequest, SamplingFields
+    from farsight.services.api.schemas import ChatCompletionRequest, SamplingFields
 
 
 def grammar_of(constraint: Constraint) -> str:

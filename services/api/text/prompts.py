@@ -11,21 +11,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from core.child_process import ChildLost
-from core.config.engine import ModelConfig
-from core.errors import CapacityError, ConfigError, InvalidValueError
-from core.request import PromptSource
-from services.api.errors import ApiError, unavailable
-from services.api.generation import Echo, PromptText
-from services.api.pictures.content import text_of
-from services.api.text.client_text import placed, spans_of
-from services.api.text.dialect import Dialect
-from services.api.text.template_process import TemplateProcess, TemplateRefused, TemplateStopped
-from services.api.text.token_texts import TokenTexts
-from tokenization.capacity import text_capacity
-from tokenization.model_dir import read_text
-from tokenization.model_files import load_model_texts
-from tokenization.plain_text import EncodedText
+from farsight.core.child_process import ChildLost
+from farsight.core.config.engine import ModelConfig
+from farsight.core.errors import CapacityError, ConfigError, InvalidValueError
+from farsight.core.request import PromptSource
+from farsight.services.api.errors import ApiError, unavailable
+from farsight.services.api.generation import Echo, PromptText
+from farsight.services.api.pictures.content import text_of
+from farsight.services.api.text.client_text import placed, spans_of
+from farsight.services.api.text.dialect import Dialect
+from farsight.services.api.text.template_process import TemplateProcess, TemplateRefused, TemplateStopped
+from farsight.services.api.text.token_texts import TokenTexts
+from farsight.tokenization.capacity import text_capacity
+from farsight.tokenization.model_dir import read_text
+from farsight.tokenization.model_files import load_model_texts
+from farsight.tokenization.plain_text import EncodedText
 
 MAX_WAITING_CHATS = 1024
 """Conversations that wait for the template; beyond it further ones get 429."""

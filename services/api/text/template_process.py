@@ -16,7 +16,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from core.child_process import (
+from farsight.core.child_process import (
     ChildLost,
     ChildStopped,
     LimitedChild,
@@ -26,7 +26,7 @@ from core.child_process import (
     processor_time,
     receive,
 )
-from services.api.text.client_text import client_value, client_value_of, compile_template, joined, spans_of
+from farsight.services.api.text.client_text import client_value, client_value_of, compile_template, joined, spans_of
 
 RENDER_CPU_S = 1.0
 """Processor time of one rendering, or of compiling the template: a busy machine stops no template that is well."""
@@ -226,7 +226,7 @@ def _reason(error: Exception) -> str:
 
 
 def main() -> None:
-    """``python -m services.api.text.template_process SOCKET``"""
+    """``python -m farsight.services.api.text.template_process SOCKET``"""
     with parent_stream() as stream:
         source, variables = _unpacked(receive(stream) or b"")
         limit_process(MAX_BYTES)

@@ -6,7 +6,7 @@ import copy
 
 from tokenizers import Tokenizer
 
-from tokenization.text_stream import TextDecoder, TokenBytes
+from farsight.tokenization.text_stream import TextDecoder, TokenBytes
 
 
 class TokenTexts:

@@ -7,7 +7,7 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.api.answers.served import SERVED, ServedRequest
+from farsight.services.api.answers.served import SERVED, ServedRequest
 
 MAX_PATH = 200
 """Characters of a path that are shown."""

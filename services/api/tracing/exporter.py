@@ -21,12 +21,12 @@ from opentelemetry.trace import set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from prometheus_client import CollectorRegistry, Counter
 
-from core.config.server import TracesConfig
-from core.errors import FarsightError
-from services.api.answers.served import TracedAnswer
-from services.api.backend import Operator
-from services.api.pages.explain import Explanation, explanation
-from services.api.tracing.spans import export_request, span_fields
+from farsight.core.config.server import TracesConfig
+from farsight.core.errors import FarsightError
+from farsight.services.api.answers.served import TracedAnswer
+from farsight.services.api.backend import Operator
+from farsight.services.api.pages.explain import Explanation, explanation
+from farsight.services.api.tracing.spans import export_request, span_fields
 
 MAX_WAITING = 2048
 """Spans that wait to be sent; later ones are dropped."""

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.api.answers.served import TRACED
+from farsight.services.api.answers.served import TRACED
 
 if TYPE_CHECKING:
-    from services.api.tracing.exporter import SpanExporter
+    from farsight.services.api.tracing.exporter import SpanExporter
 
 PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"})
 """Addresses whose requests get spans."""

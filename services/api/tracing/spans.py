@@ -8,9 +8,9 @@ from typing import Any
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from services.api.answers.served import TracedAnswer
-from services.api.generation import Generation
-from services.api.pages.explain import Explanation
+from farsight.services.api.answers.served import TracedAnswer
+from farsight.services.api.generation import Generation
+from farsight.services.api.pages.explain import Explanation
 
 EVENT = "farsight.decision."
 """Prefix of the names of events; the rest is the kind of the decision."""

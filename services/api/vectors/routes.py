@@ -15,16 +15,16 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from starlette.responses import JSONResponse
 
-from core.request import Origin
-from core.request import Request as EngineRequest
-from services.api.access.presented import owner_of, salt_of, sent_key
-from services.api.backend import Generator
-from services.api.bodies import JsonRoute, parse_object
-from services.api.errors import ApiError
-from services.api.generate import while_connected
-from services.api.generation import GPU_SECONDS_DIGITS
-from services.api.text.prompts import PromptEncoder
-from services.api.vectors.schemas import (
+from farsight.core.request import Origin
+from farsight.core.request import Request as EngineRequest
+from farsight.services.api.access.presented import owner_of, salt_of, sent_key
+from farsight.services.api.backend import Generator
+from farsight.services.api.bodies import JsonRoute, parse_object
+from farsight.services.api.errors import ApiError
+from farsight.services.api.generate import while_connected
+from farsight.services.api.generation import GPU_SECONDS_DIGITS
+from farsight.services.api.text.prompts import PromptEncoder
+from farsight.services.api.vectors.schemas import (
     EmbeddingReply,
     EmbeddingRequest,
     EmbeddingRow,
@@ -38,7 +38,7 @@ from services.api.vectors.schemas import (
     ScoreRow,
     TextUsage,
 )
-from services.api.vectors.texts import (
+from farsight.services.api.vectors.texts import (
     Vectors,
     compute,
     cosine,

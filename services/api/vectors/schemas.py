@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, PlainValidator, model_validator
 
-from services.api.field_groups import TargetFields
-from services.api.fields import COMMON_NEUTRAL, NeutralOnly, refused
-from services.api.schemas import check_prompt
+from farsight.services.api.field_groups import TargetFields
+from farsight.services.api.fields import COMMON_NEUTRAL, NeutralOnly, refused
+from farsight.services.api.schemas import check_prompt
 
 MAX_INPUTS = 2048
 """Texts of one request."""

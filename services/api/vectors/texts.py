@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from core.errors import InvalidValueError
-from core.request import Origin, Request, SamplingParams, check_token_ids
-from services.api.backend import Generator, ModelInfo
-from services.api.errors import ApiError
-from services.api.generate import run_prefill
-from services.api.requests import check_encoded, check_model, check_text_len, too_long, unnamed_request
-from services.api.text.prompts import PromptEncoder
-from services.api.vectors.schemas import EmbeddingRequest, PrefillFields
+from farsight.core.errors import InvalidValueError
+from farsight.core.request import Origin, Request, SamplingParams, check_token_ids
+from farsight.services.api.backend import Generator, ModelInfo
+from farsight.services.api.errors import ApiError
+from farsight.services.api.generate import run_prefill
+from farsight.services.api.requests import check_encoded, check_model, check_text_len, too_long, unnamed_request
+from farsight.services.api.text.prompts import PromptEncoder
+from farsight.services.api.vectors.schemas import EmbeddingRequest, PrefillFields
 
 MAX_IN_FLIGHT = 32
 """Requests of one body that run at once: one body of many texts must not fill the service for others."""

@@ -14,8 +14,8 @@ from typing import Any
 
 import psutil
 
-from services.batch.progress import partial_path
-from services.launch.launch import EMBEDDED_NAME
+from farsight.services.batch.progress import partial_path
+from farsight.services.launch.launch import EMBEDDED_NAME
 from tests.e2e.server import farsight, wait_until
 
 TIMEOUT_S = 500.0
@@ -136,7 +136,7 @@ def start_batch(source: Path, target: Path, *flags: str, env: Mapping[str, str] 
 
 def driver_among(processes: list[psutil.Process]) -> psutil.Process:
     """The process of a batch job: the oldest, since whatever it forks is called like it for a moment."""
-    drivers = [each for each in processes if "services.batch.job" in command_of(each)[:4]]
+    drivers = [each for each in processes if "farsight.services.batch.job" in command_of(each)[:4]]
     return min(drivers, key=lambda each: each.create_time())
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from services.batch.progress import partial_path
+from farsight.services.batch.progress import partial_path
 from tests.e2e.batch.batch_runs import (
     TIMEOUT_S,
     BatchRun,

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from services.launch.launch import EMBEDDED_NAME
+from farsight.services.launch.launch import EMBEDDED_NAME
 from tests.e2e.server import LONG_S, start_server, wait_until
 from tests.e2e.test_emulated import PROFILE
 from tests.e2e.test_forecasts import LENGTHS, config, train

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 
-from services.api.text.prompts import PromptEncoder
+from farsight.services.api.text.prompts import PromptEncoder
 from tests.e2e.pages.test_dashboard_page import LiveServer, start_browser
 from tests.e2e.pages.test_pages_over_time import history, trace, view
 from tests.unit.services.api.api_support import write_model_dir

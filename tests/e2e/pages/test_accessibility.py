@@ -12,7 +12,7 @@ import tarfile
 import pytest
 from playwright.sync_api import Browser, Page
 
-from services.api.pages.dashboard import PAGES
+from farsight.services.api.pages.dashboard import PAGES
 from tests.e2e.pages.test_dashboard_page import LONG_S, LiveServer, chromium_path
 from tests.e2e.pages.test_pages_over_time import RUNS, WIDTHS
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, expect
 
-from services.api.text.prompts import PromptEncoder
+from farsight.services.api.text.prompts import PromptEncoder
 from tests.e2e.pages.test_dashboard_page import NO_TIME_LIMIT, chromium_path, open_page
 from tests.unit.services.api.access.access_support import GuardedServer, guarded_server
 from tests.unit.services.api.api_support import write_model_dir

@@ -16,12 +16,12 @@ import pytest
 import uvicorn
 from playwright.sync_api import Browser, Page, Playwright, expect
 
-from core.decisions import Decision, pack_decisions
-from core.errors import FarsightError
-from core.messages.log import RequestTrace
-from core.messages.placement import PlacementView, PrefixView, ReasonCount, RecentPlacement, ReplicaView
-from core.messages.status import ComponentStatus
-from services.api.text.prompts import PromptEncoder
+from farsight.core.decisions import Decision, pack_decisions
+from farsight.core.errors import FarsightError
+from farsight.core.messages.log import RequestTrace
+from farsight.core.messages.placement import PlacementView, PrefixView, ReasonCount, RecentPlacement, ReplicaView
+from farsight.core.messages.status import ComponentStatus
+from farsight.services.api.text.prompts import PromptEncoder
 from tests.e2e.server import wait_until
 from tests.free_ports import free_port
 from tests.unit.services.api.api_support import MODEL, ScriptedBackend, whole_app

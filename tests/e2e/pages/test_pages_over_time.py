@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, Route, expect
 
-from core.decisions import Decision, pack_decisions
-from core.errors import FarsightError
-from core.messages.live import EndedRequest, LiveRequest, LiveView, MemoryPoint, ReplicaLive
-from core.messages.log import RequestTrace
-from core.messages.series import SeriesColumn, SeriesReply
-from core.series.service import COLUMNS
-from services.api.pages.dashboard import PAGES
+from farsight.core.decisions import Decision, pack_decisions
+from farsight.core.errors import FarsightError
+from farsight.core.messages.live import EndedRequest, LiveRequest, LiveView, MemoryPoint, ReplicaLive
+from farsight.core.messages.log import RequestTrace
+from farsight.core.messages.series import SeriesColumn, SeriesReply
+from farsight.core.series.service import COLUMNS
+from farsight.services.api.pages.dashboard import PAGES
 from tests.e2e.pages.test_dashboard_page import (
     LONG_S,
     PIECES,

@@ -8,9 +8,16 @@ import time
 
 from playwright.sync_api import Page, expect
 
-from core.decisions import Decision, Facts, pack_decisions
-from core.messages.placement import PlacementView
-from core.messages.series import ComponentsReply, LifeEvent, RecentDecisions, SeriesColumn, TableReply, TableRow
+from farsight.core.decisions import Decision, Facts, pack_decisions
+from farsight.core.messages.placement import PlacementView
+from farsight.core.messages.series import (
+    ComponentsReply,
+    LifeEvent,
+    RecentDecisions,
+    SeriesColumn,
+    TableReply,
+    TableRow,
+)
 from tests.e2e.pages.test_dashboard_page import (
     PIECES,
     PLACEMENTS,

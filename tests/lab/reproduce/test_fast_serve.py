@@ -8,20 +8,20 @@ from functools import partial
 import numpy as np
 import pytest
 
-from core.config.scheduling import SchedulerConfig
-from core.costs import StepCost
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.costs import StepCost
+from farsight.policies.compose import build_router, build_scheduler
+from farsight.policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
+from farsight.policies.settings import MlfqRules, PolicySettings
+from farsight.simulator.cluster.fleet import Fleet, FleetShape
+from farsight.simulator.cluster.latency import LinearLatency
+from farsight.simulator.cluster.records import Recorder
+from farsight.simulator.cluster.replica import ReplicaShape
+from farsight.simulator.traffic.workload import SimRequest
 from lab.reproduce import fast_serve
 from lab.reproduce.fast_serve import JctTimes, a100s, fig6_jct_s, least_attained_gain
 from lab.reproduce.fast_serve_systems import Load, serve
 from lab.reproduce.register import REPRODUCTIONS
-from policies.compose import build_router, build_scheduler
-from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
-from policies.settings import MlfqRules, PolicySettings
-from simulator.cluster.fleet import Fleet, FleetShape
-from simulator.cluster.latency import LinearLatency
-from simulator.cluster.records import Recorder
-from simulator.cluster.replica import ReplicaShape
-from simulator.traffic.workload import SimRequest
 
 
 def test_figure_6_job_by_job() -> None:

@@ -7,7 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from core.errors import InvalidValueError
+from farsight.core.errors import InvalidValueError
+from farsight.policies.batching.multi_bin import uniform_edges
+from farsight.simulator.cluster.latency import A100_7B
+from farsight.simulator.traffic.arrivals import AllAtOnce
 from lab.reproduce.multi_bin import MULTI_BIN
 from lab.reproduce.multi_bin_runs import (
     ACCURACY,
@@ -25,9 +28,6 @@ from lab.reproduce.multi_bin_runs import (
     uniform_run,
 )
 from lab.reproduce.rows import Row
-from policies.batching.multi_bin import uniform_edges
-from simulator.cluster.latency import A100_7B
-from simulator.traffic.arrivals import AllAtOnce
 
 BY_NAME = {each.name: each for each in MULTI_BIN}
 

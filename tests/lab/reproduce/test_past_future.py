@@ -11,6 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from farsight.policies.admission.watermark import Aggressive
+from farsight.policies.interfaces import Job
+from farsight.simulator.cluster.latency import GPUS, MODELS, Roofline
+from farsight.simulator.cluster.records import Record
+from farsight.simulator.summary import Sla
+from farsight.simulator.traffic.lengths import LengthPair, Uniform
+from farsight.simulator.traffic.workload import SimRequest
 from lab.reproduce.past_future import (
     PAST_FUTURE,
     TABLE_1,
@@ -37,13 +44,6 @@ from lab.reproduce.past_future_runs import (
     similarity,
 )
 from lab.reproduce.register import REPRODUCTIONS
-from policies.admission.watermark import Aggressive
-from policies.interfaces import Job
-from simulator.cluster.latency import GPUS, MODELS, Roofline
-from simulator.cluster.records import Record
-from simulator.summary import Sla
-from simulator.traffic.lengths import LengthPair, Uniform
-from simulator.traffic.workload import SimRequest
 
 SMALL = LengthPair(Uniform(5, 60), Uniform(50, 100), 100)
 

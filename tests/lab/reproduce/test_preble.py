@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from farsight.policies.interfaces import Job
+from farsight.simulator.traffic.prefixes import TOOL_USE, prefix_workload
 from lab.reproduce import placements
 from lab.reproduce.placements import CHATS, CONTESTS, HEAVY, PROGRAMS, PlacementSystem, rows
 from lab.reproduce.preble import figures as preble
@@ -24,8 +26,6 @@ from lab.reproduce.preble.runs import (
     saturation,
     simulate,
 )
-from policies.interfaces import Job
-from simulator.traffic.prefixes import TOOL_USE, prefix_workload
 
 
 def test_e2_finds_more_cached_than_round_robin() -> None:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from core.errors import InvalidValueError
+from farsight.core.errors import InvalidValueError
 from lab.reproduce import __main__ as command
 from lab.reproduce.papers import PAPERS, gap_lines
 from lab.reproduce.register import REPRODUCTIONS

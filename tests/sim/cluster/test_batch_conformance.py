@@ -9,27 +9,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.scheduling.event_recorder import EventRecorder, recorded
-from core.config.scheduling import BatchConfig, SchedulerConfig
-from core.costs import StepCost
-from core.forecast import QUANTILES, Forecast
-from core.messages.plans import Plan, Slot
-from core.request import Request, SamplingParams
-from engine.devices.emulated import EmulatedRunner, Pace
-from engine.sequence import Sequence
-from kvcache import BatchLimits, BlockManager, StaticExecutor
-from policies.batching.fcfs import FcfsBatches
-from policies.compose import build_batch_runner, configured_batch_scheduler, configured_replica
-from policies.event_log import BatchMachineConfig, MachineConfig, read_log, replay
-from policies.fleet.batch_scheduler import BatchScheduler
-from policies.fleet.events import BatchEnded, PlaceRequests, ReplicaBroke
-from policies.kv.split_batch import SplitBatch
-from policies.order.offload_orders import OffloadDecider
-from policies.replica.scheduler import ReplicaScheduler
-from simulator.cluster.fleet import Fleet, FleetShape
-from simulator.cluster.latency import LinearLatency
-from simulator.cluster.replica import ReplicaShape
-from simulator.traffic.workload import SimRequest
+from farsight.actors.scheduling.event_recorder import EventRecorder, recorded
+from farsight.core.config.scheduling import BatchConfig, SchedulerConfig
+from farsight.core.costs import StepCost
+from farsight.core.forecast import QUANTILES, Forecast
+from farsight.core.messages.plans import Plan, Slot
+from farsight.core.request import Request, SamplingParams
+from farsight.engine.devices.emulated import EmulatedRunner, Pace
+from farsight.engine.sequence import Sequence
+from farsight.kvcache import BatchLimits, BlockManager, StaticExecutor
+from farsight.policies.batching.fcfs import FcfsBatches
+from farsight.policies.compose import build_batch_runner, configured_batch_scheduler, configured_replica
+from farsight.policies.event_log import BatchMachineConfig, MachineConfig, read_log, replay
+from farsight.policies.fleet.batch_scheduler import BatchScheduler
+from farsight.policies.fleet.events import BatchEnded, PlaceRequests, ReplicaBroke
+from farsight.policies.kv.split_batch import SplitBatch
+from farsight.policies.order.offload_orders import OffloadDecider
+from farsight.policies.replica.scheduler import ReplicaScheduler
+from farsight.simulator.cluster.fleet import Fleet, FleetShape
+from farsight.simulator.cluster.latency import LinearLatency
+from farsight.simulator.cluster.replica import ReplicaShape
+from farsight.simulator.traffic.workload import SimRequest
 
 COST = StepCost(0.01, 1e-3, 2e-3, 3e-5, 4e-7)
 """Every kind of work has a price of its own."""

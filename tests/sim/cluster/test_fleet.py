@@ -7,17 +7,17 @@ import math
 import numpy as np
 import pytest
 
-from core.config.scheduling import SchedulerConfig
-from core.costs import StepCost
-from kvcache import LeaseExecutor
-from policies.compose import build_router, build_scheduler
-from policies.replica.scheduler import SchedulerLimits
-from policies.settings import PolicySettings
-from simulator.cluster.fleet import Fleet, FleetShape
-from simulator.cluster.latency import LinearLatency
-from simulator.cluster.records import Record
-from simulator.cluster.replica import ReplicaShape
-from simulator.traffic.workload import SimRequest
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.costs import StepCost
+from farsight.kvcache import LeaseExecutor
+from farsight.policies.compose import build_router, build_scheduler
+from farsight.policies.replica.scheduler import SchedulerLimits
+from farsight.policies.settings import PolicySettings
+from farsight.simulator.cluster.fleet import Fleet, FleetShape
+from farsight.simulator.cluster.latency import LinearLatency
+from farsight.simulator.cluster.records import Record
+from farsight.simulator.cluster.replica import ReplicaShape
+from farsight.simulator.traffic.workload import SimRequest
 
 PLAIN = LinearLatency(StepCost(base_s=1.0, prefill_token_s=0.1, decode_seq_s=0.0, context_token_s=0.0))
 

@@ -8,20 +8,20 @@ from dataclasses import replace
 
 import pytest
 
-from core.config.scheduling import SchedulerConfig
-from core.costs import ImageCost, StepCost
-from core.errors import InvalidValueError
-from policies.compose import build_router, build_scheduler
-from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
-from policies.settings import PolicySettings
-from simulator.cluster.encoder import MAX_BATCH, SimulatedEncoder
-from simulator.cluster.fleet import Fleet, FleetShape
-from simulator.cluster.latency import GPUS, LinearLatency, ModelShape, Roofline, VisionShape
-from simulator.cluster.records import Record
-from simulator.cluster.replica import ReplicaShape
-from simulator.experiment import Experiment
-from simulator.run import run
-from simulator.traffic.workload import SimImage, SimRequest, image_spans, shared_blocks
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.costs import ImageCost, StepCost
+from farsight.core.errors import InvalidValueError
+from farsight.policies.compose import build_router, build_scheduler
+from farsight.policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
+from farsight.policies.settings import PolicySettings
+from farsight.simulator.cluster.encoder import MAX_BATCH, SimulatedEncoder
+from farsight.simulator.cluster.fleet import Fleet, FleetShape
+from farsight.simulator.cluster.latency import GPUS, LinearLatency, ModelShape, Roofline, VisionShape
+from farsight.simulator.cluster.records import Record
+from farsight.simulator.cluster.replica import ReplicaShape
+from farsight.simulator.experiment import Experiment
+from farsight.simulator.run import run
+from farsight.simulator.traffic.workload import SimImage, SimRequest, image_spans, shared_blocks
 
 COST = StepCost(base_s=1.0, prefill_token_s=0.1, decode_seq_s=0.0, context_token_s=0.0)
 LATENCY = LinearLatency(COST, image_cost=ImageCost(token_s=0.5))

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from core.config.scheduling import SchedulerConfig
-from simulator.experiment import Experiment, make_arrivals
-from simulator.run import RunOutcome, run
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.simulator.experiment import Experiment, make_arrivals
+from farsight.simulator.run import RunOutcome, run
 
 NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in ("fcfs", "fastserve")]
 EACH_PRESET = pytest.mark.parametrize("preset", ["farsight-mean", *NIGHTLY])

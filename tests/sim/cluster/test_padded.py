@@ -7,23 +7,23 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from core.costs import StepCost
-from core.forecast import QUANTILES, Forecast
-from estimator.knn import padded_batch_s
-from kvcache import StaticExecutor
-from policies.batching.base import BatchPolicy
-from policies.batching.fcfs import FcfsBatches
-from policies.batching.multi_bin import MultiBinBatcher
-from policies.batching.wma import WmaBatcher
-from policies.compose import build_batch_runner
-from policies.fleet.batch_scheduler import BatchScheduler
-from simulator.cluster.fleet import Fleet, FleetShape
-from simulator.cluster.latency import A100_7B, LatencyModel, LinearLatency
-from simulator.cluster.padded import num_computed_tokens, padded_fleet
-from simulator.cluster.records import Record, Recorder
-from simulator.cluster.replica import Execution, ReplicaShape
-from simulator.cluster.timeline import Timeline
-from simulator.traffic.workload import SimRequest
+from farsight.core.costs import StepCost
+from farsight.core.forecast import QUANTILES, Forecast
+from farsight.estimator.knn import padded_batch_s
+from farsight.kvcache import StaticExecutor
+from farsight.policies.batching.base import BatchPolicy
+from farsight.policies.batching.fcfs import FcfsBatches
+from farsight.policies.batching.multi_bin import MultiBinBatcher
+from farsight.policies.batching.wma import WmaBatcher
+from farsight.policies.compose import build_batch_runner
+from farsight.policies.fleet.batch_scheduler import BatchScheduler
+from farsight.simulator.cluster.fleet import Fleet, FleetShape
+from farsight.simulator.cluster.latency import A100_7B, LatencyModel, LinearLatency
+from farsight.simulator.cluster.padded import num_computed_tokens, padded_fleet
+from farsight.simulator.cluster.records import Record, Recorder
+from farsight.simulator.cluster.replica import Execution, ReplicaShape
+from farsight.simulator.cluster.timeline import Timeline
+from farsight.simulator.traffic.workload import SimRequest
 from tests.sim.runs import STEP
 
 

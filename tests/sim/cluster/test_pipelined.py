@@ -6,18 +6,26 @@ import dataclasses
 
 import pytest
 
-from core.config.scheduling import SchedulerConfig
-from core.costs import StepCost
-from core.errors import InvalidValueError
-from policies.compose import build_router, build_scheduler
-from policies.replica.scheduler import SchedulerLimits
-from policies.settings import MlfqRules, PolicySettings
-from simulator.cluster.fleet import Fleet, FleetShape
-from simulator.cluster.latency import A100_7B, GPUS, MODELS, LatencyModel, LinearLatency, PipelineLatency, Roofline
-from simulator.cluster.pipelined import PipelinedReplica, StageTimes
-from simulator.cluster.records import Recorder
-from simulator.cluster.replica import ReplicaShape
-from simulator.traffic.workload import SimRequest
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.costs import StepCost
+from farsight.core.errors import InvalidValueError
+from farsight.policies.compose import build_router, build_scheduler
+from farsight.policies.replica.scheduler import SchedulerLimits
+from farsight.policies.settings import MlfqRules, PolicySettings
+from farsight.simulator.cluster.fleet import Fleet, FleetShape
+from farsight.simulator.cluster.latency import (
+    A100_7B,
+    GPUS,
+    MODELS,
+    LatencyModel,
+    LinearLatency,
+    PipelineLatency,
+    Roofline,
+)
+from farsight.simulator.cluster.pipelined import PipelinedReplica, StageTimes
+from farsight.simulator.cluster.records import Recorder
+from farsight.simulator.cluster.replica import ReplicaShape
+from farsight.simulator.traffic.workload import SimRequest
 
 TWO_STAGES = LinearLatency(StepCost(0.060, 0.0, 0.006, 0.0))
 """Both together: 30 ms + 3 ms a sequence each, as ``benchmarks.parallel`` emulates them."""

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from core.errors import InvalidValueError
-from simulator.cluster.timeline import SERIES, Timeline
+from farsight.core.errors import InvalidValueError
+from farsight.simulator.cluster.timeline import SERIES, Timeline
 from tests.sim.runs import arrivals, make_fleet
 
 

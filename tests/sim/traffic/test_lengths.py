@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from core.errors import InvalidValueError
-from simulator.traffic.arrivals import AllAtOnce, Gamma, Poisson, debatch, rescale
-from simulator.traffic.lengths import (
+from farsight.core.errors import InvalidValueError
+from farsight.simulator.traffic.arrivals import AllAtOnce, Gamma, Poisson, debatch, rescale
+from farsight.simulator.traffic.lengths import (
     D1,
     D2,
     D3,

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from core.errors import InvalidValueError
-from simulator.traffic.prefixes import (
+from farsight.core.errors import InvalidValueError
+from farsight.simulator.traffic.prefixes import (
     AGENT,
     LAWS,
     LONG_DOCUMENT,
@@ -24,9 +24,9 @@ from simulator.traffic.prefixes import (
     prefix_workload,
     real_prefixes,
 )
-from simulator.traffic.traces import TraceError, count_tokens
-from simulator.traffic.workload import SimRequest
-from simulator.traffic.workloads import WORKLOADS, build_workload
+from farsight.simulator.traffic.traces import TraceError, count_tokens
+from farsight.simulator.traffic.workload import SimRequest
+from farsight.simulator.traffic.workloads import WORKLOADS, build_workload
 
 BLOCK = 16
 

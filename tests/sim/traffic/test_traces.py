@@ -9,8 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from simulator.traffic.traces import MissingTraceError, TraceError, count_tokens, find_data, read_texts, read_trace
-from simulator.traffic.workload import SimImage, SimRequest
+from farsight.simulator.traffic.traces import (
+    MissingTraceError,
+    TraceError,
+    count_tokens,
+    find_data,
+    read_texts,
+    read_trace,
+)
+from farsight.simulator.traffic.workload import SimImage, SimRequest
 
 AZURE = "arrival_s,input_tokens,output_tokens\n0.0,374,44\n1.5,396,109\n"
 PUBLISHED_AZURE = (

@@ -9,14 +9,14 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from actors.calls.log_store import LogStoreCalls
-from actors.log.log_store import LogStore
-from actors.runtime.component import ComponentContext
-from actors.runtime.peer import Site
-from core.config.learning import LogConfig
-from core.config.load import FarsightConfig
-from core.forecast import QUANTILES
-from core.messages.log import (
+from farsight.actors.calls.log_store import LogStoreCalls
+from farsight.actors.log.log_store import LogStore
+from farsight.actors.runtime.component import ComponentContext
+from farsight.actors.runtime.peer import Site
+from farsight.core.config.learning import LogConfig
+from farsight.core.config.load import FarsightConfig
+from farsight.core.forecast import QUANTILES
+from farsight.core.messages.log import (
     Artefact,
     ArtefactInfo,
     ArtefactName,

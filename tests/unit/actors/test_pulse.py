@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from actors.pulse import PATIENCE, START_S, HostJudge, clock_of, is_alive, kill, own_life, read_clock
-from actors.worker.step_loop import FIRST_STEPS_S, MOST_TIMES, StepBounds
-from core.messages.status import ProcessLife, Pulse, ThreadClock, Work
-from core.messages.step_times import StepSample
+from farsight.actors.pulse import PATIENCE, START_S, HostJudge, clock_of, is_alive, kill, own_life, read_clock
+from farsight.actors.worker.step_loop import FIRST_STEPS_S, MOST_TIMES, StepBounds
+from farsight.core.messages.status import ProcessLife, Pulse, ThreadClock, Work
+from farsight.core.messages.step_times import StepSample
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
 
@@ -54,7 +54,7 @@ def test_a_thread_that_waits_for_a_processor_or_the_disk_does_not_stand_still(
     thread.mkdir(parents=True)
     (thread / "schedstat").write_text("1500000000 500000000 3\n")
     (thread / "stat").write_text(f"8 (of (any) name) {state} 1 7 7\n")
-    monkeypatch.setattr("actors.pulse._PROC", tmp_path)
+    monkeypatch.setattr("farsight.actors.pulse._PROC", tmp_path)
     assert read_clock(7, 8) == ThreadClock(2.0, runnable)
 
 

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.worker import token_channels
-from actors.worker.token_channels import TokenChannel
-from core.messages.tokens import TokenDelta
+from farsight.actors.worker import token_channels
+from farsight.actors.worker.token_channels import TokenChannel
+from farsight.core.messages.tokens import TokenDelta
 from tests.unit.actors.components import LONG_S, until
 from tests.unit.services.commands.test_conformance import read, system
 

@@ -13,9 +13,9 @@ from benchmarks.counterfactuals import Answers
 from benchmarks.estimates import EMBEDDED_MODEL, EstimateBench, Timed, applications, batch_rows, independent, step_rows
 from benchmarks.frameworks import GOODPUT, THROUGHPUT, rows
 from benchmarks.promises import add_promises, read_promises, shares
-from core.costs import StepCost, attention_pairs
-from core.messages.step_times import StepSample
-from estimator.knn import ServedBatch, padded_batch_s
+from farsight.core.costs import StepCost, attention_pairs
+from farsight.core.messages.step_times import StepSample
+from farsight.estimator.knn import ServedBatch, padded_batch_s
 
 
 def answers(was_s: list[float], found_s: list[float], truth_s: list[float]) -> Answers:

@@ -13,10 +13,10 @@ from benchmarks.live_prefixes.setups import BLOCK, SYSTEMS, PrefixSetup
 from benchmarks.live_presets.live import prompt_ids
 from benchmarks.live_presets.runs import Run, Store, figures, measure
 from benchmarks.live_presets.study import Study
-from kvcache.block_manager import hash_blocks
-from simulator.traffic.arrivals import Poisson
-from simulator.traffic.prefixes import TOOL_USE, prefix_workload
-from simulator.traffic.workload import SimRequest
+from farsight.kvcache.block_manager import hash_blocks
+from farsight.simulator.traffic.arrivals import Poisson
+from farsight.simulator.traffic.prefixes import TOOL_USE, prefix_workload
+from farsight.simulator.traffic.workload import SimRequest
 
 
 def draw(rng: np.random.Generator, num_requests: int) -> list[SimRequest]:

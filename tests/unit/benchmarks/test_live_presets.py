@@ -20,10 +20,10 @@ from benchmarks.live_presets.priority import before_others, can_come_first
 from benchmarks.live_presets.runs import Figures, Run, Store
 from benchmarks.live_presets.setups import SETUPS, SYSTEMS
 from benchmarks.live_presets.study import Study
-from core.errors import ConfigError
-from engine.devices import emulated
-from simulator.cluster.records import Record
-from simulator.summary import Sla
+from farsight.core.errors import ConfigError
+from farsight.engine.devices import emulated
+from farsight.simulator.cluster.records import Record
+from farsight.simulator.summary import Sla
 
 KEYS = {"claim", "ratio", "low", "high", "target", "verdict"}
 CLAIM = Claim("a / b", "zipf 1.1", "a", "b", "jct_s", 0.5)

@@ -14,8 +14,8 @@ from benchmarks.real_presets.cells import Bench, Run, System, known_capacity, mi
 from benchmarks.real_presets.part import expected_s, measure_part
 from benchmarks.real_presets.simulated import Machine, simulate
 from benchmarks.real_presets.table import plot, table
-from core.errors import ConfigError
-from simulator.cluster.latency import A100_7B
+from farsight.core.errors import ConfigError
+from farsight.simulator.cluster.latency import A100_7B
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ LONG_S = 240.0
 
 POOL = """
 import os, sys, time
-from core.children import worker_pool
+from farsight.core.children import worker_pool
 
 def work(_):
     print(os.getpid(), flush=True)
@@ -32,7 +32,7 @@ if __name__ == "__main__":
 
 FIT = """
 import os, sys, threading, time
-from predictor.learning_process import FitProcess
+from farsight.predictor.learning_process import FitProcess
 
 def work(_):
     print(os.getpid(), flush=True)
@@ -50,8 +50,8 @@ if __name__ == "__main__":
 
 RANK = """
 import time
-from engine.parallel.links import LocalRanks
-from engine.parallel.mesh import Mesh
+from farsight.engine.parallel.links import LocalRanks
+from farsight.engine.parallel.mesh import Mesh
 
 ranks = LocalRanks(Mesh(tensor=2, pipeline=1))
 print(ranks.processes[0].pid, flush=True)

@@ -11,7 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from core.processors import MAPPED_BYTES, bind_to_node, compute_threads, numa_nodes, quota_processors, usable_processors
+from farsight.core.processors import (
+    MAPPED_BYTES,
+    bind_to_node,
+    compute_threads,
+    numa_nodes,
+    quota_processors,
+    usable_processors,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -120,12 +127,12 @@ import os
 os.cpu_count = lambda: 64
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:{num_masked}])
 import torch
-from core.config.engine import EngineConfig
-from core.config.load import FarsightConfig
-from core.config.engine import ModelConfig
-from engine.build import build_worker
-from services.bench.report import provenance
-from services.launch.launch import EMBEDDED_MODEL, default_ingress_replicas, resolve_placement
+from farsight.core.config.engine import EngineConfig
+from farsight.core.config.load import FarsightConfig
+from farsight.core.config.engine import ModelConfig
+from farsight.engine.build import build_worker
+from farsight.services.bench.report import provenance
+from farsight.services.launch.launch import EMBEDDED_MODEL, default_ingress_replicas, resolve_placement
 build_worker(EMBEDDED_MODEL, "auto", EngineConfig(kv_memory="1MiB"), incarnation="test")
 emulated = FarsightConfig(engine=EngineConfig(device="emulated:a100-7b"), model=ModelConfig(replicas=3))
 print(torch.get_num_threads(), resolve_placement(FarsightConfig()), default_ingress_replicas(),
@@ -190,7 +197,7 @@ NUM_BLOCKS = 8
 
 _PROGRAM = f"""
 import psutil
-from core.processors import return_large_blocks
+from farsight.core.processors import return_large_blocks
 if {{}}:
     assert return_large_blocks()
 bytearray(31 << 20)  # freed at once, and glibc's bound is there from now on

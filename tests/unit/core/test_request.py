@@ -7,12 +7,12 @@ import math
 
 import pytest
 
-from core.config.engine import parse_memory
-from core.costs import StepCost
-from core.errors import InvalidValueError
-from core.learning import ErrorRule, Schedule
-from core.messages.status import FORECASTS_SHED, LOG_WRITE, MAX_REASON, Degraded
-from core.request import Request, SamplingParams, SequenceStatus
+from farsight.core.config.engine import parse_memory
+from farsight.core.costs import StepCost
+from farsight.core.errors import InvalidValueError
+from farsight.core.learning import ErrorRule, Schedule
+from farsight.core.messages.status import FORECASTS_SHED, LOG_WRITE, MAX_REASON, Degraded
+from farsight.core.request import Request, SamplingParams, SequenceStatus
 
 
 def test_statuses_are_ordered_and_everything_from_stopped_on_is_an_end() -> None:

@@ -16,7 +16,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from services.serve_app import config_from_tables
+from farsight.services.serve_app import config_from_tables
 from tools import grafana_dashboard
 
 ROOT = Path(__file__).parents[3]
@@ -197,7 +197,7 @@ def check_flags(deployment: dict[str, Any]) -> None:
     """`farsight serve` knows every flag of the container."""
     from typer.main import get_command
 
-    from services.cli import app
+    from farsight.services.cli import app
 
     known = {name for parameter in get_command(app).commands["serve"].params for name in parameter.opts}  # type: ignore[attr-defined]
     (container,) = deployment["spec"]["template"]["spec"]["containers"]

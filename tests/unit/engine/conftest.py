@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.steps.model_runner import ModelRunner
+from farsight.engine.steps.model_runner import ModelRunner
 from tests.unit.engine.native.components import MODELS
 from tests.unit.engine.small_models import SHAPES, save_model
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from core.config.engine import EngineConfig
-from core.messages.plans import Plan, Slot
-from core.request import Request, SamplingParams, SequenceStatus
-from engine.emission import Output
-from engine.engine import Engine
-from engine.sequence import Sequence
-from engine.steps.model_runner import ModelRunner
-from engine.worker import Worker
-from kvcache import StepBatch, StepItem
+from farsight.core.config.engine import EngineConfig
+from farsight.core.messages.plans import Plan, Slot
+from farsight.core.request import Request, SamplingParams, SequenceStatus
+from farsight.engine.emission import Output
+from farsight.engine.engine import Engine
+from farsight.engine.sequence import Sequence
+from farsight.engine.steps.model_runner import ModelRunner
+from farsight.engine.worker import Worker
+from farsight.kvcache import StepBatch, StepItem
 
 
 class Driver:

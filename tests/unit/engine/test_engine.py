@@ -15,22 +15,22 @@ from pathlib import Path
 import pytest
 import torch
 
-import services
-from core.config.engine import EngineConfig
-from core.config.load import make_config
-from core.config.scheduling import SchedulerConfig
-from core.errors import ConfigError, InvalidValueError
-from core.messages.kv import KVTraffic
-from core.request import SamplingParams, SequenceStatus
-from engine import Engine, RequestOutput
-from engine.checkpoint.model_config import load_model_config
-from engine.parallel.links import Ranks
-from engine.sequence import Sequence
-from kvcache import StepBatch
-from policies.compose import swaps_kv
-from policies.interfaces import KvMoves, KvPolicy, KvView
-from policies.kv.newest_first import NewestGiveWay
-from policies.presets import PRESETS
+from farsight import services
+from farsight.core.config.engine import EngineConfig
+from farsight.core.config.load import make_config
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.errors import ConfigError, InvalidValueError
+from farsight.core.messages.kv import KVTraffic
+from farsight.core.request import SamplingParams, SequenceStatus
+from farsight.engine import Engine, RequestOutput
+from farsight.engine.checkpoint.model_config import load_model_config
+from farsight.engine.parallel.links import Ranks
+from farsight.engine.sequence import Sequence
+from farsight.kvcache import StepBatch
+from farsight.policies.compose import swaps_kv
+from farsight.policies.interfaces import KvMoves, KvPolicy, KvView
+from farsight.policies.kv.newest_first import NewestGiveWay
+from farsight.policies.presets import PRESETS
 from tests.published import smollm2
 from tests.unit.engine.driver import outputs_of
 

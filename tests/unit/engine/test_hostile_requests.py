@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.config.engine import EngineConfig
-from core.config.scheduling import SchedulerConfig
-from core.errors import InvalidValueError
-from core.messages.plans import Plan, Slot
-from core.messages.tokens import TokenDelta
-from core.request import Fault, Request, SamplingParams
-from engine.build import build_worker
-from engine.checkpoint.model_config import load_model_config
-from engine.engine import Engine
-from engine.worker import Worker
+from farsight.core.config.engine import EngineConfig
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.errors import InvalidValueError
+from farsight.core.messages.plans import Plan, Slot
+from farsight.core.messages.tokens import TokenDelta
+from farsight.core.request import Fault, Request, SamplingParams
+from farsight.engine.build import build_worker
+from farsight.engine.checkpoint.model_config import load_model_config
+from farsight.engine.engine import Engine
+from farsight.engine.worker import Worker
 from tests.unit.engine.conftest import BLOCK_SIZES, POISON
 from tests.unit.engine.driver import offer, steps
 

@@ -17,17 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
-from core.errors import InvalidValueError
-from core.messages.plans import WorkerReady
-from core.messages.tokens import TokenDelta
-from core.request import Request, SamplingParams
-from engine import sequence
-from engine.sequence import Detokenizer, Sequence, StopStrings, TokenCounts
-from engine.worker import Worker
-from kvcache import BatchLimits, BlockManager, LeaseExecutor, StepBatch
+from farsight.core.errors import InvalidValueError
+from farsight.core.messages.plans import WorkerReady
+from farsight.core.messages.tokens import TokenDelta
+from farsight.core.request import Request, SamplingParams
+from farsight.engine import sequence
+from farsight.engine.sequence import Detokenizer, Sequence, StopStrings, TokenCounts
+from farsight.engine.worker import Worker
+from farsight.kvcache import BatchLimits, BlockManager, LeaseExecutor, StepBatch
+from farsight.tokenization.loading import load_tokenizer
 from tests.unit.engine.driver import offer, steps
 from tests.unit.engine.small_models import EOS_ID, byte_level_tokenizer
-from tokenization.loading import load_tokenizer
 
 TOKENIZER = byte_level_tokenizer()
 DETOKENIZER = Detokenizer(TOKENIZER)

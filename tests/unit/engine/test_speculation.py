@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from actors.worker import step_loop
-from actors.worker.step_loop import Step, StepLoop
-from core.config.engine import EngineConfig
-from core.config.scheduling import SchedulerConfig
-from core.errors import ConfigError
-from core.request import SamplingParams
-from engine.drafted_steps import DraftedSteps
-from engine.engine import Engine, RequestOutput
-from policies.speculation.base import Drafter, Speculation
+from farsight.actors.worker import step_loop
+from farsight.actors.worker.step_loop import Step, StepLoop
+from farsight.core.config.engine import EngineConfig
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.errors import ConfigError
+from farsight.core.request import SamplingParams
+from farsight.engine.drafted_steps import DraftedSteps
+from farsight.engine.engine import Engine, RequestOutput
+from farsight.policies.speculation.base import Drafter, Speculation
+from farsight.tokenization.grammars.sources import of_schema
 from tests.unit.engine.driver import outputs_of
-from tokenization.grammars.sources import of_schema
 
 MAX_TOKENS = 24
 

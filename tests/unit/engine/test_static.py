@@ -9,13 +9,13 @@ from typing import cast
 
 import pytest
 
-from core.config.engine import EngineConfig
-from core.config.scheduling import SchedulerConfig
-from core.messages.tokens import DeltaLogprobs, TokenDelta, joined
-from core.request import Request, SamplingParams
-from engine.build import build_worker
-from engine.emission import Output
-from engine.worker import Worker
+from farsight.core.config.engine import EngineConfig
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.messages.tokens import DeltaLogprobs, TokenDelta, joined
+from farsight.core.request import Request, SamplingParams
+from farsight.engine.build import build_worker
+from farsight.engine.emission import Output
+from farsight.engine.worker import Worker
 from tests.unit.engine.conftest import BLOCK_SIZES
 from tests.unit.engine.driver import offer, steps
 from tests.unit.engine.small_models import SHAPES

@@ -13,14 +13,14 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from core.config.engine import EngineConfig
-from core.messages.tokens import TokenDelta
-from core.request import Fault, ReasoningBudget, Request, SamplingParams
-from engine.engine import Engine
-from engine.sampling.token_masks import caps_on
-from policies.replica.events import RequestsArrived
+from farsight.core.config.engine import EngineConfig
+from farsight.core.messages.tokens import TokenDelta
+from farsight.core.request import Fault, ReasoningBudget, Request, SamplingParams
+from farsight.engine.engine import Engine
+from farsight.engine.sampling.token_masks import caps_on
+from farsight.policies.replica.events import RequestsArrived
+from farsight.tokenization.grammars import sources
 from tests.unit.engine.conftest import BLOCK_SIZES
-from tokenization.grammars import sources
 
 MAX_TOKENS = 60
 PERSON = {

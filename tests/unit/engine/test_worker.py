@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from core.config.engine import EngineConfig
-from core.errors import IntegrityError
-from core.messages.plans import Plan, Slot
-from core.messages.tokens import TokenDelta
-from core.request import Request, SamplingParams
-from engine.build import build_worker
-from engine.sequence import Sequence
-from engine.worker import Worker
-from kvcache.block_manager import hash_blocks, salted_root
+from farsight.core.config.engine import EngineConfig
+from farsight.core.errors import IntegrityError
+from farsight.core.messages.plans import Plan, Slot
+from farsight.core.messages.tokens import TokenDelta
+from farsight.core.request import Request, SamplingParams
+from farsight.engine.build import build_worker
+from farsight.engine.sequence import Sequence
+from farsight.engine.worker import Worker
+from farsight.kvcache.block_manager import hash_blocks, salted_root
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.costs import StepCost
-from core.errors import InvalidValueError
-from core.learning import ErrorRule
-from estimator.knn import (
+from farsight.core.costs import StepCost
+from farsight.core.errors import InvalidValueError
+from farsight.core.learning import ErrorRule
+from farsight.estimator.knn import (
     MAX_BATCHES,
     MIN_BATCHES,
     PERIOD_S,
@@ -24,7 +24,7 @@ from estimator.knn import (
     ServedBatch,
     padded_batch_s,
 )
-from policies.settings import ServingTime
+from farsight.policies.settings import ServingTime
 
 COST = StepCost(base_s=0.01, prefill_token_s=1e-4, decode_seq_s=1e-3, context_token_s=1e-6, prefill_pair_s=1e-8)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from core.costs import ImageCost, StepCost
-from core.errors import InvalidValueError
-from estimator.profile_file import (
+from farsight.core.costs import ImageCost, StepCost
+from farsight.core.errors import InvalidValueError
+from farsight.estimator.profile_file import (
     SCHEMA,
     HeldBackErrors,
     ProfiledMachine,

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.costs import StepCost, attention_pairs
-from core.errors import InvalidValueError
-from core.messages.step_times import StepSample
-from estimator.step_profile import (
+from farsight.core.costs import StepCost, attention_pairs
+from farsight.core.errors import InvalidValueError
+from farsight.core.messages.step_times import StepSample
+from farsight.estimator.step_profile import (
     MIN_SAMPLES,
     OUTLIER_FACTOR,
     SMALLEST_CHUNK,
@@ -21,8 +21,8 @@ from estimator.step_profile import (
     StepShape,
     step_grid,
 )
-from kvcache import StepBatch, StepItem
-from kvcache.step_batch import step_sample
+from farsight.kvcache import StepBatch, StepItem
+from farsight.kvcache.step_batch import step_sample
 from tests.volumes import at_volume
 
 TRUE = StepCost(4e-3, 2e-5, 1e-4, 3e-8, 1e-8)

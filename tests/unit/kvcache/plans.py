@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from core.messages.plans import Plan, Slot
-from core.request import Request, SamplingParams
-from kvcache import PlanExecutor
+from farsight.core.messages.plans import Plan, Slot
+from farsight.core.request import Request, SamplingParams
+from farsight.kvcache import PlanExecutor
 
 
 def slot(

@@ -7,12 +7,12 @@ import random
 
 import pytest
 
-from core.errors import IntegrityError
-from core.messages.kv import KVTraffic, KVUsage
-from core.messages.plans import CachedRun, KVCacheEvent, SlotProgress, StepReport
-from core.request import SequenceStatus
-from kvcache.block_manager import BlockManager
-from kvcache.cache_journal import CacheJournal, CacheMirror, ResidencyMirror, runs, total_usage
+from farsight.core.errors import IntegrityError
+from farsight.core.messages.kv import KVTraffic, KVUsage
+from farsight.core.messages.plans import CachedRun, KVCacheEvent, SlotProgress, StepReport
+from farsight.core.request import SequenceStatus
+from farsight.kvcache.block_manager import BlockManager
+from farsight.kvcache.cache_journal import CacheJournal, CacheMirror, ResidencyMirror, runs, total_usage
 
 SIZE = 4
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from core.messages.plans import Plan, Slot, StepReport
-from core.request import Request, SamplingParams
-from kvcache import BatchLimits, BlockManager, LeaseExecutor, StaticExecutor, StepBatch
+from farsight.core.messages.plans import Plan, Slot, StepReport
+from farsight.core.request import Request, SamplingParams
+from farsight.kvcache import BatchLimits, BlockManager, LeaseExecutor, StaticExecutor, StepBatch
 from tests.volumes import at_volume
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from core.request import SequenceStatus
-from kvcache import BatchLimits, BlockManager, LeaseExecutor
+from farsight.core.request import SequenceStatus
+from farsight.kvcache import BatchLimits, BlockManager, LeaseExecutor
 from tests.unit.kvcache.plans import plan, slot, step
 
 BLOCK = 4

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from core.errors import IntegrityError
-from core.messages.kv import KVTraffic
-from core.messages.plans import Plan, Slot, SlotProgress
-from core.request import Request, Residency, SamplingParams, SequenceStatus
-from kvcache import BatchLimits, BlockManager, KVCopy, LeaseExecutor
-from kvcache.block_manager import hash_blocks
+from farsight.core.errors import IntegrityError
+from farsight.core.messages.kv import KVTraffic
+from farsight.core.messages.plans import Plan, Slot, SlotProgress
+from farsight.core.request import Request, Residency, SamplingParams, SequenceStatus
+from farsight.kvcache import BatchLimits, BlockManager, KVCopy, LeaseExecutor
+from farsight.kvcache.block_manager import hash_blocks
 
 SIZE = 4
 DEVICE, HOST = Residency.DEVICE, Residency.HOST

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from core.messages.plans import Plan
-from core.request import Residency, SequenceStatus
-from kvcache import BatchLimits, BlockManager, PipelinedExecutor, StepBatch
-from kvcache.block_manager import hash_blocks
+from farsight.core.messages.plans import Plan
+from farsight.core.request import Residency, SequenceStatus
+from farsight.kvcache import BatchLimits, BlockManager, PipelinedExecutor, StepBatch
+from farsight.kvcache.block_manager import hash_blocks
 from tests.unit.kvcache.plans import plan, slot
 
 

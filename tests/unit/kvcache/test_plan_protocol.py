@@ -6,8 +6,16 @@ from collections.abc import Callable
 
 import pytest
 
-from core.request import SequenceStatus
-from kvcache import BatchLimits, BlockManager, LeaseExecutor, PipelinedExecutor, PlanExecutor, StaticExecutor, StepBatch
+from farsight.core.request import SequenceStatus
+from farsight.kvcache import (
+    BatchLimits,
+    BlockManager,
+    LeaseExecutor,
+    PipelinedExecutor,
+    PlanExecutor,
+    StaticExecutor,
+    StepBatch,
+)
 from tests.unit.kvcache.plans import plan, slot, step
 
 MakeExecutor = Callable[[], PlanExecutor]

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from core.errors import IntegrityError
-from core.messages.plans import Plan, Slot
-from core.request import Request, SamplingParams
-from kvcache import BatchLimits, BlockManager, LeaseExecutor
-from kvcache.block_manager import NO_PARENT, are_hashes_of, extend_hashes, hash_blocks, root_of, salted_root
+from farsight.core.errors import IntegrityError
+from farsight.core.messages.plans import Plan, Slot
+from farsight.core.request import Request, SamplingParams
+from farsight.kvcache import BatchLimits, BlockManager, LeaseExecutor
+from farsight.kvcache.block_manager import NO_PARENT, are_hashes_of, extend_hashes, hash_blocks, root_of, salted_root
 from tests.volumes import at_volume
 
 SIZE = 4
@@ -26,7 +26,7 @@ def test_hashes_cover_everything_before_them_and_the_salt() -> None:
     grown = [first]
     extend_hashes(grown, [1, 2, 3, 4, 5, 6, 7, 8, 9], SIZE, 2)
     assert grown == [first, second]
-    code = "from kvcache.block_manager import hash_blocks; print(hash_blocks(list(range(64)), 32))"
+    code = "from farsight.kvcache.block_manager import hash_blocks; print(hash_blocks(list(range(64)), 32))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert other.stdout.strip() == str(hash_blocks(list(range(64)), 32)), "also in another process"
     roots = [NO_PARENT, salted_root("a"), salted_root("b"), root_of("a", b"request"), root_of("a")]

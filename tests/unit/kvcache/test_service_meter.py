@@ -7,11 +7,11 @@ import random
 import numpy as np
 import pytest
 
-from core.costs import A100_7B, StepCost, row_shares
-from core.messages.plans import Plan, Slot
-from core.request import Request, SamplingParams
-from kvcache import BatchLimits, BlockManager, LeaseExecutor
-from policies.order.gittins import DecodePrice
+from farsight.core.costs import A100_7B, StepCost, row_shares
+from farsight.core.messages.plans import Plan, Slot
+from farsight.core.request import Request, SamplingParams
+from farsight.kvcache import BatchLimits, BlockManager, LeaseExecutor
+from farsight.policies.order.gittins import DecodePrice
 
 NUM_SEQS, CAPACITY = 8, 4000
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from core.costs import attention_pairs
-from core.messages.plans import FinishedSequence, Slot
-from core.messages.step_times import StepSample
-from core.request import SequenceStatus
-from kvcache import BatchLimits, BlockManager, StaticExecutor, StepBatch
-from kvcache.step_batch import step_sample
+from farsight.core.costs import attention_pairs
+from farsight.core.messages.plans import FinishedSequence, Slot
+from farsight.core.messages.step_times import StepSample
+from farsight.core.request import SequenceStatus
+from farsight.kvcache import BatchLimits, BlockManager, StaticExecutor, StepBatch
+from farsight.kvcache.step_batch import step_sample
 from tests.opcodes import num_opcodes
 from tests.unit.kvcache.plans import plan, slot, step
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from core.messages.plans import Plan
-from core.request import Residency
-from kvcache import BatchLimits, BlockManager, LeaseExecutor, StepBatch
-from kvcache.block_manager import hash_blocks
+from farsight.core.messages.plans import Plan
+from farsight.core.request import Residency
+from farsight.kvcache import BatchLimits, BlockManager, LeaseExecutor, StepBatch
+from farsight.kvcache.block_manager import hash_blocks
 from tests.unit.kvcache.plans import plan, slot
 from tests.volumes import at_volume
 

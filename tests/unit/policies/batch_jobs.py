@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.forecast import QUANTILES, Forecast
-from policies.batching.base import BatchPolicy, FormedBatch
-from policies.interfaces import Job
+from farsight.core.forecast import QUANTILES, Forecast
+from farsight.policies.batching.base import BatchPolicy, FormedBatch
+from farsight.policies.interfaces import Job
 
 
 def seeds(daily: int, *, nightly: int) -> list[Any]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from policies.compose import build_router, build_scheduler
-from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
-from policies.settings import PolicySettings
-from simulator.cluster.fleet import Fleet, FleetShape
-from simulator.cluster.latency import LinearLatency
-from simulator.cluster.records import Record
-from simulator.cluster.replica import ReplicaShape
-from simulator.traffic.workload import SimRequest
+from farsight.policies.compose import build_router, build_scheduler
+from farsight.policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
+from farsight.policies.settings import PolicySettings
+from farsight.simulator.cluster.fleet import Fleet, FleetShape
+from farsight.simulator.cluster.latency import LinearLatency
+from farsight.simulator.cluster.records import Record
+from farsight.simulator.cluster.replica import ReplicaShape
+from farsight.simulator.traffic.workload import SimRequest
 
 CLIENTS, PLACES = 24, 4
 """Six times as many requests as run at once, all the time."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from core.config.scheduling import PlacementConfig
-from core.messages.plans import KVCacheEvent
-from policies.placement.base import ReplicaLoad
-from policies.placement.e2 import E2Choice, E2Router
-from policies.placement.e2_profiles import Regressions
-from policies.placement.prefix_tree import Path
+from farsight.core.config.scheduling import PlacementConfig
+from farsight.core.messages.plans import KVCacheEvent
+from farsight.policies.placement.base import ReplicaLoad
+from farsight.policies.placement.e2 import E2Choice, E2Router
+from farsight.policies.placement.e2_profiles import Regressions
+from farsight.policies.placement.prefix_tree import Path
 
 LINEAR = Regressions(lambda new, context: new * 1e-3, lambda output, context: output * 2e-3)
 """The examples' PT of 1 ms a token and DT of 2 ms an output token."""

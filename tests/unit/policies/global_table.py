@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from core.forecast import QUANTILES, Forecast
-from core.messages.plans import FinishedSequence, WorkerReady
-from core.messages.requests import OpenRequest
-from core.request import Request, SamplingParams, SequenceStatus
-from policies.fleet.events import (
+from farsight.core.forecast import QUANTILES, Forecast
+from farsight.core.messages.plans import FinishedSequence, WorkerReady
+from farsight.core.messages.requests import OpenRequest
+from farsight.core.request import Request, SamplingParams, SequenceStatus
+from farsight.policies.fleet.events import (
     GlobalEvent,
     GlobalInstruction,
     IngressAnnounced,
@@ -14,9 +14,9 @@ from policies.fleet.events import (
     ReplicaUp,
     RequestsEnded,
 )
-from policies.fleet.scheduler import GlobalScheduler
-from policies.placement.base import LeastWork, Placement
-from policies.replica.events import RequestsArrived
+from farsight.policies.fleet.scheduler import GlobalScheduler
+from farsight.policies.placement.base import LeastWork, Placement
+from farsight.policies.replica.events import RequestsArrived
 
 
 def request(

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from core.config.scheduling import SchedulerConfig
-from core.costs import StepCost
-from policies.interfaces import Job, Order
-from policies.order.skip_join_mlfq import SkipJoinMlfq
-from policies.settings import MlfqRules
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.costs import StepCost
+from farsight.policies.interfaces import Job, Order
+from farsight.policies.order.skip_join_mlfq import SkipJoinMlfq
+from farsight.policies.settings import MlfqRules
 
 UNIT_COST = StepCost(base_s=0, prefill_token_s=1, decode_seq_s=1, context_token_s=0)
 """A prompt of n tokens takes n seconds, each further token one: jobs are then (first, 1, outputs) as in Fig. 6."""

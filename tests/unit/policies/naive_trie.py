@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from policies.placement.prefix_tree import Path, PrefixNode, RadixTree
+from farsight.policies.placement.prefix_tree import Path, PrefixNode, RadixTree
 
 Position = Path
 """A prefix that ends there."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from core.costs import StepCost
-from policies.lengths.law import MIN_REMAINING
+from farsight.core.costs import StepCost
+from farsight.policies.lengths.law import MIN_REMAINING
 
 
 @dataclass

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from core.config.scheduling import BatchConfig, PlacementConfig, SchedulerConfig
-from core.errors import ConfigError
-from policies.admission.watermark import Aggressive
-from policies.compose import (
+from farsight.core.config.scheduling import BatchConfig, PlacementConfig, SchedulerConfig
+from farsight.core.errors import ConfigError
+from farsight.policies.admission.watermark import Aggressive
+from farsight.policies.compose import (
     build_batcher,
     build_router,
     build_scheduler,
@@ -19,17 +19,17 @@ from policies.compose import (
     configured_scheduler,
     swaps_kv,
 )
-from policies.interfaces import ADMISSIONS, KV_POLICIES, ORDERS, Job, KvMoves, KvView, ReplicaContext
-from policies.kv.enst_baselines import Reactive
-from policies.kv.enst_offload import EnstOffload
-from policies.kv.newest_first import NewestGiveWay
-from policies.order.fcfs import Fcfs
-from policies.order.skip_join_mlfq import SkipJoinMlfq
-from policies.placement.base import PLACEMENTS
-from policies.placement.e2 import E2Router
-from policies.presets import PRESETS, find_preset
-from policies.replica.scheduler import SchedulerLimits
-from policies.settings import BatchSettings, PolicySettings
+from farsight.policies.interfaces import ADMISSIONS, KV_POLICIES, ORDERS, Job, KvMoves, KvView, ReplicaContext
+from farsight.policies.kv.enst_baselines import Reactive
+from farsight.policies.kv.enst_offload import EnstOffload
+from farsight.policies.kv.newest_first import NewestGiveWay
+from farsight.policies.order.fcfs import Fcfs
+from farsight.policies.order.skip_join_mlfq import SkipJoinMlfq
+from farsight.policies.placement.base import PLACEMENTS
+from farsight.policies.placement.e2 import E2Router
+from farsight.policies.presets import PRESETS, find_preset
+from farsight.policies.replica.scheduler import SchedulerLimits
+from farsight.policies.settings import BatchSettings, PolicySettings
 
 
 def job(name: str, computed: int = 0, **details: float) -> Job:

@@ -10,27 +10,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.config.scheduling import PlacementConfig, SchedulerConfig
-from core.errors import InvalidValueError
-from policies.admission.conservative import Conservative
-from policies.admission.past_future import PastFuture, TrueLengths
-from policies.admission.watermark import Aggressive
-from policies.batching.base import first_arrived
-from policies.batching.fcfs import FcfsBatches, vanilla_batch_size
-from policies.batching.multi_bin import MultiBinBatcher, exponential_edges, sample_edges, uniform_edges
-from policies.batching.wma import WmaBatcher
-from policies.kv.cheapest_victim import CheapestVictim
-from policies.kv.enst_offload import EnstOffload
-from policies.lengths.history import LengthHistory
-from policies.lengths.law import PredictorGate
-from policies.order.boosted import Boosted
-from policies.order.gittins import DecodePrice, Gittins
-from policies.order.hit_groups import HitGroups
-from policies.placement.e2 import E2Router
-from policies.placement.e2_forecast import E2Forecast
-from policies.placement.oracle_partition import OraclePartition
-from policies.replica.planner import StepBudget
-from policies.settings import MlfqRules
+from farsight.core.config.scheduling import PlacementConfig, SchedulerConfig
+from farsight.core.errors import InvalidValueError
+from farsight.policies.admission.conservative import Conservative
+from farsight.policies.admission.past_future import PastFuture, TrueLengths
+from farsight.policies.admission.watermark import Aggressive
+from farsight.policies.batching.base import first_arrived
+from farsight.policies.batching.fcfs import FcfsBatches, vanilla_batch_size
+from farsight.policies.batching.multi_bin import MultiBinBatcher, exponential_edges, sample_edges, uniform_edges
+from farsight.policies.batching.wma import WmaBatcher
+from farsight.policies.kv.cheapest_victim import CheapestVictim
+from farsight.policies.kv.enst_offload import EnstOffload
+from farsight.policies.lengths.history import LengthHistory
+from farsight.policies.lengths.law import PredictorGate
+from farsight.policies.order.boosted import Boosted
+from farsight.policies.order.gittins import DecodePrice, Gittins
+from farsight.policies.order.hit_groups import HitGroups
+from farsight.policies.placement.e2 import E2Router
+from farsight.policies.placement.e2_forecast import E2Forecast
+from farsight.policies.placement.oracle_partition import OraclePartition
+from farsight.policies.replica.planner import StepBudget
+from farsight.policies.settings import MlfqRules
 from tests.unit.policies.e2_driver import LINEAR
 from tests.unit.policies.mlfq_server import UNIT_COST, unit_mlfq
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from core.forecast import Example, ForecastQuestion
-from predictor.features import Floats
+from farsight.core.forecast import Example, ForecastQuestion
+from farsight.predictor.features import Floats
 
 
 def question(instruction: str = "sum up", user_input: str = "a b", limit: int = 10_000) -> ForecastQuestion:

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from core.errors import InvalidValueError
-from core.forecast import Forecast, ForecastQuestion
-from predictor.applications.forest import grow_by_application
-from predictor.applications.reading import (
+from farsight.core.errors import InvalidValueError
+from farsight.core.forecast import Forecast, ForecastQuestion
+from farsight.predictor.applications.forest import grow_by_application
+from farsight.predictor.applications.reading import (
     KEYS,
     KINDS,
     NUM_FEATURES,
@@ -21,14 +21,14 @@ from predictor.applications.reading import (
     keys_of,
     raw_features,
 )
-from predictor.applications.start import FOREST, GROWTH, MAX_EXAMPLES, untrained
-from predictor.artefact import ArtefactError, TrainedModel, from_bytes
-from predictor.history import HistoryPredictor
-from predictor.learning import ContinuousLearning, PredictionOutcome
-from predictor.models import check_artefact
-from predictor.retraining import Sample, can_be_retrained, feature_set, retrain, retraining, samples_of, score
-from predictor.shedding import Effort
-from predictor.text_predictor import TextPredictor
+from farsight.predictor.applications.start import FOREST, GROWTH, MAX_EXAMPLES, untrained
+from farsight.predictor.artefact import ArtefactError, TrainedModel, from_bytes
+from farsight.predictor.history import HistoryPredictor
+from farsight.predictor.learning import ContinuousLearning, PredictionOutcome
+from farsight.predictor.models import check_artefact
+from farsight.predictor.retraining import Sample, can_be_retrained, feature_set, retrain, retraining, samples_of, score
+from farsight.predictor.shedding import Effort
+from farsight.predictor.text_predictor import TextPredictor
 
 SECRET = bytes(range(SECRET_BYTES))
 LENGTHS = {"Translate:": 20, "Explain in detail:": 300}

@@ -8,13 +8,13 @@ import sys
 import numpy as np
 import pytest
 
-from core.errors import InvalidValueError
-from core.forecast import QUANTILES
-from predictor.features import FeatureShape, compress
-from predictor.linear import fit_linear
-from predictor.metrics import kendall_tau
-from predictor.readers import EmbeddingCache
-from predictor.words import MAX_WORDS, NUM_BUCKETS, NUM_FEATURES, buckets, fit_words
+from farsight.core.errors import InvalidValueError
+from farsight.core.forecast import QUANTILES
+from farsight.predictor.features import FeatureShape, compress
+from farsight.predictor.linear import fit_linear
+from farsight.predictor.metrics import kendall_tau
+from farsight.predictor.readers import EmbeddingCache
+from farsight.predictor.words import MAX_WORDS, NUM_BUCKETS, NUM_FEATURES, buckets, fit_words
 from tests.unit.predictor.requests import CountingEncoder, examples, question
 
 

@@ -13,12 +13,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.errors import InvalidValueError
-from core.forecast import QUANTILES
-from predictor.artefact import FILE_NAME, MAX_ARRAYS, MAX_UNPACKED, ArtefactError, TrainedModel, from_bytes, load
-from predictor.forest import MAX_POOL, Forest
-from predictor.models import FULL, pack, unpack
-from predictor.trainer import ForestOptions, export, fit, grow
+from farsight.core.errors import InvalidValueError
+from farsight.core.forecast import QUANTILES
+from farsight.predictor.artefact import (
+    FILE_NAME,
+    MAX_ARRAYS,
+    MAX_UNPACKED,
+    ArtefactError,
+    TrainedModel,
+    from_bytes,
+    load,
+)
+from farsight.predictor.forest import MAX_POOL, Forest
+from farsight.predictor.models import FULL, pack, unpack
+from farsight.predictor.trainer import ForestOptions, export, fit, grow
 
 ROWS, FEATURES = 400, 5
 

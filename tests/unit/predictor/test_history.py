@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.codec import decode, encode
-from core.errors import InvalidValueError
-from core.forecast import QUANTILES, Forecast, ForecastQuestion
-from predictor.history import PRIOR_MEAN, HistoryPredictor
-from predictor.metrics import score
-from predictor.shedding import Effort, EffortBudget
+from farsight.core.codec import decode, encode
+from farsight.core.errors import InvalidValueError
+from farsight.core.forecast import QUANTILES, Forecast, ForecastQuestion
+from farsight.predictor.history import PRIOR_MEAN, HistoryPredictor
+from farsight.predictor.metrics import score
+from farsight.predictor.shedding import Effort, EffortBudget
 
 LENGTHS = st.lists(st.integers(0, 100_000), min_size=1, max_size=50)
 

@@ -9,19 +9,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from core.codec import decode, encode
-from core.forecast import Example, Forecast, ForecastQuestion, ForecastQuestions
-from predictor.applications.reading import FORM, NUM_FEATURES, NUM_TEXT_FEATURES, SECRET_BYTES, raw_features
-from predictor.applications.start import untrained, untrained_with_encoder
-from predictor.artefact import TrainedModel, from_bytes
-from predictor.features import IMAGES, NUM_IMAGE_FEATURES, image_features
-from predictor.history import HistoryPredictor
-from predictor.models import check_artefact
-from predictor.retraining import TRAIN_FEATURES, Sample, feature_set, retrain, retraining, samples_of
-from predictor.shedding import Effort
-from predictor.text_predictor import TextPredictor, encoder_of
-from predictor.training import RECIPES, train
-from predictor.words import WordScorer
+from farsight.core.codec import decode, encode
+from farsight.core.forecast import Example, Forecast, ForecastQuestion, ForecastQuestions
+from farsight.predictor.applications.reading import FORM, NUM_FEATURES, NUM_TEXT_FEATURES, SECRET_BYTES, raw_features
+from farsight.predictor.applications.start import untrained, untrained_with_encoder
+from farsight.predictor.artefact import TrainedModel, from_bytes
+from farsight.predictor.features import IMAGES, NUM_IMAGE_FEATURES, image_features
+from farsight.predictor.history import HistoryPredictor
+from farsight.predictor.models import check_artefact
+from farsight.predictor.retraining import TRAIN_FEATURES, Sample, feature_set, retrain, retraining, samples_of
+from farsight.predictor.shedding import Effort
+from farsight.predictor.text_predictor import TextPredictor, encoder_of
+from farsight.predictor.training import RECIPES, train
+from farsight.predictor.words import WordScorer
 from tests.unit.predictor.requests import CountingEncoder
 
 SECRET = bytes(range(SECRET_BYTES))

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.errors import IntegrityError
-from core.learning import ErrorRule
-from predictor.learning import (
+from farsight.core.errors import IntegrityError
+from farsight.core.learning import ErrorRule
+from farsight.predictor.learning import (
     HELD_BACK_EVERY,
     MAX_EXAMPLES,
     MAX_HELD_BACK,

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from predictor.learning import HELD_BACK_EVERY, MIN_HELD_BACK, PERIOD_S, ContinuousLearning, PredictionOutcome
-from predictor.learning_process import NICENESS, FitEnd, FitProcess
+from farsight.predictor.learning import HELD_BACK_EVERY, MIN_HELD_BACK, PERIOD_S, ContinuousLearning, PredictionOutcome
+from farsight.predictor.learning_process import NICENESS, FitEnd, FitProcess
 
 Numbers = list[float]
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from core.errors import InvalidValueError
-from core.forecast import Example, ForecastQuestion
-from predictor.artefact import TrainedModel, from_bytes
-from predictor.features import Floats
-from predictor.history import HistoryPredictor
-from predictor.retraining import (
+from farsight.core.errors import InvalidValueError
+from farsight.core.forecast import Example, ForecastQuestion
+from farsight.predictor.artefact import TrainedModel, from_bytes
+from farsight.predictor.features import Floats
+from farsight.predictor.history import HistoryPredictor
+from farsight.predictor.retraining import (
     MAX_FEATURES,
     Sample,
     can_be_retrained,
@@ -24,10 +24,10 @@ from predictor.retraining import (
     samples_of,
     score,
 )
-from predictor.shedding import Effort
-from predictor.text_predictor import TextPredictor
-from predictor.trainer import ForestOptions
-from predictor.training import Recipe, train
+from farsight.predictor.shedding import Effort
+from farsight.predictor.text_predictor import TextPredictor
+from farsight.predictor.trainer import ForestOptions
+from farsight.predictor.training import Recipe, train
 from tests.unit.predictor.requests import CountingEncoder
 
 FOREST = ForestOptions(num_trees=10, min_samples_leaf=3)

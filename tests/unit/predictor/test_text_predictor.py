@@ -8,17 +8,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from core.codec import decode, encode
-from core.errors import InvalidValueError
-from core.forecast import Forecast
-from predictor.artefact import ArtefactError, TrainedModel, from_bytes
-from predictor.encoders import PROBE_TEXT
-from predictor.history import HistoryPredictor
-from predictor.metrics import score
-from predictor.shedding import Effort
-from predictor.text_predictor import TextPredictor, encoder_of
-from predictor.trainer import ForestOptions
-from predictor.training import RECIPES, Recipe, train
+from farsight.core.codec import decode, encode
+from farsight.core.errors import InvalidValueError
+from farsight.core.forecast import Forecast
+from farsight.predictor.artefact import ArtefactError, TrainedModel, from_bytes
+from farsight.predictor.encoders import PROBE_TEXT
+from farsight.predictor.history import HistoryPredictor
+from farsight.predictor.metrics import score
+from farsight.predictor.shedding import Effort
+from farsight.predictor.text_predictor import TextPredictor, encoder_of
+from farsight.predictor.trainer import ForestOptions
+from farsight.predictor.training import RECIPES, Recipe, train
 from tests.unit.predictor.requests import CountingEncoder, examples, question
 
 SEEN, UNSEEN = examples(300), examples(150, seed=1)

@@ -9,20 +9,20 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-import services
-from actors.learning.serving_time_estimator import ServingTimeEstimator
-from actors.log.log_store import LogStore
-from actors.runtime.component import Component, ComponentContext, component_class
-from actors.runtime.names import CONTROL, ROUTER
-from actors.runtime.peer import PeerBook, Site
-from actors.scheduling.kv_offload_manager import KVOffloadManager
-from actors.scheduling.router import FleetShell
-from actors.scheduling.scheduler import Scheduler
-from actors.worker.model_worker import ModelWorker
-from core.config.load import FarsightConfig
-from policies.replica.scheduler import ReplicaScheduler
-from services.api.backend import ModelInfo
-from services.ingress.engine_client import EngineClient
+from farsight import services
+from farsight.actors.learning.serving_time_estimator import ServingTimeEstimator
+from farsight.actors.log.log_store import LogStore
+from farsight.actors.runtime.component import Component, ComponentContext, component_class
+from farsight.actors.runtime.names import CONTROL, ROUTER
+from farsight.actors.runtime.peer import PeerBook, Site
+from farsight.actors.scheduling.kv_offload_manager import KVOffloadManager
+from farsight.actors.scheduling.router import FleetShell
+from farsight.actors.scheduling.scheduler import Scheduler
+from farsight.actors.worker.model_worker import ModelWorker
+from farsight.core.config.load import FarsightConfig
+from farsight.policies.replica.scheduler import ReplicaScheduler
+from farsight.services.api.backend import ModelInfo
+from farsight.services.ingress.engine_client import EngineClient
 from tests.unit.actors.components import until
 
 MODEL = Path(services.__file__).parent / "embedded_model"

@@ -15,8 +15,8 @@ import pytest
 import typer
 from rich.text import Text
 
-from services.cli import app
-from services.server_address import HostOption, PortOption, UrlOption
+from farsight.services.cli import app
+from farsight.services.server_address import HostOption, PortOption, UrlOption
 from tests.command_line import CliRunner
 
 NO_RESULT = {("serve",), ("front",)}
@@ -110,7 +110,7 @@ def test_a_wrong_number_is_told_with_its_flag(
     def started(*_: Any) -> None:
         raise AssertionError("something has begun to run")
 
-    monkeypatch.setattr("services.launch.launch.run_service", started)
+    monkeypatch.setattr("farsight.services.launch.launch.run_service", started)
     wrong = ["many", *([] if (*command, flag) in MAY_BE_NEGATIVE else ["-1"])]
     for value in wrong:
         line = refusal(command, [*needed.get(command, []), f"{flag}={value}"])
@@ -203,7 +203,7 @@ HEAVY = ["ray", "torch", "matplotlib"]
 
 @pytest.mark.parametrize(
     ("module", "absent"),
-    [("services.cli", [*HEAVY, "simulator", "numpy"]), ("services.bench.compare", HEAVY)],
+    [("farsight.services.cli", [*HEAVY, "simulator", "numpy"]), ("farsight.services.bench.compare", HEAVY)],
 )
 def test_the_command_line_stays_light(module: str, absent: list[str]) -> None:
     code = f"import sys, {module}; print(set({absent}) & sys.modules.keys())"
@@ -212,7 +212,7 @@ def test_the_command_line_stays_light(module: str, absent: list[str]) -> None:
 
 def test_a_missing_gpu_ends_a_start_before_anything_of_a_server_is_imported() -> None:
     code = (
-        "import sys, services.cli; from services.launch import machine; machine.visible_gpus = lambda: 0\n"
+        "import sys, services.cli; from farsight.services.launch import machine; machine.visible_gpus = lambda: 0\n"
         "try: services.cli.app(['serve', '--device', 'cuda'])\n"
         "except SystemExit: pass\n"
         "heavy = {'simulator', 'numpy', 'matplotlib', 'ray', 'torch', 'policies.compose'}\n"

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from services.cli import _print_status, print_processes
-from services.progress import StatusLine, progress_bar, status_line
-from services.words import counted
+from farsight.services.cli import _print_status, print_processes
+from farsight.services.progress import StatusLine, progress_bar, status_line
+from farsight.services.words import counted
 
 SCRIPT = """
-from services.progress import progress_bar
+from farsight.services.progress import progress_bar
 with progress_bar("rows", {total}) as tell:
     for done in range(1, 4):
         tell(done)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from core.errors import FarsightError
-from services.commands.ask import key_for
-from services.run_file import ADMIN_TOKEN_VARIABLE, find_admin_token, find_tls_cert, published, run_directory
-from services.server_address import server_url
+from farsight.core.errors import FarsightError
+from farsight.services.commands.ask import key_for
+from farsight.services.run_file import ADMIN_TOKEN_VARIABLE, find_admin_token, find_tls_cert, published, run_directory
+from farsight.services.server_address import server_url
 
 
 @pytest.fixture(autouse=True)

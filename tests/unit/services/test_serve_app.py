@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from actors.runtime.peer import Site
-from core.config.engine import ModelConfig
-from core.config.load import FarsightConfig
-from core.config.server import ServerConfig
-from core.errors import ConfigError, FarsightError
-from services.serve_app import check_unchanged, config_from_tables
+from farsight.actors.runtime.peer import Site
+from farsight.core.config.engine import ModelConfig
+from farsight.core.config.load import FarsightConfig
+from farsight.core.config.server import ServerConfig
+from farsight.core.errors import ConfigError, FarsightError
+from farsight.services.serve_app import check_unchanged, config_from_tables
 
 FILE = Path(__file__).resolve().parents[3] / "deploy" / "serve.yaml"
 

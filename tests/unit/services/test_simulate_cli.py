@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from services.cli import app
+from farsight.services.cli import app
 from tests.command_line import CliRunner, Result
 
 CONFIG_KEYS = """
@@ -56,7 +56,7 @@ def test_same_seed_same_bytes_in_one_process_and_in_another(tmp_path: Path) -> N
     first = CliRunner().invoke(app, words).stdout
     invoke("simulate", "--seed", "4", "--replicas", "3", "--clients", "7", "--kv-tokens", "3000")
     assert CliRunner().invoke(app, words).stdout == first
-    again = [sys.executable, "-m", "services.cli", *words, "--out", str(tmp_path), "--plot", str(tmp_path)]
+    again = [sys.executable, "-m", "farsight.services.cli", *words, "--out", str(tmp_path), "--plot", str(tmp_path)]
     assert subprocess.run(again, capture_output=True, text=True, check=True).stdout == first
     assert CliRunner().invoke(app, [*words, "--seed", "4"]).stdout != first
 

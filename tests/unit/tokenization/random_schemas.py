@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-from tokenization.grammars.compiler import LIMITS
+from farsight.tokenization.grammars.compiler import LIMITS
 
 _VOCABULARY = LLTokenizer("byte")
 _NAMES = ("a", "b", "x-y", "", "é", "\ud800", "\x00", '"', "/", "~", "%", "$ref", "type")

@@ -12,8 +12,8 @@ import gguf
 import numpy as np
 import pytest
 
+from farsight.tokenization.gguf_file import BLOCKS, MAX_ELEMENTS, GGUFError, is_gguf, read_gguf
 from tests.unit.tokenization.gguf_hostile import ARRAY, STRING, UINT32, array, entry, tensor, text, write
-from tokenization.gguf_file import BLOCKS, MAX_ELEMENTS, GGUFError, is_gguf, read_gguf
 
 MUCH = 1 << 60
 

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-import services
-from engine.vocabulary import vocabulary_size
+from farsight import services
+from farsight.engine.vocabulary import vocabulary_size
+from farsight.tokenization.gguf_file import GGUFError, GGUFFile, read_gguf
+from farsight.tokenization.gguf_texts import gguf_end_ids, gguf_tokenizer
+from farsight.tokenization.loading import load_tokenizer
+from farsight.tokenization.model_files import load_model_texts
 from tests.unit.tokenization.kinds import CORPUS
-from tokenization.gguf_file import GGUFError, GGUFFile, read_gguf
-from tokenization.gguf_texts import gguf_end_ids, gguf_tokenizer
-from tokenization.loading import load_tokenizer
-from tokenization.model_files import load_model_texts
 
 EMBEDDED = Path(services.__file__).parent / "embedded_model"
 

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.errors import InvalidValueError
-from core.request import ReasoningBudget
-from tokenization.grammars import sources
-from tokenization.grammars.compiler import GrammarCompiler, problem_of
-from tokenization.grammars.problems import GrammarRefused, find_place
-from tokenization.grammars.reasoning import AnyText, BudgetMatcher
-from tokenization.loading import load_tokenizer
+from farsight.core.errors import InvalidValueError
+from farsight.core.request import ReasoningBudget
+from farsight.tokenization.grammars import sources
+from farsight.tokenization.grammars.compiler import GrammarCompiler, problem_of
+from farsight.tokenization.grammars.problems import GrammarRefused, find_place
+from farsight.tokenization.grammars.reasoning import AnyText, BudgetMatcher
+from farsight.tokenization.loading import load_tokenizer
 
 EMBEDDED_MODEL = Path(__file__).parents[3] / "services" / "embedded_model"
 EOS = 2

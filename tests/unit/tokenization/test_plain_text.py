@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Encoding, Tokenizer, models, normalizers, pre_tokenizers
 
+from farsight.tokenization.capacity import text_capacity
+from farsight.tokenization.model_files import control_ids
+from farsight.tokenization.plain_text import PlainTextEncoder, Span
 from tests.unit.tokenization.kinds import CORPUS, KINDS, MARKERS, SPECIAL
 from tests.volumes import at_volume
-from tokenization.capacity import text_capacity
-from tokenization.model_files import control_ids
-from tokenization.plain_text import PlainTextEncoder, Span
 
 START, END = "<|im_start|>", "<|im_end|>"
 FRAGMENTS = (

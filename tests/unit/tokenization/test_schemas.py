@@ -11,11 +11,11 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from farsight.tokenization.grammars import sources
+from farsight.tokenization.grammars.compiler import problem_of
+from farsight.tokenization.grammars.problems import GrammarRefused
+from farsight.tokenization.grammars.rewriting import MAX_DEPTH, nesting, rewritten
 from tests.unit.tokenization.random_schemas import random_bounds, random_output, random_schema
-from tokenization.grammars import sources
-from tokenization.grammars.compiler import problem_of
-from tokenization.grammars.problems import GrammarRefused
-from tokenization.grammars.rewriting import MAX_DEPTH, nesting, rewritten
 
 INTERNAL = re.compile(
     r"f64|coerce|lenient|registry|Some\(|None|retriever|Unimplemented|NoExtension|json-schema:///|\\ud"

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
+from farsight.tokenization.text_stream import TextDecoder, byte_level_bytes, fallback_byte
 from tests.unit.tokenization.kinds import CORPUS, KINDS
 from tests.volumes import at_volume
-from tokenization.text_stream import TextDecoder, byte_level_bytes, fallback_byte
 
 TEXTS = ("hello world", "日本 naïve", "🙂🙃", " the  dog ", "\n", "say €", "zz ß", "_", "▁", "x")
 MAX_DECODED = 10

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from farsight_rooms import ROOMS
 from tools import house
 from tools.coverage_table import main
 from tools.reference.beside_vllm import PICTURE, beside_vllm
 from tools.reference.regions import DOCS, REGIONS, with_regions
 from tools.request_path import ROOT, trace_request
+from tools.rooms import ROOMS
 
 CHAIN = {"a": {"b"}, "b": {"c"}, "c": set[str](), "d": {"c"}}
 

@@ -14,18 +14,18 @@ import msgpack
 import pytest
 from prometheus_client import CollectorRegistry
 
-import actors
-from actors.calls.message import declared, message, message_of, stub
-from actors.calls.scheduling import RouterCalls, SchedulerCalls, WorkerCalls
-from actors.calls.supervisor import SupervisorCalls
-from actors.runtime.component import Component, ComponentContext, component_class
-from actors.runtime.peer import LocalPeer, Site
-from core.codec import PackedInts, encode
-from core.config.load import FarsightConfig
-from core.errors import MessageError
-from core.messages import SCHEMA_VERSION
-from core.messages.requests import Keys, Refusals, Submit
-from core.request import Request, SamplingParams
+from farsight import actors
+from farsight.actors.calls.message import declared, message, message_of, stub
+from farsight.actors.calls.scheduling import RouterCalls, SchedulerCalls, WorkerCalls
+from farsight.actors.calls.supervisor import SupervisorCalls
+from farsight.actors.runtime.component import Component, ComponentContext, component_class
+from farsight.actors.runtime.peer import LocalPeer, Site
+from farsight.core.codec import PackedInts, encode
+from farsight.core.config.load import FarsightConfig
+from farsight.core.errors import MessageError
+from farsight.core.messages import SCHEMA_VERSION
+from farsight.core.messages.requests import Keys, Refusals, Submit
+from farsight.core.request import Request, SamplingParams
 from tests.unit.actors.components import component_context
 
 

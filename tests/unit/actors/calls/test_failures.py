@@ -8,9 +8,9 @@ from typing import Any
 import msgpack
 import pytest
 
-from actors.calls.failures import MAX_TEXT, RemoteError, read_failure, write_failure
-from actors.runtime.peer import PeerLost
-from core.errors import (
+from farsight.actors.calls.failures import MAX_TEXT, RemoteError, read_failure, write_failure
+from farsight.actors.runtime.peer import PeerLost
+from farsight.core.errors import (
     CapacityError,
     ConfigError,
     FarsightError,

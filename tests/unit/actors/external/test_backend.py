@@ -14,24 +14,24 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from actors.external.backend import OpenAIBackend
-from actors.runtime.component import ComponentContext
-from actors.runtime.peer import Site
-from actors.worker.token_channels import TokenChannels
-from core.codec import decode
-from core.config.actors import ReplicaConfig
-from core.config.engine import ModelConfig
-from core.config.load import FarsightConfig
-from core.decisions import unpack_decisions
-from core.errors import ConfigError
-from core.messages.fleet import ReplicaNews, ReplicaState
-from core.messages.log import RequestTrace, RequestTraces, TraceQuery
-from core.messages.plans import FinishedSequence, StartedRequest, WorkerReady
-from core.messages.requests import Key, Keys, Refusals, Submit
-from core.messages.tokens import TokenDelta, TokenPoll
-from core.request import Origin, PromptSource, Request, SamplingParams, SequenceStatus
-from engine.vocabulary import PromptDecoder
-from services.launch.launch import EMBEDDED_MODEL
+from farsight.actors.external.backend import OpenAIBackend
+from farsight.actors.runtime.component import ComponentContext
+from farsight.actors.runtime.peer import Site
+from farsight.actors.worker.token_channels import TokenChannels
+from farsight.core.codec import decode
+from farsight.core.config.actors import ReplicaConfig
+from farsight.core.config.engine import ModelConfig
+from farsight.core.config.load import FarsightConfig
+from farsight.core.decisions import unpack_decisions
+from farsight.core.errors import ConfigError
+from farsight.core.messages.fleet import ReplicaNews, ReplicaState
+from farsight.core.messages.log import RequestTrace, RequestTraces, TraceQuery
+from farsight.core.messages.plans import FinishedSequence, StartedRequest, WorkerReady
+from farsight.core.messages.requests import Key, Keys, Refusals, Submit
+from farsight.core.messages.tokens import TokenDelta, TokenPoll
+from farsight.core.request import Origin, PromptSource, Request, SamplingParams, SequenceStatus
+from farsight.engine.vocabulary import PromptDecoder
+from farsight.services.launch.launch import EMBEDDED_MODEL
 from tests.free_ports import free_port
 from tests.unit.actors.components import LONG_S, until
 from tests.unit.actors.openai_double import MODEL, OpenAIDouble
@@ -254,7 +254,7 @@ async def test_a_server_that_does_not_pass_its_probe_gets_no_requests(
 
 
 async def test_only_a_breaker_that_opens_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "actors.external.backend")
+    caplog.set_level(logging.INFO, "farsight.actors.external.backend")
     async with served(token_timeout_s=0.1):
         pass
     (line,) = [each for each in caplog.records if "the breaker is" in each.getMessage()]
@@ -364,7 +364,7 @@ async def test_a_client_that_leaves_ends_the_request_over_there() -> None:
 
 
 async def test_an_ingress_replica_that_has_died_takes_its_requests_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.worker.token_channels.SILENCE_S", math.inf)
+    monkeypatch.setattr("farsight.actors.worker.token_channels.SILENCE_S", math.inf)
     async with served() as (server, replica):
         server.next_s = math.inf
         other = dataclasses.replace(REQUEST, request_id="j-0", ingress_id="j")
@@ -378,8 +378,8 @@ async def test_an_ingress_replica_that_has_died_takes_its_requests_with_it(monke
             return frozenset(ingress_ids) - living
 
         replica.component.context = dataclasses.replace(replica.component.context, gone=gone)
-        monkeypatch.setattr("actors.worker.token_channels.SILENCE_S", 0.0)
-        monkeypatch.setattr("actors.external.backend.TICK_S", 0.01)
+        monkeypatch.setattr("farsight.actors.worker.token_channels.SILENCE_S", 0.0)
+        monkeypatch.setattr("farsight.actors.external.backend.TICK_S", 0.01)
         await until(lambda: asked.count("j") >= 3)
         assert server.open == 1, "it is silent, but lives"
         living.clear()
@@ -418,7 +418,7 @@ async def test_a_client_that_does_not_read_costs_no_deadline() -> None:
 
 
 async def test_channels_forget_who_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.worker.token_channels.FORGET_S", -1.0)
+    monkeypatch.setattr("farsight.actors.worker.token_channels.FORGET_S", -1.0)
     channels = TokenChannels("life")
     try:
         channels.hear(TokenPoll("i", 0, ("i-0",)))

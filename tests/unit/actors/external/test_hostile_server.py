@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from actors.external.openai_server import MAX_PAGE_BYTES, OpenAIServer
-from actors.external.openai_wire import MAX_EVENT_BYTES, BackendFailed, EventReader
-from core.config.actors import ReplicaConfig
-from core.errors import InvalidValueError
+from farsight.actors.external.openai_server import MAX_PAGE_BYTES, OpenAIServer
+from farsight.actors.external.openai_wire import MAX_EVENT_BYTES, BackendFailed, EventReader
+from farsight.core.config.actors import ReplicaConfig
+from farsight.core.errors import InvalidValueError
 
 
 @pytest.mark.parametrize(

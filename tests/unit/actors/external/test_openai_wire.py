@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from actors.external.openai_wire import (
+from farsight.actors.external.openai_wire import (
     BackendFailed,
     Chunk,
     EventReader,
@@ -20,8 +20,8 @@ from actors.external.openai_wire import (
     parse_chunk,
     refusal,
 )
-from core.request import PromptSource, Request, SamplingParams
-from services.api.schemas import CompletionRequest
+from farsight.core.request import PromptSource, Request, SamplingParams
+from farsight.services.api.schemas import CompletionRequest
 
 
 def body(sampling: SamplingParams, resumed: tuple[int, ...] = ()) -> dict[str, Any]:

@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from actors.learning.text_forecasts import ForecastServer
-from core.errors import FarsightError
-from core.forecast import QUANTILES, Forecast, ForecastQuestion
-from core.messages.status import FORECASTS_FAIL, FORECASTS_SHED, Degraded
-from predictor.shedding import Effort
+from farsight.actors.learning.text_forecasts import ForecastServer
+from farsight.core.errors import FarsightError
+from farsight.core.forecast import QUANTILES, Forecast, ForecastQuestion
+from farsight.core.messages.status import FORECASTS_FAIL, FORECASTS_SHED, Degraded
+from farsight.predictor.shedding import Effort
 
 QUESTION = ForecastQuestion("a", "say", "hello", 1, 2, 16)
 

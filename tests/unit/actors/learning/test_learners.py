@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 
-from actors.learning import length_predictor
-from actors.learning.length_predictor import PAGE, WINDOW, LengthPredictor
-from actors.learning.serving_time_estimator import ServingTimeEstimator
-from actors.log.log_store import LogStore
-from actors.runtime.names import LOG_STORE
-from actors.runtime.peer import PeerLost
-from core.codec import decode, encode
-from core.config.engine import EngineConfig
-from core.errors import FarsightError
-from core.forecast import Forecast
-from core.messages.log import LogPage, LogQuery
-from core.messages.step_times import BatchShape, BatchShapes, StepSample, StepSamples
-from estimator.knn import padded_batch_s
-from estimator.profile_file import A100_7B, DEVICE_PROFILES
-from policies.settings import PRIOR_COST
-from predictor.history import PRIOR_MEAN
+from farsight.actors.learning import length_predictor
+from farsight.actors.learning.length_predictor import PAGE, WINDOW, LengthPredictor
+from farsight.actors.learning.serving_time_estimator import ServingTimeEstimator
+from farsight.actors.log.log_store import LogStore
+from farsight.actors.runtime.names import LOG_STORE
+from farsight.actors.runtime.peer import PeerLost
+from farsight.core.codec import decode, encode
+from farsight.core.config.engine import EngineConfig
+from farsight.core.errors import FarsightError
+from farsight.core.forecast import Forecast
+from farsight.core.messages.log import LogPage, LogQuery
+from farsight.core.messages.step_times import BatchShape, BatchShapes, StepSample, StepSamples
+from farsight.estimator.knn import padded_batch_s
+from farsight.estimator.profile_file import A100_7B, DEVICE_PROFILES
+from farsight.policies.settings import PRIOR_COST
+from farsight.predictor.history import PRIOR_MEAN
 from tests.unit.actors.components import append, component_context, finished, until
 
 

@@ -11,20 +11,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.learning import length_learner, text_forecasts
-from actors.learning.length_predictor import LengthPredictor
-from actors.log import log_outbox
-from actors.log.log_store import LogStore
-from actors.runtime.names import LOG_STORE
-from core.config.learning import PredictorConfig
-from core.config.scheduling import SchedulerConfig
-from core.errors import ConfigError, FarsightError
-from core.forecast import Example, Forecast, ForecastQuestion, ForecastQuestions
-from predictor.applications.reading import SECRET_BYTES
-from predictor.shedding import Effort
-from predictor.trainer import ForestOptions
-from predictor.training import Recipe, train
-from predictor.words import NUM_FEATURES
+from farsight.actors.learning import length_learner, text_forecasts
+from farsight.actors.learning.length_predictor import LengthPredictor
+from farsight.actors.log import log_outbox
+from farsight.actors.log.log_store import LogStore
+from farsight.actors.runtime.names import LOG_STORE
+from farsight.core.config.learning import PredictorConfig
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.errors import ConfigError, FarsightError
+from farsight.core.forecast import Example, Forecast, ForecastQuestion, ForecastQuestions
+from farsight.predictor.applications.reading import SECRET_BYTES
+from farsight.predictor.shedding import Effort
+from farsight.predictor.trainer import ForestOptions
+from farsight.predictor.training import Recipe, train
+from farsight.predictor.words import NUM_FEATURES
 from tests.unit.actors.components import append, component_context, finished, opened, read_examples, until
 from tests.unit.engine.encoders.test_encoders import make_labse
 

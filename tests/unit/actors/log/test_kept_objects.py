@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from actors.log.log_backend import KeptBackend, LogBackend, Retention
-from actors.log.log_redis import RedisLog
-from actors.log.log_sqlite import SqliteLog
-from core.kept import AddParts, KeptObject, ObjectName, ObjectPart, ObjectQuery, PartsQuery, PutObject
+from farsight.actors.log.log_backend import KeptBackend, LogBackend, Retention
+from farsight.actors.log.log_redis import RedisLog
+from farsight.actors.log.log_sqlite import SqliteLog
+from farsight.core.kept import AddParts, KeptObject, ObjectName, ObjectPart, ObjectQuery, PartsQuery, PutObject
 
 
 @pytest.fixture

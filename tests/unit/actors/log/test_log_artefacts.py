@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from core.codec import encode
-from core.errors import MessageError
-from core.messages.log import MAX_FEATURE_BYTES, ArtefactInfo, ArtefactName, FinishedBatches, ForecastRecords
+from farsight.core.codec import encode
+from farsight.core.errors import MessageError
+from farsight.core.messages.log import MAX_FEATURE_BYTES, ArtefactInfo, ArtefactName, FinishedBatches, ForecastRecords
 from tests.unit.actors.components import (
     append,
     artefact,
@@ -126,7 +126,7 @@ def unchecked(record: object, field: str, value: object) -> object:
 async def test_what_is_wrong_is_refused_by_the_name_of_its_field_and_nothing_is_written(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("core.messages.log.MAX_ARTEFACT_BYTES", 1000)
+    monkeypatch.setattr("farsight.core.messages.log.MAX_ARTEFACT_BYTES", 1000)
     async with opened(path=path) as store:
         for message, make, method, fields in (
             (ForecastRecords, forecast_record, "append_forecasts", BAD_FORECASTS),

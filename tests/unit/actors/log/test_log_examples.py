@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 
-from actors.log.log_store import MAX_EXAMPLES, MAX_PAGE
-from core.messages.log import (
+from farsight.actors.log.log_store import MAX_EXAMPLES, MAX_PAGE
+from farsight.core.messages.log import (
     MAX_FEATURE_BYTES,
     BatchPage,
     ForecastRecord,

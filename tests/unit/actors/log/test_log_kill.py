@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.log.log_store import LogStore
-from core.errors import FarsightError
+from farsight.actors.log.log_store import LogStore
+from farsight.core.errors import FarsightError
 from tests.unit.actors.components import (
     append,
     append_forecasts,
@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[4]
 
 APPENDER = """
 import asyncio, sys
-from actors.log.log_store import LogStore
+from farsight.actors.log.log_store import LogStore
 from tests.unit.actors.components import component_context
 from tests.unit.actors.log.test_log_kill import append_one_after_another
 

@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from actors.log import log_outbox
-from actors.log.log_outbox import LogOutbox
-from actors.runtime.peer import PeerLost
-from core.errors import FarsightError, MessageError
-from core.messages.log import FinishedRequest, FinishedRequests
-from core.messages.status import Degraded
+from farsight.actors.log import log_outbox
+from farsight.actors.log.log_outbox import LogOutbox
+from farsight.actors.runtime.peer import PeerLost
+from farsight.core.errors import FarsightError, MessageError
+from farsight.core.messages.log import FinishedRequest, FinishedRequests
+from farsight.core.messages.status import Degraded
 from tests.unit.actors.components import LONG_S, finished, until
 
 

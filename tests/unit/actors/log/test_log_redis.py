@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import redis
 
-from actors.log.log_redis import PREFIX, REDIS_SCHEMA_VERSION, without_password
-from actors.log.log_store import LogStore
-from core.errors import ConfigError, FarsightError
+from farsight.actors.log.log_redis import PREFIX, REDIS_SCHEMA_VERSION, without_password
+from farsight.actors.log.log_store import LogStore
+from farsight.core.errors import ConfigError, FarsightError
 from tests.unit.actors.components import (
     append,
     append_forecasts,
@@ -181,7 +181,7 @@ async def test_a_full_server_refuses_a_message_as_a_whole(tmp_path: Path) -> Non
 
 
 async def test_without_the_client_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "actors.log.log_redis")
+    monkeypatch.delitem(sys.modules, "farsight.actors.log.log_redis")
     monkeypatch.setitem(sys.modules, "redis", None)
     monkeypatch.delitem(sys.modules, "redis.asyncio")
     assert "farsight[redis]" in str(await refusal("redis://:secret@127.0.0.1:1/0"))

@@ -13,10 +13,10 @@ from typing import Any
 import aiosqlite
 import pytest
 
-from actors.log.log_sqlite import SqliteLog
-from actors.log.log_sqlite_schema import APPLICATION_ID, SQL_SCHEMA_VERSION, VERSION_1
-from actors.log.log_store import FILE_NAME, LogStore
-from core.errors import ConfigError, FarsightError
+from farsight.actors.log.log_sqlite import SqliteLog
+from farsight.actors.log.log_sqlite_schema import APPLICATION_ID, SQL_SCHEMA_VERSION, VERSION_1
+from farsight.actors.log.log_store import FILE_NAME, LogStore
+from farsight.core.errors import ConfigError, FarsightError
 from tests.unit.actors.components import (
     append,
     append_forecasts,
@@ -235,7 +235,7 @@ async def test_an_upgrade_that_fails_leaves_the_log_as_it_was(path: str, monkeyp
     previous_version(path)
     steps = (VERSION_1, ("CREATE TABLE forecasts (row)", "CREATE TABLE finished_requests (row)"))
     with monkeypatch.context() as patched:
-        patched.setattr("actors.log.log_sqlite.STEPS", steps)
+        patched.setattr("farsight.actors.log.log_sqlite.STEPS", steps)
         with pytest.raises(ConfigError, match="already exists"):
             await LogStore(component_context("log-store", path=path)).start()
     connection = sqlite3.connect(path)

@@ -7,9 +7,9 @@ import dataclasses
 
 import pytest
 
-from actors.log.log_store import MAX_PAGE, LogStore
-from core.errors import FarsightError, MessageError
-from core.messages.log import (
+from farsight.actors.log.log_store import MAX_PAGE, LogStore
+from farsight.core.errors import FarsightError, MessageError
+from farsight.core.messages.log import (
     FinishedRequest,
 )
 from tests.unit.actors.components import (

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from prometheus_client import generate_latest
 
-from actors.log.stream_store import ENTRY_BYTES, FILLING_S, KEEP_S, StoredStreams, StreamStore
-from core.codec import decode, encode
-from core.messages.resumable import (
+from farsight.actors.log.stream_store import ENTRY_BYTES, FILLING_S, KEEP_S, StoredStreams, StreamStore
+from farsight.core.codec import decode, encode
+from farsight.core.messages.resumable import (
     StreamChanges,
     StreamEntries,
     StreamEpoch,

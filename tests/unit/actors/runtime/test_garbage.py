@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from actors.runtime import garbage
-from actors.runtime.garbage import LATEST_S, collect_when_quiet, is_due, leave_full_collections_to_us
+from farsight.actors.runtime import garbage
+from farsight.actors.runtime.garbage import LATEST_S, collect_when_quiet, is_due, leave_full_collections_to_us
 
 
 @pytest.fixture(autouse=True)

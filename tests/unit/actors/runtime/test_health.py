@@ -10,8 +10,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.runtime.health import HealthServer
-from core.messages.status import ComponentStatus
+from farsight.actors.runtime.health import HealthServer
+from farsight.core.messages.status import ComponentStatus
 
 ROUTER = ComponentStatus("router", "Router", 7, "here", "ready", 2, None, restarts=1, http_port=0)
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from actors.runtime import hosts as host_module
-from actors.runtime.hosts import ClusterNode, choose_node, head_node
-from actors.runtime.names import host_of, rank_name, rank_of, wanted_components, worker_name
-from actors.runtime.peer import Site
-from core.config.actors import ActorsConfig
-from core.config.engine import EngineConfig, ModelConfig
-from core.config.load import FarsightConfig
-from core.messages.status import ComponentCounts
+from farsight.actors.runtime import hosts as host_module
+from farsight.actors.runtime.hosts import ClusterNode, choose_node, head_node
+from farsight.actors.runtime.names import host_of, rank_name, rank_of, wanted_components, worker_name
+from farsight.actors.runtime.peer import Site
+from farsight.core.config.actors import ActorsConfig
+from farsight.core.config.engine import EngineConfig, ModelConfig
+from farsight.core.config.load import FarsightConfig
+from farsight.core.messages.status import ComponentCounts
 
 HEAD = ClusterNode("h", is_head=True, computes=True)
 A, B = (ClusterNode(name, is_head=False, computes=True) for name in "ab")

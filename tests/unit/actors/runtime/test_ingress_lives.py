@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from actors.runtime import component
-from actors.runtime.component import gone_ingresses, without_actor
+from farsight.actors.runtime import component
+from farsight.actors.runtime.component import gone_ingresses, without_actor
 
 LIVING = "SERVE_REPLICA::farsight#Ingress#abcd1234"
 

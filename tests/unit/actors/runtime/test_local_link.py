@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import uvloop
 
-from actors.calls.failures import RemoteError
-from actors.runtime import remote
-from actors.runtime.remote import LinkLost, LocalLink, connect, listen
-from core.errors import MessageError
+from farsight.actors.calls.failures import RemoteError
+from farsight.actors.runtime import remote
+from farsight.actors.runtime.remote import LinkLost, LocalLink, connect, listen
+from farsight.core.errors import MessageError
 from tests.unit.actors.components import LONG_S
 
 

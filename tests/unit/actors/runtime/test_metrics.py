@@ -6,8 +6,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.runtime.metrics import ComponentRestarts, EngineMetrics, RefusedMessages, RequestMetrics
-from core.messages.kv import KVTraffic, KVUsage
+from farsight.actors.runtime.metrics import ComponentRestarts, EngineMetrics, RefusedMessages, RequestMetrics
+from farsight.core.messages.kv import KVTraffic, KVUsage
 
 ENGINE = {"model_name": "tiny", "engine": "0"}
 

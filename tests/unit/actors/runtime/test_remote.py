@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import ray
 
-from actors.runtime import remote
-from actors.runtime.peer import PeerLost
-from actors.runtime.remote import LinkLost, RemoteActor
+from farsight.actors.runtime import remote
+from farsight.actors.runtime.peer import PeerLost
+from farsight.actors.runtime.remote import LinkLost, RemoteActor
 
 
 class Link:

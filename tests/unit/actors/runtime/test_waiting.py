@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from actors.runtime.peer import PeerLost, again_and_again, wait_for
+from farsight.actors.runtime.peer import PeerLost, again_and_again, wait_for
 
 
 async def test_a_wait_ends_with_the_event_or_the_time() -> None:

@@ -12,26 +12,26 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from actors.learning.serving_time_estimator import KIND, ServingTimeEstimator
-from actors.log.log_store import LogStore
-from actors.runtime.component import ComponentContext
-from actors.runtime.peer import Site
-from actors.scheduling.batcher import Batcher
-from core.codec import decode, encode
-from core.config.learning import LogConfig, PredictorConfig
-from core.config.load import FarsightConfig
-from core.config.scheduling import BatchConfig, SchedulerConfig
-from core.forecast import QUANTILES, Forecast
-from core.messages.fleet import ReplicaNews, ReplicaState
-from core.messages.log import Artefact, ArtefactName, FinishedBatch, LogQuery
-from core.messages.plans import FinishedSequence, WorkerReady
-from core.messages.requests import Keys, Refusals, Submit
-from core.messages.status import ComponentCounts
-from core.messages.step_times import StepSample, StepSamples
-from core.request import Origin, Request, SamplingParams, SequenceStatus
-from estimator.knn import MIN_BATCHES, BatchTimes, ServedBatch
-from policies.presets import PRESETS
-from policies.settings import PRIOR_COST
+from farsight.actors.learning.serving_time_estimator import KIND, ServingTimeEstimator
+from farsight.actors.log.log_store import LogStore
+from farsight.actors.runtime.component import ComponentContext
+from farsight.actors.runtime.peer import Site
+from farsight.actors.scheduling.batcher import Batcher
+from farsight.core.codec import decode, encode
+from farsight.core.config.learning import LogConfig, PredictorConfig
+from farsight.core.config.load import FarsightConfig
+from farsight.core.config.scheduling import BatchConfig, SchedulerConfig
+from farsight.core.forecast import QUANTILES, Forecast
+from farsight.core.messages.fleet import ReplicaNews, ReplicaState
+from farsight.core.messages.log import Artefact, ArtefactName, FinishedBatch, LogQuery
+from farsight.core.messages.plans import FinishedSequence, WorkerReady
+from farsight.core.messages.requests import Keys, Refusals, Submit
+from farsight.core.messages.status import ComponentCounts
+from farsight.core.messages.step_times import StepSample, StepSamples
+from farsight.core.request import Origin, Request, SamplingParams, SequenceStatus
+from farsight.estimator.knn import MIN_BATCHES, BatchTimes, ServedBatch
+from farsight.policies.presets import PRESETS
+from farsight.policies.settings import PRIOR_COST
 from tests.unit.actors.components import LONG_S, opened, until
 
 READY = WorkerReady("w1", 1000, 16, 4000, False, 100)
@@ -227,7 +227,7 @@ async def test_estimates_follow_the_measured_steps_until_batches_are_known() -> 
 async def test_every_so_often_a_version_is_stored_with_the_error_of_the_one_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("actors.learning.serving_time_estimator.LOOK_S", 0.01)
+    monkeypatch.setattr("farsight.actors.learning.serving_time_estimator.LOOK_S", 0.01)
     async with opened() as log_store, shop("magnus", log_store, learn_every_s=0.05) as found:
         await found.up()
         await found.submit("a")

@@ -5,10 +5,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from actors.supervision.autoscaling import FULL_FOR_S, FULL_QUEUE, IDLE_FOR_S, LATE_FOR_S, QueueScaler, ReplicaScaler
-from core.config.engine import ModelConfig
-from core.costs import StepCost
-from core.messages.requests import Demand, LoadSnapshot
+from farsight.actors.supervision.autoscaling import (
+    FULL_FOR_S,
+    FULL_QUEUE,
+    IDLE_FOR_S,
+    LATE_FOR_S,
+    QueueScaler,
+    ReplicaScaler,
+)
+from farsight.core.config.engine import ModelConfig
+from farsight.core.costs import StepCost
+from farsight.core.messages.requests import Demand, LoadSnapshot
 
 FULL = [FULL_QUEUE]
 

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from actors.runtime.names import SUPERVISOR, wanted_components, worker_name
-from actors.runtime.peer import PeerLost
-from actors.supervision.history import FRESH_S, History
-from core.config.load import FarsightConfig
-from core.messages.series import Activities, Activity, NamesQuery
-from core.messages.status import ComponentCounts, ComponentRows, ComponentStatus
-from core.series.components import MAX_COMPONENTS
-from policies.tenancy.budgets import SharedBudgets
+from farsight.actors.runtime.names import SUPERVISOR, wanted_components, worker_name
+from farsight.actors.runtime.peer import PeerLost
+from farsight.actors.supervision.history import FRESH_S, History
+from farsight.core.config.load import FarsightConfig
+from farsight.core.messages.series import Activities, Activity, NamesQuery
+from farsight.core.messages.status import ComponentCounts, ComponentRows, ComponentStatus
+from farsight.core.series.components import MAX_COMPONENTS
+from farsight.policies.tenancy.budgets import SharedBudgets
 
 COUNTS = ComponentCounts(2, 1, 1, 1)
 INGRESS = ComponentStatus("ingress-1", "Ingress", 9, "node-a", "ready", 0, None, 0, 0)

@@ -6,18 +6,18 @@ import dataclasses
 
 import pytest
 
-from actors.runtime.names import SUPERVISOR, own_replicas, wanted_components
-from actors.runtime.peer import PeerLost
-from actors.runtime.watching import ClusterStore
-from actors.supervision import supervisor as module
-from actors.supervision.autoscaling import scaled, takes_requests, without_drains
-from actors.supervision.ingress_reports import SILENCE_S, IngressReports
-from actors.supervision.supervisor import Supervisor
-from core.codec import decode, encode
-from core.config.engine import ModelConfig
-from core.errors import MessageError
-from core.messages.status import ComponentCounts, Scale
-from core.messages.supervision import DrainProgress, DrainService, IngressOrders, IngressReport, WeightsState
+from farsight.actors.runtime.names import SUPERVISOR, own_replicas, wanted_components
+from farsight.actors.runtime.peer import PeerLost
+from farsight.actors.runtime.watching import ClusterStore
+from farsight.actors.supervision import supervisor as module
+from farsight.actors.supervision.autoscaling import scaled, takes_requests, without_drains
+from farsight.actors.supervision.ingress_reports import SILENCE_S, IngressReports
+from farsight.actors.supervision.supervisor import Supervisor
+from farsight.core.codec import decode, encode
+from farsight.core.config.engine import ModelConfig
+from farsight.core.errors import MessageError
+from farsight.core.messages.status import ComponentCounts, Scale
+from farsight.core.messages.supervision import DrainProgress, DrainService, IngressOrders, IngressReport, WeightsState
 from tests.unit.actors.components import component_context
 
 LEFT = WeightsState(((3, "/model"),), current=3, oldest=3, target=3, num_versions=4)

@@ -10,16 +10,16 @@ from typing import Any, cast
 
 import pytest
 
-from actors.runtime.names import own_replicas
-from actors.runtime.peer import Site
-from actors.runtime.watching import ClusterStore
-from actors.supervision import upgrade as module
-from actors.supervision.upgrade import RollingUpgrade, check_model
-from core.config.load import FarsightConfig
-from core.errors import FarsightError, MessageError
-from core.messages.status import ComponentCounts
-from core.messages.supervision import Upgrade, WeightsState
-from services.launch.launch import EMBEDDED_MODEL
+from farsight.actors.runtime.names import own_replicas
+from farsight.actors.runtime.peer import Site
+from farsight.actors.runtime.watching import ClusterStore
+from farsight.actors.supervision import upgrade as module
+from farsight.actors.supervision.upgrade import RollingUpgrade, check_model
+from farsight.core.config.load import FarsightConfig
+from farsight.core.errors import FarsightError, MessageError
+from farsight.core.messages.status import ComponentCounts
+from farsight.core.messages.supervision import Upgrade, WeightsState
+from farsight.services.launch.launch import EMBEDDED_MODEL
 
 SITE = Site(FarsightConfig(), "", "fused")
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from actors.vision.encoding_cost import EncodingCost, measure_model, measure_tower
-from actors.worker.step_loop import FIRST_STEPS_S, MOST_TIMES
-from core.costs import ImageCost
-from engine.devices.emulated import EmulatedVision, Pace, emulate_vision
+from farsight.actors.vision.encoding_cost import EncodingCost, measure_model, measure_tower
+from farsight.actors.worker.step_loop import FIRST_STEPS_S, MOST_TIMES
+from farsight.core.costs import ImageCost
+from farsight.engine.devices.emulated import EmulatedVision, Pace, emulate_vision
 from tests.unit.engine.vision.models import save_seeing_model
 
 

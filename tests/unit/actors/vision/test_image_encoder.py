@@ -18,18 +18,18 @@ import torch
 from PIL import Image
 from prometheus_client import CollectorRegistry
 
-from actors.runtime.component import ComponentContext
-from actors.runtime.names import RUN_DIR_VARIABLE
-from actors.runtime.peer import Site
-from actors.vision.image_encoder import ImageEncoder
-from core.config.engine import EngineConfig, ModelConfig
-from core.config.images import ImagesConfig
-from core.config.load import FarsightConfig
-from core.images import EncodedImage, EncodeImages, ImageFile, ImageSpan, digest_of
-from engine.vision.geometry import PreparedImage
-from engine.vision.model import load_vision
-from engine.vision.row_files import SharedEmbeddings
-from engine.vision.spans import CarriedEmbeddings
+from farsight.actors.runtime.component import ComponentContext
+from farsight.actors.runtime.names import RUN_DIR_VARIABLE
+from farsight.actors.runtime.peer import Site
+from farsight.actors.vision.image_encoder import ImageEncoder
+from farsight.core.config.engine import EngineConfig, ModelConfig
+from farsight.core.config.images import ImagesConfig
+from farsight.core.config.load import FarsightConfig
+from farsight.core.images import EncodedImage, EncodeImages, ImageFile, ImageSpan, digest_of
+from farsight.engine.vision.geometry import PreparedImage
+from farsight.engine.vision.model import load_vision
+from farsight.engine.vision.row_files import SharedEmbeddings
+from farsight.engine.vision.spans import CarriedEmbeddings
 from tests.unit.actors.components import until
 from tests.unit.engine.vision.models import save_seeing_model
 from tests.unit.engine.vision.test_tokens import picture

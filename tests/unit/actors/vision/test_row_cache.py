@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.vision.image_encoder import CarriedRows, RowCache, SharedRows
-from core.images import EncodedImage, ImageSpan, digest_of
-from engine.vision.row_files import RowStore, SharedEmbeddings, rows_name
+from farsight.actors.vision.image_encoder import CarriedRows, RowCache, SharedRows
+from farsight.core.images import EncodedImage, ImageSpan, digest_of
+from farsight.engine.vision.row_files import RowStore, SharedEmbeddings, rows_name
 
 SIZE = 4 * 3 * 4
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from core.config.images import ImageHost, host_of, is_private_host, is_public, parse_image_hosts
-from core.config.learning import LogConfig
-from core.config.load import FarsightConfig, load_config
-from core.config.server import ServerConfig
-from core.errors import CapacityError, ConfigError
+from farsight.core.config.images import ImageHost, host_of, is_private_host, is_public, parse_image_hosts
+from farsight.core.config.learning import LogConfig
+from farsight.core.config.load import FarsightConfig, load_config
+from farsight.core.config.server import ServerConfig
+from farsight.core.errors import CapacityError, ConfigError
 
 
 def write(tmp_path: Path, text: str) -> Path:

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core import forecast, messages
-from core.codec import PackedInts, decode, encode
-from core.decisions import Decision, on_clock, pack_decisions, unpack_decisions
-from core.errors import MessageError
-from core.messages import SCHEMA_VERSION
-from core.messages import log as log_messages
-from core.messages.plans import CachedRun, CacheReply, KVCacheEvent, Plan, Slot, StartedRequest, StepReport
-from core.messages.requests import Keys, Submit
-from core.messages.status import ComponentStatus, ProcessLife, Pulse, ThreadClock, Work
-from core.messages.tokens import TokenDelta
-from core.request import Request, SamplingParams
+from farsight.core import forecast, messages
+from farsight.core.codec import PackedInts, decode, encode
+from farsight.core.decisions import Decision, on_clock, pack_decisions, unpack_decisions
+from farsight.core.errors import MessageError
+from farsight.core.messages import SCHEMA_VERSION
+from farsight.core.messages import log as log_messages
+from farsight.core.messages.plans import CachedRun, CacheReply, KVCacheEvent, Plan, Slot, StartedRequest, StepReport
+from farsight.core.messages.requests import Keys, Submit
+from farsight.core.messages.status import ComponentStatus, ProcessLife, Pulse, ThreadClock, Work
+from farsight.core.messages.tokens import TokenDelta
+from farsight.core.request import Request, SamplingParams
 from tests.volumes import at_volume
 
 TEXT = st.text(max_size=8)

@@ -9,8 +9,8 @@ import tracemalloc
 
 import pytest
 
-from core.codec import decode, encode
-from core.messages.series import (
+from farsight.core.codec import decode, encode
+from farsight.core.messages.series import (
     Activity,
     ComponentsQuery,
     ComponentsReply,
@@ -20,11 +20,21 @@ from core.messages.series import (
     TableReply,
     TrafficCounts,
 )
-from core.messages.status import ComponentStatus
-from core.messages.tenants import TenantUsage
-from core.series.components import MAX_EVENTS, MAX_SHOWN, ComponentHistory, SeriesTable
-from core.series.service import COLUMNS, FORGET_S, MAX_TENANTS, MINUTES, OTHERS, SECONDS, Instant, Ring, ServiceSeries
-from core.series.tally import NUM_BUCKETS, TrafficTally, add_counts, bucket_of, percentile_s
+from farsight.core.messages.status import ComponentStatus
+from farsight.core.messages.tenants import TenantUsage
+from farsight.core.series.components import MAX_EVENTS, MAX_SHOWN, ComponentHistory, SeriesTable
+from farsight.core.series.service import (
+    COLUMNS,
+    FORGET_S,
+    MAX_TENANTS,
+    MINUTES,
+    OTHERS,
+    SECONDS,
+    Instant,
+    Ring,
+    ServiceSeries,
+)
+from farsight.core.series.tally import NUM_BUCKETS, TrafficTally, add_counts, bucket_of, percentile_s
 
 NOW = 1_800_000_000.0
 SECOND = SeriesQuery()

@@ -26,12 +26,12 @@ from xformers.ops.fmha import attn_bias, triton_splitk
 from xformers.ops.fmha.common import AttentionFwOpBase, Context
 
 from benchmarks.common.gpu_models import model_config, random_weights, save_random_checkpoint
-from core.config.engine import EngineConfig
-from engine.attention import xformers_attention
-from engine.attention.attention import AttentionBackend, DecodePart, PrefillPart, StaticDecode, StepLayout
-from engine.attention.layout import StepSizes
-from engine.attention.torch_attention import TorchAttention
-from engine.attention.xformers_attention import (
+from farsight.core.config.engine import EngineConfig
+from farsight.engine.attention import xformers_attention
+from farsight.engine.attention.attention import AttentionBackend, DecodePart, PrefillPart, StaticDecode, StepLayout
+from farsight.engine.attention.layout import StepSizes
+from farsight.engine.attention.torch_attention import TorchAttention
+from farsight.engine.attention.xformers_attention import (
     EXTENSION_REASON,
     Operators,
     SmallScratch,
@@ -41,18 +41,18 @@ from engine.attention.xformers_attention import (
     operator_problem,
     round_up,
 )
-from engine.checkpoint.model_config import DecoderConfig
-from engine.checkpoint.weights import LayerWeights, load_weights
-from engine.kv_pool import KVPool
-from engine.models import model
-from engine.models.fused import FusedLayers
-from engine.parallel import stage
-from engine.parallel.device import load_parallel_device
-from engine.parallel.follower import follow
-from engine.parallel.links import Gathering, Ranks, Ticket, join
-from engine.parallel.mesh import Mesh, Part
-from engine.steps.backends import TorchBackend
-from engine.steps.model_runner import ModelRunner
+from farsight.engine.checkpoint.model_config import DecoderConfig
+from farsight.engine.checkpoint.weights import LayerWeights, load_weights
+from farsight.engine.kv_pool import KVPool
+from farsight.engine.models import model
+from farsight.engine.models.fused import FusedLayers
+from farsight.engine.parallel import stage
+from farsight.engine.parallel.device import load_parallel_device
+from farsight.engine.parallel.follower import follow
+from farsight.engine.parallel.links import Gathering, Ranks, Ticket, join
+from farsight.engine.parallel.mesh import Mesh, Part
+from farsight.engine.steps.backends import TorchBackend
+from farsight.engine.steps.model_runner import ModelRunner
 from tests.unit.engine.driver import Driver
 
 TOLERANCE = 2e-3

@@ -14,28 +14,28 @@ import numpy as np
 import pytest
 import torch
 
-from core.errors import InvalidValueError
-from core.request import SamplingParams
-from engine import Engine
-from engine.checkpoint import sources
-from engine.checkpoint.check import check_checkpoint
-from engine.checkpoint.config_fields import CheckpointError
-from engine.checkpoint.model_config import config_of, load_model_config, resolve_model_dir
-from engine.checkpoint.names import num_parameters
-from engine.checkpoint.quantized import JoinedLinear, QuantizedLinear
-from engine.checkpoint.repacking import gguf_record, has_record
-from engine.checkpoint.rotary_config import FactorScaling
-from engine.checkpoint.sources import open_checkpoint
-from engine.checkpoint.weights import Linear, load_weights
-from engine.models.rotary import frequencies, rotary_tables
-from engine.native.model import NativeBackend
-from engine.steps.model_runner import ModelRunner
+from farsight.core.errors import InvalidValueError
+from farsight.core.request import SamplingParams
+from farsight.engine import Engine
+from farsight.engine.checkpoint import sources
+from farsight.engine.checkpoint.check import check_checkpoint
+from farsight.engine.checkpoint.config_fields import CheckpointError
+from farsight.engine.checkpoint.model_config import config_of, load_model_config, resolve_model_dir
+from farsight.engine.checkpoint.names import num_parameters
+from farsight.engine.checkpoint.quantized import JoinedLinear, QuantizedLinear
+from farsight.engine.checkpoint.repacking import gguf_record, has_record
+from farsight.engine.checkpoint.rotary_config import FactorScaling
+from farsight.engine.checkpoint.sources import open_checkpoint
+from farsight.engine.checkpoint.weights import Linear, load_weights
+from farsight.engine.models.rotary import frequencies, rotary_tables
+from farsight.engine.native.model import NativeBackend
+from farsight.engine.steps.model_runner import ModelRunner
+from farsight.tokenization.gguf_file import read_gguf
 from tests.unit.engine.checkpoint.test_weights import flat
 from tests.unit.engine.driver import PROMPTS, SMALL, greedy_answers
 from tests.unit.engine.families.shapes import FAMILIES
 from tests.unit.engine.gguf_files import SCALES_AT, dequantized, random_rows, write_gguf
 from tests.unit.engine.small_models import SHAPES, assert_greedy, load_reference, save_model
-from tokenization.gguf_file import read_gguf
 
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 2}
 """Rows that hold whole blocks of every type."""
@@ -270,8 +270,8 @@ LOAD = """
 import sys
 from pathlib import Path
 import torch
-from engine.checkpoint.model_config import load_model_config
-from engine.checkpoint.weights import load_weights
+from farsight.engine.checkpoint.model_config import load_model_config
+from farsight.engine.checkpoint.weights import load_weights
 
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM:"))

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from core.errors import InvalidValueError
-from engine.checkpoint.check import check_checkpoint
-from engine.checkpoint.config_fields import CheckpointError
-from engine.checkpoint.model_config import load_model_config
-from engine.checkpoint.stored import MAX_HEADER, read_header
+from farsight.core.errors import InvalidValueError
+from farsight.engine.checkpoint.check import check_checkpoint
+from farsight.engine.checkpoint.config_fields import CheckpointError
+from farsight.engine.checkpoint.model_config import load_model_config
+from farsight.engine.checkpoint.stored import MAX_HEADER, read_header
+from farsight.tokenization.model_dir import MAX_TEXT, read_json_file
+from farsight.tokenization.model_files import load_model_texts
 from tests.unit.engine.small_models import SHAPES, save_model
-from tokenization.model_dir import MAX_TEXT, read_json_file
-from tokenization.model_files import load_model_texts
 
 FILE = "model.safetensors"
 MUCH = 1 << 60

@@ -12,15 +12,20 @@ import pytest
 import torch
 import transformers
 
-from core.errors import ConfigError, InvalidValueError
-from engine.checkpoint.architectures import ARCHITECTURES
-from engine.checkpoint.check import check_checkpoint
-from engine.checkpoint.config_fields import UnsupportedModelError
-from engine.checkpoint.model_config import DecoderConfig, load_model_config, resolve_max_model_len, resolve_model_dir
-from engine.checkpoint.names import active_parameters, num_parameters, tensor_shapes
-from engine.checkpoint.rotary_config import LinearScaling, Llama3Scaling, LongScaling, RotaryConfig
-from engine.checkpoint.weights import allocate_weights
-from engine.kv_pool import KVPool
+from farsight.core.errors import ConfigError, InvalidValueError
+from farsight.engine.checkpoint.architectures import ARCHITECTURES
+from farsight.engine.checkpoint.check import check_checkpoint
+from farsight.engine.checkpoint.config_fields import UnsupportedModelError
+from farsight.engine.checkpoint.model_config import (
+    DecoderConfig,
+    load_model_config,
+    resolve_max_model_len,
+    resolve_model_dir,
+)
+from farsight.engine.checkpoint.names import active_parameters, num_parameters, tensor_shapes
+from farsight.engine.checkpoint.rotary_config import LinearScaling, Llama3Scaling, LongScaling, RotaryConfig
+from farsight.engine.checkpoint.weights import allocate_weights
+from farsight.engine.kv_pool import KVPool
 from tests.unit.engine.small_models import SHAPES, load_reference
 
 LLAMA = {"architectures": ["LlamaForCausalLM"]}

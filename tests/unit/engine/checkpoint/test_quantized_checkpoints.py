@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from core.errors import InvalidValueError
-from engine.checkpoint.check import check_checkpoint
-from engine.checkpoint.config_fields import CheckpointError, UnsupportedModelError
-from engine.checkpoint.model_config import load_model_config
-from engine.checkpoint.quantized import QuantizedLinear
-from engine.checkpoint.weights import Linear, ModelWeights, load_weights
-from engine.parallel.mesh import Mesh, Part
-from engine.parallel.shards import load_shard
+from farsight.core.errors import InvalidValueError
+from farsight.engine.checkpoint.check import check_checkpoint
+from farsight.engine.checkpoint.config_fields import CheckpointError, UnsupportedModelError
+from farsight.engine.checkpoint.model_config import load_model_config
+from farsight.engine.checkpoint.quantized import QuantizedLinear
+from farsight.engine.checkpoint.weights import Linear, ModelWeights, load_weights
+from farsight.engine.parallel.mesh import Mesh, Part
+from farsight.engine.parallel.shards import load_shard
 from tests.unit.engine.driver import PROMPTS, greedy_answers
 from tests.unit.engine.families.shapes import FAMILIES
 from tests.unit.engine.quantized_files import FORMATS, GROUP, quantize_directory

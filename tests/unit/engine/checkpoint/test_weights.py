@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from core.errors import InvalidValueError
-from engine.checkpoint import sources
-from engine.checkpoint.model_config import load_model_config
-from engine.checkpoint.names import num_parameters
-from engine.checkpoint.sources import SMALL, threads_for
-from engine.checkpoint.weights import CheckpointError, Linear, ModelWeights, load_weights, parse_dtype
-from engine.kv_pool import KVPool
-from engine.models import quantize
+from farsight.core.errors import InvalidValueError
+from farsight.engine.checkpoint import sources
+from farsight.engine.checkpoint.model_config import load_model_config
+from farsight.engine.checkpoint.names import num_parameters
+from farsight.engine.checkpoint.sources import SMALL, threads_for
+from farsight.engine.checkpoint.weights import CheckpointError, Linear, ModelWeights, load_weights, parse_dtype
+from farsight.engine.kv_pool import KVPool
+from farsight.engine.models import quantize
 from tests.unit.engine.families.shapes import FAMILIES
 from tests.unit.engine.small_models import SHAPES, save_model
 

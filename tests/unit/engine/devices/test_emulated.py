@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-import services
-from core.config.engine import EngineConfig
-from core.config.scheduling import SchedulerConfig
-from core.costs import StepCost
-from core.errors import ConfigError, InvalidValueError
-from core.images import ImageSpan
-from core.request import Request, Residency, SamplingParams
-from engine import Engine
-from engine.build import build_worker, check_worker
-from engine.devices.emulated import (
+from farsight import services
+from farsight.core.config.engine import EngineConfig
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.costs import StepCost
+from farsight.core.errors import ConfigError, InvalidValueError
+from farsight.core.images import ImageSpan
+from farsight.core.request import Request, Residency, SamplingParams
+from farsight.engine import Engine
+from farsight.engine.build import build_worker, check_worker
+from farsight.engine.devices.emulated import (
     LEAST_SHARE,
     MAX_LATE_S,
     EmulatedCopier,
@@ -32,11 +32,11 @@ from engine.devices.emulated import (
     emulate_vision,
     token_hash,
 )
-from engine.sequence import Sequence
-from engine.step_results import IterationCutOff, LoggedTokens
-from engine.vision.geometry import load_geometry
-from estimator.profile_file import A100_7B, find_device_profile, resolve_device
-from kvcache import KVCopy, StepBatch, StepItem
+from farsight.engine.sequence import Sequence
+from farsight.engine.step_results import IterationCutOff, LoggedTokens
+from farsight.engine.vision.geometry import load_geometry
+from farsight.estimator.profile_file import A100_7B, find_device_profile, resolve_device
+from farsight.kvcache import KVCopy, StepBatch, StepItem
 from tests.unit.engine.vision.models import SHAPES
 
 MODEL = Path(services.__file__).parent / "embedded_model"
@@ -271,9 +271,9 @@ def test_no_torch_is_loaded(device: str) -> None:
 import sys
 from dataclasses import replace
 from pathlib import Path
-from core.config.engine import EngineConfig
-from core.request import SamplingParams
-from engine import Engine
+from farsight.core.config.engine import EngineConfig
+from farsight.core.request import SamplingParams
+from farsight.engine import Engine
 engine = Engine({str(MODEL)!r}, engine=EngineConfig(device={device!r}, host_kv_memory="1MiB"))
 assert len(engine.generate(["Hello"], SamplingParams(5))[0].token_ids) == 5
 assert not [name for name in sys.modules if name.startswith(("torch", "transformers"))]

@@ -13,23 +13,23 @@ import pytest
 import torch
 
 from benchmarks.common.gpu_models import model_config, save_random_checkpoint
-from core.config.engine import EngineConfig
-from core.config.scheduling import SchedulerConfig
-from core.errors import ConfigError
-from core.request import Residency, SamplingParams
-from engine import Engine, cuda
-from engine.attention.layout import StepSizes
-from engine.attention.torch_attention import TorchAttention
-from engine.build import build_worker
-from engine.checkpoint.model_config import load_model_config
-from engine.checkpoint.weights import parse_dtype
-from engine.devices import model_device
-from engine.devices.model_device import load_gpu_device
-from engine.kv_pool import KVPool
-from engine.runner import available_bytes, largest_step
-from engine.steps.backends import gpu_attention
-from engine.steps.model_runner import ModelRunner
-from kvcache import KVCopy
+from farsight.core.config.engine import EngineConfig
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.errors import ConfigError
+from farsight.core.request import Residency, SamplingParams
+from farsight.engine import Engine, cuda
+from farsight.engine.attention.layout import StepSizes
+from farsight.engine.attention.torch_attention import TorchAttention
+from farsight.engine.build import build_worker
+from farsight.engine.checkpoint.model_config import load_model_config
+from farsight.engine.checkpoint.weights import parse_dtype
+from farsight.engine.devices import model_device
+from farsight.engine.devices.model_device import load_gpu_device
+from farsight.engine.kv_pool import KVPool
+from farsight.engine.runner import available_bytes, largest_step
+from farsight.engine.steps.backends import gpu_attention
+from farsight.engine.steps.model_runner import ModelRunner
+from farsight.kvcache import KVCopy
 from tests.unit.engine.devices.test_stream_copier import Stream
 from tests.unit.engine.driver import Driver
 

@@ -16,16 +16,16 @@ import pytest
 import torch
 
 from benchmarks.common.gpu_models import model_config, random_weights
-from core.request import Residency
-from engine.attention.layout import StepSizes
-from engine.attention.torch_attention import TorchAttention
-from engine.devices import copiers
-from engine.devices.copiers import HostBlocks, StreamCopier
-from engine.kv_pool import KVPool
-from engine.steps.backends import GraphBackend
-from engine.steps.decode_graphs import Capture
-from engine.steps.model_runner import ModelRunner
-from kvcache import KVCopy
+from farsight.core.request import Residency
+from farsight.engine.attention.layout import StepSizes
+from farsight.engine.attention.torch_attention import TorchAttention
+from farsight.engine.devices import copiers
+from farsight.engine.devices.copiers import HostBlocks, StreamCopier
+from farsight.engine.kv_pool import KVPool
+from farsight.engine.steps.backends import GraphBackend
+from farsight.engine.steps.decode_graphs import Capture
+from farsight.engine.steps.model_runner import ModelRunner
+from farsight.kvcache import KVCopy
 from tests.gpu.moving import MovingDriver, wander
 from tests.unit.engine.driver import Driver
 

@@ -15,16 +15,16 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModel
 
-from core.config.engine import EngineConfig
-from core.errors import InvalidValueError
-from core.messages.tokens import TokenDelta
-from core.request import SamplingParams
-from engine.build import check_worker
-from engine.checkpoint.config_fields import CheckpointError, UnsupportedModelError
-from engine.checkpoint.encoder_config import abilities_of, load_encoder_config
-from engine.checkpoint.families.encoder import ENCODERS
-from engine.engine import Engine
-from engine.models.encoder import EncoderModel, EncoderText
+from farsight.core.config.engine import EngineConfig
+from farsight.core.errors import InvalidValueError
+from farsight.core.messages.tokens import TokenDelta
+from farsight.core.request import SamplingParams
+from farsight.engine.build import check_worker
+from farsight.engine.checkpoint.config_fields import CheckpointError, UnsupportedModelError
+from farsight.engine.checkpoint.encoder_config import abilities_of, load_encoder_config
+from farsight.engine.checkpoint.families.encoder import ENCODERS
+from farsight.engine.engine import Engine
+from farsight.engine.models.encoder import EncoderModel, EncoderText
 
 _TEXTS = ([5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [20, 21, 22, 23])
 

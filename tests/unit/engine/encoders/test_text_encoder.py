@@ -13,20 +13,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from core.errors import InvalidValueError
-from engine.encoders import finding
-from engine.encoders.fine_tuning import FineTuning, fine_tune
-from engine.encoders.regressor import LengthRegressor, text_model_of
-from engine.encoders.text_encoder import TextEncoder
-from predictor.artefact import ArtefactError, TrainedModel, from_bytes
-from predictor.encoders import AUTO, LABSE, MINILM, Scorer
-from predictor.history import HistoryPredictor
-from predictor.metrics import score
-from predictor.models import check_artefact
-from predictor.shedding import Effort
-from predictor.text_predictor import TextPredictor
-from predictor.trainer import ForestOptions
-from predictor.training import Recipe, train
+from farsight.core.errors import InvalidValueError
+from farsight.engine.encoders import finding
+from farsight.engine.encoders.fine_tuning import FineTuning, fine_tune
+from farsight.engine.encoders.regressor import LengthRegressor, text_model_of
+from farsight.engine.encoders.text_encoder import TextEncoder
+from farsight.predictor.artefact import ArtefactError, TrainedModel, from_bytes
+from farsight.predictor.encoders import AUTO, LABSE, MINILM, Scorer
+from farsight.predictor.history import HistoryPredictor
+from farsight.predictor.metrics import score
+from farsight.predictor.models import check_artefact
+from farsight.predictor.shedding import Effort
+from farsight.predictor.text_predictor import TextPredictor
+from farsight.predictor.trainer import ForestOptions
+from farsight.predictor.training import Recipe, train
 from tests.unit.engine.encoders.test_encoders import make_encoder, make_labse
 from tests.unit.predictor.requests import examples
 

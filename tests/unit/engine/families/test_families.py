@@ -18,13 +18,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.config.engine import EngineConfig
-from core.errors import ConfigError, InvalidValueError
-from core.request import SamplingParams, SequenceStatus
-from engine.checkpoint.architectures import ARCHITECTURES
-from engine.checkpoint.model_config import load_model_config
-from engine.engine import Engine
-from engine.steps.model_runner import ModelRunner
+from farsight.core.config.engine import EngineConfig
+from farsight.core.errors import ConfigError, InvalidValueError
+from farsight.core.request import SamplingParams, SequenceStatus
+from farsight.engine.checkpoint.architectures import ARCHITECTURES
+from farsight.engine.checkpoint.model_config import load_model_config
+from farsight.engine.engine import Engine
+from farsight.engine.steps.model_runner import ModelRunner
 from tests.unit.engine.driver import Driver, outputs_of
 from tests.unit.engine.families.shapes import FAMILIES
 from tests.unit.engine.families.written import WRITTEN, save_written, written_logits

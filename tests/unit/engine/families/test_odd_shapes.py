@@ -11,9 +11,9 @@ import pytest
 import torch
 import transformers
 
-from engine.checkpoint.model_config import load_model_config
-from engine.native.model import native_problem
-from engine.steps.model_runner import ModelRunner
+from farsight.engine.checkpoint.model_config import load_model_config
+from farsight.engine.native.model import native_problem
+from farsight.engine.steps.model_runner import ModelRunner
 from tests.unit.engine.driver import Driver
 from tests.unit.engine.families.shapes import FAMILIES
 from tests.unit.engine.small_models import assert_greedy, randomize

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from benchmarks.common.gpu_models import model_config, random_weights
-from core.request import Request, SamplingParams
-from engine.attention.layout import build_layout, order_items
-from engine.attention.torch_attention import TorchAttention
-from engine.kv_pool import KVPool
-from engine.models import fused
-from engine.models.fused import FusedLayers, can_fuse
-from engine.models.layers import DecoderLayers
-from engine.models.model import embed
-from engine.sequence import Sequence
-from kvcache import StepBatch, StepItem
+from farsight.core.request import Request, SamplingParams
+from farsight.engine.attention.layout import build_layout, order_items
+from farsight.engine.attention.torch_attention import TorchAttention
+from farsight.engine.kv_pool import KVPool
+from farsight.engine.models import fused
+from farsight.engine.models.fused import FusedLayers, can_fuse
+from farsight.engine.models.layers import DecoderLayers
+from farsight.engine.models.model import embed
+from farsight.engine.sequence import Sequence
+from farsight.kvcache import StepBatch, StepItem
 
 BLOCK = 16
 

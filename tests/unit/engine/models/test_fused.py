@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.model_config import load_model_config
+from farsight.engine.checkpoint.model_config import load_model_config
 
 FOLDER = Path(__file__).parents[1]
 TESTS = ("models/interpreted_fused.py", "attention/interpreted.py")
@@ -33,7 +33,7 @@ def test_kernels_agree_with_torch(tests: str) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
 @pytest.mark.parametrize(("shape", "fits"), [("gqa", True), ("qwen3", True), ("mistral", True), ("opt", False)])
 def test_which_layers_have_kernels(shape: str, fits: bool, model_dir: Callable[[str], Path]) -> None:
-    from engine.models.fused import can_fuse
+    from farsight.engine.models.fused import can_fuse
 
     assert can_fuse(load_model_config(model_dir(shape))) is fits
 
@@ -62,7 +62,7 @@ def test_kernels_compile_for_a_gpu(name: str, tmp_path: Path, monkeypatch: pytes
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from engine.models import fused
+    from farsight.engine.models import fused
 
     kernel, constants = getattr(fused, name), CONSTANTS[name]
     types = {**dict.fromkeys(POINTERS, "*bf16"), "positions": "*i64", "slots": "*i64", "eps": "fp32"}

@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-from core.config.engine import EngineConfig
-from core.config.scheduling import SchedulerConfig
-from core.errors import ConfigError, InvalidValueError
-from core.request import Request, SamplingParams
-from engine.build import build_worker
-from engine.checkpoint.model_config import load_model_config
-from engine.checkpoint.quantized import JoinedLinear, QuantizedLinear, pack_nibbles
-from engine.checkpoint.weights import Linear, ModelWeights, load_weights
-from engine.models.quantize import GROUPS, quantize_linear, quantize_weights
-from engine.native.model import NativeBackend, matrix_problem
-from engine.parallel.links import Ranks
-from engine.sequence import Sequence
-from engine.steps.backends import TorchBackend
-from engine.steps.model_runner import ModelRunner
-from kvcache import StepBatch, StepItem
+from farsight.core.config.engine import EngineConfig
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.errors import ConfigError, InvalidValueError
+from farsight.core.request import Request, SamplingParams
+from farsight.engine.build import build_worker
+from farsight.engine.checkpoint.model_config import load_model_config
+from farsight.engine.checkpoint.quantized import JoinedLinear, QuantizedLinear, pack_nibbles
+from farsight.engine.checkpoint.weights import Linear, ModelWeights, load_weights
+from farsight.engine.models.quantize import GROUPS, quantize_linear, quantize_weights
+from farsight.engine.native.model import NativeBackend, matrix_problem
+from farsight.engine.parallel.links import Ranks
+from farsight.engine.sequence import Sequence
+from farsight.engine.steps.backends import TorchBackend
+from farsight.engine.steps.model_runner import ModelRunner
+from farsight.kvcache import StepBatch, StepItem
 
 STEPS = {8: 127, 4: 8}
 """Steps from 0 to the largest weight of a group."""
@@ -170,7 +170,7 @@ def test_who_runs_on_them(
         asked.append(bits)
         return quantize_weights(full, bits)
 
-    monkeypatch.setattr("engine.steps.model_runner.quantize_weights", quantize)
+    monkeypatch.setattr("farsight.engine.steps.model_runner.quantize_weights", quantize)
     engine = EngineConfig(kv_memory="1MiB", num_threads=1, weights=weights)
     worker = build_worker(tiny_model_dir, "float32", engine, "w", scheduler=SchedulerConfig(preset=preset))
     assert isinstance(worker.runner, ModelRunner)

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
-from engine.checkpoint.model_config import load_model_config
-from engine.models.rotary import rotary_tables
+from farsight.engine.checkpoint.model_config import load_model_config
+from farsight.engine.models.rotary import rotary_tables
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
 LONG = {"short_factor": [1.0 + i / 7 for i in range(12)], "long_factor": [9.0] * 12}

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.request import Request, SamplingParams
-from engine.attention.layout import order_items
-from engine.native import library
-from engine.sequence import Sequence
-from engine.steps.model_runner import ModelRunner
-from kvcache import StepBatch, StepItem
+from farsight.core.request import Request, SamplingParams
+from farsight.engine.attention.layout import order_items
+from farsight.engine.native import library
+from farsight.engine.sequence import Sequence
+from farsight.engine.steps.model_runner import ModelRunner
+from farsight.kvcache import StepBatch, StepItem
 from tests.unit.engine.families.shapes import FAMILIES
 from tests.unit.engine.small_models import SHAPES
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from engine.checkpoint.families.record import Experts
-from engine.checkpoint.model_config import DecoderConfig
-from engine.checkpoint.quantized import JoinedLinear, QuantizedLinear
-from engine.checkpoint.weights import ExpertWeights, LayerWeights, Linear, Matrix, ModelWeights, Norm
-from engine.models.rotary import rotary_tables
+from farsight.engine.checkpoint.families.record import Experts
+from farsight.engine.checkpoint.model_config import DecoderConfig
+from farsight.engine.checkpoint.quantized import JoinedLinear, QuantizedLinear
+from farsight.engine.checkpoint.weights import ExpertWeights, LayerWeights, Linear, Matrix, ModelWeights, Norm
+from farsight.engine.models.rotary import rotary_tables
 
 F32 = np.float32
 _FLAGS = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())

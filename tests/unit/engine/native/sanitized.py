@@ -12,7 +12,7 @@ import os
 
 import pytest
 
-from engine.native import library
+from farsight.engine.native import library
 
 SYMBOLS = {"address": "__asan_init", "thread": "__tsan_init", "undefined": "__ubsan_handle_out_of_bounds"}
 """What the library of each kind brings."""

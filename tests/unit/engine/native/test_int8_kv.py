@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from core.config.engine import EngineConfig
-from core.errors import ConfigError
-from engine.checkpoint.model_config import load_model_config
-from engine.checkpoint.weights import load_weights
-from engine.kv_pool import KVPool
-from engine.steps.model_runner import ModelRunner
+from farsight.core.config.engine import EngineConfig
+from farsight.core.errors import ConfigError
+from farsight.engine.checkpoint.model_config import load_model_config
+from farsight.engine.checkpoint.weights import load_weights
+from farsight.engine.kv_pool import KVPool
+from farsight.engine.steps.model_runner import ModelRunner
 from tests.unit.engine.native.components import BUILDS, Components, assert_same, compiled_probe, random_tokens
 from tests.unit.engine.native.exact_step import ExactStep, round_heads
 

@@ -15,13 +15,13 @@ import pytest
 import torch
 from _pytest.mark import ParameterSet
 
-from core.config.engine import EngineConfig
-from core.request import SamplingParams
-from engine.checkpoint.model_config import load_model_config
-from engine.checkpoint.quantized import QuantizedLinear
-from engine.checkpoint.weights import Linear, load_weights
-from engine.engine import Engine
-from engine.models.quantize import quantize_weights
+from farsight.core.config.engine import EngineConfig
+from farsight.core.request import SamplingParams
+from farsight.engine.checkpoint.model_config import load_model_config
+from farsight.engine.checkpoint.quantized import QuantizedLinear
+from farsight.engine.checkpoint.weights import Linear, load_weights
+from farsight.engine.engine import Engine
+from farsight.engine.models.quantize import quantize_weights
 from tests.unit.engine.native.components import MODELS, Components, assert_same, random_tokens
 from tests.unit.engine.native.exact_step import ExactStep
 

@@ -20,13 +20,13 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from engine.checkpoint.model_config import load_model_config
-from engine.checkpoint.weights import load_weights
-from engine.kv_pool import KVPool
-from engine.native.library import COMPILE_FLAGS
-from engine.native.model import NativeBackend, _Layer
-from engine.steps.backends import TorchBackend
-from engine.steps.model_runner import ModelRunner
+from farsight.engine.checkpoint.model_config import load_model_config
+from farsight.engine.checkpoint.weights import load_weights
+from farsight.engine.kv_pool import KVPool
+from farsight.engine.native.library import COMPILE_FLAGS
+from farsight.engine.native.model import NativeBackend, _Layer
+from farsight.engine.steps.backends import TorchBackend
+from farsight.engine.steps.model_runner import ModelRunner
 from tests.unit.engine.driver import Driver
 
 

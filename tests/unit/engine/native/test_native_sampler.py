@@ -22,12 +22,12 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from core.request import SamplingParams
-from engine.native import library
-from engine.native.sampler import NativeSampler
-from engine.sampling.sampler import NO_TOKEN, Sampler, counter_uniform
-from engine.sampling.token_masks import MaskedRows
-from engine.steps.model_runner import ModelRunner
+from farsight.core.request import SamplingParams
+from farsight.engine.native import library
+from farsight.engine.native.sampler import NativeSampler
+from farsight.engine.sampling.sampler import NO_TOKEN, Sampler, counter_uniform
+from farsight.engine.sampling.token_masks import MaskedRows
+from farsight.engine.steps.model_runner import ModelRunner
 from tests.unit.engine.native import exact_sampler
 from tests.unit.engine.sampling.samplers import History, MakeSampler, each_sampler, params
 

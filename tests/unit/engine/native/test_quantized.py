@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.checkpoint.quantized import JoinedLinear, QuantizedLinear, pack_nibbles
-from engine.native.model import quantized_arguments
+from farsight.engine.checkpoint.quantized import JoinedLinear, QuantizedLinear, pack_nibbles
+from farsight.engine.native.model import quantized_arguments
 from tests.unit.engine.native.components import BUILDS, compiled_probe
 from tests.unit.engine.native.exact_step import FUSED, exact_product, round_rows
 

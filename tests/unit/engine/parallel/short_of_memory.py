@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from engine.attention.layout import layout_of
-from engine.models.layers import DecoderLayers
-from engine.models.model import output_logits
-from engine.parallel import stage
-from engine.parallel.__main__ import main
-from engine.parallel.exchange import Exchange
+from farsight.engine.attention.layout import layout_of
+from farsight.engine.models.layers import DecoderLayers
+from farsight.engine.models.model import output_logits
+from farsight.engine.parallel import stage
+from farsight.engine.parallel.__main__ import main
+from farsight.engine.parallel.exchange import Exchange
 
 POINTS = ("layout", "heads", "mlp", "logits")
 """Before the first sum, between two of a layer, and behind the last one."""

@@ -15,21 +15,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.config.engine import EngineConfig
-from core.errors import ConfigError
-from engine.attention.layout import fill_rows, layout_of
-from engine.attention.torch_attention import TorchAttention
-from engine.checkpoint.model_config import load_model_config
-from engine.checkpoint.weights import load_weights
-from engine.kv_pool import KVPool
-from engine.models.model import DecoderModel
-from engine.parallel.exchange import Arrival, Exchange, RankGroup
-from engine.parallel.mesh import Mesh, Part
-from engine.parallel.shards import load_shard
-from engine.parallel.stage import make_stage
-from engine.parallel.wire import StepOrder
-from engine.sequence import Sequence
-from kvcache import StepItem
+from farsight.core.config.engine import EngineConfig
+from farsight.core.errors import ConfigError
+from farsight.engine.attention.layout import fill_rows, layout_of
+from farsight.engine.attention.torch_attention import TorchAttention
+from farsight.engine.checkpoint.model_config import load_model_config
+from farsight.engine.checkpoint.weights import load_weights
+from farsight.engine.kv_pool import KVPool
+from farsight.engine.models.model import DecoderModel
+from farsight.engine.parallel.exchange import Arrival, Exchange, RankGroup
+from farsight.engine.parallel.mesh import Mesh, Part
+from farsight.engine.parallel.shards import load_shard
+from farsight.engine.parallel.stage import make_stage
+from farsight.engine.parallel.wire import StepOrder
+from farsight.engine.sequence import Sequence
+from farsight.kvcache import StepItem
 from tests.unit.engine.families.shapes import FAMILIES
 from tests.unit.engine.small_models import save_model
 

@@ -13,19 +13,27 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from core.config.engine import EngineConfig
-from core.errors import ConfigError, RankLost, WorkerBroken
-from engine.checkpoint.model_config import load_model_config
-from engine.checkpoint.weights import CheckpointError
-from engine.parallel.driver import StepReports
-from engine.parallel.exchange import Arrival, Exchange
-from engine.parallel.follower import _Orders
-from engine.parallel.links import Link
-from engine.parallel.mesh import Mesh, Part, check_parallel
-from engine.parallel.shards import StageWeights, load_shard
-from engine.parallel.stage import Stage, StepOutcome, free_bytes, run_largest_step
-from engine.parallel.wire import Copied, Finished, StepOrder, pack_order, pack_report, unpack_order, unpack_report
-from kvcache import KVCopy, StepItem
+from farsight.core.config.engine import EngineConfig
+from farsight.core.errors import ConfigError, RankLost, WorkerBroken
+from farsight.engine.checkpoint.model_config import load_model_config
+from farsight.engine.checkpoint.weights import CheckpointError
+from farsight.engine.parallel.driver import StepReports
+from farsight.engine.parallel.exchange import Arrival, Exchange
+from farsight.engine.parallel.follower import _Orders
+from farsight.engine.parallel.links import Link
+from farsight.engine.parallel.mesh import Mesh, Part, check_parallel
+from farsight.engine.parallel.shards import StageWeights, load_shard
+from farsight.engine.parallel.stage import Stage, StepOutcome, free_bytes, run_largest_step
+from farsight.engine.parallel.wire import (
+    Copied,
+    Finished,
+    StepOrder,
+    pack_order,
+    pack_report,
+    unpack_order,
+    unpack_report,
+)
+from farsight.kvcache import KVCopy, StepItem
 
 MAX_ROWS, MAX_SEQS = 8, 2
 

@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 import torch
 
-from core.config.engine import EngineConfig
-from core.config.scheduling import SchedulerConfig
-from core.errors import FarsightError, RankLost
-from core.messages.tokens import TokenLogprobs
-from core.request import Fault, Request, SamplingParams, SequenceStatus
-from engine import Engine
-from engine.build import build_worker
-from engine.checkpoint.model_config import load_model_config
-from engine.parallel import device
-from engine.parallel.driver import ParallelRunner
-from engine.parallel.links import RANK_MODULE, LocalRanks
-from engine.parallel.mesh import Mesh, Part
-from engine.sequence import Sequence
-from kvcache import StepBatch
+from farsight.core.config.engine import EngineConfig
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.errors import FarsightError, RankLost
+from farsight.core.messages.tokens import TokenLogprobs
+from farsight.core.request import Fault, Request, SamplingParams, SequenceStatus
+from farsight.engine import Engine
+from farsight.engine.build import build_worker
+from farsight.engine.checkpoint.model_config import load_model_config
+from farsight.engine.parallel import device
+from farsight.engine.parallel.driver import ParallelRunner
+from farsight.engine.parallel.links import RANK_MODULE, LocalRanks
+from farsight.engine.parallel.mesh import Mesh, Part
+from farsight.engine.sequence import Sequence
+from farsight.kvcache import StepBatch
 from tests.unit.engine.driver import offer, steps
 from tests.unit.engine.families.shapes import FAMILIES
 from tests.unit.engine.parallel import short_of_memory

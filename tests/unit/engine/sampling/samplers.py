@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from core.request import SamplingParams
-from engine.native.sampler import NativeSampler
-from engine.sampling.sampler import Sampler
-from engine.sequence import TokenCounts
+from farsight.core.request import SamplingParams
+from farsight.engine.native.sampler import NativeSampler
+from farsight.engine.sampling.sampler import Sampler
+from farsight.engine.sequence import TokenCounts
 
 MakeSampler = Callable[..., Sampler]
 

@@ -15,18 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from core.errors import IntegrityError
-from core.request import Fault, SamplingParams
-from engine.attention.layout import StepSizes
-from engine.attention.torch_attention import TorchAttention
-from engine.checkpoint.weights import load_weights
-from engine.sampling.sampler import NO_TOKEN, likeliest
-from engine.step_results import LoggedTokens
-from engine.steps.backends import GraphBackend
-from engine.steps.careful_steps import CarefulSteps
-from engine.steps.decode_graphs import Capture
-from engine.steps.model_runner import ModelRunner
-from services.launch.launch import EMBEDDED_MODEL
+from farsight.core.errors import IntegrityError
+from farsight.core.request import Fault, SamplingParams
+from farsight.engine.attention.layout import StepSizes
+from farsight.engine.attention.torch_attention import TorchAttention
+from farsight.engine.checkpoint.weights import load_weights
+from farsight.engine.sampling.sampler import NO_TOKEN, likeliest
+from farsight.engine.step_results import LoggedTokens
+from farsight.engine.steps.backends import GraphBackend
+from farsight.engine.steps.careful_steps import CarefulSteps
+from farsight.engine.steps.decode_graphs import Capture
+from farsight.engine.steps.model_runner import ModelRunner
+from farsight.services.launch.launch import EMBEDDED_MODEL
 from tests.unit.engine.conftest import POISON
 from tests.unit.engine.driver import Driver
 from tests.unit.engine.sampling.samplers import History, MakeSampler, each_sampler, params

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from core.request import SamplingParams
-from engine.sampling.sampler import Sampler, counter_uniform, warp_logits
+from farsight.core.request import SamplingParams
+from farsight.engine.sampling.sampler import Sampler, counter_uniform, warp_logits
 from tests.unit.engine.sampling.samplers import History, each_sampler
 
 

@@ -15,15 +15,15 @@ from transformers.generation.logits_process import (
     SequenceBiasLogitsProcessor,
 )
 
-from core.config.engine import EngineConfig
-from core.messages.plans import Plan, Slot
-from core.messages.tokens import TokenDelta, TokenLogprobs
-from core.request import Request, SamplingParams
-from engine.build import build_worker
-from engine.engine import Engine
-from engine.sampling.logit_adjustments import adjust_logits
-from engine.sampling.sampler import warp_logits
-from engine.worker import Worker
+from farsight.core.config.engine import EngineConfig
+from farsight.core.messages.plans import Plan, Slot
+from farsight.core.messages.tokens import TokenDelta, TokenLogprobs
+from farsight.core.request import Request, SamplingParams
+from farsight.engine.build import build_worker
+from farsight.engine.engine import Engine
+from farsight.engine.sampling.logit_adjustments import adjust_logits
+from farsight.engine.sampling.sampler import warp_logits
+from farsight.engine.worker import Worker
 from tests.unit.engine.sampling.samplers import History, MakeSampler, each_sampler, params
 from tests.unit.engine.small_models import load_reference
 

@@ -15,19 +15,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.errors import IntegrityError
-from core.request import Request, SamplingParams
-from engine.attention.layout import DecodeInputs, StepSizes, row_sizes, table_widths
-from engine.attention.torch_attention import TorchAttention
-from engine.checkpoint.model_config import load_model_config
-from engine.checkpoint.weights import load_weights
-from engine.kv_pool import KVPool
-from engine.models.model import DecoderModel
-from engine.sequence import Sequence
-from engine.steps.backends import GraphBackend, TorchBackend
-from engine.steps.decode_graphs import DecodeGraphs, DecodeSize, StaticInputs
-from engine.steps.model_runner import ModelRunner
-from kvcache import StepBatch, StepItem
+from farsight.core.errors import IntegrityError
+from farsight.core.request import Request, SamplingParams
+from farsight.engine.attention.layout import DecodeInputs, StepSizes, row_sizes, table_widths
+from farsight.engine.attention.torch_attention import TorchAttention
+from farsight.engine.checkpoint.model_config import load_model_config
+from farsight.engine.checkpoint.weights import load_weights
+from farsight.engine.kv_pool import KVPool
+from farsight.engine.models.model import DecoderModel
+from farsight.engine.sequence import Sequence
+from farsight.engine.steps.backends import GraphBackend, TorchBackend
+from farsight.engine.steps.decode_graphs import DecodeGraphs, DecodeSize, StaticInputs
+from farsight.engine.steps.model_runner import ModelRunner
+from farsight.kvcache import StepBatch, StepItem
 from tests.unit.engine.driver import Driver
 from tests.unit.engine.families.shapes import FAMILIES
 from tests.unit.engine.small_models import save_model

@@ -13,24 +13,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.config.engine import EngineConfig
-from core.errors import ConfigError, IntegrityError
-from core.request import SamplingParams
-from engine.attention.torch_attention import TorchAttention
-from engine.checkpoint.model_config import load_model_config
-from engine.checkpoint.weights import load_weights
-from engine.engine import Engine
-from engine.kv_pool import KVPool
-from engine.native import library
-from engine.native.library import NativeUnavailable
-from engine.native.model import NativeBackend
-from engine.sampling.sampler import StepLogits
-from engine.sequence import Sequence
-from engine.steps import backends
-from engine.steps.backends import TorchBackend
-from engine.steps.careful_steps import CarefulSteps
-from engine.steps.model_runner import ModelRunner
-from kvcache import StepBatch, StepItem
+from farsight.core.config.engine import EngineConfig
+from farsight.core.errors import ConfigError, IntegrityError
+from farsight.core.request import SamplingParams
+from farsight.engine.attention.torch_attention import TorchAttention
+from farsight.engine.checkpoint.model_config import load_model_config
+from farsight.engine.checkpoint.weights import load_weights
+from farsight.engine.engine import Engine
+from farsight.engine.kv_pool import KVPool
+from farsight.engine.native import library
+from farsight.engine.native.library import NativeUnavailable
+from farsight.engine.native.model import NativeBackend
+from farsight.engine.sampling.sampler import StepLogits
+from farsight.engine.sequence import Sequence
+from farsight.engine.steps import backends
+from farsight.engine.steps.backends import TorchBackend
+from farsight.engine.steps.careful_steps import CarefulSteps
+from farsight.engine.steps.model_runner import ModelRunner
+from farsight.kvcache import StepBatch, StepItem
 from tests.unit.engine.driver import Driver
 from tests.unit.engine.small_models import SHAPES, load_reference
 

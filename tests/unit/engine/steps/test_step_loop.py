@@ -11,24 +11,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.worker import step_loop
-from actors.worker.step_loop import Step, StepLoop
-from core.config.engine import EngineConfig
-from core.errors import IntegrityError, WorkerBroken
-from core.messages.plans import Plan, Slot
-from core.messages.tokens import TokenDelta
-from core.request import Request, SamplingParams
-from engine import cuda
-from engine.attention.layout import DecodeInputs
-from engine.build import build_worker
-from engine.emission import Output
-from engine.engine import Engine
-from engine.sequence import Sequence
-from engine.step_results import StepFault, lost_on
-from engine.steps.careful_steps import fault_of
-from engine.steps.model_runner import ModelRunner
-from engine.worker import Worker
-from kvcache import StepBatch, StepItem
+from farsight.actors.worker import step_loop
+from farsight.actors.worker.step_loop import Step, StepLoop
+from farsight.core.config.engine import EngineConfig
+from farsight.core.errors import IntegrityError, WorkerBroken
+from farsight.core.messages.plans import Plan, Slot
+from farsight.core.messages.tokens import TokenDelta
+from farsight.core.request import Request, SamplingParams
+from farsight.engine import cuda
+from farsight.engine.attention.layout import DecodeInputs
+from farsight.engine.build import build_worker
+from farsight.engine.emission import Output
+from farsight.engine.engine import Engine
+from farsight.engine.sequence import Sequence
+from farsight.engine.step_results import StepFault, lost_on
+from farsight.engine.steps.careful_steps import fault_of
+from farsight.engine.steps.model_runner import ModelRunner
+from farsight.engine.worker import Worker
+from farsight.kvcache import StepBatch, StepItem
 
 
 @pytest.fixture

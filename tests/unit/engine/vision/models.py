@@ -12,7 +12,7 @@ import transformers
 from PIL import Image
 from torch import Tensor, nn
 
-from engine.checkpoint.families.vision import VISION
+from farsight.engine.checkpoint.families.vision import VISION
 from tests.unit.engine.small_models import byte_level_tokenizer
 
 IMAGE_ID = 310

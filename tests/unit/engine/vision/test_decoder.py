@@ -17,8 +17,8 @@ import pytest
 from PIL import Image
 from transformers.image_utils import load_image
 
-from core.errors import FarsightError, InvalidValueError
-from engine.vision.decoder import DecodeLimits, PictureDecoder
+from farsight.core.errors import FarsightError, InvalidValueError
+from farsight.engine.vision.decoder import DecodeLimits, PictureDecoder
 from tests.unit.engine.vision.picture_files import bomb, file_of, noise, picture_file, png_of, text_bomb, unusual
 
 UNUSUAL = unusual()
@@ -167,7 +167,7 @@ def test_a_child_that_gets_no_processor_time_costs_no_file(decoder: PictureDecod
 
 
 def test_a_machine_without_processor_time_is_no_fault_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("core.child_process.ANSWER_S", 0.001)  # no interpreter starts in it
+    monkeypatch.setattr("farsight.core.child_process.ANSWER_S", 0.001)  # no interpreter starts in it
     decoder = PictureDecoder()
     with pytest.raises(FarsightError, match=r"could not be read: its process did not answer") as raised:
         decoder.decode(picture_file(1, 1))

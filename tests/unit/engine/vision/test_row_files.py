@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from core.errors import InvalidValueError
-from core.images import ImageSpan, digest_of
-from engine.vision.row_files import ORPHANED_S, RowHolder, RowStore, SharedEmbeddings, drop_rows, rows_name
+from farsight.core.errors import InvalidValueError
+from farsight.core.images import ImageSpan, digest_of
+from farsight.engine.vision.row_files import ORPHANED_S, RowHolder, RowStore, SharedEmbeddings, drop_rows, rows_name
 
 HIDDEN = 4
 
@@ -105,7 +105,7 @@ def test_what_dead_processes_held_is_dropped_after_a_time(tmp_path: Path) -> Non
     mine = RowHolder(root, "mine")
     assert mine.hold(name)
     hold = f"RowHolder(Path({str(root)!r}), 'x').hold({name!r})"
-    code = f"from pathlib import Path; from engine.vision.row_files import RowHolder; {hold}"
+    code = f"from pathlib import Path; from farsight.engine.vision.row_files import RowHolder; {hold}"
     subprocess.run([sys.executable, "-c", code], check=True)
     folders = list((root / "held").iterdir())
     assert len(folders) == 2

@@ -13,16 +13,16 @@ import pytest
 import torch
 import transformers
 
-from core.codec import decode, encode
-from core.config.engine import EngineConfig
-from core.errors import InvalidValueError
-from core.images import ImageSpan, identity_ids
-from core.request import Request, SamplingParams
-from engine.checkpoint.config_fields import UnsupportedModelError
-from engine.engine import Engine
-from engine.vision.geometry import ImageGeometry, load_geometry, read_geometry
-from engine.vision.spans import CarriedEmbeddings, SequenceImages
-from kvcache.block_manager import hash_blocks
+from farsight.core.codec import decode, encode
+from farsight.core.config.engine import EngineConfig
+from farsight.core.errors import InvalidValueError
+from farsight.core.images import ImageSpan, identity_ids
+from farsight.core.request import Request, SamplingParams
+from farsight.engine.checkpoint.config_fields import UnsupportedModelError
+from farsight.engine.engine import Engine
+from farsight.engine.vision.geometry import ImageGeometry, load_geometry, read_geometry
+from farsight.engine.vision.spans import CarriedEmbeddings, SequenceImages
+from farsight.kvcache.block_manager import hash_blocks
 from tests.unit.engine.vision.models import IMAGE_ID, SHAPES, save_seeing_model
 
 DIGEST = b"a picture"
@@ -262,6 +262,6 @@ def test_what_is_not_computed_is_refused_by_its_field(shape: str, where: str, na
 def test_a_model_of_text_alone_has_no_geometry(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     assert load_geometry(tmp_path) is None
-    from engine.vision.model import load_vision
+    from farsight.engine.vision.model import load_vision
 
     assert load_vision(tmp_path, torch.float32) is None

@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 import torch
 
-from core.config.engine import EngineConfig
-from core.config.scheduling import SchedulerConfig
-from core.images import ImageSpan
-from core.request import SamplingParams
-from engine.checkpoint.families.vision import QWEN_VL, VISION
-from engine.checkpoint.model_config import load_model_config
-from engine.engine import Engine
-from engine.vision.model import VisionModel, load_vision
+from farsight.core.config.engine import EngineConfig
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.images import ImageSpan
+from farsight.core.request import SamplingParams
+from farsight.engine.checkpoint.families.vision import QWEN_VL, VISION
+from farsight.engine.checkpoint.model_config import load_model_config
+from farsight.engine.engine import Engine
+from farsight.engine.vision.model import VisionModel, load_vision
 from tests.unit.engine.small_models import assert_best
 from tests.unit.engine.vision.models import IMAGE_ID, SHAPES, SeeingReference, save_seeing_model
 from tests.unit.engine.vision.written import WrittenReference, save_written_seeing

@@ -15,13 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.checkpoint.config_fields import CheckpointError, UnsupportedModelError
-from engine.checkpoint.families.vision import QWEN_VL as NAME
-from engine.checkpoint.model_config import load_model_config
-from engine.vision.geometry import load_geometry
-from engine.vision.layers import TowerTensors
-from engine.vision.model import VisionModel, load_vision
-from engine.vision.qwen_vl import QwenVlTower
+from farsight.engine.checkpoint.config_fields import CheckpointError, UnsupportedModelError
+from farsight.engine.checkpoint.families.vision import QWEN_VL as NAME
+from farsight.engine.checkpoint.model_config import load_model_config
+from farsight.engine.vision.geometry import load_geometry
+from farsight.engine.vision.layers import TowerTensors
+from farsight.engine.vision.model import VisionModel, load_vision
+from farsight.engine.vision.qwen_vl import QwenVlTower
 from tests.unit.engine.vision.models import IMAGE_ID, SHAPES, save_seeing_model
 from tests.unit.engine.vision.written import HIDDEN, QUERIES, QWEN_VL, SIDE, WrittenReference, save_written_seeing
 

@@ -9,13 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.errors import InvalidValueError
-from core.forecast import Forecast
-from policies.admission.conservative import Conservative
-from policies.admission.past_future import HistoryLengths, LawLengths, PastFuture, PeakIndex, TrueLengths, future_memory
-from policies.admission.watermark import Aggressive
-from policies.interfaces import Admission, Job
-from policies.lengths.history import IntArray, LengthHistory
+from farsight.core.errors import InvalidValueError
+from farsight.core.forecast import Forecast
+from farsight.policies.admission.conservative import Conservative
+from farsight.policies.admission.past_future import (
+    HistoryLengths,
+    LawLengths,
+    PastFuture,
+    PeakIndex,
+    TrueLengths,
+    future_memory,
+)
+from farsight.policies.admission.watermark import Aggressive
+from farsight.policies.interfaces import Admission, Job
+from farsight.policies.lengths.history import IntArray, LengthHistory
 
 ENTRIES = st.lists(st.tuples(st.integers(1, 50), st.integers(0, 50)), min_size=1, max_size=12)
 

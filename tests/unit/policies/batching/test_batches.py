@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.costs import StepCost
-from core.errors import IntegrityError
-from policies.batching.base import BatchQueue, FormedBatch, first_arrived, first_sealed, predicted_len
-from policies.batching.fcfs import FcfsBatches, vanilla_batch_size
-from policies.batching.hrrn import HighestResponseRatio, remaining_service_s, response_ratio
-from policies.batching.wma import WmaBatcher, memory_tokens, wasted_memory_accesses
+from farsight.core.costs import StepCost
+from farsight.core.errors import IntegrityError
+from farsight.policies.batching.base import BatchQueue, FormedBatch, first_arrived, first_sealed, predicted_len
+from farsight.policies.batching.fcfs import FcfsBatches, vanilla_batch_size
+from farsight.policies.batching.hrrn import HighestResponseRatio, remaining_service_s, response_ratio
+from farsight.policies.batching.wma import WmaBatcher, memory_tokens, wasted_memory_accesses
 from tests.unit.policies.batch_jobs import drain, exercise, make_job, names
 
 GIB = 2**30

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.errors import IntegrityError, InvalidValueError
-from policies.batching.multi_bin import (
+from farsight.core.errors import IntegrityError, InvalidValueError
+from farsight.policies.batching.multi_bin import (
     MIN_LENGTHS,
     LearnedBins,
     MultiBinBatcher,

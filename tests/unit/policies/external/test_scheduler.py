@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from core.config.scheduling import SchedulerConfig
-from core.decisions import unpack_decisions
-from core.errors import IntegrityError
-from core.forecast import QUANTILES, Forecast, ForecastMade
-from core.messages.requests import Key
-from core.request import Origin, Request, SamplingParams, SequenceStatus
-from policies.compose import configured_backend
-from policies.external.circuit_breaker import (
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.decisions import unpack_decisions
+from farsight.core.errors import IntegrityError
+from farsight.core.forecast import QUANTILES, Forecast, ForecastMade
+from farsight.core.messages.requests import Key
+from farsight.core.request import Origin, Request, SamplingParams, SequenceStatus
+from farsight.policies.compose import configured_backend
+from farsight.policies.external.circuit_breaker import (
     BreakerEvent,
     BreakerRules,
     BreakerState,
@@ -26,7 +26,7 @@ from policies.external.circuit_breaker import (
     ProbePassed,
     Succeeded,
 )
-from policies.external.events import (
+from farsight.policies.external.events import (
     AskServer,
     BackendEvent,
     BackendInstruction,
@@ -42,8 +42,8 @@ from policies.external.events import (
     SendRequest,
     ServerFailure,
 )
-from policies.external.scheduler import NUM_REMEMBERED, BackendScheduler
-from policies.replica.events import (
+from farsight.policies.external.scheduler import NUM_REMEMBERED, BackendScheduler
+from farsight.policies.replica.events import (
     AccountClosed,
     ForecastsArrived,
     RefuseRequest,

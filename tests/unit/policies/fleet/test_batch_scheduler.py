@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from core.config.scheduling import BatchConfig
-from core.forecast import ForecastMade
-from core.messages.plans import FinishedSequence, WorkerReady
-from core.messages.requests import Key, OpenRequest
-from core.request import Request, SamplingParams, SequenceStatus
-from policies.compose import build_batch_scheduler
-from policies.fleet.batch_scheduler import BatchScheduler
-from policies.fleet.events import (
+from farsight.core.config.scheduling import BatchConfig
+from farsight.core.forecast import ForecastMade
+from farsight.core.messages.plans import FinishedSequence, WorkerReady
+from farsight.core.messages.requests import Key, OpenRequest
+from farsight.core.request import Request, SamplingParams, SequenceStatus
+from farsight.policies.compose import build_batch_scheduler
+from farsight.policies.fleet.batch_scheduler import BatchScheduler
+from farsight.policies.fleet.events import (
     AbortOnReplica,
     AskReplica,
     BatchEnded,
@@ -38,9 +38,9 @@ from policies.fleet.events import (
     RequestsEnded,
     TimePassed,
 )
-from policies.presets import PRESETS
-from policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
-from policies.settings import BatchSettings
+from farsight.policies.presets import PRESETS
+from farsight.policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
+from farsight.policies.settings import BatchSettings
 from tests.unit.policies.batch_jobs import seeds
 from tests.unit.policies.global_table import forecast, request, stream
 

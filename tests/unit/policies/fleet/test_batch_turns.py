@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from core.config.scheduling import BatchConfig
-from policies.batching.base import BatchPolicy
-from policies.compose import build_batcher
-from policies.fleet.batch_turns import BatchTurns
-from policies.interfaces import Job
-from policies.settings import BatchSettings
+from farsight.core.config.scheduling import BatchConfig
+from farsight.policies.batching.base import BatchPolicy
+from farsight.policies.compose import build_batcher
+from farsight.policies.fleet.batch_turns import BatchTurns
+from farsight.policies.interfaces import Job
+from farsight.policies.settings import BatchSettings
 from tests.unit.policies.batch_jobs import make_job, names
 
 PRESETS = ("magnus", "magnus-vs", "magnus-glp", "magnus-abp", "multi-bin")

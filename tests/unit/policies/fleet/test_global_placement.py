@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from core.config.scheduling import PlacementConfig
-from core.costs import A100_7B, StepCost
-from core.forecast import QUANTILES, Forecast, ForecastMade
-from core.messages.plans import FinishedSequence, KVCacheEvent, StartedRequest, WorkerReady
-from core.request import Request, SamplingParams, SequenceStatus
-from policies.fleet.events import (
+from farsight.core.config.scheduling import PlacementConfig
+from farsight.core.costs import A100_7B, StepCost
+from farsight.core.forecast import QUANTILES, Forecast, ForecastMade
+from farsight.core.messages.plans import FinishedSequence, KVCacheEvent, StartedRequest, WorkerReady
+from farsight.core.request import Request, SamplingParams, SequenceStatus
+from farsight.policies.fleet.events import (
     AskCache,
     GlobalEvent,
     KVCacheChanged,
@@ -23,10 +23,10 @@ from policies.fleet.events import (
     RequestsStarted,
     StepsPriced,
 )
-from policies.fleet.scheduler import GlobalScheduler
-from policies.placement.base import NUM_RECENT, Choice, LeastWork, Placement, PlacementStats, ReplicaLoad
-from policies.placement.e2 import E2Router
-from policies.replica.events import ForecastsArrived, RequestsAborted, RequestsArrived
+from farsight.policies.fleet.scheduler import GlobalScheduler
+from farsight.policies.placement.base import NUM_RECENT, Choice, LeastWork, Placement, PlacementStats, ReplicaLoad
+from farsight.policies.placement.e2 import E2Router
+from farsight.policies.replica.events import ForecastsArrived, RequestsAborted, RequestsArrived
 from tests.unit.policies.e2_driver import LINEAR
 from tests.unit.policies.global_table import arrive, handle, ready, request, router
 

@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from core.costs import StepCost
-from core.forecast import QUANTILES, Forecast
-from core.messages.requests import Demand, LoadSnapshot
-from core.request import NO_SLO, Request, SamplingParams, Slo
-from policies.fleet.queue_delay import (
+from farsight.core.costs import StepCost
+from farsight.core.forecast import QUANTILES, Forecast
+from farsight.core.messages.requests import Demand, LoadSnapshot
+from farsight.core.request import NO_SLO, Request, SamplingParams, Slo
+from farsight.policies.fleet.queue_delay import (
     LEVEL,
     MIN_WAITS,
     TargetCheck,

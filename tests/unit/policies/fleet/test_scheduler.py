@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from core.forecast import ForecastMade
-from core.messages.requests import Demand, Key, OpenRequest, Placed
-from core.request import Request, SamplingParams
-from policies.fleet.events import (
+from farsight.core.forecast import ForecastMade
+from farsight.core.messages.requests import Demand, Key, OpenRequest, Placed
+from farsight.core.request import Request, SamplingParams
+from farsight.policies.fleet.events import (
     AbortOnReplica,
     AskReplica,
     GlobalEvent,
@@ -24,10 +24,10 @@ from policies.fleet.events import (
     ReplicaUp,
     ReportLost,
 )
-from policies.fleet.request_table import FleetReplica
-from policies.fleet.scheduler import GlobalScheduler
-from policies.placement.base import Choice, LeastWork, LoadChoice, ReplicaLoad, RoundRobin
-from policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
+from farsight.policies.fleet.request_table import FleetReplica
+from farsight.policies.fleet.scheduler import GlobalScheduler
+from farsight.policies.placement.base import Choice, LeastWork, LoadChoice, ReplicaLoad, RoundRobin
+from farsight.policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
 from tests.unit.policies.global_table import (
     announce,
     arrive,

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.interfaces import Job, KvMoves, KvPolicy, KvView
-from policies.kv.cheapest_victim import CheapestVictim
-from policies.kv.enst_baselines import Defer, Reactive, Recompute
-from policies.kv.enst_offload import EnstOffload, by_enst, enst_s
-from policies.order.gittins import DecodePrice, Gittins
-from policies.order.skip_join_mlfq import SkipJoinMlfq
+from farsight.policies.interfaces import Job, KvMoves, KvPolicy, KvView
+from farsight.policies.kv.cheapest_victim import CheapestVictim
+from farsight.policies.kv.enst_baselines import Defer, Reactive, Recompute
+from farsight.policies.kv.enst_offload import EnstOffload, by_enst, enst_s
+from farsight.policies.order.gittins import DecodePrice, Gittins
+from farsight.policies.order.skip_join_mlfq import SkipJoinMlfq
 from tests.unit.policies.mlfq_server import unit_mlfq
 from tests.unit.policies.order.test_gittins import STEP
 from tests.unit.policies.order.test_gittins import job as foreseen

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
-from core.messages.plans import SlotProgress
-from policies.compose import build_batch_runner
-from policies.interfaces import Job, KvMoves, KvView
-from policies.kv.split_batch import SplitBatch
-from policies.replica.events import BatchBroken, Instruction, RequestsAborted, WorkerLost
-from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
+from farsight.core.messages.plans import SlotProgress
+from farsight.policies.compose import build_batch_runner
+from farsight.policies.interfaces import Job, KvMoves, KvView
+from farsight.policies.kv.split_batch import SplitBatch
+from farsight.policies.replica.events import BatchBroken, Instruction, RequestsAborted, WorkerLost
+from farsight.policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
 from tests.unit.policies.replica.scheduler_harness import Harness, request, running
 
 long_request = partial(request, out=12)

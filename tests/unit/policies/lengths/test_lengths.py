@@ -7,9 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.forecast import Forecast
-from policies.lengths.history import IntArray, LengthHistory
-from policies.lengths.law import LEVELS, NUM_POINTS, UNKNOWN, PredictorGate, crps, forecast_points, merged, remaining
+from farsight.core.forecast import Forecast
+from farsight.policies.lengths.history import IntArray, LengthHistory
+from farsight.policies.lengths.law import (
+    LEVELS,
+    NUM_POINTS,
+    UNKNOWN,
+    PredictorGate,
+    crps,
+    forecast_points,
+    merged,
+    remaining,
+)
 
 EXAMPLE = (2, 3, 3, 5, 8)
 

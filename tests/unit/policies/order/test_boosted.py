@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.config.scheduling import SchedulerConfig
-from core.costs import StepCost
-from core.forecast import Forecast
-from policies.interfaces import Job
-from policies.order.boosted import DEVIATIONS, SPREAD, Boosted, boosts
-from policies.order.gittins import DecodePrice
-from policies.replica.events import Event, Instruction
-from policies.replica.scheduler import ReplicaScheduler
-from policies.settings import PolicySettings
-from simulator.cluster.replica import ReplicaShape
-from simulator.predictors import Noisy
-from simulator.traffic.workload import SimRequest
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.costs import StepCost
+from farsight.core.forecast import Forecast
+from farsight.policies.interfaces import Job
+from farsight.policies.order.boosted import DEVIATIONS, SPREAD, Boosted, boosts
+from farsight.policies.order.gittins import DecodePrice
+from farsight.policies.replica.events import Event, Instruction
+from farsight.policies.replica.scheduler import ReplicaScheduler
+from farsight.policies.settings import PolicySettings
+from farsight.simulator.cluster.replica import ReplicaShape
+from farsight.simulator.predictors import Noisy
+from farsight.simulator.traffic.workload import SimRequest
 from tests.unit.policies.closed_loops import CLIENTS, one_replica, run_beside
 
 STEP = StepCost(base_s=0.010, prefill_token_s=0.1e-3, decode_seq_s=0.1e-3, context_token_s=0.0)

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from core.costs import StepCost
-from core.forecast import Forecast
-from policies.interfaces import Job
-from policies.order.gittins import DecodePrice, Gittins, gittins_rank
+from farsight.core.costs import StepCost
+from farsight.core.forecast import Forecast
+from farsight.policies.interfaces import Job
+from farsight.policies.order.gittins import DecodePrice, Gittins, gittins_rank
 
 STEP = StepCost(base_s=0.01, prefill_token_s=0.00011, decode_seq_s=0.00002, context_token_s=2e-7)
 

@@ -13,27 +13,27 @@ import numpy as np
 import pytest
 
 from benchmarks.decisions.deep_queue import arrivals
-from core.config.scheduling import SchedulerConfig
-from core.costs import StepCost
-from core.messages.plans import CachedRun, KVCacheEvent
-from core.request import Request, SamplingParams
-from kvcache.cache_journal import CacheMirror
-from policies.batching.hrrn import HrrnOrder
-from policies.compose import build_scheduler
-from policies.interfaces import Job, Order, ScheduledRequest, make_scheduled
-from policies.order import gittins, job_table
-from policies.order.hit_groups import HitGroups, quotas
-from policies.order.job_table import Kept, in_order
-from policies.order.skip_join_mlfq import PROMOTIONS_AT_ONCE, SkipJoinMlfq
-from policies.replica import mirror as replica_mirror
-from policies.replica.events import Event, Instruction
-from policies.replica.mirror import ReplicaHits
-from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
-from policies.settings import MlfqRules, PolicySettings
-from simulator.cluster.latency import A100_7B
-from simulator.cluster.records import Record, Recorder
-from simulator.cluster.replica import Replica, ReplicaShape
-from simulator.traffic.workload import as_request
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.costs import StepCost
+from farsight.core.messages.plans import CachedRun, KVCacheEvent
+from farsight.core.request import Request, SamplingParams
+from farsight.kvcache.cache_journal import CacheMirror
+from farsight.policies.batching.hrrn import HrrnOrder
+from farsight.policies.compose import build_scheduler
+from farsight.policies.interfaces import Job, Order, ScheduledRequest, make_scheduled
+from farsight.policies.order import gittins, job_table
+from farsight.policies.order.hit_groups import HitGroups, quotas
+from farsight.policies.order.job_table import Kept, in_order
+from farsight.policies.order.skip_join_mlfq import PROMOTIONS_AT_ONCE, SkipJoinMlfq
+from farsight.policies.replica import mirror as replica_mirror
+from farsight.policies.replica.events import Event, Instruction
+from farsight.policies.replica.mirror import ReplicaHits
+from farsight.policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
+from farsight.policies.settings import MlfqRules, PolicySettings
+from farsight.simulator.cluster.latency import A100_7B
+from farsight.simulator.cluster.records import Record, Recorder
+from farsight.simulator.cluster.replica import Replica, ReplicaShape
+from farsight.simulator.traffic.workload import as_request
 from tests.unit.policies.batch_jobs import seeds
 
 COST = StepCost(0.01, 0.0001, 0.00002, 2e-7)

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.config.scheduling import SchedulerConfig
-from core.costs import StepCost
-from core.errors import IntegrityError
-from policies.interfaces import Job, Order
-from policies.order.fcfs import Fcfs
-from policies.order.skip_join_mlfq import SkipJoinMlfq
-from policies.settings import MlfqRules
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.costs import StepCost
+from farsight.core.errors import IntegrityError
+from farsight.policies.interfaces import Job, Order
+from farsight.policies.order.fcfs import Fcfs
+from farsight.policies.order.skip_join_mlfq import SkipJoinMlfq
+from farsight.policies.settings import MlfqRules
 from tests.unit.policies.mlfq_server import Server, jobs, unit_mlfq
 
 FIG_6 = (5, 2), (1, 2), (2, 2)

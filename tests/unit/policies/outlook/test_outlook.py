@@ -8,12 +8,12 @@ import math
 import numpy as np
 import pytest
 
-from core.costs import A100_7B, StepCost
-from core.forecast import QUANTILES, Forecast
-from policies.interfaces import Job
-from policies.outlook.calibration import MIN_ALL, WINDOW, OnlineCalibration, Raw, survival_quantile
-from policies.outlook.promises import PromiseMaker, ReplicaJobs
-from policies.outlook.rollout import (
+from farsight.core.costs import A100_7B, StepCost
+from farsight.core.forecast import QUANTILES, Forecast
+from farsight.policies.interfaces import Job
+from farsight.policies.outlook.calibration import MIN_ALL, WINDOW, OnlineCalibration, Raw, survival_quantile
+from farsight.policies.outlook.promises import PromiseMaker, ReplicaJobs
+from farsight.policies.outlook.rollout import (
     MAX_LISTED,
     MAX_TURNS,
     QueueState,

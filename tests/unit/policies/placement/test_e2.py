@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.config.scheduling import PlacementConfig
-from core.costs import StepCost
-from core.errors import IntegrityError, InvalidValueError
-from core.messages.plans import CachedRun, KVCacheEvent
-from core.request import Request, SamplingParams
-from policies.placement.e2 import E2Choice, key_portion
-from policies.placement.e2_profiles import (
+from farsight.core.config.scheduling import PlacementConfig
+from farsight.core.costs import StepCost
+from farsight.core.errors import IntegrityError, InvalidValueError
+from farsight.core.messages.plans import CachedRun, KVCacheEvent
+from farsight.core.request import Request, SamplingParams
+from farsight.policies.placement.e2 import E2Choice, key_portion
+from farsight.policies.placement.e2_profiles import (
     INITIAL_TPOT_S,
     LLAMA_3_70B_A100_TP2,
     LLAMA_3_70B_H100_TP2,

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from core.config.scheduling import PlacementConfig
-from core.costs import StepCost
-from core.request import Request, SamplingParams
-from policies.placement.base import ReplicaLoad
-from policies.placement.e2 import E2Router
-from policies.placement.e2_forecast import INITIAL_OUTPUT_LEN, E2Forecast, ForecastChoice
-from policies.placement.e2_profiles import Regressions
-from policies.placement.prefix_tree import Path, PrefixNode
+from farsight.core.config.scheduling import PlacementConfig
+from farsight.core.costs import StepCost
+from farsight.core.request import Request, SamplingParams
+from farsight.policies.placement.base import ReplicaLoad
+from farsight.policies.placement.e2 import E2Router
+from farsight.policies.placement.e2_forecast import INITIAL_OUTPUT_LEN, E2Forecast, ForecastChoice
+from farsight.policies.placement.e2_profiles import Regressions
+from farsight.policies.placement.prefix_tree import Path, PrefixNode
 from tests.unit.policies.batch_jobs import seeds
 from tests.unit.policies.e2_driver import BARE, path
 from tests.unit.policies.global_table import forecast

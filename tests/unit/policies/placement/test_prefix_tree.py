@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.errors import IntegrityError
-from core.messages.plans import CachedRun, KVCacheEvent
-from policies.placement.base import ReplicaLoad
-from policies.placement.e2_profiles import from_step_cost
-from policies.placement.prefix_loads import PrefixLoads
-from policies.placement.prefix_tree import PLACE_BYTES, Path, PrefixNode, RadixTree
-from simulator.cluster.latency import A100_7B
+from farsight.core.errors import IntegrityError
+from farsight.core.messages.plans import CachedRun, KVCacheEvent
+from farsight.policies.placement.base import ReplicaLoad
+from farsight.policies.placement.e2_profiles import from_step_cost
+from farsight.policies.placement.prefix_loads import PrefixLoads
+from farsight.policies.placement.prefix_tree import PLACE_BYTES, Path, PrefixNode, RadixTree
+from farsight.simulator.cluster.latency import A100_7B
 from tests.unit.policies.naive_trie import NaiveTrie, known_to, lru_of, path_of
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from core.config.scheduling import SchedulerConfig
-from core.messages.plans import FinishedSequence, Plan, SlotProgress, StepReport, WorkerReady, WorkerState
-from core.request import Request, SamplingParams, SequenceStatus
-from policies.compose import build_scheduler
-from policies.replica.events import (
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.messages.plans import FinishedSequence, Plan, SlotProgress, StepReport, WorkerReady, WorkerState
+from farsight.core.request import Request, SamplingParams, SequenceStatus
+from farsight.policies.compose import build_scheduler
+from farsight.policies.replica.events import (
     AccountClosed,
     Event,
     Instruction,
@@ -17,8 +17,8 @@ from policies.replica.events import (
     WorkerConnected,
     WorkerReported,
 )
-from policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
-from policies.settings import MlfqRules, PolicySettings
+from farsight.policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
+from farsight.policies.settings import MlfqRules, PolicySettings
 
 READY = WorkerReady("w", num_blocks=10, block_size=4, max_model_len=40, pool_limited=True, vocab_size=100)
 

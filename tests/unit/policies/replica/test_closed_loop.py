@@ -13,14 +13,14 @@ from collections import Counter, deque
 
 import pytest
 
-from core.config.scheduling import SchedulerConfig
-from core.messages.plans import Plan, StepReport, WorkerReady, WorkerState
-from core.messages.requests import Key
-from core.request import Origin, Request, SamplingParams
-from kvcache import BatchLimits, BlockManager, LeaseExecutor, PipelinedExecutor, StepBatch
-from kvcache.block_manager import hash_blocks
-from policies.compose import build_scheduler
-from policies.replica.events import (
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.messages.plans import Plan, StepReport, WorkerReady, WorkerState
+from farsight.core.messages.requests import Key
+from farsight.core.request import Origin, Request, SamplingParams
+from farsight.kvcache import BatchLimits, BlockManager, LeaseExecutor, PipelinedExecutor, StepBatch
+from farsight.kvcache.block_manager import hash_blocks
+from farsight.policies.compose import build_scheduler
+from farsight.policies.replica.events import (
     AccountClosed,
     Event,
     RequestEnded,
@@ -30,8 +30,8 @@ from policies.replica.events import (
     WorkerConnected,
     WorkerReported,
 )
-from policies.replica.scheduler import SchedulerLimits
-from policies.settings import PolicySettings
+from farsight.policies.replica.scheduler import SchedulerLimits
+from farsight.policies.settings import PolicySettings
 from tests.unit.policies.batch_jobs import seeds
 
 BLOCK = 4

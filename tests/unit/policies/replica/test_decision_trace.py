@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from core.decisions import Decision, unpack_decisions
-from core.forecast import QUANTILES, Forecast, ForecastMade
-from core.messages.live import MemoryPoint
-from core.messages.plans import FinishedSequence, Plan, WorkerReady, WorkerState
-from core.request import Origin, Request, SamplingParams, SequenceStatus
-from kvcache import BatchLimits, BlockManager, LeaseExecutor
-from policies.compose import build_scheduler
-from policies.presets import PRESETS
-from policies.replica.decision_trace import Accounts
-from policies.replica.events import (
+from farsight.core.decisions import Decision, unpack_decisions
+from farsight.core.forecast import QUANTILES, Forecast, ForecastMade
+from farsight.core.messages.live import MemoryPoint
+from farsight.core.messages.plans import FinishedSequence, Plan, WorkerReady, WorkerState
+from farsight.core.request import Origin, Request, SamplingParams, SequenceStatus
+from farsight.kvcache import BatchLimits, BlockManager, LeaseExecutor
+from farsight.policies.compose import build_scheduler
+from farsight.policies.presets import PRESETS
+from farsight.policies.replica.decision_trace import Accounts
+from farsight.policies.replica.events import (
     AccountClosed,
     Event,
     ForecastsArrived,
@@ -30,8 +30,8 @@ from policies.replica.events import (
     WorkerLost,
     WorkerReported,
 )
-from policies.replica.live_view import MAX_ENDED, MAX_POINTS, SchedulerWatch
-from policies.replica.scheduler import SchedulerLimits
+from farsight.policies.replica.live_view import MAX_ENDED, MAX_POINTS, SchedulerWatch
+from farsight.policies.replica.scheduler import SchedulerLimits
 from tests.unit.policies.replica.scheduler_harness import Harness, running
 from tests.unit.policies.replica.scheduler_harness import request as small_request
 

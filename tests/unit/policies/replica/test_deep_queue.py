@@ -11,20 +11,20 @@ from functools import partial
 import pytest
 
 from benchmarks.decisions.deep_queue import arrivals
-from core.config.scheduling import BatchConfig, SchedulerConfig
-from core.messages.plans import FinishedSequence, WorkerReady
-from core.request import Request, SequenceStatus
-from policies.compose import build_batch_scheduler, build_scheduler, is_batch_mode
-from policies.fleet.events import GlobalEvent, PlaceRequests, ReplicaUp, RequestsEnded
-from policies.order import gittins
-from policies.presets import PRESETS
-from policies.replica.events import CostLearned, Event, Instruction, RequestsArrived, WorkerReported
-from policies.replica.scheduler import SchedulerLimits
-from policies.settings import BatchSettings, PolicySettings
-from simulator.cluster.latency import A100_7B
-from simulator.cluster.records import Record, Recorder
-from simulator.cluster.replica import Replica, ReplicaShape
-from simulator.traffic.workload import SimRequest, as_request
+from farsight.core.config.scheduling import BatchConfig, SchedulerConfig
+from farsight.core.messages.plans import FinishedSequence, WorkerReady
+from farsight.core.request import Request, SequenceStatus
+from farsight.policies.compose import build_batch_scheduler, build_scheduler, is_batch_mode
+from farsight.policies.fleet.events import GlobalEvent, PlaceRequests, ReplicaUp, RequestsEnded
+from farsight.policies.order import gittins
+from farsight.policies.presets import PRESETS
+from farsight.policies.replica.events import CostLearned, Event, Instruction, RequestsArrived, WorkerReported
+from farsight.policies.replica.scheduler import SchedulerLimits
+from farsight.policies.settings import BatchSettings, PolicySettings
+from farsight.simulator.cluster.latency import A100_7B
+from farsight.simulator.cluster.records import Record, Recorder
+from farsight.simulator.cluster.replica import Replica, ReplicaShape
+from farsight.simulator.traffic.workload import SimRequest, as_request
 from tests.opcodes import num_opcodes
 
 FEW, MANY, MOST = 1_000, 6_000, 10_000

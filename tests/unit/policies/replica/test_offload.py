@@ -6,14 +6,21 @@ import dataclasses
 
 import pytest
 
-from core.codec import decode, encode
-from core.errors import MessageError
-from core.messages.kv import OffloadOrders, OffloadQuestion, QueueSize
-from core.messages.plans import SlotProgress
-from core.request import Residency, SequenceStatus
-from policies.compose import build_offload
-from policies.order.offload_orders import OffloadDecider
-from policies.replica.events import AskOffload, Event, Instruction, OffloadOrdered, OffloadUnanswered, RequestsAborted
+from farsight.core.codec import decode, encode
+from farsight.core.errors import MessageError
+from farsight.core.messages.kv import OffloadOrders, OffloadQuestion, QueueSize
+from farsight.core.messages.plans import SlotProgress
+from farsight.core.request import Residency, SequenceStatus
+from farsight.policies.compose import build_offload
+from farsight.policies.order.offload_orders import OffloadDecider
+from farsight.policies.replica.events import (
+    AskOffload,
+    Event,
+    Instruction,
+    OffloadOrdered,
+    OffloadUnanswered,
+    RequestsAborted,
+)
 from tests.unit.policies.replica.scheduler_harness import READY, Harness, request, state
 
 DEVICE, HOST = Residency.DEVICE, Residency.HOST

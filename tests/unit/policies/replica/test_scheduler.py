@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from core.config.scheduling import SchedulerConfig
-from core.costs import StepCost
-from core.forecast import QUANTILES, Forecast, ForecastMade
-from core.messages.plans import (
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.costs import StepCost
+from farsight.core.forecast import QUANTILES, Forecast, ForecastMade
+from farsight.core.messages.plans import (
     CachedRun,
     FinishedSequence,
     KVCacheEvent,
@@ -19,9 +19,9 @@ from core.messages.plans import (
     StepReport,
     WorkerReady,
 )
-from core.request import SequenceStatus
-from policies.compose import build_scheduler
-from policies.replica.events import (
+from farsight.core.request import SequenceStatus
+from farsight.policies.compose import build_scheduler
+from farsight.policies.replica.events import (
     CacheTold,
     CostLearned,
     ForecastsArrived,
@@ -34,8 +34,8 @@ from policies.replica.events import (
     WorkerLost,
     WorkerReported,
 )
-from policies.replica.scheduler import SchedulerLimits
-from policies.settings import PolicySettings
+from farsight.policies.replica.scheduler import SchedulerLimits
+from farsight.policies.settings import PolicySettings
 from tests.unit.policies.replica.scheduler_harness import (
     LEASE,
     READY,
@@ -411,7 +411,7 @@ def test_what_ended_lately_is_known_that_attempt_alone() -> None:
 
 
 def test_only_so_many_ends_are_remembered_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("policies.replica.mirror.NUM_REMEMBERED", 3)
+    monkeypatch.setattr("farsight.policies.replica.mirror.NUM_REMEMBERED", 3)
     h = Harness()
     for seq, name in enumerate("abcde", start=1):
         h.arrive(request(name))

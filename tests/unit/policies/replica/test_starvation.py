@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from core.config.scheduling import SchedulerConfig
-from core.costs import StepCost
-from policies.settings import MlfqRules, PolicySettings
-from simulator.cluster.records import Record
-from simulator.cluster.replica import ReplicaShape
-from simulator.traffic.workload import SimRequest
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.costs import StepCost
+from farsight.policies.settings import MlfqRules, PolicySettings
+from farsight.simulator.cluster.records import Record
+from farsight.simulator.cluster.replica import ReplicaShape
+from farsight.simulator.traffic.workload import SimRequest
 from tests.unit.policies.closed_loops import CLIENTS, LONG, PLACES, one_replica, run_beside
 
 COST = StepCost(base_s=0.010, prefill_token_s=0.1e-3, decode_seq_s=0.1e-3, context_token_s=0.0)

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from core.config.scheduling import SchedulerConfig
-from core.costs import StepCost, attention_pairs
-from core.errors import ConfigError, InvalidValueError
-from policies.compose import configured_scheduler
-from policies.interfaces import Job
-from policies.replica.planner import LEAST_TOKENS, UNBOUNDED, StepBudget
-from policies.settings import PolicySettings
-from simulator.cluster.records import Record
-from simulator.cluster.replica import ReplicaShape
-from simulator.traffic.workload import SimRequest
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.costs import StepCost, attention_pairs
+from farsight.core.errors import ConfigError, InvalidValueError
+from farsight.policies.compose import configured_scheduler
+from farsight.policies.interfaces import Job
+from farsight.policies.replica.planner import LEAST_TOKENS, UNBOUNDED, StepBudget
+from farsight.policies.settings import PolicySettings
+from farsight.simulator.cluster.records import Record
+from farsight.simulator.cluster.replica import ReplicaShape
+from farsight.simulator.traffic.workload import SimRequest
 from tests.unit.policies.closed_loops import one_replica
 
 COST = StepCost(base_s=0.010, prefill_token_s=0.1e-3, decode_seq_s=0.1e-3, context_token_s=1e-6)

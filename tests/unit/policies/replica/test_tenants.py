@@ -6,10 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from core.costs import StepCost
-from core.messages.plans import SlotProgress, StepReport, TenantService
-from core.request import FLEX, Request, Slo
-from policies.replica.events import CostLearned, RequestsAborted, RequestsArrived, WorkerConnected, WorkerReported
+from farsight.core.costs import StepCost
+from farsight.core.messages.plans import SlotProgress, StepReport, TenantService
+from farsight.core.request import FLEX, Request, Slo
+from farsight.policies.replica.events import (
+    CostLearned,
+    RequestsAborted,
+    RequestsArrived,
+    WorkerConnected,
+    WorkerReported,
+)
 from tests.unit.policies.replica.scheduler_harness import LEASE, Harness, request, running, state, waiting
 
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from policies.speculation.base import SPECULATIONS, SpeculationContext
-from policies.speculation.ngram import MAX_DRAFTS, MOST_WAIT, NgramDrafter, NgramSpeculation
-from policies.speculation.price import (
+from farsight.policies.speculation.base import SPECULATIONS, SpeculationContext
+from farsight.policies.speculation.ngram import MAX_DRAFTS, MOST_WAIT, NgramDrafter, NgramSpeculation
+from farsight.policies.speculation.price import (
     ALLOWANCE,
     FULL,
     LEAST_PRICE,

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from core.costs import A100_7B, row_shares
-from core.messages.tenants import TenantLimits, TenantReport
-from policies.interfaces import Job, Order
-from policies.order.fcfs import Fcfs
-from policies.tenancy.budgets import FORGET_IN_FLIGHT_S, Bucket, LocalBudget, SharedBudgets
-from policies.tenancy.fair_shares import AHEAD_S, FEW, FairShares, ServiceCounters
+from farsight.core.costs import A100_7B, row_shares
+from farsight.core.messages.tenants import TenantLimits, TenantReport
+from farsight.policies.interfaces import Job, Order
+from farsight.policies.order.fcfs import Fcfs
+from farsight.policies.tenancy.budgets import FORGET_IN_FLIGHT_S, Bucket, LocalBudget, SharedBudgets
+from farsight.policies.tenancy.fair_shares import AHEAD_S, FEW, FairShares, ServiceCounters
 
 STEP_S = 0.05
 CAPACITY = 20_000

@@ -16,20 +16,27 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from core.images import EncodedImage, ImageFile, ImageSpan, digest_of
-from core.messages.kv import KVTraffic, KVUsage
-from core.messages.live import LiveView
-from core.messages.log import ArtefactInfo, LoggedWindow, RequestTrace
-from core.messages.placement import PlacementView
-from core.messages.series import ComponentsQuery, ComponentsReply, RecentDecisions, SeriesQuery, SeriesReply, TableReply
-from core.messages.status import ComponentCounts, ComponentStatus, Scale, StatusReply
-from core.messages.supervision import DrainReplica, ServedWeights, Upgrade
-from core.messages.tokens import TokenDelta
-from core.request import Fault, Origin, Request, SamplingParams, Slo
-from services.api.app import DEFAULT_MAX_BODY_BYTES, build_app
-from services.api.backend import Generator, ModelInfo
-from services.api.generation import PromptText
-from services.api.text.prompts import PromptEncoder
+from farsight.core.images import EncodedImage, ImageFile, ImageSpan, digest_of
+from farsight.core.messages.kv import KVTraffic, KVUsage
+from farsight.core.messages.live import LiveView
+from farsight.core.messages.log import ArtefactInfo, LoggedWindow, RequestTrace
+from farsight.core.messages.placement import PlacementView
+from farsight.core.messages.series import (
+    ComponentsQuery,
+    ComponentsReply,
+    RecentDecisions,
+    SeriesQuery,
+    SeriesReply,
+    TableReply,
+)
+from farsight.core.messages.status import ComponentCounts, ComponentStatus, Scale, StatusReply
+from farsight.core.messages.supervision import DrainReplica, ServedWeights, Upgrade
+from farsight.core.messages.tokens import TokenDelta
+from farsight.core.request import Fault, Origin, Request, SamplingParams, Slo
+from farsight.services.api.app import DEFAULT_MAX_BODY_BYTES, build_app
+from farsight.services.api.backend import Generator, ModelInfo
+from farsight.services.api.generation import PromptText
+from farsight.services.api.text.prompts import PromptEncoder
 
 MODEL = "tiny"
 LONG_S = 120.0

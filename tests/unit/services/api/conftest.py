@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.api.text.prompts import PromptEncoder
+from farsight.services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.api_support import Client, ScriptedBackend, application, client_on, write_model_dir
 
 Connect = Callable[[ScriptedBackend], Client]

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from core.config.engine import EngineConfig
-from core.messages.tokens import TokenDelta
-from core.request import Request
-from engine.engine import Engine
-from services.api.generation import PromptText
+from farsight.core.config.engine import EngineConfig
+from farsight.core.messages.tokens import TokenDelta
+from farsight.core.request import Request
+from farsight.engine.engine import Engine
+from farsight.services.api.generation import PromptText
 from tests.unit.services.api.api_support import MAX_MODEL_LEN, VOCAB_SIZE, ScriptedBackend, write_model_dir
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from core.errors import FarsightError, MessageError
-from services.api.admin import Administration
-from services.api.text.prompts import PromptEncoder
+from farsight.core.errors import FarsightError, MessageError
+from farsight.services.api.admin import Administration
+from farsight.services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.api_support import Client, ScriptedBackend, application, client_on
 
 TOKEN = "s3cret"

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from core.errors import CapacityError, InvalidValueError
-from core.request import FLEX, NO_SLO, Fault, SamplingParams, Slo
-from services.api.text.prompts import PromptEncoder
+from farsight.core.errors import CapacityError, InvalidValueError
+from farsight.core.request import FLEX, NO_SLO, Fault, SamplingParams, Slo
+from farsight.services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.api_support import (
     CHATML,
     MAX_MODEL_LEN,

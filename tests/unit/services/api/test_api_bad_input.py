@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from services.api.schemas import ChatCompletionRequest, CompletionRequest
-from services.api.text.prompts import PromptEncoder
+from farsight.services.api.schemas import ChatCompletionRequest, CompletionRequest
+from farsight.services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.api_support import MODEL, ScriptedBackend, application, client_on, ok, read_events, refusal
 from tests.unit.services.api.engine_backend import EngineBackend
 

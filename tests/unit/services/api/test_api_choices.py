@@ -13,12 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from core.request import SamplingParams
-from services.api.answers.beam_search import PromptSearch
-from services.api.generation import BeamParams, ChoiceResult
-from services.api.requests import unnamed_request
-from services.api.text.prompts import PromptEncoder
-from services.api.text.token_texts import TokenTexts
+from farsight.core.request import SamplingParams
+from farsight.services.api.answers.beam_search import PromptSearch
+from farsight.services.api.generation import BeamParams, ChoiceResult
+from farsight.services.api.requests import unnamed_request
+from farsight.services.api.text.prompts import PromptEncoder
+from farsight.services.api.text.token_texts import TokenTexts
 from tests.unit.services.api.api_support import (
     MODEL,
     VOCAB_SIZE,

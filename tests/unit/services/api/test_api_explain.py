@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from core.decisions import Decision, Facts, on_clock, pack_decisions
-from core.messages.log import RequestTrace
-from core.messages.requests import Promise
-from core.messages.tokens import TokenDelta
-from core.request import Origin, Request
-from services.api.access.presented import bearer_key, owner_of, owns
-from services.api.admin import Administration
-from services.api.answers import sse
-from services.api.answers.served import ANSWER, AnswerPromise
-from services.api.answers.sse import EventStream
-from services.api.generation import PromptText
-from services.api.pages.sentences import _SENTENCES, sentence
-from services.api.text.prompts import PromptEncoder
+from farsight.core.decisions import Decision, Facts, on_clock, pack_decisions
+from farsight.core.messages.log import RequestTrace
+from farsight.core.messages.requests import Promise
+from farsight.core.messages.tokens import TokenDelta
+from farsight.core.request import Origin, Request
+from farsight.services.api.access.presented import bearer_key, owner_of, owns
+from farsight.services.api.admin import Administration
+from farsight.services.api.answers import sse
+from farsight.services.api.answers.served import ANSWER, AnswerPromise
+from farsight.services.api.answers.sse import EventStream
+from farsight.services.api.generation import PromptText
+from farsight.services.api.pages.sentences import _SENTENCES, sentence
+from farsight.services.api.text.prompts import PromptEncoder
 from tests.unit.policies.replica.test_decision_trace import crowd
 from tests.unit.services.api.api_support import Client, ScriptedBackend, application, client_on
 

@@ -20,9 +20,9 @@ from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 
-from engine.checkpoint.encoder_config import abilities_of
-from services.api.admin import Administration
-from services.api.text.prompts import PromptEncoder
+from farsight.engine.checkpoint.encoder_config import abilities_of
+from farsight.services.api.admin import Administration
+from farsight.services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.api_support import MODEL, whole_app
 from tests.unit.services.api.engine_backend import EngineBackend
 

@@ -11,11 +11,19 @@ import httpx
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from core.config.engine import TOOL_FORMATS, ModelConfig
-from core.errors import ConfigError
-from core.request import PromptSource
-from services.api.generation import PromptText
-from services.api.text.prompts import ChatPrompt, PromptEncoder, TextSettings, of_chat, of_completion, text_settings
+from farsight.core.config.engine import TOOL_FORMATS, ModelConfig
+from farsight.core.errors import ConfigError
+from farsight.core.request import PromptSource
+from farsight.services.api.generation import PromptText
+from farsight.services.api.text.prompts import (
+    ChatPrompt,
+    PromptEncoder,
+    TextSettings,
+    of_chat,
+    of_completion,
+    text_settings,
+)
+from farsight.tokenization.tool_formats.formats import FORMATS
 from tests.unit.services.api.api_support import (
     CHATML,
     ScriptedBackend,
@@ -25,7 +33,6 @@ from tests.unit.services.api.api_support import (
     refusal,
     write_model_dir,
 )
-from tokenization.tool_formats.formats import FORMATS
 
 LLAMA_2 = """
 {%- if messages[0]['role'] == 'system' -%}

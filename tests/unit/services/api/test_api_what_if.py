@@ -10,17 +10,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from core.costs import A100_7B
-from core.decisions import Decision
-from core.errors import FarsightError
-from core.messages.log import FinishedRequest, LoggedWindow, ServedAs, WhatIfQuestion
-from services.api.admin import Administration
-from services.api.pages import what_if
-from services.api.pages.what_if import PER_MINUTE, Turns
-from services.api.pages.what_if_process import WhatIfProcess
-from services.api.text.prompts import PromptEncoder
-from simulator.experiment import Experiment, make_arrivals
-from simulator.run import run
+from farsight.core.costs import A100_7B
+from farsight.core.decisions import Decision
+from farsight.core.errors import FarsightError
+from farsight.core.messages.log import FinishedRequest, LoggedWindow, ServedAs, WhatIfQuestion
+from farsight.services.api.admin import Administration
+from farsight.services.api.pages import what_if
+from farsight.services.api.pages.what_if import PER_MINUTE, Turns
+from farsight.services.api.pages.what_if_process import WhatIfProcess
+from farsight.services.api.text.prompts import PromptEncoder
+from farsight.simulator.experiment import Experiment, make_arrivals
+from farsight.simulator.run import run
 from tests.unit.services.api.api_support import Client, ScriptedBackend, application, client_on
 from tests.unit.services.api.test_api_explain import ask, key, trace_of
 

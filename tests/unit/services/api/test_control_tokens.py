@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
-from core.errors import CapacityError, ConfigError, InvalidValueError
-from services.api.errors import ApiError
-from services.api.text import prompts
-from services.api.text.client_text import client_value, client_value_of, compile_template, spans_of
-from services.api.text.prompts import ChatPrompt, PromptEncoder
-from services.api.text.template_process import RENDER_CPU_S, TemplateProcess, TemplateRefused, TemplateStopped
+from farsight.core.errors import CapacityError, ConfigError, InvalidValueError
+from farsight.services.api.errors import ApiError
+from farsight.services.api.text import prompts
+from farsight.services.api.text.client_text import client_value, client_value_of, compile_template, spans_of
+from farsight.services.api.text.prompts import ChatPrompt, PromptEncoder
+from farsight.services.api.text.template_process import RENDER_CPU_S, TemplateProcess, TemplateRefused, TemplateStopped
 from tests.unit.services.api.api_support import CHATML, write_model_dir
 from tests.unit.tokenization.kinds import KINDS
 

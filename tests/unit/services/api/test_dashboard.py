@@ -14,12 +14,12 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
-from core.decisions import Decision, pack_decisions
-from core.errors import FarsightError
-from core.exposition import exposition
-from core.messages.live import EndedRequest, LiveRequest, LiveView, MemoryPoint, ReplicaLive
-from core.messages.placement import PlacementView, PrefixView, ReasonCount, RecentPlacement, ReplicaView
-from core.messages.series import (
+from farsight.core.decisions import Decision, pack_decisions
+from farsight.core.errors import FarsightError
+from farsight.core.exposition import exposition
+from farsight.core.messages.live import EndedRequest, LiveRequest, LiveView, MemoryPoint, ReplicaLive
+from farsight.core.messages.placement import PlacementView, PrefixView, ReasonCount, RecentPlacement, ReplicaView
+from farsight.core.messages.series import (
     ComponentsReply,
     LifeEvent,
     RecentDecisions,
@@ -28,11 +28,11 @@ from core.messages.series import (
     TableReply,
     TableRow,
 )
-from core.request import Origin
-from services.api.pages.dashboard import PAGES, operator_page
-from services.api.pages.live_parts import Recent, RecentByKey
-from services.api.pages.metrics_page import merge_expositions
-from services.api.text.prompts import PromptEncoder
+from farsight.core.request import Origin
+from farsight.services.api.pages.dashboard import PAGES, operator_page
+from farsight.services.api.pages.live_parts import Recent, RecentByKey
+from farsight.services.api.pages.metrics_page import merge_expositions
+from farsight.services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.api_support import METRICS, Client, ScriptedBackend, client_on, whole_app
 from tests.unit.services.api.test_api_explain import trace_of
 

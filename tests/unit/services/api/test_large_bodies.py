@@ -16,14 +16,14 @@ import httpx
 import pytest
 import uvicorn
 
-from core.errors import CapacityError, InvalidValueError
-from services.api import body_workers, requests
-from services.api.bodies import LARGE_BODY_BYTES
-from services.api.body_workers import BodyWorkers, check_num_prompts, read_body
-from services.api.errors import ApiError, as_api_error
-from services.api.fields import MAX_PROMPTS
-from services.api.generation import Generation
-from services.api.text.prompts import PromptEncoder
+from farsight.core.errors import CapacityError, InvalidValueError
+from farsight.services.api import body_workers, requests
+from farsight.services.api.bodies import LARGE_BODY_BYTES
+from farsight.services.api.body_workers import BodyWorkers, check_num_prompts, read_body
+from farsight.services.api.errors import ApiError, as_api_error
+from farsight.services.api.fields import MAX_PROMPTS
+from farsight.services.api.generation import Generation
+from farsight.services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.api_support import (
     MODEL,
     ScriptedBackend,
@@ -86,7 +86,7 @@ def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(body_workers, "parse_object", never)
     monkeypatch.setattr(requests, "make_generation", never)
-    monkeypatch.setattr("services.api.bodies.parse_object", never)
+    monkeypatch.setattr("farsight.services.api.bodies.parse_object", never)
 
 
 async def test_a_process_says_what_this_one_would(encoder: PromptEncoder, workers: BodyWorkers) -> None:

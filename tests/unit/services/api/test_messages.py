@@ -13,7 +13,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from services.api.text.prompts import PromptEncoder
+from farsight.services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.api_support import (
     CHATML,
     MODEL,

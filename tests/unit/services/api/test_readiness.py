@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from core.errors import CapacityError
-from services.api.middleware import PER_TURN, BodyLimit, LoopPace
-from services.api.readiness import DrainGate, Readiness
-from services.api.requests import generation_of
-from services.api.schemas import CompletionRequest
-from services.api.text.prompts import PromptEncoder
+from farsight.core.errors import CapacityError
+from farsight.services.api.middleware import PER_TURN, BodyLimit, LoopPace
+from farsight.services.api.readiness import DrainGate, Readiness
+from farsight.services.api.requests import generation_of
+from farsight.services.api.schemas import CompletionRequest
+from farsight.services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.api_support import Client, ScriptedBackend, client_on, whole_app
 
 PATHS = ("/v1/completions", "/v1/chat/completions")

@@ -14,12 +14,12 @@ from llguidance import LLMatcher, LLTokenizer
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import Tokenizer
 
-from core.messages.tokens import TokenDelta
-from core.request import ReasoningBudget
-from services.api.field_groups import MAX_TOOLS
-from services.api.structured import Constraint
-from services.api.text.grammars import grammar_of
-from services.api.text.prompts import PromptEncoder
+from farsight.core.messages.tokens import TokenDelta
+from farsight.core.request import ReasoningBudget
+from farsight.services.api.field_groups import MAX_TOOLS
+from farsight.services.api.structured import Constraint
+from farsight.services.api.text.grammars import grammar_of
+from farsight.services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.api_support import (
     CHATML,
     MODEL,

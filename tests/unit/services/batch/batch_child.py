@@ -13,9 +13,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.api.batches.lines import LineResult, read_batch
-from services.api.batches.sender import run_lines
-from services.batch.progress import ProgressStore
+from farsight.services.api.batches.lines import LineResult, read_batch
+from farsight.services.api.batches.sender import run_lines
+from farsight.services.batch.progress import ProgressStore
 from tests.unit.services.api.api_support import ScriptedBackend, Step
 from tests.unit.services.batch.batch_support import echo, number_of, served
 

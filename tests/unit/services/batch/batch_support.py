@@ -9,9 +9,9 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.api.app import build_app
-from services.api.batches.lines import Batch, LineResult, answered, read_batch
-from services.api.text.prompts import PromptEncoder
+from farsight.services.api.app import build_app
+from farsight.services.api.batches.lines import Batch, LineResult, answered, read_batch
+from farsight.services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.api_support import MODEL, ScriptedBackend, Step, delta, write_model_dir
 
 COMPLETIONS = "/v1/completions"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from core.errors import FarsightError, IntegrityError, InvalidValueError
-from services.api.batches.lines import Batch
-from services.batch.progress import ProgressStore, partial_path
+from farsight.core.errors import FarsightError, IntegrityError, InvalidValueError
+from farsight.services.api.batches.lines import Batch
+from farsight.services.batch.progress import ProgressStore, partial_path
 from tests.unit.services.batch.batch_support import numbered, read_output, result
 
 pytestmark = pytest.mark.timeout(600)  # hundreds of writes wait for the disk, which others may keep busy

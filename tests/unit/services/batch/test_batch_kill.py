@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from services.api.batches.sender import GROUP_LINES
-from services.batch.progress import partial_path
+from farsight.services.api.batches.sender import GROUP_LINES
+from farsight.services.batch.progress import partial_path
 from tests.unit.services.batch.batch_child import CONCURRENCY
 from tests.unit.services.batch.batch_support import numbered, read_output
 

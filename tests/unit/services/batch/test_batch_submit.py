@@ -15,16 +15,16 @@ from typing import Any
 import psutil
 import pytest
 
-from core.config.load import FarsightConfig
-from core.errors import FarsightError
-from services.api.backend import Generator
-from services.api.text.prompts import PromptEncoder
-from services.batch import backend as clusters
-from services.batch import job, submit
-from services.batch.progress import ProgressStore, partial_path
-from services.batch.submit import BatchOptions, entrypoint, submit_entrypoint
-from services.cli import app as cli
-from services.launch.stages import Stages
+from farsight.core.config.load import FarsightConfig
+from farsight.core.errors import FarsightError
+from farsight.services.api.backend import Generator
+from farsight.services.api.text.prompts import PromptEncoder
+from farsight.services.batch import backend as clusters
+from farsight.services.batch import job, submit
+from farsight.services.batch.progress import ProgressStore, partial_path
+from farsight.services.batch.submit import BatchOptions, entrypoint, submit_entrypoint
+from farsight.services.cli import app as cli
+from farsight.services.launch.stages import Stages
 from tests.command_line import CliRunner
 from tests.unit.services.api.api_support import ScriptedBackend, write_model_dir
 from tests.unit.services.batch.batch_support import echo, numbered, read_output, request, write_batch
@@ -107,7 +107,7 @@ def _submit(client: FakeClient) -> tuple[int, str]:
 
 def test_what_ray_writes_into_every_log_is_left_out() -> None:
     news = "2026-11-21 03:37:51,282\tINFO job_manager.py:581 -- Runtime env is setting up.\n"
-    entry = "Running entrypoint for job job-1: exec python -m services.batch.job a b\n"
+    entry = "Running entrypoint for job job-1: exec python -m farsight.services.batch.job a b\n"
     logs: list[list[str | Exception]] = [[news + entry[:9], entry[9:], "one\n" + entry, "no end"]]
     assert _submit(FakeClient(logs, Info("SUCCEEDED"))) == (0, f"one\n{entry}no end")
     assert _submit(FakeClient([[entry, "no end"]], Info("SUCCEEDED"))) == (0, "no end")
@@ -173,7 +173,8 @@ def test_entrypoint_has_absolute_paths(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "my model").mkdir()
     plain = entrypoint("python", Path("in.jsonl"), Path("out.jsonl"), BatchOptions(model="org/name"))
     assert plain == (
-        f"exec python -m services.batch.job {tmp_path}/in.jsonl {tmp_path}/out.jsonl --concurrency 64 --model org/name"
+        f"exec python -m farsight.services.batch.job {tmp_path}/in.jsonl {tmp_path}/out.jsonl"
+        " --concurrency 64 --model org/name"
     )
     options = BatchOptions("my model", Path("my.toml"), 5, overwrite=True)
     words = shlex.split(entrypoint("python", Path("in.jsonl"), Path("out.jsonl"), options))

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from core.errors import FarsightError
-from services.bench.cases import make_cases
-from services.bench.options import BenchOptions, check_options
-from services.bench.targets import BodyForm, make_call
-from services.cli import app
+from farsight.core.errors import FarsightError
+from farsight.services.bench.cases import make_cases
+from farsight.services.bench.options import BenchOptions, check_options
+from farsight.services.bench.targets import BodyForm, make_call
+from farsight.services.cli import app
 from tests.command_line import CliRunner, Result
 from tests.unit.services.bench.fake_server import FakeServer, fake_server
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from core.errors import FarsightError
-from services.bench.answers import Answer, StreamReader
-from services.bench.client import TargetModel, find_model
-from services.bench.load import Connection, RunResult, measure, run_async
-from services.bench.targets import BenchTarget, BodyForm, make_call
-from services.bench.workloads import drawn_arrivals, make_workload
+from farsight.core.errors import FarsightError
+from farsight.services.bench.answers import Answer, StreamReader
+from farsight.services.bench.client import TargetModel, find_model
+from farsight.services.bench.load import Connection, RunResult, measure, run_async
+from farsight.services.bench.targets import BenchTarget, BodyForm, make_call
+from farsight.services.bench.workloads import drawn_arrivals, make_workload
 from tests.unit.services.bench.fake_server import LONG_S, TOKENS_PER_CHUNK, FakeServer, fake_server
 
 NUM_REQUESTS = 6

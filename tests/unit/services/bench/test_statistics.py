@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from core.errors import InvalidValueError
-from services.bench.answers import Answer, CountedBy, Failure, StreamReader, meets, parse_sla
-from services.bench.load import CpuUsage, RunResult
-from services.bench.report import case_table, cell, provenance
-from services.bench.statistics import (
+from farsight.core.errors import InvalidValueError
+from farsight.services.bench.answers import Answer, CountedBy, Failure, StreamReader, meets, parse_sla
+from farsight.services.bench.load import CpuUsage, RunResult
+from farsight.services.bench.report import case_table, cell, provenance
+from farsight.services.bench.statistics import (
     counted_by,
     distribution,
     error_kinds,

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from core.errors import InvalidValueError
-from services.bench.datasets import estimated_tokens, open_lines, parse_prefix_groups, parse_texts, parse_trace
-from services.bench.requests import FIRST_ID, BenchRequest, PromptPart, clipped
-from services.bench.workloads import (
+from farsight.core.errors import InvalidValueError
+from farsight.services.bench.datasets import estimated_tokens, open_lines, parse_prefix_groups, parse_texts, parse_trace
+from farsight.services.bench.requests import FIRST_ID, BenchRequest, PromptPart, clipped
+from farsight.services.bench.workloads import (
     LONG_LENS,
     LONG_PERIOD,
     OUTPUT_LENS,

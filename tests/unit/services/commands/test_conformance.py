@@ -13,18 +13,18 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from actors.scheduling.event_recorder import EventRecorder
-from core.config.engine import EngineConfig, ModelConfig
-from core.config.learning import LogConfig, PredictorConfig
-from core.config.load import FarsightConfig
-from core.config.scheduling import BatchConfig, SchedulerConfig
-from core.costs import FREE_IMAGES, StepCost
-from core.errors import ConfigError, MessageError
-from core.forecast import QUANTILES, Forecast
-from core.messages.plans import FinishedSequence, WorkerReady
-from core.request import Origin, Request, SamplingParams, SequenceStatus
-from policies.compose import build_batch_runner, configured_batch_scheduler
-from policies.event_log import (
+from farsight.actors.scheduling.event_recorder import EventRecorder
+from farsight.core.config.engine import EngineConfig, ModelConfig
+from farsight.core.config.learning import LogConfig, PredictorConfig
+from farsight.core.config.load import FarsightConfig
+from farsight.core.config.scheduling import BatchConfig, SchedulerConfig
+from farsight.core.costs import FREE_IMAGES, StepCost
+from farsight.core.errors import ConfigError, MessageError
+from farsight.core.forecast import QUANTILES, Forecast
+from farsight.core.messages.plans import FinishedSequence, WorkerReady
+from farsight.core.request import Origin, Request, SamplingParams, SequenceStatus
+from farsight.policies.compose import build_batch_runner, configured_batch_scheduler
+from farsight.policies.event_log import (
     SCHEMA_VERSION,
     BatchMachineConfig,
     BatchShape,
@@ -34,9 +34,9 @@ from policies.event_log import (
     read_log,
     replay,
 )
-from policies.fleet.events import GlobalEvent, GlobalInstruction, HistoryLearned, PlaceRequests, ReplicaUp
-from policies.presets import PRESETS
-from policies.replica.events import (
+from farsight.policies.fleet.events import GlobalEvent, GlobalInstruction, HistoryLearned, PlaceRequests, ReplicaUp
+from farsight.policies.presets import PRESETS
+from farsight.policies.replica.events import (
     CostLearned,
     PromisesMade,
     RequestEnded,
@@ -45,12 +45,12 @@ from policies.replica.events import (
     WorkerLost,
     WorkerReported,
 )
-from services.api.requests import unnamed_request
-from services.commands.conformance import main
-from services.ingress.engine_client import EngineClient
-from simulator.cluster.fleet import Fleet, FleetShape
-from simulator.cluster.replica import ReplicaShape
-from simulator.traffic.workload import SimRequest
+from farsight.services.api.requests import unnamed_request
+from farsight.services.commands.conformance import main
+from farsight.services.ingress.engine_client import EngineClient
+from farsight.simulator.cluster.fleet import Fleet, FleetShape
+from farsight.simulator.cluster.replica import ReplicaShape
+from farsight.simulator.traffic.workload import SimRequest
 from tests.unit.actors.components import LONG_S, until
 from tests.unit.services.local_system import LocalSystem, local_system
 

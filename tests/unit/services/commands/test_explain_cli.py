@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from actors.log.log_backend import Retention
-from actors.log.log_sqlite import SqliteLog
-from core.decisions import Decision, on_clock, pack_decisions
-from core.errors import FarsightError
-from core.messages.log import FinishedRequest, RequestTrace
-from services.api.pages.explain import explanation
-from services.cli import app
-from services.commands import ask as asking
+from farsight.actors.log.log_backend import Retention
+from farsight.actors.log.log_sqlite import SqliteLog
+from farsight.core.decisions import Decision, on_clock, pack_decisions
+from farsight.core.errors import FarsightError
+from farsight.core.messages.log import FinishedRequest, RequestTrace
+from farsight.services.api.pages.explain import explanation
+from farsight.services.cli import app
+from farsight.services.commands import ask as asking
 from tests.command_line import CliRunner
 
 RESPONSE_ID = "cmpl-" + "0" * 32

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from actors.learning.serving_time_estimator import BatchTimeLearner
-from actors.runtime.component import ComponentContext
-from actors.runtime.peer import Site
-from core.config.load import FarsightConfig
-from core.config.scheduling import BatchConfig, SchedulerConfig
-from core.errors import ConfigError
-from core.messages.log import FinishedBatch, FinishedBatches
-from core.messages.step_times import BatchShape
-from estimator.knn import MIN_BATCHES
-from predictor.artefact import FILE_NAME
-from services.cli import app
-from services.commands.forecast_data import EMBEDDED_TOKENIZER, TokenCounter, read_examples
+from farsight.actors.learning.serving_time_estimator import BatchTimeLearner
+from farsight.actors.runtime.component import ComponentContext
+from farsight.actors.runtime.peer import Site
+from farsight.core.config.load import FarsightConfig
+from farsight.core.config.scheduling import BatchConfig, SchedulerConfig
+from farsight.core.errors import ConfigError
+from farsight.core.messages.log import FinishedBatch, FinishedBatches
+from farsight.core.messages.step_times import BatchShape
+from farsight.estimator.knn import MIN_BATCHES
+from farsight.predictor.artefact import FILE_NAME
+from farsight.services.cli import app
+from farsight.services.commands.forecast_data import EMBEDDED_TOKENIZER, TokenCounter, read_examples
 from tests.command_line import CliRunner, Result
 from tests.unit.actors.components import opened
 

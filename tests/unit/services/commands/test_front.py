@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from core.config.load import make_config
-from core.errors import FarsightError, InvalidValueError
-from services.cli import app
-from services.commands.front import front_tables
-from services.launch.launch import EMBEDDED_MODEL, EMBEDDED_NAME
+from farsight.core.config.load import make_config
+from farsight.core.errors import FarsightError, InvalidValueError
+from farsight.services.cli import app
+from farsight.services.commands.front import front_tables
+from farsight.services.launch.launch import EMBEDDED_MODEL, EMBEDDED_NAME
 
 Pages = dict[str, Any]
 

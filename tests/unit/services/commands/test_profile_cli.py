@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from core.messages.step_times import StepSample
-from estimator.profile_file import ProfiledMachine, parse_profile
-from estimator.step_profile import StepShape
-from services.cli import app
-from services.commands.step_bench import MeasuredStep, fit, is_held_back
+from farsight.core.messages.step_times import StepSample
+from farsight.estimator.profile_file import ProfiledMachine, parse_profile
+from farsight.estimator.step_profile import StepShape
+from farsight.services.cli import app
+from farsight.services.commands.step_bench import MeasuredStep, fit, is_held_back
 from tests.command_line import CliRunner, Result
 
 TINY = ("--max-num-seqs", "4", "--max-model-len", "64", "--rounds", "3", "--threads", "1")

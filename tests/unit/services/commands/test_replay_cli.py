@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from core.config.scheduling import SchedulerConfig
-from core.forecast import Forecast
-from core.messages.log import FinishedRequest
-from services.cli import app
-from services.commands.logged_traffic import read_traffic
-from simulator.experiment import Experiment, make_arrivals
-from simulator.run import run
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.forecast import Forecast
+from farsight.core.messages.log import FinishedRequest
+from farsight.services.cli import app
+from farsight.services.commands.logged_traffic import read_traffic
+from farsight.simulator.experiment import Experiment, make_arrivals
+from farsight.simulator.run import run
 from tests.command_line import CliRunner
 from tests.unit.actors.components import append, append_forecasts, finished, forecast_record, opened
 from tests.unit.actors.redis_server import RedisServer, redis_server

@@ -12,15 +12,15 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from core.config.load import make_config
-from core.errors import ConfigError, FarsightError, InvalidValueError
-from services.bench.answers import Answer, Failure
-from services.demo.live_service import LiveService
-from services.demo.pages import TOKEN_HEADER, DemoPages
-from services.demo.race import Race, percentile
-from services.demo.run import request_body, simulated_ratio
-from services.demo.settings import DemoSettings, to_toml
-from simulator.traffic.workload import SimRequest
+from farsight.core.config.load import make_config
+from farsight.core.errors import ConfigError, FarsightError, InvalidValueError
+from farsight.services.bench.answers import Answer, Failure
+from farsight.services.demo.live_service import LiveService
+from farsight.services.demo.pages import TOKEN_HEADER, DemoPages
+from farsight.services.demo.race import Race, percentile
+from farsight.services.demo.run import request_body, simulated_ratio
+from farsight.services.demo.settings import DemoSettings, to_toml
+from farsight.simulator.traffic.workload import SimRequest
 from tests.free_ports import free_port
 
 BEGAN_AT = 100.0

@@ -7,12 +7,12 @@ import itertools
 
 import pytest
 
-from core.config.server import ServerConfig
-from core.costs import StepCost
-from core.messages.requests import AnnounceReply, Demand, IngressLoad, LoadSnapshot, total_load
-from core.request import Request, SamplingParams, Slo
-from policies.fleet.queue_delay import ended_after_s, queue_delay_s
-from services.ingress.first_check import RETRY_AFTER_S, CountedRequest, FirstCheck, TooMuch
+from farsight.core.config.server import ServerConfig
+from farsight.core.costs import StepCost
+from farsight.core.messages.requests import AnnounceReply, Demand, IngressLoad, LoadSnapshot, total_load
+from farsight.core.request import Request, SamplingParams, Slo
+from farsight.policies.fleet.queue_delay import ended_after_s, queue_delay_s
+from farsight.services.ingress.first_check import RETRY_AFTER_S, CountedRequest, FirstCheck, TooMuch
 
 COST = StepCost(0.010, 0.0, 0.0, 0.0)
 PLACES, REPLICAS, OUTPUT_LEN = 4, 2, 100

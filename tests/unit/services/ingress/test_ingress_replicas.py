@@ -14,22 +14,22 @@ from pathlib import Path
 
 import pytest
 
-from actors.scheduling import router
-from actors.worker import model_worker, token_channels
-from core.config.engine import EngineConfig, ModelConfig
-from core.config.learning import LogConfig, PredictorConfig
-from core.config.load import FarsightConfig
-from core.config.scheduling import SchedulerConfig
-from core.config.server import ServerConfig
-from core.decisions import unpack_decisions
-from core.errors import CapacityError
-from core.messages.tokens import TokenDelta
-from core.request import Origin, Request, SamplingParams
-from policies.compose import forecasting_presets, predicts_requests
-from policies.presets import PRESETS
-from services.api.requests import unnamed_request
-from services.ingress.engine_client import EngineClient
-from services.ingress.ingress import why_no_forecasts
+from farsight.actors.scheduling import router
+from farsight.actors.worker import model_worker, token_channels
+from farsight.core.config.engine import EngineConfig, ModelConfig
+from farsight.core.config.learning import LogConfig, PredictorConfig
+from farsight.core.config.load import FarsightConfig
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.config.server import ServerConfig
+from farsight.core.decisions import unpack_decisions
+from farsight.core.errors import CapacityError
+from farsight.core.messages.tokens import TokenDelta
+from farsight.core.request import Origin, Request, SamplingParams
+from farsight.policies.compose import forecasting_presets, predicts_requests
+from farsight.policies.presets import PRESETS
+from farsight.services.api.requests import unnamed_request
+from farsight.services.ingress.engine_client import EngineClient
+from farsight.services.ingress.ingress import why_no_forecasts
 from tests.unit.actors.components import LONG_S, until
 from tests.unit.services.local_system import LocalSystem, local_system
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 
-from core.forecast import QUANTILES, Forecast
-from core.messages.requests import OpenRequest, Placed, SubmitReply
-from core.messages.tokens import TokenDelta
-from core.request import Request, SamplingParams
-from services.ingress.ledger import ABORT_AGAIN_S, MAX_ATTEMPTS, OpenStream, RequestLedger
+from farsight.core.forecast import QUANTILES, Forecast
+from farsight.core.messages.requests import OpenRequest, Placed, SubmitReply
+from farsight.core.messages.tokens import TokenDelta
+from farsight.core.request import Request, SamplingParams
+from farsight.services.ingress.ledger import ABORT_AGAIN_S, MAX_ATTEMPTS, OpenStream, RequestLedger
 from tests.opcodes import num_opcodes
 
 

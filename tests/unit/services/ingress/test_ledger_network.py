@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.messages.requests import AnnounceReply, Key, Placed, Refusal, SubmitReply
-from core.messages.tokens import TokenDelta
-from core.request import Request, SamplingParams
-from services.ingress.ledger import ABORT_AGAIN_S, OpenStream, RequestLedger
+from farsight.core.messages.requests import AnnounceReply, Key, Placed, Refusal, SubmitReply
+from farsight.core.messages.tokens import TokenDelta
+from farsight.core.request import Request, SamplingParams
+from farsight.services.ingress.ledger import ABORT_AGAIN_S, OpenStream, RequestLedger
 
 BEGIN = 100.0
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from services.api.readiness import Readiness
-from services.ingress.liveness import BEAT_S, HUNG_S, MAX_CONNECTIONS, MAX_REQUEST_BYTES, Liveness, publish
-from services.proxy.haproxy_config import read_liveness
+from farsight.services.api.readiness import Readiness
+from farsight.services.ingress.liveness import BEAT_S, HUNG_S, MAX_CONNECTIONS, MAX_REQUEST_BYTES, Liveness, publish
+from farsight.services.proxy.haproxy_config import read_liveness
 
 LONG_S = 120.0
 

@@ -13,12 +13,12 @@ import pytest
 import uvicorn
 import uvloop
 
-from core.config.server import ServerConfig
-from core.errors import CapacityError
-from services.api.middleware import LoopPace
-from services.ingress.ingress import connection_limits
-from services.ingress.paced_http import ACCEPTED_PER_TURN, PacedServer, _find_listener
-from services.proxy.timed_http import ConnectionLimits
+from farsight.core.config.server import ServerConfig
+from farsight.core.errors import CapacityError
+from farsight.services.api.middleware import LoopPace
+from farsight.services.ingress.ingress import connection_limits
+from farsight.services.ingress.paced_http import ACCEPTED_PER_TURN, PacedServer, _find_listener
+from farsight.services.proxy.timed_http import ConnectionLimits
 from tests.unit.services.uvicorn_server import send_whole, until, uvicorn_server
 
 LIMITS = ConnectionLimits.of(ServerConfig())

@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from actors.worker.token_channels import TokenOutbox
-from core.messages.tokens import DeltaLogprobs, TokenBatches, TokenDelta
-from core.request import Origin, Request, SamplingParams
-from services.ingress.streams import Mailbox, StreamTrace, TokenInbox
+from farsight.actors.worker.token_channels import TokenOutbox
+from farsight.core.messages.tokens import DeltaLogprobs, TokenBatches, TokenDelta
+from farsight.core.request import Origin, Request, SamplingParams
+from farsight.services.ingress.streams import Mailbox, StreamTrace, TokenInbox
 
 
 def delta(start: int) -> TokenDelta:

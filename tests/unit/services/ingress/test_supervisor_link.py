@@ -7,15 +7,15 @@ from typing import Any, cast
 
 import pytest
 
-from actors.runtime.peer import PeerBook, PeerLost
-from core.errors import FarsightError
-from core.messages.supervision import IngressOrders, IngressReport
-from core.messages.tenants import TenantBudgets, TenantReport, TenantUsages
-from policies.tenancy.budgets import SharedBudgets
-from services.api.access.access_control import AccessControl, AccessSettings
-from services.api.access.keys import Tenant
-from services.api.readiness import Readiness
-from services.ingress.supervisor_link import STOPPED, SUPERVISED_S, SupervisorLink, TenantExchange
+from farsight.actors.runtime.peer import PeerBook, PeerLost
+from farsight.core.errors import FarsightError
+from farsight.core.messages.supervision import IngressOrders, IngressReport
+from farsight.core.messages.tenants import TenantBudgets, TenantReport, TenantUsages
+from farsight.policies.tenancy.budgets import SharedBudgets
+from farsight.services.api.access.access_control import AccessControl, AccessSettings
+from farsight.services.api.access.keys import Tenant
+from farsight.services.api.readiness import Readiness
+from farsight.services.ingress.supervisor_link import STOPPED, SUPERVISED_S, SupervisorLink, TenantExchange
 
 
 class Overseer:

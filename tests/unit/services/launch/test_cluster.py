@@ -18,13 +18,13 @@ import psutil
 import pytest
 from ray._private import parameter, services
 
-from actors.runtime.names import RUN_DIR_VARIABLE
-from core.messages.supervision import DrainProgress, DrainService
-from services.launch import cluster, signals
-from services.launch.cluster import ServiceFailed
-from services.launch.signals import StopSignal, drain, first_dead
-from services.launch.stages import Stages, StartTimedOut
-from services.proxy.ports import free_ports, reserved_ports
+from farsight.actors.runtime.names import RUN_DIR_VARIABLE
+from farsight.core.messages.supervision import DrainProgress, DrainService
+from farsight.services.launch import cluster, signals
+from farsight.services.launch.cluster import ServiceFailed
+from farsight.services.launch.signals import StopSignal, drain, first_dead
+from farsight.services.launch.stages import Stages, StartTimedOut
+from farsight.services.proxy.ports import free_ports, reserved_ports
 
 
 @pytest.fixture

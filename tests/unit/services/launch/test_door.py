@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from core.config.load import FarsightConfig, load_config
-from core.config.server import AccessConfig, ServerConfig
-from core.errors import ConfigError
-from services.api.access.key_file import KeyFile, changed_key_file
-from services.api.access.keys import Role, make_key
-from services.launch.access import absolute_paths, check_access, write_tls_file
-from services.launch.proxy import http_options
-from services.proxy.haproxy import RAY_PORT_VARIABLE
-from services.proxy.haproxy_config import TLS_FILE
+from farsight.core.config.load import FarsightConfig, load_config
+from farsight.core.config.server import AccessConfig, ServerConfig
+from farsight.core.errors import ConfigError
+from farsight.services.api.access.key_file import KeyFile, changed_key_file
+from farsight.services.api.access.keys import Role, make_key
+from farsight.services.launch.access import absolute_paths, check_access, write_tls_file
+from farsight.services.launch.proxy import http_options
+from farsight.services.proxy.haproxy import RAY_PORT_VARIABLE
+from farsight.services.proxy.haproxy_config import TLS_FILE
 from tests.unit.services.certificates import make_certificate
 
 GOOD_KEY = "k" * 32

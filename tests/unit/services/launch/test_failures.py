@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import typer
 
-from actors.runtime.log_lines import MAX_LINE, LineHandler, send_log_lines, send_no_log_lines
-from actors.runtime.names import RUN_DIR_VARIABLE
-from core.errors import ConfigError, FarsightError
-from services.launch.failures import describe, failing_in_lines, in_format, printed_log_lines, write_log
-from services.launch.stages import StartTimedOut
+from farsight.actors.runtime.log_lines import MAX_LINE, LineHandler, send_log_lines, send_no_log_lines
+from farsight.actors.runtime.names import RUN_DIR_VARIABLE
+from farsight.core.errors import ConfigError, FarsightError
+from farsight.services.launch.failures import describe, failing_in_lines, in_format, printed_log_lines, write_log
+from farsight.services.launch.stages import StartTimedOut
 
 
 @pytest.fixture(autouse=True)

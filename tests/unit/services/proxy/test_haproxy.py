@@ -17,10 +17,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from core.config.server import ServerConfig
-from core.errors import FarsightError
-from services.proxy import ports
-from services.proxy.haproxy import (
+from farsight.core.config.server import ServerConfig
+from farsight.core.errors import FarsightError
+from farsight.services.proxy import ports
+from farsight.services.proxy.haproxy import (
     IDLE_PROBES,
     PROXY_DIRECTORY_VARIABLE,
     RAY_PORT_VARIABLE,
@@ -30,7 +30,7 @@ from services.proxy.haproxy import (
     haproxy_environment,
     max_connections,
 )
-from services.proxy.ports import BLOCK_SIZE, FIRST_PORT, NUM_BLOCKS, free_ports, reserved_ports
+from farsight.services.proxy.ports import BLOCK_SIZE, FIRST_PORT, NUM_BLOCKS, free_ports, reserved_ports
 from tests.free_ports import free_port
 
 LONG_S = 120.0
@@ -65,8 +65,8 @@ def test_connections_are_bounded_by_the_files_that_may_be_open(
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="util-linux's setpriv is not installed")
 def test_it_ends_with_the_process_that_keeps_it(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from core.config.server import ServerConfig\n"
-        "from services.proxy.haproxy import HAProxyRunner\n"
+        "import sys, time; from pathlib import Path; from farsight.core.config.server import ServerConfig\n"
+        "from farsight.services.proxy.haproxy import HAProxyRunner\n"
         f"HAProxyRunner(Path({str(tmp_path)!r}), ServerConfig(port={free_port()}), list).start(); time.sleep(1000)"
     )
     found: list[psutil.Process] = []
@@ -132,7 +132,7 @@ def test_an_answer_or_another_process_begins_the_count_again() -> None:
 
 
 HOLDER = """
-from services.proxy.ports import reserved_ports
+from farsight.services.proxy.ports import reserved_ports
 with reserved_ports() as ports:
     print(ports[0], flush=True)
     input()

@@ -21,10 +21,16 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 
-from core.config.server import ServerConfig
-from services.proxy import haproxy
-from services.proxy.haproxy import FIND_S, PROXY_DIRECTORY_VARIABLE, HAProxyRunner, frontend_limits, listening_socket
-from services.proxy.haproxy_config import CLIENT_HEADER, TLS_FILE, FrontendSettings, IngressServer, config_text
+from farsight.core.config.server import ServerConfig
+from farsight.services.proxy import haproxy
+from farsight.services.proxy.haproxy import (
+    FIND_S,
+    PROXY_DIRECTORY_VARIABLE,
+    HAProxyRunner,
+    frontend_limits,
+    listening_socket,
+)
+from farsight.services.proxy.haproxy_config import CLIENT_HEADER, TLS_FILE, FrontendSettings, IngressServer, config_text
 from tests.free_ports import free_port
 from tests.unit.services.certificates import make_certificate
 
@@ -405,9 +411,9 @@ def test_a_process_that_is_abandoned_leaves_no_haproxy_and_starts_none(tmp_path:
     """All its children are killed while the runner looks on, and nothing is said of it."""
     port = free_port()
     code = (
-        "import logging, time; from pathlib import Path; from core.config.server import ServerConfig\n"
-        "from services.launch.proxy import front_proxy\n"
-        "from services.launch.signals import StopSignal\n"
+        "import logging, time; from pathlib import Path; from farsight.core.config.server import ServerConfig\n"
+        "from farsight.services.launch.proxy import front_proxy\n"
+        "from farsight.services.launch.signals import StopSignal\n"
         "stop = StopSignal()\n"
         f"with front_proxy(ServerConfig(port={port}), 'haproxy', stop) as runner:\n"
         "    while not runner.pid: time.sleep(0.01)\n"

@@ -24,11 +24,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.config import HTTP_PROTOCOLS
 
-from core.config.server import ServerConfig
-from core.errors import ConfigError
-from services.proxy.ports import keep_on_loopback
-from services.proxy.proxy_errors import OpenAIErrors, middlewares
-from services.proxy.timed_http import LIMITS_VARIABLE, ConnectionLimits, TimedHttp, time_proxy
+from farsight.core.config.server import ServerConfig
+from farsight.core.errors import ConfigError
+from farsight.services.proxy.ports import keep_on_loopback
+from farsight.services.proxy.proxy_errors import OpenAIErrors, middlewares
+from farsight.services.proxy.timed_http import LIMITS_VARIABLE, ConnectionLimits, TimedHttp, time_proxy
 from tests.unit.services.uvicorn_server import LONG_S, send_whole, until, uvicorn_server
 
 PATIENT = ConnectionLimits(LONG_S, LONG_S, LONG_S, LONG_S, 0)
@@ -241,7 +241,7 @@ async def test_all_else_passes_as_it_is() -> None:
 
 
 def test_ray_finds_it_where_its_environment_says() -> None:
-    module, _, name = "services.proxy.proxy_errors.middlewares".rpartition(".")
+    module, _, name = "farsight.services.proxy.proxy_errors.middlewares".rpartition(".")
     assert [each.cls for each in getattr(importlib.import_module(module), name)()] == [OpenAIErrors]
     assert len(middlewares()) == 1
 

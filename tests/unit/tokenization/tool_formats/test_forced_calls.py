@@ -12,16 +12,16 @@ import jsonschema
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-import services
+from farsight import services
+from farsight.tokenization.grammars.compiler import GrammarCompiler, problem_of
+from farsight.tokenization.grammars.reasoning import Matcher
+from farsight.tokenization.grammars.sources import of_grammar
+from farsight.tokenization.text_stream import TextDecoder
+from farsight.tokenization.tool_formats.formats import FORMATS, THINK_BEGIN, THINK_END
+from farsight.tokenization.tool_formats.grammar import GrammarWriter, UnwritableTool, no_tokens
+from farsight.tokenization.tool_formats.parser import parser_of
+from farsight.tokenization.tool_formats.parts import CallArguments, CallEnd, CallStart, OutputForm, Part, Tool
 from tests.volumes import at_volume
-from tokenization.grammars.compiler import GrammarCompiler, problem_of
-from tokenization.grammars.reasoning import Matcher
-from tokenization.grammars.sources import of_grammar
-from tokenization.text_stream import TextDecoder
-from tokenization.tool_formats.formats import FORMATS, THINK_BEGIN, THINK_END
-from tokenization.tool_formats.grammar import GrammarWriter, UnwritableTool, no_tokens
-from tokenization.tool_formats.parser import parser_of
-from tokenization.tool_formats.parts import CallArguments, CallEnd, CallStart, OutputForm, Part, Tool
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "get_weather": {

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tokenization.tool_formats.formats import DEFAULT_FORMAT, format_of, reasons
-from tokenization.tool_formats.parser import parser_of
-from tokenization.tool_formats.parts import (
+from farsight.tokenization.tool_formats.formats import DEFAULT_FORMAT, format_of, reasons
+from farsight.tokenization.tool_formats.parser import parser_of
+from farsight.tokenization.tool_formats.parts import (
     CallArguments,
     CallEnd,
     CallStart,
@@ -24,7 +24,7 @@ from tokenization.tool_formats.parts import (
     SentCalls,
     TextPart,
 )
-from tokenization.tool_formats.pythonic import read_call
+from farsight.tokenization.tool_formats.pythonic import read_call
 
 TOOLS = ("get_weather", "searchTool", "getOpenIncidentsTool", "add", "invalidTool", "f")
 ROME = '{"city": "Rome"}'

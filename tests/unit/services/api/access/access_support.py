@@ -15,15 +15,15 @@ import uvicorn
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from core.config.server import FilesConfig
-from services.api.access.access_control import AccessControl, AccessSettings
-from services.api.access.key_file import KeyFile, changed_key_file
-from services.api.access.keys import Role, Tenant, make_key
-from services.api.admin import Administration
-from services.api.batches.files import Files
-from services.api.batches.records import Batches
-from services.api.streams.manager import StreamManager
-from services.api.text.prompts import PromptEncoder
+from farsight.core.config.server import FilesConfig
+from farsight.services.api.access.access_control import AccessControl, AccessSettings
+from farsight.services.api.access.key_file import KeyFile, changed_key_file
+from farsight.services.api.access.keys import Role, Tenant, make_key
+from farsight.services.api.admin import Administration
+from farsight.services.api.batches.files import Files
+from farsight.services.api.batches.records import Batches
+from farsight.services.api.streams.manager import StreamManager
+from farsight.services.api.text.prompts import PromptEncoder
 from tests.free_ports import free_port
 from tests.unit.services.api.api_support import MODEL, ScriptedBackend, whole_app
 from tests.unit.services.api.batches.kept_support import SqliteObjects

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from services.api.text.prompts import PromptEncoder
+from farsight.services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.access.access_support import LONG_S, GuardedServer, guarded_server
 
 

@@ -15,16 +15,16 @@ from typing import Any
 import httpx
 import pytest
 
-from core.config.server import AccessConfig
-from core.request import FLEX
-from services.api.access.access_control import AccessControl, AccessSettings, access_settings
-from services.api.access.failures import MAX_ADDRESSES, MAX_SLOWED, SLOW_S, Failures
-from services.api.access.gate import route_paths
-from services.api.access.key_file import KeyFile, changed_key_file
-from services.api.access.keys import Role, Tenant
-from services.api.access.roles import ROLES, Everyone, RouteRoles
-from services.api.bodies import LARGE_BODY_BYTES
-from services.api.text.prompts import PromptEncoder
+from farsight.core.config.server import AccessConfig
+from farsight.core.request import FLEX
+from farsight.services.api.access.access_control import AccessControl, AccessSettings, access_settings
+from farsight.services.api.access.failures import MAX_ADDRESSES, MAX_SLOWED, SLOW_S, Failures
+from farsight.services.api.access.gate import route_paths
+from farsight.services.api.access.key_file import KeyFile, changed_key_file
+from farsight.services.api.access.keys import Role, Tenant
+from farsight.services.api.access.roles import ROLES, Everyone, RouteRoles
+from farsight.services.api.bodies import LARGE_BODY_BYTES
+from farsight.services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.access.access_support import (
     ADMIN_TOKEN,
     BODY,
@@ -368,7 +368,7 @@ async def test_only_so_many_answers_are_held_back_at_once(
 
     with monkeypatch.context() as patched:
         # Not `asyncio.sleep` itself: the server of other tests sleeps in a thread of this process.
-        patched.setattr("services.api.access.gate.asyncio", SimpleNamespace(sleep=hold))
+        patched.setattr("farsight.services.api.access.gate.asyncio", SimpleNamespace(sleep=hold))
         codes = [(await client.get("/v1/models", headers={"x-api-key": "x"})).status_code for _ in range(3)]
         assert (codes, held) == ([401, 429, 429], [SLOW_S, SLOW_S])
         access.failures.num_slowed = MAX_SLOWED

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from core.errors import FarsightError
-from services.api.access.access_control import AccessControl, AccessSettings
-from services.api.access.key_file import KeyFile, changed_key_file, read_key_file
-from services.api.access.keys import MAX_KEY_LEN, KeyRing, Role, Tenant, make_key, record_of
-from services.api.access.roles import Access, Everyone, RouteRoles
-from services.api.text.prompts import PromptEncoder
-from services.cli import app
+from farsight.core.errors import FarsightError
+from farsight.services.api.access.access_control import AccessControl, AccessSettings
+from farsight.services.api.access.key_file import KeyFile, changed_key_file, read_key_file
+from farsight.services.api.access.keys import MAX_KEY_LEN, KeyRing, Role, Tenant, make_key, record_of
+from farsight.services.api.access.roles import Access, Everyone, RouteRoles
+from farsight.services.api.text.prompts import PromptEncoder
+from farsight.services.cli import app
 from tests.command_line import CliRunner
 from tests.unit.services.api.access.access_support import add_key
 from tests.unit.services.api.api_support import MODEL, ScriptedBackend, client_on, whole_app
@@ -44,7 +44,7 @@ def test_an_unknown_id_takes_the_same_work_as_a_known_one(monkeypatch: pytest.Mo
         compared.append((first, second))
         return first == second
 
-    monkeypatch.setattr("services.api.access.keys.hmac.compare_digest", compare)
+    monkeypatch.setattr("farsight.services.api.access.keys.hmac.compare_digest", compare)
     for wrong in (f"{key[:-1]}!", f"fsk-{'0' * 12}-{key.split('-', 2)[2]}"):
         compared.clear()
         assert ring.find(wrong.encode()) is None

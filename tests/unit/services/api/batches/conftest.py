@@ -9,15 +9,15 @@ from pathlib import Path
 import httpx
 import pytest
 
-from core.config.server import FilesConfig
-from services.api.access.access_control import AccessControl, AccessSettings
-from services.api.access.metered import MeteredGenerator
-from services.api.app import build_app
-from services.api.batches.files import Files
-from services.api.batches.records import Batches
-from services.api.batches.running import BatchRunner, RunningPlace
-from services.api.batches.sender import RetryPolicy
-from services.api.text.prompts import PromptEncoder
+from farsight.core.config.server import FilesConfig
+from farsight.services.api.access.access_control import AccessControl, AccessSettings
+from farsight.services.api.access.metered import MeteredGenerator
+from farsight.services.api.app import build_app
+from farsight.services.api.batches.files import Files
+from farsight.services.api.batches.records import Batches
+from farsight.services.api.batches.running import BatchRunner, RunningPlace
+from farsight.services.api.batches.sender import RetryPolicy
+from farsight.services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.access.access_support import add_key
 from tests.unit.services.api.api_support import ScriptedBackend
 from tests.unit.services.api.batches.kept_support import SqliteObjects

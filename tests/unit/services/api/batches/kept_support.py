@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from actors.log.log_backend import KeptBackend, Retention
-from actors.log.log_sqlite import SqliteLog
-from core.kept import (
+from farsight.actors.log.log_backend import KeptBackend, Retention
+from farsight.actors.log.log_sqlite import SqliteLog
+from farsight.core.kept import (
     AddParts,
     DropExpired,
     ObjectName,

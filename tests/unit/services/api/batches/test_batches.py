@@ -12,17 +12,17 @@ from typing import Any
 import openai
 import pytest
 
-from core.errors import CapacityError
-from core.forecast import QUANTILES, Forecast
-from core.kept import PartsQuery
-from core.messages.tokens import TokenDelta
-from core.request import FLEX, Request
-from services.api.batches.lines import BatchLine
-from services.api.batches.order import WINDOW_LINES, in_order, longest_first
-from services.api.batches.records import WINDOW_S
-from services.api.batches.running import LEASE_S, BatchRunner
-from services.api.generation import PromptText
-from services.api.text.prompts import PromptEncoder
+from farsight.core.errors import CapacityError
+from farsight.core.forecast import QUANTILES, Forecast
+from farsight.core.kept import PartsQuery
+from farsight.core.messages.tokens import TokenDelta
+from farsight.core.request import FLEX, Request
+from farsight.services.api.batches.lines import BatchLine
+from farsight.services.api.batches.order import WINDOW_LINES, in_order, longest_first
+from farsight.services.api.batches.records import WINDOW_S
+from farsight.services.api.batches.running import LEASE_S, BatchRunner
+from farsight.services.api.generation import PromptText
+from farsight.services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.api_support import HELLO, ScriptedBackend
 from tests.unit.services.api.batches.conftest import BatchService, Serve
 from tests.unit.services.api.batches.kept_support import SqliteObjects

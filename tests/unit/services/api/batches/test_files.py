@@ -10,12 +10,12 @@ import openai
 import pytest
 from openai.types.responses import Response
 
-from core.errors import FarsightError
-from core.kept import DropExpired, KeptObject, ObjectName, PutObject, PutVerdict
-from services.api.batches.files import PART_BYTES
-from services.api.batches.multipart import parse_form
-from services.api.dialects.stored import RESPONSE
-from services.api.errors import ApiError
+from farsight.core.errors import FarsightError
+from farsight.core.kept import DropExpired, KeptObject, ObjectName, PutObject, PutVerdict
+from farsight.services.api.batches.files import PART_BYTES
+from farsight.services.api.batches.multipart import parse_form
+from farsight.services.api.dialects.stored import RESPONSE
+from farsight.services.api.errors import ApiError
 from tests.unit.services.api.api_support import MODEL, ScriptedBackend, delta, ok
 from tests.unit.services.api.batches.conftest import BatchService, Serve
 from tests.unit.services.api.batches.kept_support import SqliteObjects

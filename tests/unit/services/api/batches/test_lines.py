@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from core.errors import CapacityError, FarsightError, InvalidValueError
-from core.forecast import QUANTILES, Forecast
-from services.api.batches.lines import Batch, BatchLine, LineResult, answered, read_batch, read_result, unsent
-from services.api.batches.sender import GROUP_S, RetryPolicy, ServiceStalled, run_lines
+from farsight.core.errors import CapacityError, FarsightError, InvalidValueError
+from farsight.core.forecast import QUANTILES, Forecast
+from farsight.services.api.batches.lines import Batch, BatchLine, LineResult, answered, read_batch, read_result, unsent
+from farsight.services.api.batches.sender import GROUP_S, RetryPolicy, ServiceStalled, run_lines
 from tests.unit.services.api.api_support import ScriptedBackend
 from tests.unit.services.batch.batch_support import CHAT, answering, echo, numbered, request, served, write_batch
 

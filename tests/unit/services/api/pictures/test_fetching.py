@@ -11,9 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from core.config.images import parse_image_hosts
-from core.errors import CapacityError, InvalidValueError
-from services.api.pictures.fetching import MAX_FETCHES, MAX_REDIRECTS, FetchLimits, Lookup, PictureFetcher, Wanted
+from farsight.core.config.images import parse_image_hosts
+from farsight.core.errors import CapacityError, InvalidValueError
+from farsight.services.api.pictures.fetching import (
+    MAX_FETCHES,
+    MAX_REDIRECTS,
+    FetchLimits,
+    Lookup,
+    PictureFetcher,
+    Wanted,
+)
 from tests.unit.services.api.api_support import LONG_S, until
 from tests.unit.services.api.pictures.picture_host import (
     Answer,

@@ -13,11 +13,11 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
-from core.images import digest_of
-from services.api.app import build_app
-from services.api.backend import ImageInput
-from services.api.body_workers import BodyWorkers
-from services.api.text.prompts import ChatPrompt, PromptEncoder
+from farsight.core.images import digest_of
+from farsight.services.api.app import build_app
+from farsight.services.api.backend import ImageInput
+from farsight.services.api.body_workers import BodyWorkers
+from farsight.services.api.text.prompts import ChatPrompt, PromptEncoder
 from tests.unit.services.api.api_support import (
     IMAGE_TOKENS,
     MAX_MODEL_LEN,

@@ -8,18 +8,18 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.log.stream_store import StoredStreams
-from core.errors import FarsightError
-from core.messages.resumable import StreamChanges, StreamFound, StreamName, StreamState, StreamVerdicts
-from core.messages.tokens import TokenDelta
-from core.request import Request
-from services.api.generation import Generation, PromptText
-from services.api.requests import generation_of
-from services.api.schemas import ChatCompletionRequest, CompletionRequest
-from services.api.streams.live import LiveStream
-from services.api.streams.manager import StreamManager
-from services.api.streams.routes import EventWriter
-from services.api.text.prompts import PromptEncoder
+from farsight.actors.log.stream_store import StoredStreams
+from farsight.core.errors import FarsightError
+from farsight.core.messages.resumable import StreamChanges, StreamFound, StreamName, StreamState, StreamVerdicts
+from farsight.core.messages.tokens import TokenDelta
+from farsight.core.request import Request
+from farsight.services.api.generation import Generation, PromptText
+from farsight.services.api.requests import generation_of
+from farsight.services.api.schemas import ChatCompletionRequest, CompletionRequest
+from farsight.services.api.streams.live import LiveStream
+from farsight.services.api.streams.manager import StreamManager
+from farsight.services.api.streams.routes import EventWriter
+from farsight.services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.api_support import LONG_S, MODEL, ScriptedBackend
 
 KEY = "the key"

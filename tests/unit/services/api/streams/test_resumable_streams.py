@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from core.errors import CapacityError
-from core.messages.resumable import StreamChanges, StreamVerdicts
-from core.messages.tokens import TokenDelta
-from core.request import Request
-from services.api.errors import ApiError, as_api_error
-from services.api.generation import PromptText
-from services.api.streams import manager
-from services.api.streams.live import LiveStream
-from services.api.streams.routes import EventWriter
-from services.api.text.prompts import PromptEncoder
+from farsight.core.errors import CapacityError
+from farsight.core.messages.resumable import StreamChanges, StreamVerdicts
+from farsight.core.messages.tokens import TokenDelta
+from farsight.core.request import Request
+from farsight.services.api.errors import ApiError, as_api_error
+from farsight.services.api.generation import PromptText
+from farsight.services.api.streams import manager
+from farsight.services.api.streams.live import LiveStream
+from farsight.services.api.streams.routes import EventWriter
+from farsight.services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.api_support import until
 from tests.unit.services.api.streams.stream_support import (
     HttpSide,

@@ -16,11 +16,11 @@ import httpx
 import pytest
 from starlette.types import Message
 
-from services.api.access.access_control import AccessControl, AccessSettings
-from services.api.access.keys import Role, Tenant
-from services.api.answers import sse
-from services.api.streams.manager import StreamManager
-from services.api.text.prompts import PromptEncoder
+from farsight.services.api.access.access_control import AccessControl, AccessSettings
+from farsight.services.api.access.keys import Role, Tenant
+from farsight.services.api.answers import sse
+from farsight.services.api.streams.manager import StreamManager
+from farsight.services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.access.access_support import add_key
 from tests.unit.services.api.api_support import MODEL, client_on, until, whole_app
 from tests.unit.services.api.streams.stream_support import PacedBackend, ShelfStore, events_of

@@ -15,17 +15,17 @@ from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client import CollectorRegistry
 
-from actors.external.openai_wire import by_tokens
-from actors.runtime.log_lines import log_fields
-from core.codec import decode, encode
-from core.config.server import TracesConfig
-from core.decisions import Decision
-from core.errors import ConfigError
-from core.request import Origin, Request, SamplingParams
-from services.api.requests import unnamed_request
-from services.api.text.prompts import PromptEncoder
-from services.api.tracing import exporter as exporting
-from services.api.tracing.exporter import SpanExporter
+from farsight.actors.external.openai_wire import by_tokens
+from farsight.actors.runtime.log_lines import log_fields
+from farsight.core.codec import decode, encode
+from farsight.core.config.server import TracesConfig
+from farsight.core.decisions import Decision
+from farsight.core.errors import ConfigError
+from farsight.core.request import Origin, Request, SamplingParams
+from farsight.services.api.requests import unnamed_request
+from farsight.services.api.text.prompts import PromptEncoder
+from farsight.services.api.tracing import exporter as exporting
+from farsight.services.api.tracing.exporter import SpanExporter
 from tests.free_ports import free_port
 from tests.unit.services.api.api_support import HELLO, MODEL, ScriptedBackend, client_on, delta, until, whole_app
 from tests.unit.services.api.test_api_explain import trace_of

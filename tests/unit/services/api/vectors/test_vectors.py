@@ -13,9 +13,9 @@ import openai
 import pytest
 import torch
 
-from engine.checkpoint.encoder_config import abilities_of
-from services.api.backend import ModelInfo
-from services.api.text.prompts import PromptEncoder
+from farsight.engine.checkpoint.encoder_config import abilities_of
+from farsight.services.api.backend import ModelInfo
+from farsight.services.api.text.prompts import PromptEncoder
 from tests.unit.engine.encoders.test_encoders import make_encoder
 from tests.unit.services.api.api_support import Client, ScriptedBackend, application, client_on, ok, refusal
 from tests.unit.services.api.engine_backend import EngineBackend
