@@ -43,15 +43,8 @@ from farsight.actors.supervision.ingress_reports import IngressReports
 from farsight.actors.supervision.upgrade import RollingUpgrade, check_room
 from farsight.core.codec import decode, encode
 from farsight.core.errors import FarsightError, MessageError
+from farsight.core.messages import series
 from farsight.core.messages.fleet import ReplicaName
-from farsight.core.messages.series import (
-    ComponentsQuery,
-    ComponentsReply,
-    SeriesQuery,
-    SeriesReply,
-    TableReply,
-    TrafficCounts,
-)
 from farsight.core.messages.status import ComponentCounts, Scale, SeenService, StartState
 from farsight.core.messages.supervision import (
     DrainProgress,
@@ -207,19 +200,19 @@ class Supervisor(Component, SupervisorCalls):
     async def tenant_usage(self) -> TenantUsages:
         return TenantUsages(self._tenants.usage(time.monotonic()))
 
-    async def count_traffic(self, counts: TrafficCounts) -> None:
+    async def count_traffic(self, counts: series.TrafficCounts) -> None:
         self._history.report(counts)
 
     async def seen(self) -> SeenService | None:
         return self._history.seen()
 
-    async def series(self, query: SeriesQuery) -> SeriesReply:
+    async def series(self, query: series.SeriesQuery) -> series.SeriesReply:
         return self._history.since(query)
 
-    async def replica_series(self, query: SeriesQuery) -> TableReply:
+    async def replica_series(self, query: series.SeriesQuery) -> series.TableReply:
         return self._history.of_replicas(query)
 
-    async def component_series(self, query: ComponentsQuery) -> ComponentsReply:
+    async def component_series(self, query: series.ComponentsQuery) -> series.ComponentsReply:
         return self._history.of_components(query)
 
     async def _scale(self, kind: str, count: int, known: int | None = None) -> None:
