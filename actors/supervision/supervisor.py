@@ -43,7 +43,7 @@ from farsight.actors.supervision.ingress_reports import IngressReports
 from farsight.actors.supervision.upgrade import RollingUpgrade, check_room
 from farsight.core.codec import decode, encode
 from farsight.core.errors import FarsightError, MessageError
-from farsight.core.messages import series
+from farsight.core.messages import series as messages
 from farsight.core.messages.fleet import ReplicaName
 from farsight.core.messages.status import ComponentCounts, Scale, SeenService, StartState
 from farsight.core.messages.supervision import (
@@ -200,19 +200,19 @@ class Supervisor(Component, SupervisorCalls):
     async def tenant_usage(self) -> TenantUsages:
         return TenantUsages(self._tenants.usage(time.monotonic()))
 
-    async def count_traffic(self, counts: series.TrafficCounts) -> None:
+    async def count_traffic(self, counts: messages.TrafficCounts) -> None:
         self._history.report(counts)
 
     async def seen(self) -> SeenService | None:
         return self._history.seen()
 
-    async def series(self, query: series.SeriesQuery) -> series.SeriesReply:
+    async def series(self, query: messages.SeriesQuery) -> messages.SeriesReply:
         return self._history.since(query)
 
-    async def replica_series(self, query: series.SeriesQuery) -> series.TableReply:
+    async def replica_series(self, query: messages.SeriesQuery) -> messages.TableReply:
         return self._history.of_replicas(query)
 
-    async def component_series(self, query: series.ComponentsQuery) -> series.ComponentsReply:
+    async def component_series(self, query: messages.ComponentsQuery) -> messages.ComponentsReply:
         return self._history.of_components(query)
 
     async def _scale(self, kind: str, count: int, known: int | None = None) -> None:
