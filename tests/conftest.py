@@ -5,14 +5,29 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Generator
+from importlib.abc import MetaPathFinder
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
+from tools.rooms import ROOMS
+
 pytest_plugins = ["tests.processor_time", "tests.stage"]
+
+
+class OneNameForEachRoom(MetaPathFinder):
+    """Refuses a room by its folder, which would be loaded a second time, as other classes."""
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> None:
+        if fullname in ROOMS:
+            raise ImportError(f"the room {fullname} is farsight.{fullname}")
+
+
+sys.meta_path.insert(0, OneNameForEachRoom())
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Read when Ray is imported. Left unset, Ray would write a token into the home directory. Servers under test set

@@ -19,8 +19,8 @@ from typing import Any
 
 from farsight.actors.runtime.names import RUN_DIR_VARIABLE
 
-ROOMS = ("actors", "core", "engine", "estimator", "kvcache", "policies", "predictor", "services", "tokenization")
-"""Packages of Farsight, whose loggers send lines."""
+OURS = "farsight"
+"""Logger above all loggers of Farsight, which send lines."""
 
 SOCKET_NAME = "log.sock"
 MAX_LINE = 8192
@@ -109,13 +109,12 @@ def send_log_lines(process: str, log_format: str) -> None:
     send_no_log_lines()
     directory = os.environ.get(RUN_DIR_VARIABLE)
     handler = LineHandler(process, log_format, Path(directory) if directory else None)
-    for room in ROOMS:
-        logging.getLogger(room).addHandler(handler)
+    logging.getLogger(OURS).addHandler(handler)
 
 
 def send_no_log_lines() -> None:
     """Undoes ``send_log_lines``."""
-    for logger in map(logging.getLogger, ROOMS):
-        for handler in [each for each in logger.handlers if isinstance(each, LineHandler)]:
-            logger.removeHandler(handler)
-            handler.close()
+    logger = logging.getLogger(OURS)
+    for handler in [each for each in logger.handlers if isinstance(each, LineHandler)]:
+        logger.removeHandler(handler)
+        handler.close()

@@ -47,10 +47,7 @@ DEATHS = [
     ("split", ("router", "scheduler-0", "worker-0")),
     ("split", ("scheduler-1", "worker-1", "supervisor")),
     ("split", ("worker-0", "scheduler-0", "kv-offload-manager-0")),  # what they did moves to the other replica
-    ("fused", ("router",)),  # and all others that live in the same process
-    ("fused", ("worker-0",)),
-    ("fused", ("length-predictor-0",)),
-    ("fused", ("worker-0", "worker-1")),
+    ("fused", ("router",)),  # and all others that live in the same process; a worker's is its own, as in "split"
     ("fused", ("router", "worker-0", "worker-1")),
 ]
 

@@ -82,7 +82,7 @@ def _live(world: World) -> Counter[str]:
 
 def live_all(seeds: range) -> tuple[Counter[str], list[str]]:
     """What happened in these worlds, and the stories of those that broke."""
-    logging.getLogger("engine.worker").setLevel(logging.CRITICAL)  # steps break here on purpose
+    logging.getLogger("farsight.engine.worker").setLevel(logging.CRITICAL)  # steps break here on purpose
     counts: Counter[str] = Counter()
     broken = []
     for seed in seeds:

@@ -48,7 +48,10 @@ def test_a_row_is_length_user_input_instruction() -> None:
 
 
 def test_serving_needs_neither_torch_nor_sklearn_to_start() -> None:
-    loaded = "import sys, predictor.text_predictor, predictor.shedding, estimator.knn; print([*sys.modules])"
+    loaded = (
+        "import sys; from farsight.predictor import shedding, text_predictor; from farsight.estimator import knn;"
+        "print([*sys.modules])"
+    )
     modules = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True).stdout
     assert "'numpy'" in modules
     for name in ("torch", "sklearn", "scipy", "sentence_transformers"):

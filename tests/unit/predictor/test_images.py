@@ -147,7 +147,7 @@ def test_trained_artefacts_from_before_read_as_they_did(kind: str, monkeypatch: 
     def as_before(features: np.ndarray, questions: Sequence[ForecastQuestion], *, images: bool) -> np.ndarray:
         return features
 
-    for module in ("predictor.training", "predictor.words"):
+    for module in ("farsight.predictor.training", "farsight.predictor.words"):
         monkeypatch.setattr(f"{module}.with_images", as_before)
     written = by_kind.__wrapped__(kind)
     monkeypatch.undo()

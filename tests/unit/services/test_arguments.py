@@ -203,7 +203,7 @@ HEAVY = ["ray", "torch", "matplotlib"]
 
 @pytest.mark.parametrize(
     ("module", "absent"),
-    [("farsight.services.cli", [*HEAVY, "simulator", "numpy"]), ("farsight.services.bench.compare", HEAVY)],
+    [("farsight.services.cli", [*HEAVY, "farsight.simulator", "numpy"]), ("farsight.services.bench.compare", HEAVY)],
 )
 def test_the_command_line_stays_light(module: str, absent: list[str]) -> None:
     code = f"import sys, {module}; print(set({absent}) & sys.modules.keys())"
@@ -212,10 +212,11 @@ def test_the_command_line_stays_light(module: str, absent: list[str]) -> None:
 
 def test_a_missing_gpu_ends_a_start_before_anything_of_a_server_is_imported() -> None:
     code = (
-        "import sys, services.cli; from farsight.services.launch import machine; machine.visible_gpus = lambda: 0\n"
-        "try: services.cli.app(['serve', '--device', 'cuda'])\n"
+        "import sys; from farsight.services import cli\n"
+        "from farsight.services.launch import machine; machine.visible_gpus = lambda: 0\n"
+        "try: cli.app(['serve', '--device', 'cuda'])\n"
         "except SystemExit: pass\n"
-        "heavy = {'simulator', 'numpy', 'matplotlib', 'ray', 'torch', 'policies.compose'}\n"
+        "heavy = {'farsight.simulator', 'numpy', 'matplotlib', 'ray', 'torch', 'farsight.policies.compose'}\n"
         "print(heavy & sys.modules.keys())"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -143,7 +143,7 @@ def test_what_is_no_file_is_refused(tmp_path, monkeypatch):
         read_gguf(tmp_path / "pipe.gguf")
     (tmp_path / "folder.gguf").mkdir()
     assert not is_gguf(tmp_path / "folder.gguf") and is_gguf(tmp_path / "Model.GGUF")
-    monkeypatch.setattr("tokenization.gguf.file.MAX_ELEMENTS", 4000)
+    monkeypatch.setattr("farsight.tokenization.gguf_file.MAX_ELEMENTS", 4000)
     words = array(STRING, 1001, struct.pack("<Q", 0) * 1001)
     path = write(tmp_path / "model.gguf", [entry(f"k{number}", ARRAY, words) for number in range(4)])
     with pytest.raises(GGUFError, match="number of elements"):

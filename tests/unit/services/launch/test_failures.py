@@ -103,7 +103,7 @@ def test_what_the_command_means_to_end_with_passes() -> None:
     assert end.value.exit_code == 130
 
 
-logger = logging.getLogger("services.a_test")
+logger = logging.getLogger("farsight.services.a_test")
 
 
 class Lines(list[str]):
@@ -145,7 +145,7 @@ def test_a_line_of_json_names_process_logger_and_fields(lines: Lines) -> None:
     assert found == {
         "level": "warning",
         "process": "worker-0",
-        "logger": "services.a_test",
+        "logger": "farsight.services.a_test",
         "message": "two of 3 are late",
         "request_id": "cmpl-1",
     }
@@ -183,7 +183,7 @@ def test_a_second_call_replaces_the_first(lines: Lines) -> None:
 def test_lines_without_a_reader_are_counted_and_nothing_waits(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RUN_DIR_VARIABLE, str(directory))
     handler, found = LineHandler("worker-0", "json", directory), Lines()
-    record = logging.LogRecord("services.a_test", logging.WARNING, "", 0, "m", None, None)
+    record = logging.LogRecord("farsight.services.a_test", logging.WARNING, "", 0, "m", None, None)
     for _ in range(2):
         handler.emit(record)
     with printed_log_lines(directory, found.show):
