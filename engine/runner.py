@@ -18,6 +18,8 @@ from farsight.engine.sequence import Sequence
 from farsight.engine.step_results import StepFault
 from farsight.kvcache import KVCopy, StepBatch, StepItem
 
+logger = logging.getLogger(__name__)
+
 
 class Runner(Protocol):
     """Computes a step; the model runner, or a device emulated from a profile."""
@@ -61,9 +63,6 @@ class Copier(Protocol):
     def begin(self, copy: KVCopy) -> None: ...
     def take_done(self) -> list[tuple[int, bool]]: ...
     def wait(self) -> None: ...
-
-
-logger = logging.getLogger(__name__)
 
 
 class Copies:

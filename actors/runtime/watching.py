@@ -17,6 +17,8 @@ from farsight.actors.runtime.peer import Site
 from farsight.core.codec import decode, encode
 from farsight.core.messages.status import ProcessLife, Pulse, ThreadClock
 
+logger = logging.getLogger(__name__)
+
 
 class ClusterStore:
     """Values by key.
@@ -57,8 +59,6 @@ LOOKS = 10
 """Looks within the time after which a stopped process is replaced: one late answer proves nothing, several do."""
 
 MAX_PERIOD_S = 1.0
-
-logger = logging.getLogger(__name__)
 
 
 def period_s(silence_s: float) -> float:

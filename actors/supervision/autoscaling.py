@@ -18,6 +18,8 @@ from farsight.core.messages.requests import LoadSnapshot
 from farsight.core.messages.status import ComponentCounts
 from farsight.policies.fleet.queue_delay import queue_delay_s
 
+logger = logging.getLogger(__name__)
+
 
 def scaled(before: ComponentCounts, kind: str, count: int) -> ComponentCounts:
     """Returns the counts with another number of one kind; a removed replica is not drained any more either.
@@ -48,8 +50,6 @@ def takes_requests(counts: ComponentCounts) -> bool:
     """Returns whether a replica is left that takes requests: one of our own engine or an external server."""
     return counts.backends > 0 or any(replica not in counts.draining for replica in own_replicas(counts))
 
-
-logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 """Seconds between two looks at the queues."""

@@ -23,6 +23,8 @@ from farsight.engine.steps.backends import GraphBackend, TorchBackend, gpu_atten
 from farsight.engine.steps.careful_steps import CarefulSteps
 from farsight.engine.steps.model_runner import ModelRunner
 
+logger = logging.getLogger(__name__)
+
 AUTO_SHARE = 0.2
 """Share of the machine's available memory that ``auto`` takes at most: for the KV pool, and again for the host pool."""
 
@@ -79,9 +81,6 @@ def load_device(
         copier = KVCopier(runner.pool, pool)
     exact = isinstance(runner.backend, NativeBackend)
     return Device(runner, context_len, token_bytes, num_blocks, num_host_blocks, copier, exact)
-
-
-logger = logging.getLogger(__name__)
 
 
 def load_gpu_device(

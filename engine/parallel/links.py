@@ -23,6 +23,8 @@ from pathlib import Path
 from farsight.core.errors import RankLost
 from farsight.engine.parallel.mesh import Mesh
 
+logger = logging.getLogger(__name__)
+
 _LENGTH = struct.Struct("<Q")
 _HELLO = struct.Struct("<32sI")
 _HELLO_TIMEOUT_S = 5.0
@@ -162,8 +164,6 @@ def _read(connection: socket.socket, length: int) -> bytes:
         at += count
     return bytes(data)
 
-
-logger = logging.getLogger(__name__)
 
 _END_TIMEOUT_S = 60.0
 

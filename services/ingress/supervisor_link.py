@@ -16,6 +16,8 @@ from farsight.core.series.tally import TrafficTally
 from farsight.services.api.access.access_control import AccessControl
 from farsight.services.api.readiness import Readiness
 
+logger = logging.getLogger(__name__)
+
 REPORT_S = 0.5
 """Seconds between two reports."""
 
@@ -130,8 +132,6 @@ EXCHANGE_S = 0.25
 """Seconds between two reports while tenants send requests."""
 
 TIMEOUT_S = 1.0
-
-logger = logging.getLogger(__name__)
 
 
 class TenantExchange:

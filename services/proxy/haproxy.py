@@ -30,6 +30,8 @@ from farsight.services.proxy.haproxy_config import (
 from farsight.services.proxy.ports import free_ports
 from farsight.services.proxy.timed_http import ConnectionLimits
 
+logger = logging.getLogger(__name__)
+
 PROBE_S = 0.5
 """Between two probes."""
 
@@ -118,8 +120,6 @@ _PAUSE_S = 1.0
 """Where HAProxy ends as soon as it starts, the next start waits for so long: its configuration may be refused."""
 
 _STOP_S = 5.0
-
-logger = logging.getLogger(__name__)
 
 
 def max_connections() -> int:

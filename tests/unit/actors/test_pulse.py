@@ -19,7 +19,7 @@ from farsight.actors.worker.step_loop import FIRST_STEPS_S, MOST_TIMES, StepBoun
 from farsight.core.messages.status import ProcessLife, Pulse, ThreadClock, Work
 from farsight.core.messages.step_times import StepSample
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
 
 TURNS = "import time\nprint('on', flush=True)\nwhile True: time.sleep(0.001)"
 """As an event loop that turns by itself."""
@@ -47,6 +47,7 @@ def wait_for_state(process: subprocess.Popen[str], state: str) -> None:
 
 
 @pytest.mark.parametrize(("state", "runnable"), [("R", True), ("D", True), ("S", False), ("T", False)])
+@on_linux
 def test_a_thread_that_waits_for_a_processor_or_the_disk_does_not_stand_still(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, runnable: bool
 ) -> None:
@@ -58,6 +59,7 @@ def test_a_thread_that_waits_for_a_processor_or_the_disk_does_not_stand_still(
     assert read_clock(7, 8) == ThreadClock(2.0, runnable)
 
 
+@on_linux
 def test_the_clock_of_a_thread_that_turns_moves_and_that_of_a_stopped_one_does_not(
     child: subprocess.Popen[str],
 ) -> None:
@@ -74,6 +76,7 @@ def test_the_clock_of_a_thread_that_turns_moves_and_that_of_a_stopped_one_does_n
         assert clock_of(life) == stopped
 
 
+@on_linux
 def test_a_stopped_process_is_ended(child: subprocess.Popen[str]) -> None:
     child.send_signal(signal.SIGSTOP)
     kill(life_of(child))
@@ -86,6 +89,7 @@ def life_of_ended(process: subprocess.Popen[str]) -> ProcessLife:
     return ProcessLife("node", process.pid, 1, process.pid)
 
 
+@on_linux
 def test_a_later_process_with_the_same_number_is_left_alone(child: subprocess.Popen[str]) -> None:
     life = life_of(child)
     earlier = dataclasses.replace(life, began=life.began - 1)
@@ -96,6 +100,7 @@ def test_a_later_process_with_the_same_number_is_left_alone(child: subprocess.Po
     assert child.poll() is None and is_alive(life)
 
 
+@on_linux
 def test_of_oneself() -> None:
     life = own_life("node")
     assert (life.node_id, life.pid, life.thread_id) == ("node", os.getpid(), threading.get_native_id())
