@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter
@@ -154,11 +155,9 @@ class LengthLearner:
     async def run(self) -> None:
         """Runs until cancelled. Faults of a fit or of the log are logged; the current version then stays in use."""
         while True:
-            try:
+            with suppress(PeerLost):  # the log store will be back
                 await self._read()
                 await self._save()
-            except PeerLost:
-                pass  # the log store will be back
             examples = self._learning.begin(time.monotonic())
             if examples is not None:
                 await self._fit(examples)
@@ -209,6 +208,8 @@ class LengthLearner:
             logger.info("a new version was worse (loss %.2f, not %.2f)", verdict.score, verdict.current_score)
             return
         self._current, self._unsaved = artefact, (artefact, verdict.score)
+        with suppress(PeerLost):  # the next turn of ``run`` saves it
+            await self._save()  # before it serves: a version that has served must outlive this process
         self._use(artefact)
 
     async def _save(self) -> None:
