@@ -14,15 +14,22 @@ from tests.e2e.server import LONG_S, Server, wait_until
 _NODE = """
 import sys
 
-from ray._private.node import Node
-from ray._private.parameter import RayParams
+from farsight.services.launch.cluster import few_daemons
+from farsight.services.proxy.ports import reserved_ports
 
-settings = RayParams(
-    gcs_address=sys.argv[1], node_ip_address="127.0.0.1", num_cpus=1, object_store_memory=80_000_000
-)
-Node(settings, head=False, shutdown_at_exit=False, spawn_reaper=False)
+with reserved_ports() as ports, few_daemons(ports):
+    from ray._private.node import Node
+    from ray._private.parameter import RayParams
+
+    settings = RayParams(
+        gcs_address=sys.argv[1], node_ip_address="127.0.0.1", num_cpus=1, object_store_memory=80_000_000
+    )
+    Node(settings, head=False, shutdown_at_exit=False, spawn_reaper=False)
 """
-"""As ``ray start --address`` does, which takes the loopback address for that of another interface."""
+"""As ``ray start --address`` does, which takes the loopback address for that of another interface.
+
+The agents get their ports: a raylet gives up after 15 s without the port that an agent chooses.
+"""
 
 
 STAYS_S = 3.0
