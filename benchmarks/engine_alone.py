@@ -1,6 +1,7 @@
 """The engine in one process, without Ray and HTTP: ``python -m benchmarks.engine_alone --model DIR --workload NAME``.
 
-Closed loop: so many requests are under way, the next starts when one ends. Greedy, to the full length.
+Closed loop: so many requests are under way, the next starts when one ends. Each goes to its full length, greedily or
+as ``--temperature`` and ``--top-p`` say.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import pstats
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +46,14 @@ class EngineBench:
     Args:
         rows: The requests of a run.
         vocab_size: Prompts hold ids below it.
+        sampling: What all requests have in common.
     """
 
-    def __init__(self, engine: Engine, rows: list[BenchRequest], vocab_size: int) -> None:
+    def __init__(
+        self, engine: Engine, rows: list[BenchRequest], vocab_size: int, sampling: SamplingParams = SamplingParams(1)
+    ) -> None:
         self._engine = engine
+        self._sampling = sampling
         self._rows = rows
         self._vocab_size = vocab_size
         self._num_runs = 0
@@ -88,9 +94,14 @@ class EngineBench:
         return [
             (
                 row.prompt_ids(self._vocab_size, salt),
-                SamplingParams(min(row.output_tokens, most_tokens or row.output_tokens), ignore_eos=True),
+                replace(
+                    self._sampling,
+                    max_new_tokens=min(row.output_tokens, most_tokens or row.output_tokens),
+                    seed=number,
+                    ignore_eos=True,
+                ),
             )
-            for row in self._rows
+            for number, row in enumerate(self._rows)
         ]
 
     def _drive(self, requests: list[tuple[list[int], SamplingParams]], concurrency: int) -> StepLog:
@@ -132,9 +143,9 @@ def main() -> None:
         "speculation": args.speculation,
     }
     engine = Engine(args.model, dtype=args.dtype, engine=EngineConfig(**options))
-    bench = EngineBench(
-        engine, make_workload(args.workload, args.n, args.seed), args.vocab or vocab_size(Path(args.model))
-    )
+    rows = make_workload(args.workload, args.n, args.seed)
+    sampling = SamplingParams(1, temperature=args.temperature, top_p=args.top_p)
+    bench = EngineBench(engine, rows, args.vocab or vocab_size(Path(args.model)), sampling)
     levels = []
     for concurrency in args.concurrency:
         bench.warm_up(concurrency)
@@ -174,6 +185,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--weights", default="auto", choices=WEIGHTS)
     parser.add_argument("--speculation", default=EngineConfig().speculation, help="off: no step verifies guesses")
     parser.add_argument("--max-num-seqs", type=int, default=EngineConfig().max_num_seqs)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--profile", action="store_true", help="also profile a run at the last concurrency")
     parser.add_argument("--json", type=Path, help="write every number here")
     return parser.parse_args()
