@@ -37,6 +37,8 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 # How long Ray's own daemons wait for each other; unless told 30 s, which is too little beside other work.
 os.environ.setdefault("RAY_agent_register_timeout_ms", "120000")
 os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")
+# Ray adds 15 to the niceness of its workers: beside other tests a service's processes would hardly run.
+os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # A shell without job control starts background commands with SIGINT ignored, and every process under test would inherit
@@ -56,8 +58,11 @@ settings.register_profile(
 )
 settings.load_profile("farsight")
 
-SYSTEMS = ("tests/actors/", "tests/attack/", "tests/e2e/", "tests/nodes/")
-"""Their tests start a Ray, services in it or servers; one process runs them, so that one is open at a time."""
+ACTORS = ("tests/actors/", "tests/nodes/")
+"""Their tests start a Ray and services in it; one process runs them, so that one Ray is open at a time."""
+
+SERVERS = ("tests/attack/", "tests/e2e/")
+"""Their tests start servers; one process runs them, so that one server is open at a time."""
 
 PAGES = "tests/e2e/pages/"
 """Their tests share a browser."""
@@ -88,12 +93,16 @@ def pytest_collection_finish() -> None:
 
 
 class OneForSystems(LoadScopeScheduling):
-    """Gives all tests that start systems to one process, all pages to one, and each other file to one."""
+    """Gives all tests of actors to one process, of servers to one, of pages to one, and each other file to one.
+
+    Tests of systems wait half of their time, so two processes of them fill two cores.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         if nodeid.startswith(PAGES):
             return PAGES
-        return "systems" if nodeid.startswith(SYSTEMS) else nodeid.partition("::")[0]
+        together = next((each for each in (ACTORS, SERVERS) if nodeid.startswith(each)), None)
+        return nodeid.partition("::")[0] if together is None else together[0]
 
 
 @pytest.hookimpl(optionalhook=True)
