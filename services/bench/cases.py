@@ -73,7 +73,7 @@ def _chat_cases(options: BenchOptions, path: Path) -> list[Case]:
     num, loads = options.num_requests, options.concurrencies or (0,)
     num_passes = 1 if options.same_prompts else options.repeats * len(loads)
     limit = options.max_output_tokens or options.output_tokens
-    chats = chat_requests(path, num * num_passes, options.seed, limit)
+    chats = chat_requests(path, num * num_passes, options.seed, limit, options.max_prompt_tokens)
     passes = itertools.cycle(chats[start : start + num] for start in range(0, len(chats), num))
     cases = []
     for load in loads:

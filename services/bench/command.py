@@ -75,7 +75,7 @@ def bench(
     keep_alive: Annotated[bool, typer.Option(help="Reuse connections.")] = False,
     vocab_size: Annotated[int | None, typer.Option(help="Send prompts as token ids below it, not as text.")] = None,
     max_prompt_tokens: Annotated[
-        int | None, typer.Option(help="Longest drawn prompt in tokens; longer ones are cut.")
+        int | None, typer.Option(help="Longest drawn prompt in tokens; longer ones are cut, longer chats left out.")
     ] = None,
     max_output_tokens: Annotated[
         int | None, typer.Option(help="Longest output in tokens; longer ones are cut (--chat-texts: 512).")

@@ -60,15 +60,20 @@ def text_requests(path: Path, limit: int, seed: int, output_tokens: int) -> list
     return _drawn([_text_request(row, output_tokens) for row in read_rows(path)], limit, seed)
 
 
-def chat_requests(path: Path, limit: int, seed: int, most_tokens: int) -> list[BenchRequest]:
+def chat_requests(
+    path: Path, limit: int, seed: int, most_tokens: int, longest_prompt: int | None = None
+) -> list[BenchRequest]:
     """Returns ``limit`` requests drawn from the chats in which a user speaks, each once before any comes again.
 
     Args:
         most_tokens: Where an answer is cut that does not end by itself.
+        longest_prompt: Longer chats are left out, by their estimated tokens.
     """
     asked = [request for row in _chat_rows(path) if (request := _chat_request(row, most_tokens)) is not None]
+    if longest_prompt is not None:
+        asked = [each for each in asked if _prompt_tokens(each) <= longest_prompt]
     if not asked:
-        raise TraceError(str(path), 0, "no user speaks")
+        raise TraceError(str(path), 0, "no user speaks, or at too great a length")
     return _drawn(asked, limit, seed)
 
 
@@ -93,6 +98,10 @@ def prefix_requests(path: Path, limit: int, seed: int, output_tokens: int) -> li
 def estimated_tokens(text: str) -> int:
     """Returns the number of words and punctuation marks, at least 1: an estimate of the token count."""
     return max(1, len(_WORD.findall(text)))
+
+
+def _prompt_tokens(chat: BenchRequest) -> int:
+    return sum(estimated_tokens(text) for text in (chat.text or "", *(said for _, said in chat.before)))
 
 
 def _drawn(requests: Sequence[BenchRequest], limit: int, seed: int) -> list[BenchRequest]:

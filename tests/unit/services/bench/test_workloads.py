@@ -211,6 +211,14 @@ def test_chats_as_people_have_them(tmp_path: Path, name: str, content: str, aske
     assert [*requests[0].before, ("user", requests[0].text)] == [tuple(each.values()) for each in body["messages"]]
 
 
+def test_chats_that_are_too_long_are_left_out(tmp_path: Path) -> None:
+    path = _lines(tmp_path / "m.jsonl", {"prompt": "One two."}, {"messages": [SYSTEM, ASKED, SAID, ASKED]})
+    assert {each.text for each in chat_requests(path, 5, seed=1, most_tokens=9, longest_prompt=4)} == {"One two.", "u"}
+    assert {each.text for each in chat_requests(path, 5, seed=1, most_tokens=9, longest_prompt=3)} == {"One two."}
+    with pytest.raises(TraceError, match="too great a length"):
+        chat_requests(path, 5, seed=1, most_tokens=9, longest_prompt=2)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
