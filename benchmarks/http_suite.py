@@ -56,7 +56,6 @@ def measure(server: RunningServer, args: argparse.Namespace) -> dict[str, Any]:
         concurrency=tuple(args.concurrency),
         repeats=args.repeats,
         seed=args.seed,
-        prompt_form="ids",
         vocab_size=args.vocab or vocab_size(args.model),
     )
     before = server.tree.cpu_by_process()

@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.common.servers import RunningServer, ServerCommand, vocab_size
 from benchmarks.peers.commands import PEERS, Peer, PeerOptions, own_command, peer, versions
 from farsight.services.bench.compare import num_errors, run_bench
-from farsight.services.bench.options import BenchOptions
+from farsight.services.bench.options import CHATS, BenchOptions
 from farsight.services.bench.report import write_json
 from farsight.services.bench.workloads import WORKLOADS
 
@@ -81,12 +81,13 @@ def _options(
     other: Peer, peer_server: RunningServer, own_server: RunningServer, args: argparse.Namespace
 ) -> BenchOptions:
     """The targets, the peer first: ratios are relative to it. Neither gets a field that the other does not support."""
-    return BenchOptions(
+    options = BenchOptions(
         url=(peer_server.command.base_url, own_server.command.base_url),
         label=(other.name, "farsight"),
         model=(peer_server.command.model_name, own_server.command.model_name),
         server_pid=(peer_server.pid, own_server.pid),
-        workload=tuple(args.workloads),
+        workload=() if args.chat_texts else tuple(args.workloads),
+        chat_texts=args.chat_texts,
         num_requests=args.n,
         concurrency=tuple(args.concurrency),
         repeats=args.repeats,
@@ -94,12 +95,12 @@ def _options(
         warm_up=args.warm_up,
         ignore_eos=other.takes_extensions,
         usage=other.takes_extensions,
-        prompt_form="ids" if other.takes_ids else "text",
-        vocab_size=vocab_size(args.vocab_from or args.model),
+        vocab_size=vocab_size(args.vocab_from or args.model) if other.takes_ids and not args.chat_texts else None,
         sla=args.sla,
         json=args.json,
         plots=args.plots,
     )
+    return replace(options, **{**CHATS, "temperature": args.temperature}) if args.chat_texts else options
 
 
 def _parse() -> argparse.Namespace:
@@ -112,6 +113,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="compute threads of each server")
     parser.add_argument("--dtype", default="bfloat16", help="of both; float32 where processors lack bfloat16")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["skewed", "uniform", "hol"])
+    parser.add_argument("--chat-texts", type=Path, help="chats, as in farsight bench, in place of the workloads")
+    parser.add_argument("--temperature", type=float, default=CHATS["temperature"], help="of chats")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 32, 128])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--n", type=int, default=256, help="requests of a run")

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.common.servers import RunningServer, ServerCommand, farsight_command, vocab_size
 from benchmarks.peers.commands import PeerOptions, vllm_command
 from farsight.core.errors import ConfigError
-from farsight.services.bench.datasets import open_lines, parse_texts
+from farsight.services.bench.datasets import text_requests
 from farsight.services.bench.load import Connection, measure
 from farsight.services.bench.report import provenance
 from farsight.services.bench.requests import BenchRequest
@@ -100,8 +100,7 @@ class Bench:
             return make_workload("hol", self.num_requests, seed)
         if self.texts is None:
             raise ConfigError("--texts", None, "the file of the eight tasks, for the workload texts")
-        with open_lines("--texts", self.texts) as lines:
-            drawn = parse_texts(self.texts.name, lines, self.num_requests, seed, MAX_TOKENS)
+        drawn = text_requests(self.texts, self.num_requests, seed, MAX_TOKENS)
         return [replace(each, output_tokens=min(each.output_tokens, MAX_TOKENS)) for each in drawn]
 
     def command(self, system: System, folder: Path) -> ServerCommand:

@@ -62,6 +62,7 @@ class Answer:
         late_s: Seconds between its due time and its sending; None in a closed loop.
         chunks_at: When each chunk with a choice arrived.
         num_tokens: Number of output tokens.
+        finish_reason: Why it ended, as the server says: ``length`` if it was cut.
         failure: The reason why it does not count, or None.
     """
 
@@ -74,6 +75,7 @@ class Answer:
     num_tokens: int = 0
     prompt_tokens: int = 0
     counted_by: CountedBy = CountedBy.CHUNKS
+    finish_reason: str | None = None
     failure: Failure | None = None
 
     @property
@@ -111,7 +113,6 @@ class StreamReader:
         self._answer = answer
         self._rest = b""
         self._usage: dict[str, Any] | None = None
-        self._finish_reason: str | None = None
         self._ends_empty = False
         self.done = False
 
@@ -138,9 +139,9 @@ class StreamReader:
     def _choice(self, line: bytes, now: float) -> None:
         has_usage = b'"usage":' in line and b'"usage":null' not in line and b'"usage": null' not in line
         has_finish = b'"finish_reason":"' in line or b'"finish_reason": "' in line
-        is_opening = b'"role"' in line and (b'"content":""' in line or b'"content": ""' in line)
+        has_role = b'"role"' in line  # The opening of a chat; some servers repeat the role with every token.
         has_choice = b'"choices":[{' in line or b'"choices": [{' in line
-        if has_choice and not (has_usage or has_finish or is_opening):
+        if has_choice and not (has_usage or has_finish or has_role):
             self._answer.chunks_at.append(now)
             return
         event = json.loads(line[len(_DATA) :])
@@ -153,7 +154,7 @@ class StreamReader:
 
     def _parsed_choice(self, choice: dict[str, Any], now: float) -> None:
         reason = choice.get("finish_reason")
-        self._finish_reason = reason or self._finish_reason
+        self._answer.finish_reason = reason or self._answer.finish_reason
         delta = choice.get("delta") or {}
         is_empty = not (choice.get("text") or delta.get("content"))
         if is_empty and not reason and "role" in delta:
@@ -171,7 +172,7 @@ class StreamReader:
         answer.prompt_tokens = usage.get("prompt_tokens") or 0
         if isinstance(usage.get("completion_tokens"), int):
             answer.num_tokens, answer.counted_by = usage["completion_tokens"], CountedBy.USAGE
-        elif self._finish_reason == "length":
+        elif answer.finish_reason == "length":
             answer.num_tokens, answer.counted_by = asked_tokens, CountedBy.LENGTH
         else:
             answer.num_tokens, answer.counted_by = len(answer.chunks_at) - self._ends_empty, CountedBy.CHUNKS
@@ -182,11 +183,12 @@ class StreamReader:
             answer.failure = self._shortcoming()
 
     def _shortcoming(self) -> Failure | None:
-        if not self.done and self._finish_reason is None:  # `transformers serve` ends without [DONE]
+        if not self.done and self._answer.finish_reason is None:  # `transformers serve` ends without [DONE]
             detail = f"neither finish_reason nor [DONE] after {len(self._answer.chunks_at)} chunks"
             return Failure("stream cut", detail)
-        if not self._answer.chunks_at or not self._answer.num_tokens:
-            return Failure("no token", f"finish_reason {self._finish_reason}")
+        stopped = self._answer.finish_reason == "stop"  # A model may have nothing to say.
+        if not self._answer.chunks_at or not (self._answer.num_tokens or stopped):
+            return Failure("no token", f"finish_reason {self._answer.finish_reason}")
         return None
 
 

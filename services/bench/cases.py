@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from farsight.services.bench.client import count_prompt
-from farsight.services.bench.datasets import open_lines, parse_prefix_groups, parse_texts, parse_trace
+from farsight.services.bench.datasets import chat_requests, prefix_requests, text_requests, trace_requests
 from farsight.services.bench.load import run_async
 from farsight.services.bench.options import BenchOptions, body_form
 from farsight.services.bench.requests import BenchRequest, PromptPart, clipped
@@ -22,11 +23,17 @@ class Case:
     Attributes:
         name: Name in tables.
         load: The number of requests in flight, or the due time of each request in seconds.
+        later: Requests of the rounds after the first; where there are none, every round has the same.
     """
 
     name: str
     requests: Sequence[BenchRequest]
     load: int | Sequence[float]
+    later: Sequence[Sequence[BenchRequest]] = ()
+
+    def of_round(self, number: int) -> Sequence[BenchRequest]:
+        """Returns the requests of a round, from 0."""
+        return self.later[number - 1] if number and self.later else self.requests
 
     @property
     def longest_output(self) -> int:
@@ -42,8 +49,10 @@ def make_cases(options: BenchOptions) -> list[Case]:
     """Every workload under every load.
 
     Raises:
-        InvalidValueError: A file cannot be used.
+        TraceError: A file cannot be used.
     """
+    if options.chat_texts is not None:
+        return _chat_cases(options, options.chat_texts)
     cases = []
     for name, drawn in _sources(options):
         requests = clipped(drawn, options.max_prompt_tokens, options.max_output_tokens)
@@ -56,19 +65,32 @@ def make_cases(options: BenchOptions) -> list[Case]:
     return cases
 
 
+def _chat_cases(options: BenchOptions, path: Path) -> list[Case]:
+    """Returns every load with other chats in each round, since chats are sent as they are.
+
+    So no server gets one twice while the file has others.
+    """
+    num, loads = options.num_requests, options.concurrencies or (0,)
+    num_passes = 1 if options.same_prompts else options.repeats * len(loads)
+    limit = options.max_output_tokens or options.output_tokens
+    chats = chat_requests(path, num * num_passes, options.seed, limit, options.max_prompt_tokens)
+    passes = itertools.cycle(chats[start : start + num] for start in range(0, len(chats), num))
+    cases = []
+    for load in loads:
+        first, *later = itertools.islice(passes, options.repeats)
+        closed = Case(f"{path.name}, {load} in flight", first, load)
+        cases.append(replace(closed if load else _open_loop(path.name, first, options), later=later))
+    return cases
+
+
 def _sources(options: BenchOptions) -> list[tuple[str, list[BenchRequest]]]:
     limit, seed = options.num_requests, options.seed
-    if options.trace is not None:
-        with open_lines("--trace", options.trace) as lines:
-            return [(options.trace.name, parse_trace(options.trace.name, lines, limit, seed))]
-    if options.texts is not None:
-        name = options.texts.name
-        with open_lines("--texts", options.texts) as lines:
-            return [(name, parse_texts(name, lines, limit, seed, options.output_tokens))]
-    if options.prefix_groups is not None:
-        name = options.prefix_groups.name
-        with open_lines("--prefix-groups", options.prefix_groups) as lines:
-            return [(name, parse_prefix_groups(name, lines, limit, seed, options.output_tokens))]
+    if (path := options.trace) is not None:
+        return [(path.name, trace_requests(path, limit, seed))]
+    if (path := options.texts) is not None:
+        return [(path.name, text_requests(path, limit, seed, options.output_tokens))]
+    if (path := options.prefix_groups) is not None:
+        return [(path.name, prefix_requests(path, limit, seed, options.output_tokens))]
     return [
         (name, make_workload(name, limit, seed, options.num_groups, options.prefix_tokens))
         for name in options.workloads
@@ -119,7 +141,7 @@ def fit_cases(
                 f"{case.name}: {num_cut} of {len(requests)} requests are cut to fit the served context of {longest}"
                 f" tokens ({per_word:.2g} per word); --max-prompt-tokens and --max-output-tokens set other limits"
             )
-        fitted.append(dataclasses.replace(case, requests=requests))
+        fitted.append(replace(case, requests=requests))
     return fitted
 
 

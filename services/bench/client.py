@@ -63,7 +63,8 @@ async def _read(content: aiohttp.StreamReader, answer: Answer, asked_tokens: int
 
 def _wrong_length(answer: Answer, call: Call) -> Failure | None:
     """Checks the length by ``usage``: the number of chunks is no proof, since one chunk may hold several tokens."""
-    if answer.counted_by is CountedBy.CHUNKS or answer.num_tokens == call.output_tokens:
+    is_guess = answer.counted_by is CountedBy.CHUNKS and answer.num_tokens > 0
+    if is_guess or answer.num_tokens == call.output_tokens:
         return None
     return Failure("wrong length", f"{answer.num_tokens} tokens instead of {call.output_tokens}")
 

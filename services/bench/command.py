@@ -30,13 +30,20 @@ def bench(
     ] = None,
     server_pid: Annotated[list[int] | None, typer.Option(help="Process id of each server, to measure its CPU.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar=KEY_VARIABLES, help="API key, sent as a bearer token.")] = None,
-    endpoint: Annotated[Literal["completions", "chat"], typer.Option(help="Endpoint of the requests.")] = "completions",
+    endpoint: Annotated[
+        Literal["completions", "chat"] | None,
+        typer.Option(help="Endpoint of the requests (default: completions; --chat-texts: chat)."),
+    ] = None,
     workload: Annotated[
         list[str] | None,
         typer.Option(help="uniform, skewed, hol, hol-burst, zipf, gamma, prefix (default: skewed); may be repeated."),
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="CSV or JSONL of arrivals and lengths, .gz or not.")] = None,
     texts: Annotated[Path | None, typer.Option(help="JSONL with prompt, or instruction and user_input.")] = None,
+    chat_texts: Annotated[
+        Path | None,
+        typer.Option(help="Real chats, answered to their natural ends: a prompt per line, JSONL, or ShareGPT's JSON."),
+    ] = None,
     prefix_groups: Annotated[Path | None, typer.Option(help="JSONL of prefixes with their requests.")] = None,
     num_requests: Annotated[int, typer.Option(help="Most requests per run.")] = 256,
     concurrency: Annotated[
@@ -50,23 +57,28 @@ def bench(
         float | None, typer.Option(help="Seconds of the run per second of --trace (default: 1).")
     ] = None,
     warm_up: Annotated[int, typer.Option(help="Number of short warm-up requests, not counted.")] = 32,
-    seed: Annotated[int, typer.Option(help="Random seed of lengths and arrivals.")] = 1,
+    seed: Annotated[int, typer.Option(help="Random seed of lengths, arrivals and drawn tokens.")] = 1,
     repeats: Annotated[int, typer.Option(help="Rounds.")] = 1,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 0.0,
-    ignore_eos: Annotated[bool, typer.Option(help="Ask for full lengths (an extension of OpenAI's API).")] = True,
+    temperature: Annotated[
+        float | None, typer.Option(help="Sampling temperature (default: 0; --chat-texts: 0.8).")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Share of likely tokens to draw from (default: 1; --chat-texts: 0.95).")
+    ] = None,
+    ignore_eos: Annotated[
+        bool | None,
+        typer.Option(help="Ask for full lengths, an extension of OpenAI's API (default; not with --chat-texts)."),
+    ] = None,
     usage: Annotated[bool, typer.Option(help="Ask for the usage at the end of the stream.")] = True,
     extra_body: Annotated[str | None, typer.Option(help="JSON object, merged into every request.")] = None,
     timeout: Annotated[float, typer.Option(help="Time limit of a request in seconds.")] = 600.0,
     keep_alive: Annotated[bool, typer.Option(help="Reuse connections.")] = False,
-    prompt_form: Annotated[
-        Literal["text", "ids"], typer.Option(help="Prompts as text or token ids; ids needs --vocab-size.")
-    ] = "text",
-    vocab_size: Annotated[int | None, typer.Option(help="Vocabulary size: prompts use token ids below it.")] = None,
+    vocab_size: Annotated[int | None, typer.Option(help="Send prompts as token ids below it, not as text.")] = None,
     max_prompt_tokens: Annotated[
-        int | None, typer.Option(help="Longest drawn prompt in tokens; longer ones are cut.")
+        int | None, typer.Option(help="Longest drawn prompt in tokens; longer ones are cut, longer chats left out.")
     ] = None,
     max_output_tokens: Annotated[
-        int | None, typer.Option(help="Longest output in tokens; longer ones are cut.")
+        int | None, typer.Option(help="Longest output in tokens; longer ones are cut (--chat-texts: 512).")
     ] = None,
     output_tokens: Annotated[int, typer.Option(help="Output length where a text gives none.")] = 128,
     num_groups: Annotated[int, typer.Option(help="Number of prefixes of --workload prefix.")] = 16,
@@ -87,18 +99,16 @@ def bench(
     """Load OpenAI-compatible servers and measure them; exit status 1 if a request failed."""
     given: dict[str, Any] = dict(locals())
     from farsight.services.bench.compare import num_errors, run_bench
-    from farsight.services.bench.options import BenchOptions
+    from farsight.services.bench.options import CHATS, BenchOptions
 
     try:
         del given["host"], given["port"]
-        given["url"] = url or [server_url(host, port)]
-        given["concurrency"] = _counts(concurrency)
-        given |= {name: given[name] or [] for name in ("label", "model", "server_pid", "workload")}
-        fields: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
-        }
-        options = BenchOptions(**fields)
-        record = run_bench(options, typer.echo)
+        given |= {"url": url or [server_url(host, port)], "concurrency": _counts(concurrency)}
+        fields: dict[str, Any] = dict(CHATS) if chat_texts is not None else {}
+        for name, value in given.items():
+            if value is not None:
+                fields[name] = tuple(value) if isinstance(value, list) else value
+        record = run_bench(BenchOptions(**fields), typer.echo)
     except FarsightError as error:
         typer.echo(f"farsight: {error}", err=True)
         raise typer.Exit(1) from error

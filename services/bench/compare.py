@@ -60,9 +60,9 @@ class Bench:
         for target in self._targets:
             self._warm_up(target, case)
         runs: dict[str, list[RunResult]] = {target.label: [] for target in self._targets}
-        for _ in range(self._options.repeats):
+        for number in range(self._options.repeats):
             for target, salt in zip(self._targets, self._salts_of_a_round(), strict=True):
-                runs[target.label].append(self._measure(target, case, salt))
+                runs[target.label].append(self._measure(target, case, number, salt))
         record = self._record(case, runs)
         self._say(f"\n{case_table(record)}")
         self._tell_errors(record)
@@ -99,9 +99,10 @@ class Bench:
         if calls:
             measure(target, calls, connection, case.load if isinstance(case.load, int) else len(calls))
 
-    def _measure(self, target: BenchTarget, case: Case, salt: int) -> RunResult:
+    def _measure(self, target: BenchTarget, case: Case, number: int, salt: int) -> RunResult:
         connection = self._connection(case)
-        calls = [make_call(request, target.model, connection.form, salt) for request in case.requests]
+        salt = 0 if self._options.chat_texts else salt  # Chats are sent as people wrote them.
+        calls = [make_call(request, target.model, connection.form, salt) for request in case.of_round(number)]
         return measure(target, calls, connection, case.load)
 
     def _record(self, case: Case, runs: dict[str, list[RunResult]]) -> dict[str, Any]:

@@ -1,120 +1,89 @@
-"""Requests from the user's own files: traces, texts and groups of texts with a shared prefix.
+"""Requests from the user's own files, packed with gzip or not: traces, texts, chats and groups that share a prefix.
 
-A **trace** is CSV with a header or one JSON object per line: a time, a prompt and an output length in tokens, and
-perhaps ``hash_ids``, one per 512 tokens of prompt, which say what prompts share. The columns may be named as in Azure's
-or Mooncake's traces. **Texts** are JSON lines with ``prompt``, or ``instruction`` and perhaps ``user_input`` or
-``input``; the output is as long as ``output_tokens`` says or as the reference ``output`` is. **Prefix groups** are JSON
-lines with ``prefix`` and ``requests`` (each with ``input`` and perhaps ``output``) or ``turns`` (pairs of context and
-model text).
+A **trace** is one that ``farsight simulate`` reads too: CSV or JSON lines of a time, a prompt and an output length in
+tokens, as Azure and Mooncake publish them, or of ``arrived_at``, ``prompt_len`` and ``output_len``. Mooncake's
+``hash_ids``, one per 512 tokens of prompt, say what prompts share. **Texts** are JSON lines with ``prompt``, or
+``instruction`` and perhaps ``user_input`` or ``input``; the output is as long as ``output_tokens`` says or as the
+reference ``output`` is. **Chats** are such texts without their lengths, JSON lines with ``messages`` (sent up to the
+user's last one), ShareGPT's JSON array of ``conversations`` (the human's first turn is sent, as by vLLM's benchmark)
+or, where the name does not hold ``.json``, a prompt in each line. **Prefix groups** are JSON lines with ``prefix`` and
+``requests`` (each with ``input`` and perhaps ``output``) or ``turns`` (pairs of context and model text).
+
+What is wrong in a file is a ``TraceError`` that names file and line; in a JSON array, the place takes the line's part.
 """
 
 from __future__ import annotations
 
-import csv
-import gzip
 import json
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
 
-from farsight.core.errors import InvalidValueError
 from farsight.services.bench.requests import BenchRequest, PromptPart
 from farsight.services.bench.workloads import GROUP_EXPONENT, ZipfRanks
+from farsight.simulator.traffic.traces import MOONCAKE_BLOCK, TraceError, TraceRow, read_lines, read_rows, read_trace
+from farsight.simulator.traffic.workload import SimRequest
 
-_GZIP_MAGIC = b"\x1f\x8b"
-
-
-@contextmanager
-def open_lines(field: str, path: Path) -> Iterator[TextIO]:
-    """The lines of a file.
-
-    Args:
-        field: The option that named the file.
-
-    Raises:
-        InvalidValueError: The file cannot be read.
-    """
-    try:
-        with path.open("rb") as probe:
-            packed = probe.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
-        opener: Callable[..., TextIO] = gzip.open if packed else open
-        with opener(path, "rt", encoding="utf-8", newline="") as lines:
-            yield lines
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise InvalidValueError(field, str(path), f"a readable file of UTF-8 text ({error})") from error
+_WORD = re.compile(r"\w+|[^\w\s]")
 
 
-BLOCK_TOKENS = 512
-"""Prompt tokens per entry of ``hash_ids``."""
-
-TIMES = ("arrival_s", "timestamp", "TIMESTAMP", "arrived_at")
-INPUTS = ("input_tokens", "input_length", "ContextTokens")
-OUTPUTS = ("output_tokens", "output_length", "GeneratedTokens")
-
-_TOKEN = re.compile(r"\w+|[^\w\s]")
-_NO_TEXT = ""
-
-
-def parse_trace(name: str, lines: Iterable[str], limit: int, seed: int) -> list[BenchRequest]:
-    """The first requests of a trace, times counted from the first one.
+def trace_requests(path: Path, limit: int, seed: int) -> list[BenchRequest]:
+    """Returns the first requests of a trace, with the times of the file.
 
     Args:
-        name: File name: used in errors; ``.jsonl`` in it selects the format.
-        limit: Most requests to read.
-        seed: Seed of prompts without ``hash_ids``.
-
-    Raises:
-        InvalidValueError: A line is wrong or there is none; names file, line and field.
+        limit: Most requests.
+        seed: Seed of the prompts, where the file does not say what they share.
     """
-    is_json = ".json" in name
-    rows = _json_lines(name, lines) if is_json else enumerate(csv.DictReader(lines), start=2)
     rng = random.Random(seed)
-    requests: list[BenchRequest] = []
-    for number, row in rows:
-        if len(requests) == limit:
-            break
-        requests.append(_trace_row(_Row(name, number, row), len(requests), rng))
-    if not requests:
-        raise InvalidValueError("--trace", name, "a file with at least one request")
-    requests.sort(key=lambda request: request.arrival_s or 0.0)
-    return [replace(request, id=i) for i, request in enumerate(requests)]
+    return [_replayed(each, i, rng) for i, each in enumerate(read_trace(path)[:limit])]
 
 
-def parse_texts(name: str, lines: Iterable[str], limit: int, seed: int, output_tokens: int) -> list[BenchRequest]:
-    """``limit`` requests drawn from the texts, each once before any comes again.
+def _replayed(traced: SimRequest, i: int, rng: random.Random) -> BenchRequest:
+    parts: list[PromptPart] = []
+    left = traced.prompt_len
+    for block in traced.prefix:
+        parts.append(PromptPart(block, min(MOONCAKE_BLOCK, left)))
+        left -= parts[-1].num_tokens
+    if left:
+        parts.append(PromptPart(rng.getrandbits(31), left))
+    return BenchRequest(i, traced.output_len, tuple(parts), kind=traced.app, arrival_s=traced.arrived_at)
+
+
+def text_requests(path: Path, limit: int, seed: int, output_tokens: int) -> list[BenchRequest]:
+    """Returns ``limit`` requests drawn from the texts, each once before any comes again.
 
     Args:
         output_tokens: Output length where a line gives none.
-
-    Raises:
-        InvalidValueError: A line is wrong or there is none.
     """
-    rows = [_Row(name, number, fields) for number, fields in _json_lines(name, lines)]
-    if not rows:
-        raise InvalidValueError("--texts", name, "a file with at least one text")
-    rng = random.Random(seed)
-    order: list[_Row] = []
-    while len(order) < limit:
-        order += rng.sample(rows, len(rows))
-    return [_text_row(row, i, output_tokens) for i, row in enumerate(order[:limit])]
+    return _drawn([_text_request(row, output_tokens) for row in read_rows(path)], limit, seed)
 
 
-def parse_prefix_groups(
-    name: str, lines: Iterable[str], limit: int, seed: int, output_tokens: int
+def chat_requests(
+    path: Path, limit: int, seed: int, most_tokens: int, longest_prompt: int | None = None
 ) -> list[BenchRequest]:
-    """``limit`` requests; the group of each is drawn by Zipf's law, its requests come in turn.
+    """Returns ``limit`` requests drawn from the chats in which a user speaks, each once before any comes again.
 
-    Raises:
-        InvalidValueError: A line is wrong or there is none.
+    Args:
+        most_tokens: Where an answer is cut that does not end by itself.
+        longest_prompt: Longer chats are left out, by their estimated tokens.
     """
-    groups = [_group(_Row(name, number, fields), output_tokens) for number, fields in _json_lines(name, lines)]
-    if not groups:
-        raise InvalidValueError("--prefix-groups", name, "a file with at least one prefix")
+    asked = [request for row in _chat_rows(path) if (request := _chat_request(row, most_tokens)) is not None]
+    if longest_prompt is not None:
+        asked = [each for each in asked if _prompt_tokens(each) <= longest_prompt]
+    if not asked:
+        raise TraceError(str(path), 0, "no user speaks, or at too great a length")
+    return _drawn(asked, limit, seed)
+
+
+def prefix_requests(path: Path, limit: int, seed: int, output_tokens: int) -> list[BenchRequest]:
+    """Returns ``limit`` requests; the group of each is drawn by Zipf's law, its requests come in turn.
+
+    Args:
+        output_tokens: Output length where a request gives none.
+    """
+    groups = [_group(row, output_tokens) for row in read_rows(path)]
     rng = random.Random(seed)
     rng.shuffle(groups)  # The seed decides which group is popular.
     zipf, taken = ZipfRanks(len(groups), GROUP_EXPONENT), [0] * len(groups)
@@ -127,139 +96,113 @@ def parse_prefix_groups(
 
 
 def estimated_tokens(text: str) -> int:
-    """Number of words and punctuation marks, at least 1; an estimate of the token count."""
-    return max(1, len(_TOKEN.findall(text)))
+    """Returns the number of words and punctuation marks, at least 1: an estimate of the token count."""
+    return max(1, len(_WORD.findall(text)))
 
 
-def _json_lines(name: str, lines: Iterable[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            fields = json.loads(line)
-        except ValueError:
-            fields = None
-        if not isinstance(fields, dict):
-            raise InvalidValueError(f"{name} line {number}", line, "a JSON object")
-        yield number, fields
+def _prompt_tokens(chat: BenchRequest) -> int:
+    return sum(estimated_tokens(text) for text in (chat.text or "", *(said for _, said in chat.before)))
 
 
-class _Row:
-    """One line of a file; its errors name file and line."""
-
-    def __init__(self, name: str, number: int, fields: Mapping[str, Any]) -> None:
-        self.fields = fields
-        self._where = f"{name} line {number}"
-
-    def refuse(self, field: str, expected: str) -> NoReturn:
-        raise InvalidValueError(f"{self._where}, {field}", self.fields.get(field), expected) from None
-
-    def name_of(self, names: Sequence[str]) -> str:
-        """The first of these fields that the line has."""
-        found = next((name for name in names if self.fields.get(name) not in (None, "")), None)
-        if found is None:
-            self.refuse(names[0], f"a value, or one under {' or '.join(names[1:])}")
-        return found
-
-    def count(self, names: Sequence[str]) -> int:
-        name = self.name_of(names)
-        try:
-            value = int(self.fields[name])
-        except (TypeError, ValueError):
-            self.refuse(name, "a number of tokens")
-        if value < 0:
-            self.refuse(name, "a number of tokens, 0 or more")
-        return value
-
-    def text(self, name: str, default: str | None = None) -> str:
-        value = self.fields.get(name)
-        if value is None and default is not None:
-            return default
-        if not isinstance(value, str):
-            self.refuse(name, "a string")
-        return value
-
-    def seconds(self) -> float:
-        name = self.name_of(TIMES)
-        value = self.fields[name]
-        try:
-            # Mooncake's own files count milliseconds; only they have hash_ids beside a "timestamp".
-            return float(value) / (1000 if name == "timestamp" and "hash_ids" in self.fields else 1)
-        except (TypeError, ValueError):
-            pass
-        try:
-            return datetime.fromisoformat(str(value)).timestamp()
-        except ValueError:
-            self.refuse(name, "seconds, or a date with a time as 2023-11-16 18:17:03.98")
+def _drawn(requests: Sequence[BenchRequest], limit: int, seed: int) -> list[BenchRequest]:
+    rng = random.Random(seed)
+    order: list[BenchRequest] = []
+    while len(order) < limit:
+        order += rng.sample(requests, len(requests))
+    return [replace(request, id=i) for i, request in enumerate(order[:limit])]
 
 
-def _trace_row(row: _Row, i: int, rng: random.Random) -> BenchRequest:
-    prompt_tokens, output_tokens = max(1, row.count(INPUTS)), max(1, row.count(OUTPUTS))
-    blocks = row.fields.get("hash_ids")
-    if blocks is None:
-        parts: tuple[PromptPart, ...] = (PromptPart(rng.getrandbits(31), prompt_tokens),)
-    else:
-        parts = _block_parts(row, blocks, prompt_tokens)
-    return BenchRequest(i, output_tokens, parts, arrival_s=row.seconds())
+def _text(row: TraceRow, *names: str) -> str:
+    """Returns the first of these texts that a row has; empty if it has none."""
+    return next((row.text(name) for name in names if row.values.get(name) is not None), "")
 
 
-def _block_parts(row: _Row, blocks: Any, prompt_tokens: int) -> tuple[PromptPart, ...]:
-    if not isinstance(blocks, list) or len(blocks) * BLOCK_TOKENS < prompt_tokens:
-        row.refuse("hash_ids", f"a list with a number for every {BLOCK_TOKENS} tokens of the prompt")
-    if not all(isinstance(block, int) and block >= 0 for block in blocks):
-        row.refuse("hash_ids", "a list of numbers, 0 or more")
-    starts = range(0, prompt_tokens, BLOCK_TOKENS)
-    return tuple(
-        PromptPart(block, min(BLOCK_TOKENS, prompt_tokens - start))
-        for block, start in zip(blocks, starts, strict=False)
-    )
-
-
-def _text_row(row: _Row, i: int, output_tokens: int) -> BenchRequest:
-    if "prompt" in row.fields:
+def _text_request(row: TraceRow, output_tokens: int) -> BenchRequest:
+    if "prompt" in row.values:
         text = row.text("prompt")
     else:
-        user_input = row.text("user_input", row.text("input", _NO_TEXT))
-        text = "\n".join(filter(None, [row.text("instruction"), user_input]))
-    if "output_tokens" in row.fields:
-        output_tokens = max(1, row.count(["output_tokens"]))
-    elif row.fields.get("output") is not None:
+        text = "\n".join(filter(None, [row.text("instruction"), _text(row, "user_input", "input")]))
+    if "output_tokens" in row.values:
+        output_tokens = row.length("output_tokens")
+    elif row.values.get("output") is not None:
         output_tokens = estimated_tokens(row.text("output"))
-    kind = row.text("app", row.text("task", _NO_TEXT))
-    return BenchRequest(i, output_tokens, text=text, kind=kind)
+    return BenchRequest(0, output_tokens, text=text, kind=_text(row, "app", "task"))
 
 
-def _group(row: _Row, output_tokens: int) -> list[BenchRequest]:
-    """Makes a request without an id, which is set later."""
-    prefix, kind = row.text("prefix"), row.text("workload", _NO_TEXT)
-    pairs = _turns(row) if "turns" in row.fields else _requests(row)
+def _chat_rows(path: Path) -> Iterable[TraceRow]:
+    if ".json" not in path.name:
+        return [TraceRow(str(path), number, {"prompt": line}) for number, line in read_lines(path)]
+    lines = read_lines(path)
+    _, first = next(lines, (0, ""))
+    if not first.startswith("["):
+        return read_rows(path)
+    try:
+        entries = json.loads("\n".join([first, *(line for _, line in lines)]))
+    except json.JSONDecodeError as error:
+        raise TraceError(str(path), 0, f"broken JSON: {error.msg}") from None
+    if not all(isinstance(entry, dict) for entry in entries):
+        raise TraceError(str(path), 0, "not an array of JSON objects")
+    return [TraceRow(str(path), place, entry) for place, entry in enumerate(entries, start=1)]
+
+
+def _chat_request(row: TraceRow, most_tokens: int) -> BenchRequest | None:
+    """Returns what a row asks; None if no user speaks in it."""
+    if "messages" in row.values:
+        messages = _messages(row, "messages", "role", "content")
+        while messages and messages[-1][0] != "user":
+            messages.pop()
+    elif "conversations" in row.values:
+        turns = _messages(row, "conversations", "from", "value")
+        messages = [("user", said) for speaker, said in turns if speaker in ("human", "user")][:1]
+    else:
+        return replace(_text_request(row, most_tokens), output_tokens=most_tokens)
+    if not messages:
+        return None
+    *before, (_, text) = messages
+    return BenchRequest(0, most_tokens, text=text, before=tuple(before), kind=_text(row, "app", "task"))
+
+
+def _messages(row: TraceRow, name: str, role: str, content: str) -> list[tuple[str, str]]:
+    wrong = row.error(f"{name} is not a list of objects with the texts {role} and {content}")
+    try:
+        messages = [(each[role], each[content]) for each in row.values[name]]
+    except (TypeError, KeyError):
+        raise wrong from None
+    if not all(isinstance(part, str) for message in messages for part in message):
+        raise wrong
+    return messages
+
+
+def _group(row: TraceRow, output_tokens: int) -> list[BenchRequest]:
+    prefix, kind = row.text("prefix"), _text(row, "workload")
+    pairs = _turns(row) if "turns" in row.values else _requests(row)
     return [
         BenchRequest(0, output_tokens if output is None else estimated_tokens(output), text=prefix + own, kind=kind)
         for own, output in pairs
     ]
 
 
-def _requests(row: _Row) -> list[tuple[str, str | None]]:
-    entries = row.fields.get("requests")
+def _requests(row: TraceRow) -> list[tuple[str, str | None]]:
+    entries = row.values.get("requests")
     try:
         pairs = [(entry["input"], entry.get("output")) for entry in entries or ()]
         if pairs and all(isinstance(own, str) and isinstance(output, str | None) for own, output in pairs):
             return pairs
     except (KeyError, TypeError, AttributeError):
         pass
-    row.refuse("requests", "a list of objects with input (a string) and perhaps output")
+    raise row.error("requests is not a list of objects with input (a text) and perhaps output")
 
 
-def _turns(row: _Row) -> list[tuple[str, str | None]]:
-    """Each turn becomes a request whose prompt holds all earlier turns."""
+def _turns(row: TraceRow) -> list[tuple[str, str | None]]:
+    """Makes each turn a request whose prompt holds all earlier turns."""
     pairs: list[tuple[str, str | None]] = []
     said = ""
     try:
-        for context, answer in row.fields["turns"]:
+        for context, answer in row.values["turns"]:
             pairs.append((said + context, answer))
             said += context + answer
     except (TypeError, ValueError):
         pairs = []
     if not pairs:
-        row.refuse("turns", "a list of pairs of context and model text")
+        raise row.error("turns is not a list of pairs of context and model text")
     return pairs

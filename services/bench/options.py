@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,13 @@ from farsight.services.bench.answers import Sla, parse_sla
 from farsight.services.bench.targets import PATHS, BodyForm, Endpoint
 from farsight.services.bench.workloads import NUM_GROUPS, PREFIX_TOKENS, WORKLOADS
 
-PROMPT_FORMS = ("text", "ids")
 DEFAULT_WORKLOAD = "skewed"
 DEFAULT_CONCURRENCY = 32
+
+CHATS: Mapping[str, Any] = {
+    "endpoint": "chat", "temperature": 0.8, "top_p": 0.95, "max_output_tokens": 512, "ignore_eos": False
+}  # fmt: skip
+"""What goes with ``chat_texts``: the settings that people send, and answers that end by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,7 @@ class BenchOptions:
         model: One for all servers, one for each, or none to ask each server.
         server_pid: Process ids, one for each server or none.
         workload: Names of workloads; if empty, ``skewed`` unless a file is given.
+        chat_texts: File of chats; the settings of ``CHATS`` go with it.
         concurrency: Requests in flight of each closed loop; 32 if empty and without ``rate`` and ``trace``.
         salt: Makes the prompts of this call differ from those of other calls; None draws one.
         sla: As ``parse_sla`` takes it.
@@ -47,6 +52,7 @@ class BenchOptions:
     workload: tuple[str, ...] = ()
     trace: Path | None = None
     texts: Path | None = None
+    chat_texts: Path | None = None
     prefix_groups: Path | None = None
     num_requests: int = 256
     concurrency: tuple[int, ...] = ()
@@ -57,12 +63,12 @@ class BenchOptions:
     seed: int = 1
     repeats: int = 1
     temperature: float = 0.0
+    top_p: float = 1.0
     ignore_eos: bool = True
     usage: bool = True
     extra_body: str | None = None
     timeout: float = 600.0
     keep_alive: bool = False
-    prompt_form: str = "text"
     vocab_size: int | None = None
     max_prompt_tokens: int | None = None
     max_output_tokens: int | None = None
@@ -79,7 +85,7 @@ class BenchOptions:
     @property
     def file(self) -> Path | None:
         """The file that requests come from, if any."""
-        return self.trace or self.texts or self.prefix_groups
+        return self.trace or self.texts or self.chat_texts or self.prefix_groups
 
     @property
     def workloads(self) -> tuple[str, ...]:
@@ -133,6 +139,8 @@ def _check_numbers(options: BenchOptions) -> None:
         value = getattr(options, name)
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(_flag(name), value, "a number above 0")
+    if not 0 < options.top_p <= 1:
+        raise ConfigError("--top-p", options.top_p, "a number above 0, at most 1")
     for value in options.concurrency:
         if value < 1:
             raise ConfigError("--concurrency", value, "1 or more")
@@ -158,7 +166,8 @@ def _check_count(name: str, values: Sequence[Any], allowed: tuple[int, ...]) -> 
 
 
 def _check_source(options: BenchOptions) -> None:
-    files = [_flag(name) for name in ("trace", "texts", "prefix_groups") if getattr(options, name) is not None]
+    names = ("trace", "texts", "chat_texts", "prefix_groups")
+    files = [_flag(name) for name in names if getattr(options, name) is not None]
     if len(files) > 1 or (files and options.workload):
         given = [*files, *(["--workload"] if options.workload else [])]
         raise ConfigError(" ".join(given), "all of them", "one source of requests")
@@ -181,13 +190,10 @@ def _check_load(options: BenchOptions) -> None:
 def _check_bodies(options: BenchOptions) -> None:
     if options.endpoint not in PATHS:
         raise ConfigError("--endpoint", options.endpoint, " or ".join(PATHS))
-    if options.prompt_form not in PROMPT_FORMS:
-        raise ConfigError("--prompt-form", options.prompt_form, " or ".join(PROMPT_FORMS))
-    if options.prompt_form == "ids":
-        if options.vocab_size is None or options.vocab_size < 4:
-            raise ConfigError("--vocab-size", options.vocab_size, "the size of the vocabulary, for --prompt-form ids")
-        if options.endpoint == "chat" or options.texts or options.prefix_groups:
-            raise ConfigError("--prompt-form", "ids", "text for chats and for files of texts")
+    if options.chat_texts is not None and options.endpoint != "chat":
+        raise ConfigError("--endpoint", options.endpoint, "chat, for --chat-texts")
+    if options.vocab_size is not None and (options.endpoint == "chat" or options.texts or options.prefix_groups):
+        raise ConfigError("--vocab-size", options.vocab_size, "nothing: chats and files of texts are sent as text")
     if options.hide_lengths and not options.ignore_eos:
         raise ConfigError("--hide-lengths", True, "to be given without --no-ignore-eos: the lengths are fixed")
     read_sla(options)
@@ -226,8 +232,10 @@ def body_form(options: BenchOptions, longest_output: int) -> BodyForm:
     """
     return BodyForm(
         endpoint=options.endpoint,
-        vocab_size=options.vocab_size if options.prompt_form == "ids" else None,
+        vocab_size=options.vocab_size,
         temperature=options.temperature,
+        top_p=options.top_p,
+        seed=options.seed,
         ignore_eos=options.ignore_eos,
         usage=options.usage,
         hidden_max_tokens=longest_output if options.hide_lengths else None,

@@ -29,6 +29,8 @@ ROWS: Mapping[str, str] = {
     **{f"{name.upper()} ms {point}": f"{name}_ms_{point}" for name in _LATENCIES for point in _POINTS},
     "goodput req/s": "goodput_requests_per_s",
     "within SLA %": "sla_percent",
+    "ended by themselves": "answers_ended",
+    "cut at the limit": "answers_cut",
     "errors": "errors",
     "tokens per chunk": "tokens_per_chunk",
     "server CPU s": "server_cpu_s",

@@ -32,6 +32,7 @@ class BenchRequest:
         output_tokens: Wanted length of the answer.
         parts: The parts of a drawn prompt.
         text: The prompt, if it is given.
+        before: Roles and texts of the messages of a chat that come before its prompt.
         kind: Group in the results: ``short``, ``long``, the name of an application; empty if all are alike.
         arrival_s: Seconds between the first request of a trace and this one.
     """
@@ -40,6 +41,7 @@ class BenchRequest:
     output_tokens: int
     parts: tuple[PromptPart, ...] = ()
     text: str | None = None
+    before: tuple[tuple[str, str], ...] = ()
     kind: str = ""
     arrival_s: float | None = None
 

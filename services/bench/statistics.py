@@ -63,6 +63,8 @@ def run_metrics(run: RunResult, sla: Sla | None = None) -> Metrics:
         "prompt_tokens": sum(answer.prompt_tokens for answer in good),
         "output_tokens": num_tokens,
         "chunks": num_chunks,
+        "answers_ended": sum(answer.finish_reason not in (None, "length") for answer in good),
+        "answers_cut": sum(answer.finish_reason == "length" for answer in good),
         "wall_s": run.wall_s,
         "requests_per_s": len(good) / run.wall_s,
         "output_tokens_per_s": num_tokens / run.wall_s,
@@ -187,5 +189,6 @@ def _record(answer: Answer, began_at: float) -> Mapping[str, float | str | None]
         "jct_s": round(answer.jct_s, 6),
         "tokens": answer.num_tokens,
         "chunks": len(answer.chunks_at),
+        "finish_reason": answer.finish_reason,
         "error": answer.failure.kind if answer.failure else None,
     }

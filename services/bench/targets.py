@@ -50,6 +50,7 @@ class BodyForm:
 
     Attributes:
         vocab_size: Prompts are sent as token ids below it; None sends text.
+        top_p: Sent, and a seed for each request, where the temperature is above 0.
         ignore_eos: Ask for the full length (an extension that vLLM, SGLang and Farsight know).
         usage: Ask for ``usage`` at the end of the stream.
         hidden_max_tokens: Sent as ``max_tokens`` of every request; the true length goes in ``benchmark_len``, so that
@@ -60,6 +61,8 @@ class BodyForm:
     endpoint: Endpoint = "completions"
     vocab_size: int | None = None
     temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
     ignore_eos: bool = True
     usage: bool = True
     hidden_max_tokens: int | None = None
@@ -91,6 +94,8 @@ def make_call(request: BenchRequest, model: str, form: BodyForm, salt: int, most
     output_tokens = min(request.output_tokens, most_tokens or request.output_tokens)
     body: dict[str, Any] = {"model": model, **_prompt(request, form, salt)}
     body |= {"max_tokens": output_tokens, "temperature": form.temperature, "stream": True}
+    if form.temperature > 0:
+        body |= {"top_p": form.top_p, "seed": form.seed + request.id}
     if form.hidden_max_tokens is not None:
         body |= {"max_tokens": form.hidden_max_tokens, "benchmark_len": output_tokens}
     if form.ignore_eos:
@@ -103,7 +108,8 @@ def make_call(request: BenchRequest, model: str, form: BodyForm, salt: int, most
 
 def _prompt(request: BenchRequest, form: BodyForm, salt: int) -> dict[str, Any]:
     if form.endpoint == "chat":
-        return {"messages": [{"role": "user", "content": request.prompt_text(salt)}]}
+        messages = (*request.before, ("user", request.prompt_text(salt)))
+        return {"messages": [{"role": role, "content": content} for role, content in messages]}
     if form.vocab_size is None:
         return {"prompt": request.prompt_text(salt)}
     return {"prompt": request.prompt_ids(form.vocab_size, salt)}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
 from farsight.services.bench.answers import Answer
+from farsight.services.bench.statistics import percentile
 from farsight.simulator.traffic.workload import SimRequest
 
 PAUSE_S = 0.25
@@ -133,7 +133,7 @@ class Race:
             {
                 "preset": side.preset,
                 "mean_s": fmean(times) if times else None,
-                "p99_s": percentile(times, 0.99),
+                "p99_s": percentile(times, 0.99) if times else None,
                 "ended": side.num_ended,
                 "broken": side.num_broken,
                 "kills": len(side.kills),
@@ -143,11 +143,6 @@ class Race:
         return {"requests": len(self.arrivals), "sides": sides, "ratio": self.ratio(), "simulated": self.simulated}
 
 
-def percentile(values: Sequence[float], share: float) -> float | None:
-    """By nearest rank, as in the simulator's summary; None of no values."""
-    return sorted(values)[math.ceil(share * len(values)) - 1] if values else None
-
-
 def _side_view(side: RaceSide, times: Sequence[float], began_at: float | None) -> dict[str, Any]:
     return {
         "preset": side.preset,
@@ -155,7 +150,7 @@ def _side_view(side: RaceSide, times: Sequence[float], began_at: float | None) -
         "ended": side.num_ended,
         "broken": side.num_broken,
         "mean_s": fmean(times) if times else None,
-        "p99_s": percentile(times, 0.99),
+        "p99_s": percentile(times, 0.99) if times else None,
         "kills": [round(each, 2) for each in side.kills],
         "lanes": [] if began_at is None else [lane.row(began_at) for lane in side.lanes],
     }

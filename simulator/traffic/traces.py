@@ -246,7 +246,7 @@ def count_tokens(text: str) -> int:
 
 def read_rows(path: Path) -> Iterator[TraceRow]:
     """The records of a JSON-lines or CSV file, by the look of its first line. At least one, else ``TraceError``."""
-    lines = _lines(path)
+    lines = read_lines(path)
     first = next(lines, None)
     if first is None:
         raise TraceError(str(path), 0, "the file is empty")
@@ -361,8 +361,8 @@ def _json_row(path: Path, number: int, line: str) -> TraceRow:
     return TraceRow(str(path), number, values)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines that are not blank, with their 1-based numbers."""
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Reads the lines that are not blank, stripped, each with its 1-based number; ``TraceError`` if it cannot."""
     number = 0
     try:
         with path.open("rb") as file:

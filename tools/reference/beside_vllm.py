@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-PAGE = "performance.md"
+PAGE = "performance_lab.md"
 PICTURE = "beside_vllm.svg"
 _ROW = re.compile(r"^\| ((?:tiny|medium), [\w-]+(?:, n \d+)?, \d+) \| (\d+) / (\d+): \*\*([\d.]+)\*\*", re.MULTILINE)
 _WIDTH, _LEFT, _BAR, _GAP, _TOP = 760, 190, 13, 16, 46
 
 
 def beside_vllm(docs: Path) -> str:
-    """An SVG with two bars for each row of the table "Beside other servers" that compares with vLLM.
+    """An SVG with two bars for each row of the table "Beside vLLM on one to three threads" that compares with vLLM.
 
     Raises:
         ValueError: The page has no such row.

@@ -87,10 +87,12 @@ class FakeServer:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         num_tokens = body.get("benchmark_len", body["max_tokens"]) - (1 if fault == "short" else 0)
+        stops = "ignore_eos" not in body and body.get("seed", 1) % 2 == 0  # every other answer ends by itself
+        num_tokens = TOKENS_PER_CHUNK if stops else num_tokens
         for start in range(0, num_tokens, TOKENS_PER_CHUNK):
-            await response.write(
-                _event({"choices": [{"index": 0, "text": "ab", "finish_reason": None}], "usage": None})
-            )
+            reason = ("stop" if stops else "length") if start + TOKENS_PER_CHUNK >= num_tokens else None
+            choice = {"index": 0, "text": "ab", "finish_reason": reason}
+            await response.write(_event({"choices": [choice], "usage": None}))
             num_written, num_read = start // TOKENS_PER_CHUNK + 1, self.num_read
             if num_read is not None:
                 await _until(lambda: num_read() >= num_written)  # noqa: B023 (awaited at once)

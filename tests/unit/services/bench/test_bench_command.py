@@ -86,6 +86,28 @@ def test_servers_side_by_side_answer_the_same_prompts_and_none_twice(servers: tu
     assert set(others) < set(prompts)
 
 
+def test_chats_are_sent_as_they_are_and_end_by_themselves(server: FakeServer, tmp_path: Path) -> None:
+    texts, path = tmp_path / "chats.txt", tmp_path / "out.json"
+    texts.write_text("\n".join(f"Question {number}?" for number in range(24)))
+    words = ["--url", server.base_url, "--chat-texts", str(texts), "--concurrency", "1,3", "--repeats", "2"]
+    result = invoke(*words, "--json", str(path), "--seed", "4")
+    assert result.exit_code == 0, result.output
+    assert "ended by themselves" in result.stdout and "cut at the limit" in result.stdout
+    sent = [body for body in server.bodies if body["messages"][0]["content"][0] != "("]
+    assert len({body["messages"][0]["content"] for body in sent}) == len(sent) == 24
+    assert sorted(body["seed"] for body in sent) == list(range(4, 28))
+    assert all((body["temperature"], body["top_p"], "ignore_eos" in body) == (0.8, 0.95, False) for body in sent)
+    for case in json.loads(path.read_text())["cases"]:
+        for run in case["targets"][0]["runs"]:
+            assert (run["metrics"]["answers_ended"], run["metrics"]["answers_cut"]) == (3, 3)
+            assert run["metrics"]["output_tokens"] == 3 * 8 + 3 * 2
+            assert {each["finish_reason"] for each in run["requests"]} == {"stop", "length"}
+    server.begin()
+    assert invoke(*words, "--temperature", "0", "--same-prompts", "--warm-up", "0").exit_code == 0
+    assert len({body["messages"][0]["content"] for body in server.bodies}) == 6 and len(server.bodies) == 24
+    assert not any({"top_p", "seed"} & body.keys() for body in server.bodies)
+
+
 def test_errors_are_told_and_end_with_one(server: FakeServer) -> None:
     result = invoke("--url", server.base_url, "--extra-body", '{"user": "full"}')
     assert result.exit_code == 1
@@ -148,8 +170,11 @@ def options(**fields: Any) -> BenchOptions:
         ({"repeats": 0}, "--repeats"),
         ({"timeout": 0.0}, "--timeout"),
         ({"endpoint": "embeddings"}, "--endpoint"),
-        ({"prompt_form": "ids"}, "--vocab-size"),
-        ({"prompt_form": "ids", "vocab_size": 99, "endpoint": "chat"}, "--prompt-form"),
+        ({"vocab_size": 3}, "--vocab-size"),
+        ({"vocab_size": 99, "endpoint": "chat"}, "--vocab-size"),
+        ({"chat_texts": Path("a"), "texts": Path("t")}, "--texts --chat-texts"),
+        ({"chat_texts": Path("a")}, "--endpoint"),
+        ({"top_p": 0.0}, "--top-p"),
         ({"hide_lengths": True, "ignore_eos": False}, "--hide-lengths"),
         ({"sla": "e2e=3"}, "--sla"),
         ({"extra_body": "[1]"}, "--extra-body"),
@@ -180,7 +205,7 @@ def test_cases_of_closed_and_open_loops(tmp_path: Path) -> None:
 
 def test_cases_of_traces(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
-    path.write_text("timestamp,input_length,output_length\n5,300,40\n7,10,600\n")
+    path.write_text("arrival_s,input_tokens,output_tokens\n5,300,40\n7,10,600\n")
     (case,) = make_cases(options(trace=path, time_scale=0.5, max_prompt_tokens=100, max_output_tokens=50))
     assert case.load == [0.0, 1.0]
     assert [(each.prompt_tokens, each.output_tokens) for each in case.requests] == [(100, 40), (10, 50)]

@@ -69,6 +69,8 @@ def test_metrics_of_a_run() -> None:
     expected |= {"tokens_per_chunk": 14 / 5, "output_tokens_per_server_cpu_s": 28, "other_cores": 0.2}
     expected |= {"ttft_ms_mean": 300, "tpot_ms_p99": 150, "mtpot_ms_p50": 200, "jct_ms_p99": 1000}
     expected |= {"itl_ms_mean": 800 / 12, "itl_ms_p50": 50, "itl_ms_p99": 200}
+    run.answers[0].finish_reason, run.answers[1].finish_reason = "stop", "length"
+    expected |= {"answers_ended": 1, "answers_cut": 1}
     metrics = run_metrics(run)
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 
@@ -193,8 +195,10 @@ def test_times_and_usage() -> None:
 
 
 WHOLE = CHUNK + SPACED + LAST + USAGE + DONE
-USAGE_3, USAGE_1 = USAGE.replace(b":7", b":3"), USAGE.replace(b":7", b":1")
+USAGE_3, USAGE_1, USAGE_0 = (USAGE.replace(b":7", number) for number in (b":3", b":1", b":0"))
+ROLE_ALONE = ROLE.replace(b'""', b"null")
 LAST_WITH_USAGE = LAST.replace(b"}]}", b'}],"usage":{"completion_tokens":2}}')
+DELTA_WITH_ROLE = DELTA.replace(b'"content"', b'"role":"assistant","content"')
 NO_TEXT = DELTA.replace(b'"a"', b'""')
 
 
@@ -208,8 +212,11 @@ NO_TEXT = DELTA.replace(b'"a"', b'""')
         pytest.param([CHUNK, CHUNK, LAST_EMPTY, USAGE_3, DONE], 3, CountedBy.USAGE, 3, id="it may carry the third"),
         pytest.param([*[CHUNK] * 3, LAST_EMPTY, USAGE_3, DONE], 3, CountedBy.USAGE, 3, id="there are three already"),
         pytest.param([LAST_EMPTY, USAGE_1, DONE], 1, CountedBy.USAGE, 1, id="it may carry the only one"),
+        pytest.param([ROLE, LAST_EMPTY, USAGE_0, DONE], 0, CountedBy.USAGE, 1, id="an answer of nothing"),
         pytest.param([CHUNK, LAST_WITH_USAGE, DONE], 2, CountedBy.USAGE, 2, id="usage with the last choice"),
         pytest.param([ROLE, DELTA, DELTA, DONE], 2, CountedBy.CHUNKS, 2, id="the role of a chat is no token"),
+        pytest.param([ROLE_ALONE, DELTA, DONE], 1, CountedBy.CHUNKS, 1, id="nor as llama-server sends it"),
+        pytest.param([DELTA_WITH_ROLE] * 2 + [DONE], 2, CountedBy.CHUNKS, 2, id="a role with every token, as Ollama's"),
         pytest.param([CHUNK, NO_TEXT, DONE], 2, CountedBy.CHUNKS, 2, id="an empty text may be a token"),
         pytest.param([CHUNK, DONE.strip()], 1, CountedBy.CHUNKS, 1, id="a last line without its end"),
     ],

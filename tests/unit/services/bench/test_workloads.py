@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import json
 import random
+import re
 import statistics
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from farsight.core.errors import InvalidValueError
-from farsight.services.bench.datasets import estimated_tokens, open_lines, parse_prefix_groups, parse_texts, parse_trace
+from farsight.services.bench.datasets import (
+    chat_requests,
+    estimated_tokens,
+    prefix_requests,
+    text_requests,
+    trace_requests,
+)
 from farsight.services.bench.requests import FIRST_ID, BenchRequest, PromptPart, clipped
+from farsight.services.bench.targets import BodyForm, make_call
 from farsight.services.bench.workloads import (
     LONG_LENS,
     LONG_PERIOD,
@@ -29,6 +35,7 @@ from farsight.services.bench.workloads import (
     make_workload,
     replayed_arrivals,
 )
+from farsight.simulator.traffic.traces import TraceError
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -139,116 +146,119 @@ def test_a_trace_is_stretched_if_it_has_a_span() -> None:
     assert replayed_arrivals([], None, 1.0) == []
 
 
-AZURE = [
-    "TIMESTAMP,ContextTokens,GeneratedTokens\n",
-    "2023-11-16 18:17:03.9799600,4808,10\n",
-    "2023-11-16 18:17:04.0319600,3180,8\n",
-]
-HEAD = "timestamp,input_length,output_length\n"
-
-
-def test_csv_trace_in_seconds() -> None:
-    lines = ["arrival_s,input_tokens,output_tokens\n", "0.0,374,44\n", "4.3145790,396,109\n"]
-    requests = parse_trace("conv.csv", lines, 10, seed=1)
-    assert [(each.prompt_tokens, each.output_tokens, each.arrival_s) for each in requests] == [
-        (374, 44, 0.0),
-        (396, 109, 4.314579),
-    ]
-    assert requests[0].parts != requests[1].parts
-
-
-def test_csv_trace_under_the_names_of_azure() -> None:
-    first, second = parse_trace("azure.csv", AZURE, 10, seed=1)
-    assert first.arrival_s is not None and second.arrival_s is not None
-    assert second.arrival_s - first.arrival_s == pytest.approx(0.052, abs=1e-5)
-    assert (first.prompt_tokens, first.output_tokens) == (4808, 10)
-
-
-def test_mooncakes_blocks_are_shared_parts() -> None:
-    lines = [
-        json.dumps({"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}),
-        json.dumps({"timestamp": 3000, "input_length": 1024, "output_length": 7, "hash_ids": [0, 2]}),
-    ]
-    first, second = parse_trace("m.jsonl.gz", lines, 10, seed=1)
+def test_prompts_of_a_trace_differ_unless_it_says_what_they_share(tmp_path: Path) -> None:
+    path = tmp_path / "conv.csv"
+    path.write_text("arrival_s,input_tokens,output_tokens\n0.0,374,44\n4.3145790,396,109\n5,1,1\n")
+    first, second = trace_requests(path, 2, seed=1)
+    assert (second.prompt_tokens, second.output_tokens, second.arrival_s) == (396, 109, 4.314579)
+    assert first.parts != second.parts
+    row = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}
+    other = row | {"timestamp": 3000, "input_length": 1024, "hash_ids": [0, 2]}
+    own = {"arrived_at": 4, "prompt_len": 700, "output_len": 5, "prefix": [0]}
+    first, second = trace_requests(_lines(tmp_path / "m.jsonl", row, other), 10, seed=1)
     assert first.parts == (PromptPart(0, 512), PromptPart(1, 88))
     assert second.parts == (PromptPart(0, 512), PromptPart(2, 512))
-    assert second.arrival_s == 3.0
+    (third,) = trace_requests(_lines(tmp_path / "own.jsonl", own), 10, seed=1)
+    assert third.parts[0] == PromptPart(0, 512) and third.prompt_tokens == 700
     assert first.prompt_ids(4096, salt=9)[:512] == second.prompt_ids(4096, salt=9)[:512]
 
 
-def test_a_limit_reads_no_further() -> None:
-    assert len(parse_trace("t.csv", [HEAD, "0,1,1\n", "broken\n"], 1, seed=1)) == 1
+def _lines(path: Path, *rows: object) -> Path:
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
 
 
-TOO_FEW_BLOCKS = json.dumps({"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0]})
-
-
-@pytest.mark.parametrize(
-    ("name", "lines", "named"),
-    [
-        ("t.csv", [HEAD, "x,1,1"], r"t\.csv line 2, timestamp"),
-        ("t.csv", [HEAD, "0,many,1"], r"t\.csv line 2, input_length"),
-        ("t.csv", [HEAD, "0,1,-4"], r"t\.csv line 2, output_length"),
-        ("t.csv", [HEAD, "0,1,"], r"t\.csv line 2, output_tokens"),
-        ("t.csv", [HEAD], "at least one request"),
-        ("m.jsonl", [TOO_FEW_BLOCKS], "hash_ids"),
-    ],
-)
-def test_a_wrong_line_of_a_trace_is_named(name: str, lines: list[str], named: str) -> None:
-    with pytest.raises(InvalidValueError, match=named):
-        parse_trace(name, lines, 5, seed=1)
-
-
-def test_texts_and_their_output_lengths() -> None:
-    lines = [
-        json.dumps({"prompt": "Say A."}),
-        json.dumps({"instruction": "Translate.", "user_input": "Haus", "output": "A house.", "app": "MT"}),
-        json.dumps({"instruction": "Think.", "output_tokens": 77}),
-    ]
-    requests = parse_texts("t.jsonl", lines, 6, seed=1, output_tokens=128)
+def test_texts_and_their_output_lengths(tmp_path: Path) -> None:
+    path = _lines(
+        tmp_path / "t.jsonl",
+        {"prompt": "Say A."},
+        {"instruction": "Translate.", "user_input": "Haus", "output": "A house.", "app": "MT"},
+        {"instruction": "Think.", "output_tokens": 77},
+    )
+    requests = text_requests(path, 6, seed=1, output_tokens=128)
     assert [request.id for request in requests] == list(range(6))
     for pass_ in (requests[:3], requests[3:]):  # each once before any comes again
         found = {request.text: (request.output_tokens, request.kind) for request in pass_}
         assert found == {"Say A.": (128, ""), "Translate.\nHaus": (3, "MT"), "Think.": (77, "")}
 
 
-@pytest.mark.parametrize("line", ["[1]", "{", '{"instruction": 3}', '{"text": "x"}'])
-def test_a_wrong_text_is_named(line: str) -> None:
-    with pytest.raises(InvalidValueError, match=r"t\.jsonl line 1"):
-        parse_texts("t.jsonl", [line], 1, seed=1, output_tokens=8)
+SYSTEM, ASKED, SAID = ({"role": role, "content": role[0]} for role in ("system", "user", "assistant"))
+SHAREGPT = {
+    "conversations": [{"from": who, "value": said} for who, said in (("gpt", "0"), ("human", "1"), ("human", "2"))]
+}
 
 
-def test_prefix_groups() -> None:
-    lines = [
-        json.dumps({"workload": "w", "prefix": "P: ", "requests": [{"input": "a", "output": None}, {"input": "b"}]}),
-        json.dumps({"workload": "v", "prefix": "Q: ", "turns": [["c", "d e"], [" f", "g"]], "tail": "x"}),
-    ]
-    requests = parse_prefix_groups("p.jsonl", lines, 40, seed=1, output_tokens=9)
+@pytest.mark.parametrize(
+    ("name", "content", "asked"),
+    [
+        ("a.txt", "[1] Who?\n\nWhy?\n", {"[1] Who?": (), "Why?": ()}),
+        ("a.jsonl", json.dumps({"instruction": "A.", "input": "B", "output": "C"}), {"A.\nB": ()}),
+        (
+            "m.jsonl",
+            json.dumps({"messages": [SYSTEM, ASKED, SAID, ASKED, SAID]}),
+            {"u": (("system", "s"), ("user", "u"), ("assistant", "a"))},
+        ),
+        ("s.json", json.dumps([SHAREGPT, {"conversations": []}, {"messages": [SAID]}], indent=1), {"1": ()}),
+    ],
+)
+def test_chats_as_people_have_them(tmp_path: Path, name: str, content: str, asked: dict[str, object]) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+    requests = chat_requests(path, len(asked), seed=1, most_tokens=9)
+    assert {request.text: request.before for request in requests} == asked
+    assert {request.output_tokens for request in requests} == {9}
+    body = json.loads(make_call(requests[0], "m", BodyForm(endpoint="chat"), salt=0).body)
+    assert [*requests[0].before, ("user", requests[0].text)] == [tuple(each.values()) for each in body["messages"]]
+
+
+def test_chats_that_are_too_long_are_left_out(tmp_path: Path) -> None:
+    path = _lines(tmp_path / "m.jsonl", {"prompt": "One two."}, {"messages": [SYSTEM, ASKED, SAID, ASKED]})
+    assert {each.text for each in chat_requests(path, 5, seed=1, most_tokens=9, longest_prompt=4)} == {"One two.", "u"}
+    assert {each.text for each in chat_requests(path, 5, seed=1, most_tokens=9, longest_prompt=3)} == {"One two."}
+    with pytest.raises(TraceError, match="too great a length"):
+        chat_requests(path, 5, seed=1, most_tokens=9, longest_prompt=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("t.jsonl", '{"instruction": 3}', "t.jsonl:1: instruction is not a text"),
+        ("t.jsonl", '{"text": "x"}', "t.jsonl:1: missing column instruction"),
+        ("t.jsonl", '{"messages": ["x"]}', "t.jsonl:1: messages is not a list"),
+        ("t.jsonl", '{"messages": [{"role": "user", "content": []}]}', "t.jsonl:1: messages is not a list"),
+        ("t.json", '[{"prompt": "x"}, {"conversations": 3}]', "t.json:2: conversations is not a list"),
+        ("t.json", '[{"prompt": "x"}', "t.json:0: broken JSON"),
+        ("t.json", "[1]", "t.json:0: not an array of JSON objects"),
+        ("t.json", "", "t.json:0: the file is empty"),
+        ("t.txt", "\n", "t.txt:0: no user speaks"),
+    ],
+)
+def test_a_wrong_chat_is_named(tmp_path: Path, name: str, content: str, reason: str) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(TraceError, match=re.escape(reason)):
+        chat_requests(path, 1, seed=1, most_tokens=8)
+
+
+def test_prefix_groups(tmp_path: Path) -> None:
+    path = _lines(
+        tmp_path / "p.jsonl",
+        {"workload": "w", "prefix": "P: ", "requests": [{"input": "a", "output": None}, {"input": "b"}]},
+        {"workload": "v", "prefix": "Q: ", "turns": [["c", "d e"], [" f", "g"]], "tail": "x"},
+    )
+    requests = prefix_requests(path, 40, seed=1, output_tokens=9)
     found = {(request.text, request.output_tokens, request.kind) for request in requests}
     assert found == {("P: a", 9, "w"), ("P: b", 9, "w"), ("Q: c", 2, "v"), ("Q: cd e f", 1, "v")}
     assert [request.id for request in requests] == list(range(40))
 
 
 @pytest.mark.parametrize("entry", [{"requests": []}, {"requests": [{"output": "a"}]}, {"turns": [["a"]]}, {}])
-def test_a_wrong_prefix_group_is_named(entry: dict[str, object]) -> None:
-    with pytest.raises(InvalidValueError, match=r"p\.jsonl line 1, (requests|turns)"):
-        parse_prefix_groups("p.jsonl", [json.dumps({"prefix": "P", **entry})], 1, seed=1, output_tokens=9)
+def test_a_wrong_prefix_group_is_named(tmp_path: Path, entry: dict[str, object]) -> None:
+    path = _lines(tmp_path / "p.jsonl", {"prefix": "P", **entry})
+    with pytest.raises(TraceError, match=r"p\.jsonl:1: (requests|turns) is not a list"):
+        prefix_requests(path, 1, seed=1, output_tokens=9)
 
 
 def test_estimated_tokens() -> None:
     assert estimated_tokens("Don't panic, now!") == 7
     assert estimated_tokens("") == 1
-
-
-def test_files_packed_or_not_broken_or_not_there(tmp_path: Path) -> None:
-    plain, packed = tmp_path / "a.csv", tmp_path / "a.csv.gz"
-    plain.write_text("ä\nb\n")
-    packed.write_bytes(gzip.compress("ä\nb\n".encode()))
-    for path in (plain, packed):
-        with open_lines("--trace", path) as lines:
-            assert list(lines) == ["ä\n", "b\n"]
-    with pytest.raises(InvalidValueError, match="--trace"), open_lines("--trace", tmp_path / "none"):
-        pass
-    packed.write_bytes(gzip.compress(b"abc" * 1000)[:-20])
-    with pytest.raises(InvalidValueError, match="--texts"), open_lines("--texts", packed) as lines:
-        list(lines)

@@ -17,7 +17,7 @@ from farsight.core.errors import ConfigError, FarsightError, InvalidValueError
 from farsight.services.bench.answers import Answer, Failure
 from farsight.services.demo.live_service import LiveService
 from farsight.services.demo.pages import TOKEN_HEADER, DemoPages
-from farsight.services.demo.race import Race, percentile
+from farsight.services.demo.race import Race
 from farsight.services.demo.run import request_body, simulated_ratio
 from farsight.services.demo.settings import DemoSettings, to_toml
 from farsight.simulator.traffic.workload import SimRequest
@@ -70,12 +70,6 @@ def test_a_lane_shows_its_pauses() -> None:
     run.sides[0].lanes[0].answer = Answer(0, "chat", BEGAN_AT, chunks_at=chunks)
     assert run.sides[0].lanes[0].row(BEGAN_AT) == [0.0, 1.0, 2.1, False, [(1.1, 2.0)]]
     assert run.sides[1].lanes[0].row(BEGAN_AT) == [0.0, None, None, False, []]
-
-
-def test_percentiles_are_by_nearest_rank() -> None:
-    assert percentile([], 0.99) is None
-    assert percentile([3.0, 1.0, 2.0], 0.99) == 3.0
-    assert percentile([float(i) for i in range(1, 101)], 0.99) == 99.0
 
 
 def test_the_service_gets_the_devices_of_the_simulated_run() -> None:
