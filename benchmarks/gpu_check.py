@@ -175,7 +175,7 @@ def tests(expression: str | None) -> list[Check]:
 def speeds(device: str, directory: Path, *, compiled: bool) -> list[Check]:
     """Makes the measurements, which write what they find into ``directory``."""
     engine = [*(["--compile"] if compiled else []), *(["--shape", "tiny"] if device == "cpu" else [])]
-    offline = ["--tiny", "--requests", "4"] if device == "cpu" else []
+    offline = ["--tiny", "--requests", "4", "--longest", "64"] if device == "cpu" else []
     return [
         Check(
             name,

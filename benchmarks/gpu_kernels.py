@@ -9,11 +9,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from benchmarks.common.stand_in_gpu import MOST_SHARED, Compiled, compiling, resources
+from benchmarks.common.stand_in_gpu import MOST_SHARED, Compiled, PoolShape, compiling, resources
 from farsight.engine.attention.attention import PLAIN_SCORES, ScoreShape, alibi_slopes
 from farsight.engine.attention.triton_attention import TritonAttention
 from farsight.engine.kv_pool import KVPool
@@ -24,20 +23,10 @@ GROUPS = (1, 4, 16)
 KV_HEADS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """As much of a model's configuration as a pool reads."""
-
-    head_dim: int
-    num_key_value_heads: int = KV_HEADS
-    num_hidden_layers: int = 1
-    kv_rows: int = 2
-
-
 def compiled(head_dim: int, group: int, *, plain: bool, page: int = 64) -> list[Compiled]:
     """Compiles the kernels of a model whose heads are of that size, ``group`` of them for each KV head."""
     heads = group * KV_HEADS
-    pool = KVPool(Shape(head_dim), num_blocks=1, block_size=page, dtype=torch.bfloat16)  # type: ignore[arg-type]
+    pool = KVPool(PoolShape(head_dim, KV_HEADS), num_blocks=1, block_size=page, dtype=torch.bfloat16)  # type: ignore[arg-type]
     scores = PLAIN_SCORES if plain else ScoreShape(cap=50.0, slopes=alibi_slopes(heads))
     with compiling() as found:
         TritonAttention(heads, (None if plain else 1024,), pool, 1, scores, sinks=not plain)

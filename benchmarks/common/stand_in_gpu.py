@@ -26,6 +26,16 @@ MOST_SHARED = 227 * 1024
 """Bytes of shared memory that a program may have on compute capability 9.0."""
 
 
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """As much of a model's configuration as a pool reads."""
+
+    head_dim: int
+    num_key_value_heads: int
+    num_hidden_layers: int = 1
+    kv_rows: int = 2
+
+
 class _Hopper:
     """As much of a driver as binding and compiling ask for."""
 

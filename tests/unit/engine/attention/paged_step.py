@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_kernels import Shape
+from benchmarks.common.stand_in_gpu import PoolShape
 from farsight.engine.attention.attention import PLAIN_SCORES, DecodePart, PrefillPart, ScoreShape, StepLayout
 from farsight.engine.attention.torch_attention import TorchAttention
 from farsight.engine.kv_pool import KVPool
@@ -41,8 +41,8 @@ class PagedStep:
             torch.tensor([table[i // page] * page + i % page for i in range(kv_len)])
             for table, kv_len in zip(tables, kv_lens, strict=True)
         ]
-        self.pool = _make_pool(Shape(dim, kv_heads), num_blocks, page, dtype, float("nan"))
-        self.exact = _make_pool(Shape(dim, kv_heads), num_blocks, page, torch.float32, 0.0)
+        self.pool = _make_pool(PoolShape(dim, kv_heads), num_blocks, page, dtype, float("nan"))
+        self.exact = _make_pool(PoolShape(dim, kv_heads), num_blocks, page, torch.float32, 0.0)
         for cache, exact in ((self.pool.keys[0], self.exact.keys[0]), (self.pool.values[0], self.exact.values[0])):
             for held in slots:
                 cache[held] = torch.randn(len(held), kv_heads, dim).to(dtype)
@@ -73,7 +73,7 @@ class PagedStep:
         return attention.attend(0, self.query.float(), self.key.float(), self.value.float(), sinks)
 
 
-def _make_pool(shape: Shape, num_blocks: int, page: int, dtype: torch.dtype, value: float) -> KVPool:
+def _make_pool(shape: PoolShape, num_blocks: int, page: int, dtype: torch.dtype, value: float) -> KVPool:
     pool = KVPool(shape, num_blocks=num_blocks, block_size=page, dtype=dtype)  # type: ignore[arg-type]
     for cache in (*pool.keys, *pool.values):
         cache.fill_(value)
