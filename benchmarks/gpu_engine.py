@@ -7,8 +7,9 @@ Random weights: speed does not depend on what they are. Everything is measured i
 - link: a large copy from pinned host memory to the device, and back.
 
 A decode step reads all weights and the KV of its sequences once, so it cannot be quicker than those bytes over the
-bandwidth; prefill cannot be quicker than its multiplications over the rate of the matrix product. ``--device cpu
---shape tiny`` runs the same with other numbers, to test the script.
+bandwidth; prefill cannot be quicker than its multiplications over the rate of the matrix product. Steps that mix rows
+and chunks, short prompts and steps that sample are shown with the time that kernels took of them: the rest is the
+host's. ``--device cpu --shape tiny`` runs the same with other numbers, to test the script.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from benchmarks.common.gpu_models import SHAPES, model_config, random_weights
 from farsight.core.request import Request, Residency, SamplingParams
 from farsight.engine import cuda
 from farsight.engine.attention.attention import AttentionBackend
+from farsight.engine.attention.choice import gpu_attention
 from farsight.engine.attention.layout import StepSizes
 from farsight.engine.attention.torch_attention import TorchAttention
 from farsight.engine.checkpoint.model_config import DecoderConfig
@@ -36,7 +38,7 @@ from farsight.engine.checkpoint.names import num_parameters
 from farsight.engine.devices.copiers import HostBlocks, StreamCopier
 from farsight.engine.kv_pool import KVPool
 from farsight.engine.sequence import Sequence
-from farsight.engine.steps.backends import GraphBackend, gpu_attention
+from farsight.engine.steps.backends import GraphBackend
 from farsight.engine.steps.decode_graphs import Capture
 from farsight.engine.steps.model_runner import ModelRunner
 from farsight.kvcache import KVCopy, StepBatch, StepItem
@@ -44,7 +46,9 @@ from farsight.services.bench.report import markdown_table, provenance, write_jso
 
 BLOCK = 64
 
-SECTIONS = ("decode", "prefill", "swap")
+_GREEDY = SamplingParams(1)
+
+SECTIONS = ("decode", "prefill", "steps", "swap")
 """Lists of measurements in a record, in the order in which they are made."""
 
 
@@ -189,7 +193,7 @@ class EngineBench:
         if device == "cuda":
             attention, capture = gpu_attention("auto", config, self.pool, recorded), cuda.Graphs()
             synchronize = cuda.synchronize
-        backend = GraphBackend(
+        backend = self.backend = GraphBackend(
             config, weights, self.pool, max_len, attention, recorded, capture, synchronize, compiled=compiled
         )
         self.runner = ModelRunner(config, self.pool, backend, max_len)
@@ -233,6 +237,32 @@ class EngineBench:
             "TFLOP/s": rate / 1e12,
             "share of matmul %": 100 * rate / limits.matmul,
         }
+
+    def kinds_of_steps(self) -> dict[str, tuple[list[tuple[int, int]], SamplingParams]]:
+        """Lists steps that are neither rows nor prompts alone, and steps that sample: their parts as of ``_batch``."""
+        row = (self._sizes.context - 1, 1)
+        chunk, some = self._sizes.prompt // 2, min(32, max(self._sizes.batch_sizes) - 1)
+        return {
+            f"{some} rows and a prompt of {chunk}": ([row] * some + [(0, chunk)], _GREEDY),
+            f"{some} rows and a chunk of {chunk} behind {chunk}": ([row] * some + [(chunk, chunk)], _GREEDY),
+            "a prompt of 64": ([(0, 64)], _GREEDY),
+            f"{some} rows, T=1": ([row] * some, SamplingParams(1, temperature=1.0)),
+            f"{some} rows, T=1, top_p=0.9": ([row] * some, SamplingParams(1, temperature=1.0, top_p=0.9)),
+        }
+
+    def step(self, name: str) -> dict[str, object]:
+        """Measures a step of ``kinds_of_steps``: wall time, and what kernels took of it; without a GPU all of it."""
+        batch, sequences = self._batch(*self.kinds_of_steps()[name])
+        step_ms = self._clock.wall_s(lambda: self.runner.execute(batch, sequences)) * 1e3
+        kernels_ms = step_ms
+        if self.pool.device.type == "cuda":
+            from torch.profiler import ProfilerActivity, profile
+
+            with profile(activities=[ProfilerActivity.CUDA]) as found:
+                self.runner.execute(batch, sequences)
+                cuda.synchronize()
+            kernels_ms = sum(event.self_device_time_total for event in found.key_averages()) / 1e3
+        return {"step": name, "step ms": step_ms, "kernels ms": kernels_ms, "idle %": 100 * (1 - kernels_ms / step_ms)}
 
     def swap(self, limits: Limits) -> dict[str, float]:
         """Bytes per second of offload and upload, the share of the link's, and how far both hide behind steps."""
@@ -283,13 +313,16 @@ class EngineBench:
             "overlap %": 100 * (alone_s + there_s - both_s) / min(alone_s, there_s),
         }
 
-    def _batch(self, parts: list[tuple[int, int]]) -> tuple[StepBatch, dict[str, Sequence]]:
+    def _batch(
+        self, parts: list[tuple[int, int]], sampling: SamplingParams = _GREEDY
+    ) -> tuple[StepBatch, dict[str, Sequence]]:
+        """Makes a step; its parts are the tokens computed before and those of the step, of a sequence each."""
         items, sequences, taken = [], {}, 0
         for i, (start, num_tokens) in enumerate(parts):
             used = -(-(start + num_tokens) // BLOCK)
             name, ids = f"s{i}", tuple(3 + j % 500 for j in range(start + num_tokens))
             items.append(StepItem(name, start, num_tokens, True, list(range(taken, taken + used))))
-            sequences[name] = Sequence.of(Request(name, 0, "", ids, SamplingParams(1)))
+            sequences[name] = Sequence.of(Request(name, 0, "", ids, sampling))
             taken += used
         return StepBatch(tuple(items)), sequences
 
@@ -318,15 +351,18 @@ def run(device: str, shape: str, *, compiled: bool = False, tell: Callable[[Reco
     tell(record)
     began_at = time.perf_counter()
     bench = EngineBench(config, device, dtype, sizes, compiled=compiled)
-    record |= {"attention": bench.attention, "ready after s": time.perf_counter() - began_at}
+    record |= {"attention": bench.attention, "ready after s": time.perf_counter() - began_at, "compiles": 0}
+    bench.backend.compiles.begin()
     tell(record)
-    measurements: list[tuple[str, Callable[[], dict[str, float]]]] = [
+    measurements: list[tuple[str, Callable[[], Mapping[str, object]]]] = [
         *(("decode", lambda rows=rows: bench.decode(rows, limits)) for rows in sizes.batch_sizes),
         *(("prefill", lambda num=num: bench.prefill(num, limits)) for num in (1, 4) if num <= max(sizes.batch_sizes)),
+        *(("steps", lambda name=name: bench.step(name)) for name in bench.kinds_of_steps()),
         ("swap", lambda: bench.swap(limits)),
     ]
     for name, measure in measurements:
         record[name].append(measure())
+        record["compiles"] = bench.backend.compiles.num_compiles
         tell(record)
     return record
 

@@ -33,7 +33,6 @@ from farsight.kvcache import BatchLimits, BlockManager, LeaseExecutor, Pipelined
 from farsight.policies.compose import follows_prefixes, swaps_kv
 from farsight.policies.presets import find_preset
 from farsight.policies.speculation.base import SPECULATIONS, SpeculationContext
-from farsight.tokenization.grammars.compiler import GrammarCompiler
 from farsight.tokenization.loading import load_tokenizer
 
 if TYPE_CHECKING:
@@ -185,7 +184,11 @@ def build_worker(
     )
     if engine.prefix_cache and follows_prefixes(scheduler):
         executor.tell_cache()
-    generates = encoder is None and not engine.profile
+    grammars = None
+    if encoder is None and not engine.profile:
+        from farsight.tokenization.grammars.compiler import GrammarCompiler  # needs llguidance
+
+        grammars = GrammarCompiler(tokenizer, config.vocab_size, eos_token_ids)
     return Worker(
         device.runner,
         executor,
@@ -194,7 +197,7 @@ def build_worker(
         ready,
         prefix_cache=engine.prefix_cache,
         copier=device.copier,
-        grammars=GrammarCompiler(tokenizer, config.vocab_size, eos_token_ids) if generates else None,
+        grammars=grammars,
         image_inputs=_image_inputs(config, engine, embeddings or CarriedEmbeddings()),
         speculation=_speculation(
             engine, static=static, num_ranks=1 if ranks is None else ranks.mesh.size, device=device, clock=clock

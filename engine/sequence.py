@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,10 +23,12 @@ from farsight.engine.step_results import PooledRows
 from farsight.engine.vision.spans import ImageInputs, SequenceImages
 from farsight.kvcache import SequenceState
 from farsight.policies.speculation.base import Drafter
-from farsight.tokenization.grammars.compiler import GrammarCompiler
 from farsight.tokenization.grammars.problems import GrammarRefused
 from farsight.tokenization.grammars.reasoning import Matcher
 from farsight.tokenization.text_stream import TextDecoder, TextStream
+
+if TYPE_CHECKING:  # needs llguidance, which a machine with a GPU alone may lack
+    from farsight.tokenization.grammars.compiler import GrammarCompiler
 
 
 class StopStrings:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from farsight.core.errors import IntegrityError
 from farsight.core.messages.plans import FinishedSequence, Plan, WorkerReady, WorkerState
@@ -25,7 +25,9 @@ from farsight.engine.step_results import LoggedTokens
 from farsight.engine.vision.spans import ImageInputs
 from farsight.kvcache import PlanExecutor, StepBatch
 from farsight.kvcache.block_manager import are_hashes_of, extend_hashes, root_of, salted_root
-from farsight.tokenization.grammars.compiler import GrammarCompiler
+
+if TYPE_CHECKING:  # needs llguidance, which a machine with a GPU alone may lack
+    from farsight.tokenization.grammars.compiler import GrammarCompiler
 
 logger = logging.getLogger(__name__)
 

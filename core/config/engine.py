@@ -89,7 +89,8 @@ class ModelConfig:
         return self.tensor_parallel * self.pipeline_parallel
 
 
-BACKENDS = ("auto", "native", "torch", "xformers")
+BACKENDS = ("auto", "native", "torch", "triton", "xformers")
+GPU_BACKENDS = ("triton", "xformers")
 LONG_FACTORS = ("served", "request")
 WEIGHTS = ("auto", "full", "float", "int8", "int4")
 KV_DTYPES = ("auto", "int8")
@@ -124,9 +125,9 @@ class EngineConfig:
             scheduling, among the replicas, and gives none more than a NUMA node has.
         benchmark_mode: Requests may say, with ``benchmark_len``, where their outputs end, and no request is refused for
             those that wait already (``[server]``). Only to measure.
-        backend: The code that computes a step: ``native`` is one compiled call on the CPU, ``xformers`` torch
-            operations with xformers' attention on a GPU, ``torch`` the reference on either; ``auto`` takes one of the
-            former where it is available and supports the model.
+        backend: The code that computes a step: ``native`` is one compiled call on the CPU, ``triton`` torch operations
+            with this package's own kernels of attention on a GPU, ``xformers`` the same with those of xformers,
+            ``torch`` the reference on either; ``auto`` takes the first that is available and supports the model.
         gpu_memory_utilization: Share of a GPU's memory that weights, KV pool and the largest step may take together.
         compile: Let torch compile what lies between two attentions. It takes minutes at the start.
         weights: ``int8`` and ``int4`` round the matrices to 8 bits in groups of 128, or to 4 bits in groups of 32 (the
@@ -190,9 +191,12 @@ class EngineConfig:
         known = self.device in ("cpu", "cuda") or bool(self.profile)
         require(known, "engine.device", self.device, f"cpu, cuda, or {EMULATED}PROFILE as in {EMULATED}a100-7b")
         if self.device == "cuda":
-            require(self.backend != "native", "engine.backend", self.backend, "auto, xformers or torch on a GPU")
+            require(
+                self.backend != "native", "engine.backend", self.backend, "auto, triton, xformers or torch on a GPU"
+            )
+        if self.backend in GPU_BACKENDS:
+            require(self.device == "cuda", "engine.device", self.device, f"cuda, where {self.backend} computes")
         if self.backend == "xformers":
-            require(self.device == "cuda", "engine.device", self.device, "cuda, where xformers computes")
             size = self.kv_block_size
             require(size % 64 == 0, "engine.block_size", size, "a multiple of 64, as xformers' kernels take it")
 

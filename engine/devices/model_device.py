@@ -11,6 +11,7 @@ from farsight.core.config.engine import EngineConfig
 from farsight.core.errors import ConfigError
 from farsight.core.processors import compute_threads
 from farsight.engine import cuda
+from farsight.engine.attention.choice import gpu_attention
 from farsight.engine.attention.layout import StepSizes
 from farsight.engine.checkpoint.model_config import DecoderConfig, resolve_max_model_len
 from farsight.engine.checkpoint.weights import ModelWeights, Progress, load_weights, parse_dtype
@@ -19,7 +20,7 @@ from farsight.engine.kv_pool import KVPool, pool_dtype
 from farsight.engine.models.quantize import quantize_weights
 from farsight.engine.native.model import NativeBackend
 from farsight.engine.runner import Device, available_bytes, largest_step, num_host_pool_blocks, num_pool_blocks
-from farsight.engine.steps.backends import GraphBackend, TorchBackend, gpu_attention
+from farsight.engine.steps.backends import GraphBackend, TorchBackend
 from farsight.engine.steps.careful_steps import CarefulSteps
 from farsight.engine.steps.model_runner import ModelRunner
 
@@ -132,6 +133,7 @@ def load_gpu_device(
         cuda.synchronize,
         compiled=engine.compile,
     )
+    backend.compiles.begin()
     runner = ModelRunner(config, pool, backend, max_model_len, careful=CarefulSteps(cuda.recover), is_lost=cuda.is_lost)
     copier = None
     if num_host_blocks:

@@ -51,7 +51,8 @@ def _gated(up, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     tl.store(out + row * size + columns, (activated * factors).to(dtype), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# Positions and slots are rows of one tensor: where they begin depends on the number of tokens.
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])  # type: ignore[untyped-decorator]
 def _rotate_and_store(  # type: ignore[no-untyped-def]
     heads,
     value,

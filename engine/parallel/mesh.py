@@ -185,7 +185,7 @@ def check_parallel(mesh: Mesh, config: DecoderConfig, engine: EngineConfig) -> N
     if engine.profile:
         raise ConfigError("engine.device", engine.device, "a real device where a replica has several ranks")
     if engine.backend == "native":
-        raise ConfigError("engine.backend", engine.backend, "auto, torch or xformers where a replica has several ranks")
+        raise ConfigError("engine.backend", engine.backend, "any other where a replica has several ranks")
     if engine.kv_dtype == "int8":
         raise ConfigError("engine.kv_dtype", engine.kv_dtype, "auto where a replica has several ranks")
 

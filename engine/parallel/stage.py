@@ -13,6 +13,7 @@ from torch import Tensor
 from farsight.core.config.engine import EngineConfig
 from farsight.core.errors import ConfigError, RankLost
 from farsight.engine.attention.attention import AttentionBackend
+from farsight.engine.attention.choice import gpu_attention
 from farsight.engine.attention.layout import StepSizes, build_layout, find_sample_rows, layout_of, order_items
 from farsight.engine.attention.torch_attention import TorchAttention
 from farsight.engine.checkpoint.layers import Linear
@@ -28,7 +29,6 @@ from farsight.engine.parallel.wire import Finished, RankPools, StepOrder
 from farsight.engine.runner import Copier, available_bytes, largest_step
 from farsight.engine.sampling.sampler import Sampler
 from farsight.engine.sequence import Sequence
-from farsight.engine.steps.backends import gpu_attention
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ import torch
 
 from farsight.core.errors import ConfigError
 from farsight.engine.attention.attention import AttentionBackend, StepLayout
+from farsight.engine.attention.choice import KERNELS
 from farsight.engine.attention.layout import (
     DecodeInputs,
     StepSizes,
@@ -30,6 +31,7 @@ from farsight.engine.native.model import NativeBackend, matrix_problem, native_p
 from farsight.engine.native.sampler import NativeSampler
 from farsight.engine.sampling.sampler import Sampler, StepLogits
 from farsight.engine.sequence import Sequence
+from farsight.engine.steps.compiles import CompileCounter
 from farsight.engine.steps.decode_graphs import Capture, DecodeGraphs
 from farsight.kvcache import StepBatch
 
@@ -134,6 +136,9 @@ class TorchBackend:
 class GraphBackend(TorchBackend):
     """Torch operations; steps that only decode are recorded at the start and replayed.
 
+    Attributes:
+        compiles: Counts kernels compiled while serving, once the owner has begun it.
+
     Args:
         sizes: Sizes of the recorded steps.
         capture: Records work.
@@ -156,6 +161,7 @@ class GraphBackend(TorchBackend):
         compiled: bool = False,
     ) -> None:
         super().__init__(config, weights, pool, max_len, attention, compiled=compiled)
+        self.compiles = CompileCounter()
         self._synchronize = synchronize
         self._graphs = DecodeGraphs(self._model, pool, attention, sizes, capture)
 
@@ -196,11 +202,11 @@ def make_backend(
         num_threads: Threads of the compiled step; torch operations use those of ``torch.set_num_threads``.
 
     Raises:
-        ConfigError: ``native`` or ``xformers`` was asked for and is not available, or only torch operations are
-            available and the pool is in int8.
+        ConfigError: ``native`` or kernels of a GPU were asked for and are not available, or only torch operations
+            are available and the pool is in int8.
     """
-    if name == "xformers":
-        raise ConfigError("engine.backend", name, "auto, native or torch (xformers computes on a GPU)")
+    if name in KERNELS:
+        raise ConfigError("engine.backend", name, f"auto, native or torch ({name} computes on a GPU)")
     if name == "torch":
         _refuse_int8(pool, "the backend is torch")
         return TorchBackend(config, weights, pool, max_len)
@@ -235,37 +241,3 @@ def _refuse_int8(pool: KVPool, why: str) -> None:
     """Raises ConfigError if torch operations, which are to compute, cannot read the pool."""
     if pool.dtype == torch.int8:
         raise ConfigError("engine.kv_dtype", "int8", f"auto, or what the compiled step can run ({why})")
-
-
-def gpu_attention(name: str, config: DecoderConfig, pool: KVPool, sizes: StepSizes) -> AttentionBackend:
-    """Attention for a pool on a GPU, for the backend of that name; ``auto`` is xformers' where it is available.
-
-    Args:
-        sizes: Sizes that its kernels are compiled for.
-
-    Raises:
-        ConfigError: ``xformers`` was asked for and is not available, or ``native``, which computes on the CPU.
-    """
-    if name == "native":
-        raise ConfigError("engine.backend", name, "auto, xformers or torch (native computes on the CPU)")
-    if name == "torch":
-        return TorchAttention.of_model(config)
-    logging.getLogger("xformers").setLevel(logging.ERROR)  # it warns of an extension that is not needed
-    try:
-        from farsight.engine.attention.xformers_attention import (
-            XformersAttention,
-            gpu_operators,
-            operator_problem,
-            xformers_problem,
-        )
-    except ImportError as error:
-        problem: str | None = f"xformers cannot be imported, the extra `gpu` installs it ({error})"
-    else:
-        operators = gpu_operators()
-        problem = xformers_problem(config, pool.dtype, pool.block_size) or operator_problem(operators, config, pool)
-        if problem is None:
-            return XformersAttention(operators, sizes)
-    if name == "xformers":
-        raise ConfigError("engine.backend", name, f"auto or torch ({problem})")
-    logger.warning("attention is computed by torch operations, slower than by xformers' kernels: %s", problem)
-    return TorchAttention.of_model(config)

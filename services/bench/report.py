@@ -148,6 +148,8 @@ def _cpu_model() -> str:
 
 
 def write_json(path: Path | None, record: Mapping[str, Any]) -> None:
-    """Writes ``record``, if a path is given."""
+    """Writes ``record``, if a path is given: whole, or not at all."""
     if path is not None:
-        path.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+        beside = path.with_name(path.name + ".part")
+        beside.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+        beside.replace(path)

@@ -6,13 +6,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks import gpu_check, gpu_engine
-from benchmarks.gpu_check import Outcomes, speed_rows, table
+from benchmarks.gpu_check import Check, Ladder, Outcome, speed_rows, table
 
 
 def test_every_speed_is_measured() -> None:
@@ -47,53 +46,63 @@ def test_what_was_measured_before_a_failure_is_told(monkeypatch: pytest.MonkeyPa
         "decode, 4 sequences",
         "prefill, 64 tokens",
         "prefill, 256 tokens",
+        *(each["step"] for each in record["steps"]),
     ]
     assert "TFLOP/s" in gpu_engine.tables(json.loads(told[0])) and "| sequences" in gpu_engine.tables(record)
-    assert len(told) == 2 + 4
+    assert len(told) == 2 + 4 + 5
 
 
-def test_what_another_process_has_written_down_counts_whatever_became_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    decode = [{"sequences": n, "tokens/s": 1.0, "share of limit %": 70.0} for n in (64, 256)]
-    prefill = [{"tokens": 5, "tokens/s": 1.0, "share of matmul %": share} for share in (50.0, 49.9)]
-
-    def run(command: list[str]) -> SimpleNamespace:
-        Path(command[-1]).write_text(json.dumps({"decode": decode, "prefill": prefill, "swap": []}), "utf-8")
-        return SimpleNamespace(returncode=3)
-
-    monkeypatch.setattr(gpu_check.subprocess, "run", run)
-    rows = gpu_check.measure_speeds(compiled=False, path=tmp_path / "kept.json")
-    assert [row[1] for row in rows] == ["ok", "measured", "ok", "off", "failed"]
-    assert rows[-1] == ("speeds", "failed", "exit status 3")
+def command(code: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", code)
 
 
-def run_here(module: Path, outcomes: Outcomes) -> None:
-    alone = ["-c", "/dev/null", f"--rootdir={module.parent}", "-o", "asyncio_default_fixture_loop_scope=function"]
-    pytest.main(["-q", "-p", "no:cacheprovider", *alone, str(module)], [outcomes])
+def test_no_check_stops_another() -> None:
+    """Some run at once, those that want to be alone behind them, and what takes too long is ended."""
+    kept: dict[str, Outcome] = {}
+    checks = [
+        Check("alone", command("print('2 skipped')"), alone=True),
+        Check("fails", command("raise SystemExit('first')")),
+        Check("passes", command("print('1 passed, 1 skipped')")),
+    ]
+
+    def run(checks: list[Check], budget_s: float, limit_s: float) -> dict[str, str]:
+        Ladder(budget_s, limit_s, 3, lambda check, outcome: kept.__setitem__(check.name, outcome)).run(checks)
+        return {name: each.result for name, each in kept.items()}
+
+    assert run(checks, 200, 200) == {"fails": "failed", "passes": "ok", "alone": "skipped"}
+    assert list(kept)[-1] == "alone" and "first" in kept["fails"].tail
+    kept.clear()
+    assert run([Check("lasts", command("import time; time.sleep(600)"))], 200, 0.1) == {"lasts": "cut off"}
+    kept.clear()
+    assert set(run(checks, 0, 200).values()) == {"no time"}
 
 
-def test_a_lost_gpu_ends_the_tests(tmp_path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """What went wrong is shown at once, not at the end."""
-    monkeypatch.setattr(gpu_check, "device_problem", lambda: None)
-    lost = iter([False, True])
-    monkeypatch.setattr(gpu_check, "is_lost", lambda: next(lost))
-    module = tmp_path / "test_three.py"
-    module.write_text(
-        "import pytest\n"
-        "def test_good(): pass\n"
-        "@pytest.mark.skip(reason='no time')\ndef test_left(): pass\n"
-        "def test_one(): assert 'first' == 0\n"
-        "@pytest.fixture\ndef broken(): raise ValueError\n"
-        "def test_two(broken): pass\n"
-        "def test_three(): pass\n"
-    )
-    outcomes = Outcomes()
-    run_here(module, outcomes)
-    ends = [("good", "passed"), ("left", "skipped"), ("one", "failed"), ("two", "failed")]
-    assert [row[:2] for row in outcomes.rows] == ends and outcomes.rows[1][2].endswith("no time")
-    shown = capsys.readouterr().out
-    assert shown.index("one | failed") < shown.index("assert 'first' == 0") < shown.index("two | failed")
+@pytest.mark.timeout(1800)
+def test_the_ladder_without_a_gpu(tmp_path: Path) -> None:
+    """All of it but most of the tests, which would be skipped; the record is that of the last check."""
+    record = tmp_path / "all.json"
+    program = [sys.executable, "-m", "benchmarks.gpu_check", "--device", "cpu", "--jobs", "2", "-k", "draws"]
+    program += ["--budget", "1700", "--limit", "1700"]
+    done = subprocess.run([*program, "--json", str(record)], capture_output=True, text=True)
+    found = json.loads(record.read_text("utf-8"))
+    results = {name: each["result"] for name, each in found["checks"].items()}
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert results.pop("test_the_sampler_draws_what_it_draws_on_the_cpu") == "skipped"
+    assert set(results) == {*(f"import {name}" for name in gpu_check.IMPORTS), "gpu_engine", "gpu_offline"}
+    assert set(results.values()) == {"ok"}
+    assert found["speeds"]["gpu_offline"]["compiles"] == 0
+    assert "decode, 4 sequences" in done.stdout and "offline run" in done.stdout
+
+
+def test_what_is_missing_takes_only_what_needs_it() -> None:
+    """The path of a GPU, its tests and its measurements are imported where only torch and Triton are."""
+    missing = ("xformers", "llguidance", "ray", "gguf", "fastapi", "pydantic", "quantile_forest", "aiosqlite")
+    blocked = "; ".join(f"sys.modules[{name!r}] = None" for name in missing)
+    wanted = ("devices.model_device", "attention.triton_attention", "attention.choice", "models.fused")
+    modules = [*(f"farsight.engine.{name}" for name in wanted), "benchmarks.gpu_check", "tests.gpu.test_gpu"]
+    code = f"import sys; {blocked}; import benchmarks.gpu_engine, {', '.join(modules)}"
+    done = subprocess.run(command(code), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -72,6 +72,7 @@ WRONG = [
     ("[engine]\nmax_model_len = -1", "engine.max_model_len", ">= 0"),
     ('[engine]\ndevice = "gpu"', "engine.device", "emulated:PROFILE"),
     ('[engine]\nbackend = "xformers"', "engine.device", "cuda"),
+    ('[engine]\nbackend = "triton"', "engine.device", "cuda"),
     ('[engine]\ndevice = "cuda"\nbackend = "native"', "engine.backend", "xformers"),
     ('[engine]\ndevice = "cuda"\nbackend = "xformers"\nblock_size = 96', "engine.block_size", "multiple of 64"),
     ("[engine]\ngpu_memory_utilization = 1.5", "engine.gpu_memory_utilization", "<= 1"),

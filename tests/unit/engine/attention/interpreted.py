@@ -1,4 +1,5 @@
-"""xformers' kernels on CPU tensors, in Triton's interpreter, against the torch backend. ``test_fused.py`` runs them.
+"""xformers' kernels on CPU tensors, in Triton's interpreter, against the torch backend; whole models on these and on
+our own. ``test_fused.py`` runs them.
 
 The interpreter must be asked for before Triton is imported, and then serves the whole process, so these tests have a
 process of their own. What runs here is the real split-K kernel for decode and for pages. Causal attention of a prompt
@@ -16,6 +17,7 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -28,9 +30,10 @@ from xformers.ops.fmha.common import AttentionFwOpBase, Context
 from benchmarks.common.gpu_models import model_config, random_weights, save_random_checkpoint
 from farsight.core.config.engine import EngineConfig
 from farsight.engine.attention import xformers_attention
-from farsight.engine.attention.attention import AttentionBackend, DecodePart, PrefillPart, StaticDecode, StepLayout
+from farsight.engine.attention.attention import AttentionBackend, StaticDecode
 from farsight.engine.attention.layout import StepSizes
 from farsight.engine.attention.torch_attention import TorchAttention
+from farsight.engine.attention.triton_attention import TritonAttention
 from farsight.engine.attention.xformers_attention import (
     EXTENSION_REASON,
     Operators,
@@ -53,10 +56,10 @@ from farsight.engine.parallel.links import Gathering, Ranks, Ticket, join
 from farsight.engine.parallel.mesh import Mesh, Part
 from farsight.engine.steps.backends import TorchBackend
 from farsight.engine.steps.model_runner import ModelRunner
+from tests.unit.engine.attention.paged_step import PAGE, PagedStep
 from tests.unit.engine.driver import Driver
 
 TOLERANCE = 2e-3
-PAGE = 64
 SIZES = StepSizes(6, 4)
 
 
@@ -121,67 +124,8 @@ OPERATORS = Operators(decode=InterpretedSplitK, pages=InterpretedPages, prompt=W
 WITH_CHUNKS = Operators(decode=InterpretedSplitK, pages=InterpretedPages, prompt=WrittenOut, chunks=OverPages)
 
 
-class Step:
-    """One layer of a pool full of NaN but for the sequences of a step, and the step.
-
-    Args:
-        decode: Tokens that each decode row attends over.
-        chunks: The tokens of each prefill chunk, and those of its sequence up to its end.
-    """
-
-    def __init__(
-        self,
-        decode: list[int],
-        chunks: list[tuple[int, int]],
-        heads: int,
-        kv_heads: int,
-        dim: int = 32,
-        page: int = PAGE,
-    ) -> None:
-        torch.manual_seed(0)
-        kv_lens = [*decode, *(kv_len for _, kv_len in chunks)]
-        num_blocks = sum(-(-kv_len // page) for kv_len in kv_lens)
-        free = torch.randperm(num_blocks).tolist()
-        tables = [[free.pop() for _ in range(-(-kv_len // page))] for kv_len in kv_lens]
-        slots = [
-            torch.tensor([table[i // page] * page + i % page for i in range(kv_len)])
-            for table, kv_len in zip(tables, kv_lens, strict=True)
-        ]
-        self.page = page
-        self.pool = self._make_pool(num_blocks, kv_heads, dim, torch.float16, float("nan"))
-        self.exact = self._make_pool(num_blocks, kv_heads, dim, torch.float32, 0.0)
-        for cache, exact in ((self.pool.keys[0], self.exact.keys[0]), (self.pool.values[0], self.exact.values[0])):
-            for held in slots:
-                cache[held] = torch.randn(len(held), kv_heads, dim, dtype=torch.float16)
-                exact[held] = cache[held].float()
-        num_new = [1] * len(decode) + [chunk_len for chunk_len, _ in chunks]
-        own = torch.cat([held[len(held) - new :] for held, new in zip(slots, num_new, strict=True)])
-        self.query = torch.randn(len(own), heads, dim, dtype=torch.float16)
-        self.key, self.value = self.pool.keys[0][own], self.pool.values[0][own]
-        none = torch.empty(0, dtype=torch.int64)
-        first = len(decode)
-        self.layout = StepLayout(
-            token_ids=none,
-            positions=none,
-            slot_ids=own,
-            opened_blocks=none,
-            sample_rows=none,
-            decode=DecodePart(_table(tables[:first]), tuple(decode)) if decode else None,
-            prefill=PrefillPart(_table(tables[first:]), *(tuple(part) for part in zip(*chunks, strict=True)))
-            if chunks
-            else None,
-        )
-
-    def _make_pool(self, num_blocks: int, kv_heads: int, dim: int, dtype: torch.dtype, value: float) -> KVPool:
-        config = _Shape(kv_heads, dim)
-        pool = KVPool(config, num_blocks=num_blocks, block_size=self.page, dtype=dtype)  # type: ignore[arg-type]
-        for cache in (*pool.keys, *pool.values):
-            cache.fill_(value)
-        return pool
-
-    def expected(self) -> Tensor:
-        attention = TorchAttention([None]).begin_step(self.layout, self.exact)
-        return attention.attend(0, self.query.float(), self.key.float(), self.value.float())
+class Step(PagedStep):
+    """Computed by xformers' kernels."""
 
     def found(self, operators: Operators) -> Tensor:
         attention = XformersAttention(operators, SIZES).begin_step(self.layout, self.pool)
@@ -189,22 +133,6 @@ class Step:
 
     def check(self, operators: Operators = OPERATORS) -> None:
         torch.testing.assert_close(self.found(operators), self.expected(), atol=TOLERANCE, rtol=0)
-
-
-class _Shape:
-    """As much of a model's configuration as a pool reads."""
-
-    num_hidden_layers = 1
-    kv_rows = 2
-
-    def __init__(self, kv_heads: int, dim: int) -> None:
-        self.num_key_value_heads = kv_heads
-        self.head_dim = dim
-
-
-def _table(tables: list[list[int]]) -> Tensor:
-    width = max(map(len, tables), default=0)
-    return torch.tensor([table + table[:1] * (width - len(table)) for table in tables])
 
 
 HEADS = {"mha": (2, 2), "gqa": (4, 2), "mqa": (3, 1)}
@@ -256,8 +184,7 @@ def test_the_same_memory_with_other_values() -> None:
 
 def test_what_xformers_says_against_a_kernel() -> None:
     step = Step([5], [], 8, 4)
-    config = _Shape(4, 32)
-    config.num_attention_heads = 8  # type: ignore[attr-defined]
+    config = SimpleNamespace(num_attention_heads=8, num_key_value_heads=4, head_dim=32)
     assert operator_problem(OPERATORS, config, step.pool) is None  # type: ignore[arg-type]
     gpu_only = Operators(triton_splitk.FwOp, InterpretedPages, WrittenOut)
     assert "device=cpu" in (operator_problem(gpu_only, config, step.pool) or "")  # type: ignore[arg-type]
@@ -297,24 +224,29 @@ def tiny_config(directory: Path, **changes: Any) -> DecoderConfig:
     return model_config("tiny", directory, **shape, **changes)
 
 
-def make_runners(directory: Path) -> tuple[ModelRunner, ModelRunner]:
-    """The same float16 model as on a GPU, with fused layers over these kernels, and out of torch operations."""
+def make_runners(directory: Path, kernels: str) -> tuple[ModelRunner, ModelRunner]:
+    """The same float16 model as on a GPU, with fused layers over kernels, and out of torch operations."""
     config = tiny_config(directory, num_hidden_layers=1, num_key_value_heads=2)
     weights = random_weights(config, torch.float16, "cpu")
     made = []
-    for attention in (XformersAttention(OPERATORS, SIZES), TorchAttention(config.sliding_windows)):
+    for name in (kernels, "torch"):
         pool = KVPool(config, num_blocks=12, block_size=PAGE, dtype=torch.float16)
+        attention: AttentionBackend = TorchAttention(config.sliding_windows)
+        if name != "torch":
+            ours = name == "triton"
+            attention = TritonAttention.of_model(config, pool, SIZES) if ours else XformersAttention(OPERATORS, SIZES)
         with pytest.MonkeyPatch.context() as patch:
-            if isinstance(attention, XformersAttention):
+            if name != "torch":
                 patch.setattr(model, "make_layers", make_fused)
             backend = TorchBackend(config, weights, pool, 256, attention)
         made.append(ModelRunner(config, pool, backend, 256))
     return made[0], made[1]
 
 
-def test_logits_of_a_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", ["triton", "xformers"])
+def test_logits_of_a_model(kernels: str, tmp_path: Path) -> None:
     """Prompts whole and in chunks, then decode; float16 throughout, so rounding differs a little."""
-    ours, reference = (Driver(runner) for runner in make_runners(tmp_path))
+    ours, reference = (Driver(runner) for runner in make_runners(tmp_path, kernels))
     compare(ours, reference)
 
 

@@ -18,6 +18,7 @@ from farsight.core.config.scheduling import SchedulerConfig
 from farsight.core.errors import ConfigError
 from farsight.core.request import Residency, SamplingParams
 from farsight.engine import Engine, cuda
+from farsight.engine.attention.choice import gpu_attention
 from farsight.engine.attention.layout import StepSizes
 from farsight.engine.attention.torch_attention import TorchAttention
 from farsight.engine.build import build_worker
@@ -27,7 +28,6 @@ from farsight.engine.devices import model_device
 from farsight.engine.devices.model_device import load_gpu_device
 from farsight.engine.kv_pool import KVPool
 from farsight.engine.runner import available_bytes, largest_step
-from farsight.engine.steps.backends import gpu_attention
 from farsight.engine.steps.model_runner import ModelRunner
 from farsight.kvcache import KVCopy
 from tests.unit.engine.devices.test_stream_copier import Stream

@@ -21,10 +21,15 @@ TESTS = ("models/interpreted_fused.py", "attention/interpreted.py")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("tests", TESTS)
 def test_kernels_agree_with_torch(tests: str) -> None:
+    interpret(FOLDER / tests)
+
+
+def interpret(tests: Path, *more: str) -> None:
+    """Runs tests in a process whose kernels run in Triton's interpreter."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "XFORMERS_ENABLE_TRITON": "1", "OMP_NUM_THREADS": "1"}
     # numpy, in which the interpreter computes, warns of what the kernels do with -inf.
     options = ["-q", "-W", "ignore", "-p", "no:cacheprovider", "--noconftest"]
-    command = [sys.executable, "-m", "pytest", *options, str(FOLDER / tests)]
+    command = [sys.executable, "-m", "pytest", *options, *more, str(tests)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=FOLDER.parents[2])
     assert done.returncode == 0, done.stdout[-5000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout
