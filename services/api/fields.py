@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
+from farsight.core.errors import InvalidValueError
+
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 """Characters of one stop string. At every token, text that may begin a stop string is compared with all of them,
@@ -216,6 +218,17 @@ def refused(suffix: str, got: Any, expected: str) -> PydanticCustomError:
         suffix: The place inside the validated value, such as ``[3]`` or ``.tools``.
     """
     return PydanticCustomError("refused", "expected {expected}", {"suffix": suffix, "got": got, "expected": expected})
+
+
+def needed(value: str | None, place: str, name: str) -> str:
+    """Returns the text of a field that may not be missing here.
+
+    Raises:
+        InvalidValueError: It is missing.
+    """
+    if value is None:
+        raise InvalidValueError(f"{place}.{name}", None, "a string")
+    return value
 
 
 def is_empty(value: Any) -> bool:

@@ -23,7 +23,7 @@ from farsight.services.api.access.failures import MAX_SLOWED, SLOW_S
 from farsight.services.api.access.keys import CURRENT, SCOPE_KEY, Caller, Role
 from farsight.services.api.access.presented import ConflictingKeys, client_address, host_of, presented_key
 from farsight.services.api.access.roles import Everyone, RouteRoles
-from farsight.services.api.errors import ApiError
+from farsight.services.api.errors import ERRORS, ApiError
 from farsight.services.api.generation import GPU_SECONDS_DIGITS
 
 _LIMIT_NAMES = {
@@ -215,9 +215,9 @@ class UsageReply(BaseModel):
     data: list[UsageOfTenant]
 
 
-def usage_routes(access: AccessControl, errors: dict[int | str, dict[str, Any]]) -> APIRouter:
+def usage_routes(access: AccessControl) -> APIRouter:
     """Returns the route that shows a key its own tenant, and one with the role ``observe`` or ``admin`` all tenants."""
-    router = APIRouter(prefix="/v1", tags=["operation"], responses=errors)
+    router = APIRouter(prefix="/v1", tags=["operation"], responses=ERRORS)
 
     @router.get("/usage")
     async def usage() -> UsageReply:

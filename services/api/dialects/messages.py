@@ -1,28 +1,25 @@
-"""Anthropic's ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``, and the shape of errors below them."""
+"""Anthropic's ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from farsight.core.messages.tokens import TokenDelta
 from farsight.services.api.answers.parts import ChoiceParts, TakenApart, answer_of
 from farsight.services.api.answers.replies import UsageFields
-from farsight.services.api.bodies import JsonRoute, read_whole
+from farsight.services.api.bodies import LargeBodyRoute
 from farsight.services.api.dialects.message_body import CountTokensRequest, MessagesRequest
 from farsight.services.api.dialects.running import Running, as_chat
-from farsight.services.api.errors import ApiError
+from farsight.services.api.errors import ERRORS, ApiError
 from farsight.services.api.generation import ChoiceResult, Generation
+from farsight.services.api.middleware import ANTHROPIC_PATH, anthropic_error
 from farsight.services.api.requests import check_model
-from farsight.services.api.schemas import ChatCompletionRequest
 from farsight.services.api.text.token_texts import TokenTexts
 from farsight.tokenization.tool_formats.parts import (
     CallArguments,
@@ -33,23 +30,18 @@ from farsight.tokenization.tool_formats.parts import (
     TextPart,
 )
 
-_PREFIX = "/v1/messages"
-_KINDS = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
 _TEXT_ALONE = OutputForm("hermes")
 _TAIL_TOKENS = 64
 """Last tokens of an output in which its stop string is looked for."""
 
 
-def message_routes(running: Running, errors: dict[int | str, dict[str, Any]]) -> APIRouter:
-    async def create(body: MessagesRequest, chat: ChatCompletionRequest, request: Request) -> Response:
+def message_routes(running: Running) -> APIRouter:
+    router = APIRouter(prefix=ANTHROPIC_PATH, tags=["messages"], responses=ERRORS, route_class=LargeBodyRoute)
+
+    @router.post("")
+    async def create_message(body: MessagesRequest, request: Request) -> Response:
+        # In a thread, since a picture may stand in the body.
+        chat = await asyncio.to_thread(as_chat, body.chat)
         generation = await running.begin(chat, request, "msg_")
         texts, stops = running.encoder.texts, body.stop_sequences or ()
         if generation.stream:
@@ -60,29 +52,11 @@ def message_routes(running: Running, errors: dict[int | str, dict[str, Any]]) ->
 
         return await running.whole(request, generation, reply)
 
-    async def count(chat: ChatCompletionRequest, request: Request) -> Response:
-        check_model(chat.model, running.backend.model)
-        return JSONResponse({"input_tokens": len(await running.prompt_ids(chat, request))})
-
-    class LargeMessages(JsonRoute):
-        """Reads a large body, and the pictures in it, in a thread."""
-
-        async def handle_large(self, request: Request, body: bytes) -> Response:
-            if self.path_format.endswith("count_tokens"):
-                counted = await read_whole(CountTokensRequest, body)
-                return await count(await asyncio.to_thread(as_chat, counted.chat), request)
-            whole = await read_whole(MessagesRequest, body)
-            return await create(whole, await asyncio.to_thread(as_chat, whole.chat), request)
-
-    router = APIRouter(prefix="/v1/messages", tags=["messages"], responses=errors, route_class=LargeMessages)
-
-    @router.post("")
-    async def create_message(body: MessagesRequest, request: Request) -> Response:
-        return await create(body, as_chat(body.chat), request)
-
     @router.post("/count_tokens")
     async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
-        return await count(as_chat(body.chat), request)
+        chat = await asyncio.to_thread(as_chat, body.chat)
+        check_model(chat.model, running.backend.model)
+        return JSONResponse({"input_tokens": len(await running.prompt_ids(chat, request))})
 
     return router
 
@@ -217,55 +191,9 @@ class MessageWriter:
         return self._close() + _event("message_delta", changed) + _event("message_stop", {})
 
     def failure(self, error: ApiError) -> bytes:
-        return error_event(error)
+        return _event("error", anthropic_error(error.status, error.body()["error"]))
 
 
 def _event(kind: str, fields: dict[str, Any]) -> bytes:
     data = json.dumps({"type": kind, **fields}, ensure_ascii=False, separators=(",", ":"))
     return f"event: {kind}\ndata: {data}\n\n".encode()
-
-
-def _shape(status: int, error: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns Anthropic's type and message, beside the field and the code that our errors name."""
-    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {**error, "type": kind}}
-
-
-def error_event(error: ApiError) -> bytes:
-    """Returns the last event of a stream that fails."""
-    return b"event: error\ndata: " + json.dumps(_shape(error.status, error.body()["error"])).encode() + b"\n\n"
-
-
-class AnthropicErrors:
-    """Rewrites the bodies of errors under ``_PREFIX``; statuses and headers stay."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith(_PREFIX):
-            await self._app(scope, receive, send)
-            return
-        head: Message | None = None
-        body = bytearray()
-
-        async def shaped(message: Message) -> None:
-            nonlocal head
-            if message["type"] == "http.response.start" and message["status"] >= 400:
-                head = message
-            elif head is None:
-                await send(message)
-            else:
-                body.extend(message.get("body", b""))
-                if not message.get("more_body", False):
-                    await _send(head, bytes(body), send)
-
-        await self._app(scope, receive, shaped)
-
-
-async def _send(head: Message, body: bytes, send: Send) -> None:
-    with suppress(ValueError, KeyError, TypeError):  # an empty answer, such as one that no client waits for
-        body = json.dumps(_shape(head["status"], json.loads(body)["error"])).encode()
-    MutableHeaders(scope=head)["content-length"] = str(len(body))
-    await send(head)
-    await send({"type": "http.response.body", "body": body})

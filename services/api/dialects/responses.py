@@ -8,32 +8,33 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from farsight.core.errors import InvalidValueError
 from farsight.services.api.access.keys import tenant_name
 from farsight.services.api.answers.replies import UsageFields
 from farsight.services.api.answers.sse import EventStream, chunks
-from farsight.services.api.bodies import JsonRoute, read_whole
+from farsight.services.api.bodies import LargeBodyRoute
 from farsight.services.api.dialects.response_body import ResponsesRequest
 from farsight.services.api.dialects.responses_writer import ResponseWriter
 from farsight.services.api.dialects.running import Running, as_chat
 from farsight.services.api.dialects.stored import Keeping, StoredResponses
-from farsight.services.api.errors import ApiError
+from farsight.services.api.errors import ERRORS, ApiError
 from farsight.services.api.generation import ChoiceResult
 
 _NO_STORE = "nothing can be stored here: [files] max_file_bytes is 0"
 
 
-def response_routes(
-    running: Running, stored: StoredResponses | None, errors: dict[int | str, dict[str, Any]]
-) -> APIRouter:
+def response_routes(running: Running, stored: StoredResponses | None) -> APIRouter:
     """
     Args:
         stored: Where responses are kept whose clients ask for it; None keeps none.
     """
 
-    async def create(body: ResponsesRequest, request: Request) -> Response:
+    router = APIRouter(prefix="/v1", tags=["responses"], responses=ERRORS, route_class=LargeBodyRoute)
+
+    @router.post("/responses")
+    async def create_response(body: ResponsesRequest, request: Request) -> Response:
         if body.top_logprobs:
-            message = f"top_logprobs: got {body.top_logprobs}, expected 0 or null: /v1/chat/completions has them"
-            raise ApiError(message, param="top_logprobs", code="invalid_value")
+            raise InvalidValueError("top_logprobs", body.top_logprobs, "0 or null: /v1/chat/completions has them")
         earlier = await _earlier(body, stored)
         # In a thread, since a picture may stand in the body or in what was stored before.
         chat = await asyncio.to_thread(as_chat, lambda: body.chat(earlier))
@@ -57,18 +58,6 @@ def response_routes(
             return writer.reply(used)
 
         return await running.whole(request, generation, reply, None if keeping is None else keeping.keep)
-
-    class LargeResponses(JsonRoute):
-        """Reads a large body in a thread."""
-
-        async def handle_large(self, request: Request, body: bytes) -> Response:
-            return await create(await read_whole(ResponsesRequest, body), request)
-
-    router = APIRouter(prefix="/v1", tags=["responses"], responses=errors, route_class=LargeResponses)
-
-    @router.post("/responses")
-    async def create_response(body: ResponsesRequest, request: Request) -> Response:
-        return await create(body, request)
 
     if stored is not None:
         router.include_router(_stored_routes(stored))

@@ -20,7 +20,6 @@ from farsight.services.api.answers.served import ANSWER, AnswerPromise, served, 
 from farsight.services.api.answers.sse import EventStream, StreamWriter, chunks
 from farsight.services.api.backend import Generator
 from farsight.services.api.bodies import body_error
-from farsight.services.api.errors import ApiError
 from farsight.services.api.generate import collect, while_connected
 from farsight.services.api.generation import ChoiceResult, Generation
 from farsight.services.api.requests import generation_of, prompt_ids_of, with_pictures
@@ -115,7 +114,3 @@ def as_chat(fields: Callable[[], ChatCompletionRequest]) -> ChatCompletionReques
         return fields()
     except ValidationError as error:
         raise body_error(error) from error
-
-
-def unsupported(field: str, value: Any, expected: str) -> ApiError:
-    return ApiError(f"{field}: got {value!r}, expected {expected}", param=field, code="invalid_value")

@@ -10,12 +10,11 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
-from farsight.core.errors import FarsightError
 from farsight.core.messages.live import LiveView
 from farsight.core.messages.series import SeriesQuery
 from farsight.services.api.answers.replies import Status
 from farsight.services.api.backend import Generator, Operator
-from farsight.services.api.errors import SERVER_ERROR, ApiError, ErrorReply
+from farsight.services.api.errors import ApiError, ErrorReply, or_unavailable
 from farsight.services.api.pages.explain import RESPONSE_ID, Explanation, explanation, unknown_request
 from farsight.services.api.pages.live_parts import FOR_S, Components, LiveParts, Series, Table
 
@@ -38,10 +37,8 @@ def live_routes(generator: Generator, operator: Operator) -> APIRouter:
     router.add_api_route("/live", _page_answer(parts), response_model=dict[str, Any])
 
     async def one(part: str, step: Step = "second", after: float = 0.0, kind: str = "") -> Response:
-        try:
+        with or_unavailable():
             return _json(await parts.get(part, SeriesQuery(step == "minute", after), kind))
-        except FarsightError as error:
-            raise _unavailable(error) from error
 
     @router.get("/live/status", response_model=Status)
     async def status() -> Response:
@@ -65,10 +62,8 @@ def live_routes(generator: Generator, operator: Operator) -> APIRouter:
 
     @router.get("/live/requests/{response_id}")
     async def request(response_id: str) -> Explanation:
-        try:
+        with or_unavailable():
             traces = await operator.explain(response_id) if RESPONSE_ID.fullmatch(response_id) else ()
-        except FarsightError as error:
-            raise _unavailable(error) from error
         if not traces:
             raise unknown_request(response_id)
         return explanation(response_id, traces)
@@ -95,14 +90,11 @@ def _page_answer(parts: LiveParts) -> Any:
 
 async def _or_error(parts: LiveParts, name: str, span: SeriesQuery, kind: str) -> bytes:
     try:
-        return await parts.get(name, span, kind)
-    except FarsightError as error:
-        return json.dumps(_unavailable(error).body()).encode()
+        with or_unavailable():
+            return await parts.get(name, span, kind)
+    except ApiError as error:
+        return json.dumps(error.body()).encode()
 
 
 def _json(body: bytes) -> Response:
     return Response(body, media_type="application/json")
-
-
-def _unavailable(error: FarsightError) -> ApiError:
-    return ApiError(str(error), status=503, kind=SERVER_ERROR, code="unavailable")

@@ -18,7 +18,7 @@ from farsight.core.messages.resumable import END, StreamEntries, StreamEntry, St
 from farsight.core.messages.tokens import TokenDelta
 from farsight.core.request import Request
 from farsight.services.api.backend import Generator
-from farsight.services.api.errors import INVALID_REQUEST, SERVER_ERROR, ApiError, as_api_error
+from farsight.services.api.errors import ApiError, as_api_error
 from farsight.services.api.fields import shown
 from farsight.services.api.generate import run_requests
 from farsight.services.api.generation import Generation
@@ -292,7 +292,7 @@ class LiveStream:
         deltas = [delta for choice, delta in self._deltas() if choice == index]
         if any(delta.num_unnamed for delta in deltas):
             message = "The replica that ran this answer is another server; its answer cannot be continued."
-            raise ApiError(message, status=503, kind=SERVER_ERROR, code="generation_failed")
+            raise ApiError(message, status=503, code="generation_failed")
         output_ids = tuple(token_id for delta in deltas for token_id in delta.token_ids)
         return dataclasses.replace(request, output_ids=output_ids)
 
@@ -322,4 +322,4 @@ def _wrong_event(found: str, expected: str) -> ApiError:
 def superseded() -> ApiError:
     """What a reader is told that another one has replaced."""
     message = "Another connection reads this stream now."
-    return ApiError(message, status=409, kind=INVALID_REQUEST, code="stream_superseded")
+    return ApiError(message, status=409, code="stream_superseded")
