@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import itertools
 import operator
@@ -239,7 +240,7 @@ def _reply(read: Callable[[], Generation]) -> bytes:
         fields = [found.message, found.status, found.kind, found.param, found.code, found.headers]
         return _packed([fields, b"", []])
     prompts = [encode(prompt) for prompt in generation.prompts]
-    return _packed([None, encode(generation.without_prompts()), prompts])
+    return _packed([None, encode(dataclasses.replace(generation, prompts=())), prompts])
 
 
 def _packed(value: Any) -> bytes:
@@ -258,7 +259,7 @@ async def _generation(reply: bytes) -> Generation:
     for prompt in prompts:
         decoded.append(decode(prompt, Request))
         await asyncio.sleep(0)
-    return decode(head, Generation).with_prompts(tuple(decoded))
+    return dataclasses.replace(decode(head, Generation), prompts=tuple(decoded))
 
 
 def main() -> None:

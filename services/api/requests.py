@@ -50,14 +50,10 @@ async def generation_of(
         if len(text) < _THREAD_FROM_CHARS and body.constraint is None and not body.tools:
             return _of_chat(body, text, model, encoder)
         return await asyncio.to_thread(_of_chat, body, text, model, encoder)
-    if _size(body) < _THREAD_FROM_CHARS and body.constraint is None:
+    size = sum(len(prompt) for _, prompt in body.prompts)  # in characters, or tokens
+    if size < _THREAD_FROM_CHARS and body.constraint is None:
         return make_generation(body, model, encoder)
     return await asyncio.to_thread(make_generation, body, model, encoder)
-
-
-def _size(body: CompletionRequest) -> int:
-    """Returns the length of the prompts, in characters or tokens."""
-    return sum(len(prompt) for _, prompt in body.prompts)
 
 
 def make_generation(

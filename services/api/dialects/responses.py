@@ -10,7 +10,6 @@ from starlette.responses import Response
 
 from farsight.core.errors import InvalidValueError
 from farsight.services.api.access.keys import tenant_name
-from farsight.services.api.answers.replies import UsageFields
 from farsight.services.api.answers.sse import EventStream, chunks
 from farsight.services.api.bodies import LargeBodyRoute
 from farsight.services.api.dialects.response_body import ResponsesRequest
@@ -18,7 +17,6 @@ from farsight.services.api.dialects.responses_writer import ResponseWriter
 from farsight.services.api.dialects.running import Running, as_chat
 from farsight.services.api.dialects.stored import Keeping, StoredResponses
 from farsight.services.api.errors import ERRORS, ApiError
-from farsight.services.api.generation import ChoiceResult
 
 _NO_STORE = "nothing can be stored here: [files] max_file_bytes is 0"
 
@@ -49,15 +47,10 @@ def response_routes(running: Running, stored: StoredResponses | None) -> APIRout
             return len(running.encoder.encode_prompt(text, add_special_tokens=False).ids)
 
         writer = ResponseWriter(generation, _echo(body), count)
-        if generation.stream:
-            events = chunks(running.backend, generation, writer)
-            return EventStream(keeping.before_end(events, writer) if keeping else events, failure=writer.failure)
-
-        def reply(result: ChoiceResult, used: UsageFields) -> dict[str, Any]:
-            writer.read(result.text, result.finish_reason)
-            return writer.reply(used)
-
-        return await running.whole(request, generation, reply, None if keeping is None else keeping.keep)
+        if generation.stream and keeping is not None:
+            events = keeping.before_end(chunks(running.backend, generation, writer), writer)
+            return EventStream(events, failure=writer.failure)
+        return await running.answer(request, generation, writer, None if keeping is None else keeping.keep)
 
     if stored is not None:
         router.include_router(_stored_routes(stored))

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import Request
 from pydantic import ValidationError
@@ -25,6 +25,14 @@ from farsight.services.api.generation import ChoiceResult, Generation
 from farsight.services.api.requests import generation_of, prompt_ids_of, with_pictures
 from farsight.services.api.schemas import ChatCompletionRequest
 from farsight.services.api.text.prompts import PromptEncoder
+
+
+class AnswerWriter(StreamWriter, Protocol):
+    """Writes one answer in the form of one API, as the events of a stream or as a whole."""
+
+    def reply(self, result: ChoiceResult, used: UsageFields) -> dict[str, Any]:
+        """Returns the whole answer."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,27 +55,29 @@ class Running:
         ANSWER.set(AnswerPromise(len(named.requests)))
         return named
 
-    async def whole(
+    async def answer(
         self,
         request: Request,
         generation: Generation,
-        reply: Callable[[ChoiceResult, UsageFields], dict[str, Any]],
+        writer: AnswerWriter,
         keep: Callable[[dict[str, Any]], Awaitable[None]] | None = None,
     ) -> Response:
-        """The complete answer.
+        """The answer, as a stream or as a whole.
 
         Args:
-            keep: Stores the reply before it is sent.
+            keep: Stores a whole answer before it is sent.
 
         Raises:
             ClientGone: The client has disconnected.
         """
+        if generation.stream:
+            return EventStream(chunks(self.backend, generation, writer), failure=writer.failure)
         results = await while_connected(request.receive, collect(self.backend, generation))
         headers = MutableHeaders()
         promise = ANSWER.get()
         if promise is not None:
             headers.update(promise.headers())
-        whole = reply(results[0], usage_of(generation, results))
+        whole = writer.reply(results[0], usage_of(generation, results))
         if keep is not None:
             await keep(whole)
         return JSONResponse(whole, headers=dict(headers))
@@ -81,9 +91,6 @@ class Running:
         salt = own_salt(request.headers, chat.cache_salt or "", self.shares_across_keys)
         work = prompt_ids_of(chat, self.backend, self.encoder, salt)
         return await while_connected(request.receive, work)
-
-    def stream(self, generation: Generation, writer: StreamWriter) -> Response:
-        return EventStream(chunks(self.backend, generation, writer), failure=writer.failure)
 
 
 async def seeing(generation: Generation, request: Request, backend: Generator, shares_across_keys: bool) -> Generation:

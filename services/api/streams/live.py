@@ -43,13 +43,13 @@ class StreamRecord:
 
 
 def record_of(generation: Generation) -> bytes:
-    return encode(StreamRecord(generation.without_prompts(), int(time.time())))
+    return encode(StreamRecord(dataclasses.replace(generation, prompts=()), int(time.time())))
 
 
 def generation_in(record: bytes) -> Generation:
     """The generation of a record, with its prompts."""
     generation = decode(record, StreamRecord).generation
-    return generation.with_prompts(generation.requests[:: generation.num_tries])
+    return dataclasses.replace(generation, prompts=generation.requests[:: generation.num_tries])
 
 
 class LogWriter(Protocol):
