@@ -30,7 +30,7 @@ from farsight.services.api.answers.replies import (
     model_card,
     status_reply,
 )
-from farsight.services.api.answers.served import ANSWER, HEADERS, AnswerPromise
+from farsight.services.api.answers.served import ANSWER, HEADERS
 from farsight.services.api.answers.sse import ChunkWriter, EventStream, chunks
 from farsight.services.api.backend import Generator, Operator
 from farsight.services.api.batches.records import Batches
@@ -39,7 +39,7 @@ from farsight.services.api.bodies import JsonRoute
 from farsight.services.api.body_workers import BodyWorkers, read_body
 from farsight.services.api.dialects.messages import message_routes
 from farsight.services.api.dialects.responses import response_routes
-from farsight.services.api.dialects.running import Running, named_for, seeing
+from farsight.services.api.dialects.running import Running
 from farsight.services.api.dialects.stored import StoredResponses
 from farsight.services.api.errors import ERRORS, install_error_handlers, or_unavailable, unhealthy
 from farsight.services.api.generate import ClientGone, collect, while_connected
@@ -50,7 +50,7 @@ from farsight.services.api.pages.explain import explain_routes
 from farsight.services.api.pages.live import live_routes
 from farsight.services.api.pages.what_if import what_if_routes
 from farsight.services.api.readiness import DrainGate, Readiness, Reason, Shed
-from farsight.services.api.requests import check_model, generation_of
+from farsight.services.api.requests import check_model
 from farsight.services.api.schemas import ChatCompletionRequest, CompletionRequest
 from farsight.services.api.streams.manager import StreamManager
 from farsight.services.api.streams.routes import ResumableStreams, stream_routes, wants_resumable
@@ -133,8 +133,8 @@ def build_app(
     _add(app, token_routes(generator, encoder, shares_across_keys=shares_across_keys))
     calls = VectorCalls(generator, encoder, shares_across_keys=shares_across_keys)
     _add(app, vector_routes(calls))
-    _add(app, _generation_routes(generator, encoder, workers, streams, shares_across_keys))
     running = Running(generator, encoder, shares_across_keys)
+    _add(app, _generation_routes(running, workers, streams))
     _add(app, message_routes(running))
     stored = None if batches is None else StoredResponses(batches.files)
     _add(app, response_routes(running, stored))
@@ -209,34 +209,35 @@ def _model_routes(generator: Generator) -> APIRouter:
     return router
 
 
-def _generation_routes(
-    generator: Generator,
-    encoder: PromptEncoder,
-    workers: BodyWorkers | None,
-    streams: ResumableStreams | None,
-    shares_across_keys: bool,
-) -> APIRouter:
+def _generation_routes(running: Running, workers: BodyWorkers | None, streams: ResumableStreams | None) -> APIRouter:
+    generator = running.backend
+
     async def respond(
         generation: Generation, request: Request, headers: MutableHeaders
     ) -> Completion | ChatCompletion | Response:
-        generation = await seeing(generation, request, generator, shares_across_keys)
-        named = named_for(generation, request, shares_across_keys)
-        promise = AnswerPromise(len(named.requests))
-        ANSWER.set(promise)
+        named, texts = await running.begin(generation, request), running.encoder.texts
         if streams is not None and wants_resumable(request.headers, named):
             return streams.begin(named, request.headers)
         if named.stream:
-            return EventStream(chunks(generator, named, ChunkWriter(named, encoder.texts)))
-        answer = await _answer(request, generator, named, encoder)
-        headers.update(promise.headers())
-        return answer
+            return EventStream(chunks(generator, named, ChunkWriter(named, texts)))
+        beams = named.beams
+        work = collect(generator, named) if beams is None else search(generator, named, beams, texts)
+        results = await while_connected(request.receive, work)
+        if (promise := ANSWER.get()) is not None:
+            headers.update(promise.headers())
+        return (chat_completion if named.chat else completion)(named, results, texts)
+
+    async def read_large(body: bytes, chat: bool) -> Generation:
+        if workers is not None:
+            return await workers.read(body, chat=chat, model=generator.model)
+        return await asyncio.to_thread(read_body, body, chat=chat, model=generator.model, encoder=running.encoder)
 
     class LargeBodies(JsonRoute):
         """Has a large body read elsewhere, and answers as for any other."""
 
         async def handle_large(self, request: Request, body: bytes) -> Response:
             chat = self.path_format.endswith("/chat/completions")
-            generation = await while_connected(request.receive, _read_large(body, chat, generator, encoder, workers))
+            generation = await while_connected(request.receive, read_large(body, chat))
             headers = MutableHeaders()
             reply = await respond(generation, request, headers)
             if isinstance(reply, Response):
@@ -249,13 +250,13 @@ def _generation_routes(
     async def create_completion(
         body: CompletionRequest, request: Request, response: Response
     ) -> Completion | ChatCompletion | Response:
-        return await respond(await generation_of(body, generator.model, encoder), request, response.headers)
+        return await respond(await running.read(body), request, response.headers)
 
     @router.post("/chat/completions", response_model=ChatCompletion)
     async def create_chat_completion(
         body: ChatCompletionRequest, request: Request, response: Response
     ) -> Completion | ChatCompletion | Response:
-        return await respond(await generation_of(body, generator.model, encoder), request, response.headers)
+        return await respond(await running.read(body), request, response.headers)
 
     return router
 
@@ -307,28 +308,6 @@ def _status_routes(generator: Generator, operator: Operator, readiness: Readines
     return router
 
 
-async def _read_large(
-    body: bytes, chat: bool, generator: Generator, encoder: PromptEncoder, workers: BodyWorkers | None
-) -> Generation:
-    if workers is not None:
-        return await workers.read(body, chat=chat, model=generator.model)
-    return await asyncio.to_thread(read_body, body, chat=chat, model=generator.model, encoder=encoder)
-
-
 async def _gone(request: Request, error: Exception) -> Response:
     """The connection is closed: the status is for the access log."""
     return Response(status_code=_CLIENT_CLOSED_REQUEST)
-
-
-async def _answer(
-    request: Request, generator: Generator, generation: Generation, encoder: PromptEncoder
-) -> Completion | ChatCompletion | Response:
-    """The complete answer.
-
-    Raises:
-        ClientGone: The client has disconnected.
-    """
-    reply = chat_completion if generation.chat else completion
-    beams = generation.beams
-    work = collect(generator, generation) if beams is None else search(generator, generation, beams, encoder.texts)
-    return reply(generation, await while_connected(request.receive, work), encoder.texts)

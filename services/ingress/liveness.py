@@ -20,6 +20,7 @@ from farsight.services.api.answers.replies import Health
 from farsight.services.api.errors import ApiError, unhealthy
 from farsight.services.api.readiness import Readiness
 from farsight.services.proxy.haproxy_config import CHECK_PATH, HEALTH_PATH, LIVENESS_FOLDER, READY_PATH
+from farsight.services.proxy.timed_http import raw_reply
 
 BEAT_S = 0.25
 HUNG_S = 10.0
@@ -163,17 +164,12 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
 
-_PHRASES = {200: "OK", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
-
-
 def _refused(error: ApiError) -> bytes:
     return _http(error.status, error.body(), "".join(f"{name}: {value}\r\n" for name, value in error.headers.items()))
 
 
 def _http(status: int, body: dict[str, object], headers: str = "") -> bytes:
-    data = json.dumps(body).encode()
-    head = f"HTTP/1.1 {status} {_PHRASES[status]}\r\nContent-Type: application/json\r\n{headers}"
-    return f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data
+    return raw_reply(status, json.dumps(body).encode(), headers)
 
 
 def publish(port: int, replica_id: str, directory: Path) -> None:

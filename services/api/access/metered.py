@@ -14,8 +14,7 @@ from farsight.services.api.access.access_control import AccessControl
 from farsight.services.api.access.keys import CURRENT, Caller
 from farsight.services.api.access.presented import owner_of, salt_of
 from farsight.services.api.backend import Generator, ModelInfo
-from farsight.services.api.field_groups import PRIORITY_TIER
-from farsight.services.api.generation import Generation, PromptText, first_cached_len
+from farsight.services.api.generation import PromptText, first_cached_len
 
 
 class MeteredGenerator:
@@ -94,11 +93,3 @@ class MeteredGenerator:
         if caller is not None and not self._shares_prefixes:
             salt = salt_of(caller.identity, salt)
         return await self._generator.see(files, salt)
-
-
-def served_as(generation: Generation) -> Generation:
-    """With the tier that the caller's tenant gets: one that may not go first is served as the others."""
-    caller = CURRENT.get()
-    if caller is None or generation.service_tier != "priority" or caller.tenant.priority(PRIORITY_TIER) < 0:
-        return generation
-    return dataclasses.replace(generation, service_tier="default")

@@ -42,7 +42,7 @@ def message_routes(running: Running) -> APIRouter:
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         # In a thread, since a picture may stand in the body.
         chat = await asyncio.to_thread(as_chat, body.chat)
-        generation = await running.begin(chat, request, "msg_")
+        generation = await running.begin(await running.read(chat), request, "msg_")
         writer = MessageWriter(generation, running.encoder.texts, body.stop_sequences or ())
         return await running.answer(request, generation, writer)
 
