@@ -38,9 +38,8 @@ from farsight.services.api.batches.routes import FILES_PATH, FORM_BYTES, batch_r
 from farsight.services.api.bodies import JsonRoute
 from farsight.services.api.body_workers import BodyWorkers, read_body
 from farsight.services.api.dialects.messages import message_routes
-from farsight.services.api.dialects.responses import response_routes
+from farsight.services.api.dialects.responses import StoredResponses, response_routes
 from farsight.services.api.dialects.running import Running
-from farsight.services.api.dialects.stored import StoredResponses
 from farsight.services.api.errors import ERRORS, install_error_handlers, or_unavailable, unhealthy
 from farsight.services.api.generate import ClientGone, collect, while_connected
 from farsight.services.api.generation import Generation

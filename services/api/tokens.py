@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import Response
 
 from farsight.core.request import check_token_ids
-from farsight.services.api.access.presented import own_salt
+from farsight.services.api.access.keys import own_salt
 from farsight.services.api.backend import Generator
 from farsight.services.api.bodies import JsonRoute, LargeBodyRoute
 from farsight.services.api.errors import ERRORS

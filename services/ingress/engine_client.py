@@ -39,9 +39,8 @@ from farsight.services.ingress.image_client import ImageClient
 from farsight.services.ingress.ledger import RequestLedger
 from farsight.services.ingress.overview import Overview
 from farsight.services.ingress.predictor_client import PredictorClient, question_of
-from farsight.services.ingress.prefixes import prefix_hashes
-from farsight.services.ingress.streams import ClientStream, TokenInbox, fail_stream
-from farsight.services.ingress.versions import REPLACED, OpenRequests
+from farsight.services.ingress.streams import ClientStream, TokenInbox, fail_stream, prefix_hashes
+from farsight.services.ingress.supervisor_link import REPLACED, OpenRequests
 
 ANNOUNCE_S = 0.5
 """Seconds between announcements of the open requests to the Router, which answers with the lost ones."""

@@ -8,11 +8,10 @@ import itertools
 import os
 from collections.abc import Awaitable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import aiohttp
 import psutil
-from prometheus_client import CollectorRegistry
 from ray.exceptions import RayTaskError
 
 from farsight.actors.calls.failures import RemoteError
@@ -37,10 +36,12 @@ from farsight.core.messages.series import NamesQuery, RecentDecisions
 from farsight.core.messages.status import ComponentRows, ComponentStatus, ProcessUse, StatusReply
 from farsight.kvcache.cache_journal import total_usage
 from farsight.policies.fleet.queue_delay import queue_delay_s
-from farsight.services.api.pages.live_parts import Recent
+from farsight.services.api.pages.live import Recent
 from farsight.services.api.pages.metrics_page import merge_expositions
 from farsight.services.ingress.explanations import Explanations, LoggedRequests
-from farsight.services.ingress.first_check import FirstCheck
+
+if TYPE_CHECKING:
+    from farsight.services.ingress.engine_client import EngineClient
 
 _COMMANDS = ("template_process", "body_workers", "what_if_process", "raylet", "gcs_server", "haproxy")
 _RAY = {"dashboard.py": "dashboard", "agent.py": "agent", "main.py": "runtime-env agent"}
@@ -120,23 +121,14 @@ async def _said(asked: Awaitable[R], otherwise: R) -> R:
         return otherwise
 
 
-class Own(Protocol):
-    """What the asking ingress replica knows by itself."""
-
-    ingress_id: str
-    registry: CollectorRegistry
-    first_check: FirstCheck
-
-    @property
-    def hears(self) -> bool: ...
-
-    def own_traces(self, response_id: str) -> list[RequestTrace]: ...
-
-
 class Overview:
-    """An ``Operator`` that asks every process that there should be; none of them has to know the others."""
+    """An ``Operator`` that asks every process that there should be; none of them has to know the others.
 
-    def __init__(self, site: Site, peers: PeerBook, own: Own) -> None:
+    Args:
+        own: The asking ingress replica.
+    """
+
+    def __init__(self, site: Site, peers: PeerBook, own: EngineClient) -> None:
         self._config = site.config
         self._peers = peers
         self._own = own

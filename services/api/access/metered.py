@@ -11,8 +11,7 @@ from farsight.core.images import EncodedImage, ImageFile
 from farsight.core.messages.tokens import TokenDelta
 from farsight.core.request import Request
 from farsight.services.api.access.access_control import AccessControl
-from farsight.services.api.access.keys import CURRENT, Caller
-from farsight.services.api.access.presented import owner_of, salt_of
+from farsight.services.api.access.keys import CURRENT, Caller, owner_of, salt_of
 from farsight.services.api.backend import Generator, ModelInfo
 from farsight.services.api.generation import PromptText, first_cached_len
 

@@ -31,9 +31,8 @@ from farsight.core.kept import (
 from farsight.services.api.access.keys import CURRENT, Caller
 from farsight.services.api.batches.files import LINES, PART_BYTES, RUN, FileRecord
 from farsight.services.api.batches.lines import BatchLine, LineChecker, LineResult, raw_lines, unsent
-from farsight.services.api.batches.order import ForecastLines
 from farsight.services.api.batches.records import BATCH_TIER, WINDOW_S, BatchError, Batches, BatchRecord, StoredBatch
-from farsight.services.api.batches.sender import RetryPolicy, run_lines
+from farsight.services.api.batches.sender import ForecastLines, RetryPolicy, run_lines
 from farsight.services.api.errors import ApiError
 
 LEASE_S = 10.0

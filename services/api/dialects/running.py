@@ -13,8 +13,7 @@ from pydantic import ValidationError
 from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse, Response
 
-from farsight.services.api.access.keys import CURRENT
-from farsight.services.api.access.presented import own_salt, owner_of, salt_of, sent_key
+from farsight.services.api.access.keys import CURRENT, own_salt, owner_of, salt_of, sent_key
 from farsight.services.api.answers.replies import UsageFields, usage_of
 from farsight.services.api.answers.served import ANSWER, AnswerPromise, served, traced
 from farsight.services.api.answers.sse import EventStream, StreamWriter, chunks

@@ -15,8 +15,7 @@ from pydantic import BaseModel
 
 from farsight.core.decisions import Decision, unpack_decisions
 from farsight.core.messages.log import RequestTrace
-from farsight.services.api.access.keys import CURRENT, Role
-from farsight.services.api.access.presented import owns, sent_key
+from farsight.services.api.access.keys import CURRENT, Role, owns, sent_key
 from farsight.services.api.backend import Operator
 from farsight.services.api.errors import ApiError, ErrorReply, or_unavailable
 from farsight.services.api.pages.sentences import sentence

@@ -14,8 +14,7 @@ from pydantic import BaseModel
 from farsight.core.errors import FarsightError, InvalidValueError
 from farsight.core.messages.log import RequestTrace, WhatIfAnswer, WhatIfQuestion
 from farsight.policies.presets import PRESETS
-from farsight.services.api.access.keys import CURRENT
-from farsight.services.api.access.presented import owner_of, sent_key
+from farsight.services.api.access.keys import CURRENT, owner_of, sent_key
 from farsight.services.api.backend import Operator
 from farsight.services.api.errors import ApiError, or_unavailable
 from farsight.services.api.fields import MAX_PRIORITY

@@ -13,8 +13,7 @@ from starlette.responses import Response
 from farsight.core.codec import decode
 from farsight.core.messages.resumable import StreamEntry
 from farsight.services.api.access.access_control import AccessControl
-from farsight.services.api.access.keys import CURRENT
-from farsight.services.api.access.presented import sent_key
+from farsight.services.api.access.keys import CURRENT, sent_key
 from farsight.services.api.answers.sse import DONE, AnswerEvents, ChunkWriter, EventStream, event
 from farsight.services.api.backend import Generator
 from farsight.services.api.errors import ApiError

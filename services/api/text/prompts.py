@@ -166,10 +166,6 @@ class PromptEncoder:
         found = [self.encode_prompt(text, add_special_tokens=False).ids for text in (word, f" {word.lstrip()}")]
         return tuple(dict.fromkeys(ids for ids in found if ids))
 
-    def encode_text(self, text: str) -> tuple[int, ...]:
-        """The token ids of ``encode_prompt``."""
-        return self.encode_prompt(text).ids
-
     def least_tokens(self, text: str, enough: int) -> int:
         """A lower bound of the text's tokens, from its characters alone: nothing is tokenised.
 
@@ -184,14 +180,6 @@ class PromptEncoder:
     def echo(self, token_ids: Sequence[int]) -> Echo:
         """The text of a prompt of token ids, special tokens included: the client has put them there."""
         return Echo.of_tokens(self.texts.decoder, token_ids)
-
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        """Token ids of the rendered conversation; all special tokens come from the template.
-
-        Raises:
-            ApiError: As ``render_chat``.
-        """
-        return self.encode_rendered(self.render_chat(ChatPrompt(messages)))
 
     def encode_rendered(self, text: str) -> tuple[int, ...]:
         """Token ids of what ``render_chat`` returned."""

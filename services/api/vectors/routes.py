@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse
 
 from farsight.core.request import Origin
 from farsight.core.request import Request as EngineRequest
-from farsight.services.api.access.presented import owner_of, salt_of, sent_key
+from farsight.services.api.access.keys import owner_of, salt_of, sent_key
 from farsight.services.api.backend import Generator
 from farsight.services.api.bodies import LargeBodyRoute
 from farsight.services.api.errors import ERRORS, ApiError
