@@ -13,7 +13,7 @@ import socket
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -159,7 +159,7 @@ class EngineClient:
             self.first_check.leave(admitted)
             raise
         try:
-            with self._images.held(request):
+            with self._images.held(request) if request.images else nullcontext():
                 if text is not None and self.forecaster is not None:
                     await self._ask(stream, text, self.forecaster)
                 self._ledger.open(stream)

@@ -160,11 +160,11 @@ class Overview:
         return self._reply(rows, seen.ingresses, seen.kv, learned, seen.queue_delay_s)
 
     async def _status(self) -> StatusReply:
-        hosts = self._hosts()
+        hosts, replicas = self._hosts(), own_replicas(self._counts)
         rows, ingress_rows, usages, artefacts, delay_s = await asyncio.gather(
             asyncio.gather(*(self._rows(host, components) for host, components in hosts.items())),
             self._ingress_rows(),
-            asyncio.gather(*map(self._kv, own_replicas(self._counts))),
+            asyncio.gather(*(_said(self._peers.kv_offload_manager(each).usage(), KVUsage()) for each in replicas)),
             _said(self._ask_artefacts(), ()),
             self._queue_delay_s(),
         )
@@ -262,9 +262,6 @@ class Overview:
             return self._dead(row.name)
         self._last[row.name] = row
         return row
-
-    async def _kv(self, replica: str) -> KVUsage:
-        return await _said(self._peers.kv_offload_manager(replica).usage(), KVUsage())
 
     async def _ask_artefacts(self) -> tuple[ArtefactInfo, ...]:
         return (await self._peers.log_store().artefacts()).artefacts

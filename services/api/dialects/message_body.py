@@ -9,12 +9,12 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from farsight.core.errors import InvalidValueError
+from farsight.core.images import ImageFile
 from farsight.services.api.field_groups import MAX_SCHEMA_DEPTH, MAX_TOOLS, Name
 from farsight.services.api.fields import MAX_STOP_STRINGS, NO_EFFECT, NeutralOnly, StrictModel, needed, shown
 from farsight.services.api.pictures.content import (
     MixedContent,
     NoPicture,
-    Picture,
     content_of,
     picture_from,
     web_picture,
@@ -184,7 +184,7 @@ def chat_messages(message: MessageTurn, place: str) -> list[dict[str, Any]]:
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     results, calls, thoughts = [], [], []
-    parts: list[str | Picture] = []
+    parts: list[str | ImageFile] = []
     for index, block in enumerate(message.content):
         where = f"{place}.content[{index}]"
         match block.type:
@@ -229,7 +229,7 @@ def _content(content: str | list[Block], place: str) -> str | MixedContent:
     """What a tool has answered."""
     if isinstance(content, str):
         return content
-    parts: list[str | Picture] = []
+    parts: list[str | ImageFile] = []
     for index, block in enumerate(content):
         if block.type not in ("text", "image"):
             raise InvalidValueError(f"{place}[{index}].type", block.type, "'text' or 'image'")
@@ -238,7 +238,7 @@ def _content(content: str | list[Block], place: str) -> str | MixedContent:
     return content_of(parts)
 
 
-def _picture(source: dict[str, Any] | None, place: str) -> Picture:
+def _picture(source: dict[str, Any] | None, place: str) -> ImageFile:
     """The picture of an image block."""
     given = source or {}
     kind = given.get("type")

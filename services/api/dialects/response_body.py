@@ -8,9 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from farsight.core.errors import InvalidValueError
+from farsight.core.images import ImageFile
 from farsight.services.api.field_groups import MAX_TOOLS, Name
 from farsight.services.api.fields import MAX_TOP_LOGPROBS, NO_EFFECT, NeutralOnly, StrictModel, is_empty, needed, shown
-from farsight.services.api.pictures.content import MixedContent, NoPicture, Picture, content_of, picture_of
+from farsight.services.api.pictures.content import MixedContent, NoPicture, content_of, picture_of
 from farsight.services.api.schemas import ChatCompletionRequest
 from farsight.services.api.structured import Schema
 
@@ -248,7 +249,7 @@ def _content(content: str | list[ContentPart] | None, place: str) -> str | Mixed
     return content_of([_part(part, f"{place}[{index}]") for index, part in enumerate(content)])
 
 
-def _part(part: ContentPart, place: str) -> str | Picture:
+def _part(part: ContentPart, place: str) -> str | ImageFile:
     if part.type == "input_image":
         field = f"{place}.image_url"
         url = needed(part.image_url, place, "image_url")
