@@ -26,7 +26,7 @@ from farsight.services.api.app import build_app
 from farsight.services.api.backend import Generator
 from farsight.services.api.batches.lines import LineResult, read_batch
 from farsight.services.api.batches.sender import ForecastLines, run_lines
-from farsight.services.api.text.prompts import PromptEncoder, text_settings
+from farsight.services.api.text.prompts import PromptEncoder
 from farsight.services.batch.progress import LOCK_WAIT_S, ProgressStore
 from farsight.services.batch.submit import DEFAULT_CONCURRENCY
 from farsight.services.ingress.ingress import open_client
@@ -118,7 +118,7 @@ async def open_backend(
         await _start(site, stages)
         client = await open_client(site)
         try:
-            encoder = PromptEncoder(Path(site.model_dir), text_settings(site.config.model))
+            encoder = PromptEncoder(Path(site.model_dir), site.config.model)
             yield client, encoder, line_forecasts(client, encoder)
         finally:
             await client.close()

@@ -18,10 +18,8 @@ from farsight.services.api.generation import PromptText
 from farsight.services.api.text.prompts import (
     ChatPrompt,
     PromptEncoder,
-    TextSettings,
     of_chat,
     of_completion,
-    text_settings,
 )
 from farsight.tokenization.tool_formats.formats import FORMATS
 from tests.unit.services.api.api_support import (
@@ -171,12 +169,15 @@ def test_a_file_may_hold_the_chat_template(tmp_path: Path) -> None:
     folder = write_model_dir(tmp_path / "model")
     file = tmp_path / "chat.jinja"
     file.write_text("[TOOL_CALLS] [ {{ messages[0].content }}", encoding="utf-8")
-    encoder = PromptEncoder(folder, TextSettings(str(file)))
+    encoder = PromptEncoder(folder, ModelConfig(chat_template=str(file)))
     assert encoder.render_chat(ChatPrompt(ASK["messages"])) == "[TOOL_CALLS] [ hi"
     assert encoder.dialect.format.name == "mistral"
-    assert PromptEncoder(folder, TextSettings(str(file), "llama3")).dialect.format.name == "llama3"
+    assert (
+        PromptEncoder(folder, ModelConfig(chat_template=str(file), tool_format="llama3")).dialect.format.name
+        == "llama3"
+    )
     with pytest.raises(ConfigError, match=r"model\.chat_template"):
-        PromptEncoder(folder, text_settings(ModelConfig(chat_template=str(tmp_path / "none"))))
+        PromptEncoder(folder, ModelConfig(chat_template=str(tmp_path / "none")))
 
 
 KNOWS = (
