@@ -237,10 +237,7 @@ def _scored(request: Request, logprobs: int | None, echoes: bool, prompt_logprob
 
 
 def check_model(name: str | None, model: ModelInfo) -> None:
-    """
-    Raises:
-        ApiError: 404: another model is served here.
-    """
+    """Raises ApiError (404) if another model is served here."""
     if name is not None and name not in model.names:
         expected = " or ".join(map(repr, model.names))
         message = f"model: got {shown(name)!r}, expected {expected}, the one model that is served here"
@@ -248,10 +245,7 @@ def check_model(name: str | None, model: ModelInfo) -> None:
 
 
 def check_generates(name: str | None, model: ModelInfo) -> None:
-    """
-    Raises:
-        ApiError: 404: another model is served here; 400: it continues no text.
-    """
+    """Raises ApiError: 404 if another model is served here, 400 if it continues no text."""
     check_model(name, model)
     if not model.abilities.generates:
         message = f"model: {model.name!r} is an encoder and generates no text; it serves {model.abilities.offers}"

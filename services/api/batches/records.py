@@ -96,10 +96,7 @@ class Batches:
     async def create(
         self, owner: str, endpoint: str, input_file_id: str, metadata: Metadata | None, output_age_s: float | None
     ) -> StoredBatch:
-        """
-        Raises:
-            ApiError: 404: the owner has no such file.
-        """
+        """Keeps a new batch, which will be run; raises ApiError (404) if the owner has no such file."""
         await self.files.find(owner, input_file_id)
         now, token = self.files.now(), secrets.token_hex(12)
         most = self.files.settings.max_age_s
@@ -119,10 +116,7 @@ class Batches:
         return StoredBatch(kept, record)
 
     async def find(self, owner: str, batch_id: str) -> StoredBatch:
-        """
-        Raises:
-            ApiError: 404: the owner has no such batch.
-        """
+        """Returns a batch; raises ApiError (404) if the owner has no such batch."""
         found = await self.look(batch_id)
         if found is None or found.kept.owner != owner or 0 < found.kept.expires_at <= self.files.now():
             raise not_found("batch", batch_id)
@@ -155,10 +149,7 @@ class Batches:
                 return StoredBatch(kept, changed)
 
     async def cancel(self, owner: str, batch_id: str) -> StoredBatch:
-        """
-        Raises:
-            ApiError: 404: the owner has no such batch; 409: it has ended.
-        """
+        """Begins to end a batch; raises ApiError: 404 if the owner has no such batch, 409 if it has ended."""
         await self.find(owner, batch_id)
 
         def cancelled(record: BatchRecord) -> BatchRecord | None:
@@ -173,10 +164,7 @@ class Batches:
         return changed
 
     async def delete(self, owner: str, batch_id: str) -> None:
-        """
-        Raises:
-            ApiError: 404: the owner has no such batch; 409: it has not ended.
-        """
+        """Deletes a batch; raises ApiError: 404 if the owner has no such batch, 409 if it has not ended."""
         found = await self.find(owner, batch_id)
         if not found.record.ended:
             message = f"batch_id: the batch is {found.record.status}, expected one that has ended; cancel it first"

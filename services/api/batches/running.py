@@ -384,10 +384,7 @@ class _Job:
         await self._change(lambda record: replace(record, errors=tuple(errors)).at("failed", self._files.now()))
 
     async def _change(self, how: Callable[[BatchRecord], BatchRecord | None]) -> None:
-        """
-        Raises:
-            _Stopped: The batch has been deleted.
-        """
+        """Changes what is kept of the batch; raises _Stopped if it has been deleted."""
         changed = await self._batches.change(self._batch_id, how)
         if changed is None:
             raise _Stopped("it has been deleted")

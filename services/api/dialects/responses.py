@@ -111,10 +111,7 @@ class StoredResponses:
         return StoredResponse(**json.loads(kept.record))
 
     async def delete(self, owner: str, response_id: str) -> None:
-        """
-        Raises:
-            ApiError, FarsightError: As ``find``.
-        """
+        """Deletes a response; raises as ``find``."""
         await self.find(owner, response_id)
         await self._store.drop_object(ObjectName(RESPONSE, response_id))
 

@@ -164,10 +164,7 @@ def pictures_of(contents: Iterable[Content]) -> tuple[ImageFile, ...]:
 
 
 def check_pictures(contents: Iterable[Content], image_input: ImageInput | None) -> None:
-    """
-    Raises:
-        InvalidValueError: There are pictures, and nothing sees them, or more than are taken.
-    """
+    """Raises InvalidValueError if there are pictures and nothing sees them, or more than are taken."""
     for number, (place, part) in enumerate(_places(contents)):
         if image_input is None:
             raise InvalidValueError(part.field or f"{place}.type", "a picture", "'text': text alone is read here")
@@ -177,10 +174,7 @@ def check_pictures(contents: Iterable[Content], image_input: ImageInput | None) 
 
 
 def check_places(prompt_ids: Sequence[int], num_pictures: int, image_input: ImageInput) -> None:
-    """
-    Raises:
-        InvalidValueError: The chat template has not made one place for each picture.
-    """
+    """Raises InvalidValueError unless the chat template has made one place for each picture."""
     found = prompt_ids.count(image_input.placeholder_id)
     if found != num_pictures:
         shown = f"{num_pictures} pictures, for which the chat template makes {found} places"

@@ -34,10 +34,7 @@ _WORDS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def wants_resumable(headers: Mapping[str, str], generation: Generation) -> bool:
-    """
-    Raises:
-        ApiError: 400: the header has another value, or the answer is no stream.
-    """
+    """Returns what the header says; raises ApiError (400) if that is neither, or if the answer is no stream."""
     value = headers.get(RESUMABLE_HEADER)
     if value is None:
         return False

@@ -38,10 +38,7 @@ class Vectors:
 
 
 def embedding_requests(body: EmbeddingRequest, model: ModelInfo, encoder: PromptEncoder) -> list[Request]:
-    """
-    Raises:
-        ApiError, InvalidValueError: The model makes no embeddings, or cannot take an input; names it.
-    """
+    """Makes the requests; raises ApiError or InvalidValueError, which names the input, if the model cannot take it."""
     check_embeds(body.model, model)
     most = model.abilities.dim
     if body.dimensions is not None and body.dimensions > most:
@@ -88,10 +85,7 @@ def pair_requests(
 
 
 def check_embeds(name: str | None, model: ModelInfo) -> None:
-    """
-    Raises:
-        ApiError: 404: another model is served here; 400: it makes no embeddings.
-    """
+    """Raises ApiError: 404 if another model is served here, 400 if it makes no embeddings."""
     check_model(name, model)
     if not model.abilities.pooling:
         message = (
