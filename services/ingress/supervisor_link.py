@@ -226,14 +226,11 @@ class TenantExchange:
     """Reports the counts of access control, and corrects its budgets by the answers.
 
     While no Supervisor answers, access control goes on with the budgets it has; the next report holds all counts since.
-
-    Args:
-        ingress_id: Names this life of the ingress replica.
     """
 
-    def __init__(self, peers: PeerBook, ingress_id: str | None = None) -> None:
+    def __init__(self, peers: PeerBook) -> None:
         self._supervisor = peers.supervisor()
-        self._ingress_id = ingress_id or uuid.uuid4().hex
+        self._ingress_id = uuid.uuid4().hex  # names this life of the ingress replica
         self._epoch = ""
 
     async def run(self, access: AccessControl) -> None:

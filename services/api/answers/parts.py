@@ -12,7 +12,7 @@ from typing import Any
 
 from farsight.core.messages.tokens import TokenLogprobs
 from farsight.services.api.generation import Echo
-from farsight.services.api.text.token_texts import TokenTexts
+from farsight.services.api.text.dialect import TokenTexts
 from farsight.tokenization.tool_formats.parser import parser_of
 from farsight.tokenization.tool_formats.parts import (
     CallArguments,

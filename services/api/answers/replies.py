@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
 
-from farsight.core.messages.status import StatusReply
+from farsight.core.messages.status import ProcessUse, StatusReply
 from farsight.core.messages.tokens import TokenLogprobs
 from farsight.services.api.answers.parts import (
     CompletionLogprobs,
@@ -21,7 +21,7 @@ from farsight.services.api.answers.parts import (
 )
 from farsight.services.api.backend import ModelInfo
 from farsight.services.api.generation import GPU_SECONDS_DIGITS, ChoiceResult, Generation, Used, shown_choices
-from farsight.services.api.text.token_texts import TokenTexts
+from farsight.services.api.text.dialect import TokenTexts
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -221,15 +221,6 @@ class ActorStatus(BaseModel):
     degraded: str = ""
 
 
-class ProcessStatus(BaseModel):
-    """A process of the node that answers: processor seconds since it began, and its proportional memory."""
-
-    pid: int
-    name: str
-    cpu_s: float
-    memory_bytes: int
-
-
 class KVStatus(BaseModel):
     """The KV pools of all replicas in blocks, and the transfers between device and host."""
 
@@ -276,7 +267,7 @@ class Status(BaseModel):
     emulated: str | None = None
     queue_delay_s: float | None = None
     no_forecasts: str | None = None
-    processes: list[ProcessStatus] = []
+    processes: tuple[ProcessUse, ...] = ()
 
 
 def model_card(model: ModelInfo, name: str, *, tells_root: bool) -> ModelCard:
@@ -303,7 +294,7 @@ def status_reply(reply: StatusReply, model: ModelInfo) -> Status:
         emulated=model.emulated or None,
         queue_delay_s=reply.queue_delay_s,
         no_forecasts=model.no_forecasts or None,
-        processes=[_as(ProcessStatus, process) for process in reply.processes],
+        processes=reply.processes,
     )
 
 
@@ -354,14 +345,18 @@ def completion(generation: Generation, results: Sequence[ChoiceResult], texts: T
                 prompt_logprobs=_prompt_logprobs(generation, result, texts),
             )
         )
-    return Completion(
-        id=generation.response_id,
-        created=int(time.time()),
-        model=generation.model,
-        choices=choices,
-        usage=usage_of(generation, results),
-        service_tier=generation.service_tier or None,
-    )
+    return Completion(choices=choices, **_head(generation, results))
+
+
+def _head(generation: Generation, results: Sequence[ChoiceResult]) -> dict[str, Any]:
+    """Returns the fields that answers of both kinds have."""
+    return {
+        "id": generation.response_id,
+        "created": int(time.time()),
+        "model": generation.model,
+        "usage": usage_of(generation, results),
+        "service_tier": generation.service_tier or None,
+    }
 
 
 def _prompt_token_ids(generation: Generation, prompt: int) -> list[int] | None:
@@ -392,12 +387,8 @@ def chat_completion(generation: Generation, results: Sequence[ChoiceResult], tex
             )
         )
     return ChatCompletion(
-        id=generation.response_id,
-        created=int(time.time()),
-        model=generation.model,
         choices=choices,
-        usage=usage_of(generation, results),
-        service_tier=generation.service_tier or None,
+        **_head(generation, results),
         prompt_token_ids=_prompt_token_ids(generation, 0),
         prompt_logprobs=_prompt_logprobs(generation, results[0], texts),
     )

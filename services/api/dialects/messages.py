@@ -20,7 +20,7 @@ from farsight.services.api.errors import ERRORS, ApiError
 from farsight.services.api.generation import ChoiceResult, Generation
 from farsight.services.api.middleware import ANTHROPIC_PATH, anthropic_error
 from farsight.services.api.requests import check_model
-from farsight.services.api.text.token_texts import TokenTexts
+from farsight.services.api.text.dialect import TokenTexts
 from farsight.tokenization.tool_formats.parts import (
     CallArguments,
     CallStart,

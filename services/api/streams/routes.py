@@ -21,7 +21,7 @@ from farsight.services.api.fields import shown
 from farsight.services.api.generation import Generation
 from farsight.services.api.streams.live import LiveStream, StreamRecord, events_seen, generation_in
 from farsight.services.api.streams.manager import Hold, StreamManager, hold_nothing
-from farsight.services.api.text.token_texts import TokenTexts
+from farsight.services.api.text.dialect import TokenTexts
 
 RESUMABLE_HEADER = "X-Farsight-Resumable"
 """In a request, ``true`` asks for a resumable stream."""

@@ -18,9 +18,8 @@ from farsight.services.api.errors import ApiError, unavailable
 from farsight.services.api.generation import Echo, PromptText
 from farsight.services.api.pictures.content import text_of
 from farsight.services.api.text.client_text import placed, spans_of
-from farsight.services.api.text.dialect import Dialect
+from farsight.services.api.text.dialect import Dialect, TokenTexts
 from farsight.services.api.text.template_process import TemplateProcess, TemplateRefused, TemplateStopped
-from farsight.services.api.text.token_texts import TokenTexts
 from farsight.tokenization.capacity import text_capacity
 from farsight.tokenization.model_dir import read_text
 from farsight.tokenization.model_files import load_model_texts

@@ -8,7 +8,6 @@ import functools
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
@@ -154,22 +153,21 @@ def vector_routes(calls: VectorCalls) -> APIRouter:
 
     @router.post("/v1/embeddings", response_model=EmbeddingReply)
     async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
-        return await _answer(calls.embeddings(body, request))
+        return _shown(await calls.embeddings(body, request))
 
     @router.post("/score", response_model=ScoreReply, include_in_schema=False)
     @router.post("/v1/score", response_model=ScoreReply)
     async def score(body: ScoreRequest, request: Request) -> Response:
-        return await _answer(calls.score(body, request))
+        return _shown(await calls.score(body, request))
 
     @router.post("/rerank", response_model=RerankReply, include_in_schema=False)
     @router.post("/v2/rerank", response_model=RerankReply, include_in_schema=False)
     @router.post("/v1/rerank", response_model=RerankReply)
     async def rerank(body: RerankRequest, request: Request) -> Response:
-        return await _answer(calls.rerank(body, request))
+        return _shown(await calls.rerank(body, request))
 
     return router
 
 
-async def _answer(work: Any) -> Response:
-    reply: BaseModel = await work
+def _shown(reply: BaseModel) -> Response:
     return JSONResponse(reply.model_dump(mode="json"))

@@ -17,8 +17,8 @@ from farsight.core.request import SamplingParams
 from farsight.services.api.answers.beam_search import PromptSearch
 from farsight.services.api.generation import BeamParams, ChoiceResult
 from farsight.services.api.requests import unnamed_request
+from farsight.services.api.text.dialect import TokenTexts
 from farsight.services.api.text.prompts import PromptEncoder
-from farsight.services.api.text.token_texts import TokenTexts
 from tests.unit.services.api.api_support import (
     MODEL,
     VOCAB_SIZE,
