@@ -32,7 +32,7 @@ class MeteredGenerator:
     def model(self) -> ModelInfo:
         return self._generator.model
 
-    async def stream(
+    def stream(
         self, request: Request, text: PromptText | None = None, key: str = ""
     ) -> AsyncGenerator[TokenDelta, None]:
         """As ``Generator.stream``; tokens count for the caller's tenant as they come.
@@ -40,12 +40,11 @@ class MeteredGenerator:
         Where keys are in use, the tenant's name is the ``key`` that requests in flight are counted by.
         """
         caller = CURRENT.get()
-        if caller is not None:
-            request, key = self._owned(request, caller), caller.tenant.name
-        deltas = self._generator.stream(request, text, key)
-        async with aclosing(self._counted(deltas, 0 if request.output_ids else request.prompt_len, caller)) as counted:
-            async for delta in counted:
-                yield delta
+        if caller is None:
+            return self._generator.stream(request, text, key)
+        deltas = self._generator.stream(self._owned(request, caller), text, caller.tenant.name)
+        # The prompt of a request that goes on has been counted.
+        return self._counted(deltas, 0 if request.output_ids else request.prompt_len, caller)
 
     def _owned(self, request: Request, caller: Caller) -> Request:
         """The request with the tenant of the caller: its share, priority, owner and cache salt."""
@@ -60,15 +59,9 @@ class MeteredGenerator:
         )
 
     async def _counted(
-        self, deltas: AsyncGenerator[TokenDelta, None], prompt: int, caller: Caller | None
+        self, deltas: AsyncGenerator[TokenDelta, None], prompt: int, caller: Caller
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Counts the prompt unless the backend refuses it, and each token when it comes; the prompt of a request that
-        goes on has been counted."""
-        if caller is None:
-            async with aclosing(deltas):
-                async for delta in deltas:
-                    yield delta
-            return
+        """Counts the prompt unless the backend refuses it, and each token when it comes."""
         budget, now = self._access.budget(caller.tenant), self._access.now
         output, gpu_s = 0, 0.0
         try:

@@ -117,11 +117,18 @@ class Files:
             await self.store.put_object(PutObject(whole))
         return await self.find(owner, file_id)
 
+    async def owned(self, kind: str, owner: str, object_id: str, field: str = "") -> KeptObject:
+        """Returns a kept object; raises ApiError (404), which names the field, if the owner has none of that id."""
+        kept = (await self.store.find_object(ObjectName(kind, object_id))).kept
+        if kept is None or kept.owner != owner or self._is_over(kept):
+            raise not_found(kind, object_id, field)
+        return kept
+
     async def find(self, owner: str, file_id: str) -> KeptObject:
         """Returns a file; raises ApiError (404) if the owner has no such file."""
-        kept = (await self.store.find_object(ObjectName(FILE, file_id))).kept
-        if kept is None or kept.owner != owner or self._is_over(kept) or not file_record(kept).whole:
-            raise not_found("file", file_id)
+        kept = await self.owned(FILE, owner, file_id)
+        if not file_record(kept).whole:
+            raise not_found(FILE, file_id)
         return kept
 
     async def list(

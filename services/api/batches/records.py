@@ -117,10 +117,7 @@ class Batches:
 
     async def find(self, owner: str, batch_id: str) -> StoredBatch:
         """Returns a batch; raises ApiError (404) if the owner has no such batch."""
-        found = await self.look(batch_id)
-        if found is None or found.kept.owner != owner or 0 < found.kept.expires_at <= self.files.now():
-            raise not_found("batch", batch_id)
-        return found
+        return unpack(await self.files.owned(BATCH, owner, batch_id))
 
     async def look(self, batch_id: str) -> StoredBatch | None:
         """A batch of any owner."""

@@ -52,6 +52,7 @@ class StoredResponses:
     """
 
     def __init__(self, files: Files) -> None:
+        self._files = files
         self._store = files.store
         self._settings = files.settings
         self._now = files.now
@@ -105,8 +106,8 @@ class StoredResponses:
             ApiError: 404: the owner has no such response.
             FarsightError: The log cannot be reached now.
         """
-        kept = (await self._store.find_object(ObjectName(RESPONSE, response_id))).kept
-        if kept is None or kept.owner != owner or kept.expires_at <= self._now() or not kept.record:
+        kept = await self._files.owned(RESPONSE, owner, response_id, field)
+        if not kept.record:
             raise not_found("response", response_id, field)
         return StoredResponse(**json.loads(kept.record))
 
