@@ -38,7 +38,7 @@ from farsight.kvcache.cache_journal import total_usage
 from farsight.policies.fleet.queue_delay import queue_delay_s
 from farsight.services.api.pages.live import Recent
 from farsight.services.api.pages.metrics_page import merge_expositions
-from farsight.services.ingress.explanations import Explanations, LoggedRequests
+from farsight.services.ingress.explanations import Explanations
 
 if TYPE_CHECKING:
     from farsight.services.ingress.engine_client import EngineClient
@@ -134,8 +134,7 @@ class Overview:
         self._own = own
         self.supervisor = peers.supervisor()
         self.router = peers.router()
-        self._explanations = Explanations(peers)
-        self._logged = LoggedRequests(peers, site.config)
+        self._explanations = Explanations(peers, site.config)
         self._counts = initial_counts(site.config, sees=site.sees)
         self._last: dict[str, ComponentStatus] = {}
         self._learned = Recent(self._ask_artefacts, ARTEFACTS_FOR_S)
@@ -203,7 +202,7 @@ class Overview:
 
     async def logged_around(self, request_id: str) -> LoggedWindow | None:
         """Returns the log around a request that has ended, as ``Operator.logged_around``."""
-        return await self._logged.around(request_id, self._own.first_check.snapshot)
+        return await self._explanations.around(request_id, self._own.first_check.snapshot)
 
     async def recent_decisions(self, kind: str) -> tuple[RecentDecisions, ...]:
         """Returns the last decisions of those components of a kind that answer; none of an ingress replica."""
