@@ -24,7 +24,7 @@ from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 from farsight.core.errors import CapacityError, ConfigError, InvalidValueError
 from farsight.services.api.errors import ApiError
 from farsight.services.api.text import prompts
-from farsight.services.api.text.client_text import client_value, client_value_of, compile_template, spans_of
+from farsight.services.api.text.client_text import client_value, compile_template, spans_of
 from farsight.services.api.text.prompts import ChatPrompt, PromptEncoder
 from farsight.services.api.text.template_process import RENDER_CPU_S, TemplateProcess, TemplateRefused, TemplateStopped
 from tests.unit.services.api.api_support import CHATML, chat_ids, write_model_dir
@@ -219,7 +219,8 @@ def test_a_template_that_writes_tags_around_a_name() -> None:
 )
 def test_what_is_known_of_every_operation(source: str, spans: tuple[tuple[int, int], ...]) -> None:
     values = {"x": "wxyz", "d": {"a": "wxyz", "b": "wxyz"}, "n": [["wxyz"], 1]}
-    assert spans_of(compile_template(source).render(client_value_of(values))) == spans
+    named = {name: client_value(value) for name, value in values.items()}
+    assert spans_of(compile_template(source).render(named)) == spans
 
 
 def test_bytes_are_refused() -> None:
